@@ -208,7 +208,8 @@ def _tell_findings(opened: Dataset) -> None:
     if "validation" in opened.splits:
         typer.echo(overlap_notice(opened.description.get("overlap"), opened.split("validation").documents))
     for entry in opened.description.get("skipped", ()):
-        skipped = f"{counted(entry['count'], entry['unit'])} skipped ({entry['kind']})"
+        how = "partly skipped" if entry.get("partial") else "skipped"
+        skipped = f"{counted(entry['count'], entry['unit'])} {how} ({entry['kind']})"
         typer.echo(printable(f"{skipped}, the first: {entry['first']}"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 from residua.reading import ReadError, counted
@@ -19,6 +20,8 @@ class Problem(NamedTuple):
     kind: str
     what: str
     hint: str
+    used: int = 0
+    """Documents of a file that were read before the fault; they stay in the text."""
 
 
 class Problems:
@@ -29,8 +32,8 @@ class Problems:
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip
-        self.first: dict[tuple[str, str], Problem] = {}
-        self.counts: dict[tuple[str, str], int] = {}
+        self.first: dict[tuple[str, str, bool], Problem] = {}
+        self.counts: Counter[tuple[str, str, bool]] = Counter()
         self.shown: list[Problem] = []
 
     @property
@@ -40,9 +43,9 @@ class Problems:
 
     def add(self, problem: Problem) -> None:
         """Count a problem."""
-        key = problem.unit, problem.kind
+        key = problem.unit, problem.kind, problem.used > 0
         self.first.setdefault(key, problem)
-        self.counts[key] = self.counts.get(key, 0) + 1
+        self.counts[key] += 1
         if len(self.shown) < SHOWN:
             self.shown.append(problem)
 
@@ -55,14 +58,26 @@ class Problems:
             raise ReadError(f"{self.shown[0].what}: {self.shown[0].hint}.")
         listed = "; ".join(problem.what for problem in self.shown)
         unlisted = f"; and {total - len(self.shown):,} more" if total > len(self.shown) else ""
-        kinds = ", ".join(f"{counted(n, unit)} {kind}" for (unit, kind), n in self.counts.items())
+        alike: Counter[tuple[str, str]] = Counter()
+        for (unit, kind, _), count in self.counts.items():
+            alike[unit, kind] += count
+        kinds = ", ".join(f"{counted(n, unit)} {kind}" for (unit, kind), n in alike.items())
         hints = " or ".join(dict.fromkeys(problem.hint for problem in self.first.values()))
         found = f"{total:,} problems{' or more' * more} in the text ({kinds})"
         raise ReadError(f"{found}: {listed}{unlisted}: {hints}, or leave all of them out with --skip-bad.")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Each kind of skipped line or file for dataset.json: its unit, its count, and the first."""
+        """Each kind of skipped line or file for dataset.json: its unit, its count, and the first.
+
+        Files of which the first documents were used are `partial` entries of their own.
+        """
         return [
-            {"unit": unit, "kind": kind, "count": count, "first": self.first[unit, kind].what}
-            for (unit, kind), count in self.counts.items()
+            {"unit": unit, "kind": kind, "count": count, "first": _skipped(self.first[unit, kind, partial])}
+            | ({"partial": True} if partial else {})
+            for (unit, kind, partial), count in self.counts.items()
         ]
+
+
+def _skipped(problem: Problem) -> str:
+    read = f": read up to document {problem.used:,}, the rest skipped" if problem.used else ""
+    return f"{problem.what}{read}"

@@ -110,24 +110,28 @@ def left_out_notice(files: Sequence[Path]) -> str | None:
 
 def read_file(path: Path, field: str) -> Documents:
     """Documents of one file. The suffix decides the format; an unknown suffix means plain text."""
-    kind, compression = split_suffix(path)
+    used = 0
     try:
-        if kind in PARQUET:
-            yield from _parquet(path, field)
-            return
-        with path.open("rb") as raw:
-            stream = DECOMPRESSORS[compression](raw) if compression else raw
-            text = io.TextIOWrapper(stream, encoding="utf-8-sig")
-            texts = _json_lines(text, path, field) if kind in LINES_OF_JSON else plain_documents(plain_lines(text))
-            for item in texts:
-                yield item, raw.tell()
-    except DataError:
+        for item, position in _parquet(path, field) if split_suffix(path)[0] in PARQUET else _text_file(path, field):
+            used += isinstance(item, str) and bool(item.strip())
+            yield item, position
+    except (DataError, MemoryError):
         raise
     except UnicodeDecodeError as error:
         hint = "convert it or leave it out"
-        yield Problem("file", "not UTF-8 text", f"{path} is not UTF-8 text ({error.reason})", hint), 0
+        yield Problem("file", "not UTF-8 text", f"{path} is not UTF-8 text ({error.reason})", hint, used), 0
     except Exception as error:  # each codec has its own error classes; all of them mean a faulty file
-        yield Problem("file", "that cannot be read", f"cannot read {path} ({reason(error)})", UNREADABLE), 0
+        yield Problem("file", "unreadable", f"cannot read {path} ({reason(error)})", UNREADABLE, used), 0
+
+
+def _text_file(path: Path, field: str) -> Documents:
+    kind, compression = split_suffix(path)
+    with path.open("rb") as raw:
+        stream = DECOMPRESSORS[compression](raw) if compression else raw
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig")
+        texts = _json_lines(text, path, field) if kind in LINES_OF_JSON else plain_documents(plain_lines(text))
+        for item in texts:
+            yield item, raw.tell()
 
 
 def plain_lines(text: io.TextIOBase) -> Iterator[str]:

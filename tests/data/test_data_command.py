@@ -217,7 +217,26 @@ def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypa
     assert "2 lines skipped (not valid JSON), the first: messy/a.jsonl, line 2 is not valid JSON (" in printed
     assert "1 line skipped (without the field 'text'), the first: messy/a.jsonl, line 4 has no" in printed
     assert "1 file skipped (not UTF-8 text), the first: messy/b.txt is" in printed
-    assert "1 file skipped (that cannot be read), the first: cannot read messy/c.txt.gz (" in printed
+    assert "1 file skipped (unreadable), the first: cannot read messy/c.txt.gz (" in printed
+
+
+def test_file_faulty_in_the_middle_is_said_to_be_partly_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [b'{"text": "%d %s"}\n' % (n, b"word " * 1000) for n in range(40)]
+    Path("half.jsonl").write_bytes(b"".join([*lines[:20], b'{"text": " "}\n\xff', *lines[20:]]))
+    Path("none.txt").write_bytes(b"\xff")
+    options = ("--tokenizer", "bytes", "--holdout", "0", "--out", "out")
+    with pytest.raises(DataError, match=r"^2 problems in the text \(2 files not UTF-8 text\)") as caught:
+        run("prepare", "half.jsonl", "none.txt", *options)
+    assert "skipped" not in str(caught.value)
+    printed = run("prepare", "half.jsonl", "none.txt", "--skip-bad", *options)
+    used = Dataset.open("out").split("train").documents
+    assert 0 < used <= 20
+    first = f"half.jsonl is not UTF-8 text (invalid start byte): read up to document {used}, the rest skipped"
+    assert f"1 file partly skipped (not UTF-8 text), the first: {first}\n" in printed
+    assert "1 file skipped (not UTF-8 text), the first: none.txt is not UTF-8 text (invalid start byte)\n" in printed
+    part, whole = Dataset.open("out").description["skipped"]
+    assert (part["partial"], part["first"], part["count"]) == (True, first, 1) and "partial" not in whole
 
 
 def test_links_out_of_a_folder_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

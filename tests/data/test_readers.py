@@ -151,6 +151,16 @@ def test_bad_files_are_one_sentence(tmp_path: Path, name: str, content: bytes, m
     assert "\n" not in str(caught.value)
 
 
+def test_full_memory_is_not_a_faulty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(lines: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("residua.data.readers.plain_documents", full)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(MemoryError):
+        list(open_corpus([tmp_path / "a.txt"], holdout=0, skip_bad=True).documents())
+
+
 def test_missing_files_and_empty_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no file or folder"):
         read(tmp_path / "missing.txt")
