@@ -225,7 +225,8 @@ def _remove_abandoned(folder: Path) -> None:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # in a shared folder it may belong to somebody else
+                path.unlink()
 
 
 def _is_running(process: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -68,6 +69,19 @@ def test_leftovers_of_dead_local_processes_alone_are_removed(tmp_path: Path, not
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"out", own, elsewhere}
     dead.wait()
+
+
+def test_leftover_of_another_user_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    left = files.unfinished(tmp_path / "other.json", unique=True)
+    left.touch()
+    monkeypatch.setattr(files, "_is_running", lambda process: False)
+    monkeypatch.setattr(Path, "unlink", denied)
+    with atomic_folder(tmp_path / "made"):
+        pass
+    assert (tmp_path / "made").is_dir() and left.exists()
 
 
 def test_a_file_that_could_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
