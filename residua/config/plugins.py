@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoints, entry_points
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -27,6 +27,8 @@ GROUP = "residua.plugins"
 _loaded: set[str] = set()
 _packages: set[str] = set()
 """Modules that are plugins, or the packages that hold them; they stay known after a failed import."""
+_files: dict[str, Path] = {}
+"""Files that are plugins, by the names of their modules."""
 
 
 class Place(NamedTuple):
@@ -93,6 +95,7 @@ def _from_file(path: Path) -> None:
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     sys.modules[path.stem] = module
+    _files[path.stem] = path
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -124,13 +127,32 @@ def _place(error: BaseException, packages: set[str]) -> Place | None:
     for depth, (frame, line) in enumerate(reversed(frames)):
         if _belongs(frame, packages):
             return Place(frame.f_code.co_filename, line, error, raised=depth == 0)
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+    if isinstance(error, SyntaxError) and error.filename and error.lineno and _holds(packages, error.filename):
         return Place(error.filename, error.lineno, error)
     # an error of torch.compile names the line that it was compiling, which did not run
     for file, line_number in reversed(re.findall(r'File "(.+?)", line (\d+)', str(error))):
         if Path(file).stem in packages:
             return Place(file, int(line_number), error)
     return None
+
+
+def _holds(packages: set[str], file: str) -> bool:
+    """Whether a file that Python could not read is that of a plugin, or lies in its package."""
+    path = Path(file).resolve()
+    return any(path.is_relative_to(place) for package in packages for place in _places_of(package))
+
+
+def _places_of(package: str) -> list[Path]:
+    """The file of a module, or the folders of a package; neither need have been imported."""
+    if package in _files:
+        return [_files[package]]
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):  # its parent is missing, or it was made without a file
+        return []
+    if spec is None:
+        return []
+    return [Path(place).resolve() for place in spec.submodule_search_locations or filter(None, [spec.origin])]
 
 
 def _belongs(frame: FrameType, packages: set[str]) -> bool:

@@ -122,6 +122,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.modules.pop("planted")
     plugins._loaded.discard(str(file))
     plugins._packages.discard("planted")
+    plugins._files.pop("planted")
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +183,26 @@ def test_plugin_that_python_cannot_read_shows_its_line(
     monkeypatch.setenv(PLUGINS, str(tmp_path / "unread.py"))
     assert residua(monkeypatch, "presets", "tiny") == 1
     assert f"residua: the plugin {tmp_path / 'unread.py'}, line 2: SyntaxError: " in capsys.readouterr().err
+    (tmp_path / "unread_package").mkdir()
+    (tmp_path / "unread_package" / "__init__.py").touch()
+    (tmp_path / "unread_package" / "below.py").write_text("def f(:\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv(PLUGINS, "unread_package.below")
+    assert residua(monkeypatch, "presets", "tiny") == 1
+    assert f"residua: the plugin {tmp_path / 'unread_package/below.py'}, line 1: " in capsys.readouterr().err
     monkeypatch.setenv(PLUGINS, "no_such_plugin")
     assert residua(monkeypatch, "presets", "tiny") == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_unreadable_code_elsewhere_is_not_blamed_on_a_plugin(plugin: Path) -> None:
+    for file in ("<string>", "/elsewhere/planted.py"):
+        with pytest.raises(SyntaxError) as caught:
+            compile("def f(:", file, "exec")
+        assert plugins.plugin_place(caught.value) is None
+    with pytest.raises(SyntaxError) as caught:
+        compile("def f(:", str(plugin), "exec")
+    assert str(plugins.plugin_place(caught.value)) == f"{plugin}, line 1"
 
 
 @pytest.mark.usefixtures("untried")
