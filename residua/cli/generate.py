@@ -89,7 +89,7 @@ def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[st
     if file is None:
         return prompt or []
     if file.exists() and not file.is_file():
-        raise UserError(f"{file} is no plain file: --file is a text file with one prompt per line.")
+        raise UserError(f"{file} is not a regular file: --file is a text file with one prompt per line.")
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError:

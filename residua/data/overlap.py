@@ -107,7 +107,9 @@ def overlap_notice(about: dict[str, Any] | None, documents: int) -> str:
     shared = _shared(overlap, documents)
     if about["rule"] == KEEP:
         return f"{shared}, and stay there: the validation loss is not that of new text (--overlap drop leaves them out)"
-    return f"{shared}; {counted(overlap.copies, 'training document')} dropped for that (--overlap keep keeps them)"
+    verb = "was" if overlap.copies == 1 else "were"
+    dropped = f"{counted(overlap.copies, 'training document')} {verb} dropped from training"
+    return f"{shared}; {dropped} (--overlap keep keeps them)"
 
 
 def _shared(overlap: Overlap, documents: int) -> str:

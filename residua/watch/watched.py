@@ -56,7 +56,7 @@ def check(folders: Sequence[Path]) -> None:
     """Refuse a folder that does not exist, or holds neither a run nor a study."""
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder} is no folder: name a run, a study, or a folder of them.")
+            raise UserError(f"{folder} is not a folder: name a run, a study, or a folder of them.")
         if not _inside(folder, "", 2):
             raise UserError(f"{folder} holds no run and no study: name the --out of `residua train` or `compare`.")
 

@@ -170,4 +170,4 @@ def test_prompts_are_not_read_from_a_pipe_that_nobody_writes_to(
     monkeypatch.setattr(sys, "argv", ["residua", "generate", "run", "--file", str(tmp_path / "pipe")])
     with pytest.raises(SystemExit):
         main()
-    assert "pipe is no plain file: --file is a text file" in capsys.readouterr().err
+    assert "pipe is not a regular file: --file is a text file" in capsys.readouterr().err

@@ -183,7 +183,7 @@ def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, mon
         out = f"out-{source}-{validation}".replace("/", "-")
         printed = run("prepare", "other.txt", source, "--validation", validation, "--tokenizer", "bytes", "--out", out)
         assert "in the training text (1 word for word, 0 but for case" in printed
-        assert "; 1 training document dropped for that (--overlap keep keeps them)\n" in printed
+        assert "; 1 training document was dropped from training (--overlap keep keeps them)\n" in printed
     printed = run("prepare", "other.txt", "--validation", "folder", "--tokenizer", "bytes", "--out", "out")
     assert "no validation document is in the training text\n" in printed
 

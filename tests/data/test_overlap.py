@@ -37,6 +37,8 @@ def test_copies_of_validation_text_are_dropped_and_counted(tmp_path: Path, monke
 
     dropped = made(leaky, "dropped")
     assert dropped.description["overlap"] == {"rule": "drop", "exact": 3, "near": 5, "copies": 9}
+    said = overlap_notice(dropped.description["overlap"], 10)
+    assert said.endswith("; 9 training documents were dropped from training (--overlap keep keeps them)")
     expected = made(clean, "clean")
     assert expected.description["overlap"] == {"rule": "drop", "exact": 0, "near": 0, "copies": 0}
     assert files_of(dropped) == files_of(expected), "as if they had never been read"

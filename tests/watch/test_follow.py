@@ -247,10 +247,10 @@ def test_runs_studies_and_folders_of_both_are_found(tmp_path: Path) -> None:
     assert [place.name for place in find([tmp_path / "later"])] == ["later"]
 
 
-@pytest.mark.parametrize("name", ["nowhere", "empty"])
-def test_a_folder_without_runs_is_refused_in_a_sentence(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "reason"), [("nowhere", "is not a folder"), ("empty", "holds no run and no study")])
+def test_a_folder_without_runs_is_refused_in_a_sentence(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"{name} {reason}: "):
         check([tmp_path / name])
 
 
