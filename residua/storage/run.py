@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -68,6 +69,7 @@ class Run:
     ) -> None:
         self.folder, self.config = folder, config
         self._changes, self._made = changes, made
+        self._stale: tuple[Path, ...] = ()  # what an earlier run in the folder took from elsewhere
         self._begun = False
         self._lock = self._take()
 
@@ -102,6 +104,7 @@ class Run:
             read_metrics(folder / METRICS)
             with suppress(UserError):  # of a kind, say, that its plugin has renamed since
                 run._changes = differences(saved_config(folder), config)
+            run._stale = (folder / SOURCE, folder / "wandb-id")
         except BaseException:
             run.close()
             raise
@@ -141,6 +144,8 @@ class Run:
         half written.
         """
         sessions = self._sessions()
+        for path in self._stale:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for leftover in self.folder.glob(f"{UNFINISHED}*"):
             if leftover.is_file():  # a folder may be a model that is being quantized into the run
                 leftover.unlink(missing_ok=True)
@@ -217,6 +222,7 @@ class Run:
             return
         about = read_json(self.folder / ENVIRONMENT, dict[str, Any], _GO_ON)
         about["sessions"][-1] |= {"branch_of": self.folder.name, "until_step": step}
+        about["sessions"][-1].pop("process", None)  # nobody trains the branch yet
         shared = [record for record in read_metrics(self.folder / METRICS) if record["step"] <= step]
         with atomic_folder(folder) as made:
             save(made)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from residua.config.plugins import load_plugins
+from residua.config.plugins import causes, load_plugins
 from residua.config.run import RunConfig
 from residua.report.failure import describe, ending, sentence, show
 from residua.storage.checkpoint import prune
@@ -92,7 +92,7 @@ class _Worker:
             show(failure)
             if isinstance(error, Interrupted):
                 sys.exit(error.exit_code)
-            if isinstance(error.__context__, torch.OutOfMemoryError):
+            if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error)):
                 sys.exit(OUT_OF_MEMORY)
             if failure.bug:  # of which this process may be the worse
                 sys.exit(1)

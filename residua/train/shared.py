@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,11 +37,8 @@ class SharedWorld(World):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.trained: Callable[[], None] = lambda: None
-        """Called after the last step of a run, before its last checkpoint is written."""
         self._step: Step | None = None
         self._graph = ""
-        self._steps = 0
         self._texts: dict[str, Dataset] = {}
 
     def open_data(self, config: RunConfig) -> Dataset:
@@ -54,7 +48,6 @@ class SharedWorld(World):
         return self._texts[key]
 
     def build_step(self, config: RunConfig) -> Step:
-        self._steps = config.train.steps
         if self._step is not None and self._graph == graph_of(config):
             self._step.restart(starting_model(config), config.train)
             return self._step
@@ -90,8 +83,3 @@ class SharedWorld(World):
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
-        if number == self._steps:
-            self.trained()
-        super().save(run, number, step, state, keep)

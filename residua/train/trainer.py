@@ -435,6 +435,7 @@ class Trainer:
         """Validate on all of the text, write validation.json, result.json and inspection.json, say what to do next."""
         self.world.settle()
         final = self._final_validation()
+        self.world.trained()
         return self.world.from_leader(lambda: self._report(final))
 
     def _final_validation(self) -> FinalValidation:

@@ -48,6 +48,8 @@ class World:
         """Whether torchrun has started this job before."""
         self.stages = Stages()
         """What this process did before the first step of the current run, and for how long."""
+        self.trained: Callable[[], None] = lambda: None
+        """Called when a run is trained and validated: after that it needs the device only to look inside its model."""
 
     @classmethod
     def alone(cls, config: RunConfig) -> Self:

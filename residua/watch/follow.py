@@ -139,7 +139,9 @@ class Follower:
         result = self._result()
         finished = result is not None and self._done(result)
         crash = "" if finished else how_it_crashed(sessions[-1] if sessions else {}, self._log_lines())
-        return self.folder.exists(), result, saved, tuple(map(_begun, sessions)), holds_weights, stopped, crash
+        begun = tuple(map(_begun, sessions))
+        waits = bool(sessions) and "branch_of" in sessions[-1]  # a start that a longer run has saved for it
+        return self.folder.exists(), result, saved, begun, holds_weights, stopped, crash, waits
 
     def _log_lines(self) -> list[str]:
         """The end of its log; empty if its metrics are newer: then it has been started again since."""
@@ -196,6 +198,8 @@ class Follower:
             return "stopped"
         if self._crashed:
             return "crashed"
+        if self._seen and self._seen[7]:
+            return "waiting"
         if self._written is None:
             return "imported" if self._seen and self._seen[4] else "waiting"
         seconds = [row[2] for row in self.rows["train"][-RECENT:] if row[2] is not None]

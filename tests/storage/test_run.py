@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,31 @@ def test_folder_with_anything_of_value_is_not_started_again(config: RunConfig, t
     assert not failed_early(tmp_path / "run")
     with pytest.raises(ConfigError, match="is not empty"):
         Run.start_again(tmp_path / "run", config)
+
+
+def test_run_that_starts_again_drops_what_the_failed_one_took(config: RunConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = Run.create(folder, config)
+    run.begin({}, 0)
+    run.close()
+    (folder / "source").mkdir()
+    (folder / "source" / "generation_config.json").write_text("{}")
+    (folder / "wandb-id").write_text("old")
+    again = Run.start_again(folder, config)
+    assert (folder / "source").exists()  # until the run begins, nothing is changed
+    again.begin({}, 0)
+    again.close()
+    assert not (folder / "source").exists() and not (folder / "wandb-id").exists()
+
+
+def test_branch_waits_until_somebody_trains_it(config: RunConfig, tmp_path: Path) -> None:
+    trunk = Run.create(tmp_path / "long", config)
+    trunk.begin({}, 0)
+    (tmp_path / "long" / "metrics.jsonl").write_text("")
+    trunk.branch(tmp_path / "short", config, 4, lambda folder: (folder / "checkpoints").mkdir())
+    trunk.close()
+    session = json.loads((tmp_path / "short" / "environment.json").read_text())["sessions"][-1]
+    assert (session["branch_of"], session["until_step"]) == ("long", 4) and "process" not in session
 
 
 def test_configuration_without_record_of_training_is_kept(config: RunConfig, tmp_path: Path) -> None:

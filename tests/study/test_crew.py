@@ -10,9 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from residua.config.run import RunConfig
-from residua.study.crew import Crew, Request
+from residua.study import worker
+from residua.study.crew import OUT_OF_MEMORY, Crew, Request
 from residua.study.plan import PlannedRun
 from residua.study.runner import by_graph
 from residua.study.worker import tell
@@ -211,3 +213,15 @@ def test_a_worker_goes_on_when_the_study_was_killed() -> None:
     os.close(reader)
     tell(writer, "trained")  # nobody listens
     os.close(writer)
+
+
+def test_worker_ends_when_a_run_cannot_be_built_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **settings: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(worker, "train", full)
+    config = tmp_path / "run.toml"
+    config.write_text(RunConfig.find("tiny").override(["train.device=cpu"]).to_toml())
+    with pytest.raises(SystemExit) as ended:
+        worker._Worker(lambda word: None).train(Request(str(config), str(tmp_path / "run"), str(tmp_path / "log")))
+    assert ended.value.code == OUT_OF_MEMORY

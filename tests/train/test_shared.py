@@ -136,10 +136,10 @@ def test_a_run_says_where_the_time_before_its_first_step_went(config: RunConfig,
     assert all(seconds >= 0 for seconds in session["startup"].values())
 
 
-def test_the_world_tells_when_the_last_step_is_done(config: RunConfig, tmp_path: Path) -> None:
+def test_the_world_tells_when_a_run_is_trained_and_saved(config: RunConfig, tmp_path: Path) -> None:
     world = SharedWorld(torch.device("cpu"))
     saved: list[list[str]] = []
     world.trained = lambda: saved.append(sorted(path.name for path in (tmp_path / "zero" / "checkpoints").iterdir()))
     shared(config, ["zero"], tmp_path, world)
-    assert saved == [["step-2", "step-4"]]
+    assert saved == [["step-4", "step-6"]]
     assert isinstance(world.build_step(config), Step)

@@ -36,6 +36,13 @@ def test_the_curves_are_those_of_the_metrics_file(tmp_path: Path) -> None:
             assert column(follower, name, kind) == [record[name] for record in records if record["kind"] == kind]
 
 
+def test_start_of_a_branch_is_shown_as_waiting(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 20)
+    environment = {"sessions": [{"started": "2026-01-01T00:00:00", "branch_of": "longer", "until_step": 20}]}
+    (run / "environment.json").write_text(json.dumps(environment))
+    assert follow(run).state(0.0) == "waiting"
+
+
 def test_a_half_written_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 20)
     follower = follow(run)
