@@ -22,7 +22,7 @@ from residua.study.inference import (
 )
 from residua.study.results import StudyResult, VariantResult
 from residua.study.runs import RunRecord
-from residua.study.verdict import at_size, too_few, understated
+from residua.study.verdict import at_size, ends_of, too_few, understated
 
 NAMED = 4
 """The answer names at most so many variants that failed."""
@@ -105,9 +105,11 @@ def comparisons_sentence(result: StudyResult) -> str:
     if best is None or best.shrunk is None:
         return said
     pooled = best.shrunk
+    is_open = pooled.low is None or pooled.high is None
+    around = f"({ends_of(pooled)})" if is_open else f"[{pooled.low:.2f}, {pooled.high:.2f}]"
     return (
         f"{said} The best was chosen after looking; pooled with the others, {best.name} is "
-        f"{pooled.value:.2f}× [{pooled.low:.2f}, {pooled.high:.2f}]."
+        f"{pooled.value:.2f}× {around}."
     )
 
 

@@ -61,7 +61,7 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
     if was_busy(row, result):
         return f"{per_token}; its speed was timed on a busy machine, so no gain per second is stated"
     if not speed_is_shown(row, result):
-        ends = _ends(row.throughput_ratio)
+        ends = ends_of(row.throughput_ratio)
         return f"{per_token}; its speed against {result.baseline} is not shown ({ends}), nor a gain per second"
     if row.wall_clock_gain is None:
         return f"{per_token}, and no speeds to compare"
@@ -70,16 +70,16 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
     if seconds.low is None and seconds.high is None:
         return said if row.difference is None or row.difference.low is None else f"{said}, without an interval"
     if says_nothing(seconds) or around_one(seconds):
-        return f"{said}, but no gain or loss per second is shown ({_ends(seconds)})"
+        return f"{said}, but no gain or loss per second is shown ({ends_of(seconds)})"
     if not enough_runs(row):
-        return f"{said} ({_ends(seconds)}), but {too_few(row)}"
+        return f"{said} ({ends_of(seconds)}), but {too_few(row)}"
     compared, after = comparisons(row.size, result), row.corrected
     if after is None or compared < 2:
-        return f"{said} ({_ends(seconds)})"
-    corrected = f"corrected for {counted(compared, 'comparison')} {_ends(after).removeprefix('interval ')}"
+        return f"{said} ({ends_of(seconds)})"
+    corrected = f"corrected for {counted(compared, 'comparison')} {ends_of(after).removeprefix('interval ')}"
     if around_one(after):
-        return f"{said} ({_ends(seconds)}), but no gain or loss per second is shown ({corrected})"
-    return f"{said} ({_ends(seconds)}; {corrected})"
+        return f"{said} ({ends_of(seconds)}), but no gain or loss per second is shown ({corrected})"
+    return f"{said} ({ends_of(seconds)}; {corrected})"
 
 
 def too_few(row: VariantResult) -> str:
@@ -99,7 +99,7 @@ def _per_token(row: VariantResult) -> str:
 def _bracketed(word: str, ratio: Interval) -> str:
     """A word and the interval in brackets; nothing where neither is known."""
     known = ratio.low is not None or ratio.high is not None
-    parts = [part for part in (word, _ends(ratio) if known else "") if part]
+    parts = [part for part in (word, ends_of(ratio) if known else "") if part]
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -110,7 +110,7 @@ def _why_no_gain(row: VariantResult, result: StudyResult) -> str:
     return "which needs two validations or more of each run (train.validate_every) and losses that fall after the first"
 
 
-def _ends(ratio: Interval) -> str:
+def ends_of(ratio: Interval) -> str:
     """An interval in words, or that it is too wide, as in the table."""
     if too_wide(ratio):
         return TOO_WIDE

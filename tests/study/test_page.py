@@ -317,6 +317,19 @@ def test_several_comparisons_are_corrected_and_the_best_is_shrunk() -> None:
     assert verdict(best, result).endswith(corrected)
 
 
+@pytest.mark.parametrize(("low", "high", "said"), [(1.02, None, "above 1.0"), (None, 1.2, "below 1.")])
+def test_an_open_interval_of_the_best_is_said_in_words(low: float | None, high: float | None, said: str) -> None:
+    result = pretended(4).result
+    ends = {"low": low, "high": high}
+    rows = [
+        row.model_copy(update={"wall_clock_gain": row.wall_clock_gain.model_copy(update=ends)})
+        if row.wall_clock_gain is not None
+        else row
+        for row in result.variants
+    ]
+    assert f"× (interval {said}" in comparisons_sentence(with_rows(result, rows))
+
+
 def test_a_gain_that_the_correction_takes_away_is_no_yes() -> None:
     result = changed(
         pretended(9).result, wall_clock_gain=Interval(value=1.05, count=3, error=0.02, low=1.01, high=1.09)
