@@ -1,8 +1,9 @@
 """The last validation of a run: on all of the validation text, with the loss of each document.
 
 While a run trains, it is validated on a fixed part of the text (`data.validation_tokens`). The loss that counts in the
-end is on all of it, or on as many tokens as the run was trained on if those are fewer: at most a third of the cost of
-training. Two models that read the same documents can be paired by them, which gives the error from sampling text.
+end is on all of it, or on its first two million tokens. How long a run trains does not change that, so the budgets and
+trials of a study are measured on the same text. Two models that read the same documents can be paired by them, which
+gives the error from sampling text.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from residua.data import Dataset
 
 FINAL = "validation.json"
+FINAL_LIMIT = 2_097_152
+"""The last validation reads at most so many tokens."""
+TOY_FACTOR = 128
+"""It reads at most so many times `data.validation_tokens`: a toy stays one, and every preset reaches FINAL_LIMIT."""
 GROUPS = 256
 """Documents are put together, in order, into at most so many groups of about as many tokens."""
 
@@ -43,8 +48,8 @@ class FinalValidation(Frozen):
 
 def final_tokens(config: RunConfig, tokens: int) -> int:
     """How many of the `tokens` of a validation text the last validation of a run reads."""
-    trained = config.train.steps * config.tokens_per_step
-    limit = max(trained, config.data.validation_tokens)
+    part = config.data.validation_tokens
+    limit = max(part, min(FINAL_LIMIT, TOY_FACTOR * part))
     return validated_tokens(tokens, config.sequence, limit)
 
 

@@ -10,9 +10,18 @@ import pytest
 import torch
 
 import residua
-from residua.config.run import RunConfig
+from residua.config import presets
+from residua.config.run import DataConfig, RunConfig
 from residua.data import Dataset, open_corpus, prepare, validation_batches
-from residua.train.final_validation import GROUPS, FinalValidation, by_document, final_batches, final_tokens
+from residua.train.final_validation import (
+    FINAL_LIMIT,
+    GROUPS,
+    TOY_FACTOR,
+    FinalValidation,
+    by_document,
+    final_batches,
+    final_tokens,
+)
 from residua.train.step import build_step
 from residua.train.trainer import train
 from tests.train.conftest import small_run
@@ -39,9 +48,16 @@ def test_the_last_validation_reads_all_of_the_text(config: RunConfig, tmp_path: 
     assert abs(final.loss - validated[-1]["loss"]) < 0.3
 
 
-@pytest.mark.parametrize(("steps", "tokens"), [(3, 192), (6, 384)])
-def test_short_runs_validate_on_no_more_than_they_trained_on(config: RunConfig, steps: int, tokens: int) -> None:
-    assert final_tokens(longer(config, steps), 10_000) == tokens
+@pytest.mark.parametrize(("part", "tokens"), [(128, 16_384), (16_384, FINAL_LIMIT), (4_194_304, 4_194_304)])
+def test_short_and_long_runs_end_on_the_same_tokens(config: RunConfig, part: int, tokens: int) -> None:
+    runs = [longer(config, steps).override([f"data.validation_tokens={part}"]) for steps in (3, 60_000)]
+    assert [final_tokens(run, 10_000_000) for run in runs] == [tokens, tokens]
+    assert [final_tokens(run, 10_001) for run in runs] == [10_000, 10_000]
+
+
+def test_all_presets_end_on_the_same_limit() -> None:
+    parts = [DataConfig(**presets.load(name).get("data", {})).validation_tokens for name in presets.names()]
+    assert TOY_FACTOR * min(parts) >= FINAL_LIMIT >= max(parts)
 
 
 @pytest.mark.parametrize("masking", ["none", "documents"])
