@@ -29,6 +29,7 @@ def with_longer(saved: SavedStudy, other: SavedStudy) -> tuple[StudyResult, Rung
     """The study with gains per token and per second from that ladder, and the ladder; variants without speeds stay."""
     _check_alike(saved, other)
     result, longer = show_saved(saved), show_saved(other)
+    _check_same_tokens(result, longer)
     own = _losses(result.runs, result)
     new = _losses(longer.complete(longer.sizes[-1], longer.baseline), longer)  # without its ladder
     rungs = {tokens: losses for tokens, losses in own.items() if tokens < max(own)} | new
@@ -49,6 +50,16 @@ def _check_alike(saved: SavedStudy, other: SavedStudy) -> None:
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     if differing:
         raise ConfigError(f"the ladder of {names[0]} cannot have budgets of {names[1]}: {differing[0]} differs.")
+
+
+def _check_same_tokens(result: StudyResult, longer: StudyResult) -> None:
+    """Refuse losses on another part of the text."""
+    ours, theirs = result.validated_tokens, longer.validated_tokens
+    if ours != theirs:
+        raise ConfigError(
+            f"the ladder of {result.name} cannot have budgets of {longer.name}: its losses are on {ours} validation "
+            f"tokens, those of {longer.name} on {theirs}; use runs that were validated on the same text."
+        )
 
 
 def _losses(runs: Sequence[RunResult], result: StudyResult) -> Rungs:

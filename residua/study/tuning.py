@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from residua.study.config import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan
-from residua.study.runs import is_complete, read_run
+from residua.study.runs import comparable, is_complete, read_run
 from residua.study.saved import SavedStudy
 from residua.study.trials import Trial, TunedRate, choose, read_rates, tuned_for
 
@@ -21,12 +21,16 @@ def known_rates(out: Path, results: Path | None = None) -> list[TunedRate]:
 def chosen_rates(study: StudyConfig, plan: StudyPlan, problems: Mapping[PlannedRun, str]) -> list[TunedRate]:
     """The rate of each variant whose trials have ended."""
     assert study.tune is not None
-    found = []
+    found, losses = [], _losses(plan.trials)
     for size, name in dict.fromkeys((run.size, run.variant) for run in plan.trials):
         runs = [run for run in plan.trials if (run.size, run.variant) == (size, name)]
-        losses = {run: _loss(run) for run in runs}
         trials = [
-            Trial(factor=run.rate, rate=run.config.train.optimizer.lr, loss=losses[run], problem=problems.get(run, ""))
+            Trial(
+                factor=run.rate,
+                rate=run.config.train.optimizer.lr,
+                loss=losses.get(run),
+                problem=problems.get(run, ""),
+            )
             for run in runs
         ]
         made_for = tuned_for(plan.models[size, name].config, study.tune)
@@ -34,5 +38,7 @@ def chosen_rates(study: StudyConfig, plan: StudyPlan, problems: Mapping[PlannedR
     return found
 
 
-def _loss(run: PlannedRun) -> float | None:
-    return read_run(run.folder, run.config).final_loss if is_complete(run.folder, run.config) else None
+def _losses(runs: Sequence[PlannedRun]) -> dict[PlannedRun, float]:
+    """Of the complete ones, all on the same text."""
+    complete = {run: read_run(run.folder, run.config) for run in runs if is_complete(run.folder, run.config)}
+    return {run: record.final_loss for run, record in comparable(complete).items()}

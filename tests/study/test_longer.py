@@ -11,6 +11,7 @@ from residua.study.conduct import show_saved
 from residua.study.inference import loses, pays
 from residua.study.longer import with_longer
 from residua.study.saved import SavedStudy
+from residua.train.final_validation import FinalValidation
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -46,6 +47,14 @@ def test_losses_of_another_text_are_refused(studies: tuple[SavedStudy, SavedStud
     other = longer.dataset.model_copy(update={"bytes_per_token": 4.4})
     with pytest.raises(ConfigError, match="budgets of main-mini: the validation text differs"):
         with_longer(short, longer.model_copy(update={"dataset": other}))
+
+
+def test_losses_on_another_part_of_the_text_are_refused(studies: tuple[SavedStudy, SavedStudy]) -> None:
+    short, longer = studies
+    final = FinalValidation(loss=3.0, bits_per_byte=1.0, tokens=4096)
+    whole = tuple(run.model_copy(update={"final": final}) for run in longer.runs)
+    with pytest.raises(ConfigError, match="losses are on 131072 validation tokens, those of main-mini on 4096"):
+        with_longer(short, longer.model_copy(update={"runs": whole}))
 
 
 def test_the_published_studies_say_what_is_left_after_correction(studies: tuple[SavedStudy, SavedStudy]) -> None:

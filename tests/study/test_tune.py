@@ -29,6 +29,7 @@ from residua.study.runs import is_complete
 from residua.study.saved import SavedStudy
 from residua.study.sentences import cost_sentences
 from residua.study.trials import Trial, choose, rate_changes, short_run
+from residua.study.tuning import chosen_rates
 from tests.study.conftest import SMALL
 from tests.study.recorded import write_run
 
@@ -221,6 +222,17 @@ def test_the_lowest_loss_wins_and_the_end_of_the_list_is_told(
     found = choose("tiny", "mgr", tried, 1000, 10, "")
     assert found.chosen == factor
     assert note in found.note and bool(note) == bool(found.note)
+
+
+def test_trials_are_compared_on_the_text_that_all_read(
+    chosen: Callable[..., StudyConfig], out: Path, dataset: Dataset
+) -> None:
+    study = chosen()
+    plan = make_plan(study, out, dataset)
+    for trial in plan.trials:  # on all of the text the order is another, but some were validated on a part alone
+        final = {"loss": 1.0 + abs(trial.rate - 0.5), "bits_per_byte": 1.0, "tokens": 100}
+        write_run(trial, loss, final=None if trial.rate == 1.0 else final)
+    assert {rate.variant: rate.chosen for rate in chosen_rates(study, plan, {})} == BEST
 
 
 @pytest.mark.parametrize(
