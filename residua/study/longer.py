@@ -26,7 +26,7 @@ LENGTH = (*PLACE, "data.seed", "train.seed", "train.steps", "train.validate_ever
 
 
 def with_longer(saved: SavedStudy, other: SavedStudy) -> tuple[StudyResult, Rungs]:
-    """The study with gains per token and per second from that ladder, and the ladder; variants without speeds stay."""
+    """The study with gains per token and per second from that ladder, and the ladder."""
     _check_alike(saved, other)
     result, longer = show_saved(saved), show_saved(other)
     _check_same_tokens(result, longer)
@@ -73,7 +73,7 @@ def _losses(runs: Sequence[RunResult], result: StudyResult) -> Rungs:
 
 def _regained(row: VariantResult, result: StudyResult, rungs: Rungs) -> VariantResult:
     """The row with the gains that these budgets of the baseline give."""
-    if row.wall_clock_gain is None or row.size != result.sizes[-1]:
+    if row.name == result.baseline or row.loss is None or row.size != result.sizes[-1]:
         return row
     runs = result.complete(row.size, row.name)
     losses = {run.seed: run.loss for run in runs if run.loss is not None}

@@ -41,6 +41,17 @@ def test_a_loss_out_of_reach_of_the_ladder_has_no_gain(studies: tuple[SavedStudy
     assert row.wall_clock_gain is not None
 
 
+def test_rows_without_a_stated_speed_are_on_the_new_ladder(studies: tuple[SavedStudy, SavedStudy]) -> None:
+    short, longer = studies
+    timed = with_longer(short, longer)[0]
+    runs = tuple(run.model_copy(update={"tokens_per_second": None}) for run in short.runs)
+    models = tuple(model.model_copy(update={"timings": {}}) for model in short.models)
+    untimed = with_longer(short.model_copy(update={"runs": runs, "models": models}), longer)[0]
+    (now,), (then,) = ([row for row in r.variants if row.name == "resformer"] for r in (untimed, timed))
+    assert now.wall_clock_gain is None and then.wall_clock_gain is not None
+    assert now.equivalent_tokens == then.equivalent_tokens
+
+
 def test_losses_of_another_text_are_refused(studies: tuple[SavedStudy, SavedStudy]) -> None:
     short, longer = studies
     assert longer.dataset is not None
