@@ -225,7 +225,7 @@ class SavedStudy(Frozen):
     def _check(self, content: dict[str, Any]) -> None:
         """Refuse a file that was changed, or whose parts do not fit together."""
         if self.checksum != _checksum(content):
-            raise UserError("its checksum is another")
+            raise UserError("its checksum does not match")
         plan = self.plan(Path())
         seen: set[object] = set()
         for run, saved in zip(plan.runs, self.runs, strict=True):

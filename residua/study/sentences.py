@@ -45,7 +45,7 @@ def text_sentences(result: StudyResult) -> list[str]:
     losses = [row.loss.value for row in result.rows(size) if row.loss is not None]
     if result.dataset is not None and losses and min(losses) > result.dataset.unigram_entropy:
         said.append(
-            f"Every model{at_size(size, result)} is worse than the frequencies of tokens alone "
+            f"Every model{at_size(size, result)} does worse than predicting by token frequency alone "
             f"({result.dataset.unigram_entropy:.4f} nats per token), so nothing follows from their differences: train "
             "longer."
         )

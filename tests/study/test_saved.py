@@ -323,8 +323,8 @@ def test_another_version_of_the_mathematics_is_said(
         (lambda text: "[]", "holds a list of 0 entries, expected an object"),
         (lambda text: "{}", "does not hold the results of a study"),
         (lambda text: text.replace('"version": 1', '"version": 9'), "has version 9"),
-        (lambda text: text.replace('"steps": 10', '"steps": 9'), "its checksum is another"),
-        (lambda text: text.replace('"environment": 0', '"environment": 5'), "its checksum is another"),
+        (lambda text: text.replace('"steps": 10', '"steps": 9'), "its checksum does not match"),
+        (lambda text: text.replace('"environment": 0', '"environment": 5'), "its checksum does not match"),
         (lambda text: text.replace('"matching"', '"matchinh"'), r"has no key models\[0\]\.matching"),
     ],
 )
