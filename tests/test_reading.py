@@ -33,6 +33,7 @@ ROOT = Path(residua.__file__).parent
 READERS = {
     "reading.py": "the one place",
     "storage/tensors.py": "the one place for safetensors",
+    "data/tokenizer_limits.py": "a part of a tokenizer that is loaded already, no files",
     "distributed/heartbeat.py": "messages between the ranks of a job, no files",
     "distributed/nodes.py": "what the process's own recorder of collectives returns, no files",
     "integrations/torchtitan/run.py": "what RunConfig.to_toml returned in this job, no files",

@@ -120,8 +120,9 @@ def _bars(bar: Bar) -> str:
 
 def _extent(length: float, zero: float | None) -> str:
     """Where a bar begins and how wide it is."""
-    begin = "" if zero is None else f"margin-left:{_percent(zero + min(length, 0.0))};"
-    return f"{begin}width:{_percent(abs(length))}"
+    if zero is None:
+        return f"width:{_percent(length)}"
+    return f"margin-left:{_percent(zero + min(length, 0.0))};width:{_percent(abs(length))}"
 
 
 def _spread(spread: Spread) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from residua.config.run import RunConfig
+from residua.model.size import shapes
 from residua.storage.load import start_changes
 
 _OF_A_START = ("train.start", "model.vocab_size", "data.tokenizer")
@@ -28,7 +29,7 @@ def started(study: Mapping[str, Any], run: Path) -> dict[str, Any]:
     base, changes = start_changes(run)
     own = study.get("set", [])
     if _is_list(own):
-        if RunConfig.from_toml(base).model.topology.kind == "additive":  # others cannot be given another topology
+        if shapes(RunConfig.from_toml(base).model).topology.adds:  # others cannot be given another topology
             changes.append("model.reader_eps=sum")
         own = [*changes, *(change for change in own if _key(change) not in _OF_A_START)]
     kept = {key: value for key, value in study.items() if key != "bases"}
