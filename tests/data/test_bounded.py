@@ -20,6 +20,8 @@ from residua.data.readers import DOCUMENT_CHARACTERS, LONGEST_DOCUMENT, SEPARATO
 
 from .texts import write_jsonl
 
+pytestmark = pytest.mark.slow
+
 
 def documents_in(text: str) -> list[str]:
     return [document for document in plain_documents(plain_lines(io.StringIO(text))) if document]

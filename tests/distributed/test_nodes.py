@@ -106,9 +106,13 @@ def test_a_dead_rank_is_named_once_on_each_node(recipe: RunConfig, tmp_path: Pat
         assert named == [(str(dead), "3")] and "".join(node).count("residua: ") == 1, said
 
 
+SHORT = "data.validation_tokens=1"
+"""The slow rank of these tests waits in the last validation too."""
+
+
 def test_a_run_traces_chosen_steps_and_names_a_slow_rank(recipe: RunConfig, tmp_path: Path) -> None:  # noqa: F811
     run = tmp_path / "run"
-    changes = ["parallel.shard=2", "train.steps=3", "train.profile=[2]"]
+    changes = ["parallel.shard=2", "train.steps=3", "train.profile=[2]", SHORT]
     asked = spec(tmp_path / "asked", recipe, out=str(run), changes=changes, slow=[1, 0.3])
     leader, other = start(2, TRAIN, asked)
     said = [leader.wait(), other.wait()]
@@ -128,7 +132,7 @@ def test_a_pipeline_of_unlike_stages_names_no_slow_rank_and_counts_the_whole_mod
     recipe: RunConfig,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    run, changes = tmp_path / "run", ["parallel.pipeline=2", "train.steps=3"]
+    run, changes = tmp_path / "run", ["parallel.pipeline=2", "train.steps=3", SHORT]
     asked = spec(tmp_path / "asked", recipe, out=str(run), changes=changes, slow=[1, 0.3])
     leader, other = start(2, TRAIN, asked)
     said = [leader.wait(), other.wait()]

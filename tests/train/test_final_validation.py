@@ -26,6 +26,8 @@ from residua.train.step import build_step
 from residua.train.trainer import train
 from tests.train.conftest import small_run
 
+pytestmark = pytest.mark.slow
+
 
 def longer(config: RunConfig, steps: int = 60) -> RunConfig:
     """The run with so many steps that it is trained on more tokens than the validation text has."""
