@@ -10,6 +10,7 @@ from residua import ops
 from residua.ops.short_convolution import launch as convolution
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,7 @@ def loss_and_gradients(model: torch.nn.Module, run) -> tuple[torch.Tensor, list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", only_nightly(TOPOLOGIES, ["additive", "full_attnres", "multi_gate"]))
 def test_a_compiled_model_is_one_graph_with_the_same_loss_and_gradients(topology: str) -> None:
     torch._dynamo.reset()
     config = small(layers=2, width=32, ffn={"kind": "relu2", "hidden": 32}, topology=TOPOLOGIES[topology])
