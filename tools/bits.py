@@ -22,7 +22,7 @@ from residua.train.trainer import train
 
 SMALL = [
     "train.steps=20", "train.schedule.warmup=4", "train.log_every=1", "train.validate_every=10", "train.save_every=20",
-    "train.micro_batch=2", "train.device=cpu", "train.telemetry=off", "data.validation_tokens=2048",
+    "train.micro_batch=2", "train.device=cpu", "train.telemetry=off", "data.validation_tokens=16", "data.sequence=64",
 ]  # fmt: skip
 RUNS = {
     "prenorm": ("tiny", []),
