@@ -4,6 +4,7 @@
     python tools/bits.py before.json            # at another, on the same machine: names the first step that differs
 
 A change that should not alter numerics keeps every bit. Other processors and other builds of PyTorch round otherwise.
+`tools/bits.json` has the losses at f72edf1 on an x86-64 CPU (AVX-512) with torch 2.13.0, one thread.
 """
 
 from __future__ import annotations
