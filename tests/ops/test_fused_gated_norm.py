@@ -72,7 +72,7 @@ def test_tiles_of_rows_share_programs(monkeypatch):
 
 def with_additions(x: Tensor, update: Tensor, residual: Tensor, g: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The operators that a compiled step is given: the sum, the gated rows, g_x + residual, the weights' gradients."""
-    from residua.ops.gated_norm import autograd as host
+    from residua.ops.gated_norm import launch as host
 
     out, small, rstd, bottleneck, total = host.forward_added(x, update, *weights, 1e-6)
     return [total, out, *host.backward(g, total, *weights, small, rstd, bottleneck, residual)]

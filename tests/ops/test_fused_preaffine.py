@@ -87,7 +87,7 @@ class TestKernels:
         assert_close(results("triton", inputs), results("reference", inputs, torch.float64), 2e-6)
 
     def test_additions_next_to_it_are_part_of_it(self) -> None:
-        import residua.ops.rms_norm.autograd  # noqa: F401  (its operators)
+        import residua.ops.rms_norm.launch  # noqa: F401  (its operators)
 
         x, weight, affine = drawn(5, 20)
         update, g, residual = (torch.randn(5, 20) for _ in range(3))

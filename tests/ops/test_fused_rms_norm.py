@@ -77,7 +77,7 @@ def test_no_tokens_and_strided_inputs_are_taken():
 
 def assert_dotted(x: Tensor, g: Tensor, weight: Tensor) -> None:
     """The same gradients, and the dot product of x with its own as it is stored. A small eps would make that 0."""
-    import residua.ops.rms_norm.autograd  # noqa: F401
+    import residua.ops.rms_norm.launch  # noqa: F401
 
     operators = torch.ops.residua
     _, rstd = operators.rms_norm(x, weight, 10.0)

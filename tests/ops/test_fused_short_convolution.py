@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops.delta_mixer.autograd import delta_mixer
-from residua.ops.gated_output import autograd as output
+from residua.ops.gated_output import launch as output
 from residua.ops.short_convolution import autograd as convolution
 from residua.ops.short_convolution import launch
 from tests.ops.test_fused_gated_delta import recurrence

@@ -34,6 +34,16 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def dense_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Empty, contiguous, of x's shape."""
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def either(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """The tensor, or another one for a pointer that the kernel does not follow."""
+    return other if tensor is None else tensor
+
+
 def on(x: Tensor) -> Any:
     """Launch on the GPU that holds x."""
     return torch.cuda.device_of(x)

@@ -1,10 +1,11 @@
-"""How operators are registered with `torch.library`: the one way, which every folder's `autograd.py` uses."""
+"""How operators are registered with `torch.library`: the one way, which every folder's `launch.py` uses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -64,6 +65,46 @@ def operator(schema: str, run: Callable[..., Any], outputs: Callable[..., Any], 
     _LIBRARY.impl(name, launched if ahead else run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"residua::{name}", traced, lib=_LIBRARY)
     return getattr(torch.ops.residua, name).default
+
+
+def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Register a launcher as `residua::name` and return that: `torch.compile` sees one opaque call, autograd nothing.
+
+    A launcher is a generator. It yields its results, empty but of the right shapes, and then fills them; where it has
+    to return other tensors than those, it yields these at the end. Tracing stops at the first yield, so that a
+    launcher is its own shape function. Its annotations are the operator's schema. Defined on a library, not by
+    `custom_op`: a training step makes two hundred calls, and the wrappers of `custom_op` would cost more than the
+    kernels.
+    `ahead`: to compile its kernels, `precompile` may call it on a CPU with tensors whose memory is never touched; off
+    where it also multiplies matrices. `mutates`: the arguments that it writes to.
+    """
+
+    def register(launch: Callable[..., Iterator[Any]]) -> Any:
+        def run(*args: Any, **settings: Any) -> Any:
+            *_, results = launch(*args, **settings)
+            return results
+
+        def traced(*args: Any, **settings: Any) -> Any:
+            for listener in listeners if ahead else ():
+                listener(launch.__module__, name, args, settings)
+            return next(launch(*args, **settings))
+
+        def launched(*args: Any, **settings: Any) -> Any:
+            if _calls is None:
+                *_, results = launch(*args, **settings)
+                return results
+            _calls.append(Call(name, run, args, settings))
+            return next(launch(*args, **settings))
+
+        signature = inspect.signature(launch, eval_str=True)
+        (returned,) = get_args(signature.return_annotation)
+        run.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        _LIBRARY.define(torch.library.infer_schema(run, op_name=name, mutates_args=mutates))
+        _LIBRARY.impl(name, launched if ahead else run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"residua::{name}", traced, lib=_LIBRARY)
+        return getattr(torch.ops.residua, name).default
+
+    return register
 
 
 def differentiate(operator: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:

@@ -28,6 +28,15 @@ def in_graph(function: F) -> F:
     return function
 
 
+def opaque(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The `apply` of an autograd function, as one opaque node of compiled graphs."""
+
+    def apply(*args: Any) -> Any:
+        return function.apply(*args)
+
+    return in_graph(apply)
+
+
 class _Declaring(Loader):
     """Loads Dynamo as its own loader does, then declares the functions that wait for it."""
 

@@ -21,8 +21,8 @@ def _serves(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, activation: 
 gated_norm = Operator(reference.gated_norm)
 
 if fused.INSTALLED:
-    from residua.ops.gated_norm import autograd
+    from residua.ops.gated_norm import launch
 
-    gated_norm.register_fused(autograd.gated_norm, _serves)
+    gated_norm.register_fused(launch.gated_norm, _serves)
 
 __all__ = ["gate_scores", "gated_norm", "low_rank_gate"]

@@ -1,14 +1,21 @@
-"""GatedNorm: tile sizes, and launching the kernels."""
+"""GatedNorm: operators, tile sizes, launches and gradients.
+
+Kept for backward: x, and one float and RANK numbers per token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, on, power
+from residua.ops._runtime.launch import cdiv, dense_like, on, power
+from residua.ops._runtime.library import launcher
+from residua.ops._runtime.tracing import opaque
 from residua.ops.gated_norm import kernels, kernels_backward
 
 PITCH = 256
@@ -73,47 +80,39 @@ def backward_plan(width: int, rank: int, size: int) -> Backward:
     return Backward(TilePlan(32, 64, 2, 3, 0, 128), TilePlan(64, 64, 4, 3, 2))
 
 
-def forward_outputs(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
+@launcher("gated_norm")
+def forward(
+    x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]."""
+    outputs = _gated_like(x, down)
+    yield outputs
+    _launch_forward(x, None, x, weight, down, up, eps, *outputs)
+
+
+@launcher("gated_norm_added")
+def forward_added(
+    x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """`forward` of x + update [M, C], then that sum itself, rounded to its dtype."""
+    outputs, added = _gated_like(x, down), dense_like(x)
+    yield *outputs, added
+    _launch_forward(x.contiguous(), update.contiguous(), added, weight, down, up, eps, *outputs)
+
+
+def _gated_like(x: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, width = x.shape
     rank = padded(down)
     small = x.new_empty((4, rank, cdiv(width, PITCH) * PITCH))
-    rstd = x.new_empty((tokens,), dtype=torch.float32)
-    return _rows_like(x), small, rstd, x.new_empty((tokens, rank))
-
-
-def _rows_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def forward(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> tuple[Tensor, ...]:
-    """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]."""
-    outputs = forward_outputs(x, weight, down, up, eps)
-    _launch_forward(x, None, x, weight, down, up, eps, outputs)
-    return outputs
-
-
-def added_outputs(
-    x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
-) -> tuple[Tensor, ...]:
-    return *forward_outputs(x, weight, down, up, eps), _rows_like(x)
-
-
-def forward_added(
-    x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
-) -> tuple[Tensor, ...]:
-    """`forward` of x + update [M, C], then that sum itself, rounded to its dtype."""
-    outputs = added_outputs(x, update, weight, down, up, eps)
-    _launch_forward(x.contiguous(), update.contiguous(), outputs[4], weight, down, up, eps, outputs[:4])
-    return outputs
+    return dense_like(x), small, x.new_empty((tokens,), dtype=torch.float32), x.new_empty((tokens, rank))
 
 
 def _launch_forward(
     x: Tensor, update: Tensor | None, added: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float,
-    outputs: tuple[Tensor, ...],
+    out: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
 ) -> None:  # fmt: skip
     """The norm reads `added`: x itself or, if there is an update, the rows of x + update."""
     tokens, width = x.shape
-    out, small, rstd, bottleneck = outputs
     sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
     project, gate = forward_plan(width, sizes["RANK"], x.element_size())
     weight = weight.contiguous()
@@ -132,21 +131,15 @@ def _launch_forward(
             )
 
 
-def backward_outputs(
-    g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(torch.empty_like(p, memory_format=torch.contiguous_format) for p in (x, weight, down, up))
-
-
+@launcher("gated_norm_backward")
 def backward(
     g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
     residual: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """The gradients of x, weight, down and up; `residual` is added to that of x before it is rounded."""
-    tokens, width = x.shape
-    rank = down.shape[0]
-    g_x, *g_weights = outputs = backward_outputs(g, x, weight, down, up, small, rstd, bottleneck)
+    g_x, *g_weights = dense_like(x), dense_like(weight), dense_like(down), dense_like(up)
+    yield g_x, *g_weights
+    (tokens, width), rank = x.shape, down.shape[0]
     hidden, slope = torch.empty((2, *bottleneck.shape), dtype=x.dtype, device=x.device)
     pull = torch.empty_like(rstd)
     reduce, spread = backward_plan(width, small.shape[1], x.element_size())
@@ -166,9 +159,32 @@ def backward(
         kernels_backward.finish_kernel[(1 + 2 * rank, cdiv(width, 128))](
             partial, weight, *g_weights, parts, C=width, R=rank, PARTS=32, BLOCK=128
         )
-    return outputs
 
 
 def padded(down: Tensor) -> int:
     """The rank, padded to a size that matrix products take."""
     return max(16, power(down.shape[0]))
+
+
+def gated_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, eps: float = 1e-6, **_: str) -> Tensor:
+    """The fused twin of `reference.gated_norm`; the predicate has checked that the gate is one sigmoid per channel."""
+    rows = x.reshape(-1, x.shape[-1])
+    gated: Tensor = _gated_norm(rows, weight, down, up, eps)
+    return gated.reshape(x.shape)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        out, small, rstd, bottleneck = forward(x, weight, down, up, eps)
+        ctx.save_for_backward(x, weight, down, up, small, rstd, bottleneck)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(g.contiguous(), *ctx.saved_tensors), None
+
+
+_gated_norm = opaque(_GatedNorm)

@@ -19,8 +19,8 @@ def _serves(o: Tensor, z: Tensor, weight: Tensor, **_: Any) -> bool:
 
 
 if fused.INSTALLED:
-    from residua.ops.gated_output import autograd
+    from residua.ops.gated_output import launch
 
-    gated_output.register_fused(autograd.gated_output, _serves)
+    gated_output.register_fused(launch.gated_output, _serves)
 
 __all__ = ["gated_output"]

@@ -1,14 +1,16 @@
-"""Output norm and gate: tile sizes, and launching the kernels."""
+"""Output norm and gate: operators, tile sizes, launches and gradients. Kept for backward: the inputs."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import cdiv, on, sum_rows
+from residua.ops._runtime.library import differentiate, launcher
 from residua.ops.gated_output import kernels
 
 
@@ -26,13 +28,12 @@ class RowPlan(NamedTuple):
 FORWARD, BACKWARD = RowPlan(1024, 2), RowPlan(1024, 4, 8)
 
 
-def forward_outputs(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return o.new_empty(o.shape)
-
-
-def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+@launcher("gated_output")
+def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Iterator[Tensor]:
     """y [B, T, H, D]."""
-    y, (o, z) = forward_outputs(o, z, weight, eps), (_dense(o), _dense(z))
+    y = o.new_empty(o.shape)
+    yield y
+    o, z = _dense(o), _dense(z)
     rows, width = o.shape[:3].numel(), o.shape[3]
     tile = FORWARD.rows(width)
     with on(o):
@@ -40,18 +41,14 @@ def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
             o, z, weight.contiguous(), y, rows, *o.shape[1:3], *o.stride()[:2], *z.stride()[:2], eps,
             D=width, ROWS=tile, num_warps=FORWARD.warps,
         )  # fmt: skip
-    return y
 
 
-def backward_outputs(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return o.new_empty(o.shape), z.new_empty(z.shape), weight.new_empty(weight.shape, dtype=torch.float32)
-
-
-def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+@launcher("gated_output_backward")
+def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The gradients of o, z and the weight."""
-    outputs = backward_outputs(dy, o, z, weight, eps)
+    outputs = o.new_empty(o.shape), z.new_empty(z.shape), weight.new_empty(weight.shape, dtype=torch.float32)
+    yield outputs
     launch_backward(dy, o, z, weight, eps, *outputs)
-    return outputs
 
 
 def launch_backward(
@@ -76,3 +73,23 @@ def launch_backward(
 def _dense(x: Tensor) -> Tensor:
     """With the last two axes dense; a token may be a part of something wider."""
     return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
+
+
+def gated_output(o: Tensor, z: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """The fused twin of `reference.gated_output`."""
+    y: Tensor = forward(o, z, weight, eps)
+    return y
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    o, z, weight = ctx.saved_tensors
+    d_o, d_z, d_weight = backward(dy, o, z, weight, ctx.eps)
+    return d_o, d_z, d_weight.to(weight.dtype), None
+
+
+differentiate(forward, _differentiate, _save)

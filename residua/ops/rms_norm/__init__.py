@@ -23,9 +23,9 @@ rms_norm = Operator(reference.rms_norm)
 add_norm = Operator(reference.add_norm)
 
 if fused.INSTALLED:
-    from residua.ops.rms_norm import autograd
+    from residua.ops.rms_norm import launch
 
-    rms_norm.register_fused(autograd.rms_norm, _serves)
-    add_norm.register_fused(autograd.add_norm, _serves_sum)
+    rms_norm.register_fused(launch.rms_norm, _serves)
+    add_norm.register_fused(launch.add_norm, _serves_sum)
 
 __all__ = ["add_norm", "rms_norm"]

@@ -1,18 +1,23 @@
-"""RMSNorm with the additions next to it: launching the kernels.
+"""RMSNorm with the additions next to it: operators, launches and gradients.
 
 Forward: read x (or h and y), write the norm (and the sum). Backward: read its gradient (and the sum's) and x, write
-one gradient. The scaled norm is PreAffine's, of affine ⊙ x: the same kernels, and nothing more is read or written.
+one gradient; only x and one float per token are kept for it. The scaled norm is PreAffine's, of affine ⊙ x: the same
+kernels, and nothing more is read or written.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, on, sum_rows
+from residua.ops._runtime.launch import cdiv, dense_like, either, on, sum_rows
+from residua.ops._runtime.library import launcher
+from residua.ops._runtime.tracing import opaque
 from residua.ops.rms_norm import kernels
 
 
@@ -41,107 +46,79 @@ def backward_plan(width: int) -> RowPlan:
     return RowPlan(4, 4) if width <= 4096 else RowPlan(8, 2)
 
 
-def forward_outputs(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _rows_like(x), x.new_empty(x.shape[:1], dtype=torch.float32)
-
-
-def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@launcher("rms_norm")
+def forward(x: Tensor, weight: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor]]:
     """The normed rows [M, C] and rstd [M]."""
-    outputs = forward_outputs(x, weight, eps)
-    _launch_forward(x, None, x, weight, None, eps, outputs)
-    return outputs
+    outputs = _normed_like(x)
+    yield outputs
+    _launch_forward(x, None, x, weight, None, eps, *outputs)
 
 
-def added_outputs(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return *forward_outputs(x, weight, eps), _rows_like(x)
-
-
-def forward_added(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+@launcher("rms_norm_added")
+def forward_added(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """`forward` of x + update [M, C], then that sum itself, rounded to its dtype."""
-    outputs = added_outputs(x, update, weight, eps)
-    _launch_forward(x.contiguous(), update.contiguous(), outputs[2], weight, None, eps, outputs[:2])
-    return outputs
+    (normed, rstd), added = _normed_like(x), dense_like(x)
+    yield normed, rstd, added
+    _launch_forward(x.contiguous(), update.contiguous(), added, weight, None, eps, normed, rstd)
 
 
-def scaled_outputs(x: Tensor, weight: Tensor, affine: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return forward_outputs(x, weight, eps)
-
-
-def forward_scaled(x: Tensor, weight: Tensor, affine: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@launcher("scaled_rms_norm")
+def forward_scaled(x: Tensor, weight: Tensor, affine: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor]]:
     """`forward` of affine ⊙ x."""
-    outputs = forward_outputs(x, weight, eps)
-    _launch_forward(x, None, x, weight, affine, eps, outputs)
-    return outputs
+    outputs = _normed_like(x)
+    yield outputs
+    _launch_forward(x, None, x, weight, affine, eps, *outputs)
 
 
-def scaled_added_outputs(
-    x: Tensor, update: Tensor, weight: Tensor, affine: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return added_outputs(x, update, weight, eps)
-
-
+@launcher("scaled_rms_norm_added")
 def forward_scaled_added(
     x: Tensor, update: Tensor, weight: Tensor, affine: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """`forward` of affine ⊙ (x + update), then that sum itself, rounded to its dtype."""
-    outputs = added_outputs(x, update, weight, eps)
-    _launch_forward(x.contiguous(), update.contiguous(), outputs[2], weight, affine, eps, outputs[:2])
-    return outputs
+    (normed, rstd), added = _normed_like(x), dense_like(x)
+    yield normed, rstd, added
+    _launch_forward(x.contiguous(), update.contiguous(), added, weight, affine, eps, normed, rstd)
 
 
 def _launch_forward(
     x: Tensor, update: Tensor | None, added: Tensor, weight: Tensor, affine: Tensor | None, eps: float,
-    outputs: tuple[Tensor, Tensor],
+    normed: Tensor, rstd: Tensor,
 ) -> None:  # fmt: skip
     tokens, width = x.shape
     if tokens:
         with on(x):
             kernels.forward_kernel[(tokens,)](
-                x, x if update is None else update, weight.contiguous(), _or(affine, weight).contiguous(), added,
-                *outputs, eps, ADDED=update is not None, SCALED=affine is not None, **forward_plan(width).sizes(width),
+                x, either(update, x), weight.contiguous(), either(affine, weight).contiguous(), added, normed, rstd,
+                eps, ADDED=update is not None, SCALED=affine is not None, **forward_plan(width).sizes(width),
             )  # fmt: skip
 
 
-def backward_outputs(
-    g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return _rows_like(x), torch.empty_like(weight, memory_format=torch.contiguous_format)
-
-
+@launcher("rms_norm_backward")
 def backward(
     g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The gradients of x and of the weight; `residual` is added to that of x before it is rounded."""
-    outputs = backward_outputs(g, x, weight, rstd)
+    outputs = dense_like(x), dense_like(weight)
+    yield outputs
     _launch_backward(g, x, weight, None, rstd, residual, None, *outputs)
-    return outputs
 
 
-def scaled_backward_outputs(
-    g: Tensor, x: Tensor, weight: Tensor, affine: Tensor, rstd: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    g_x, g_weight = backward_outputs(g, x, weight, rstd)
-    return g_x, g_weight, torch.empty_like(affine, memory_format=torch.contiguous_format)
-
-
+@launcher("scaled_rms_norm_backward")
 def backward_scaled(
     g: Tensor, x: Tensor, weight: Tensor, affine: Tensor, rstd: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The gradients of x, of the weight and of affine; `residual` is added to that of x before it is rounded."""
-    outputs = scaled_backward_outputs(g, x, weight, affine, rstd)
+    outputs = dense_like(x), dense_like(weight), dense_like(affine)
+    yield outputs
     _launch_backward(g, x, weight, affine, rstd, residual, None, *outputs)
-    return outputs
 
 
-def dotted_outputs(g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return *backward_outputs(g, x, weight, rstd), torch.empty_like(rstd)
-
-
-def backward_dotted(g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@launcher("rms_norm_backward_dotted")
+def backward_dotted(g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """`backward`, then the dot product of x with its gradient [M]."""
-    outputs = dotted_outputs(g, x, weight, rstd)
-    _launch_backward(g, x, weight, None, rstd, None, outputs[2], *outputs[:2])
-    return outputs
+    g_x, g_weight, dots = dense_like(x), dense_like(weight), torch.empty_like(rstd)
+    yield g_x, g_weight, dots
+    _launch_backward(g, x, weight, None, rstd, None, dots, g_x, g_weight)
 
 
 def _launch_backward(
@@ -157,7 +134,7 @@ def _launch_backward(
         if tokens:
             kernels.backward_kernel[(programs,)](
                 g, g if residual is None else residual.contiguous(), x, weight.contiguous(),
-                _or(affine, weight).contiguous(), rstd, g_x, _or(dots, rstd), partial, tokens,
+                either(affine, weight).contiguous(), rstd, g_x, either(dots, rstd), partial, tokens,
                 ADDED=residual is not None, DOTTED=dots is not None, SCALED=affine is not None, **plan.sizes(width),
             )  # fmt: skip
         for rows, g_weight in zip(partial, g_weights, strict=True):
@@ -167,10 +144,64 @@ def _launch_backward(
                 g_weight.copy_(total)
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or another one for a pointer that the kernel does not follow."""
-    return other if tensor is None else tensor
+def _normed_like(x: Tensor) -> tuple[Tensor, Tensor]:
+    return dense_like(x), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-def _rows_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def rms_norm(x: Tensor, weight: Tensor, *, affine: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """The fused twin of `reference.rms_norm`."""
+    rows = x.reshape(-1, x.shape[-1])
+    normed: Tensor = _rms_norm(rows, weight, eps) if affine is None else _scaled_rms_norm(rows, weight, affine, eps)
+    return normed.reshape(x.shape)
+
+
+def add_norm(h: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """The fused twin of `reference.add_norm`."""
+    width = h.shape[-1]
+    added, normed = _add_norm(h.reshape(-1, width), y.reshape(-1, width), weight, eps)
+    return added.reshape(h.shape), normed.reshape(h.shape)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        normed, rstd = forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(g.contiguous(), *ctx.saved_tensors), None
+
+
+class _ScaledRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, affine: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        normed, rstd = forward_scaled(x, weight, affine, eps)
+        ctx.save_for_backward(x, weight, affine, rstd)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward_scaled(g.contiguous(), *ctx.saved_tensors), None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, rstd, added = forward_added(h, y, weight, eps)
+        ctx.save_for_backward(added, weight, rstd)
+        return added, normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g_added: Tensor, g_normed: Tensor) -> tuple[Tensor | None, ...]:
+        g, g_weight = backward(g_normed.contiguous(), *ctx.saved_tensors, g_added)
+        return g, g, g_weight, None
+
+
+_rms_norm, _scaled_rms_norm, _add_norm = opaque(_RMSNorm), opaque(_ScaledRMSNorm), opaque(_AddNorm)

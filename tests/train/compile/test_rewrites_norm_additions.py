@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _registered():
-    import residua.ops.rms_norm.autograd  # noqa: F401  (its operators)
+    import residua.ops.rms_norm.launch  # noqa: F401  (its operators)
 
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ TAKEN = "residua.rms_norm_backward_dotted.default"
 
 @pytest.fixture(autouse=True)
 def _registered():
-    import residua.ops.rms_norm.autograd  # noqa: F401  (its operators)
+    import residua.ops.rms_norm.launch  # noqa: F401  (its operators)
 
 
 FULL, BLOCK = {"kind": "full_attnres"}, {"kind": "block_attnres", "sublayers_per_block": 2}

@@ -34,8 +34,8 @@ class Norm(NamedTuple):
 
 
 def _norms() -> Iterator[Norm]:
-    import residua.ops.gated_norm.autograd
-    import residua.ops.rms_norm.autograd  # noqa: F401  (both register operators)
+    import residua.ops.gated_norm.launch
+    import residua.ops.rms_norm.launch  # noqa: F401  (both register operators)
 
     ours = torch.ops.residua
     yield Norm(ours.gated_norm.default, ours.gated_norm_added.default, 4, ours.gated_norm_backward.default, 8)

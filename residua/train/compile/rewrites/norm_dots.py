@@ -26,7 +26,7 @@ def take_dots(graph: Graph) -> None:
     """Let each norm of a backward graph return the dot products of its gradient and its input, where used."""
     if not fused.INSTALLED:
         return
-    import residua.ops.rms_norm.autograd  # noqa: F401  (registers the operators)
+    import residua.ops.rms_norm.launch  # noqa: F401  (registers the operators)
 
     for total in graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
         norm = _norm(total)

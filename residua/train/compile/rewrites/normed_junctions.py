@@ -82,7 +82,7 @@ def norm_in_junctions(graph: Graph) -> None:
         return
     import residua.ops.hyper_connection.autograd
     import residua.ops.multi_gate.autograd
-    import residua.ops.rms_norm.autograd  # noqa: F401  (they register operators)
+    import residua.ops.rms_norm.launch  # noqa: F401  (they register operators)
 
     for kind in KINDS:
         for junction in graph.find_nodes(op="call_function", target=_operator(kind.forward)):
