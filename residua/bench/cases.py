@@ -21,7 +21,7 @@ from residua.model.topology import build_topology
 from residua.model.topology.facts import Rows, read_rows, stream_rows
 from residua.ops.expert_ffn.reference import ACTIVATIONS, GATED
 from residua.ops.expert_slots import combine, dispatch, slots_of
-from residua.ops.grouped_linear.launch import grouped_linear
+from residua.ops.grouped_linear import grouped_product
 from residua.ops.hyper_connection import manifold_weights
 
 Function = Callable[..., Sequence[Tensor]]
@@ -269,8 +269,8 @@ def _expert_ffn(activation: str, shape: Shape, device: torch.device) -> Case:
 
     def grouped(x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
         slots = slots_of(routed.order, routed.ends, shape.top_k)
-        parts = grouped_linear(dispatch(x, slots), up, routed.ends).chunk(2 if activation in GATED else 1, -1)
-        return [combine(grouped_linear(ACTIVATIONS[activation](*parts), out, routed.ends), weights, slots)]
+        parts = grouped_product(dispatch(x, slots), up, routed.ends).chunk(2 if activation in GATED else 1, -1)
+        return [combine(grouped_product(ACTIVATIONS[activation](*parts), out, routed.ends), weights, slots)]
 
     peers = {"torch.grouped_mm": grouped}
     if activation == "swiglu" and find_spec("liger_kernel") is not None:

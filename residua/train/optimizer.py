@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.config.run import AdamW, Muon
-from residua.ops.descent import cautious_descent, momentum_directions, plain_descent
+from residua.ops.optimizer_update import cautious_descent, momentum_directions, plain_descent
 from residua.train.polar import polar_express, working_dtype
 
 Parts = tuple[int, ...]

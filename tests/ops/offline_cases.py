@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops import decode, descent, prefill
+from residua.ops import decode, optimizer_update, prefill
 from residua.ops.decode import launch_layers
 from residua.ops.decode.reference import GATED
 from residua.ops.depth_attention import deferred
@@ -274,8 +274,8 @@ def descend(weight: torch.dtype, gradient: torch.dtype, direction: torch.dtype) 
     shape = (33, 64)
     momentum = [torch.zeros(shape) for _ in range(2)]
     gradients = [torch.zeros(shape, dtype=gradient) for _ in range(2)]
-    updates = descent.momentum_directions(momentum, gradients, 0.9, direction)
-    for rule in (descent.cautious_descent, descent.plain_descent):
+    updates = optimizer_update.momentum_directions(momentum, gradients, 0.9, direction)
+    for rule in (optimizer_update.cautious_descent, optimizer_update.plain_descent):
         rule([torch.zeros(shape, dtype=weight) for _ in range(2)], updates, 0.1, 0.1)
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua import ops
 from residua.ops._runtime import fused
+from residua.ops._runtime.library import launchers
 from residua.ops.linear_cross_entropy import autograd, launch, token_likelihoods
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
 
@@ -296,13 +297,7 @@ class Largest(TorchDispatchMode):
         self.elements: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        runs = {
-            "_forward": launch.trained,
-            "_trained": launch.trained,
-            "_backward": launch.backward,
-            "_value": launch.value,
-        }
-        inside = {str(getattr(autograd, name)): run for name, run in runs.items()}.get(str(func))
+        inside = launchers.get(func._schema.name.removeprefix("residua::"))
         if inside is not None:
             with self:
                 return inside(*args, **kwargs or {})

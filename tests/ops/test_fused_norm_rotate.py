@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
 host = importlib.import_module("residua.ops.norm_rotate.launch")
-autograd = importlib.import_module("residua.ops.norm_rotate.autograd")
 
 
 def inputs(batch=2, length=5, heads=3, width=8, device="cpu", dtype=torch.float32, strided=False):
@@ -84,7 +83,7 @@ def split(projected, grads):
 
 def packed(projected, gains, table, grads):
     q, k, _ = (part.unflatten(-1, g.shape[2:]) for part, g in zip(split(projected, grads), grads, strict=True))
-    return autograd.packed_heads_backward(*grads, q, k, *gains, *table, 1e-6, 1e-6)
+    return host.packed_heads_backward(*grads, q, k, *gains, *table, 1e-6, 1e-6)
 
 
 def unpacked(projected, gains, table, grads):

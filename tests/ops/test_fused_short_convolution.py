@@ -11,7 +11,6 @@ from torch import Tensor
 from residua import ops
 from residua.ops.delta_mixer.autograd import delta_mixer
 from residua.ops.gated_output import launch as output
-from residua.ops.short_convolution import autograd as convolution
 from residua.ops.short_convolution import launch
 from tests.ops.test_fused_gated_delta import recurrence
 
@@ -69,7 +68,7 @@ def convolved(
 
     def fused(projected: Tensor, weight: Tensor) -> Sequence[Tensor]:
         on = None if segments is None else segments.to(device)
-        return convolution.convolve_heads(projected, weight, *heads, segments=on)
+        return launch.convolve_heads(projected, weight, *heads, segments=on)
 
     return errors(fused, lambda x, w: by_token(x, w, *heads, segments), inputs, device, dtype)
 

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 
 from residua import ops
 from residua.ops.expert_slots import combine, dispatch, sort_slots
-from residua.ops.grouped_linear import launch, reference
+from residua.ops.grouped_linear import grouped_product, reference, takes
 from tests.golden.compare import agree, random
 
 SIZES = [[3, 0, 4, 1], [0, 0, 8, 0], [1, 1, 1, 1]]
@@ -38,7 +38,7 @@ def test_grouped_product_equals_the_reference(sizes: list[int]) -> None:
     """PyTorch runs the same product on a CPU, by a loop of its own."""
     x, weight, ends = random(sum(sizes), 16).float(), random(4, 24, 16, seed=1).float(), ends_of(sizes)
     leaves = [t.detach().requires_grad_() for t in (x, weight)]
-    found, expected = (f(*leaves, ends) for f in (launch.grouped_linear, reference.grouped_linear))
+    found, expected = (f(*leaves, ends) for f in (grouped_product, reference.grouped_linear))
     torch.testing.assert_close(found, expected)
     goal = torch.randn_like(expected)
     for a, b in zip(*(torch.autograd.grad(y, leaves, goal) for y in (found, expected)), strict=True):
@@ -52,12 +52,12 @@ def test_no_rows_give_no_rows() -> None:
 
 def test_the_grouped_product_is_taken_in_half_precision_with_whole_rows_only() -> None:
     x, weight = torch.zeros(4, 16), torch.zeros(2, 24, 16)
-    assert not launch.takes(x, weight)
-    assert launch.takes(x.bfloat16(), weight)
-    assert not launch.takes(x.bfloat16(), weight[:, :20])
+    assert not takes(x, weight)
+    assert takes(x.bfloat16(), weight)
+    assert not takes(x.bfloat16(), weight[:, :20])
     with torch.autocast("cpu", torch.bfloat16):
-        assert launch.takes(x, weight)
-        assert launch.grouped_linear(x, weight, ends_of([1, 3])).dtype == torch.bfloat16
+        assert takes(x, weight)
+        assert grouped_product(x, weight, ends_of([1, 3])).dtype == torch.bfloat16
 
 
 def test_slots_are_sorted_by_expert_and_back() -> None:

@@ -11,6 +11,9 @@ import torch
 
 _LIBRARY = torch.library.Library("residua", "FRAGMENT")
 
+launchers: dict[str, Callable[..., Any]] = {}
+"""What runs when `residua::name` is called, by name."""
+
 listeners: list[Callable[[str, str, tuple[Any, ...], dict[str, Any]], None]] = []
 """Called for each operator that is traced: module that registers it, name, arguments and settings (fake tensors)."""
 
@@ -96,6 +99,7 @@ def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> C
             _calls.append(Call(name, run, args, settings))
             return next(launch(*args, **settings))
 
+        launchers[name] = run
         signature = inspect.signature(launch, eval_str=True)
         (returned,) = get_args(signature.return_annotation)
         run.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]

@@ -29,7 +29,9 @@ def forward(
     key_heads: int, eps: float, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """y and the last state; then what backward needs: q, k, v, o and what the delta rule keeps."""
-    made = heads.forward(projected, convolution, begins, key_heads, g.shape[-1], NORM_EPS)
+    made: tuple[Tensor, Tensor, Tensor] = heads.forward(
+        projected, convolution, begins, key_heads, g.shape[-1], NORM_EPS
+    )
     o, last, *kept = rule.forward(*made, g, beta, begins, None, keep)
     z = projected[..., convolution.shape[1] :].unflatten(-1, o.shape[2:])
     return output.forward(o, z, gain, eps), last, *made, o, *kept

@@ -22,8 +22,8 @@ def _serves(x: Tensor, up: Tensor, out: Tensor, ends: Tensor, activation: str, *
 expert_ffn = Operator(reference.expert_ffn)
 
 if fused.INSTALLED:
-    from residua.ops.expert_ffn import autograd
+    from residua.ops.expert_ffn import launch
 
-    expert_ffn.register_fused(autograd.expert_ffn, _serves)
+    expert_ffn.register_fused(launch.expert_ffn, _serves)
 
 __all__ = ["expert_ffn", "expert_hidden"]

@@ -1,4 +1,14 @@
-"""Products of experts: tiles and launches.
+"""The feed-forwards of experts, fused: six grouped products, with the permutation and the activation inside them.
+
+With the rows s of expert e, their tokens t(s), weights v_s and gradients g of the tokens' results:
+
+    z_s = W_up x_t(s),   a_s = v_s act(z_s),   y_t = Σ_{s of t} W_out a_s
+    p_s = W_outᵀ g_t(s),   g_z,s = v_s p_s ⊙ act′(z_s),   g_v,s = p_s · act(z_s)
+    g_x,t = Σ_{s of t} W_upᵀ g_z,s,   g_W_up = Σ_s g_z,s x_t(s)ᵀ,   g_W_out = Σ_s g_t(s) a_sᵀ
+
+Rows of tokens are read through the order of the slots, and results are written to the slots in token-major order, where
+a token's sum is over neighbours: no row is copied by itself, and no sum depends on which program comes first. Only z is
+kept, or of relu² only a. The sums over a token's slots are plain PyTorch, where a compiler adds what follows them.
 
 The host knows how many rows there are, but not which expert has how many. Grids are as large as any division of the
 rows could need, so nothing waits for the GPU, and a step with experts can be captured as a CUDA graph.
@@ -6,13 +16,18 @@ rows could need, so nothing waits for the GPU, and a step with experts can be ca
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, on, power
+from residua.ops._runtime.launch import aligned, cdiv, either, on, power
+from residua.ops._runtime.library import launcher
+from residua.ops._runtime.numeric import working_dtype
+from residua.ops._runtime.tracing import opaque
 from residua.ops.expert_ffn import kernels
 from residua.ops.expert_ffn.reference import GATED
 
@@ -81,120 +96,150 @@ def plans(dtype: torch.dtype, slots: int, experts: int) -> Plans:
     return FEW if slots <= FEW_ROWS * experts else MANY
 
 
-def tiles_output(x: Tensor, ends: Tensor, slots: int) -> Tensor:
-    rows = plans(x.dtype, slots, len(ends)).up.rows
-    return ends.new_empty((slots // rows + min(slots, len(ends)), 3))
-
-
-def tiles(x: Tensor, ends: Tensor, slots: int) -> Tensor:
+@launcher("expert_tiles")
+def expert_tiles(x: Tensor, ends: Tensor, slots: int) -> Iterator[Tensor]:
     """Expert, first row and end of every tile of `slots` rows, [tiles, 3]; surplus tiles have expert −1."""
-    table = tiles_output(x, ends, slots)
-    rows, experts = plans(x.dtype, slots, len(ends)).up.rows, len(ends)
-    block = 64
+    rows, experts, block = plans(x.dtype, slots, len(ends)).up.rows, len(ends), 64
+    table = ends.new_empty((slots // rows + min(slots, experts), 3))
+    yield table
     with on(x):
         kernels.tiles_kernel[(cdiv(len(table), block),)](
             ends, table, len(table), E=experts, WIDE=power(experts), ROWS=rows, BLOCK=block, num_warps=4
         )
-    return table
 
 
-def up_outputs(
+@launcher("expert_up")
+def expert_up(
     x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, activation: str,
     choices: int, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    slots = len(x) if order is None else len(order)
-    wide, hidden = weight.shape[1], weight.shape[1] // (1 + (activation in GATED))
-    return x.new_empty((slots, hidden)), x.new_empty((slots if keep else 0, wide))
-
-
-def up(
-    x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, activation: str,
-    choices: int, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """a = v act(W_up,e x) [slots, H] of tokens x [N, C] or, without an order, sorted rows; with `keep` the sums, too.
 
     v are the weights [slots] of the slots, or 1.
     """
-    a, z = up_outputs(x, weight, order, tiles, weights, activation, choices, keep)
-    gated = activation in GATED
+    gated, slots = activation in GATED, len(x) if order is None else len(order)
+    a = x.new_empty((slots, weight.shape[1] // (1 + gated)))
+    z = x.new_empty((slots if keep else 0, weight.shape[1]))
+    yield a, z
     chosen = plans(x.dtype, len(a), len(weight))
     plan = chosen.gated if gated else chosen.product(a.shape[1])
     with on(x):
         kernels.up_kernel[(len(tiles) * cdiv(a.shape[1], plan.columns),)](
-            aligned(x), aligned(weight), _or(order, tiles), tiles, _or(weights, x), z, a,
+            aligned(x), aligned(weight), either(order, tiles), tiles, either(weights, x), z, a,
             K=x.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=gated, GATHERED=order is not None,
             WEIGHTED=weights is not None, KEPT=keep, **plan.sizes(),
         )  # fmt: skip
-    return a, z
 
 
-def product_output(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, turned: bool) -> Tensor:
-    return x.new_empty((len(x), weight.shape[2 if turned else 1]))
-
-
-def product(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, turned: bool) -> Tensor:
+@launcher("expert_product")
+def expert_product(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, turned: bool) -> Iterator[Tensor]:
     """W_e x, or W_eᵀ x if `turned`, of sorted rows x; with an order, rows are written to their slots."""
-    y = product_output(x, weight, order, tiles, turned)
+    y = x.new_empty((len(x), weight.shape[2 if turned else 1]))
+    yield y
     plan = plans(x.dtype, len(x), len(weight)).product(y.shape[1])
     with on(x):
         kernels.product_kernel[(len(tiles) * cdiv(y.shape[1], plan.columns),)](
-            aligned(x), aligned(weight), _or(order, tiles), tiles, y, K=x.shape[1],
+            aligned(x), aligned(weight), either(order, tiles), tiles, y, K=x.shape[1],
             N=y.shape[1], TURNED=turned, SCATTERED=order is not None, **plan.sizes(),
         )  # fmt: skip
-    return y
 
 
-def slope_outputs(
+@launcher("expert_slope")
+def expert_slope(
     g: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, kept: Tensor,
     activation: str, choices: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    slots, hidden = len(kept), weight.shape[2]
-    columns = cdiv(hidden, plans(g.dtype, slots, len(weight)).slope.columns)
-    dots = g.new_empty((columns if weights is not None else 0, slots), dtype=torch.float32)
-    return torch.empty_like(kept), g.new_empty((0 if activation == "relu2" else slots, hidden)), dots
-
-
-def slope(
-    g: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, kept: Tensor,
-    activation: str, choices: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """The gradient of the sums z, the weighted act(z) (of relu², which keeps it, none), and parts of the weights'."""
-    g_z, a, dots = slope_outputs(g, weight, order, tiles, weights, kept, activation, choices)
-    plan = plans(g.dtype, len(kept), len(weight)).slope
+    slots, hidden = len(kept), weight.shape[2]
+    plan = plans(g.dtype, slots, len(weight)).slope
+    g_z, a = torch.empty_like(kept), g.new_empty((0 if activation == "relu2" else slots, hidden))
+    columns = cdiv(hidden, plan.columns)
+    dots = g.new_empty((columns if weights is not None else 0, slots), dtype=torch.float32)
+    yield g_z, a, dots
     with on(g):
-        kernels.slope_kernel[(len(tiles) * cdiv(a.shape[1], plan.columns),)](
-            aligned(g), aligned(weight), _or(order, tiles), tiles, _or(weights, g), kept, g_z, a,
+        kernels.slope_kernel[(len(tiles) * columns,)](
+            aligned(g), aligned(weight), either(order, tiles), tiles, either(weights, g), kept, g_z, a,
             dots, len(kept), K=g.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=activation in GATED,
             GATHERED=order is not None, WEIGHTED=weights is not None,
             PARTS=max(1, plan.columns // (GATED_PART if activation in GATED else PART)), **plan.sizes(),
         )  # fmt: skip
-    return g_z, a, dots
 
 
-def weight_outputs(
+@launcher("expert_weight_gradients")
+def expert_weight_gradients(
     g: Tensor, a: Tensor, g_z: Tensor, x: Tensor, order: Tensor | None, ends: Tensor, choices: int
-) -> tuple[Tensor, Tensor]:
-    width, experts = x.shape[1], len(ends)
-    return x.new_empty((experts, width, a.shape[1])), x.new_empty((experts, g_z.shape[1], width))
-
-
-def weight_gradients(
-    g: Tensor, a: Tensor, g_z: Tensor, x: Tensor, order: Tensor | None, ends: Tensor, choices: int
-) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Σ g aᵀ [E, C, H] and Σ g_z xᵀ [E, R, C] over the rows of each expert; with an order, g and x are of tokens."""
-    g_out, g_up = weight_outputs(g, a, g_z, x, order, ends, choices)
-    _, width, hidden = g_out.shape
-    plan, wide = plans(x.dtype, len(a), len(ends)).weight, g_up.shape[1]
+    width, hidden, wide = x.shape[1], a.shape[1], g_z.shape[1]
+    g_out, g_up = x.new_empty((len(ends), width, hidden)), x.new_empty((len(ends), wide, width))
+    yield g_out, g_up
+    plan = plans(x.dtype, len(a), len(ends)).weight
     tiles = cdiv(width, plan.rows) * cdiv(hidden, plan.columns) + cdiv(wide, plan.rows) * cdiv(width, plan.columns)
     with on(x):
         kernels.weight_kernel[(len(ends) * tiles,)](
-            aligned(g), aligned(a), aligned(g_z), aligned(x), _or(order, ends), ends, g_out, g_up, C=width, H=hidden,
+            aligned(g), aligned(a), aligned(g_z), aligned(x), either(order, ends), ends, g_out, g_up, C=width, H=hidden,
             R=wide, CHOICES=choices, GATHERED=order is not None,
             SHORT=len(a) * max(width, hidden, wide) < 2**31, **plan.sizes(),
         )  # fmt: skip
-    return g_out, g_up
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or another one for a pointer that the kernel does not follow."""
-    return other if tensor is None else tensor
+def expert_ffn(
+    x: Tensor,
+    up: Tensor,
+    out: Tensor,
+    ends: Tensor,
+    activation: str,
+    *,
+    order: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The fused twin of `reference.expert_ffn`; matrices are brought to the products' dtype, as autocast does."""
+    dtype = working_dtype(x)
+    x, up, out = x.to(dtype), up.to(dtype), out.to(dtype)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, up, out, weights))
+    ends = ends.to(torch.int32)
+    if order is None or weights is None:
+        order = weights = None
+    else:
+        order = order.to(torch.int32)
+    y: Tensor = _expert_ffn(x, up, out, weights, order, ends, activation, keep)
+    return y
+
+
+class _ExpertFFN(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor, out: Tensor, weights: Tensor | None, order: Tensor | None, ends: Tensor,
+        activation: str, keep: bool,
+    ) -> Tensor:  # fmt: skip
+        choices = 1 if weights is None else weights.shape[1]
+        flat = None if weights is None else weights.reshape(-1)
+        tiles = expert_tiles(x, ends, len(x) * choices)
+        squared = activation == "relu2"
+        a, z = expert_up(x, up, order, tiles, flat, activation, choices, keep and not squared)
+        y = expert_product(a, out, order, tiles, False)
+        ctx.save_for_backward(x, up, out, weights, order, ends, tiles, a if squared else z)
+        ctx.activation, ctx.choices = activation, choices
+        return _by_token(y, choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, up, out, weights, order, ends, tiles, kept = ctx.saved_tensors
+        choices = ctx.choices
+        flat = None if weights is None else weights.reshape(-1)
+        g = g.to(x.dtype).contiguous()
+        g_z, a, dots = expert_slope(g, out, order, tiles, flat, kept, ctx.activation, choices)
+        a = kept if ctx.activation == "relu2" else a
+        g_out, g_up = expert_weight_gradients(g, a, g_z, x, order, ends, choices)
+        g_x = _by_token(expert_product(g_z, up, order, tiles, True), choices)
+        g_weights = None if weights is None else dots.sum(0).view_as(weights).to(weights.dtype)
+        return g_x, g_up, g_out, g_weights, None, None, None, None
+
+
+def _by_token(y: Tensor, choices: int) -> Tensor:
+    """The sums over the slots of each token; autocast would return them in float32."""
+    return y if choices == 1 else y.unflatten(0, (-1, choices)).sum(1, dtype=y.dtype)
+
+
+_expert_ffn = opaque(_ExpertFFN)

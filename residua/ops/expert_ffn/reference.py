@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from residua.ops.decode import reference as decode
-from residua.ops.expert_slots.reference import combine, dispatch, slots_of
+from residua.ops.expert_slots import combine, dispatch, slots_of
 from residua.ops.grouped_linear import grouped_linear
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {

@@ -20,8 +20,8 @@ def _serves(x: Tensor, weight: Tensor, top_k: int, **_: Any) -> bool:
 route = Operator(reference.route)
 
 if fused.INSTALLED:
-    from residua.ops.expert_routing import autograd
+    from residua.ops.expert_routing import launch
 
-    route.register_fused(autograd.route, _serves)
+    route.register_fused(launch.route, _serves)
 
 __all__ = ["Routed", "route"]

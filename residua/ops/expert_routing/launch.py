@@ -1,13 +1,23 @@
-"""Routing of tokens to experts: sizes and launches."""
+"""Routing, fused: the router's product, its softmax, the choices, the order of the slots, and all sums over tokens.
+
+Logits and choices are kept for the backward pass, a few floats per token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, on, power, sum_rows
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, on, power, sum_rows
+from residua.ops._runtime.library import launcher
+from residua.ops._runtime.tracing import opaque
 from residua.ops.expert_routing import kernels
+from residua.ops.expert_routing.reference import Routed
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -29,25 +39,19 @@ def _columns(x: Tensor, experts: int) -> int:
     return 16 if fused.INTERPRETED else 32
 
 
-def forward_outputs(
-    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalize: bool, sigmoid: bool, scale: float
-) -> Outputs:
-    tokens, experts = len(x), len(weight)
-    single, whole = (x.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.int32))
-    return (
-        single.new_empty((tokens, top_k)), whole.new_empty((tokens, top_k)), whole.new_empty(tokens * top_k),
-        whole.new_empty(experts), single.new_empty(experts), single.new_empty(experts), single.new_empty(()),
-        single.new_empty((tokens, experts)),
-    )  # fmt: skip
-
-
+@launcher("expert_routing")
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalize: bool, sigmoid: bool, scale: float
-) -> Outputs:
+) -> Iterator[Outputs]:
     """All of `reference.Routed`, then the logits [N, E]."""
-    outputs = forward_outputs(x, weight, bias, top_k, normalize, sigmoid, scale)
-    weights, chosen, order, ends, load, probability, z, logits = outputs
-    (tokens, width), experts, block = x.shape, len(weight), _tokens(x, len(weight))
+    (tokens, width), experts = x.shape, len(weight)
+    single, whole = (x.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    weights, chosen = single.new_empty((tokens, top_k)), whole.new_empty((tokens, top_k))
+    order, ends = whole.new_empty(tokens * top_k), whole.new_empty(experts)
+    load, probability, z = single.new_empty(experts), single.new_empty(experts), single.new_empty(())
+    logits = single.new_empty((tokens, experts))
+    yield weights, chosen, order, ends, load, probability, z, logits
+    block = _tokens(x, experts)
     blocks, wide = cdiv(tokens, block), lanes(experts)
     counts, before = ends.new_empty((2, blocks, experts))
     totals, sums, squares = torch.empty_like(ends), z.new_empty((blocks, experts)), z.new_empty(blocks)
@@ -67,25 +71,16 @@ def forward(
             chosen, before, totals, order, ends, tokens, E=experts, WIDE=power(experts), CHOICES=top_k, TOKENS=block,
             num_warps=warps,
         )  # fmt: skip
-    return outputs
 
 
-def backward_outputs(
-    g_weights: Tensor, g_probability: Tensor, g_z: Tensor, x: Tensor, weight: Tensor, logits: Tensor, chosen: Tensor,
-    normalize: bool, sigmoid: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    contiguous = torch.contiguous_format
-    return torch.empty_like(x, memory_format=contiguous), torch.empty_like(weight, memory_format=contiguous)
-
-
+@launcher("expert_routing_backward")
 def backward(
     g_weights: Tensor, g_probability: Tensor, g_z: Tensor, x: Tensor, weight: Tensor, logits: Tensor, chosen: Tensor,
     normalize: bool, sigmoid: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """The gradients of x [N, C] and of the weight [E, C]."""
-    g_x, g_weight = backward_outputs(
-        g_weights, g_probability, g_z, x, weight, logits, chosen, normalize, sigmoid, scale
-    )
+    g_x, g_weight = dense_like(x), dense_like(weight)
+    yield g_x, g_weight
     (tokens, width), experts = x.shape, len(weight)
     wide = lanes(experts)
     columns, block = _columns(x, experts), _tokens(x, experts)
@@ -105,4 +100,40 @@ def backward(
         sum_rows(partial, total.view(-1))
         if total is not g_weight:
             g_weight.copy_(total)
-    return g_x, g_weight
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    top_k: int,
+    *,
+    normalize: bool = True,
+    score: str = "softmax",
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> Routed:
+    """The fused twin of `reference.route`."""
+    return Routed(*_route(x, weight, bias, top_k, normalize, score == "sigmoid", scale))
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalize: bool, sigmoid: bool,
+        scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        *routed, logits = forward(x, weight, bias, top_k, normalize, sigmoid, scale)
+        _, chosen, order, ends, load, _, _ = routed
+        ctx.save_for_backward(x, weight, logits, chosen)
+        ctx.settings = normalize, sigmoid, scale
+        ctx.mark_non_differentiable(chosen, order, ends, load)
+        return tuple(routed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor | None, ...]:
+        g_weights, *_, g_probability, g_z = g
+        return *backward(g_weights, g_probability, g_z, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None
+
+
+_route = opaque(_Route)

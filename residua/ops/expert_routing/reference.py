@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from residua.ops._runtime.numeric import no_autocast, wide
-from residua.ops.expert_slots.reference import sort_slots
+from residua.ops.expert_slots import sort_slots
 
 
 class Routed(NamedTuple):

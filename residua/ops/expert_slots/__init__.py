@@ -1,5 +1,76 @@
-"""Where each token's copies go when they are sorted by expert, and how their results come back."""
+"""Where each token's copies go when they are sorted by expert, and how their results come back.
 
-from residua.ops.expert_slots.reference import Slots, combine, dispatch, slots_of, sort_slots
+A token that visits k experts has k slots. Sorting is stable, and both directions are gathers, forward and backward:
+without atomic additions, the same input gives the same bits.
+"""
 
-__all__ = ["Slots", "combine", "dispatch", "slots_of", "sort_slots"]
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Slots(NamedTuple):
+    """The N·k slots of N tokens, sorted by expert.
+
+    order: [N·k], the token-major slot (token · k + choice) at each sorted place; place: its inverse; ends: [E], where
+    each expert's run ends; choices: k.
+    """
+
+    order: Tensor
+    place: Tensor
+    ends: Tensor
+    choices: int
+
+
+def sort_slots(chosen: Tensor, experts: int) -> Slots:
+    """Sort the slots of `chosen` [N, k], the experts that each token visits."""
+    runs, order = chosen.flatten().sort(stable=True)
+    ends = torch.searchsorted(runs, torch.arange(experts, device=runs.device), right=True)
+    return slots_of(order, ends.to(torch.int32), chosen.shape[1])
+
+
+def slots_of(order: Tensor, ends: Tensor, choices: int) -> Slots:
+    """The slots with this order of their rows; `choices` is k."""
+    order = order.long()
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+    return Slots(order, place, ends, choices)
+
+
+def dispatch(x: Tensor, slots: Slots) -> Tensor:
+    """The rows x [N, C] of the tokens, one per slot in sorted order: [N·k, C]."""
+    rows: Tensor = _Dispatch.apply(x, slots.order, slots.place, slots.choices)
+    return rows
+
+
+def combine(y: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+    """Σ over a token's slots of weight · result: y [N·k, C] in sorted order, weights [N, k]; returns [N, C]."""
+    back: Tensor = _Permute.apply(y, slots.place, slots.order)
+    return (back.unflatten(0, weights.shape) * weights[..., None].to(y.dtype)).sum(1)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, choices: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.choices = choices
+        return x[order // choices]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (place,) = ctx.saved_tensors
+        return gradients[0][place].unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, permutation: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return y[permutation]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradients[0][inverse], None, None

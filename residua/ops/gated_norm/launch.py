@@ -137,8 +137,8 @@ def backward(
     residual: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """The gradients of x, weight, down and up; `residual` is added to that of x before it is rounded."""
-    g_x, *g_weights = dense_like(x), dense_like(weight), dense_like(down), dense_like(up)
-    yield g_x, *g_weights
+    outputs = dense_like(x), dense_like(weight), dense_like(down), dense_like(up)
+    yield outputs
     (tokens, width), rank = x.shape, down.shape[0]
     hidden, slope = torch.empty((2, *bottleneck.shape), dtype=x.dtype, device=x.device)
     pull = torch.empty_like(rstd)
@@ -154,10 +154,10 @@ def backward(
             )
         kernels_backward.spread_kernel[(blocks, parts)](
             g, x, g if residual is None else residual.contiguous(), weight, small, rstd, hidden, slope, pull,
-            g_x, partial, tokens, R=rank, ADDED=residual is not None, **sizes, **spread.settings(),
+            outputs[0], partial, tokens, R=rank, ADDED=residual is not None, **sizes, **spread.settings(),
         )  # fmt: skip
         kernels_backward.finish_kernel[(1 + 2 * rank, cdiv(width, 128))](
-            partial, weight, *g_weights, parts, C=width, R=rank, PARTS=32, BLOCK=128
+            partial, weight, *outputs[1:], parts, C=width, R=rank, PARTS=32, BLOCK=128
         )
 
 

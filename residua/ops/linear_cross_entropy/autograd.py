@@ -21,66 +21,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.library import differentiate, operator
+from residua.ops._runtime.library import differentiate
 from residua.ops.linear_cross_entropy import launch
 
 PIECE_BYTES = 2**30
-
-_value = operator(
-    "linear_cross_entropy_value(Tensor hidden, Tensor cast, Tensor targets, float z_loss, SymInt ignore_index)"
-    " -> (Tensor, Tensor)",
-    launch.value,
-    launch.value_outputs,
-    ahead=False,
-)
-_forward = operator(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, float z_loss,"
-    " SymInt ignore_index) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.trained,
-    launch.trained_outputs,
-    ahead=False,
-)
-_backward = operator(
-    "linear_cross_entropy_backward(Tensor g_loss, Tensor g_z, Tensor hidden, Tensor cast, Tensor targets,"
-    " float z_loss, SymInt ignore_index, ScalarType weight_dtype) -> (Tensor, Tensor)",
-    launch.backward,
-    launch.backward_outputs,
-    ahead=False,
-)
-_trained = operator(
-    "training_cross_entropy(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, float z_loss,"
-    " SymInt ignore_index) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.trained,
-    launch.trained_outputs,
-    ahead=False,
-)
-_piece = operator(
-    "head_piece(Tensor hidden, Tensor weight, Tensor cast, Tensor targets, bool keep) -> (Tensor, Tensor, Tensor)",
-    launch.piece,
-    launch.piece_outputs,
-    ahead=False,
-)
-_piece_backward = operator(
-    "head_piece_backward(Tensor g_lse, Tensor g_picked, Tensor hidden, Tensor cast, Tensor targets, Tensor lse,"
-    " Tensor picked, Tensor kept, ScalarType weight_dtype) -> (Tensor, Tensor)",
-    launch.piece_backward,
-    launch.piece_backward_outputs,
-    ahead=False,
-)
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's)."""
-    return _both(_forward, hidden, weight, targets, z_loss, ignore_index)
+    return _both(launch.forward, hidden, weight, targets, z_loss, ignore_index)
 
 
 def training_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of the reference: the loss carries the gradient of loss + z, and z none."""
-    return _both(_trained, hidden, weight, targets, z_loss, ignore_index)
+    return _both(launch.training_forward, hidden, weight, targets, z_loss, ignore_index)
 
 
 def _both(
@@ -89,8 +47,9 @@ def _both(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
     if not wanted:
-        return _value(rows, cast, flat_targets, z_loss, ignore_index)
-    loss, z, *_ = operator(rows, weight, cast, flat_targets, z_loss, ignore_index)
+        loss, z = launch.value(rows, cast, flat_targets, z_loss, ignore_index)
+    else:
+        loss, z, *_ = operator(rows, weight, cast, flat_targets, z_loss, ignore_index)
     return loss, z
 
 
@@ -98,7 +57,7 @@ def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor,
     """The fused twin of the reference; a softmax of more than PIECE_BYTES is computed again in the backward pass."""
     rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
     keep = wanted and rows.shape[0] * weight.shape[0] * rows.element_size() <= PIECE_BYTES
-    lse, picked, _ = _piece(rows, weight, cast, flat_targets, keep)
+    lse, picked, _ = launch.piece(rows, weight, cast, flat_targets, keep)
     return lse, picked
 
 
@@ -130,7 +89,7 @@ def _differentiate(
         return *_scaled(ctx, g_loss, targets, lse, p_weight, p_hidden), None, None, None, None
     hidden, weight = again
     saved = (hidden, weight.to(hidden.dtype), targets, ctx.z_loss, ctx.ignore_index, ctx.weight_dtype)
-    return *_backward(g_loss, g_z, *saved), None, None, None, None
+    return *launch.backward(g_loss, g_z, *saved), None, None, None, None
 
 
 def _refuse_second(gradients: Sequence[Tensor | None]) -> None:
@@ -141,7 +100,7 @@ def _refuse_second(gradients: Sequence[Tensor | None]) -> None:
         )
 
 
-differentiate(_forward, _differentiate, _save)
+differentiate(launch.forward, _differentiate, _save)
 
 
 def _save_trained(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -172,7 +131,7 @@ def _scaled(
     return g_hidden, (p_hidden * share).to(ctx.weight_dtype)
 
 
-differentiate(_trained, _differentiate_trained, _save_trained)
+differentiate(launch.training_forward, _differentiate_trained, _save_trained)
 
 
 def _save_piece(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -182,8 +141,8 @@ def _save_piece(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 
 def _differentiate_piece(ctx: Any, g_lse: Tensor, g_picked: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    g_hidden, g_weight = _piece_backward(g_lse, g_picked, *ctx.saved_tensors, ctx.weight_dtype)
+    g_hidden, g_weight = launch.piece_backward(g_lse, g_picked, *ctx.saved_tensors, ctx.weight_dtype)
     return g_hidden, g_weight, None, None, None
 
 
-differentiate(_piece, _differentiate_piece, _save_piece)
+differentiate(launch.piece, _differentiate_piece, _save_piece)

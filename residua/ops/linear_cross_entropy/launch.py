@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import on, power
+from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import wide
 
 CHUNK_BYTES = 512 * 2**20
@@ -19,41 +22,18 @@ LANES, ROWS, WARPS = 4096, 4, 16
 TILE = 256
 
 
-def value_outputs(
+@launcher("linear_cross_entropy_value", ahead=False)
+def value(
     hidden: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    single = torch.promote_types(hidden.dtype, torch.float32)
-    return hidden.new_empty((), dtype=single), hidden.new_empty((), dtype=single)
-
-
-def value(hidden: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """loss and z, for which nobody wants a gradient; `cast` is the head's matrix in hidden's dtype."""
-    parts = [
-        _softmax_(torch.mm(hidden[rows], cast.t()), targets[rows], ignore_index, False)
-        for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES)
-    ]
-    lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
-    return _losses(lse, nll, targets != ignore_index, z_loss)
+    yield _single(hidden), _single(hidden)
+    chunks = _softmaxes(hidden, cast, targets, ignore_index, CHUNK_BYTES, write=False)
+    lse, nll = (torch.cat(part) for part in zip(*((lse, nll) for _, _, lse, nll in chunks), strict=True))
+    yield _losses(lse, nll, targets != ignore_index, z_loss)
 
 
-def _losses(lse: Tensor, nll: Tensor, counted: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    count = counted.sum().clamp(min=1)
-    return nll.sum() / count, z_loss * lse.square().where(counted, 0).sum() / count
-
-
-def backward_outputs(
-    g_loss: Tensor,
-    g_z: Tensor,
-    hidden: Tensor,
-    cast: Tensor,
-    targets: Tensor,
-    z_loss: float,
-    ignore_index: int,
-    weight_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
-
-
+@launcher("linear_cross_entropy_backward", ahead=False)
 def backward(
     g_loss: Tensor,
     g_z: Tensor,
@@ -63,58 +43,79 @@ def backward(
     z_loss: float,
     ignore_index: int,
     weight_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The gradients of hidden [N, C] and of weight [V, C], from probabilities that are computed again."""
+    g_hidden = torch.empty_like(hidden)
+    yield g_hidden, torch.empty_like(cast, dtype=weight_dtype)
     counted = (targets != ignore_index)[:, None]
     target = torch.where(counted, targets[:, None], 0)
     count = counted.sum().clamp(min=1)
     share = g_loss / count
-    g_hidden, g_weight = torch.empty_like(hidden), torch.empty_like(cast, dtype=wide(cast[:0]).dtype)
-    chunks = _chunks(hidden.shape[0], cast, CHUNK_BYTES)
-    for rows in chunks:
-        p = torch.mm(hidden[rows], cast.t())
-        lse, nll = (part[:, None] for part in _softmax_(p, targets[rows], ignore_index, True))
-        scale = share + 2 * z_loss * g_z * lse / count
+    g_weight = torch.empty_like(cast, dtype=wide(cast[:0]).dtype)
+    for rows, p, lse, nll in _softmaxes(hidden, cast, targets, ignore_index, CHUNK_BYTES, write=True):
+        scale = share + 2 * z_loss * g_z * lse[:, None] / count
         scale = torch.where(scale == 0, TINY, scale)
-        entry = (torch.exp(-nll) - share / scale).to(hidden.dtype)
+        entry = torch.exp(-nll[:, None]) - share / scale
         scale = torch.where(counted[rows], scale, 0)
-        p.scatter_(1, target[rows], entry)
-        torch.mm(p, cast, out=g_hidden[rows]).mul_(scale)
-        _add_product(g_weight, p.t(), (hidden[rows] * scale).to(p.dtype), first=rows is chunks[0])
-    return g_hidden, g_weight.to(weight_dtype)
-
-
-def trained_outputs(
-    hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    single = torch.promote_types(hidden.dtype, torch.float32)
-    loss, z = (hidden.new_empty((), dtype=single) for _ in range(2))
-    lse = hidden.new_empty(hidden.shape[:1], dtype=single)
-    return loss, z, lse, torch.empty_like(hidden), torch.empty_like(cast, dtype=single)
+        _multiply(p, target[rows], entry, hidden[rows], scale, cast, g_hidden[rows], g_weight, first=rows.start == 0)
+        g_hidden[rows].mul_(scale)
+        del p  # before the next is made
+    yield g_hidden, g_weight.to(weight_dtype)
 
 
 def trained(
     hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
     """loss, z, lse [N], p·W [N, C] and pᵀ·(w·hidden) [V, C] in float32, with p_target less 1/w; w as `coefficients`.
 
     `weight` is there for its gradient; `cast` is the same matrix in hidden's dtype.
     """
-    _, _, _, p_weight, p_hidden = trained_outputs(hidden, weight, cast, targets, z_loss, ignore_index)
+    lse_of_all = _single(hidden, len(hidden))
+    p_weight, p_hidden = torch.empty_like(hidden), torch.empty_like(cast, dtype=lse_of_all.dtype)
+    yield _single(hidden), _single(hidden), lse_of_all, p_weight, p_hidden
     counted = targets != ignore_index
-    target = torch.where(counted, targets, 0)[:, None]
-    chunks, parts = _chunks(hidden.shape[0], cast, room(cast)), []
-    for rows in chunks:
-        p = torch.mm(hidden[rows], cast.t())
-        lse, nll = _softmax_(p, targets[rows], ignore_index, True)
+    target, parts = torch.where(counted, targets, 0)[:, None], []
+    for rows, p, lse, nll in _softmaxes(hidden, cast, targets, ignore_index, room(cast), write=True):
         scale = coefficients(lse, counted[rows], z_loss)[:, None]
-        p.scatter_(1, target[rows], (torch.exp(-nll[:, None]) - 1 / torch.where(scale == 0, 1, scale)).to(p.dtype))
-        torch.mm(p, cast, out=p_weight[rows])
-        _add_product(p_hidden, p.t(), (hidden[rows] * scale).to(p.dtype), first=rows is chunks[0])
+        entry = torch.exp(-nll[:, None]) - 1 / torch.where(scale == 0, 1, scale)
+        _multiply(p, target[rows], entry, hidden[rows], scale, cast, p_weight[rows], p_hidden, first=rows.start == 0)
         parts.append((lse, nll))
         del p  # before the next is made
     lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
-    return *_losses(lse, nll, counted, z_loss), lse, p_weight, p_hidden
+    yield *_losses(lse, nll, counted, z_loss), lse, p_weight, p_hidden
+
+
+forward = launcher("linear_cross_entropy", ahead=False)(trained)
+training_forward = launcher("training_cross_entropy", ahead=False)(trained)
+
+
+def _single(hidden: Tensor, *shape: int) -> Tensor:
+    return hidden.new_empty(shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _losses(lse: Tensor, nll: Tensor, counted: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    count = counted.sum().clamp(min=1)
+    return nll.sum() / count, z_loss * lse.square().where(counted, 0).sum() / count
+
+
+def _softmaxes(
+    hidden: Tensor, cast: Tensor, targets: Tensor, ignore_index: int, most: int, *, write: bool
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Rows of hidden, `most` bytes of logits at a time: which, their logits or, with `write`, softmax, lse and nll."""
+    for rows in _chunks(hidden.shape[0], cast, most):
+        p = torch.mm(hidden[rows], cast.t())
+        yield rows, p, *_softmax_(p, targets[rows], ignore_index, write)
+        del p  # before the next is made
+
+
+def _multiply(
+    p: Tensor, target: Tensor, entry: Tensor, hidden: Tensor, scale: Tensor, cast: Tensor,
+    p_weight: Tensor, p_hidden: Tensor, *, first: bool,
+) -> None:  # fmt: skip
+    """p_weight ← p·W, and p_hidden ← pᵀ·(scale·hidden), added unless `first`; p's entry of the target is `entry`."""
+    p.scatter_(1, target, entry.to(p.dtype))
+    torch.mm(p, cast, out=p_weight)
+    _add_product(p_hidden, p.t(), (hidden * scale).to(p.dtype), first=first)
 
 
 def room(cast: Tensor) -> int:
@@ -165,47 +166,27 @@ def _chunks(tokens: int, cast: Tensor, most: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
-def piece_outputs(
+@launcher("head_piece", ahead=False)
+def piece(
     hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    single = torch.promote_types(hidden.dtype, torch.float32)
-    lse, picked = (hidden.new_empty(hidden.shape[:1], dtype=single) for _ in range(2))
-    return lse, picked, hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
-
-
-def piece(hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """lse [N] of some rows of a head, the logit of the target [N], 0 if it is not among them, and the softmax [N, R].
 
     The softmax is that of these rows alone; with `keep` off it is not kept ([0, R]).
     """
+    kept = hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
+    yield _single(hidden, len(hidden)), _single(hidden, len(hidden)), kept
     inside = _inside(targets, cast)
     local = targets.where(inside, -1)
-    kept = hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
     if keep:
         lse, nll = _softmax_(torch.mm(hidden, cast.t(), out=kept), local, -1, True)
     else:
-        parts = [
-            _softmax_(torch.mm(hidden[rows], cast.t()), local[rows], -1, False)
-            for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES)
-        ]
-        lse, nll = (torch.cat(part) for part in zip(*parts, strict=True))
-    return lse, (lse - nll).where(inside, 0), kept
+        chunks = _softmaxes(hidden, cast, local, -1, CHUNK_BYTES, write=False)
+        lse, nll = (torch.cat(part) for part in zip(*((lse, nll) for _, _, lse, nll in chunks), strict=True))
+    yield lse, (lse - nll).where(inside, 0), kept
 
 
-def piece_backward_outputs(
-    g_lse: Tensor,
-    g_picked: Tensor,
-    hidden: Tensor,
-    cast: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    picked: Tensor,
-    kept: Tensor,
-    weight_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
-
-
+@launcher("head_piece_backward", ahead=False)
 def piece_backward(
     g_lse: Tensor,
     g_picked: Tensor,
@@ -216,8 +197,9 @@ def piece_backward(
     picked: Tensor,
     kept: Tensor,
     weight_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The gradients of hidden [N, C] and of the rows [R, C]; that of a token's logits is g_lse·p + g_picked·onehot."""
+    yield torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
     inside = _inside(targets, cast)[:, None]
     local, target = targets.where(inside[:, 0], -1), targets[:, None].where(inside, 0)
     nonzero = torch.where(g_lse == 0, TINY, g_lse)[:, None]
@@ -230,15 +212,14 @@ def piece_backward(
         return _products(p, hidden[rows], cast, scale[rows], written, target[rows], weight_dtype)
 
     if kept.shape[0] == hidden.shape[0]:
-        return products(kept, slice(None))
+        yield products(kept, slice(None))
+        return
     g_hidden = torch.empty_like(hidden)
     g_weight = torch.zeros(cast.shape, dtype=weight_dtype, device=cast.device)
-    for rows in _chunks(hidden.shape[0], cast, CHUNK_BYTES):
-        p = torch.mm(hidden[rows], cast.t())
-        _softmax_(p, local[rows], -1, True)
+    for rows, p, _, _ in _softmaxes(hidden, cast, local, -1, CHUNK_BYTES, write=True):
         g_hidden[rows], g = products(p, rows)
         g_weight += g
-    return g_hidden, g_weight
+    yield g_hidden, g_weight
 
 
 def _inside(targets: Tensor, cast: Tensor) -> Tensor:

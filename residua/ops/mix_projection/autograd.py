@@ -19,25 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.library import operator
 from residua.ops._runtime.tracing import in_graph
 from residua.ops.mix_projection import launch
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
-
-_INPUTS = (
-    "Tensor projected, Tensor? gamma, Tensor[] table, Tensor[] anchors, Tensor[] anchor_scales,"
-    " Tensor[] current_scales, Tensor[] gains, Tensor[] anchor_gains, SymInt[] plan, float eps"
-)
-forward = operator(f"mix_heads({_INPUTS}) -> Tensor[]", launch.forward, launch.forward_outputs)
-backward = operator(
-    f"mix_heads_backward(Tensor[] dy, Tensor[] later, {_INPUTS}) -> Tensor[]", launch.backward, launch.backward_outputs
-)
-gather = operator(
-    "gather_anchors(Tensor[] dm, Tensor[] anchors, Tensor?[] gains, Tensor scales, SymInt[] plan, float eps)"
-    " -> Tensor[]",
-    launch.gather,
-    launch.gather_outputs,
-)
 
 
 def mix_heads(
@@ -117,7 +101,7 @@ class _MixHeads(torch.autograd.Function):
         ctx.save_for_backward(projected, gamma, *tensors)
         ctx.set_materialize_grads(False)
         inputs = _inputs(projected, gamma, tensors, counts)
-        made = iter(forward(*inputs, plan, eps))
+        made = iter(launch.forward(*inputs, plan, eps))
         heads = [
             projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
             for s in launch.sections(plan)
@@ -139,7 +123,7 @@ class _MixHeads(torch.autograd.Function):
         passed = grads[len(sections) :]
         later = [torch.zeros_like(a) if g is None else g for a, g in zip(inputs.anchors, passed, strict=True)]
         known = any(g is not None for g in passed)
-        made = backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
+        made = launch.backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
         d_projected, d_gamma, sums, *d_anchors = made
         d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
         d_rest = [d.to(t.dtype) for d, t in zip(parts(sums, sections, inputs), _summed(inputs), strict=True)]

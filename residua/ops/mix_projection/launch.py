@@ -11,6 +11,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import addresses, aligned, cdiv, on, power
+from residua.ops._runtime.library import launcher
 from residua.ops.mix_projection import kernels
 from residua.ops.norm_rotate.launch import sum_rows
 
@@ -142,10 +143,7 @@ class Inputs(NamedTuple):
             )
 
 
-def forward_outputs(projected: Tensor, *rest: Any) -> list[Tensor]:
-    return _heads(projected, rest[-2])
-
-
+@launcher("mix_heads")
 def forward(
     projected: Tensor,
     gamma: Tensor | None,
@@ -157,22 +155,20 @@ def forward(
     anchor_gains: Sequence[Tensor],
     plan: Sequence[int],
     eps: float,
-) -> list[Tensor]:
+) -> Iterator[list[Tensor]]:
     """The heads [B, T, H, D] of every section that is not passed through, from the projection [B, T, R]."""
+    lead = projected.shape[:-1]
+    made = [projected.new_empty((*lead, s.heads, s.width)) for s in sections(plan) if not s.passes]
+    yield made
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
-    made = _heads(projected, plan)
     for out, (section, arguments) in zip(made, inputs.arguments(plan, FORWARD), strict=True):
         chunks = _chunks([(section, arguments)], projected, FORWARD)
         if chunks:
             with on(projected):
                 kernels.forward_kernel[(chunks * section.heads,)](**arguments, y_ptr=out, eps=eps)
-    return made
 
 
-def backward_outputs(dy: Sequence[Tensor], later: Sequence[Tensor], *rest: Any) -> list[Tensor]:
-    return _gradients(Inputs(*rest[:-2]), rest[-2])
-
-
+@launcher("mix_heads_backward")
 def backward(
     dy: Sequence[Tensor],
     later: Sequence[Tensor],
@@ -186,12 +182,13 @@ def backward(
     anchor_gains: Sequence[Tensor],
     plan: Sequence[int],
     eps: float,
-) -> list[Tensor]:
+) -> Iterator[list[Tensor]]:
     """From the gradient of every section, and the anchors' from later layers (or none): the gradients of the projection
     and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients, unless λ2
     is inside the projection."""
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
-    d_projected, d_gamma, sums, *d_anchors = _gradients(inputs, plan)
+    d_projected, d_gamma, sums, *d_anchors = outputs = _gradients(inputs, plan)
+    yield outputs
     flat = d_projected.view(-1, d_projected.shape[-1])
     for s, g in zip(sections(plan), dy, strict=True):
         if s.passes:
@@ -228,17 +225,9 @@ def backward(
             d_gamma[..., 2 * s.anchor : 2 * s.anchor + 2] = per_head.sum(1).view(*d_gamma.shape[:-1], 2)
         column += s.sums(inputs) * s.heads * s.width
     sum_rows(partial, sums, rows=chunks)
-    return [d_projected, d_gamma, sums, *d_anchors]
 
 
-def gather_outputs(
-    dm: Sequence[Tensor], anchors: Sequence[Tensor], gains: Sequence[Tensor | None], scales: Tensor, *_: Any
-) -> list[Tensor]:
-    layers, columns = scales.shape
-    sums = scales.new_empty((layers + any(gain is not None for gain in gains), columns))
-    return [sums, anchors[0].new_empty((*anchors[0].shape[:2], columns))]
-
-
+@launcher("gather_anchors")
 def gather(
     dm: Sequence[Tensor],
     anchors: Sequence[Tensor],
@@ -246,14 +235,17 @@ def gather(
     scales: Tensor,
     plan: Sequence[int],
     eps: float,
-) -> list[Tensor]:
+) -> Iterator[list[Tensor]]:
     """From the gradients dm_l [B, T, R] of the mixtures of all layers: those of λ1 and, if an anchor has a norm, one
     more row for its gain, by head, [layers (+ 1), ΣHD]; and those of the anchors, before their norms, side by side.
 
     scales are the λ1, [layers, ΣHD] float32, anchor after anchor. Columns of the last row without a gain are not set.
     """
-    sums, d_anchors = made = gather_outputs(dm, anchors, gains, scales)
-    dm, scales, layers = [aligned(d) for d in dm], scales.contiguous(), len(dm)
+    layers, columns = scales.shape
+    sums = scales.new_empty((layers + any(gain is not None for gain in gains), columns))
+    d_anchors = anchors[0].new_empty((*anchors[0].shape[:2], columns))
+    yield [sums, d_anchors]
+    dm, scales = [aligned(d) for d in dm], scales.contiguous()
     mixed = sorted((s for s in sections(plan) if s.anchor >= 0), key=lambda s: s.anchor)
     tokens, fewest = d_anchors.shape[:2].numel(), min(s.heads for s in mixed)
     lines = {s.width: max(1, GATHER.tile // power(s.width)) for s in mixed}
@@ -276,18 +268,12 @@ def gather(
                 )  # fmt: skip
             column += s.heads * s.width
     sum_rows(partial.view(chunks, sums.numel()), sums.view(-1), rows=chunks)
-    return made
 
 
 def rows(x: Tensor) -> Tensor:
     """[..., R] as [M, R], its last axis dense."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
-
-
-def _heads(projected: Tensor, plan: Sequence[int]) -> list[Tensor]:
-    lead = projected.shape[:-1]
-    return [projected.new_empty((*lead, s.heads, s.width)) for s in sections(plan) if not s.passes]
 
 
 def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:

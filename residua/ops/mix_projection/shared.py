@@ -151,7 +151,7 @@ class _Share(torch.autograd.Function):
         widths = [s.heads * s.width for s in mixed]
         columns = sources if len(sources) > 1 else sources[0].split(widths, -1)
         anchors = [a.unflatten(-1, (s.heads, s.width)) for a, s in zip(columns, mixed, strict=True)]
-        sums, d_anchors = autograd.gather(every, anchors, gains, scales.float(), ctx.plan, ctx.eps)
+        sums, d_anchors = launch.gather(every, anchors, gains, scales.float(), ctx.plan, ctx.eps)
         by_head = [d.view(s.heads, s.width) for d, s in zip(sums[-1].split(widths), mixed, strict=True)]
         d_gains = [None if g is None else d.sum(0).to(g.dtype) for d, g in zip(by_head, gains, strict=True)]
         d_sources = [d_anchors] if len(sources) == 1 else d_anchors.split(widths, -1)
@@ -172,7 +172,7 @@ class _Mix(torch.autograd.Function):
         inputs, heads = _inputs(projected, tensors, count), []
         # to the operator, a section that is mixed here has no anchor
         rest = [-1 if i == 5 * plain + 4 else n for i, n in enumerate(plan)]
-        made = iter(autograd.forward(*inputs, rest, eps))
+        made = iter(launch.forward(*inputs, rest, eps))
         for i, (s, left) in enumerate(zip(launch.sections(plan), launch.sections(rest), strict=True)):
             current = projected[..., s.columns].unflatten(-1, (s.heads, s.width))
             if i == plain:
@@ -193,7 +193,7 @@ class _Mix(torch.autograd.Function):
             projected.new_zeros((*lead, s.heads, s.width)) if g is None else g
             for s, g in zip(sections, grads, strict=True)
         ]
-        dm, _, sums = autograd.backward(dy, [], *inputs, ctx.plan, ctx.eps)
+        dm, _, sums = launch.backward(dy, [], *inputs, ctx.plan, ctx.eps)
         d_gains = [
             d.to(gain.dtype) for d, gain in zip(autograd.parts(sums, sections, inputs), inputs.gains, strict=True)
         ]

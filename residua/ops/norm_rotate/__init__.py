@@ -12,11 +12,11 @@ from residua.ops.norm_rotate.reference import rotate
 norm_rotate = Operator(reference.norm_rotate)
 
 if fused.INSTALLED:
-    from residua.ops.norm_rotate import autograd
+    from residua.ops.norm_rotate import launch
 
     def _serves(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> bool:
         return fused.serves(x, weight, cos, sin)
 
-    norm_rotate.register_fused(autograd.norm_rotate, _serves)
+    norm_rotate.register_fused(launch.norm_rotate, _serves)
 
 __all__ = ["norm_rotate", "rotate"]

@@ -1,20 +1,22 @@
 """QK-norm and rotation in one pass over the heads: read x, write y; backward: read dy and x, write dx.
 
-`packed_backward` goes from the gradients that attention returns straight to that of the projection [Q | K | V]: without
-it, a concatenation would read and write all three once more. `residua.train.compile.rewrites` puts it into compiled
-graphs.
+The inputs are all that is kept for the backward pass. `packed_heads_backward` goes from the gradients that attention
+returns straight to that of the projection [Q | K | V]: without it, a concatenation would read and write all three once
+more. `residua.train.compile.rewrites` puts it into compiled graphs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, on, power
+from residua.ops._runtime.launch import cdiv, dense_like, on, power
+from residua.ops._runtime.library import differentiate, launcher
 from residua.ops.norm_rotate import kernels
 
 
@@ -76,13 +78,11 @@ def strides(x: Tensor, walk: Tokens) -> tuple[int, int, int]:
     return (0, batch, head) if walk.length != x.shape[1] else (batch, token, head)
 
 
-def forward_output(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+@launcher("norm_rotate")
+def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Iterator[Tensor]:
+    y = dense_like(x)
+    yield y
     x, (_, _, heads, width) = _last_axis_dense(x), x.shape
-    y = forward_output(x, weight, cos, sin, eps)
     if y.numel():
         sizes, walk = FORWARD.sizes(width, heads), tokens(x, cos)
         groups, tiles = heads // sizes["GROUP"], walk.tiles(sizes["ROWS"])
@@ -91,18 +91,15 @@ def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> 
                 x, weight, cos.contiguous(), sin.contiguous(), y, walk.length, tiles, groups,
                 *strides(x, walk), *strides(y, walk)[:2], walk.turns, eps, **sizes, **FORWARD.settings,
             )  # fmt: skip
-    return y
 
 
-def backward_outputs(
+@launcher("norm_rotate_backward")
+def backward(
     dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weight)
-
-
-def backward(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
+    dx, dweight = dense_like(x), torch.empty_like(weight)
+    yield dx, dweight
     dy, x, (_, _, heads, width) = _last_axis_dense(dy), _last_axis_dense(x), x.shape
-    dx, dweight = backward_outputs(dy, x, weight, cos, sin, eps)
     sizes, walk = BACKWARD.sizes(width, heads), tokens(x, cos)
     groups = heads // sizes["GROUP"]
     rows = walk.chunks(x, BACKWARD, sizes["ROWS"], groups) * groups
@@ -115,28 +112,22 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, ep
                 walk.turns, eps, **sizes, STAGES=BACKWARD.stages, **BACKWARD.settings,
             )  # fmt: skip
     sum_rows(partial, dweight, rows=rows)
-    return dx, dweight
 
 
-def packed_outputs(
-    dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, query: Tensor, key: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    columns = (q.shape[2] + 2 * k.shape[2]) * q.shape[3]
-    packed = torch.empty((*q.shape[:2], columns), dtype=q.dtype, device=q.device)
-    return packed, torch.empty_like(query), torch.empty_like(key)
-
-
-def packed_backward(
+@launcher("packed_heads_backward")
+def packed_heads_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor,
     query_eps: float, key_eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """The gradient [B, T, (H + 2 H_kv) D] of a projection [Q | K | V], and those of the gains `query` and `key` [D].
 
     dq and q [B, T, H, D], dk, dv and k [B, T, H_kv, D]: the gradients of the normalised, rotated queries and keys and
     of the values, and the queries and keys as projected. Equals two `backward` and a concatenation.
     """
+    packed = q.new_empty((*q.shape[:2], (q.shape[2] + 2 * k.shape[2]) * q.shape[3]))
+    d_query, d_key = torch.empty_like(query), torch.empty_like(key)
+    yield packed, d_query, d_key
     dq, dk, dv, q, k = (_last_axis_dense(t) for t in (dq, dk, dv, q, k))
-    packed, d_query, d_key = packed_outputs(dq, dk, dv, q, k, query, key)
     sizes, walk = PACKED.sizes(q.shape[3], q.shape[2], k.shape[2]), tokens(q, cos)
     query_groups, key_groups = q.shape[2] // sizes["GROUP"], k.shape[2] // sizes["GROUP"]
     groups = query_groups + 2 * key_groups
@@ -152,7 +143,6 @@ def packed_backward(
                 **sizes, STAGES=PACKED.stages, **PACKED.settings,
             )  # fmt: skip
     sum_rows(partial, d_query, d_key, rows=chunks * query_groups)
-    return packed, d_query, d_key
 
 
 def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, rows: int) -> None:
@@ -166,3 +156,22 @@ def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, ro
 
 def _last_axis_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6) -> Tensor:
+    """The fused twin of `reference.norm_rotate`."""
+    result: Tensor = forward(x, weight, cos, sin, eps)
+    return result
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dweight = backward(dy, *ctx.saved_tensors, ctx.eps)
+    return dx, dweight, None, None, None
+
+
+differentiate(forward, _differentiate, _save)

@@ -1,15 +1,44 @@
-"""Tables of rotary positions, one opaque call each when compiled.
+"""Tables of rotary positions, one opaque call each when compiled. They have no gradient.
 
 Fused into its readers by the compiler, the powers and cosines were computed per element and layer and took an eighth of
 the training step.
 """
 
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
 from residua.ops._runtime.backend import Operator
-from residua.ops.rotary_table import autograd, reference
+from residua.ops._runtime.library import launcher
+from residua.ops.rotary_table import reference
+
+
+@launcher("rotary_cos_sin", ahead=False)
+def _rotary_cos_sin(positions: Tensor, head_dim: int, theta: float) -> Iterator[tuple[Tensor, Tensor]]:
+    yield reference.rotary_table(positions, head_dim, theta)
+
+
+@launcher("scaled_rotary_cos_sin", ahead=False)
+def _scaled_rotary_cos_sin(positions: Tensor, frequencies: Tensor, factor: float) -> Iterator[tuple[Tensor, Tensor]]:
+    yield reference.scaled_rotary_table(positions, frequencies, factor)
+
+
+def _rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    run = _rotary_cos_sin if torch.compiler.is_compiling() else reference.rotary_table
+    cos, sin = run(positions, head_dim, theta)
+    return cos, sin
+
+
+def _scaled_rotary_table(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    run = _scaled_rotary_cos_sin if torch.compiler.is_compiling() else reference.scaled_rotary_table
+    cos, sin = run(positions, frequencies, factor)
+    return cos, sin
+
 
 rotary_table = Operator(reference.rotary_table)
-rotary_table.register_fused(autograd.rotary_table, lambda *_: True)
+rotary_table.register_fused(_rotary_table, lambda *_: True)
 scaled_rotary_table = Operator(reference.scaled_rotary_table)
-scaled_rotary_table.register_fused(autograd.scaled_rotary_table, lambda *_: True)
+scaled_rotary_table.register_fused(_scaled_rotary_table, lambda *_: True)
 
 __all__ = ["rotary_table", "scaled_rotary_table"]

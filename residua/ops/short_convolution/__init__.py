@@ -22,8 +22,8 @@ def _serves(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int,
 
 
 if fused.INSTALLED:
-    from residua.ops.short_convolution import autograd
+    from residua.ops.short_convolution import launch
 
-    convolve_heads.register_fused(autograd.convolve_heads, _serves)
+    convolve_heads.register_fused(launch.convolve_heads, _serves)
 
 __all__ = ["convolve_heads", "short_convolution", "unit"]

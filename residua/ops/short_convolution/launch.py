@@ -1,13 +1,22 @@
-"""Short convolution: tile sizes, and launching the kernels."""
+"""Short convolution, fused: operators, tile sizes, launches and gradients.
+
+Kept for backward: the projection and the weight. The operator takes the projection unsplit and passes the gate's
+columns on, so that the gradient of the projection is written in one piece, where a split would end in a concatenation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import cdiv, on, sum_rows
+from residua.ops._runtime.launch import cdiv, dense_like, on, sum_rows
+from residua.ops._runtime.library import launcher
+from residua.ops._runtime.numeric import begins as begin_documents
+from residua.ops._runtime.tracing import opaque
 from residua.ops.short_convolution import kernels
 
 
@@ -55,42 +64,49 @@ class Sizes(NamedTuple):
         return (self.batch * tiling.tiles(self.length) * self.heads,)
 
 
-def forward_outputs(
-    projected: Tensor, weight: Tensor, begins: Tensor | None, key_heads: int, value_heads: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def empty_heads(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v for `launch_forward`."""
     s = Sizes.of(projected, weight, key_heads, value_heads)
     q, k, v = (projected.new_empty((s.batch, s.length, n, s.width)) for n in (key_heads, key_heads, value_heads))
     return q, k, v
 
 
-def forward(
+def forward_outputs(
     projected: Tensor, weight: Tensor, begins: Tensor | None, key_heads: int, value_heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return empty_heads(projected, weight, key_heads, value_heads)
+
+
+@launcher("convolve_heads")
+def forward(
+    projected: Tensor, weight: Tensor, begins: Tensor | None, key_heads: int, value_heads: int, eps: float
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """q, k and v from the first columns of the projection; begins [B, T] is uint8."""
-    outputs = forward_outputs(projected, weight, begins, key_heads, value_heads, eps)
-    s, x = Sizes.of(projected, weight, key_heads, value_heads), _dense(projected)
+    outputs = empty_heads(projected, weight, key_heads, value_heads)
+    yield outputs
+    launch_forward(projected, weight, begins, eps, *outputs)
+
+
+def launch_forward(
+    projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    s, x = Sizes.of(projected, weight, k.shape[2], v.shape[2]), _dense(projected)
     with on(x):
         kernels.forward_kernel[s.programs(FORWARD)](
-            x, weight.contiguous(), x if begins is None else begins.contiguous(), *outputs, *s.arguments(x, FORWARD),
+            x, weight.contiguous(), x if begins is None else begins.contiguous(), q, k, v, *s.arguments(x, FORWARD),
             eps, **_constants(s, begins), **FORWARD.settings(),
         )  # fmt: skip
-    return outputs
 
 
-def backward_outputs(
-    dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor, projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    return projected.new_empty(projected.shape), weight.new_empty(weight.shape, dtype=torch.float32)
-
-
+@launcher("convolve_heads_backward")
 def backward(
     dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor, projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The gradients of the projection, in one piece with the gate's, and of the weight."""
-    outputs = d_projected, d_weight = backward_outputs(dq, dk, dv, dz, projected, weight, begins, eps)
+    d_projected, d_weight = dense_like(projected), dense_like(weight, torch.float32)
+    yield d_projected, d_weight
     d_projected[..., weight.shape[1] :] = dz.flatten(2)
     launch_backward(dq, dk, dv, projected, weight, begins, eps, dk.shape[2], d_projected, d_weight)
-    return outputs
 
 
 def launch_backward(
@@ -116,3 +132,42 @@ def _constants(s: Sizes, begins: Tensor | None) -> dict[str, Any]:
 
 def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+Heads = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def convolve_heads(
+    projected: Tensor,
+    weight: Tensor,
+    key_heads: int,
+    value_heads: int,
+    *,
+    segments: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Heads:
+    """The fused twin of `reference.convolve_heads`."""
+    first = None if segments is None else begin_documents(projected, segments).to(torch.uint8)
+    heads: Heads = _convolve_heads(projected, weight, first, key_heads, value_heads, eps)
+    return heads
+
+
+class _ConvolveHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, projected: Tensor, weight: Tensor, first: Tensor | None, key_heads: int, value_heads: int, eps: float
+    ) -> Heads:
+        ctx.save_for_backward(projected, weight, first)
+        ctx.eps = eps
+        q, k, v = forward(projected, weight, first, key_heads, value_heads, eps)
+        return q, k, v, projected[..., weight.shape[1] :].unflatten(-1, v.shape[2:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
+        projected, weight, first = ctx.saved_tensors
+        d_projected, d_weight = backward(dq, dk, dv, dz, projected, weight, first, ctx.eps)
+        return d_projected, d_weight.to(weight.dtype), None, None, None, None
+
+
+_convolve_heads = opaque(_ConvolveHeads)

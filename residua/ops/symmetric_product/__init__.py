@@ -31,10 +31,10 @@ def _fits(x: Tensor) -> bool:
 symmetric_product = Operator(reference.symmetric_product)
 
 if fused.INSTALLED:
-    from residua.ops.symmetric_product import autograd
+    from residua.ops.symmetric_product import launch
 
     def _fused(x: Tensor, *args: Any, **settings: Any) -> Tensor:
-        run = autograd.symmetric_product if _fits(x) else reference.symmetric_product
+        run = launch.symmetric_product if _fits(x) else reference.symmetric_product
         return run(x, *args, **settings)
 
     symmetric_product.register_fused(_fused, _serves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import cdiv, on
+from residua.ops._runtime.library import launcher
 from residua.ops.symmetric_product import kernels
 
 
@@ -33,16 +35,21 @@ PLANS = {torch.bfloat16: TilePlan(128, 64, 8, 4, True), torch.float32: TilePlan(
 """Float32 is for the interpreter, with tiles so small that small tests have several."""
 
 
-def output(x: Tensor, *_: object) -> Tensor:
-    return _pitched(x, x.shape[1], x.shape[1])
-
-
-def forward(x: Tensor, c: Tensor | None, alpha: float, beta: float, gamma: float) -> Tensor:
-    """S = αXXᵀ + βC + γI."""
-    s = output(x)
+@launcher("symmetric_product")
+def forward(x: Tensor, c: Tensor | None, alpha: float, beta: float, gamma: float) -> Iterator[Tensor]:
+    """S = αXXᵀ + βC + γI. It has no gradient: only an optimizer uses it."""
+    s = _pitched(x, x.shape[1], x.shape[1])
+    yield s
     if s.numel():
         launch(PLANS[x.dtype], x, c, s, alpha, beta, gamma)
-    return s
+
+
+def symmetric_product(
+    x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0
+) -> Tensor:
+    """The fused twin of `reference.symmetric_product`."""
+    result: Tensor = forward(x, c, alpha, beta, gamma)
+    return result
 
 
 def launch(plan: TilePlan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float, beta: float, gamma: float) -> None:

@@ -37,7 +37,7 @@ def pack_head_gradients(graph: Graph) -> None:
     """
     if not fused.INSTALLED:
         return
-    import residua.ops.norm_rotate.autograd  # noqa: F401  (registers the operators)
+    import residua.ops.norm_rotate.launch  # noqa: F401  (registers the operators)
 
     for cat in graph.find_nodes(op="call_function", target=aten.cat.default):
         layer = _layer(cat)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import addresses, cdiv, on
-from residua.ops.descent import kernels
+from residua.ops.optimizer_update import kernels
 
 BLOCK = 65536 if fused.INTERPRETED else 4096
 

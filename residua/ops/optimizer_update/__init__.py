@@ -7,14 +7,14 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
-from residua.ops.descent import reference
+from residua.ops.optimizer_update import reference
 
 momentum_directions = Operator(reference.momentum_directions)
 cautious_descent = Operator(reference.cautious_descent)
 plain_descent = Operator(reference.plain_descent)
 
 if fused.INSTALLED:
-    from residua.ops.descent import launch
+    from residua.ops.optimizer_update import launch
 
     def _serves(tensors: Sequence[Tensor], others: Sequence[Tensor], *_: Any) -> bool:
         return fused.serves(*tensors, *others) and all(_plain(t) for t in (*tensors, *others))

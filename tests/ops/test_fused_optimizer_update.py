@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua.ops._runtime.backend import backend
-from residua.ops.descent import cautious_descent, momentum_directions, plain_descent
+from residua.ops.optimizer_update import cautious_descent, momentum_directions, plain_descent
 
 pytestmark = pytest.mark.slow
 
