@@ -23,13 +23,13 @@ from residua.errors import UserError
 T = TypeVar("T")
 
 MIB = 2**20
-DOCUMENT = 256 * MIB
+MAX_DOCUMENT_BYTES = 256 * MIB
 """The longest document that is read as a whole: tokenizers have tens of MiB, everything else far less."""
-LOG = 4096 * MIB
+MAX_LOG_BYTES = 4096 * MIB
 """The longest file of lines."""
-LONGEST_NAME = 1024
+MAX_NAME_LETTERS = 1024
 """The longest name of a file inside a folder, with its subfolders."""
-DEPTH = 64
+MAX_NESTING = 64
 """The deepest nesting of tables and lists."""
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -63,7 +63,7 @@ def read_json(path: Path, shape: type[T], hint: Hint, *, lenient: bool = False) 
 
 def read_json_lines(path: Path, hint: Hint) -> Iterator[tuple[str, Any]]:
     """The records of a file with one JSON value per line; an incomplete last line (after a crash) is skipped."""
-    data = _read_bytes(path, hint, LOG)
+    data = _read_bytes(path, hint, MAX_LOG_BYTES)
     lines = _decode(data[: data.rfind(b"\n") + 1], path, hint).split("\n")
     return json_lines(lines, path, hint)
 
@@ -130,10 +130,10 @@ def check(content: Any, shape: type[T], where: Path | str, hint: Hint) -> T:
     if fault["type"] == "missing":
         refuse(f"{where} has no key {key}", hint)
     subject = f"{where}: {key} is" if key else f"{where} holds"
-    refuse(f"{subject} {shown(fault['input'])}, expected {_expected(fault)}", hint)
+    refuse(f"{subject} {shown(fault['input'])}, expected {expected(fault)}", hint)
 
 
-def read_text(path: Path, hint: Hint, *, limit: int = DOCUMENT, empty: bool = False) -> str:
+def read_text(path: Path, hint: Hint, *, limit: int = MAX_DOCUMENT_BYTES, empty: bool = False) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Refuses an empty one unless `empty` allows it."""
     data = _read_bytes(path, hint, limit)
     if not data and not empty:
@@ -180,7 +180,7 @@ def inside(folder: Path, name: str) -> Path:
     """
     pure = PurePosixPath(name)
     path = folder / name
-    if len(name) > LONGEST_NAME:
+    if len(name) > MAX_NAME_LETTERS:
         raise ReadError(f"{folder} refers to {shown(name)}, a name of {len(name)} letters: choose a shorter one.")
     if not pure.parts or "\0" in name or pure.is_absolute() or ".." in pure.parts:
         raise ReadError(
@@ -227,7 +227,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_sane(content: Any, where: Path | str, hint: Hint, *, lenient: bool = False) -> None:
     """Refuse deep nesting and, unless `lenient`, numbers beyond 64 bits: other libraries cannot hold them."""
     level: list[Any] = [content]
-    for _ in range(DEPTH):
+    for _ in range(MAX_NESTING):
         for value in level:
             if not lenient and isinstance(value, int) and not -(2**63) <= value < 2**64:
                 refuse(f"{where} holds the number {shown(value)}, which has more than 64 bits", hint)
@@ -252,11 +252,12 @@ def _plain(key: str) -> str:
     return key if key.isidentifier() and len(key) < 60 else shown(key)
 
 
-def _expected(fault: Any) -> str:
+def expected(fault: Any) -> str:
+    """What pydantic asked for in place of a value that it refused, in the words of a sentence."""
     words = _WORDS.get(fault["type"])
     if words is not None:
         return words.format(**fault.get("ctx", {}))
-    message = str(fault["msg"])
+    message = str(fault["msg"]).removeprefix("Input should be ")
     return message[0].lower() + message[1:]
 
 
@@ -264,9 +265,13 @@ _WORDS = {
     "string_type": "a text",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number with fewer digits",
     "float_type": "a number",
+    "float_parsing": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
+    "bool_parsing": "true or false",
     "list_type": "a list",
     "tuple_type": "a list",
     "dict_type": "an object",

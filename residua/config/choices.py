@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from residua.config.family import Family
 from residua.config.ffns import FFN as FFN
 from residua.config.ffns import GELU as GELU
 from residua.config.ffns import GLU as GLU
@@ -32,6 +31,7 @@ from residua.config.mixers import Mixer as Mixer
 from residua.config.mixers import SoftmaxAttention as SoftmaxAttention
 from residua.config.mixers import SoftmaxMixer as SoftmaxMixer
 from residua.config.mixers import divisors as divisors
+from residua.config.plugins import Family
 from residua.config.positions import RopeScaling as RopeScaling
 from residua.config.settings import Frozen, Positive
 from residua.config.topologies import Additive as Additive

@@ -95,19 +95,11 @@ class SoftmaxAttention(Mixer):
         return self.window if self.window_layers is None or layer in self.window_layers else None
 
     @model_validator(mode="after")
-    def _window_is_set(self) -> Self:
+    def _parts_fit(self) -> Self:
         for key in ("window_layers", "local_rope_theta"):
             if getattr(self, key) is not None and self.window is None:
                 raise UserError(f"attention.{key} needs attention.window: the number of tokens that those layers see.")
-        return self
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise UserError(
-                f"attention.kv_heads = {self.kv_heads} does not divide attention.heads = {self.heads}: "
-                f"choose one of {divisors(self.heads)}."
-            )
+        _check_divides("kv_heads", self.kv_heads or 1, "heads", self.heads)
         return self
 
 
@@ -125,11 +117,7 @@ class GatedDeltaNet(Mixer):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.value_heads % self.key_heads:
-            raise UserError(
-                f"attention.key_heads = {self.key_heads} does not divide attention.value_heads = {self.value_heads}: "
-                f"choose one of {divisors(self.value_heads)}."
-            )
+        _check_divides("key_heads", self.key_heads, "value_heads", self.value_heads)
         return self
 
 
@@ -227,7 +215,11 @@ class HybridAttention(Frozen):
     def check(self, layers: int) -> None:
         """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
         if self.softmax_layers is None:
-            self._check_every(layers)
+            if self.softmax_every > layers:
+                raise UserError(
+                    f"attention.softmax_every = {self.softmax_every} leaves layers = {layers} without softmax "
+                    f"attention: use at most {layers}, or attention.kind = '{self.linear.kind}'."
+                )
         elif not self.softmax_layers or not all(0 <= layer < layers for layer in self.softmax_layers):
             raise UserError(
                 f"attention.softmax_layers = {list(self.softmax_layers)} must name one or more of the layers 0 to "
@@ -240,15 +232,15 @@ class HybridAttention(Frozen):
             return self.softmax if layer in self.softmax_layers else self.linear
         return self.linear if (layer + 1) % self.softmax_every else self.softmax
 
-    def _check_every(self, layers: int) -> None:
-        if self.softmax_every > layers:
-            raise UserError(
-                f"attention.softmax_every = {self.softmax_every} leaves layers = {layers} without softmax attention: "
-                f"use at most {layers}, or attention.kind = '{self.linear.kind}'."
-            )
-
 
 Attention = Annotated[SoftmaxMixer | LinearMixer | HybridAttention, Field(discriminator="kind")]
+
+
+def _check_divides(key: str, few: int, other: str, many: int) -> None:
+    if many % few:
+        raise UserError(
+            f"attention.{key} = {few} does not divide attention.{other} = {many}: choose one of {divisors(many)}."
+        )
 
 
 def divisors(n: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from residua.config.choices import (
     FFN,
@@ -31,13 +31,13 @@ from residua.config.choices import (
     divisors,
 )
 from residua.config.positions import LongRope
-from residua.config.settings import ConfigError, Frozen, Positive, apply_overrides, of_file, read_toml, refusal, to_toml
+from residua.config.settings import ConfigError, Positive, WholeConfig, apply_overrides, of_file, read_toml
 from residua.errors import UserError
 
 Layers = Annotated[Positive, Field(le=10_000)]
 
 
-class ModelConfig(Frozen):
+class ModelConfig(WholeConfig):
     """A decoder-only language model.
 
     `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the training length. `placement`
@@ -63,12 +63,6 @@ class ModelConfig(Frozen):
     embed_scale: float = Field(1.0, gt=0)
     init: Init = Init()
 
-    def __init__(self, /, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise refusal(error, ModelConfig) from None
-
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> ModelConfig:
         """Build from plain tables."""
@@ -90,10 +84,6 @@ class ModelConfig(Frozen):
         from residua.config import presets
 
         return cls(**presets.load(name)["model"])
-
-    def to_toml(self) -> str:
-        """The whole configuration as TOML; reading it back gives an equal one."""
-        return to_toml(self.model_dump(exclude_none=True))
 
     def override(self, changes: list[str]) -> ModelConfig:
         """Apply `section.key=value` changes. A new `kind` drops the old kind's keys."""
@@ -130,8 +120,11 @@ class ModelConfig(Frozen):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        for check in _CHECKS:
-            check(self)
+        self.attention.check(self.layers)
+        self.ffn.check(self.layers)
+        _check_softmax(self)
+        _check_anchors(self)
+        self.topology.check(self.layers)
         return self
 
 
@@ -142,15 +135,7 @@ def head_dim(config: ModelConfig) -> int:
     return softmax.head_dim or config.width // softmax.heads
 
 
-def _check_attention(config: ModelConfig) -> None:
-    config.attention.check(config.layers)
-
-
-def _check_ffn(config: ModelConfig) -> None:
-    config.ffn.check(config.layers)
-
-
-def _check_heads(config: ModelConfig) -> None:
+def _check_softmax(config: ModelConfig) -> None:
     softmax, table = config.softmax, config.attention.softmax_path
     if softmax is None:
         return
@@ -159,17 +144,11 @@ def _check_heads(config: ModelConfig) -> None:
             f"{table}.heads = {softmax.heads} does not divide width = {config.width}: choose one of "
             f"{divisors(config.width)} or set {table}.head_dim."
         )
-    if head_dim(config) % 2:
+    scaling, (pairs, odd) = softmax.rope_scaling, divmod(head_dim(config), 2)
+    if odd:
         raise UserError(
             f"{table}.head_dim = {head_dim(config)} is odd, and rotary positions need pairs: use an even one."
         )
-
-
-def _check_positions(config: ModelConfig) -> None:
-    softmax, table = config.softmax, config.attention.softmax_path
-    if softmax is None:
-        return
-    scaling, pairs = softmax.rope_scaling, head_dim(config) // 2
     if isinstance(scaling, LongRope) and len(scaling.short) != pairs:
         raise UserError(
             f"{table}.rope_scaling.short has {len(scaling.short)} factors and heads of width {2 * pairs} have {pairs} "
@@ -182,56 +161,33 @@ def _check_positions(config: ModelConfig) -> None:
         )
 
 
-def _check_anchor_norm(config: ModelConfig) -> None:
-    softmax = config.softmax
-    if softmax is None or not config.anchors.mixed:
+def _check_anchors(config: ModelConfig) -> None:
+    anchors, softmax, table = config.anchors, config.softmax, config.attention.softmax_path
+    if not anchors.mixed:
         return
+    if config.latent is not None:
+        raise UserError(
+            f"anchors.kind = '{anchors.kind}' mixes keys and values of heads, and latent attention ('mla') "
+            "has none: use anchors.kind = 'none', or softmax attention of kind = 'softmax'."
+        )
+    if softmax is None:
+        raise UserError(
+            f"anchors.kind = '{anchors.kind}' mixes softmax projections and attention.kind = "
+            f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
+        )
     if softmax.qk_norm == "rms_all":
         raise UserError(
-            f"anchors.kind = '{config.anchors.kind}' mixes heads one by one and {config.attention.softmax_path}."
+            f"anchors.kind = '{anchors.kind}' mixes heads one by one and {table}."
             "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none', or qk_norm = 'rms' (with which a "
             "trained model computes something else)."
         )
     if softmax.qk_norm == "dyt":
         raise UserError(
-            f"anchors.kind = '{config.anchors.kind}' is followed by an RMS norm of queries and keys or by none, and "
-            f"{config.attention.softmax_path}.qk_norm = 'dyt': use anchors.kind = 'none' or qk_norm = 'rms'."
+            f"anchors.kind = '{anchors.kind}' is followed by an RMS norm of queries and keys or by none, and "
+            f"{table}.qk_norm = 'dyt': use anchors.kind = 'none' or qk_norm = 'rms'."
         )
-
-
-def _check_anchor_attention(config: ModelConfig) -> None:
-    if config.anchors.mixed and config.latent is not None:
-        raise UserError(
-            f"anchors.kind = '{config.anchors.kind}' mixes keys and values of heads, and latent attention ('mla') "
-            "has none: use anchors.kind = 'none', or softmax attention of kind = 'softmax'."
-        )
-    if config.anchors.mixed and config.softmax is None:
-        raise UserError(
-            f"anchors.kind = '{config.anchors.kind}' mixes softmax projections and attention.kind = "
-            f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
-        )
-
-
-def _check_gate_pathway(config: ModelConfig) -> None:
-    anchors, softmax, table = config.anchors, config.softmax, config.attention.softmax_path
-    if softmax is not None and "g" in anchors.mixed and softmax.gate != "elementwise":
+    if "g" in anchors.mixed and softmax.gate != "elementwise":
         raise UserError(
             f"anchors.pathways contains 'g' but {table}.gate = '{softmax.gate}': "
             f"use {table}.gate = 'elementwise' or leave 'g' out of anchors.pathways."
         )
-
-
-def _check_topology(config: ModelConfig) -> None:
-    config.topology.check(config.layers)
-
-
-_CHECKS = (
-    _check_attention,
-    _check_ffn,
-    _check_heads,
-    _check_positions,
-    _check_anchor_attention,
-    _check_anchor_norm,
-    _check_gate_pathway,
-    _check_topology,
-)

@@ -1,8 +1,8 @@
-"""Modules of a person's own that add kinds of topologies and norms, imported before a configuration is refused.
+"""Families of choices that a person can add to (topologies and norms, docs/extend.md), and the modules that do so.
 
-They come from the environment variable RESIDUA_PLUGINS (names of modules, or paths of .py files, separated by commas)
-and from the entry points `residua.plugins` of installed packages. Nothing in a run folder names one: opening a
-stranger's folder must not run code.
+Plugins are imported before a configuration is refused. They come from the environment variable RESIDUA_PLUGINS (names
+of modules, or paths of .py files, separated by commas) and from the entry points `residua.plugins` of installed
+packages. Nothing in a run folder names one: opening a stranger's folder must not run code.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from importlib.metadata import EntryPoints, entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
-from typing import NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, Union, get_args
 
-from residua.config.settings import PLUGINS, ConfigError
+from pydantic import Field, TypeAdapter
+
+from residua.config.settings import PLUGINS, ConfigError, Frozen
+from residua.errors import UserError
 
 GROUP = "residua.plugins"
 
@@ -29,6 +31,52 @@ _packages: set[str] = set()
 """Modules that are plugins, or the packages that hold them; they stay known after a failed import."""
 _files: dict[str, Path] = {}
 """Files that are plugins, by the names of their modules."""
+
+_MEMBERS: dict[type[Family], dict[str, type[Family]]] = {}
+_ADAPTERS: dict[type[Family], TypeAdapter[Any]] = {}
+
+
+class Family(Frozen):
+    """The root of a family: its direct subclasses collect members, each with a `kind` of its own."""
+
+    takes_plugins: ClassVar[bool] = True
+
+    kind: str
+
+    @classmethod
+    def join(cls, *choices: type[Family]) -> None:
+        """Add choices to the family, by the default of their `kind`."""
+        known = _MEMBERS.setdefault(cls, {})
+        for choice in choices:
+            field = choice.model_fields["kind"]
+            kind = field.default
+            if get_args(field.annotation) != (kind,):
+                raise UserError(f'{choice.__name__} has no kind: give it `kind: Literal["name"] = "name"`.')
+            other = known.get(kind)
+            if other is not None and (other.__module__, other.__name__) != (choice.__module__, choice.__name__):
+                raise UserError(
+                    f"{choice.__module__}.{choice.__name__} has kind = {kind!r}, which {other.__module__}."
+                    f"{other.__name__} already has: choose another."
+                )
+            known[kind] = choice
+        _ADAPTERS.pop(cls, None)
+
+    @classmethod
+    def choose(cls, value: Any) -> Self:
+        """Validate a table with a `kind`; one that is not known yet may come from a plugin."""
+        kind = value.get("kind") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in _MEMBERS[cls]:
+            load_plugins()
+        if cls not in _ADAPTERS:
+            union: Any = Union[tuple(_MEMBERS[cls].values())]  # noqa: UP007  # made of a tuple
+            tagged: Any = Annotated[union, Field(discriminator="kind")]
+            _ADAPTERS[cls] = TypeAdapter(tagged)
+        chosen: Self = _ADAPTERS[cls].validate_python(value)
+        return chosen
+
+    @classmethod
+    def alternatives(cls) -> list[type[Frozen]]:
+        return list(_MEMBERS[cls].values()) if cls in _MEMBERS else [cls]
 
 
 class Place(NamedTuple):
@@ -51,19 +99,16 @@ def load_plugins() -> None:
             file = name.endswith(".py")
             load = partial(_from_file, Path(name)) if file else partial(import_module, name)
             _load(name, Path(name).stem if file else name, f"{PLUGINS} names {name!r}, which", load)
-    for point in _entry_points():
+    # Python opens a file of every package to find them: once, until a package is installed
+    changed = tuple((place, os.stat(place).st_mtime_ns) for place in sys.path if os.path.isdir(place))
+    for point in _entry_points(changed):
         if point.value not in _loaded:
             whose = f"the entry point {GROUP} of an installed package names {point.value!r}, which"
             _load(point.value, point.value.partition(":")[0], whose, point.load)
 
 
-def _entry_points() -> EntryPoints:
-    """Those of installed packages. Python opens a file of every package for it: once, until a package is installed."""
-    return _found(tuple((place, os.stat(place).st_mtime_ns) for place in sys.path if os.path.isdir(place)))
-
-
 @cache
-def _found(places: tuple[tuple[str, int], ...]) -> EntryPoints:
+def _entry_points(changed: tuple[tuple[str, int], ...]) -> EntryPoints:
     return entry_points(group=GROUP)
 
 
@@ -123,23 +168,19 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _place(error: BaseException, packages: set[str]) -> Place | None:
-    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__)]
-    for depth, (frame, line) in enumerate(reversed(frames)):
-        if _belongs(frame, packages):
+    for depth, (frame, line) in enumerate(reversed(list(walk_tb(error.__traceback__)))):
+        module = str(frame.f_globals.get("__name__", ""))
+        if any(f"{module}.".startswith(f"{package}.") for package in packages):
             return Place(frame.f_code.co_filename, line, error, raised=depth == 0)
-    if isinstance(error, SyntaxError) and error.filename and error.lineno and _holds(packages, error.filename):
-        return Place(error.filename, error.lineno, error)
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:  # Python could not read the file
+        path = Path(error.filename).resolve()
+        if any(path.is_relative_to(place) for package in packages for place in _places_of(package)):
+            return Place(error.filename, error.lineno, error)
     # an error of torch.compile names the line that it was compiling, which did not run
     for file, line_number in reversed(re.findall(r'File "(.+?)", line (\d+)', str(error))):
         if Path(file).stem in packages:
             return Place(file, int(line_number), error)
     return None
-
-
-def _holds(packages: set[str], file: str) -> bool:
-    """Whether a file that Python could not read is that of a plugin, or lies in its package."""
-    path = Path(file).resolve()
-    return any(path.is_relative_to(place) for package in packages for place in _places_of(package))
 
 
 def _places_of(package: str) -> list[Path]:
@@ -153,8 +194,3 @@ def _places_of(package: str) -> list[Path]:
     if spec is None:
         return []
     return [Path(place).resolve() for place in spec.submodule_search_locations or filter(None, [spec.origin])]
-
-
-def _belongs(frame: FrameType, packages: set[str]) -> bool:
-    module = str(frame.f_globals.get("__name__", ""))
-    return any(module == package or module.startswith(f"{package}.") for package in packages)

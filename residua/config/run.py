@@ -5,14 +5,14 @@ This file imports no torch, so that `residua train` can refuse a wrong configura
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from residua.config import presets
-from residua.config.elsewhere import called_here
 from residua.config.model import ModelConfig
 from residua.config.schedule import LinearDecay, Schedule
 from residua.config.settings import (
@@ -20,12 +20,12 @@ from residua.config.settings import (
     Frozen,
     Positive,
     Seed,
+    WholeConfig,
     apply_overrides,
+    key_for_alias,
     merge,
     of_file,
     read_toml,
-    refusal,
-    to_toml,
 )
 from residua.errors import UserError
 
@@ -205,7 +205,7 @@ class ParallelConfig(Frozen):
         return f"torchrun {meeting}--nproc-per-node {self.ranks // nodes} --no-python residua train"
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
+    def _parts_fit(self) -> Self:
         if self.shard % self.experts:
             raise UserError(
                 f"parallel.experts = {self.experts} does not divide parallel.shard = {self.shard}, whose ranks share "
@@ -216,10 +216,6 @@ class ParallelConfig(Frozen):
                 f"parallel.experts = {self.experts} does not go with parallel.unit = 'model', which gathers every "
                 "expert: use parallel.unit = 'layer'."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> Self:
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved"):
             raise UserError(
                 f"parallel.stages_per_rank = {self.stages_per_rank} does not go with parallel.schedule = "
@@ -228,7 +224,7 @@ class ParallelConfig(Frozen):
         return self
 
 
-class RunConfig(Frozen):
+class RunConfig(WholeConfig):
     """Everything that decides a run. Sections of its TOML: `[model]`, `[data]`, `[train]`, `[parallel]`."""
 
     model: ModelConfig
@@ -236,19 +232,14 @@ class RunConfig(Frozen):
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
 
-    def __init__(self, /, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise refusal(error, RunConfig) from None
-
     @classmethod
     def from_toml(cls, path: str | Path) -> RunConfig:
         """Read a run's TOML file; `extends = "PRESET"` at its top lays it over that preset."""
         data = read_toml(path)
         with of_file(path):
-            base = presets.load(data.pop("extends")) if "extends" in data else {}
-            return cls(**_sections(merge(base, data)))
+            tables = merge(presets.load(data.pop("extends")), data) if "extends" in data else data
+            tables.pop("summary", None)
+            return cls(**tables)
 
     @classmethod
     def find(cls, source: str) -> RunConfig:
@@ -257,7 +248,7 @@ class RunConfig(Frozen):
             return cls.from_toml(source)
         if source not in presets.names() and Path(source).exists():
             raise ConfigError(f"{source!r} is neither a preset (`residua presets` lists them) nor a .toml file.")
-        return cls(**_sections(presets.load(source)))
+        return cls(**{key: table for key, table in presets.load(source).items() if key != "summary"})
 
     def override(self, changes: list[str]) -> RunConfig:
         """Apply `section.key=value` changes, for example `train.steps=500`. A new `kind` drops the old kind's keys."""
@@ -271,23 +262,19 @@ class RunConfig(Frozen):
         """Advice for a key without a section: the shallowest places that have it, or the nearest spelling."""
         key = change.partition("=")[0].strip()
         first = key.partition(".")[0]
-        places = _paths(self.model_dump())
+        places = [path for path, _ in _entries(self.model_dump())]
         fitting = [place for place in places if place.endswith(f".{first}")]
         if fitting:
             depth = min(place.count(".") for place in fitting)
             written = (f"{p}{change.removeprefix(first)}" for p in fitting if p.count(".") == depth)
             return f"write {' or '.join(written)}."
-        if here := called_here(f"model.{key}"):
-            return f"did you mean {here}?"
+        if alias := key_for_alias(f"model.{key}"):
+            return f"did you mean {alias}?"
         spelt = {place if "." in key else place.partition(".")[2]: place for place in reversed(places)}
         near = get_close_matches(key, spelt, n=1, cutoff=0.75)
         if near:
             return f"did you mean {spelt[near[0]]}?"
         return "begin with model, data, train or parallel, as in train.steps=500."
-
-    def to_toml(self) -> str:
-        """The whole configuration as TOML; reading it back gives an equal one."""
-        return to_toml(self.model_dump(exclude_none=True))
 
     @model_validator(mode="after")
     def _mesh_fits(self) -> Self:
@@ -306,18 +293,18 @@ class RunConfig(Frozen):
 
 def check_mesh(config: RunConfig) -> None:
     """Refuse a mesh that cannot train the run."""
-    _check_shares(config)
-    _check_experts(config)
-    _check_stages(config)
-    _check_compilation(config)
-
-
-def _check_shares(config: RunConfig) -> None:
     accumulate, ranks = config.train.accumulate, config.parallel.batch_ranks
     if accumulate % ranks:
         raise UserError(
             f"train.accumulate = {accumulate} micro-batches cannot be shared by parallel.data × parallel.shard = "
             f"{ranks} ranks: use a multiple of {ranks} (for the same step, lower train.micro_batch as you raise it)."
+        )
+    _check_experts(config)
+    _check_stages(config)
+    if config.train.compile == "layers" and config.parallel.ranks > 1:
+        raise UserError(
+            f"train.compile = 'layers' is for one process, and parallel asks for {config.parallel.ranks}: use "
+            "train.compile = 'auto' or 'on'."
         )
 
 
@@ -363,42 +350,25 @@ def _check_stages(config: RunConfig) -> None:
         )
 
 
-def _check_compilation(config: RunConfig) -> None:
-    if config.train.compile == "layers" and config.parallel.ranks > 1:
-        raise UserError(
-            f"train.compile = 'layers' is for one process, and parallel asks for {config.parallel.ranks}: use "
-            "train.compile = 'auto' or 'on'."
-        )
-
-
-def _sections(data: dict[str, Any]) -> dict[str, Any]:
-    """The tables of a preset without its one-line summary."""
-    return {key: value for key, value in data.items() if key != "summary"}
-
-
 def settings(config: RunConfig, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Every key of a run with its value, `train.steps` → 1000, but for keys that begin with one of `without`."""
-    return {key: value for key, value in _flat(config.model_dump()).items() if not key.startswith(without)}
+    return {key: value for key, value in _flat(config).items() if not key.startswith(without)}
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The keys in which two runs differ: `train.steps` → (old, new)."""
-    before, after = _flat(old.model_dump()), _flat(new.model_dump())
+    before, after = _flat(old), _flat(new)
     keys = [*before, *(key for key in after if key not in before)]
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
 
 
-def _paths(table: dict[str, Any], prefix: str = "") -> list[str]:
-    """The paths of all keys in nested tables, and of the tables themselves."""
-    paths = []
+def _entries(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The paths and values of all keys in nested tables, and of the tables themselves."""
     for key, value in table.items():
-        below = _paths(value, f"{prefix}{key}.") if isinstance(value, dict) else []
-        paths += [f"{prefix}{key}", *below]
-    return paths
+        yield f"{prefix}{key}", value
+        if isinstance(value, dict):
+            yield from _entries(value, f"{prefix}{key}.")
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def _flat(config: RunConfig) -> dict[str, Any]:
+    return {path: value for path, value in _entries(config.model_dump()) if not isinstance(value, dict)}

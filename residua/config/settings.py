@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,7 +14,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError
 
 from residua import reading
-from residua.config import elsewhere
 from residua.errors import UserError
 
 
@@ -45,6 +44,20 @@ class Frozen(BaseModel):
         return [cls]
 
 
+class WholeConfig(Frozen):
+    """The outermost table of a configuration: what pydantic refuses in it becomes one sentence."""
+
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise refusal(error, type(self)) from None
+
+    def to_toml(self) -> str:
+        """The whole configuration as TOML; reading it back gives an equal one."""
+        return to_toml(self.model_dump(exclude_none=True))
+
+
 def function_changes(before: Frozen, after: Frozen, prefix: str = "") -> list[str]:
     """The keys, such as `norm.rank`, in which two tables describe models that compute different functions."""
     if type(before) is not type(after):
@@ -62,12 +75,11 @@ def function_changes(before: Frozen, after: Frozen, prefix: str = "") -> list[st
 def number(value: object) -> object:
     """Refuse True, which Python counts as 1: `layers = true` does not mean one layer."""
     if isinstance(value, bool):
-        raise PydanticCustomError("number", "a truth value is not a number")
+        raise PydanticCustomError("int_type", "expected a number, got a boolean")
     return value
 
 
-MOST = 2**31 - 1
-Positive = Annotated[int, BeforeValidator(number), Field(ge=1, le=MOST)]
+Positive = Annotated[int, BeforeValidator(number), Field(ge=1, le=2**31 - 1)]
 """At least 1."""
 Seed = Annotated[int, BeforeValidator(number), Field(ge=0, lt=2**63)]
 """What random generators take."""
@@ -111,7 +123,7 @@ def apply_overrides(data: dict[str, Any], changes: Iterable[str]) -> dict[str, A
     for change in changes:
         path, separator, text = change.partition("=")
         keys = path.strip().split(".")
-        if not separator or not all(keys) or len(keys) > reading.DEPTH:
+        if not separator or not all(keys) or len(keys) > reading.MAX_NESTING:
             raise ConfigError(f"override {change!r} is not of the form section.key=value.")
         data = merge(data, _nested(data, keys, reading.parse_toml_value(text.strip())))
     return data
@@ -137,11 +149,11 @@ def _plain(value: Any) -> Any:
 
 def refusal(error: ValidationError, model: type[BaseModel]) -> ConfigError:
     """The error to raise for what pydantic found."""
-    made = ConfigError(explain(error, model))
-    made.problem = (error, model)
-    found = (fault.get("ctx", {}).get("error") for fault in error.errors())
-    error.__cause__ = next((cause for cause in found if isinstance(cause, Exception)), None)  # pydantic drops it
-    return made
+    refused = ConfigError(explain(error, model))
+    refused.problem = (error, model)
+    causes = (fault.get("ctx", {}).get("error") for fault in error.errors())
+    error.__cause__ = next((cause for cause in causes if isinstance(cause, Exception)), None)  # pydantic drops it
+    return refused
 
 
 def explain(error: ValidationError, model: type[BaseModel], within: str = "") -> str:
@@ -150,87 +162,54 @@ def explain(error: ValidationError, model: type[BaseModel], within: str = "") ->
     It is the first one, but a missing key comes last: an unknown one may be that key, misspelt.
     `within` is the table that holds this one, as in "model": a person typed `model.norm.kind`, not `norm.kind`.
     """
-    fault = min(error.errors(), key=lambda fault: fault["type"] == "missing")
-    path = _field_path(fault["loc"], model)
+    fault: Any = min(error.errors(), key=lambda fault: fault["type"] == "missing")
+    context, (path, tables) = fault.get("ctx", {}), _followed(fault["loc"], model)
     field = reading.brief(".".join([within] * bool(within) + path)) or "configuration"
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, ConfigError) and cause.problem is not None:
-        return explain(*cause.problem, within=field)
     value = reading.brief(repr(fault["input"]))
-    rule = _RULES.get(fault["type"], _any_fault)
-    return rule(fault, field, path, value, model, within)
+    match fault["type"]:
+        case "value_error":
+            cause = context["error"]
+            if isinstance(cause, ConfigError) and cause.problem is not None:
+                return explain(*cause.problem, within=field)
+            return _with_full_keys(str(cause), path, model, within)
+        case "extra_forbidden":
+            around = _followed(fault["loc"][:-1], model)[1]
+            known = list(around[0].model_fields) if len(around) == 1 else []
+            alias = key_for_alias(field, known)
+            advice = f"did you mean {alias!r}?" if alias else suggest(path[-1], known, likeness=0.7)
+            return f"{field} = {value} is not a known key: {advice}"
+        case "union_tag_invalid":
+            open_family = any(issubclass(table, Frozen) and table.takes_plugins for table in tables)
+            nor = f", and no module that {PLUGINS} names adds it" if open_family else ""
+            tag, known = context["tag"], _words(context["expected_tags"])
+            return f"{field}.kind = {reading.brief(repr(tag))} does not exist{nor}: {suggest(tag, known)}"
+        case "union_tag_not_found":
+            return f"{field} has no kind: {suggest('', [table.model_fields['kind'].default for table in tables])}"
+        case "literal_error":
+            choices = _words(context["expected"].replace(" or ", ","))
+            return f"{field} = {value} is not a choice: {suggest(str(fault['input']), choices)}"
+        case "missing":
+            return f"{field} is missing: give it a value."
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"{field} = {value} should be a table of keys."
+        case "tuple_type":
+            return f"{field} = {value} should be a list."
+        case _:
+            return f"{field} = {value} is refused: expected {reading.expected(fault)}."
 
 
-def _unknown_key(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    table = _table_at(fault["loc"][:-1], model)
-    known = list(table.model_fields) if table else []
-    here = elsewhere.called_here(field, known)
-    advice = f"did you mean {here!r}?" if here else suggest(path[-1], known, likeness=0.7)
-    return f"{field} = {value} is not a known key: {advice}"
+def _words(text: str) -> list[str]:
+    return [word.strip(" '") for word in text.split(",")]
 
 
-def _unknown_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    known = [word.strip(" '") for word in fault["ctx"]["expected_tags"].split(",")]
-    tag, family = fault["ctx"]["tag"], _annotation_at(fault["loc"], model)
-    nor = f", and no module that {PLUGINS} names adds it" if getattr(family, "takes_plugins", False) else ""
-    return f"{field}.kind = {reading.brief(repr(tag))} does not exist{nor}: {suggest(tag, known)}"
-
-
-def _missing_kind(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    known = [t.model_fields["kind"].default for t in _members(_annotation_at(fault["loc"], model))]
-    return f"{field} has no kind: {suggest('', known)}"
-
-
-def _wrong_word(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    known = [w.strip(" '") for part in fault["ctx"]["expected"].split(" or ") for w in part.split(",")]
-    return f"{field} = {value} is not a choice: {suggest(str(fault['input']), known)}"
-
-
-def _missing(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    return f"{field} is missing: give it a value."
-
-
-_KEY = r"(?<![\w./\\'-])"  # not in the path of a file such as 'my/model.py'
-
-
-def _our_sentence(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    """Our own message, with its keys extended to their full path if the table is nested."""
-    sentence = str(fault["ctx"]["error"])
+def _with_full_keys(sentence: str, path: list[str], model: type[BaseModel], within: str) -> str:
+    """A sentence of ours, with its keys extended to their full path if the table is nested."""
+    key = r"(?<![\w./\\'-])"  # not in the path of a file such as 'my/model.py'
     if len(path) >= 2:
-        sentence = re.sub(rf"{_KEY}{re.escape(path[0])}\.", f"{'.'.join(path)}.", sentence)
+        sentence = re.sub(rf"{key}{re.escape(path[0])}\.", f"{'.'.join(path)}.", sentence)
     if within:
-        sentence = re.sub(rf"{_KEY}({'|'.join(model.model_fields)})(?=\.[a-z]| = )", rf"{within}.\1", sentence)
+        sentence = re.sub(rf"{key}({'|'.join(model.model_fields)})(?=\.[a-z]| = )", rf"{within}.\1", sentence)
     return sentence
-
-
-def _not_a_table(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    return f"{field} = {value} should be a table of keys."
-
-
-def _not_a_list(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    return f"{field} = {value} should be a list."
-
-
-def _any_fault(fault: Any, field: str, path: list[str], value: str, model: type[BaseModel], within: str) -> str:
-    reason = fault["msg"][0].lower() + fault["msg"][1:]
-    bound = next((fault["ctx"][key] for key in ("ge", "gt", "le", "lt") if key in fault.get("ctx", {})), None)
-    if isinstance(bound, int):  # pydantic rounds a large one
-        reason = f"{reason.rpartition(' ')[0]} {bound}"
-    return f"{field} = {value} is refused: {reason}."
-
-
-_RULES = {
-    "extra_forbidden": _unknown_key,
-    "union_tag_invalid": _unknown_kind,
-    "union_tag_not_found": _missing_kind,
-    "literal_error": _wrong_word,
-    "missing": _missing,
-    "value_error": _our_sentence,
-    "model_type": _not_a_table,
-    "model_attributes_type": _not_a_table,
-    "dict_type": _not_a_table,
-    "tuple_type": _not_a_list,
-}
 
 
 def suggest(word: str, known: Iterable[str], listed_by: str = "", likeness: float = 0.5) -> str:
@@ -244,38 +223,19 @@ def suggest(word: str, known: Iterable[str], listed_by: str = "", likeness: floa
     return f"choose one of {', '.join(repr(k) for k in known)}." if known else "remove it."
 
 
-def _field_path(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The keys as the user wrote them, without the union tags that pydantic adds."""
+def _followed(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], list[type[BaseModel]]]:
+    """The keys as the user wrote them, without the union tags that pydantic adds, and the tables allowed there."""
     path: list[str] = []
-    annotation: Any = model
+    tables: list[type[BaseModel]] = _members(model)
     for part in loc:
-        tags = {t.model_fields["kind"].default: t for t in _members(annotation) if "kind" in t.model_fields}
-        if part in tags and len(_members(annotation)) > 1:
-            annotation = tags[part]
-            continue
-        path.append(str(part))
-        tables = _members(annotation)
-        field = tables[0].model_fields.get(str(part)) if len(tables) == 1 else None
-        annotation = field.annotation if field else None
-    return path
-
-
-def _annotation_at(loc: tuple[int | str, ...], model: type[BaseModel]) -> Any:
-    annotation: Any = model
-    for part in loc:
-        tables = _members(annotation)
-        tags = {t.model_fields["kind"].default: t for t in tables if "kind" in t.model_fields}
+        tags = {table.model_fields["kind"].default: table for table in tables if "kind" in table.model_fields}
         if part in tags and len(tables) > 1:
-            annotation = tags[part]
+            tables = [tags[part]]
         else:
+            path.append(str(part))
             field = tables[0].model_fields.get(str(part)) if tables else None
-            annotation = field.annotation if field else None
-    return annotation
-
-
-def _table_at(loc: tuple[int | str, ...], model: type[BaseModel]) -> type[BaseModel] | None:
-    tables = _members(_annotation_at(loc, model))
-    return tables[0] if len(tables) == 1 else None
+            tables = _members(field.annotation) if field else []
+    return path, tables
 
 
 def _members(annotation: Any) -> list[type[BaseModel]]:
@@ -287,3 +247,37 @@ def _members(annotation: Any) -> list[type[BaseModel]]:
     if hasattr(annotation, "__metadata__"):
         return _members(get_args(annotation)[0])
     return []
+
+
+KEY_ALIASES = {
+    "model.layers": "depth n_layer n_layers num_layers num_hidden_layers",
+    "model.width": "dim d_model n_embd hidden_size embed_dim model_dim",
+    "model.context": "block_size max_seq_len max_position_embeddings context_length",
+    "model.vocab_size": "vocab n_vocab",
+    "model.attention.heads": "heads n_head n_heads num_heads num_attention_heads",
+    "model.attention.kv_heads": "n_kv_heads num_kv_heads num_key_value_heads",
+    "model.ffn.hidden": "d_ff ffn_dim intermediate_size mlp_dim",
+    "data.sequence": "seq seq_len seq_length sequence_length",
+    "train.steps": "max_steps max_iters num_steps iterations",
+    "train.micro_batch": "batch batch_size micro_batch_size local_batch_size per_device_train_batch_size",
+    "train.accumulate": "grad_accum gradient_accumulation gradient_accumulation_steps",
+    "train.optimizer.lr": "lr learning_rate max_lr",
+    "train.optimizer.weight_decay": "weight_decay wd",
+    "train.schedule.warmup": "warmup warmup_steps warmup_iters",
+    "train.validate_every": "eval_every eval_interval eval_steps",
+    "train.save_every": "checkpoint_every save_steps save_interval",
+}  # fmt: skip
+"""Keys of a run, and what other toolkits call them, for the advice about an unknown key."""
+_BY_ALIAS = {word: key for key, words in KEY_ALIASES.items() for word in words.split()}
+_SECTIONS = {key.partition(".")[0] for key in KEY_ALIASES}
+
+
+def key_for_alias(key: str, known: Collection[str] = ()) -> str | None:
+    """The key that is meant by an unknown one.
+
+    It is one of the `known` keys of the same table, or, for a key directly in a section such as `train.lr`, any.
+    """
+    section, _, rest = key.partition(".")
+    ours = _BY_ALIAS.get(rest.rpartition(".")[2].lower()) if section in _SECTIONS else None
+    last = (ours or "").rpartition(".")[2]
+    return last if last in known else ours if "." not in rest else None

@@ -62,44 +62,19 @@ def _norm(summary: str, kind: str) -> Variant:
 
 def with_eps(before: ModelConfig, after: ModelConfig, changes: Sequence[str]) -> list[str]:
     """An override that gives a new kind of norm the eps of the old one, where both have one and `changes` has none."""
-    old, new = (getattr(model.norm, "eps", None) for model in (before, after))
-    given = any(change.startswith(("model.norm.eps", "model.norm={")) for change in changes)
-    return [] if given or None in (old, new) or old == new else [f"model.norm.eps={old}"]
+    old, new = (model.norm.model_dump().get("eps") for model in (before, after))
+    is_set = any(change.startswith(("model.norm.eps", "model.norm={")) for change in changes)
+    return [] if is_set or None in (old, new) or old == new else [f"model.norm.eps={old}"]
 
 
-def _set(summary: str, *changes: str) -> Variant:
-    return Variant(summary, lambda model: changes)
+def _in_blocks(summary: str, kind: str = "block_attnres", count: int | None = None) -> Variant:
+    """At most `count` blocks, whatever the depth, or about eight."""
 
+    def changes(model: ModelConfig) -> Sequence[str]:
+        sublayers = sublayers_per_block(model.layers) if count is None else -(-model.sublayers // count)
+        return (f"model.topology.kind={kind}", f"model.topology.sublayers_per_block={sublayers}")
 
-def _block(model: ModelConfig) -> Sequence[str]:
-    return _blocks_of(sublayers_per_block(model.layers))
-
-
-def _boundary(model: ModelConfig) -> Sequence[str]:
-    return _blocks_of(sublayers_per_block(model.layers), "boundary_attnres")
-
-
-def _blocks_of(sublayers: int, kind: str = "block_attnres") -> Sequence[str]:
-    return (f"model.topology.kind={kind}", f"model.topology.sublayers_per_block={sublayers}")
-
-
-def _blocks(count: int) -> Variant:
-    """Block Attention Residuals with at most `count` blocks, whatever the depth."""
-    summary = f"Block Attention Residuals, {counted(count, 'block')}"
-    return Variant(summary, lambda model: _blocks_of(-(-model.sublayers // count)))
-
-
-def _streams(count: int) -> Variant:
-    return _topology(f"Multi-Gate Residuals, competitive, {count} streams", "multi_gate", f"streams={count}")
-
-
-def _independent(count: int) -> Variant:
-    summary = f"Multi-Gate Residuals, independent gates, {count} streams"
-    return _topology(summary, "multi_gate", f"streams={count}", "gate=independent")
-
-
-def _clipped(limit: int) -> Variant:
-    return _topology(f"x + f(x), clipped at ±{limit}", "clipped", f"limit={limit}.0")
+    return Variant(summary, changes)
 
 
 def _glu(model: ModelConfig) -> Sequence[str]:
@@ -111,24 +86,20 @@ def _glu(model: ModelConfig) -> Sequence[str]:
 
 def _anchor_rows() -> dict[str, Variant]:
     """The rows of the ExoFormer paper's table 3 that differ from `nuresformer` and `exoformer` in one or two keys."""
-    parts = {
-        "": ("", ()),
-        "_qk": (", norms on Q and K only", ("norm=qk",)),
-        "_vg": (", V and G only, without norms", ("norm=none", "pathways=['v', 'g']")),
+    norms_qk, only_vg = ("norm=qk",), ("norm=none", "pathways=['v', 'g']")
+    families = {
+        "nuresformer": ("NuResFormer", ()),
+        "nuresformer_qk": ("NuResFormer, norms on Q and K only", norms_qk),
+        "nuresformer_vg": ("NuResFormer, V and G only, without norms", only_vg),
+        "exoformer": ("ExoFormer", ()),
     }
-    granularities = {"": ("", ()), "_headwise": (", λ per head", ("granularity=headwise",)),
-                     "_scalar": (", one λ", ("granularity=scalar",))}  # fmt: skip
-    rows = {
-        f"nuresformer{part}{grain}": _anchors(f"NuResFormer{what}{how}", "nuresformer", *keys, *finer)
-        for part, (what, keys) in parts.items()
-        for grain, (how, finer) in granularities.items()
-        if part or grain
-    }
-    rows |= {
-        f"exoformer{grain}": _anchors(f"ExoFormer{how}", "exoformer", *finer)
-        for grain, (how, finer) in granularities.items()
-        if grain
-    }
+    granularities = {"": "", "_headwise": ", λ per head", "_scalar": ", one λ"}
+    rows: dict[str, Variant] = {}
+    for name, (title, keys) in families.items():
+        for grain, how in granularities.items():
+            finer = (f"granularity={grain[1:]}",) if grain else ()
+            if keys or finer:
+                rows[f"{name}{grain}"] = _anchors(f"{title}{how}", name.partition("_")[0], *keys, *finer)
     rows["exoformer_nonorm"] = _anchors("ExoFormer without norms on the anchors", "exoformer", "norm=none")
     rows["exoformer_qk"] = _anchors("ExoFormer, norms on Q and K only", "exoformer", "norm=qk")
     return rows
@@ -181,18 +152,30 @@ def _moe(model: ModelConfig) -> Sequence[str]:
     return [f"model.ffn={{kind='moe', activation='{model.ffn.kind}', {shape}}}"]
 
 
+NUMBERED: dict[str, Callable[[int], Variant]] = {
+    "blockN": lambda n: _in_blocks(f"Block Attention Residuals, {counted(n, 'block')}", count=n),
+    "mgrN": lambda n: _topology(f"Multi-Gate Residuals, competitive, {n} streams", "multi_gate", f"streams={n}"),
+    "mgrN_independent": lambda n: _topology(
+        f"Multi-Gate Residuals, independent gates, {n} streams", "multi_gate", f"streams={n}", "gate=independent"
+    ),
+    "clipN": lambda n: _topology(f"x + f(x), clipped at ±{n}", "clipped", f"limit={n}.0"),
+}
+"""Names that hold any number N from 1 on, such as `block6`."""
+
 KNOWN: dict[str, Variant] = {
-    "base": _set("the base configuration as it is"),
+    "base": Variant("the base configuration as it is", lambda model: ()),
     "prenorm": _topology("x + f(x)", "additive"),
     "full_attnres": _topology("Full Attention Residuals", "full_attnres"),
-    "block_attnres": Variant("Block Attention Residuals, about 8 blocks", _block),
-    **{f"block{count}": _blocks(count) for count in (2, 4, 8, 16)},
-    "boundary_attnres": Variant("attention over depth between about 8 blocks, x + f(x) inside them", _boundary),
+    "block_attnres": _in_blocks("Block Attention Residuals, about 8 blocks"),
+    **{f"block{count}": NUMBERED["blockN"](count) for count in (2, 4, 8, 16)},
+    "boundary_attnres": _in_blocks(
+        "attention over depth between about 8 blocks, x + f(x) inside them", "boundary_attnres"
+    ),
     "mgr": _topology("Multi-Gate Residuals, competitive, 4 streams", "multi_gate"),
-    "mgr8": _streams(8),
+    "mgr8": NUMBERED["mgrN"](8),
     "mgr_independent": _topology("Multi-Gate Residuals, independent gates", "multi_gate", "gate=independent"),
-    "mgr8_independent": _independent(8),
-    **{f"clip{limit}": _clipped(limit) for limit in (10, 100, 1000)},
+    "mgr8_independent": NUMBERED["mgrN_independent"](8),
+    **{f"clip{limit}": NUMBERED["clipN"](limit) for limit in (10, 100, 1000)},
     "highway": _topology("one gated stream", "highway"),
     "hc": _topology("hyper-connections, dynamic, 4 streams", "hyper"),
     "mhc": _topology("manifold-constrained hyper-connections, 4 streams", "mhc"),
@@ -216,14 +199,6 @@ KNOWN: dict[str, Variant] = {
     "gated_dyt": _norm("dynamic tanh with a low-rank gate", "gated_dyt"),
 }
 
-NUMBERED: dict[str, Callable[[int], Variant]] = {
-    "blockN": _blocks,
-    "mgrN": _streams,
-    "mgrN_independent": _independent,
-    "clipN": _clipped,
-}
-"""Names that hold any number N from 1 on, such as `block6`."""
-
 
 def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
     """The overrides of a variant. An entry with `=` is an override itself; others are known names, joined with `+`."""
@@ -234,10 +209,10 @@ def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
             changes.append(entry)
             continue
         for name in entry.split("+"):
-            own = _known(name.strip()).overrides(model)
-            changes.extend(own)
+            named = _known(name.strip()).overrides(model)
+            changes.extend(named)
             try:
-                model = model.override([change.removeprefix("model.") for change in own])
+                model = model.override([change.removeprefix("model.") for change in named])
             except ConfigError:  # a later name may fix this; if not, the whole list is refused at the end
                 continue
             parts.append(name.strip())
@@ -258,10 +233,10 @@ def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
     *earlier, last = names
     for name in earlier:
         try:
-            own = _known(name).overrides(model)
+            named = _known(name).overrides(model)
         except ConfigError:  # this name cannot be applied twice, because it replaced what it needs
             continue
-        undone = next((change for change in own if not holds(model, change.removeprefix("model."))), None)
+        undone = next((change for change in named if not holds(model, change.removeprefix("model."))), None)
         if undone is not None:
             key = undone.partition("=")[0]
             raise ConfigError(f"{name!r} and {last!r} both set {key}: a variant can have one of them.")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import residua
 from residua.config import choices
-from residua.config.depth import gate_bias
 from residua.config.settings import ConfigError
+from residua.config.topologies import gate_bias
 from residua.model import taps
 from residua.model.attention import TanhQKNorm, head_shape
 from residua.model.retrofit import retrofit

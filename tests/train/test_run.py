@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 
 import residua
-from residua.config.elsewhere import CALLED
 from residua.config.model import ModelConfig
 from residua.config.run import DataConfig, RunConfig, TrainConfig, differences
+from residua.config.settings import KEY_ALIASES
 from residua.data import Dataset
 from residua.storage.run import read_metrics
 from residua.train import environment
@@ -262,7 +262,7 @@ def test_a_wrong_word_in_a_configuration_is_one_sentence(config: RunConfig, chan
 
 def test_words_of_other_toolkits_name_keys_of_a_run_and_are_none_themselves(config: RunConfig) -> None:
     taken = {key for table in (ModelConfig, DataConfig, TrainConfig) for key in table.model_fields}
-    for key, words in CALLED.items():
+    for key, words in KEY_ALIASES.items():
         table: object = config.model_dump()
         for part in key.split("."):
             assert isinstance(table, dict) and part in table, key

@@ -9,6 +9,7 @@ sizes.json holds what counting their parameters gives, so that listing them need
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 from difflib import get_close_matches
 from functools import cache
@@ -34,29 +35,25 @@ class Size(Shape):
 @cache
 def _tables() -> dict[str, dict[str, Any]]:
     """The tables of every preset by name, without those of the preset that it extends."""
-    found: dict[str, dict[str, Any]] = {}
+    presets: dict[str, dict[str, Any]] = {}
     for path in sorted(_FOLDER.glob("*.toml")):
-        family = read_toml(str(path))
+        family = read_toml(path)
         grids = family.pop("grid", {})
-        found |= family
+        presets |= family
         for grid in grids.values():
-            found |= _expanded(grid)
-    return found
+            presets.update(_expanded(grid))
+    return presets
 
 
-def _expanded(grid: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The presets of a grid by name."""
-    found = {}
+def _expanded(grid: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The presets of a grid with their names."""
     for (size, of_size), (variant, of_variant) in product(grid["size"].items(), grid["variant"].items()):
-        own = merge(
-            {key: table for key, table in of_variant.items() if key != "at"}, of_variant.get("at", {}).get(size, {})
-        )
-        tables = merge(of_size, own)
+        tables = merge(merge(of_size, of_variant), of_variant.get("at", {}).get(size, {}))
+        tables.pop("at", None)
         label = grid["summary"].format(size=of_size["label"], variant=tables.pop("label"))
         if "extends" in tables:
             tables["extends"] = tables["extends"].format(size=size)
-        found[grid["name"].format(size=size, variant=variant)] = {**tables, "summary": label}
-    return found
+        yield grid["name"].format(size=size, variant=variant), {**tables, "summary": label}
 
 
 @cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
-from residua.config.depth import depth_bias, gate_bias, lerping_sublayers
+from residua.config.topologies import depth_bias, gate_bias, lerping_sublayers
 from residua.errors import UserError
 from residua.model.init_fidelity import InitFidelity
 from residua.model.taps import tap
