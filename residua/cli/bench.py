@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import Device, Overrides, Preset, check_file
+from residua.cli.options import Device, Overrides, Preset, argument, check_file, option
 from residua.errors import UserError
 from residua.reading import toml_string
 
@@ -24,10 +24,7 @@ app = typer.Typer(
 )
 
 FROM_PRESET = "the preset's"
-Out = Annotated[
-    Path | None,
-    typer.Option(show_default=False, callback=check_file, help="Write everything measured to this JSON file."),
-]
+Out = Annotated[Path | None, option("Write everything measured to this JSON file.", callback=check_file)]
 
 
 @app.command()
@@ -36,30 +33,26 @@ def step(
     overrides: Overrides = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="CASE,CASE,...",
-            show_default=False,
-            help="Time several variants in this run, with ratios to the first. A case is known variants, overrides "
+        option(
+            "Time several variants in this run, with ratios to the first. A case is known variants, overrides "
             "and backend=reference or parallel=shard, separated by spaces.",
+            metavar="CASE,CASE,...",
         ),
     ] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, show_default=FROM_PRESET, help="Sequences at once.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=1, show_default=FROM_PRESET, help="Tokens in a sequence.")] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(min=1, show_default=FROM_PRESET, help="Micro-batches in a step.")
-    ] = None,
+    micro_batch: Annotated[int | None, option("Sequences at once.", default=FROM_PRESET, min=1)] = None,
+    sequence: Annotated[int | None, option("Tokens in a sequence.", default=FROM_PRESET, min=1)] = None,
+    accumulate: Annotated[int | None, option("Micro-batches in a step.", default=FROM_PRESET, min=1)] = None,
     compiled: Annotated[
-        bool | None,
-        typer.Option("--compile/--no-compile", show_default="on a GPU", help="Compile the model, as training does."),
+        bool | None, option("Compile the model, as training does.", "--compile/--no-compile", default="on a GPU")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to time.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Untimed steps, after the first one.")] = 3,
+    steps: Annotated[int, option("Steps to time.", min=1)] = 20,
+    warmup: Annotated[int, option("Untimed steps, after the first one.", min=0)] = 3,
     rounds: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "Let the cases take turns this many times, --steps each: all are compiled first, side by side.",
+            default="one case after the other",
             min=1,
-            show_default="one case after the other",
-            help="Let the cases take turns this many times, --steps each: all are compiled first, side by side.",
         ),
     ] = None,
     out: Out = None,
@@ -105,10 +98,8 @@ def step(
 def curve(
     preset: Preset,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 200,
-    data: Annotated[
-        Path | None, typer.Option(show_default=FROM_PRESET, help="A folder made by `residua data prepare`.")
-    ] = None,
+    steps: Annotated[int, option("Steps of each run.", min=1)] = 200,
+    data: Annotated[Path | None, option("A folder made by `residua data prepare`.", default=FROM_PRESET)] = None,
     out: Out = None,
 ) -> None:
     """Train twice on the fused operators and once on the references: compare losses, and bits between repeats.
@@ -143,12 +134,9 @@ def curve(
 
 
 MODELS = ("mgr-s-prenorm", "mgr-l-prenorm")
-Presets = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[PRESET ...]", show_default=" ".join(MODELS), help="Models to time."),
-]
+Presets = Annotated[list[str] | None, argument("Models to time.", default=" ".join(MODELS), metavar="[PRESET ...]")]
 EachModelsVariants = Annotated[
-    str, typer.Option(metavar="CASE,CASE,...", help="Variants of each model, as in `bench step`; ratios to the first.")
+    str, option("Variants of each model, as in `bench step`; ratios to the first.", metavar="CASE,CASE,...")
 ]
 
 
@@ -157,16 +145,14 @@ def decode(
     presets: Presets = None,
     compare: EachModelsVariants = "prenorm,block_attnres,mgr",
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, show_default="1 and 64", help="Rows at once; may be given several times.")
+        list[int] | None, option("Rows at once; may be given several times.", default="1 and 64", min=1)
     ] = None,
-    filled: Annotated[int, typer.Option(min=1, help="Tokens of each row in the cache.")] = 512,
+    filled: Annotated[int, option("Tokens of each row in the cache.", min=1)] = 512,
     engine: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="auto|eager|graph|compile", show_default="auto", help="How a step runs; may be given several times."
-        ),
+        option("How a step runs; may be given several times.", default="auto", metavar="auto|eager|graph|compile"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of 8 steps of each.")] = 30,
+    rounds: Annotated[int, option("Timed rounds of 8 steps of each.", min=1)] = 30,
     device: Device = "auto",
     out: Out = None,
 ) -> None:
@@ -208,22 +194,18 @@ def prefill(
     presets: Presets = None,
     compare: EachModelsVariants = "prenorm,block_attnres,full_attnres,mgr",
     batch: Annotated[
-        list[int] | None,
-        typer.Option(min=1, show_default="1 and 8", help="Prompts at once; may be given several times."),
+        list[int] | None, option("Prompts at once; may be given several times.", default="1 and 8", min=1)
     ] = None,
     length: Annotated[
-        list[int] | None,
-        typer.Option(min=1, show_default="128 and 1024", help="Tokens of each prompt; may be given several times."),
+        list[int] | None, option("Tokens of each prompt; may be given several times.", default="128 and 1024", min=1)
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="auto|eager|graph", show_default="auto", help="How prompts are read; may be given several times."
-        ),
+        option("How prompts are read; may be given several times.", default="auto", metavar="auto|eager|graph"),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each.")] = 30,
+    rounds: Annotated[int, option("Timed rounds of each.", min=1)] = 30,
     peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Time transformers' Llama of the same shape, if installed.")
+        bool, option("Time transformers' Llama of the same shape, if installed.", "--peers/--no-peers")
     ] = True,
     device: Device = "auto",
     out: Out = None,
@@ -266,21 +248,19 @@ def prefill(
 def operators(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[OPERATOR ...]", show_default="all", help="Operators, or `depth` for all junctions of a model."
-        ),
+        argument("Operators, or `depth` for all junctions of a model.", default="all", metavar="[OPERATOR ...]"),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens at once.")] = 32_768,
-    width: Annotated[int, typer.Option(min=1, help="Channels.")] = 768,
-    streams: Annotated[int, typer.Option(min=2, help="Streams of multi_gate.")] = 4,
-    sources: Annotated[int, typer.Option(min=1, help="Sources of depth_attention.")] = 12,
-    sublayers: Annotated[int, typer.Option(min=4, help="Sublayers of `depth`.")] = 24,
-    vocabulary: Annotated[int, typer.Option(min=2, help="Vocabulary of the cross-entropies.")] = 50_304,
-    precision: Annotated[str, typer.Option(show_default="bfloat16 on a GPU", help="bfloat16 or float32.")] = "",
+    tokens: Annotated[int, option("Tokens at once.", min=1)] = 32_768,
+    width: Annotated[int, option("Channels.", min=1)] = 768,
+    streams: Annotated[int, option("Streams of multi_gate.", min=2)] = 4,
+    sources: Annotated[int, option("Sources of depth_attention.", min=1)] = 12,
+    sublayers: Annotated[int, option("Sublayers of `depth`.", min=4)] = 24,
+    vocabulary: Annotated[int, option("Vocabulary of the cross-entropies.", min=2)] = 50_304,
+    precision: Annotated[str, option("bfloat16 or float32.", default="bfloat16 on a GPU")] = "",
     implementations: Annotated[
-        str, typer.Option(help="Any of fused, reference and compiled (the reference under torch.compile).")
+        str, option("Any of fused, reference and compiled (the reference under torch.compile).")
     ] = "fused,reference",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 50,
+    repeats: Annotated[int, option("Timed runs of each.", min=1)] = 50,
     out: Out = None,
 ) -> None:
     """Time operators forward and backward, as a share of the device's limits, beside the peers that are installed.
@@ -303,10 +283,10 @@ def operators(
 @app.command()
 def fp8(
     sizes: Annotated[
-        str, typer.Option(metavar="IN:OUT,...", help="Inputs and outputs of the linear layers.")
+        str, option("Inputs and outputs of the linear layers.", metavar="IN:OUT,...")
     ] = "512:2048,1024:4096,2048:8192,4096:4096,4096:16384,8192:8192",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens at once.")] = 8192,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each.")] = 50,
+    tokens: Annotated[int, option("Tokens at once.", min=1)] = 8192,
+    repeats: Annotated[int, option("Timed runs of each.", min=1)] = 50,
     out: Out = None,
 ) -> None:
     """Time FP8 linear layers against bf16 by size, and compare them with the simulation.
@@ -339,23 +319,23 @@ def fp8(
 def plan_run(
     preset: Preset,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option(min=1, max=1_000_000, help="Number of devices.")] = 8,
-    memory: Annotated[float, typer.Option(min=1, help="GiB of one device.")] = 140,
+    gpus: Annotated[int, option("Number of devices.", min=1, max=1_000_000)] = 8,
+    memory: Annotated[float, option("GiB of one device.", min=1)] = 140,
     flops: Annotated[
-        float, typer.Option(min=1, help="TFLOP/s that a step reaches: the MFU of `bench step` times the peak.")
+        float, option("TFLOP/s that a step reaches: the MFU of `bench step` times the peak.", min=1)
     ] = 500,
-    link: Annotated[float, typer.Option(min=1, help="GB/s that a device sends to others of its node.")] = 300,
-    between: Annotated[float, typer.Option(min=0.1, help="GB/s that a device sends to other nodes.")] = 50,
-    node: Annotated[int, typer.Option(min=1, max=1024, help="Devices of one node.")] = 8,
-    latency: Annotated[float, typer.Option(min=0, help="Microseconds until a message arrives.")] = 10,
-    host: Annotated[float, typer.Option(min=1, help="GiB of a node's own memory.")] = 2000,
+    link: Annotated[float, option("GB/s that a device sends to others of its node.", min=1)] = 300,
+    between: Annotated[float, option("GB/s that a device sends to other nodes.", min=0.1)] = 50,
+    node: Annotated[int, option("Devices of one node.", min=1, max=1024)] = 8,
+    latency: Annotated[float, option("Microseconds until a message arrives.", min=0)] = 10,
+    host: Annotated[float, option("GiB of a node's own memory.", min=1)] = 2000,
     bandwidth: Annotated[
-        float, typer.Option(min=1, help="GB/s of a copy in a device's memory, read and written bytes added.")
+        float, option("GB/s of a copy in a device's memory, read and written bytes added.", min=1)
     ] = 4250,
     torchtitan: Annotated[
-        bool, typer.Option("--torchtitan", help="Also tensor and context parallelism, which torchtitan runs.")
+        bool, option("Also tensor and context parallelism, which torchtitan runs.", "--torchtitan")
     ] = False,
-    rows: Annotated[int, typer.Option(min=1, help="Meshes to show.")] = 24,
+    rows: Annotated[int, option("Meshes to show.", min=1)] = 24,
     out: Out = None,
 ) -> None:
     """Estimate memory, bytes sent and step time for every mesh of a number of devices, without running anything.

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from residua.cli.options import command_line, complain, parse_tune, split_names
+from residua.cli.options import (
+    Calibration,
+    Data,
+    Shots,
+    TaskDir,
+    argument,
+    command_line,
+    complain,
+    option,
+    parse_tune,
+    say,
+    split_names,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,123 +34,85 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def compare(
     what: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="VARIANT...|STUDY.toml|FOLDER|RESULTS.json",
-            show_default=False,
-            help="Names from --list, joined with + to combine them; the first is the baseline. Or one study file or "
+        argument(
+            "Names from --list, joined with + to combine them; the first is the baseline. Or one study file or "
             "folder, or a file of --results to show.",
+            metavar="VARIANT...|STUDY.toml|FOLDER|RESULTS.json",
         ),
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(show_default="tiny", help="The preset or run TOML that the variants change.")
-    ] = None,
+    base: Annotated[str | None, option("The preset or run TOML that the variants change.", default="tiny")] = None,
     start: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="RUN", show_default=False, help="Begin every variant with the weights of this run."
-        ),
+        Path | None, option("Begin every variant with the weights of this run.", "--from", metavar="RUN")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, show_default="3", help="Seeds per variant.")] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="The study's folder.")] = None,
+    seeds: Annotated[int | None, option("Seeds per variant.", default="3", min=1)] = None,
+    data: Data = None,
+    out: Annotated[Path | None, option("The study's folder.", default="runs/NAME")] = None,
     results: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "Also keep the numbers in this file; if it exists, extend it, without training its runs again.",
             metavar="FILE.json",
-            show_default=False,
-            help="Also keep the numbers in this file; if it exists, extend it, without training its runs again.",
         ),
     ] = None,
-    baseline: Annotated[str | None, typer.Option(show_default="the first", help="Compare with this variant.")] = None,
+    baseline: Annotated[str | None, option("Compare with this variant.", default="the first")] = None,
     match: Annotated[
-        str | None,
-        typer.Option(show_default="ffn", help="Match parameters within 0.5 % by `ffn` width or `depth`, or `none`."),
+        str | None, option("Match parameters within 0.5 % by `ffn` width or `depth`, or `none`.", default="ffn")
     ] = None,
     sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B,...", show_default=False, help="Fit compute scaling over these presets or run TOMLs."
-        ),
+        str | None, option("Fit compute scaling over these presets or run TOMLs.", metavar="A,B,...")
     ] = None,
     tokens_per_parameter: Annotated[
-        float | None,
-        typer.Option(show_default="each size's own steps", help="Training tokens per parameter, with --sizes."),
+        float | None, option("Training tokens per parameter, with --sizes.", default="each size's own steps")
     ] = None,
     ladder: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Also train the baseline with these shares of the steps, for gains in equivalent tokens.",
             metavar="0.5,1,...",
-            show_default=False,
-            help="Also train the baseline with these shares of the steps, for gains in equivalent tokens.",
         ),
     ] = None,
     time_alone: Annotated[
-        bool | None,
-        typer.Option("--time-alone", show_default=False, help="Time every step alone; always with several workers."),
+        bool | None, option("Time every step alone; always with several workers.", "--time-alone")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, show_default="1", help="Runs at the same time.")] = None,
+    workers: Annotated[int | None, option("Runs at the same time.", default="1", min=1)] = None,
     threads: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="cores / workers, at most OMP_NUM_THREADS", help="CPU threads of each run."),
+        int | None, option("CPU threads of each run.", default="cores / workers, at most OMP_NUM_THREADS", min=1)
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(
-            metavar="fp8,nvfp4,...",
-            show_default=False,
-            help="Also measure each model's loss in low precision, as in fp8,nvfp4+smooth.",
-        ),
+        option("Also measure each model's loss in low precision, as in fp8,nvfp4+smooth.", metavar="fp8,nvfp4,..."),
     ] = None,
-    calibration: Annotated[
-        int | None, typer.Option(min=1, show_default="4096", help="Sequences that SmoothQuant calibrates on.")
-    ] = None,
+    calibration: Calibration = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Also score each model on tasks of lm-eval or of --task-dir, as `residua eval` does.",
             metavar="TASK,TASK,...",
-            show_default=False,
-            help="Also score each model on tasks of lm-eval or of --task-dir, as `residua eval` does.",
         ),
     ] = None,
-    task_dir: Annotated[
-        Path | None, typer.Option(show_default=False, help="Local multiple-choice files, TASK.jsonl or .jsonl.xz.")
-    ] = None,
-    shots: Annotated[
-        int | None, typer.Option(min=0, show_default="the task's own", help="Worked examples before each question.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Questions per task.")] = None,
+    task_dir: TaskDir = None,
+    shots: Shots = None,
+    limit: Annotated[int | None, option("Questions per task.", default="all", min=1)] = None,
     tune: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Try these multiples of each variant's learning rate on short runs, and train with the best.",
             metavar="lr=0.5x,1x,...",
-            show_default=False,
-            help="Try these multiples of each variant's learning rate on short runs, and train with the best.",
         ),
     ] = None,
     diagnose: Annotated[
-        bool | None,
-        typer.Option("--diagnose", show_default=False, help="Also diagnose every trained model; each gets a page."),
+        bool | None, option("Also diagnose every trained model; each gets a page.", "--diagnose")
     ] = None,
     change: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            show_default=False,
-            help="A change to every run, on top of the study's own.",
-        ),
+        option("A change to every run, on top of the study's own.", "--set", metavar="SECTION.KEY=VALUE"),
     ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Four tiny models on the embedded corpus, in minutes.")] = False,
+    demo: Annotated[bool, option("Four tiny models on the embedded corpus, in minutes.", "--demo")] = False,
     plan: Annotated[
         bool,
-        typer.Option(
-            "--plan", help="Show the planned runs and stop; with --results, complete runs of --out are added to it."
-        ),
+        option("Show the planned runs and stop; with --results, complete runs of --out are added to it.", "--plan"),
     ] = False,
-    listing: Annotated[bool, typer.Option("--list", help="List the known variants and stop.")] = False,
+    listing: Annotated[bool, option("List the known variants and stop.", "--list")] = False,
 ) -> None:
     """Does a depth architecture pay on your data, per step and per second?
 
@@ -219,7 +193,7 @@ def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> N
         refuse_used(out)
     print_study(console, show_saved(SavedStudy.read(path), out))
     if out is not None:
-        console.print(f"\nReport: {(out / 'report.html').resolve()}", soft_wrap=True)
+        say(console, f"\nReport: {(out / 'report.html').resolve()}")
 
 
 def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
@@ -240,10 +214,10 @@ def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, r
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None
     print_study(console, outcome.result)
-    console.print(f"\nReport: {outcome.report.resolve()}", soft_wrap=True)
+    say(console, f"\nReport: {outcome.report.resolve()}")
     if outcome.diagnosis is not None:
-        console.print(f"Inside the models: {outcome.diagnosis.resolve()}", soft_wrap=True)
-    console.print(f"Next: open it in a browser; numbers are in {out / 'results.json'}", soft_wrap=True)
+        say(console, f"Inside the models: {outcome.diagnosis.resolve()}")
+    say(console, f"Next: open it in a browser; numbers are in {out / 'results.json'}")
     if not outcome.complete:
         missing = [run for run in outcome.result.runs if run.status != "complete"]
         for run in missing:

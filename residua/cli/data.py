@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from residua.cli.options import argument, option, require_choice
+
 if TYPE_CHECKING:
     from residua.data import Corpus, Dataset
 
@@ -21,22 +23,16 @@ app = typer.Typer(
 
 Sources = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="SOURCE",
-        show_default=False,
-        help="Files, folders, or a Hugging Face dataset (org/name or org/name:config). "
+    argument(
+        "Files, folders, or a Hugging Face dataset (org/name or org/name:config). "
         "Without one: the standard library of this Python.",
+        metavar="SOURCE",
     ),
 ]
-Field = Annotated[str, typer.Option(help="The field that holds the text in JSONL, parquet and datasets.")]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave out lines and files that cannot be read, and say how many.")
-]
+Field = Annotated[str, option("The field that holds the text in JSONL, parquet and datasets.")]
+SkipBad = Annotated[bool, option("Leave out lines and files that cannot be read, and say how many.", "--skip-bad")]
 Limit = Annotated[
-    int | None,
-    typer.Option(
-        "--max-bytes", min=1, show_default=False, help="Stop after the document that reaches this many bytes of text."
-    ),
+    int | None, option("Stop after the document that reaches this many bytes of text.", "--max-bytes", min=1)
 ]
 
 
@@ -73,41 +69,39 @@ def _corpus(
 
 @app.command()
 def prepare(
-    out: Annotated[Path, typer.Option(help="The folder to write; it must be new, empty, or hold this same dataset.")],
+    out: Annotated[Path, option("The folder to write; it must be new, empty, or hold this same dataset.")],
     sources: Sources = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(
-            show_default="bpe:8192, or bpe:1024 without SOURCE",
-            help="bytes, bpe:N (trained on the text itself), a tokenizer.json, or a folder with one "
+        option(
+            "bytes, bpe:N (trained on the text itself), a tokenizer.json, or a folder with one "
             "or with GPT-2's vocab.json and merges.txt.",
+            default="bpe:8192, or bpe:1024 without SOURCE",
         ),
     ] = None,
     validation: Annotated[
-        str | None,
-        typer.Option(metavar="SOURCE", show_default="held out of SOURCE", help="Text for the validation split."),
+        str | None, option("Text for the validation split.", default="held out of SOURCE", metavar="SOURCE")
     ] = None,
     holdout: Annotated[
         float | None,
-        typer.Option(
-            show_default="0.01, 32 KiB at least, a tenth at most",
-            help="Share of the text held out for validation, 0 for none.",
+        option(
+            "Share of the text held out for validation, 0 for none.", default="0.01, 32 KiB at least, a tenth at most"
         ),
     ] = None,
     overlap: Annotated[
         str | None,
-        typer.Option(
-            metavar="[drop|keep|refuse]",
-            show_default="drop",
-            help="Training documents that are validation text too, but for case, punctuation and white space: leave "
+        option(
+            "Training documents that are validation text too, but for case, punctuation and white space: leave "
             "them out of training, keep them, or end here.",
+            default="drop",
+            metavar="[drop|keep|refuse]",
         ),
     ] = None,
     field: Field = "text",
     limit: Limit = None,
     skip_bad: SkipBad = False,
-    workers: Annotated[int | None, typer.Option(min=1, show_default="all cores", help="Tokenizer threads.")] = None,
-    shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one shard file.")] = 100_000_000,
+    workers: Annotated[int | None, option("Tokenizer threads.", default="all cores", min=1)] = None,
+    shard_tokens: Annotated[int, option("Tokens in one shard file.", min=1)] = 100_000_000,
 ) -> None:
     """Tokenize text into a folder for `residua train --data`.
 
@@ -118,7 +112,6 @@ def prepare(
     residua data prepare org/name:config --max-bytes 2000000000 --out data/web
     """
     from residua import data
-    from residua.cli.options import require_choice
     from residua.data.overlap import DROP, KEEP, RULES
     from residua.data.pipeline import BPE, size_of
 
@@ -148,10 +141,9 @@ def prepare(
 
 @app.command()
 def tokenizer(
-    out: Annotated[Path, typer.Option(help="The tokenizer.json to write; an existing file is refused.")],
+    out: Annotated[Path, option("The tokenizer.json to write; an existing file is refused.")],
     vocab_size: Annotated[
-        int,
-        typer.Option(min=257, max=2**24, help="Entries, including the 256 bytes and the end-of-text token."),
+        int, option("Entries, including the 256 bytes and the end-of-text token.", min=257, max=2**24)
     ],
     sources: Sources = None,
     field: Field = "text",
@@ -183,8 +175,8 @@ def tokenizer(
 
 @app.command()
 def info(
-    dataset: Annotated[Path, typer.Argument(metavar="DIR", help="A folder made by `residua data prepare`.")],
-    sample: Annotated[int, typer.Option(min=0, help="Tokens of each split to show as text.")] = 120,
+    dataset: Annotated[Path, argument("A folder made by `residua data prepare`.", metavar="DIR")],
+    sample: Annotated[int, option("Tokens of each split to show as text.", min=0)] = 120,
 ) -> None:
     """Check every token of a dataset and show what is in it.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from residua.cli.options import DEVICES, Device, Threads, require_choice, use_threads
+from residua.cli.options import DEVICES, Device, Threads, argument, option, require_choice, say, use_threads
 
 if TYPE_CHECKING:
     from residua.diagnose.api import Device as DeviceName
@@ -20,31 +20,24 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def diagnose(
     models: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="MODEL...", help="Run folders, exported ones or Hugging Face model folders, side by side."
-        ),
+        argument("Run folders, exported ones or Hugging Face model folders, side by side.", metavar="MODEL..."),
     ],
     text: Annotated[
         Path | None,
-        typer.Option(
-            show_default="the run's own validation text",
-            help="What to show the models: a UTF-8 text file, or a folder made by `residua data prepare`.",
+        option(
+            "What to show the models: a UTF-8 text file, or a folder made by `residua data prepare`.",
+            default="the run's own validation text",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text; one sequence at least.")] = 8192,
-    length: Annotated[
-        int | None, typer.Option(min=2, show_default="the context, 1024 at most", help="Tokens per sequence.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(show_default="the run's folder, or diagnosis/NAME", help="Where the report goes.")
-    ] = None,
+    tokens: Annotated[int, option("How many tokens of the text; one sequence at least.", min=2)] = 8192,
+    length: Annotated[int | None, option("Tokens per sequence.", default="the context, 1024 at most", min=2)] = None,
+    out: Annotated[Path | None, option("Where the report goes.", default="the run's folder, or diagnosis/NAME")] = None,
     ablations: Annotated[
-        str, typer.Option(metavar="none|layers|all", help="What to remove: nothing, layers and sources, or heads too.")
+        str, option("What to remove: nothing, layers and sources, or heads too.", metavar="none|layers|all")
     ] = "layers",
-    ablation_tokens: Annotated[int, typer.Option(min=2, help="Tokens that ablations are measured on.")] = 4096,
+    ablation_tokens: Annotated[int, option("Tokens that ablations are measured on.", min=2)] = 4096,
     maps: Annotated[
-        bool,
-        typer.Option("--maps", show_default=False, help="Also draw tokens, dimensions and attention of every layer."),
+        bool, option("Also draw tokens, dimensions and attention of every layer.", "--maps", default=False)
     ] = False,
     device: Device = "auto",
     threads: Threads = None,
@@ -77,12 +70,10 @@ def diagnose(
         )  # fmt: skip
     for model in made.models:
         for line in model.summary:
-            console.print(line, soft_wrap=True, markup=False)
+            say(console, line)
         console.print()
-    console.print(f"Report: {(folder / 'report.html').resolve()}", soft_wrap=True, markup=False)
-    console.print(
-        f"Next: open it in a browser; numbers are in {folder / 'diagnosis.json'}", soft_wrap=True, markup=False
-    )
+    say(console, f"Report: {(folder / 'report.html').resolve()}")
+    say(console, f"Next: open it in a browser; numbers are in {folder / 'diagnosis.json'}")
 
 
 def _default_folder(models: list[Path]) -> Path:

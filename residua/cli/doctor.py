@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from residua.cli.options import option, say
+
 if TYPE_CHECKING:
     from residua.doctor.findings import Check, Finding
     from residua.report.terminal import ProgressBars
@@ -19,9 +21,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for a bug report or a script.")] = False,
+    as_json: Annotated[bool, option("Print JSON, for a bug report or a script.", "--json")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only look: import no optional package and leave the self-test out.")
+        bool, option("Only look: import no optional package and leave the self-test out.", "--quick")
     ] = False,
 ) -> None:
     """Check this installation: packages, the device, and every kernel against its reference.
@@ -47,7 +49,7 @@ def doctor(
     if as_json:
         print(json.dumps(show.as_json(found), indent=1))
     else:
-        console.print(f"\n{show.closing(found)}", soft_wrap=True)
+        say(console, f"\n{show.closing(found)}")
     if not show.passed(found):
         raise typer.Exit(1)
 

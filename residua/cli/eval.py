@@ -9,7 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from residua.cli.options import CHECKPOINTS, Checkpoint, Device, Precision, Threads, require_choice, use_threads
+from residua.cli.options import (
+    CHECKPOINTS,
+    Checkpoint,
+    Device,
+    Precision,
+    Shots,
+    TaskDir,
+    Threads,
+    argument,
+    option,
+    require_choice,
+    say,
+    use_threads,
+)
 from residua.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,50 +40,34 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run of `residua train`, or a folder of `residua export`.")
-    ],
+    model: Annotated[Path, argument("A run of `residua train`, or a folder of `residua export`.", metavar="RUN")],
     data: Annotated[
-        Path | None,
-        typer.Option(show_default="the run's own, if no --tasks", help="A folder made by `residua data prepare`."),
+        Path | None, option("A folder made by `residua data prepare`.", default="the run's own, if no --tasks")
     ] = None,
     split: Annotated[
-        str | None, typer.Option(show_default="validation; of tasks: test, or else validation", help="Which split.")
+        str | None, option("Which split.", default="validation; of tasks: test, or else validation")
     ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, show_default="all", help="Score this many tokens, in whole windows.")
-    ] = None,
+    tokens: Annotated[int | None, option("Score this many tokens, in whole windows.", default="all", min=1)] = None,
     tasks: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Tasks of lm-eval or of --task-dir; `exoformer` means the six of the ExoFormer paper.",
             metavar="TASK,TASK,...",
-            show_default=False,
-            help="Tasks of lm-eval or of --task-dir; `exoformer` means the six of the ExoFormer paper.",
         ),
     ] = None,
-    task_dir: Annotated[
-        Path | None, typer.Option(show_default=False, help="Local multiple-choice files, TASK.jsonl or .jsonl.xz.")
-    ] = None,
-    shots: Annotated[
-        int | None,
-        typer.Option(min=0, show_default="the task's own", help="Worked examples before each question."),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="all", help="Questions per task, spread over its subjects."),
-    ] = None,
+    task_dir: TaskDir = None,
+    shots: Shots = None,
+    limit: Annotated[int | None, option("Questions per task, spread over its subjects.", default="all", min=1)] = None,
     allow_code: Annotated[
-        bool, typer.Option("--allow-code", help="Let tasks such as mbpp run the programs that the model writes.")
+        bool, option("Let tasks such as mbpp run the programs that the model writes.", "--allow-code")
     ] = False,
     checkpoint: Checkpoint = "last",
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, show_default="65,536 on a GPU, else 4,096", help="Tokens scored at once.")
+        int | None, option("Tokens scored at once.", default="65,536 on a GPU, else 4,096", min=1)
     ] = None,
     device: Device = "auto",
     precision: Precision = "auto",
-    out: Annotated[
-        Path | None, typer.Option(show_default="RUN/evaluations/TIME.json", help="The JSON file of the results.")
-    ] = None,
+    out: Annotated[Path | None, option("The JSON file of the results.", default="RUN/evaluations/TIME.json")] = None,
     threads: Threads = None,
 ) -> None:
     """Perplexity and bits per byte on prepared text, accuracy on tasks.
@@ -132,14 +129,13 @@ def evaluate(
     with keeping("the results are printed above"):
         write_atomically(target, results.to_json(), parents=True)
     if split is not None and results.harness:
-        console.print(f"--split {split} was ignored: lm-eval's tasks define their own splits.", soft_wrap=True)
-    console.print(f"Results: {target}", soft_wrap=True, markup=False)
+        say(console, f"--split {split} was ignored: lm-eval's tasks define their own splits.")
+    say(console, f"Results: {target}")
     if not names:
-        console.print(
+        say(
+            console,
             f"Next: multiple-choice tasks, residua eval {shlex.quote(str(model))} --tasks exoformer --task-dir FOLDER "
             "(without a folder, lm-eval downloads them)",
-            soft_wrap=True,
-            markup=False,
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from residua.cli.options import CHECKPOINTS, Checkpoint, require_choice
+from residua.cli.options import CHECKPOINTS, Checkpoint, argument, option, require_choice, say
 from residua.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,24 +18,20 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run of `residua train`.")],
-    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist, or be empty.")],
+    run: Annotated[Path, argument("A run of `residua train`.", metavar="RUN")],
+    out: Annotated[Path, option("The folder to write; it must not exist, or be empty.")],
     checkpoint: Checkpoint = "last",
     precision: Annotated[
         str | None,
-        typer.Option(
-            metavar="float32|bfloat16",
-            show_default="as stored: float32, or an import's own",
-            help="Of the weights.",
-        ),
+        option("Of the weights.", default="as stored: float32, or an import's own", metavar="float32|bfloat16"),
     ] = None,
     layout: Annotated[
-        str, typer.Option(metavar="residua|llama|qwen3|...", help="Residua's own with its code, or a model_type.")
+        str, option("Residua's own with its code, or a model_type.", metavar="residua|llama|qwen3|...")
     ] = "residua",
     push: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="Also send it to this repository of the Hugging Face Hub.")
+        str | None, option("Also send it to this repository of the Hugging Face Hub.", metavar="ORG/NAME")
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="With --push: a new repository is for everybody.")] = False,
+    public: Annotated[bool, option("With --push: a new repository is for everybody.", "--public")] = False,
 ) -> None:
     """Write a trained model as a Hugging Face folder that transformers opens without Residua.
 
@@ -65,14 +61,14 @@ def export(
         made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision, layout, push, public)
     files = len(list(out.glob("*.py")))
     code = f"{counted(files, 'file')} of modelling code" if files else f"as a {layout} model"
-    console.print(f"{out}: {made.parameters:,} parameters in {made.precision}, {code}.", soft_wrap=True)
-    console.print(_checked(made.difference, "Its own" if files else "transformers'"), soft_wrap=True)
+    say(console, f"{out}: {made.parameters:,} parameters in {made.precision}, {code}.")
+    say(console, _checked(made.difference, "Its own" if files else "transformers'"))
     if made.address is not None:
-        console.print(f"Pushed to {made.address}.", soft_wrap=True, markup=False)
+        say(console, f"Pushed to {made.address}.")
     console.print("Next, in any Python with transformers:", markup=False)
     trust = ", trust_remote_code=True" if files else ""
-    console.print(f'    AutoModelForCausalLM.from_pretrained("{out}"{trust})', soft_wrap=True, markup=False)
-    console.print(f"or here: residua generate {out} --prompt TEXT", soft_wrap=True, markup=False)
+    say(console, f'    AutoModelForCausalLM.from_pretrained("{out}"{trust})')
+    say(console, f"or here: residua generate {out} --prompt TEXT")
 
 
 def _checked(difference: float | None, whose: str) -> str:

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from residua.cli.options import CHECKPOINTS, Checkpoint, Device, Precision, Threads, require_choice, use_threads
+from residua.cli.options import (
+    CHECKPOINTS,
+    Checkpoint,
+    Device,
+    Precision,
+    Threads,
+    argument,
+    option,
+    require_choice,
+    use_threads,
+)
 from residua.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,28 +31,19 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def generate(
-    model: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run of `residua train`, or a folder of `residua export`.")
-    ],
-    prompt: Annotated[
-        list[str] | None, typer.Option(show_default=False, help="A text to continue; several go in one batch.")
-    ] = None,
-    file: Annotated[Path | None, typer.Option(show_default=False, help="A text file with one prompt per line.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Talk with the model, turn by turn.")] = False,
-    tokens: Annotated[int, typer.Option(min=1, help="At most this many new tokens per prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(show_default="all", help="Draw from the k likeliest tokens.")] = None,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that together reach this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text. Prompt i uses seed + i.")] = 0,
-    stop: Annotated[
-        list[str] | None, typer.Option(show_default=False, help="End before this text; may be given several times.")
-    ] = None,
+    model: Annotated[Path, argument("A run of `residua train`, or a folder of `residua export`.", metavar="RUN")],
+    prompt: Annotated[list[str] | None, option("A text to continue; several go in one batch.")] = None,
+    file: Annotated[Path | None, option("A text file with one prompt per line.")] = None,
+    chat: Annotated[bool, option("Talk with the model, turn by turn.", "--chat")] = False,
+    tokens: Annotated[int, option("At most this many new tokens per prompt.", min=1)] = 128,
+    temperature: Annotated[float, option("0 is greedy: always the likeliest token.")] = 0.8,
+    top_k: Annotated[int | None, option("Draw from the k likeliest tokens.", default="all")] = None,
+    top_p: Annotated[float, option("Draw from the likeliest tokens that together reach this share.")] = 1.0,
+    seed: Annotated[int, option("The same seed gives the same text. Prompt i uses seed + i.")] = 0,
+    stop: Annotated[list[str] | None, option("End before this text; may be given several times.")] = None,
     checkpoint: Checkpoint = "last",
     engine: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|eager|graph|compile", help="How a step runs; auto: a CUDA graph on a GPU, else eager."
-        ),
+        str, option("How a step runs; auto: a CUDA graph on a GPU, else eager.", metavar="auto|eager|graph|compile")
     ] = "auto",
     device: Device = "auto",
     precision: Precision = "auto",

@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
+from residua.cli.options import argument, option, say
+
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 
 @app.command()
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="HF_FOLDER", help="A local Hugging Face model, or an export.")],
-    out: Annotated[Path, typer.Option(help="The run folder to write; it must not exist, or be empty.")],
+    folder: Annotated[Path, argument("A local Hugging Face model, or an export.", metavar="HF_FOLDER")],
+    out: Annotated[Path, option("The run folder to write; it must not exist, or be empty.")],
 ) -> None:
     """Make a run of a Hugging Face model: Llama, Mistral, Qwen, OLMo, Gemma, Mixtral and others.
 
@@ -35,11 +37,10 @@ def import_(
     with console.status("copying weights"):
         made = import_folder(folder, out)
     size = f"{made.bytes / 2**30:.2f} GiB"
-    console.print(f"{out}: {made.parameters:,} parameters of a {made.model_type} model, {size}.", soft_wrap=True)
+    say(console, f"{out}: {made.parameters:,} parameters of a {made.model_type} model, {size}.")
     if not made.has_tokenizer:
-        console.print(
-            f"{folder} has no tokenizer.json: save one with transformers' AutoTokenizer and put it into {out}.",
-            soft_wrap=True,
+        say(
+            console, f"{folder} has no tokenizer.json: save one with transformers' AutoTokenizer and put it into {out}."
         )
-    console.print(f"Next: residua generate {out} --prompt TEXT", soft_wrap=True, markup=False)
-    console.print(f"or:   residua diagnose {out}", soft_wrap=True, markup=False)
+    say(console, f"Next: residua generate {out} --prompt TEXT")
+    say(console, f"or:   residua diagnose {out}")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from residua.cli.options import complain
+from residua.cli.options import complain, option
 from residua.cli.process import Terminated, end_tidily, quiet_libraries
 from residua.errors import TRACEBACK, UserError
 from residua.files import refuse_address
@@ -88,12 +88,9 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def _residua(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, option("Print the version.", "--version", callback=_show_version, is_eager=True)] = False,
     traceback: Annotated[
-        bool,
-        typer.Option(SWITCH, help=f"Anywhere in a command: show where an error was raised, as {TRACEBACK}=1 does."),
+        bool, option(f"Anywhere in a command: show where an error was raised, as {TRACEBACK}=1 does.", SWITCH)
     ] = False,
 ) -> None:
     from residua.config.plugins import load_plugins  # `residua --help` does without it

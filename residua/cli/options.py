@@ -6,12 +6,26 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from residua.errors import UserError
 from residua.files import refuse_blocked
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def option(help: str, *names: str, default: str | bool = True, **settings: Any) -> Any:
+    """An option of a command; `default` says what holds without it where its value does not."""
+    return typer.Option(*names, help=help, show_default=default, **settings)
+
+
+def argument(help: str, default: str | bool = True, **settings: Any) -> Any:
+    """A word of a command that is not an option."""
+    return typer.Argument(help=help, show_default=default, **settings)
+
 
 CHECKPOINTS = ("last", "best")
 DEVICES = ("auto", "cpu", "cuda")
@@ -25,18 +39,23 @@ def complete_preset(incomplete: str) -> list[str]:
 
 
 Preset = Annotated[
-    str, typer.Argument(metavar="PRESET", help="A preset's name or a run's TOML file.", autocompletion=complete_preset)
+    str, argument("A preset's name or a run's TOML file.", metavar="PRESET", autocompletion=complete_preset)
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value ...]", show_default=False, help="Changes to the configuration."),
-]
-Checkpoint = Annotated[str, typer.Option(metavar="last|best", help="Which checkpoint of a run.")]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
-Precision = Annotated[
-    str, typer.Option(metavar="auto|float32|bfloat16", help="Of the weights; auto: bfloat16 on a GPU.")
-]
-Threads = Annotated[int | None, typer.Option(min=1, max=4096, show_default="PyTorch's choice", help="CPU threads.")]
+Overrides = Annotated[list[str] | None, argument("Changes to the configuration.", metavar="[section.key=value ...]")]
+Checkpoint = Annotated[str, option("Which checkpoint of a run.", metavar="last|best")]
+Device = Annotated[str, option("Where to compute.", metavar="auto|cpu|cuda")]
+Precision = Annotated[str, option("Of the weights; auto: bfloat16 on a GPU.", metavar="auto|float32|bfloat16")]
+Data = Annotated[Path | None, option("A folder made by `residua data prepare`.", default="the embedded corpus")]
+TaskDir = Annotated[Path | None, option("Local multiple-choice files, TASK.jsonl or .jsonl.xz.")]
+Shots = Annotated[int | None, option("Worked examples before each question.", default="the task's own", min=0)]
+Calibration = Annotated[int | None, option("Sequences that SmoothQuant calibrates on.", default="4096", min=1)]
+Threads = Annotated[int | None, option("CPU threads.", default="PyTorch's choice", min=1, max=4096)]
+
+
+def say(console: Console, *lines: str) -> None:
+    """Print lines as they are: a path may hold anything, and must not be broken where the terminal ends."""
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def complain(sentence: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import complete_preset
+from residua.cli.options import argument, complete_preset, option
 from residua.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,10 +21,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command()
 def presets(
-    name: Annotated[
-        str | None, typer.Argument(help="Print this preset as TOML.", autocompletion=complete_preset)
-    ] = None,
-    matching: Annotated[str, typer.Option(help="List only names that contain this.")] = "",
+    name: Annotated[str | None, argument("Print this preset as TOML.", autocompletion=complete_preset)] = None,
+    matching: Annotated[str, option("List only names that contain this.")] = "",
 ) -> None:
     """List the models that come with Residua, or print one as TOML.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from residua.cli.options import DEVICES, Device, Threads, require_choice, use_threads
+from residua.cli.options import DEVICES, Device, Threads, argument, option, require_choice, say, use_threads
 
 if TYPE_CHECKING:
     from residua.quantize.run import Device as DeviceName
@@ -17,45 +17,28 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def quantize(
-    model: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or a folder made by `residua export`.")],
-    out: Annotated[Path, typer.Option(help="The quantized model's folder; must be new or empty.")],
+    model: Annotated[Path, argument("A run folder, or a folder made by `residua export`.", metavar="RUN")],
+    out: Annotated[Path, option("The quantized model's folder; must be new or empty.")],
     scheme: Annotated[
-        str, typer.Option(metavar="fp8|fp8-row|fp8-group|nvfp4|nvfp4-static", help="W8A8 in E4M3 or W4A4 in NVFP4.")
+        str, option("W8A8 in E4M3 or W4A4 in NVFP4.", metavar="fp8|fp8-row|fp8-group|nvfp4|nvfp4-static")
     ] = "fp8",
     smooth: Annotated[
-        float | None,
-        typer.Option(metavar="α", show_default="off", help="SmoothQuant with this exponent, 0 to 1; 0.5 is usual."),
+        float | None, option("SmoothQuant with this exponent, 0 to 1; 0.5 is usual.", default="off", metavar="α")
     ] = None,
-    inside: Annotated[
-        bool, typer.Option("--inside", help="Also smooth inside sublayers, not only after norms.")
-    ] = False,
+    inside: Annotated[bool, option("Also smooth inside sublayers, not only after norms.", "--inside")] = False,
     exempt: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            show_default=False,
-            help="Leave modules in high precision, as in sublayers.1.* or *.out.",
-        ),
+        list[str] | None, option("Leave modules in high precision, as in sublayers.1.* or *.out.", metavar="PATTERN")
     ] = None,
     engine: Annotated[
         Path | None,
-        typer.Option(
-            show_default=False,
-            help="Also write a folder for serving engines, if the model is a Qwen3, Llama, Qwen2 or Mistral by shape.",
-        ),
+        option("Also write a folder for serving engines, if the model is a Qwen3, Llama, Qwen2 or Mistral by shape."),
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(show_default="the run's own", help="Prepared text to calibrate and evaluate on."),
-    ] = None,
-    calibration: Annotated[int, typer.Option(min=1, help="Sequences for SmoothQuant and static scales.")] = 4096,
+    data: Annotated[Path | None, option("Prepared text to calibrate and evaluate on.", default="the run's own")] = None,
+    calibration: Annotated[int, option("Sequences for SmoothQuant and static scales.", min=1)] = 4096,
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1, show_default="the run's", help="Evaluate on at most this many validation tokens."),
+        int | None, option("Evaluate on at most this many validation tokens.", default="the run's", min=1)
     ] = None,
-    probes: Annotated[
-        int, typer.Option(min=0, help="Measure the gain from exempting each of this many worst modules.")
-    ] = 3,
+    probes: Annotated[int, option("Measure the gain from exempting each of this many worst modules.", min=0)] = 3,
     device: Device = "auto",
     threads: Threads = None,
 ) -> None:
@@ -86,15 +69,14 @@ def quantize(
             progress=bars.stages(),
         )  # fmt: skip
     for sentence in sentences(result):
-        console.print(sentence, soft_wrap=True, markup=False)
-    console.print(f"\nReport: {(out / work.REPORT).resolve()}", soft_wrap=True, markup=False)
+        say(console, sentence)
+    say(console, f"\nReport: {(out / work.REPORT).resolve()}")
     if engine is not None:
-        console.print(f"For serving engines: {engine}", soft_wrap=True, markup=False)
+        say(console, f"For serving engines: {engine}")
         if scheme == "nvfp4":
-            console.print(
+            say(
+                console,
                 "Engines round the inputs with one scale per module instead of one per token: --scheme nvfp4-static "
                 "measures the loss that they serve.",
-                soft_wrap=True,
             )
-    console.print(f"Next: residua eval {out}, or residua.load({str(out)!r}); numbers are in {out / work.RESULTS}",
-                  soft_wrap=True, markup=False)  # fmt: skip
+    say(console, f"Next: residua eval {out}, or residua.load({str(out)!r}); numbers are in {out / work.RESULTS}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import command_line, parse_tune, split_names
+from residua.cli.options import Calibration, Data, argument, command_line, option, parse_tune, say, split_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,76 +22,44 @@ SCALE = "1/32"
 
 @app.command()
 def reproduce(
-    entry: Annotated[
-        str | None,
-        typer.Argument(metavar="ENTRY", show_default=False, help="A table or figure, such as 004:table1."),
-    ] = None,
+    entry: Annotated[str | None, argument("A table or figure, such as 004:table1.", metavar="ENTRY")] = None,
     scale: Annotated[
-        str | None,
-        typer.Option(
-            metavar="1/32",
-            show_default=SCALE,
-            help="Share of the paper's parameters and tokens; 1 is its size.",
-        ),
+        str | None, option("Share of the paper's parameters and tokens; 1 is its size.", default=SCALE, metavar="1/32")
     ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(show_default="runs/ENTRY", help="The study's folder.")] = None,
-    sizes: Annotated[
-        str | None, typer.Option(metavar="A,B,...", show_default="all", help="Sizes of the table to train.")
-    ] = None,
+    data: Data = None,
+    out: Annotated[Path | None, option("The study's folder.", default="runs/ENTRY")] = None,
+    sizes: Annotated[str | None, option("Sizes of the table to train.", default="all", metavar="A,B,...")] = None,
     rows: Annotated[
-        str | None,
-        typer.Option(metavar="A,B,...", show_default="all", help="Rows to train; the baseline is always one."),
+        str | None, option("Rows to train; the baseline is always one.", default="all", metavar="A,B,...")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, show_default="the entry's", help="Seeds per row.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Runs at the same time.")] = 1,
-    threads: Annotated[
-        int | None, typer.Option(min=1, show_default="cores / workers", help="CPU threads of each run.")
-    ] = None,
+    seeds: Annotated[int | None, option("Seeds per row.", default="the entry's", min=1)] = None,
+    workers: Annotated[int, option("Runs at the same time.", min=1)] = 1,
+    threads: Annotated[int | None, option("CPU threads of each run.", default="cores / workers", min=1)] = None,
     task_dir: Annotated[
         Path | None,
-        typer.Option(
-            show_default="lm-eval, if it is installed",
-            help="Local files, TASK.jsonl or .jsonl.xz, of the tasks whose accuracies a table has.",
+        option(
+            "Local files, TASK.jsonl or .jsonl.xz, of the tasks whose accuracies a table has.",
+            default="lm-eval, if it is installed",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Questions per task.")] = None,
-    no_tasks: Annotated[bool, typer.Option("--no-tasks", help="Measure no accuracies.")] = False,
-    calibration: Annotated[
-        int | None, typer.Option(min=1, show_default="4096", help="Sequences that SmoothQuant calibrates on.")
-    ] = None,
+    limit: Annotated[int | None, option("Questions per task.", default="all", min=1)] = None,
+    no_tasks: Annotated[bool, option("Measure no accuracies.", "--no-tasks")] = False,
+    calibration: Calibration = None,
     tune: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Try these multiples of each row's learning rate on short runs, and train with the best.",
             metavar="lr=0.5x,1x,...",
-            show_default=False,
-            help="Try these multiples of each row's learning rate on short runs, and train with the best.",
         ),
     ] = None,
-    run: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FOLDER", show_default=False, help="Look inside this model instead of training."),
-    ] = None,
+    run: Annotated[list[Path] | None, option("Look inside this model instead of training.", metavar="FOLDER")] = None,
     study: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            show_default=False,
-            help="Judge from this file of `residua compare --results` instead of training.",
-        ),
+        option("Judge from this file of `residua compare --results` instead of training.", metavar="FILE.json"),
     ] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", show_default=False, help="A change to every run."),
-    ] = None,
-    results: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", show_default=False, help="Keep the numbers in this file, and extend it."),
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Show runs, tokens, FLOPs and hours, and stop.")] = False,
+    change: Annotated[list[str] | None, option("A change to every run.", "--set", metavar="SECTION.KEY=VALUE")] = None,
+    results: Annotated[Path | None, option("Keep the numbers in this file, and extend it.", metavar="FILE")] = None,
+    plan: Annotated[bool, option("Show runs, tokens, FLOPs and hours, and stop.", "--plan")] = False,
 ) -> None:
     """See a table or figure of a paper on your machine, the paper's number beside yours.
 
@@ -141,7 +109,7 @@ def reproduce(
     if run:
         _refuse(given, ("run",), "--run looks inside a model that exists and trains nothing: leave --{} out.")
         page = work.look_inside(entry, run, folder, console)
-        console.print(f"Report: {page.resolve()}", soft_wrap=True, markup=False)
+        say(console, f"Report: {page.resolve()}")
         return
     if plan:
         work.show_plan(entry, request, folder, console)
@@ -171,7 +139,7 @@ def _conduct(entry: str, request: Request, folder: Path, results: Path | None, c
         raise typer.Exit(130) from None
     _tell(made, console)
     if made.outcome.diagnosis is not None:
-        console.print(f"Inside the models: {made.outcome.diagnosis.resolve()}", soft_wrap=True, markup=False)
+        say(console, f"Inside the models: {made.outcome.diagnosis.resolve()}")
     if not made.complete:
         raise typer.Exit(1)
 
@@ -179,7 +147,7 @@ def _conduct(entry: str, request: Request, folder: Path, results: Path | None, c
 def _tell(made: Reproduced, console: Console) -> None:
     for line in made.lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
-    console.print(f"\nReport: {made.outcome.report.resolve()}", soft_wrap=True, markup=False)
+    say(console, f"\nReport: {made.outcome.report.resolve()}")
 
 
 def _multiples(text: str | None) -> tuple[str, ...]:

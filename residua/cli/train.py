@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import Threads, complete_preset, use_threads
+from residua.cli.options import Data, Threads, argument, complete_preset, option, use_threads
 from residua.errors import UserError
 from residua.files import is_plain_name, refuse_blocked
 from residua.reading import toml_string
@@ -25,32 +25,20 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def train(
     source: Annotated[
         str | None,
-        typer.Argument(
+        argument(
+            "What to train: a name from `residua presets`, or a TOML file. Not needed with --resume.",
             metavar="PRESET|FILE.toml",
-            show_default=False,
-            help="What to train: a name from `residua presets`, or a TOML file. Not needed with --resume.",
             autocompletion=complete_preset,
         ),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", show_default=False, help="Changes to the configuration."),
-    ] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(show_default="the embedded corpus", help="A folder made by `residua data prepare`."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(show_default="runs/NAME", help="The run's folder.")] = None,
-    start: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="RUN", show_default=False, help="Begin with the weights of this run."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
-    ] = False,
+    changes: Annotated[list[str] | None, argument("Changes to the configuration.", metavar="SECTION.KEY=VALUE")] = None,
+    data: Data = None,
+    out: Annotated[Path | None, option("The run's folder.", default="runs/NAME")] = None,
+    start: Annotated[Path | None, option("Begin with the weights of this run.", "--from", metavar="RUN")] = None,
+    resume: Annotated[bool, option("Continue the run in --out from its last checkpoint.", "--resume")] = False,
     threads: Threads = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Serve a live page of the run, on this machine only, while it trains.")
+        bool, option("Serve a live page of the run, on this machine only, while it trains.", "--watch")
     ] = False,
 ) -> None:
     """Train a model on your text, or by default on the Python standard library.

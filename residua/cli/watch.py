@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from residua.cli.options import argument, option
 from residua.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,13 +22,9 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def watch(
     what: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="RUN|STUDY...", show_default="runs", help="Folders of runs or studies, or folders that hold some."
-        ),
+        argument("Folders of runs or studies, or folders that hold some.", default="runs", metavar="RUN|STUDY..."),
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, show_default="a free one", help="Serve the page at this port.")
-    ] = None,
+    port: Annotated[int | None, option("Serve the page at this port.", default="a free one", min=1, max=65535)] = None,
 ) -> None:
     """Watch runs under way, and finished ones, in a browser: curves, speed, ETA, the last messages.
 

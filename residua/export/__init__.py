@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from residua.errors import UserError
 from residua.export.card import Trained, model_card
-from residua.export.folder import write_folder
-from residua.export.hub import push, require_hub
-from residua.export.layout import write_layout
-from residua.export.precision import Precision
+from residua.export.folder import Precision, write_folder, write_layout
 from residua.files import refuse_used
 from residua.storage.checkpoint import model_tensors
 from residua.storage.companions import companions
@@ -18,6 +17,7 @@ from residua.storage.load import weight_dtypes
 from residua.storage.opening import PRECISIONS, open_model
 
 RESIDUA = "residua"
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 __all__ = ["Exported", "export", "write_folder"]
 
@@ -71,3 +71,34 @@ def export(
         difference = write_layout(model, tokenizer, run, out, layout, written, card)
     address = None if push_to is None else push(out, push_to, public=public)
     return Exported(out, sum(p.numel() for p in model.parameters()), difference, address, written.name)
+
+
+def require_hub(repository: str) -> None:
+    """Refuse a push that cannot succeed, before anything is written."""
+    if find_spec("huggingface_hub") is None:
+        raise UserError("--push needs huggingface_hub: install residua[hf].")
+    import huggingface_hub
+
+    if not REPOSITORY.fullmatch(repository):
+        raise UserError(f"--push {repository} names no repository: write ORG/NAME with letters, digits, -, _ or dots.")
+    if huggingface_hub.get_token() is None:
+        raise UserError(
+            f"--push {repository} needs a login at the Hugging Face Hub: run `hf auth login`, or set HF_TOKEN."
+        )
+
+
+def push(folder: Path, repository: str, *, public: bool) -> str:
+    """Upload a folder as one commit to a model repository, which is made if it is not there; returns its address."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    try:
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by `residua export`")
+    except OSError as error:  # refused by the Hub, or not reached
+        words = " ".join(str(error).split())
+        raise UserError(
+            f"{repository} was not written ({words}): {folder} is complete, send it with "
+            f"`hf upload {repository} {folder} .`."
+        ) from None
+    return str(address)

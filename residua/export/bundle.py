@@ -140,7 +140,8 @@ class Bundle:
             if self._file(module) not in copies:
                 text = modules.source(module)
                 attributes |= modules.parsed(text).attributes
-                note = f"# {modules.path_of(module)}, copied with its imports rewritten {by}\n"
+                path = module.replace(".", "/") + ("/__init__.py" if modules.is_package(module) else ".py")
+                note = f"# {path}, copied with its imports rewritten {by}\n"
                 licence = LICENCE if _is_residuas(module) else ""
                 copies[self._file(module)] = note + licence + rewritten(text, module, self)
         generated = {PARTS: parts, CONFIG: tables_source(self._config(), attributes)}

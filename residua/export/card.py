@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
+from residua.config.choices import MoE
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.data.dataset import DESCRIPTION
@@ -21,8 +22,8 @@ from residua.storage.run import METRICS, read_metrics
 from residua.version import __version__
 
 CARD_FILE = "README.md"
-ROWS = 12
-"""Rows of the table of losses, at most."""
+MAX_ROWS = 12
+"""Of the table of losses, and sources by name."""
 
 ATTNRES = ("Attention Residuals", "2603.15031")
 SINKS = ("A Unified View of Attention and Residual Sinks", "2601.22966")
@@ -33,9 +34,7 @@ GATED = ("Gated Attention for Large Language Models", "2505.06708")
 
 PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "clipped"): (SINKS,),
-    ("topology", "full_attnres"): (ATTNRES,),
-    ("topology", "block_attnres"): (ATTNRES,),
-    ("topology", "boundary_attnres"): (ATTNRES,),
+    **{("topology", f"{extent}_attnres"): (ATTNRES,) for extent in ("full", "block", "boundary")},
     ("topology", "multi_gate"): (("Multi-Gate Residuals", "2605.23259"),),
     ("topology", "highway"): (("Highway Networks", "1505.00387"),),
     ("topology", "hyper"): (("Hyper-Connections", "2409.19606"),),
@@ -43,20 +42,15 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "mhc_lite"): (("mHC-lite", "2601.05732"),),
     ("topology", "dense"): (("DenseFormer", "2402.02622"),),
     ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
-    ("anchors", "nuresformer"): (EXOFORMER,),
-    ("anchors", "exoformer"): (EXOFORMER,),
+    **{("anchors", kind): (EXOFORMER,) for kind in ("nuresformer", "exoformer")},
     ("norm", "rmsnorm"): (("Root Mean Square Layer Normalization", "1910.07467"),),
-    ("norm", "preaffine"): (SINKS,),
-    ("norm", "gatednorm"): (SINKS,),
+    **{("norm", kind): (SINKS,) for kind in ("preaffine", "gatednorm")},
     ("norm", "dyt"): (DYT,),
     ("norm", "gated_dyt"): (DYT, SINKS),
-    ("ffn", "swiglu"): (GLU,),
-    ("ffn", "glu"): (GLU,),
-    ("ffn", "geglu"): (GLU,),
+    **{("ffn", kind): (GLU,) for kind in ("swiglu", "glu", "geglu")},
     ("ffn", "relu2"): (("Primer: Searching for Efficient Transformers for Language Modeling", "2109.08668"),),
     ("ffn", "moe"): (("Switch Transformers", "2101.03961"),),
-    ("gate", "elementwise"): (GATED,),
-    ("gate", "headwise"): (GATED,),
+    **{("gate", kind): (GATED,) for kind in ("elementwise", "headwise")},
     ("qk_norm", "dyt"): (DYT,),
     ("qk_norm", "rms"): (("Query-Key Normalization for Transformers", "2010.04245"),),
     ("linear", "gated_deltanet"): (("Gated Delta Networks", "2412.06464"),),
@@ -153,9 +147,8 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, str]]:
     if config.linear is not None:
         yield "linear", config.linear.kind
     yield "ffn", config.ffn.kind
-    router: Any = getattr(config.ffn, "router", None)
-    if router is not None:
-        yield "router", router.kind
+    if isinstance(config.ffn, MoE):
+        yield "router", config.ffn.router.kind
     yield "head", config.head.kind
 
 
@@ -174,7 +167,7 @@ def _data(trained: Trained) -> str:
     where = "Residua's embedded corpus, Python's standard library" if data.path is None else Path(data.path).name
     lines = [f"- data: {markdown(where)}"]
     if sources := [markdown(source) for source in _sources(data.path)]:
-        lines.append(f"- sources: {', '.join(sources[:ROWS])}{' and others' if len(sources) > ROWS else ''}")
+        lines.append(f"- sources: {', '.join(sources[:MAX_ROWS])}{' and others' if len(sources) > MAX_ROWS else ''}")
     lines += [
         f"- tokens of training: {step * config.tokens_per_step:,}, in {step:,} steps",
         f"- tokens in a sequence: {config.sequence:,}",
@@ -214,7 +207,7 @@ def _losses(run: Path) -> str:
     records = [record for record in read_metrics(run / METRICS) if record["kind"] == "validation"]
     if not records:
         return "Not recorded."
-    stride = -(-len(records) // ROWS)
+    stride = -(-len(records) // MAX_ROWS)
     chosen = records[::-1][::stride][::-1]
     rows = ((f"{r['step']:,}", f"{r['loss']:.4f}", f"{r['bits_per_byte']:.4f}") for r in chosen)
     return "On the validation set, in nats per token.\n\n" + _table(("step", "loss", "bits per byte"), rows)

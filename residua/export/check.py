@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,14 +34,8 @@ def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
     """
     if find_spec("transformers") is None:
         return None
-    tokens = _tokens(model)
-    device = next(model.parameters()).device
-    was_training = model.training
-    with torch.no_grad(), ops.backend("reference"), _package(folder) as modeling:
-        expected = model.eval()(tokens.to(device)).float().cpu()
-        found = _build(folder, modeling)(tokens).logits.float()
-    model.train(was_training)
-    return _difference(found, expected, dtype)
+    with ops.backend("reference"), _package(folder) as modeling:
+        return _difference(_build(folder, modeling), model, dtype)
 
 
 def check_layout(folder: Path, model: Decoder, dtype: torch.dtype) -> float | None:
@@ -51,27 +46,23 @@ def check_layout(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokens = _tokens(model)
     theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    return _difference(partial(theirs, use_cache=False), model, dtype)  # its cache asks for softmax attention
+
+
+@torch.no_grad()
+def _difference(exported: Callable[[Tensor], Any], model: Decoder, dtype: torch.dtype) -> float:
+    tokens = torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     was_training = model.training
-    with torch.no_grad():
-        expected = model.eval()(tokens.to(next(model.parameters()).device)).float().cpu()
-        found = theirs(tokens, use_cache=False).logits  # their cache asks for a layer with softmax attention
+    expected = model.eval()(tokens.to(next(model.parameters()).device)).float().cpu()
     model.train(was_training)
-    return _difference(found, expected, dtype)
-
-
-def _tokens(model: Decoder) -> Tensor:
-    return torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-
-
-def _difference(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     if not torch.isfinite(expected).all():
         raise UserError(
             "the model's own logits are not finite although its weights are, so its export could not be checked: "
             "some weights are too large; use another checkpoint."
         )
-    difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    logits = exported(tokens).logits.float()
+    difference = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not difference <= TOLERANCES[dtype]:
         raise RuntimeError(
             f"the exported code differs from the model by {difference:.1e}: this is a bug in the export."
@@ -83,9 +74,8 @@ def _build(folder: Path, modeling: ModuleType) -> Any:
     keys = read_json(folder / "config.json", dict[str, Any], AGAIN)
     config = modeling.ResiduaConfig(**keys | {"implementation": "file"})
     exported = modeling.ResiduaForCausalLM(config).eval().float()
-    tied = config.tie_word_embeddings
     missing, unexpected = exported.load_state_dict(read_tensors(folder / WEIGHTS, AGAIN), strict=False)
-    if unexpected or missing != (["lm_head.weight"] if tied else []):
+    if unexpected or missing != (["lm_head.weight"] if config.tie_word_embeddings else []):
         raise RuntimeError(f"the exported code lacks {unexpected} and asks for {missing}: this is a bug in the export.")
     return exported
 

@@ -1,4 +1,7 @@
-"""Writing a Hugging Face folder, whole or not at all (`residua.storage.exported` reads it back).
+"""Writing a Hugging Face folder, whole or not at all, in one of two layouts.
+
+Residua's own has its code (`residua.storage.exported` reads it back). That of one of transformers' families has none,
+and any tool that knows the family reads it.
 
 config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json
 README.md  configuration_residua.py  modeling_residua.py  and the modules that it imports (`residua.export.bundle`)
@@ -8,22 +11,39 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from residua.config.model import ModelConfig, head_dim
+from residua.convert.families import find_family
+from residua.convert.family import Rule
 from residua.data.tokenizer import Tokenizer
+from residua.errors import UserError
 from residua.export.bundle import bundle, users_modules
 from residua.export.card import CARD_FILE, model_card
-from residua.export.check import check_export
-from residua.export.precision import FLOAT32, Precision
+from residua.export.check import check_export, check_layout
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
+from residua.reading import inside
 from residua.storage.checkpoint import model_tensors
-from residua.storage.companions import GENERATION, SPECIAL_TOKENS, TOKENIZER_CONFIG, end_ids, read_companion
+from residua.storage.companions import (
+    CONFIG,
+    GENERATION,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    companions,
+    end_ids,
+    read_companion,
+)
 from residua.storage.exported import exported_name
 from residua.storage.finite import require_finite
+from residua.storage.stream import Entry, write_tensors
 from residua.storage.tensors import save_tensors
 from residua.version import __version__
 
@@ -32,6 +52,52 @@ AUTO_MAP = {
     "AutoModel": "modeling_residua.ResiduaModel",
     "AutoModelForCausalLM": "modeling_residua.ResiduaForCausalLM",
 }
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`dtype` is that of config.json and of every weight that is not in `stored`, which names weights of ours."""
+
+    dtype: torch.dtype = torch.float32
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    @classmethod
+    def as_stored(cls, dtypes: Mapping[str, torch.dtype], tensors: Mapping[str, Tensor]) -> Precision:
+        """The dtypes that weights have in their folder; float64 becomes float32, which models are opened in."""
+        kept = {name: torch.float32 if dtype is torch.float64 else dtype for name, dtype in dtypes.items()}
+        values: Counter[torch.dtype] = Counter()
+        for name, tensor in tensors.items():
+            values[kept.get(name, torch.float32)] += tensor.numel()
+        ((main, _),) = values.most_common(1)
+        return cls(main, kept)
+
+    @property
+    def name(self) -> str:
+        """`bfloat16`, as config.json has it."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def rounds(self) -> torch.dtype:
+        """What weights are rounded to: nothing beyond the float32 of an open model if they stay as they are stored."""
+        return torch.float32 if self.stored else self.dtype
+
+    def of(self, name: str) -> torch.dtype:
+        """The dtype of one of our weights."""
+        return self.stored.get(name, self.dtype)
+
+    def of_rule(self, rule: Rule, tensor: Tensor) -> torch.dtype:
+        """The dtype of the tensors of another layout that one of our weights is written as.
+
+        Where the values differ from ours (gains of a Gemma, less one), ours are in float32, whatever theirs were: they
+        become `dtype` again if nothing is lost.
+        """
+        if rule.exact or rule.ours not in self.stored:
+            return self.of(rule.ours)
+        parts = [part.to(self.dtype) for part in rule.write(tensor).values()]
+        return self.dtype if torch.equal(rule.read(parts), tensor) else torch.float32
+
+
+FLOAT32 = Precision()
 
 
 def write_folder(
@@ -146,6 +212,54 @@ def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[st
     settings.pop("auto_map", None)  # code that does not travel
     # tokenizer.json is the whole truth: other classes of transformers make parts of it anew
     return {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def write_layout(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    run: Path,
+    out: Path,
+    layout: str,
+    precision: Precision = FLOAT32,
+    card: str | None = None,
+) -> float | None:
+    """Write the model of a run as a folder of the family `layout`; returns what `check_layout` finds.
+
+    What `run` has beside its weights goes along: chat template, generation settings and, if it was of this family, the
+    keys of config.json that say nothing about the model's mathematics.
+    """
+    refuse_used(out)
+    family = find_family(layout)
+    kept = companions(run)
+    before = read_companion(kept, CONFIG)
+    if before.get("model_type") != layout:
+        before = end_tokens(tokenizer, kept)
+    before.pop("torch_dtype", None)
+    try:
+        keys = family.write(model.config) | {key: before[key] for key in family.FREE if key in before}
+        rules = list(family.rules(model.config, keys))
+    except UserError as error:
+        raise UserError(f"--layout {layout} cannot hold this model: {error}") from None
+    with atomic_folder(out) as folder:
+        config = {**before, **keys, "dtype": precision.name}
+        (folder / "config.json").write_text(json_text(config), encoding="utf-8")
+        (folder / CARD_FILE).write_text(card or model_card(model, out.name, own_code=False), encoding="utf-8")
+        if TOKENIZER_CONFIG not in kept:
+            text = json_text(tokenizer_config(tokenizer, model.config, kept))
+            (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
+        for name in kept.keys() - {CONFIG}:
+            shutil.copyfile(kept[name], folder / name)
+        shutil.copyfile(inside(run, "tokenizer.json"), folder / "tokenizer.json")
+        tensors = model.state_dict()
+        dtypes = [precision.of_rule(rule, tensors[rule.ours]) for rule in rules]
+        entries = [
+            Entry(name, dtype, shape)
+            for rule, dtype in zip(rules, dtypes, strict=True)
+            for name, shape in rule.shapes()
+        ]
+        parts = (part for rule in rules for part in rule.write(tensors[rule.ours]).values())
+        write_tensors(folder / "model.safetensors", entries, parts)
+        return check_layout(folder, model, precision.rounds)
 
 
 def json_text(content: Mapping[str, Any]) -> str:

@@ -111,32 +111,29 @@ class _Rewriting:
                 lines = self._from_import(node)
             else:
                 lines = self._import(node)
-                yield from self._uses(node)
+                namespaces = [a for a in node.names if _is_namespace(a) and self.folder.travels(a.name)]
+                yield from (self._edit(use, name) for alias in namespaces for use, name, _ in self._used(alias))
             if lines is not None:
                 yield self._edit(node, ("\n" + " " * node.col_offset).join(lines or ["pass"]))
 
     def _edit(self, node: ast.stmt | ast.expr, new: str) -> Edit:
         assert node.end_lineno is not None and node.end_col_offset is not None
-        start, end = (
-            self.starts[node.lineno - 1] + node.col_offset,
-            self.starts[node.end_lineno - 1] + node.end_col_offset,
-        )
-        return Edit(start, end, new)
+        start = self.starts[node.lineno - 1] + node.col_offset
+        return Edit(start, self.starts[node.end_lineno - 1] + node.end_col_offset, new)
 
     def _from_import(self, node: ast.ImportFrom) -> list[str] | None:
         """`from x import a, b as c`; None if it stays as it is."""
         home = imported_from(self.module, node)
         names = {alias.asname or alias.name: alias.name for alias in node.names}
         if "*" in names and self.folder.travels(home):
-            names = {name: name for name in self._names() if hasattr(import_module(home), name)}
+            used = {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
+            names = {name: name for name in used if hasattr(import_module(home), name)}
         places = {bound: self.folder.place(self.module, home, name) for bound, name in names.items()}
-        found = {bound: place for bound, place in places.items() if place is not None}
-        if not found:
+        copied = {bound: place for bound, place in places.items() if place is not None}
+        if not copied:
             return None
-        kept = [
-            ast.alias(name, None if name == bound else bound) for bound, name in names.items() if bound not in found
-        ]
-        return [*([ast.unparse(ast.ImportFrom(home, kept, 0))] if kept else []), *import_lines(found)]
+        kept = [ast.alias(name, bound if bound != name else None) for bound, name in names.items() if not places[bound]]
+        return [*([ast.unparse(ast.ImportFrom(home, kept, 0))] if kept else []), *import_lines(copied)]
 
     def _import(self, node: ast.Import) -> list[str] | None:
         """`import x.y as z` finds the file's own module; what `import x.y` binds is rewritten where it is used."""
@@ -153,12 +150,6 @@ class _Rewriting:
                 lines += import_lines({str(alias.asname): place} if place else {})
         return lines
 
-    def _uses(self, node: ast.Import) -> Iterator[Edit]:
-        for alias in node.names:
-            if _is_namespace(alias) and self.folder.travels(alias.name):
-                for use, name, _ in self._used(alias):
-                    yield self._edit(use, name)
-
     def _used(self, alias: ast.alias) -> Iterator[tuple[ast.Attribute, str, Place]]:
         """Each `residua.ops.rms` after `import residua.ops`, the name that replaces it, and what that is bound to."""
         bound = alias.asname or alias.name.split(".")[0]
@@ -172,9 +163,6 @@ class _Rewriting:
                 place = self.folder.place(self.module, *found)
                 if place is not None:
                     yield node, "_".join([*found[0].split("."), *([found[1]] if found[1] else [])]), place
-
-    def _names(self) -> set[str]:
-        return {node.id for node in ast.walk(self.tree) if isinstance(node, ast.Name)}
 
 
 def _is_namespace(alias: ast.alias) -> bool:

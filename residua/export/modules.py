@@ -37,7 +37,8 @@ def _file(module: str) -> Path | None:
     return None if path is None else Path(path)
 
 
-def _is_package(module: str) -> bool:
+def is_package(module: str) -> bool:
+    """Whether a module is the `__init__.py` of a folder."""
     path = _file(module)
     return path is not None and path.name == "__init__.py"
 
@@ -55,11 +56,6 @@ def parsed(text: str) -> Parsed:
     tree = ast.parse(text)
     imports = tuple(node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
     return Parsed(imports, frozenset(attributes(tree)))
-
-
-def path_of(module: str) -> str:
-    """The module's file, as a path from where its package lies."""
-    return module.replace(".", "/") + ("/__init__.py" if _is_package(module) else ".py")
 
 
 def is_users(module: str) -> bool:
@@ -88,7 +84,7 @@ def member(module: str, name: str) -> Any:
 
 def imported_from(module: str, statement: ast.ImportFrom) -> str:
     """The absolute name of the module that a `from … import` names, relative or not."""
-    package = module if _is_package(module) else module.rpartition(".")[0]
+    package = module if is_package(module) else module.rpartition(".")[0]
     return resolve_name("." * statement.level + (statement.module or ""), package)
 
 

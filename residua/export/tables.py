@@ -67,17 +67,15 @@ class _Tables:
         if getattr(value, "__module__", None) == "typing" and getattr(value, "__name__", None) == name:
             self.typing.add(name)
         elif isinstance(value, ModuleType):
-            self.modules.append(
-                f"import {name}\n" if value.__name__ == name else f"import {value.__name__} as {name}\n"
-            )
+            alias = "" if value.__name__ == name else f" as {name}"
+            self.modules.append(f"import {value.__name__}{alias}\n")
         elif value is Frozen:
             self.values.append(f"{name} = Table\n")
         elif is_table(value):
             self.definitions[name] = self._class(value)
-        elif isinstance(value, FunctionType):
-            self._add_names(value)
-            self.definitions[name] = inspect.getsource(value)
-        elif isinstance(value, type):
+        elif isinstance(value, FunctionType | type):
+            if isinstance(value, FunctionType):
+                self._add_names(value)
             self.definitions[name] = inspect.getsource(value)
         elif isinstance(value, int | float | str):
             self.values.append(f"{name} = {value!r}\n")

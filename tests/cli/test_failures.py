@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from residua.config import family, plugins
+from residua.config import plugins
 from residua.config.choices import TopologyChoice
 from residua.config.run import RunConfig
 from residua.config.settings import PLUGINS, ConfigError
@@ -116,8 +116,8 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv(PLUGINS, str(file))
         plugins.load_plugins()
         yield file
-    choice = family._MEMBERS[TopologyChoice].pop("planted")
-    family._ADAPTERS.pop(TopologyChoice, None)
+    choice = plugins._MEMBERS[TopologyChoice].pop("planted")
+    plugins._ADAPTERS.pop(TopologyChoice, None)
     TOPOLOGIES.pop(choice)
     sys.modules.pop("planted")
     plugins._loaded.discard(str(file))

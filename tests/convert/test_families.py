@@ -70,7 +70,7 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
 
 def export_back(folder: Path, layout: str) -> None:
     """The imported run in its own layout; the byte tokenizer has more ids than the tiny vocabulary."""
-    from residua.export.layout import write_layout
+    from residua.export.folder import write_layout
 
     difference = write_layout(load(folder / "run"), Tokenizer.bytes(), folder / "run", folder / "back", layout)
     assert difference is not None and difference < 1e-5
@@ -113,7 +113,7 @@ def test_scaled_positions_are_transformers(name: str, tmp_path: Path) -> None:
 
 def test_a_mistral_with_windows_in_some_layers_is_transformers_ministral(tmp_path: Path) -> None:
     """transformers' automatic classes read a `mistral` with `layer_types` as a `ministral`, and so do we."""
-    from residua.export.layout import write_layout
+    from residua.export.folder import write_layout
 
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     theirs = saved(tmp_path / "hf", "Ministral", vocab_size=300, head_dim=8, sliding_window=5, layer_types=kinds)
@@ -277,7 +277,7 @@ def test_layouts_refuse_what_they_cannot_hold(layout: str, tables: dict[str, Any
 
 
 def test_a_plain_model_trained_here_is_a_qwen3(tmp_path: Path) -> None:
-    from residua.export.layout import write_layout
+    from residua.export.folder import write_layout
 
     model = residua.build(small(vocab_size=300, attention={"kind": "softmax", "heads": 2, "kv_heads": 1}))
     Tokenizer.bytes().save(tmp_path / "tokenizer.json")
@@ -287,7 +287,7 @@ def test_a_plain_model_trained_here_is_a_qwen3(tmp_path: Path) -> None:
 
 def test_a_kimi_model_with_only_linear_layers_is_written_in_its_layout(tmp_path: Path) -> None:
     """transformers' cache of such a model refuses to say how long it is."""
-    from residua.export.layout import write_layout
+    from residua.export.folder import write_layout
 
     mixture = {"kind": "moe", "hidden": 16, "experts": 4, "top_k": 2, "shared": 1, "activation": "swiglu"}
     linear = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}

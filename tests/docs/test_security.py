@@ -53,7 +53,7 @@ def test_code_of_model_folders_is_never_trusted() -> None:
 @pytest.mark.parametrize("name", ["urllib.request", "http", "requests", "httpx", "huggingface_hub"])
 def test_the_network_is_left_to_libraries_that_a_person_asks_for(name: str) -> None:
     # for `export --push`, and on 127.0.0.1 only (tests/watch/test_server.py)
-    asked = {"huggingface_hub": {"export/hub.py"}, "http": {"watch/server.py"}}
+    asked = {"huggingface_hub": {"export/__init__.py"}, "http": {"watch/server.py"}}
     assert imported(name) == asked.get(name, set())
 
 

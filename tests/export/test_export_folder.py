@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import residua
 from residua.data.tokenizer import Tokenizer
-from residua.export.folder import write_folder
-from residua.export.precision import Precision
+from residua.export.folder import Precision, write_folder
 from residua.storage.companions import companions
 from residua.storage.exported import is_export
 from residua.storage.imported import import_folder

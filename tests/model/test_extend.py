@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 import torch
 
-from residua.config import family, plugins
+from residua.config import plugins
 from residua.config.choices import NormChoice, TopologyChoice
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
@@ -42,8 +42,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv(PLUGINS, ",".join(map(str, files)))
         yield folder
     for root, built, kind in ((TopologyChoice, TOPOLOGIES, "layer_scale"), (NormChoice, NORMS, "l1norm")):
-        choice = family._MEMBERS[root].pop(kind, None)
-        family._ADAPTERS.pop(root, None)
+        choice = plugins._MEMBERS[root].pop(kind, None)
+        plugins._ADAPTERS.pop(root, None)
         built.pop(choice, None)
     for file in files:
         sys.modules.pop(file.stem, None)

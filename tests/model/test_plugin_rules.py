@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import residua
-from residua.config import family
+from residua.config import plugins
 from residua.config.choices import NormChoice, TopologyChoice
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
@@ -107,8 +107,8 @@ def registered() -> Iterator[None]:
     register_norm(OwnNormChoice, OwnNorm)
     yield
     for root, built, choice in ((TopologyChoice, TOPOLOGIES, OwnChoice), (NormChoice, KNOWN_NORMS, OwnNormChoice)):
-        del family._MEMBERS[root][choice.model_fields["kind"].default], built[choice]
-        family._ADAPTERS.pop(root, None)
+        del plugins._MEMBERS[root][choice.model_fields["kind"].default], built[choice]
+        plugins._ADAPTERS.pop(root, None)
 
 
 def own(fault: str) -> dict[str, str]:
