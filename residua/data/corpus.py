@@ -300,7 +300,11 @@ def _valid_pieces(text: str, blank: bool = False) -> Iterator[tuple[str, bytes]]
     """The text and its UTF-8, in pieces where it is longer than a document may be; `blank`: also blank texts."""
     if not blank and not text.strip():
         return
-    text, data = _valid(text)
+    try:
+        data = text.encode()
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can hold and UTF-8 cannot, becomes U+FFFD
+        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        data = text.encode()
     if len(data) <= LONGEST_DOCUMENT:
         yield text, data
         return
@@ -308,15 +312,6 @@ def _valid_pieces(text: str, blank: bool = False) -> Iterator[tuple[str, bytes]]
     for piece in cut(text):
         if blank or piece.strip():
             yield piece, piece.encode()
-
-
-def _valid(text: str) -> tuple[str, bytes]:
-    """The text and its UTF-8. A lone surrogate, which JSON can hold and UTF-8 cannot, becomes U+FFFD."""
-    try:
-        return text, text.encode()
-    except UnicodeEncodeError:
-        text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return text, text.encode()
 
 
 def open_corpus(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from residua.data.corpus import TRAIN, VALIDATION, Corpus
+from residua.data.corpus import TRAIN, VALIDATION, Corpus, Document
 from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, TOKENIZER, Dataset, read_description
-from residua.data.encode import encode_documents
 from residua.data.overlap import (
     BYTES,
     DROP,
@@ -38,6 +41,9 @@ SHARD_TOKENS = 100_000_000
 # More text hardly changes a BPE vocabulary, and costs memory and time.
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 BPE = "bpe:"
+CHUNK_BYTES = 1 << 18
+IN_FLIGHT_BYTES = 1 << 22
+"""Text that is encoded at once, if one document alone is not longer; at least a chunk for each worker."""
 
 
 def prepare(
@@ -148,7 +154,11 @@ class SplitWriter:
         before = self.folder / "with-overlap"
         before.mkdir()
         written = [(self.folder / name).rename(before / name) for name in self.files]
-        ids = (shard.ids[slice(*span)] for shard in map(Shard, written) for span in _spans(shard))
+        ids = (
+            shard.ids[start:end]
+            for shard in map(Shard, written)
+            for start, end in pairwise(chain(map(int, shard.starts), [shard.tokens]))
+        )
         fewer = SplitWriter(self.folder, self.name, self.dtype, self.tokenizer_hash, self.shard_tokens)
         for documents, copied in trained_copies(self.fingerprints, validation.fingerprints):
             for size, drop in zip(documents[:, BYTES].tolist(), copied.tolist(), strict=True):
@@ -164,16 +174,6 @@ class SplitWriter:
         if self.shard is not None:
             self.shard.finish()
             self.shard = None
-
-    def abandon(self) -> None:
-        """Close an unfinished shard."""
-        if self.shard is not None:
-            self.shard.close()
-
-
-def _spans(shard: Shard) -> Iterator[tuple[int, int]]:
-    """The first token and the end of each document of a shard."""
-    return pairwise(chain(map(int, shard.starts), [shard.tokens]))
 
 
 def _write_shards(
@@ -198,9 +198,74 @@ def _write_shards(
             split.finish()
     finally:
         for split in splits.values():
-            split.abandon()
+            if split.shard is not None:  # unfinished
+                split.shard.close()
     bar.update(task, completed=corpus.size)
     return splits
+
+
+def encode_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer, workers: int
+) -> Iterator[tuple[Document, np.ndarray]]:
+    """Each document with its ids and the end-of-text token, in order.
+
+    Threads suffice, because the library releases the GIL while it encodes. Its own thread pool is switched off, so that
+    `workers` is the number of threads. Few chunks are in flight, and a long document alone, so memory stays bounded.
+    """
+    dtype = dtype_for(tokenizer.vocab_size)
+
+    def encode(chunk: list[Document]) -> list[np.ndarray]:
+        encoded = tokenizer.encode_batch([document.text for document in chunk])
+        return [np.array([*ids, tokenizer.end_of_text], dtype=dtype) for ids in encoded]
+
+    most = max(IN_FLIGHT_BYTES, workers * CHUNK_BYTES)
+    size = 0
+    pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+    quiet = _environment("RUST_BACKTRACE", "0")  # of a panic in the library, which becomes one sentence
+    with _environment("TOKENIZERS_PARALLELISM", "false"), quiet, ThreadPoolExecutor(workers) as pool:
+        try:
+            for chunk in _chunks(documents):
+                size += _size(chunk)
+                while pending and (len(pending) > 2 * workers or size > most):
+                    done, future = pending.popleft()
+                    yield from zip(done, future.result(), strict=True)
+                    size -= _size(done)
+                pending.append((chunk, pool.submit(encode, chunk)))
+            while pending:
+                done, future = pending.popleft()
+                yield from zip(done, future.result(), strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    chunk: list[Document] = []
+    size = 0
+    for document in documents:
+        chunk.append(document)
+        size += document.bytes
+        if size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _size(chunk: list[Document]) -> int:
+    return sum(document.bytes for document in chunk)
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _check_splits(corpus: Corpus, splits: dict[str, SplitWriter]) -> None:

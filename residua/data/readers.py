@@ -2,24 +2,26 @@
 
 Every reader yields `(text, position)`: one document, and the bytes of the source read so far, for a progress bar. In
 place of a text it yields a `Problem` for a line or file that cannot be used. No more than `LONGEST_LINE` characters are
-in memory at once, whatever a file expands to.
+in memory at once, whatever a file expands to: compressed files are streams of bytes that take little memory.
 """
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
 import logging
+import lzma
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-from residua.data.decompress import DECOMPRESSORS, missing
 from residua.data.problems import Problem
-from residua.reading import ReadError, counted, inside, parse_json, reason, shown
+from residua.reading import MIB, ReadError, counted, inside, parse_json, reason, shown
 
 Documents = Iterator[tuple[str | Problem, int]]
 
@@ -41,10 +43,71 @@ FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
 NAMED_SUFFIXES = 4
 UNREADABLE = "restore it from a copy or leave it out"
 CORRECT = "correct or remove it"
+MAX_XZ_MEMORY = 256 * MIB
+"""Memory that an .xz file may ask for: `xz -9` needs 65 MiB."""
+READ_BYTES = 1 << 16
 
 
 DataError = ReadError
 """A corpus, tokenizer or dataset cannot be used; the message says why, and what to do, in one sentence."""
+
+
+def missing(package: str, purpose: str) -> ReadError:
+    """The error for an optional package that is not installed."""
+    return ReadError(f"{purpose} needs the package {package}: pip install 'residua[data]'")
+
+
+class _Xz(io.RawIOBase):
+    """`lzma.LZMAFile` with a limit on memory. As there, bytes after the last stream that are not xz are ignored."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self.raw, self.at_end = raw, False
+        self.decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_MEMORY)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = b""
+        while not piece and not self.at_end:
+            piece = self._following(len(buffer)) if self.decoder.eof else self._more(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def _more(self, size: int) -> bytes:
+        data = self.raw.read(READ_BYTES) if self.decoder.needs_input else b""
+        if self.decoder.needs_input and not data:
+            raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+        return self.decoder.decompress(data, size)
+
+    def _following(self, size: int) -> bytes:
+        """The beginning of the next stream; nothing at the end of the file."""
+        data = self.decoder.unused_data or self.raw.read(READ_BYTES)
+        self.decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_MEMORY)
+        try:
+            self.at_end = not data
+            return self.decoder.decompress(data, size)
+        except lzma.LZMAError as error:
+            if "limit" in str(error):
+                raise
+            self.at_end = True
+            return b""
+
+
+def _zst(raw: IO[bytes]) -> IO[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        raise missing("zstandard", f"reading {raw.name}") from None
+    return zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+
+
+DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
+    ".xz": lambda raw: io.BufferedReader(_Xz(raw), READ_BYTES),
+    ".bz2": bz2.BZ2File,
+    ".zst": _zst,
+}
 
 
 def split_suffix(path: Path) -> tuple[str, str]:

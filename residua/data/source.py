@@ -41,17 +41,13 @@ def find_data(config: RunConfig, *, progress: bool = True) -> Dataset:
     if config.data.path is not None:
         return _prepared(Path(config.data.path))
     if config.train.start is not None and config.data.tokenizer.startswith(BPE):
-        _require_tokenizer(Path(config.train.start))
+        start = Path(config.train.start)  # an import may lack its tokenizer, and a BPE trained here means nothing to it
+        if start.is_dir() and not inside(start, TOKENIZER).is_file():
+            raise ConfigError(
+                f"{start} has no {TOKENIZER}, so the embedded corpus cannot be cut into its model's tokens: give "
+                "--data a folder that was prepared with the model's own tokenizer."
+            )
     return embedded(config.data.tokenizer, progress=progress)
-
-
-def _require_tokenizer(start: Path) -> None:
-    """Refuse a model to start from without its tokenizer, as imports may be: a BPE trained here means nothing to it."""
-    if start.is_dir() and not inside(start, TOKENIZER).is_file():
-        raise ConfigError(
-            f"{start} has no {TOKENIZER}, so the embedded corpus cannot be cut into its model's tokens: give --data a "
-            "folder that was prepared with the model's own tokenizer."
-        )
 
 
 def vocabulary(data: DataConfig) -> int:

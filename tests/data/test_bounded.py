@@ -15,7 +15,7 @@ import pytest
 
 from residua.data import DataError, Tokenizer, open_corpus, prepare
 from residua.data.corpus import Document
-from residua.data.encode import encode_documents
+from residua.data.pipeline import encode_documents
 from residua.data.readers import DOCUMENT_CHARACTERS, LONGEST_DOCUMENT, SEPARATOR, cut, plain_documents, plain_lines
 
 from .texts import write_jsonl
@@ -73,7 +73,7 @@ def test_a_file_that_expands_is_read_in_little_memory(name: str, tmp_path: Path)
 
 
 def test_xz_that_asks_for_much_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("residua.data.decompress.DICTIONARY", 1 << 20)
+    monkeypatch.setattr("residua.data.readers.MAX_XZ_MEMORY", 1 << 20)
     small, large = lzma.compress(b"one\n", preset=0), lzma.compress(b"two\n", preset=9)
     for number, data in enumerate((large, small + large)):
         path = tmp_path / f"{number}.txt.xz"

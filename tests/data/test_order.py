@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from residua.data.order import Cursor, Order, permute
+from residua.data.loader import Cursor, Order, permute
 
 
 @pytest.mark.parametrize("size", [*range(1, 40), 255, 256, 257, 5000])

@@ -59,7 +59,7 @@ def test_reading_across_shards_equals_the_concatenation(dataset: Dataset) -> Non
 
 
 def test_number_of_workers_does_not_change_a_byte(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("residua.data.encode.CHUNK_BYTES", 500)
+    monkeypatch.setattr("residua.data.pipeline.CHUNK_BYTES", 500)
     corpus = open_corpus([jsonl], holdout=0.1)
     for workers in (1, 3):
         prepare(corpus, tmp_path / str(workers), "bpe:300", workers=workers, shard_tokens=2000)
