@@ -41,10 +41,9 @@ from typing import Any
 from residua.config.settings import ConfigError
 from residua.reading import counted
 from residua.report import Column, Value
+from residua.reproduce.comparison import claims_table
 from residua.reproduce.entry import Order
-from residua.reproduce.matching import NOT_THERE
-from residua.reproduce.shared import share
-from residua.reproduce.show import claims_table
+from residua.reproduce.existing_study import NOT_THERE, share
 from residua.study.answer import comparisons_sentence
 from residua.study.conduct import show_saved
 from residua.study.config import Tasks

@@ -13,8 +13,8 @@ from residua.cli.options import Calibration, Data, argument, command_line, optio
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from residua.reproduce.build import Request
     from residua.reproduce.conduct import Reproduced
+    from residua.reproduce.request import Request
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 SCALE = "1/32"
@@ -76,7 +76,7 @@ def reproduce(
     Without an entry, lists all of them with what they cost. Ctrl-C saves and stops; the same command continues.
     """
     from residua.report.terminal import open_console
-    from residua.reproduce.build import Request
+    from residua.reproduce.request import Request
     from residua.reproduce.scale import parse_scale
 
     console = open_console()
@@ -99,7 +99,7 @@ def reproduce(
         return
     folder = out or Path("runs") / entry.replace(":", "-")
     if study is not None:
-        from residua.reproduce.shared import reproduce_from
+        from residua.reproduce.existing_study import reproduce_from
 
         _refuse(given, ("study", "rows"), "--study takes numbers that exist and trains nothing: leave --{} out.")
         _tell(reproduce_from(entry, study, folder, console, request.rows), console)

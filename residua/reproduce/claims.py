@@ -2,7 +2,7 @@
 
 Claims are about differences and ratios between rows, since another text and size give other absolute losses. The
 direction is confirmed when the whole interval lies on the claim's side, contradicted when the whole interval lies on
-the other side, and not shown otherwise. The magnitude is judged where the paper has a number (`magnitude.py`). With one
+the other side, and not shown otherwise. The magnitude is judged where the paper has a number (`PaperNumber`). With one
 seed there is no interval and nothing is shown.
 """
 
@@ -16,17 +16,74 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from residua.reproduce.entry import Below, Claim, Diverges, Falls, Gain, Order, Study, Unmeasured
-from residua.reproduce.magnitude import Magnitude, PaperNumber
+from residua.reproduce.entry import Below, Diverges, Falls, Gain, Order, Study, Unmeasured
 from residua.reproduce.measures import MEASURES, Measure
-from residua.study.results import StudyResult
+from residua.study.results import RunResult, StudyResult
 from residua.study.statistics import Estimate, estimate_ratio, paired_difference
 
 DIVERGED = re.compile(r"the run diverged|the (loss|gradient norm) is (nan|-?inf)")
 """What the trainer says of a run that it stopped (`train/health.py`)."""
 ALL = "all"
+BAND = 0.25
+"""A magnitude agrees if ours is within this share of the paper's effect, also where our interval is narrower.
+
+Of a ratio both its logarithm and the ratio itself must be: 3 % for 5 % of overhead is not, and 10× for 15× is not.
+"""
+Magnitude = Literal["agrees", "larger", "smaller", "opposite", "not shown"]
+INSIDE = "inside our interval"
 Direction = Literal["confirmed", "contradicted", "not shown"]
 THAN_THE_PAPERS = {"larger": "larger than the paper's", "smaller": "smaller than the paper's"}
+
+
+@dataclass(frozen=True)
+class PaperNumber:
+    """The paper's number for a claim: a ratio or a difference, in a format; with `or_more` a lower bound."""
+
+    value: float
+    ratio: bool
+    digits: str = "g"
+    or_more: bool = False
+
+    def compare(self, found: Estimate | None) -> tuple[Magnitude, str]:
+        """The verdict on our magnitude, and the paper's number in words with its place relative to our interval."""
+        shown = ("more than " if self.or_more else "") + f"{self.value:{self.digits}}" + ("×" if self.ratio else "")
+        if found is None:
+            return "not shown", shown
+        magnitude, place = self._magnitude(found), _place(self.value, found)
+        near = magnitude == "agrees" and place != INSIDE and not self.or_more
+        return magnitude, f"{shown}, {place}" + (f", but within {BAND:.0%}" if near else "")
+
+    def _magnitude(self, found: Estimate) -> Magnitude:
+        """Effects are differences, or logarithms of ratios: 0 is none.
+
+        Ours agrees if the paper's number lies inside our interval, or our number within `BAND` of the paper's effect.
+        It is not shown without an interval, or if the interval holds both the paper's number and no effect.
+        """
+        if found.low is None and found.high is None:
+            return "not shown"
+        effect: Callable[[float], float] = math.log if self.ratio else float
+        low = -math.inf if found.low is None else effect(found.low)
+        high = math.inf if found.high is None else effect(found.high)
+        paper, ours = effect(self.value), effect(found.value)
+        inside = low <= paper <= high
+        band = min(BAND * abs(paper), math.log(1 + BAND)) if self.ratio else BAND * abs(paper)
+        if low <= 0 <= high:
+            return "not shown" if inside else "smaller"
+        if inside or abs(ours - paper) <= band:
+            return "agrees"
+        if ours * paper < 0:
+            return "opposite"
+        if abs(ours) < abs(paper):
+            return "smaller"
+        return "agrees" if self.or_more else "larger"
+
+
+def _place(value: float, found: Estimate) -> str:
+    if found.low is None and found.high is None:
+        return "with one seed there is no interval to compare it with"
+    if found.low is not None and value < found.low:
+        return "below our interval"
+    return "above our interval" if found.high is not None and value > found.high else INSIDE
 
 
 @dataclass(frozen=True)
@@ -65,14 +122,15 @@ class Measured:
     out: Path
     absent: Mapping[str, str] = field(default_factory=dict)
 
+    def runs(self, size: str, row: str) -> list[RunResult]:
+        """The runs of a row that train for the whole budget."""
+        wanted = (size, row, 1.0)
+        return [run for run in self.result.runs if (self.size_of(run.size), run.variant, run.budget) == wanted]
+
     def values(self, size: str, row: str, measure: Measure) -> dict[int, float]:
         """A measure of the complete runs of a row, by seed."""
-        found = {
-            run.seed: measure.of(run, self.out)
-            for run in self.result.runs
-            if (self.size_of(run.size), run.variant, run.budget) == (size, row, 1.0) and run.status == "complete"
-        }
-        return {seed: value for seed, value in found.items() if value is not None}
+        done = (run for run in self.runs(size, row) if run.status == "complete")
+        return {run.seed: value for run in done if (value := measure.of(run, self.out)) is not None}
 
     def measure(self, name: str) -> Measure:
         """A measure, or the one that stands in for it if rows lack it: one definition for all rows of a table."""
@@ -114,14 +172,9 @@ def verdicts(measured: Measured) -> list[Verdict]:
     return [
         judge[type(claim)](claim, size, measured)
         for claim in measured.entry.claims
-        for size in ([ALL] if _over_sizes(claim) else sizes)
+        for size in ([ALL] if claim.over_sizes else sizes)
         if size == ALL or not claim.sizes or size in claim.sizes
     ]
-
-
-def _over_sizes(claim: Claim) -> bool:
-    """Whether a claim has one verdict for all sizes together."""
-    return isinstance(claim, Unmeasured) or (isinstance(claim, Gain) and claim.measure == "compute_advantage")
 
 
 def _unmeasured(claim: Unmeasured, size: str, measured: Measured) -> Verdict:
@@ -193,19 +246,12 @@ def _falls(claim: Falls, size: str, measured: Measured) -> Verdict:
 
 
 def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
-    runs = [
-        run
-        for run in measured.result.runs
-        if (measured.size_of(run.size), run.variant, run.budget) == (size, claim.row, 1.0)
-    ]
+    runs = measured.runs(size, claim.row)
     diverged = [run for run in runs if DIVERGED.search(run.problem)]
     done = [run for run in runs if run.status == "complete"]
     asked = max(len(runs), len(measured.result.seeds))  # a results file has complete runs only
-    word: Direction = "not shown"
-    if len(diverged) == asked:
-        word = "confirmed"
-    elif len(done) == asked:
-        word = "contradicted"
+    word: Direction = "not shown" if len(done) != asked else "contradicted"
+    word = "confirmed" if len(diverged) == asked else word
     told = measured.why_not(claim.row) or f"{len(diverged)} of {asked} runs diverged, {len(done)} completed"
     return Verdict(claim.text, size, word, None, told)
 

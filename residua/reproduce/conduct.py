@@ -14,12 +14,11 @@ from residua.config.settings import ConfigError
 from residua.machine import choose_device
 from residua.reading import counted
 from residua.report.terminal import ProgressBars
-from residua.reproduce.build import Cost, Request, build_study, selected, tasks_sentence
-from residua.reproduce.catalogue import load
 from residua.reproduce.claims import DIVERGED, Measured, verdicts
-from residua.reproduce.entry import Inside, Nothing, Study
+from residua.reproduce.comparison import Comparison
+from residua.reproduce.entry import Inside, Nothing, Study, load
+from residua.reproduce.request import Cost, Request, build_study, selected, tasks_sentence
 from residua.reproduce.scale import sentence
-from residua.reproduce.show import Comparison
 from residua.study.conduct import Outcome, announce, conduct, open_dataset
 from residua.study.entries import count
 from residua.study.plan import StudyPlan, make_plan, refuse_strangers
@@ -73,7 +72,12 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
     if told := tasks_sentence(entry, study):
         console.print(Text(told), soft_wrap=True)
     cost = planned_cost(plan)
-    console.print(Text(cost_sentence(cost)), soft_wrap=True)
+    told = (
+        f"{counted(cost.runs, 'run')}, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
+        f"{duration(cost.flops / training_rate())} of training steps on this device, one run at a time; "
+        "validations and what is measured afterwards come on top."
+    )
+    console.print(Text(told), soft_wrap=True)
     longest = max(run.config.train.steps * run.config.tokens_per_step for run in plan.runs)
     if longest > plan.text_tokens:
         console.print(
@@ -90,15 +94,6 @@ def planned_cost(plan: StudyPlan) -> Cost:
     tokens = [run.config.train.steps * run.config.tokens_per_step for run in runs]
     flops = [plan.models[run.size, run.variant].flops_per_token for run in runs]
     return Cost(len(runs), float(sum(tokens)), sum(t * f for t, f in zip(tokens, flops, strict=True)))
-
-
-def cost_sentence(cost: Cost) -> str:
-    """A cost in words, with hours on this device."""
-    return (
-        f"{counted(cost.runs, 'run')}, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
-        f"{duration(cost.flops / training_rate())} of training steps on this device, one run at a time; "
-        "validations and what is measured afterwards come on top."
-    )
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What an entry of `residua reproduce` says: one TOML file per table or figure of a paper, in `entries/DOCUMENT/`.
+"""The entries of `residua reproduce`: one TOML file per table or figure of a paper, `entries/004/table1.toml`.
 
 A `study` trains the rows of a table. An entry that looks `inside` also diagnoses the trained models. `none` stands for
 what cannot be had or is no measurement, with the nearest thing that can. docs/reproduce.md describes the keys.
@@ -6,14 +6,28 @@ what cannot be had or is no measurement, with the nearest thing that can. docs/r
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, get_args
+import re
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, RootModel, ValidationError, model_validator
 
-from residua.config.settings import Frozen, Positive
+from residua.config.settings import ConfigError, Frozen, Positive, explain, of_file, read_toml, suggest
 from residua.errors import UserError
 from residua.reproduce.measures import MEASURES
 from residua.study.config import Match, NoMatch
+
+FOLDER = Path(str(files("residua") / "reproduce" / "entries"))
+DOCUMENTS = {
+    "000": "Attention Projection Mixing and Exogenous Anchors (ExoFormer)",
+    "001": "Attention Residuals: Teaching transformers to choose which layers matter (article)",
+    "002": "Attention Residuals (the authors' summary)",
+    "003": "A Unified View of Attention and Residual Sinks (outlier-driven rescaling)",
+    "004": "Multi-Gate Residuals",
+}
+"""The documents. 002 numbers neither its pictures nor its table: they are counted in order of appearance."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
 Words = Annotated[str, Field(min_length=1)]
@@ -47,6 +61,21 @@ class Claim(Frozen):
     def named(self) -> tuple[str, ...]:
         """The rows it is about."""
         return ()
+
+    @property
+    def over_sizes(self) -> bool:
+        """Whether it has one verdict for all sizes together."""
+        return False
+
+
+class RowClaim(Claim):
+    """A claim about one row."""
+
+    row: str
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return (self.row,)
 
 
 class Below(Claim):
@@ -84,41 +113,30 @@ class Order(Claim):
 Gained = Literal["step_gain", "equivalent_tokens", "compute_advantage", "throughput_ratio"]
 
 
-class Gain(Claim):
+class Gain(RowClaim):
     """Row `row` has this ratio to the baseline: tokens or compute for the same loss, or tokens per second."""
 
     kind: Literal["gain"]
-    row: str
     measure: Gained
     published: float = Field(gt=0)
 
     @property
-    def named(self) -> tuple[str, ...]:
-        return (self.row,)
+    def over_sizes(self) -> bool:
+        return self.measure == "compute_advantage"
 
 
-class Diverges(Claim):
+class Diverges(RowClaim):
     """Training of row `row` diverges."""
 
     kind: Literal["diverges"]
-    row: str
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        return (self.row,)
 
 
-class Falls(Claim):
+class Falls(RowClaim):
     """A ratio of row `row` is below 1; with `rises`, above it."""
 
     kind: Literal["falls"]
-    row: str
     measure: str
     rises: bool = False
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        return (self.row,)
 
 
 class Unmeasured(Claim):
@@ -130,6 +148,10 @@ class Unmeasured(Claim):
     kind: Literal["unmeasured"]
     reason: Words
     published: float | None = Field(None, gt=0)
+
+    @property
+    def over_sizes(self) -> bool:
+        return True
 
 
 AnyClaim = Annotated[Below | Order | Gain | Falls | Diverges | Unmeasured, Field(discriminator="kind")]
@@ -188,7 +210,7 @@ class Study(Frozen):
             raise UserError("sizes and rows go together: give both or neither.")
         if self.baseline and self.baseline not in rows:
             raise UserError(f"baseline = {self.baseline!r} is not a row: choose one of {', '.join(rows)}.")
-        for name in (*self.columns, *(m for claim in self.claims if (m := getattr(claim, "measure", "")))):
+        for name in (*self.columns, *(c.measure for c in self.claims if isinstance(c, Below | Order | Gain | Falls))):
             if name not in MEASURES and name not in get_args(Gained):
                 raise UserError(f"{name!r} is not measured: choose one of {', '.join(MEASURES)}.")
         if not self.quantize and any(MEASURES[name].quantized for name in self.columns):
@@ -201,7 +223,12 @@ class Study(Frozen):
             if stranger is not None:
                 raise UserError(f"the claim {claim.text!r} names {stranger!r}, which is neither a row nor a size.")
         for row in self.rows:
-            _check_published(row, sizes, {*self.columns, *self.unmeasured})
+            for size, values in row.published.items():
+                if size not in sizes:
+                    raise UserError(f"row {row.name!r} has values for {size!r}: choose one of {', '.join(sizes)}.")
+                strange = next((name for name in values if name not in {*self.columns, *self.unmeasured}), None)
+                if strange is not None:
+                    raise UserError(f"row {row.name!r} has a value for {strange!r}, which is no column of the entry.")
         return self
 
 
@@ -222,12 +249,45 @@ class Inside(Study):
 
 
 Entry = Annotated[Study | Inside | Nothing, Field(discriminator="kind")]
+KINDS: dict[str, type[BaseModel]] = {"study": Study, "inside": Inside, "none": Nothing}
 
 
-def _check_published(row: Row, sizes: list[str], columns: set[str]) -> None:
-    for size, values in row.published.items():
-        if size not in sizes:
-            raise UserError(f"row {row.name!r} has values for {size!r}: choose one of {', '.join(sizes)}.")
-        strange = next((column for column in values if column not in columns), None)
-        if strange is not None:
-            raise UserError(f"row {row.name!r} has a value for {strange!r}, which is no column of the entry.")
+class _File(RootModel[Entry]):
+    """The content of one file."""
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Every entry, by document, figures first, in the order of their numbers."""
+    return tuple(sorted((f"{path.parent.name}:{path.stem}" for path in FOLDER.glob("*/*.toml")), key=_place))
+
+
+def load(name: str) -> Study | Inside | Nothing:
+    """An entry by name, such as `004:table1`."""
+    if name not in names():
+        raise ConfigError(f"there is no entry {name!r}: {suggest(name, names(), 'residua reproduce')}")
+    document, _, place = name.partition(":")
+    return read_entry(FOLDER / document / f"{place}.toml")
+
+
+def read_entry(path: Path) -> Study | Inside | Nothing:
+    """An entry's file, checked."""
+    with of_file(path):
+        tables: dict[str, Any] = read_toml(path)
+        try:
+            return _File.model_validate(tables).root
+        except ValidationError as error:
+            raise ConfigError(explain(error, KINDS.get(str(tables.get("kind")), Study))) from None
+
+
+def printed_place(name: str) -> str:
+    """`004:table1` as the paper writes it: Table 1."""
+    found = re.fullmatch(r"(table|fig)(\d+)", name.partition(":")[2])
+    assert found is not None
+    return f"{'Table' if found[1] == 'table' else 'Figure'} {found[2]}"
+
+
+def _place(name: str) -> tuple[str, str, int]:
+    document, _, place = name.partition(":")
+    letters = place.rstrip("0123456789")
+    return document, letters, int(place[len(letters) :] or 0)

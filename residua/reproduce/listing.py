@@ -9,10 +9,9 @@ from rich.text import Text
 
 from residua.reading import counted
 from residua.report import Column, Value
-from residua.reproduce.build import Cost, estimated_cost
-from residua.reproduce.catalogue import DOCUMENTS, load, names
 from residua.reproduce.conduct import duration, training_rate
-from residua.reproduce.entry import Inside, Nothing, Study
+from residua.reproduce.entry import DOCUMENTS, Inside, Nothing, Study, load, names
+from residua.reproduce.request import Cost, estimated_cost
 from residua.reproduce.scale import sentence
 from residua.study.entries import NONE, count
 from residua.study.tables import markdown_table

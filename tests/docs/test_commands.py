@@ -75,9 +75,9 @@ def _check_settings(verb: str, parameters: dict) -> None:
         for preset in parameters["presets"] or ["mgr-s-prenorm"]:
             _check_cases(_run(preset), parameters["compare"])
     elif verb == "reproduce" and parameters["entry"] is not None:
-        from residua.reproduce import catalogue
+        from residua.reproduce.entry import load
 
-        catalogue.load(parameters["entry"])
+        load(parameters["entry"])
 
 
 def _run(source: str | None) -> RunConfig:

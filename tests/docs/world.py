@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from residua.data import open_corpus, prepare
-from residua.reproduce import catalogue
+from residua.reproduce.entry import load
 from tests.convert.tiny import saved
 from tests.docs.commands import ROOT, Command, blocks
 from tests.evaluate.test_eval_scores import write_task
@@ -140,7 +140,7 @@ def _entry(parameters: dict) -> list[str]:
     """One size and one row of an entry that trains, narrow and short."""
     if parameters["entry"] is None or any(parameters[key] for key in ("plan", "study", "run")):
         return []
-    entry = catalogue.load(parameters["entry"])
+    entry = load(parameters["entry"])
     changes = [word for change in QUICK for word in ("--set", change)]
     few = ["--sizes", entry.sizes[0].name, "--rows", entry.rows[1].name, "--seeds", "1", "--limit", "2"]
     return ["--scale", "1/1000000", *few, *changes, "--threads", "1"]

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from residua.data import Dataset
-from residua.reproduce import build
-from residua.reproduce.build import Request, build_study, selected, tasks_sentence
-from residua.reproduce.catalogue import load, names
+from residua.reproduce import request
 from residua.reproduce.claims import Measured, Verdict, verdicts
+from residua.reproduce.comparison import Comparison
 from residua.reproduce.conduct import planned_cost
-from residua.reproduce.entry import Nothing, Study
+from residua.reproduce.entry import Nothing, Study, load, names
 from residua.reproduce.measures import MEASURES
-from residua.reproduce.show import Comparison
+from residua.reproduce.request import Request, build_study, selected, tasks_sentence
 from residua.study.conduct import complete_records
 from residua.study.config import StudyConfig
 from residua.study.plan import StudyPlan, make_plan
@@ -115,11 +114,11 @@ def test_tasks_come_from_a_folder_or_from_the_harness_or_are_left_out(
         found = None if study.tasks is None else study.tasks.model_dump(exclude_none=True)
         return found, tasks_sentence(entry, study)
 
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    monkeypatch.setattr(request, "find_spec", lambda name: None)
     assert asked()[0] is None and "give --task-dir FOLDER" in asked()[1]
     local = {"names": ("exoformer",), "folder": "tasks", "shots": 5, "limit": 9}
     assert asked(task_dir="tasks", limit=9) == (local, "Every model is scored on exoformer from tasks.")
-    monkeypatch.setattr(build, "find_spec", lambda name: object())
+    monkeypatch.setattr(request, "find_spec", lambda name: object())
     assert asked()[0] == {"names": ("exoformer",), "shots": 5}
     assert asked(no_tasks=True)[0] is None
 

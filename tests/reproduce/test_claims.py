@@ -9,12 +9,11 @@ import pytest
 from pydantic import TypeAdapter
 
 from residua.data import Dataset
-from residua.reproduce.build import Request, build_study, selected
-from residua.reproduce.catalogue import load
 from residua.reproduce.claims import Measured, Verdict, verdicts
-from residua.reproduce.entry import AnyClaim, Study
+from residua.reproduce.comparison import Comparison
+from residua.reproduce.entry import AnyClaim, Study, load
+from residua.reproduce.request import Request, build_study, selected
 from residua.reproduce.scale import sentence
-from residua.reproduce.show import Comparison
 from residua.study.conduct import complete_records, summarise
 from residua.study.plan import PlannedRun, make_plan
 from residua.study.results import DatasetFacts, StudyResult, collect

@@ -13,9 +13,8 @@ from residua.config.run import RunConfig
 from residua.data import Dataset
 from residua.errors import UserError
 from residua.reproduce import conduct as work
-from residua.reproduce.build import Request, selected
-from residua.reproduce.catalogue import load, names
-from residua.reproduce.entry import Inside, Nothing
+from residua.reproduce.entry import Inside, Nothing, load, names
+from residua.reproduce.request import Request, selected
 from tests.forked import fork_workers
 from tests.report.browser import chromium, opened
 from tests.reproduce.conftest import QUICK

@@ -16,9 +16,8 @@ from residua.config.settings import ConfigError
 from residua.config.variants import overrides
 from residua.data import Dataset
 from residua.model.size import measure
-from residua.reproduce.build import Request, build_study, selected, size_changes
-from residua.reproduce.catalogue import FOLDER, load, names, read_entry
-from residua.reproduce.entry import Inside, Nothing, Study
+from residua.reproduce.entry import FOLDER, Inside, Nothing, Study, load, names, read_entry
+from residua.reproduce.request import Request, build_study, selected, size_changes
 from residua.reproduce.scale import changes, parse_scale
 from residua.study.plan import make_plan
 from tests.nightly import only_nightly

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from residua.cli.reproduce import app
 from residua.reproduce import listing
-from residua.reproduce.build import estimated_cost
-from residua.reproduce.catalogue import load, names
-from residua.reproduce.entry import Nothing, Study
+from residua.reproduce.entry import Nothing, Study, load, names
+from residua.reproduce.request import estimated_cost
 from tests.reproduce.captions import CAPTIONS
 
 ROOT = Path(__file__).parents[2]

@@ -6,10 +6,8 @@ import re
 
 import pytest
 
-from residua.reproduce.catalogue import load, names
-from residua.reproduce.claims import Verdict
-from residua.reproduce.entry import Study
-from residua.reproduce.magnitude import PaperNumber
+from residua.reproduce.claims import PaperNumber, Verdict
+from residua.reproduce.entry import Study, load, names
 from residua.study.statistics import Estimate
 
 STATED = re.compile(r"\d(\.\d+)? ?(%|×|points)|halve|double|twice")

@@ -10,12 +10,10 @@ from typer.testing import CliRunner
 from residua.cli.reproduce import app
 from residua.config.settings import ConfigError
 from residua.errors import UserError
-from residua.reproduce.build import Request, selected
-from residua.reproduce.catalogue import load, names
 from residua.reproduce.claims import Verdict
-from residua.reproduce.entry import Nothing, Study
-from residua.reproduce.matching import NOT_RUN, NOT_THERE, match_rows
-from residua.reproduce.shared import share
+from residua.reproduce.entry import Nothing, Study, load, names
+from residua.reproduce.existing_study import NOT_RUN, NOT_THERE, match_rows, share
+from residua.reproduce.request import Request, selected
 from residua.study.conduct import show_saved
 from residua.study.runs import Outliers
 from residua.study.saved import SavedStudy

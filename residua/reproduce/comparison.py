@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from residua.report import Column, Link, Page, Value, plain
-from residua.reproduce.catalogue import DOCUMENTS, printed_place
-from residua.reproduce.claims import Measured, Verdict, verdicts
-from residua.reproduce.entry import Inside, Study
-from residua.reproduce.magnitude import BAND
+from residua.reproduce.claims import BAND, Measured, Verdict, verdicts
+from residua.reproduce.entry import DOCUMENTS, Inside, Study, printed_place
 from residua.reproduce.measures import MEASURES
 from residua.study.diagnosed import SIDE_BY_SIDE
 from residua.study.entries import NONE
