@@ -20,7 +20,7 @@ from residua.data.dataset import DESCRIPTION
 from residua.data.stdlib import standard_library
 from residua.data.tokenizer import Tokenizer
 from residua.errors import UserError
-from residua.reading import LOG, counted, inside, read_text
+from residua.reading import MAX_LOG_BYTES, counted, inside, read_text
 
 DEFAULT_TOKENS = 8192
 DEFAULT_LENGTH = 1024
@@ -80,7 +80,9 @@ class TextFile:
         self.path, self.name = path, str(path)
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
-        yield tokenizer.encode(read_text(self.path, "give --text a file of UTF-8 text", limit=LOG, empty=True))
+        yield tokenizer.encode(
+            read_text(self.path, "give --text a file of UTF-8 text", limit=MAX_LOG_BYTES, empty=True)
+        )
 
 
 class Prepared:

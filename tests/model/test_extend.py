@@ -181,7 +181,7 @@ def test_entry_points_of_installed_packages_are_plugins_too(monkeypatch: pytest.
     loaded = []
     point = SimpleNamespace(value="package.module", load=lambda: loaded.append("once"))
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == "residua.plugins" else [])
-    monkeypatch.setattr(plugins, "_found", plugins._found.__wrapped__)  # not those that were found before
+    monkeypatch.setattr(plugins, "_entry_points", plugins._entry_points.__wrapped__)  # not those that were found before
     monkeypatch.setattr(plugins, "_loaded", set())
     monkeypatch.delenv(PLUGINS, raising=False)
     plugins.load_plugins()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from residua.data import Dataset
-from residua.reproduce import request
+from residua.reproduce import request as requested
 from residua.reproduce.claims import Measured, Verdict, verdicts
 from residua.reproduce.comparison import Comparison
 from residua.reproduce.conduct import planned_cost
@@ -114,11 +114,11 @@ def test_tasks_come_from_a_folder_or_from_the_harness_or_are_left_out(
         found = None if study.tasks is None else study.tasks.model_dump(exclude_none=True)
         return found, tasks_sentence(entry, study)
 
-    monkeypatch.setattr(request, "find_spec", lambda name: None)
+    monkeypatch.setattr(requested, "find_spec", lambda name: None)
     assert asked()[0] is None and "give --task-dir FOLDER" in asked()[1]
     local = {"names": ("exoformer",), "folder": "tasks", "shots": 5, "limit": 9}
     assert asked(task_dir="tasks", limit=9) == (local, "Every model is scored on exoformer from tasks.")
-    monkeypatch.setattr(request, "find_spec", lambda name: object())
+    monkeypatch.setattr(requested, "find_spec", lambda name: object())
     assert asked()[0] == {"names": ("exoformer",), "shots": 5}
     assert asked(no_tasks=True)[0] is None
 
