@@ -13,13 +13,12 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import pytest
 import torch
 
 from residua.study import crew
 
 
-def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def fork_workers(monkeypatch) -> None:
     """Fork the workers of studies in this test, unless there is a GPU: after a fork autograd refuses to use it."""
     if not torch.cuda.is_available():
         import residua.study.worker  # noqa: F401 (once here, instead of in every worker)

@@ -1,7 +1,5 @@
 """Makes Triton's interpreter several times as fast: most of its time goes into work whose result it has or drops."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Divides grids: `make test` runs the cases that can each find a fault of their own, `make nightly` all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory: what is free, a model that does not fit, and running out of it, each in one sentence."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from tests.trained import residua, train_run
 QUIET = Console(quiet=True)
 
 
-def test_what_pytorch_and_python_say_when_memory_is_full_is_understood() -> None:
+def test_errors_of_full_memory_are_recognised() -> None:
     with pytest.raises(RuntimeError) as torch_error:
         torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(MemoryError) as python_error:
@@ -53,7 +51,7 @@ def group(folder: Path, **content: object) -> None:
         (folder / name.replace("__", ".")).write_text(f"{value}\n")
 
 
-def test_control_groups_limit_memory_in_both_versions_and_at_every_level(tmp_path: Path) -> None:
+def test_control_groups_limit_memory_at_every_level(tmp_path: Path) -> None:
     own, root = tmp_path / "own", tmp_path / "root"
     group(root, memory__max="max", memory__current=5)
     group(root / "outer", memory__max=1000, memory__current=400, memory__stat="anon 300\ninactive_file 60")
@@ -68,7 +66,7 @@ def test_control_groups_limit_memory_in_both_versions_and_at_every_level(tmp_pat
     assert machine._free_in_groups(str(root), str(tmp_path / "missing")) == []
 
 
-def test_what_fits_is_not_refused_and_what_does_not_is_told_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_refusal_names_both_sizes(monkeypatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device=None: 3 << 30)
     require_memory("it needs", 3 << 30, "end other programs")
     with pytest.raises(TooLarge, match=r"^it needs 3\.5 GiB of memory, and this machine has 3\.0 GiB free: end other"):
@@ -77,7 +75,7 @@ def test_what_fits_is_not_refused_and_what_does_not_is_told_both_sizes(monkeypat
     require_memory("nobody knows what is free", 1 << 60, "")
 
 
-def test_the_states_of_training_are_counted_to_the_byte(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_states_of_training_are_counted_to_the_byte(config: RunConfig, monkeypatch) -> None:
     """Weights, gradients, one moment for Muon's matrices and two for AdamW's tensors."""
     from residua.model.decoder import build
     from residua.train.optimizer import hidden_matrices
@@ -95,7 +93,7 @@ def test_the_states_of_training_are_counted_to_the_byte(config: RunConfig, monke
                 check_memory(config, torch.device("cpu"))
 
 
-def test_of_a_model_that_ranks_share_each_needs_its_share(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_model_that_ranks_share_each_needs_its_share(config: RunConfig, monkeypatch) -> None:
     """And room for one layer, or the embedding, at a time."""
     from residua.train.summary import check_memory
 
@@ -110,9 +108,7 @@ def test_of_a_model_that_ranks_share_each_needs_its_share(config: RunConfig, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["model.width=65536", "model.vocab_size=2147483647", "train.micro_batch=1000000000"])
-def test_a_model_larger_than_any_machine_is_refused_before_it_is_built(
-    config: RunConfig, tmp_path: Path, change: str
-) -> None:
+def test_model_larger_than_any_machine_is_refused_unbuilt(config: RunConfig, tmp_path: Path, change: str) -> None:
     with pytest.raises(
         TooLarge, match=r"GiB of memory, and this machine has .* free: (choose a smaller|lower train)|for any machine"
     ):
@@ -121,7 +117,7 @@ def test_a_model_larger_than_any_machine_is_refused_before_it_is_built(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     return train_run(tmp_path_factory.mktemp("memory"))
 
 
@@ -138,7 +134,7 @@ VERBS: list[list[Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("words", VERBS, ids=lambda words: words[0])
 def test_every_verb_refuses_a_model_that_does_not_fit(
-    words: list[Any], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    words: list[Any], run: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda device=None: 1000)
     before = sorted(run.rglob("*"))
@@ -151,9 +147,7 @@ def test_every_verb_refuses_a_model_that_does_not_fit(
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_inside_a_verb_is_one_sentence(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_memory_that_runs_out_inside_a_verb_is_one_sentence(run: Path, monkeypatch, capsys) -> None:
     errors = [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes")]
     for error in errors:
 
@@ -171,9 +165,7 @@ def test_memory_that_runs_out_inside_a_verb_is_one_sentence(
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_in_training_leaves_the_last_checkpoint(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_leaves_the_last_checkpoint(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
     call, done = Step.__call__, 0
 
     def full(self: Step, *arguments: Any) -> None:
@@ -188,9 +180,7 @@ def test_memory_that_runs_out_in_training_leaves_the_last_checkpoint(
         train(config, tmp_path / "run", console=QUIET)
 
 
-def test_without_room_to_say_it_well_it_is_still_said(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_without_room_to_say_it_well_it_is_still_said(monkeypatch, capfd) -> None:
     def full(mistake: BaseException) -> str:
         raise MemoryError
 

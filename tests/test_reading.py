@@ -81,7 +81,7 @@ def decoders(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_a_name_too_long_for_any_file_is_refused_in_a_short_sentence(tmp_path: Path) -> None:
+def test_name_too_long_for_a_file_is_refused_shortly(tmp_path: Path) -> None:
     sentence = r"refers to 'xxx.*\.\.\., a name of 5000 letters: choose a shorter one\.$"
     with pytest.raises(ReadError, match=sentence) as found:
         inside(tmp_path, "x" * 5000)
@@ -218,7 +218,7 @@ def test_lines_are_named_and_a_torn_last_line_is_skipped(tmp_path: Path) -> None
     assert list(read_json_lines(path, "")) == []
 
 
-def test_lines_of_strangers_may_repeat_keys_and_hold_long_numbers() -> None:
+def test_strangers_lines_may_repeat_keys_and_hold_long_numbers() -> None:
     line = '{"a": 1, "a": 36893488147419103232}'
     assert [row for _, row in json_lines([line], Path("x"), "", lenient=True)] == [{"a": 2**65}]
     with pytest.raises(ReadError, match="x is nested too deeply"):

@@ -1,7 +1,5 @@
 """The release: what `pip install residua` brings works in an empty environment, offline, and without Triton."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -42,7 +40,7 @@ def sources() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory) -> Path:
     """The wheel, built from the sdist, as an installer does that has only the sdist."""
     pytest.importorskip("setuptools", minversion="77.0.3")
     folder = tmp_path_factory.mktemp("release")
@@ -150,7 +148,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Without
 
 
 @pytest.fixture(scope="module")
-def without_triton(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def without_triton(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("path")
     (folder / "sitecustomize.py").write_text(WITHOUT_TRITON)
     return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "0"}
@@ -181,9 +179,7 @@ def test_without_triton_a_model_trains_and_presets_are_listed(without_triton: di
 
 
 @pytest.mark.nightly
-def test_without_triton_only_kernels_and_what_launches_them_cannot_be_imported(
-    without_triton: dict[str, str], tmp_path: Path
-) -> None:
+def test_without_triton_only_kernels_cannot_be_imported(without_triton: dict[str, str], tmp_path: Path) -> None:
     paths = [path.relative_to(ROOT).with_suffix("").parts for path in sorted((ROOT / "residua").rglob("*.py"))]
     ours = [parts for parts in paths if "torchtitan" not in parts]  # an extra of its own, which needs Triton itself
     names = [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in ours]

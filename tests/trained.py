@@ -1,7 +1,5 @@
 """A run folder small enough to train in a second, and verbs run in this process."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path
@@ -37,7 +35,7 @@ def train_run(folder: Path, masking: str = "none", sequence: int | None = None, 
     return folder / "run"
 
 
-def residua(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+def residua(monkeypatch, *arguments: object) -> int:
     """Run a verb as the command line does; returns the exit status."""
     from residua.cli.main import main
 

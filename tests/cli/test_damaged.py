@@ -1,7 +1,5 @@
 """Every command refuses damaged, foreign and outward files: one sentence, exit code 2, and the folder as it was."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -19,7 +17,7 @@ Say = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     return train_run(tmp_path_factory.mktemp("trained"), masking="documents")
 
 
@@ -34,7 +32,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Say:
+def say(monkeypatch, capsys, tmp_path: Path) -> Say:
     """What a command that must refuse prints: one sentence. Nothing below the test's folder may change."""
 
     def files() -> dict[Path, bytes | str]:
@@ -88,9 +86,7 @@ def test_a_bad_line_of_metrics_is_named(run: Path, say: Say, line: str, words: s
     assert f"{path}, {words}" in sentence and "correct or remove the line, or move the file elsewhere" in sentence
 
 
-def test_a_finished_run_without_metrics_has_no_result(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_without_metrics_has_no_result(run: Path, monkeypatch, capsys) -> None:
     (run / "metrics.jsonl").unlink()
     assert residua(monkeypatch, "train", "--resume", "--out", run) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -245,7 +241,7 @@ def test_a_study_file_of_wrong_types_is_named(say: Say, tmp_path: Path, text: st
 )
 @pytest.mark.parametrize("kind", ["llama", "residua"])
 def test_every_reader_of_an_index_refuses_outward_names(
-    trained: Path, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: object, words: str
+    trained: Path, say: Say, tmp_path: Path, monkeypatch, kind: str, name: object, words: str
 ) -> None:
     """The folder is refused before transformers, or we, open any weights."""
     folder = tmp_path / "folder"

@@ -1,7 +1,5 @@
 """A disk that is full, read-only or broken at any moment of any verb: one sentence, and nothing is lost."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     return train_run(tmp_path_factory.mktemp("disk"))
 
 
@@ -74,7 +72,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def run_verb(verb: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def run_verb(verb: str, place: Path, monkeypatch) -> int:
     monkeypatch.chdir(place)
     return residua(monkeypatch, *VERBS[verb](place))
 
@@ -126,8 +124,8 @@ QUICK += [("train", "broken", False), ("resume", "read-only", False)]
 
 @pytest.mark.parametrize("case", only_nightly(CASES, QUICK), ids=str)
 def test_a_failing_disk_costs_only_what_was_being_written(
-    case: tuple[str, str, bool], copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
+    case: tuple[str, str, bool], copies: Callable[[], Path], monkeypatch,
+    capfd
 ) -> None:  # fmt: skip
     verb, fault, every = case
     # these take seconds and write nothing
@@ -172,7 +170,7 @@ def copy_to(folder: Path, place: Path) -> Path:
 
 @pytest.mark.parametrize("verb", only_nightly(VERBS, ["train"]))
 def test_a_disk_that_is_really_full_is_one_sentence(
-    verb: str, place: Path, small_disk: SmallDisk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    verb: str, place: Path, small_disk: SmallDisk, monkeypatch, capfd
 ) -> None:
     monkeypatch.setattr("residua.train.summary.check_disk", lambda *_: None)
     monkeypatch.setattr("residua.train.trainer.check_disk", lambda *_: None)
@@ -195,9 +193,7 @@ def test_a_disk_that_is_really_full_is_one_sentence(
 
 
 @pytest.mark.parametrize("verb", only_nightly(VERBS, ["export"]))
-def test_a_limit_on_the_size_of_files_is_one_sentence(
-    verb: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_limit_on_the_size_of_files_is_one_sentence(verb: str, place: Path, monkeypatch, capsys) -> None:
     """Reaches what is written below Python too: safetensors is Rust."""
     monkeypatch.setattr("residua.export.folder.bundle", lambda *_: {})  # takes seconds
     before, limits = files(place), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -211,9 +207,7 @@ def test_a_limit_on_the_size_of_files_is_one_sentence(
     assert "File too large" in err and "ulimit -f" in err
 
 
-def test_a_run_goes_on_without_tensorboard_and_stops_without_metrics(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_run_goes_on_without_tensorboard_but_not_metrics(place: Path, monkeypatch, capfd) -> None:
     pytest.importorskip("tensorboard")
     write, broken = AppendedFile.write, "tfevents"
 
@@ -248,7 +242,7 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_cannot_be_printed_ends_in_silence_and_with_a_code() -> None:
+def test_output_that_cannot_be_printed_ends_with_a_code() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "residua.cli.main", "presets", "tiny"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)

@@ -1,7 +1,5 @@
 """A person's mistake ends in one sentence; a bug in a plugin in its file, its line and its traceback."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -108,7 +106,7 @@ def line_of(place: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def plugin(tmp_path_factory) -> Iterator[Path]:
     """RESIDUA_PLUGINS names a topology that fails where its table says."""
     file = tmp_path_factory.mktemp("plugin") / "planted.py"
     file.write_text(SOURCE, encoding="utf-8")
@@ -126,13 +124,13 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def run(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(plugin: Path, tmp_path_factory) -> Path:
     """A run of the plugin that did not fail."""
     return train_run(tmp_path_factory.mktemp("run"), topology={"kind": "planted"})
 
 
 @pytest.fixture
-def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+def untried(monkeypatch) -> None:
     """The trial of plugins is left out, as for a large part: the error comes in training."""
     monkeypatch.setattr("residua.train.start.check_plugins", lambda config: None)
 
@@ -154,7 +152,7 @@ def check(said: str, plugin: Path, place: str, error: str) -> None:
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("place", PLACES)
 def test_plugin_error_in_its_trial_shows_file_and_line(
-    place: str, error: str, plugin: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    place: str, error: str, plugin: Path, run: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     config = run / "config.toml"
     assert residua(monkeypatch, "train", config, *planted(place, error), "--out", tmp_path / "out") == 1
@@ -164,9 +162,7 @@ def test_plugin_error_in_its_trial_shows_file_and_line(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_plugin_error_on_import_shows_file_and_line(
-    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plugin_error_on_import_shows_file_and_line(error: str, tmp_path: Path, monkeypatch, capsys) -> None:
     file = tmp_path / "fails_at_once.py"
     file.write_text(f"import math\n\nraise {error}('planted')\n", encoding="utf-8")
     monkeypatch.setenv(PLUGINS, str(file))
@@ -176,9 +172,7 @@ def test_plugin_error_on_import_shows_file_and_line(
     assert f'File "{file}", line 3, in <module>' in said
 
 
-def test_plugin_that_python_cannot_read_shows_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plugin_that_python_cannot_read_shows_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "unread.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
     monkeypatch.setenv(PLUGINS, str(tmp_path / "unread.py"))
     assert residua(monkeypatch, "presets", "tiny") == 1
@@ -207,7 +201,7 @@ def test_unreadable_code_elsewhere_is_not_blamed_on_a_plugin(plugin: Path) -> No
 
 @pytest.mark.usefixtures("untried")
 def test_run_that_failed_early_starts_again_in_its_folder(
-    plugin: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plugin: Path, run: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     command = ["train", run / "config.toml", "--out", tmp_path / "out"]
     for error in ERRORS[:3]:
@@ -225,7 +219,7 @@ def test_run_that_failed_early_starts_again_in_its_folder(
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("case", only_nightly(PAIRS, QUICK), ids=" ".join)
 def test_plugin_error_in_a_study_is_in_the_log_of_its_run(
-    case: tuple[str, str], plugin: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: tuple[str, str], plugin: Path, run: Path, tmp_path: Path, capsys
 ) -> None:
     place, error = case
     config = RunConfig.from_toml(run / "config.toml").override(planted(place, error))
@@ -238,7 +232,7 @@ def test_plugin_error_in_a_study_is_in_the_log_of_its_run(
 
 @pytest.mark.usefixtures("untried")
 def test_failed_runs_of_a_study_name_the_line_and_start_again(
-    plugin: Path, study: StudyConfig, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plugin: Path, study: StudyConfig, dataset: Dataset, tmp_path: Path, monkeypatch
 ) -> None:
     fork_workers(monkeypatch)
     own = ("model.topology.kind=planted",)
@@ -268,9 +262,7 @@ def test_failed_runs_of_a_study_name_the_line_and_start_again(
     assert run_plan(mended, plan, tmp_path / "out", Quiet()) == {}
 
 
-def test_refusal_by_our_code_names_the_line_of_the_plugin(
-    plugin: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusal_by_our_code_names_the_line_of_the_plugin(plugin: Path, run: Path, monkeypatch, capsys) -> None:
     for place in ("ours", "check"):
         assert residua(monkeypatch, "train", run / "config.toml", *planted(place), "--out", "nowhere") == 2
         said = capsys.readouterr().err
@@ -281,9 +273,7 @@ def test_refusal_by_our_code_names_the_line_of_the_plugin(
 
 
 @pytest.mark.parametrize("arguments", [["--traceback", "presets", "tinny"], ["presets", "tinny", "--traceback"]])
-def test_traceback_of_a_mistake_is_shown_when_asked_for(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_traceback_of_a_mistake_is_shown_when_asked_for(arguments: list[str], monkeypatch, capsys) -> None:
     monkeypatch.setenv(TRACEBACK, "0")
     assert residua(monkeypatch, "presets", "tinny") == 2
     assert "Traceback" not in capsys.readouterr().err
@@ -293,7 +283,7 @@ def test_traceback_of_a_mistake_is_shown_when_asked_for(
     assert lines[0].startswith("Traceback") and lines[-1].startswith("residua.config.settings.ConfigError: ")
 
 
-def test_switch_after_a_prompt_is_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switch_after_a_prompt_is_the_prompt(monkeypatch) -> None:
     from residua.cli.main import take_traceback
 
     monkeypatch.setenv(TRACEBACK, "0")
@@ -336,9 +326,7 @@ def test_hidden_cause_is_part_of_the_traceback(plugin: Path) -> None:
     check(str(describe(met.value)), plugin, "reset_parameters", "KeyError")
 
 
-def test_other_commands_end_as_verbs_do(
-    plugin: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_commands_end_as_verbs_do(plugin: Path, run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["convert", str(tmp_path / "none"), str(tmp_path / "out")])
     with pytest.raises(SystemExit):
         convert.main()
@@ -351,7 +339,7 @@ def test_other_commands_end_as_verbs_do(
     check(capsys.readouterr().err, plugin, "reset_parameters", "ValueError")
 
 
-def test_failing_rank_gives_the_others_file_and_line(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_rank_gives_the_others_file_and_line(plugin: Path, monkeypatch) -> None:
     told: list[str] = []
     beat = SimpleNamespace(fail=told.append, stop=lambda finished: None)
     quiet = SimpleNamespace(ignore=lambda: None, restore=lambda: None)

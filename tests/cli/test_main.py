@@ -105,7 +105,7 @@ def test_the_version_is_printed_also_as_a_module(start):
 
 
 @pytest.mark.parametrize("name", ["outlier-24b-a3b", "outlier-7b-a2b"])
-def test_active_parameters_in_a_preset_say_that_they_leave_the_embedding_out(name):
+def test_active_parameters_of_a_preset_exclude_the_embedding(name):
     size = measure(ModelConfig.preset(name))
     summary = presets.load(name)["summary"]
     assert f"{size.parameters / 1e9:.1f}B, {size.active / 1e9:.1f}B active beside the embedding" in summary

@@ -1,7 +1,5 @@
 """What was typed wrongly is answered in one sentence that names it; nothing is written, and no traceback is shown."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -20,7 +18,7 @@ HUGE = "99999999999999999999999"
 
 
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Say:
+def say(monkeypatch, capsys, tmp_path: Path) -> Say:
     """Run a refused command in a folder with a `file` and a `folder`; what it said on standard error."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
@@ -131,7 +129,7 @@ def test_in_python_the_keys_of_a_model_are_those_that_were_typed() -> None:
         ModelConfig.preset("tiny").override(["norm=x"])
 
 
-def test_of_many_ranks_one_prints_how_the_command_is_used(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_ranks_one_prints_how_the_command_is_used(say: Say, monkeypatch) -> None:
     """The others wait, and torchrun ends them."""
     waited: list[float] = []
     monkeypatch.setattr(command.time, "sleep", waited.append)
@@ -140,7 +138,7 @@ def test_of_many_ranks_one_prints_how_the_command_is_used(say: Say, monkeypatch:
     assert say("train tiny --nonsense") and waited == [command.GRACE]
 
 
-def test_exit_codes_are_those_of_the_verbs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_are_those_of_the_verbs(monkeypatch, capsys) -> None:
     for arguments, code in ((["presets", "tiny"], 0), (["--help"], 0), ([], 2)):
         monkeypatch.setattr(sys, "argv", ["residua", *arguments])
         with pytest.raises(SystemExit) as end:
@@ -153,9 +151,7 @@ def test_few_bytes_are_not_called_zero_gibibytes() -> None:
     assert [short_bytes(n) for n in (300_000, 3_400_000, 5 * 2**30)] == ["0.3 MiB", "3.2 MiB", "5.0 GiB"]
 
 
-def test_a_newline_in_a_path_does_not_split_the_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_newline_in_a_path_does_not_split_the_sentence(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["residua", "quantize", "no\nwhere", "--out", "q"])
     with pytest.raises(SystemExit):
         main()
@@ -163,9 +159,7 @@ def test_a_newline_in_a_path_does_not_split_the_sentence(
     assert said.count("\n") == 1 and said.startswith("residua: no where is not a folder")
 
 
-def test_prompts_are_not_read_from_a_pipe_that_nobody_writes_to(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_prompts_are_not_read_from_a_pipe_that_nobody_writes_to(monkeypatch, capsys, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setattr(sys, "argv", ["residua", "generate", "run", "--file", str(tmp_path / "pipe")])
     with pytest.raises(SystemExit):

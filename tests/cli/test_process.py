@@ -1,7 +1,5 @@
 """Signals remove what is half written, and warnings of other libraries stay off the screen."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -78,7 +76,7 @@ warnings.warn_explicit("a plugin's warning", UserWarning, "x.py", 1, module="tor
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_warnings_of_other_libraries_are_hidden_unless_asked_for_and_ours_never(shown: bool) -> None:
+def test_only_other_libraries_warnings_are_hidden(shown: bool) -> None:
     variables = environment() | ({SHOW_WARNINGS: "1"} if shown else {})
     done = subprocess.run([sys.executable, "-c", WARNER], capture_output=True, text=True, env=variables)
     assert all(words in done.stderr for words in ("our log", "our warning", "a plugin's warning")), done.stderr

@@ -1,7 +1,5 @@
 """Nothing is imported from the folder that a command is started in: not by the command, nor by a process it starts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -55,9 +53,7 @@ def text(tmp_path: Path) -> Dataset:
 
 
 @pytest.mark.parametrize("start", [("-m", "random"), ("-c", "import random, json, residua.cli.main")])
-def test_a_process_of_ours_imports_from_where_we_do(
-    hostile: Path, start: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_ours_imports_from_where_we_do(hostile: Path, start: tuple[str, str], monkeypatch) -> None:
     monkeypatch.chdir(hostile)
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in a notebook, or under `python -c`
     done = subprocess.run(python_command(*start), env=python_environment(), capture_output=True, text=True)
@@ -95,9 +91,7 @@ def test_a_spawned_worker_of_a_plugin_is_kept_from_it(hostile: Path) -> None:
 
 
 @pytest.mark.slow
-def test_compare_trains_in_a_hostile_folder(
-    hostile: Path, text: Dataset, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_compare_trains_in_a_hostile_folder(hostile: Path, text: Dataset, monkeypatch, capfd) -> None:
     """With a plugin named by its file in that folder, as documented: it is the only thing taken from there.
 
     The command runs in this process, which would import from there only if the command changed its path.
@@ -121,9 +115,7 @@ def test_compare_trains_in_a_hostile_folder(
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_import_nothing_from_it(
-    hostile: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_ranks_of_torchrun_import_nothing_from_it(hostile: Path, monkeypatch, capfd) -> None:
     """The line of the README, with a verb that is quick; of torchrun, what imports torch is here already."""
     from torch.distributed.run import main
 
@@ -142,7 +134,7 @@ def test_ranks_of_torchrun_import_nothing_from_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("editable", ["finder", "path"])
-def test_an_editable_install_works_in_the_parent_folder_of_its_clone(tmp_path: Path, editable: str) -> None:
+def test_editable_install_works_above_its_clone(tmp_path: Path, editable: str) -> None:
     """There the clone, a folder called residua without code at its top, looks like a package to Python."""
     clone = tmp_path / "residua"
     clone.mkdir()

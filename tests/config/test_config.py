@@ -1,7 +1,5 @@
 """Configurations: TOML in and out, overrides, and one sentence for every mistake."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -49,7 +47,7 @@ def test_every_kind_is_equal_after_a_round_trip_through_toml(name: str, tmp_path
 
 
 @pytest.mark.parametrize("row", ROWS[::8], ids=name_of)
-def test_combinations_are_equal_after_a_round_trip_under_a_model_table(row: dict[str, str], tmp_path: Path) -> None:
+def test_combination_equal_after_round_trip_under_model_table(row: dict[str, str], tmp_path: Path) -> None:
     config = config_of(row)
     nested = re.sub(r"^\[", "[model.", config.to_toml(), flags=re.MULTILINE)
     path = tmp_path / "run.toml"
@@ -96,7 +94,7 @@ def test_a_whole_table_and_a_list_can_be_given() -> None:
     assert config.override(["anchors.pathways=['k']"]).anchors.pathways == ("k",)
 
 
-def test_overrides_come_in_order_and_take_all_of_them_before_checking() -> None:
+def test_overrides_apply_in_order_and_are_checked_together() -> None:
     config = small().override(["topology.kind=block_attnres", "topology.sublayers_per_block=2", "layers=1"])
     assert (config.layers, config.topology.kind) == (1, "block_attnres")
     assert small().override(["layers=4", "layers=6"]).layers == 6
@@ -205,7 +203,7 @@ def test_a_mistake_is_refused_in_one_sentence_that_names_it(mistake: str) -> Non
     assert len(re.findall(r"[.?](?:\s|$)", sentence)) == 1
 
 
-def test_independent_gates_with_the_corrected_bias_start_where_the_printed_ones_cannot() -> None:
+def test_corrected_gates_start_where_printed_ones_cannot() -> None:
     small(layers=5, topology={"kind": "multi_gate", "streams": 8, "gate": "independent"})
 
 
@@ -243,6 +241,6 @@ def test_a_config_error_is_a_value_error() -> None:
 
 
 @pytest.mark.parametrize("kind", [ModelConfig, RunConfig, StudyConfig])
-def test_the_text_of_a_file_in_place_of_its_path_is_told_in_one_sentence(kind: Any) -> None:
+def test_text_of_a_file_in_place_of_its_path_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"^the text of a TOML file stands where a path is expected: write it to a f"):
         kind.from_toml(RunConfig.find("tiny").to_toml())

@@ -73,7 +73,7 @@ def test_the_outlier_studys_mixtures_have_the_rows_of_table_2():
         assert listed["-gatednorm"] - listed[""] == (2 * layers + 1) * 2 * 2048 * 16
 
 
-def test_the_outlier_studys_mixtures_are_table_5_and_not_its_headings():
+def test_outlier_mixtures_follow_table_5_not_its_headings():
     """The table's shapes give these counts; the headings say 7.4B-A1.7B and 24.6B-A2.7B (docs/hybrid.md)."""
     for name, total, active in (("outlier-7b-a2b", 16.01, 1.89), ("outlier-24b-a3b", 20.81, 1.77)):
         size = measure(ModelConfig.preset(name))

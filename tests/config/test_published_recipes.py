@@ -1,7 +1,5 @@
 """Presets train as their papers say: tokens, losses, norms and weight decay; summaries say where ours differ."""
 
-from __future__ import annotations
-
 import pytest
 
 from residua.config import presets

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -14,7 +12,7 @@ def test_warm_up_rises_linearly_to_the_peak() -> None:
         assert [schedule.factor(step, 100) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_linear_decay_is_constant_then_falls_to_a_tenth_over_the_last_fifth() -> None:
+def test_linear_decay_falls_to_a_tenth_over_the_last_fifth() -> None:
     schedule = LinearDecay(warmup=10)
     factors = [schedule.factor(step, 100) for step in range(100)]
     assert set(factors[9:80]) == {1.0}
@@ -33,14 +31,14 @@ def test_a_decay_that_would_begin_during_warm_up_begins_after_it() -> None:
             assert falls == pytest.approx([0.9 / (steps - 100)] * (steps - 100))
 
 
-def test_a_warm_up_that_ends_before_the_decay_leaves_its_rates_as_they_were() -> None:
+def test_early_warm_up_leaves_rates_of_the_decay_alone() -> None:
     for steps, warmup in ((100, 80), (125, 100), (1000, 100), (3, 1)):
         decay = int(0.2 * steps)
         expected = [0.1 + 0.9 * (min(1.0, (steps - 1 - s) / decay) if decay else 1.0) for s in range(warmup, steps)]
         assert [LinearDecay(warmup=warmup).factor(s, steps) for s in range(warmup, steps)] == expected
 
 
-def test_cosine_is_half_way_down_in_the_middle_and_at_a_tenth_at_the_end() -> None:
+def test_cosine_is_half_way_in_the_middle_and_ends_at_a_tenth() -> None:
     schedule = Cosine(warmup=20)
     assert schedule.factor(59, 100) == pytest.approx(0.55)
     assert schedule.factor(99, 100) == pytest.approx(0.1)

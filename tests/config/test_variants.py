@@ -1,7 +1,5 @@
 """Short names stand for the rows of the papers' tables: on the paper's base, a name gives the paper's preset."""
 
-from __future__ import annotations
-
 import pytest
 
 from residua.config.run import RunConfig
@@ -68,7 +66,7 @@ def test_two_limits_of_clipping_are_refused() -> None:
         overrides(["clip10+clip100"], RunConfig.find("mini").model)
 
 
-def test_kimi_has_the_heads_of_its_base_and_latents_of_a_quarter_of_its_width() -> None:
+def test_kimi_has_its_bases_heads_and_latents_of_a_quarter() -> None:
     run = RunConfig.find("mini")
     model = run.override(overrides(["kimi"], run.model)).model
     assert (model.latent.heads, model.latent.head_dim, model.latent.rank, model.latent.positions) == (
@@ -78,3 +76,38 @@ def test_kimi_has_the_heads_of_its_base_and_latents_of_a_quarter_of_its_width() 
         "none",
     )
     assert (model.linear.heads, model.linear.head_dim, model.softmax_layers) == (4, 128, (3, 7))
+
+
+def topology(name: str) -> dict[str, object]:
+    base = RunConfig.find("mini")
+    return base.override(overrides([name], base.model)).model.topology.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("block3", {"kind": "block_attnres", "sublayers_per_block": 6}),
+        ("mgr6", {"kind": "multi_gate", "streams": 6, "gate": "competitive"}),
+        ("mgr6_independent", {"kind": "multi_gate", "streams": 6, "gate": "independent"}),
+        ("clip250", {"kind": "clipped", "limit": 250.0}),
+    ],
+)
+def test_a_name_takes_any_number(name: str, expected: dict[str, object]) -> None:
+    layers = RunConfig.find("mini").model.layers
+    if "sublayers_per_block" in expected:
+        expected = {**expected, "sublayers_per_block": -(-2 * layers // 3)}
+    assert expected.items() <= topology(name).items()
+
+
+def test_numbered_names_combine_and_exclude_like_others() -> None:
+    base = RunConfig.find("mini")
+    both = base.override(overrides(["mgr6+exoformer"], base.model)).model
+    assert (both.topology.kind, both.anchors.kind) == ("multi_gate", "exoformer")
+    with pytest.raises(ConfigError, match="'block3' and 'mgr6' both set"):
+        overrides(["block3+mgr6"], base.model)
+
+
+@pytest.mark.parametrize("name", ["block", "block0", "block-1", "glu4", "mgr4_free", "clip1e9"])
+def test_a_number_where_there_is_none_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a known variant"):
+        topology(name)

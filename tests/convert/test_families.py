@@ -1,7 +1,5 @@
 """Every family: logits as transformers computes them, and the way there and back."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -37,7 +35,7 @@ def equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
 
 
-def test_all_families_and_all_scalings_of_transformers_are_covered() -> None:
+def test_all_families_and_rope_scalings_are_covered() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     assert {architecture.lower() for architecture, _ in FAMILIES.values()} == {
@@ -111,7 +109,7 @@ def test_scaled_positions_are_transformers(name: str, tmp_path: Path) -> None:
     assert again.softmax == model.config.softmax
 
 
-def test_a_mistral_with_windows_in_some_layers_is_transformers_ministral(tmp_path: Path) -> None:
+def test_mistral_with_windows_in_some_layers_is_ministral(tmp_path: Path) -> None:
     """transformers' automatic classes read a `mistral` with `layer_types` as a `ministral`, and so do we."""
     from residua.export.folder import write_layout
 
@@ -128,7 +126,7 @@ def test_a_mistral_with_windows_in_some_layers_is_transformers_ministral(tmp_pat
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "qwen3_moe"])
-def test_the_window_that_a_configuration_leaves_out_is_transformers_default(model_type: str) -> None:
+def test_missing_window_is_the_default_of_transformers(model_type: str) -> None:
     from transformers import AutoConfig
 
     keys = {key: value for key, value in SIZES.items() if key != "pad_token_id"} | EXPERTS
@@ -161,7 +159,7 @@ def test_configurations_of_earlier_versions_are_read() -> None:
     assert softmax.window_layers == (0, 2) and softmax.rope_scaling is not None
 
 
-def test_the_published_configuration_of_kimi_linear_is_the_preset() -> None:
+def test_published_configuration_of_kimi_linear_is_the_preset() -> None:
     """As moonshotai/Kimi-Linear-48B-A3B-Base spells it; of the layers, counted from 1, seven are full."""
     full = [4, 8, 12, 16, 20, 24, 27]
     keys = {
@@ -188,7 +186,7 @@ def test_the_published_configuration_of_kimi_linear_is_the_preset() -> None:
 
 
 @pytest.mark.slow
-def test_the_preset_of_kimi_linear_has_as_many_parameters_as_transformers_model() -> None:
+def test_kimi_preset_has_the_parameters_of_transformers_model() -> None:
     import transformers
 
     preset = ModelConfig.preset("kimi-linear-48b-a3b")
@@ -285,7 +283,7 @@ def test_a_plain_model_trained_here_is_a_qwen3(tmp_path: Path) -> None:
     equal(logits(load(tmp_path / "out"), tokens()), logits(model, tokens()))
 
 
-def test_a_kimi_model_with_only_linear_layers_is_written_in_its_layout(tmp_path: Path) -> None:
+def test_kimi_with_only_linear_layers_is_written_in_its_layout(tmp_path: Path) -> None:
     """transformers' cache of such a model refuses to say how long it is."""
     from residua.export.folder import write_layout
 

@@ -1,7 +1,5 @@
 """Tiny random models of transformers' families, saved as their folders are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,12 +13,12 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def jsonl(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
+def jsonl(tmp_path_factory, texts: list[str]) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("source") / "corpus.jsonl", texts)
 
 
 @pytest.fixture(scope="session")
-def dataset(tmp_path_factory: pytest.TempPathFactory, jsonl: Path) -> Dataset:
+def dataset(tmp_path_factory, jsonl: Path) -> Dataset:
     """200 documents as bytes in several shards; do not change it."""
     out = tmp_path_factory.mktemp("data") / "set"
     return prepare(open_corpus([jsonl], holdout=0.1), out, "bytes", shard_tokens=3000)

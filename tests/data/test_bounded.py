@@ -1,7 +1,5 @@
 """Any input is read in little memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import lzma
@@ -72,7 +70,7 @@ def test_a_file_that_expands_is_read_in_little_memory(name: str, tmp_path: Path)
     assert read == (12 << 23 if ".txt" in name else 0)
 
 
-def test_xz_that_asks_for_much_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xz_that_asks_for_much_memory_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.readers.MAX_XZ_MEMORY", 1 << 20)
     small, large = lzma.compress(b"one\n", preset=0), lzma.compress(b"two\n", preset=9)
     for number, data in enumerate((large, small + large)):
@@ -134,7 +132,7 @@ def test_a_long_document_is_encoded_alone() -> None:
     assert max(together) <= 4_300_000
 
 
-def test_problems_are_searched_for_in_a_limited_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_searched_for_in_a_limited_text(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.corpus.SEARCHED_BYTES", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text("{\n" + '{"text": "some words"}\n' * 1000 + "{\n")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ def split_of(path: Path, holdout: float) -> dict[str, str]:
     return {document.text: document.split for document in open_corpus([path], holdout=holdout).documents()}
 
 
-def test_holdout_is_about_its_share_and_depends_on_the_document_alone(tmp_path: Path) -> None:
+def test_holdout_is_its_share_and_depends_on_the_document(tmp_path: Path) -> None:
     texts = some_texts(1000)
     whole = split_of(write_jsonl(tmp_path / "a.jsonl", texts), 0.1)
     assert 60 < list(whole.values()).count("validation") < 140
@@ -93,14 +91,14 @@ def test_of_a_few_long_documents_only_the_share_is_held_out(tmp_path: Path, coun
     assert whole[: -len(cut)].endswith("\n"), "the cut is where a line begins"
 
 
-def test_without_a_share_a_small_text_holds_out_a_tenth_and_a_larger_one_32_kibibytes(tmp_path: Path) -> None:
+def test_default_holdout_is_a_tenth_of_small_text_else_32_kib(tmp_path: Path) -> None:
     small = shares(write_jsonl(tmp_path / "a.jsonl", ["\n".join(some_texts(400))]), None)
     assert small["validation"] / sum(small.values()) == pytest.approx(0.1, abs=0.01)
     larger = shares(write_jsonl(tmp_path / "b.jsonl", ["\n".join(some_texts(8000))]), None)
     assert larger["validation"] == pytest.approx(32_768, rel=0.01)
 
 
-def test_whole_documents_are_held_out_where_they_fit_and_equal_texts_stay_together(tmp_path: Path) -> None:
+def test_whole_documents_are_held_out_and_equal_texts_stay(tmp_path: Path) -> None:
     texts = [f"{number} " + "x" * 2000 for number in range(10)] * 2
     for holdout in (0.1, 0.2, 0.3, 0.5):
         documents = list(open_corpus([write_jsonl(tmp_path / "a.jsonl", texts)], holdout=holdout).documents())
@@ -121,13 +119,13 @@ def test_copies_of_a_divided_document_are_divided_alike(tmp_path: Path, copies: 
     assert sum(document.bytes for document in documents) == sum(len(text.encode()) for text in texts)
 
 
-def test_a_text_with_many_copies_is_not_held_out_where_others_are_enough(tmp_path: Path) -> None:
+def test_repeated_text_is_not_held_out_where_others_suffice(tmp_path: Path) -> None:
     first, *others = sorted(("\n".join(some_texts(9, seed)) for seed in range(30)), key=lambda t: unit_hash(t.encode()))
     held = shares(write_jsonl(tmp_path / "a.jsonl", [first] * 90 + others), 0.1)
     assert 0.05 < held["validation"] / sum(held.values()) < 0.2
 
 
-def test_of_many_documents_the_one_held_out_takes_its_copies_along(tmp_path: Path) -> None:
+def test_held_out_document_takes_its_copies_along(tmp_path: Path) -> None:
     texts = some_texts(700) * 2
     documents = list(open_corpus([write_jsonl(tmp_path / "a.jsonl", texts)], holdout=1e-9).documents())
     assert sorted(document.text for document in documents) == sorted(texts)
@@ -135,7 +133,7 @@ def test_of_many_documents_the_one_held_out_takes_its_copies_along(tmp_path: Pat
     assert [document.text for document in documents if document.split == "validation"] == [lowest] * 2
 
 
-def test_a_tokenizer_is_trained_on_what_a_divided_document_leaves_for_training(tmp_path: Path) -> None:
+def test_tokenizer_trains_on_what_a_divided_document_leaves(tmp_path: Path) -> None:
     for count in (1, 3):
         path = write_jsonl(tmp_path / "a.jsonl", ["\n".join(some_texts(400, seed)) for seed in range(count)])
         corpus = open_corpus([path], holdout=0.2)

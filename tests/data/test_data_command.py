@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -52,7 +50,7 @@ def test_info_shows_text_that_a_terminal_would_execute_as_text(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_next_command_trains_a_vocabulary_larger_than_the_presets(tmp_path: Path) -> None:
+def test_next_command_trains_a_larger_vocabulary_than_presets(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("\n\n".join(f"{i * i:x} {i**3:x}" for i in range(20_000)))
     dataset = tmp_path / "data of mine"
     printed = run("prepare", tmp_path / "words.txt", "--out", dataset, "--tokenizer", "bpe:1500", "--workers", "1")
@@ -66,7 +64,7 @@ def test_the_next_command_trains_a_vocabulary_larger_than_the_presets(tmp_path: 
     assert open_data(config.override(["model.vocab_size=1536"])).vocab_size == 1500
 
 
-def test_the_embedded_corpus_tells_its_vocabulary_without_being_prepared(tmp_path: Path) -> None:
+def test_embedded_corpus_knows_its_vocabulary_unprepared(tmp_path: Path) -> None:
     Tokenizer.train(["some text " * 9], 265).save(tmp_path / "tokenizer.json")
     for tokenizer, size in (("bpe:1000", 1024), ("bytes", 384), (str(tmp_path / "tokenizer.json"), 384)):
         assert vocabulary(DataConfig(tokenizer=tokenizer)) == size
@@ -94,9 +92,7 @@ def test_text_without_validation_is_recommended_for_evaluation(jsonl: Path, tmp_
     assert printed.endswith(f"next: residua eval RUN --data '{out}' --split train\n") and "residua train" not in printed
 
 
-def test_files_left_out_of_a_folder_are_told_and_read_when_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_left_out_of_a_folder_are_told_and_read_when_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("my code")
     (folder / ".git").mkdir(parents=True)
@@ -123,7 +119,7 @@ def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
         run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
 
 
-def test_the_command_after_a_tokenizer_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_after_a_tokenizer_can_be_pasted(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my $text.txt").write_text("some text " * 999)
     printed = run("tokenizer", "my $text.txt", "--vocab-size", "260", "--out", "my tokenizer.json")
@@ -151,7 +147,7 @@ def test_field_and_limit_reach_the_corpus(tmp_path: Path) -> None:
     assert sum(split.documents for split in Dataset.open(tmp_path / "out").splits.values()) == 10
 
 
-def test_the_document_that_reaches_the_limit_is_read_whole_and_help_says_so(tmp_path: Path) -> None:
+def test_document_that_reaches_the_limit_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefgh")
     options = ("--max-bytes", "3", "--holdout", "0", "--tokenizer", "bytes", "--out", tmp_path / "out")
     run("prepare", tmp_path / "a.txt", *options)
@@ -172,7 +168,7 @@ def test_validation_text_and_a_share_exclude_each_other(jsonl: Path, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("folder/below/held.txt", "folder/text.txt", "other.txt"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +184,7 @@ def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, mon
     assert "no validation document is in the training text\n" in printed
 
 
-def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("messy").mkdir()
     Path("messy/a.jsonl").write_text(
@@ -220,7 +216,7 @@ def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypa
     assert "1 file skipped (unreadable), the first: cannot read messy/c.txt.gz (" in printed
 
 
-def test_file_faulty_in_the_middle_is_said_to_be_partly_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_faulty_in_the_middle_is_said_to_be_partly_used(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [b'{"text": "%d %s"}\n' % (n, b"word " * 1000) for n in range(40)]
     Path("half.jsonl").write_bytes(b"".join([*lines[:20], b'{"text": " "}\n\xff', *lines[20:]]))
@@ -239,7 +235,7 @@ def test_file_faulty_in_the_middle_is_said_to_be_partly_used(tmp_path: Path, mon
     assert (part["partial"], part["first"], part["count"]) == (True, first, 1) and "partial" not in whole
 
 
-def test_links_out_of_a_folder_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_out_of_a_folder_are_left_out_and_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("secret.txt").write_text("secret")
     Path("folder").mkdir()

@@ -1,7 +1,5 @@
 """Documents in both splits: found, counted, and dropped, kept or refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,7 @@ def test_normalised_text_is_letters_and_digits_without_case() -> None:
     assert letters_and_digits("--- \n") == b""
 
 
-def test_copies_of_validation_text_are_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_validation_text_are_dropped_and_counted(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.overlap.BLOCK", 7)
     held = write_jsonl(tmp_path / "held.jsonl", TEXTS[:10])
     clean = write_jsonl(tmp_path / "clean.jsonl", TEXTS[10:])

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -58,7 +56,7 @@ def test_reading_across_shards_equals_the_concatenation(dataset: Dataset) -> Non
         assert border not in split.document_starts(border - 3, border)
 
 
-def test_number_of_workers_does_not_change_a_byte(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_workers_does_not_change_a_byte(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.pipeline.CHUNK_BYTES", 500)
     corpus = open_corpus([jsonl], holdout=0.1)
     for workers in (1, 3):
@@ -68,7 +66,7 @@ def test_number_of_workers_does_not_change_a_byte(jsonl: Path, tmp_path: Path, m
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, three, strict=True))
 
 
-def test_same_request_again_opens_what_is_there(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_request_again_opens_what_is_there(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     first = prepare(open_corpus([jsonl]), tmp_path / "out", "bpe:300")
     monkeypatch.setattr("residua.data.pipeline._write_shards", lambda *_: pytest.fail("tokenised again"))
     monkeypatch.setattr("residua.data.pipeline.train_tokenizer", lambda *_: pytest.fail("trained again"))
@@ -99,7 +97,7 @@ def test_changed_source_is_noticed(tmp_path: Path) -> None:
         prepare(open_corpus([source]), tmp_path / "out", "bytes")
 
 
-def test_interrupted_work_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_work_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     whole = ShardWriter.add
 
     def add(self: ShardWriter, ids: np.ndarray) -> None:
@@ -114,9 +112,7 @@ def test_interrupted_work_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatc
     assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
-def test_full_disk_is_one_sentence_and_leaves_nothing(
-    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_one_sentence_and_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     def add(self: ShardWriter, ids: np.ndarray) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -126,9 +122,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_slower_of_two_processes_takes_the_dataset_of_the_faster(
-    jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slower_of_two_processes_takes_the_dataset_of_the_faster(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     out, corpus = tmp_path / "out", open_corpus([jsonl])
     rename = Path.rename
 
@@ -212,7 +206,7 @@ def ordinary(folder: Path) -> Path:
     return folder
 
 
-def test_ordinary_text_gives_the_same_shards_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_text_gives_the_same_shards_as_before(tmp_path: Path, monkeypatch) -> None:
     """Digests of files that an earlier version wrote: documents end at the same places, splits are the same."""
     folder = ordinary(tmp_path / "in")
     for out, options, digest, fingerprint in (

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import bz2
 import gzip
 import json
@@ -56,7 +54,7 @@ def test_parquet_gives_the_named_column(tmp_path: Path) -> None:
         read(path)
 
 
-def test_folder_is_read_recursively_without_hidden_and_foreign_files(tmp_path: Path) -> None:
+def test_folder_is_read_without_hidden_and_foreign_files(tmp_path: Path) -> None:
     (tmp_path / "below" / ".git").mkdir(parents=True)
     wanted = {"a.txt": "one", "below/b.md": "two", "below/c.py": "three", "below/d.rst": "four"}
     for name, text in {**wanted, "below/.git/e.txt": "hidden", "f.bin": "binary", "setting.json": "{}"}.items():
@@ -95,7 +93,7 @@ def test_line_ends_become_newlines_but_not_inside_json(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt", tmp_path / "b.jsonl") == ["one\r\ntwo", "one\ntwo\nthree\n"]
 
 
-def test_long_plain_text_is_cut_at_blank_lines_and_nothing_is_lost() -> None:
+def test_long_text_is_cut_at_blank_lines_and_nothing_is_lost() -> None:
     paragraph = ["word " * 20 + "\n"] * 50 + ["\n"]
     text = paragraph * 40
     documents = list(plain_documents(text))
@@ -151,7 +149,7 @@ def test_bad_files_are_one_sentence(tmp_path: Path, name: str, content: bytes, m
     assert "\n" not in str(caught.value)
 
 
-def test_full_memory_is_not_a_faulty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_is_not_a_faulty_file(tmp_path: Path, monkeypatch) -> None:
     def full(lines: object) -> None:
         raise MemoryError
 
@@ -173,9 +171,7 @@ def test_missing_files_and_empty_folders_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "file"), [("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet"), ("datasets", "org/name")]
 )
-def test_missing_package_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, file: str
-) -> None:
+def test_missing_package_names_the_extra(monkeypatch, tmp_path: Path, package: str, file: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.chdir(tmp_path)
     if package != "datasets":
@@ -184,7 +180,7 @@ def test_missing_package_names_the_extra(
         read(file)
 
 
-def test_dataset_name_is_streamed_with_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dataset_name_is_streamed_with_its_config(monkeypatch, tmp_path: Path) -> None:
     asked = []
 
     def load_dataset(*names: str | None, **options: object) -> list[dict[str, str]]:
@@ -197,7 +193,7 @@ def test_dataset_name_is_streamed_with_its_config(monkeypatch: pytest.MonkeyPatc
     assert asked == [(("org/name", "sample"), {"split": "train", "streaming": True})]
 
 
-def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
     Path("corpus").mkdir()
@@ -210,9 +206,7 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch: pyte
         read("corpus/nofile:default")
 
 
-def test_a_hub_out_of_reach_is_one_sentence_without_the_librarys_lines(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hub_out_of_reach_is_one_sentence(monkeypatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 import struct
@@ -169,7 +167,7 @@ def test_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
         Dataset.open(tmp_path)
 
 
-def test_an_id_above_all_that_were_written_is_named_when_it_is_read(copy: Path) -> None:
+def test_id_above_all_that_were_written_is_named_when_read(copy: Path) -> None:
     """The header keeps the largest id that was written; a file can be damaged afterwards."""
     opened = Dataset.open(copy)
     first = opened.split("train").shards[0].tokens

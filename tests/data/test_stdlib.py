@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ from residua.data.stdlib import cache_folder
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def small(monkeypatch, tmp_path: Path) -> Path:
     """A cache of its own, and a standard library of a few modules: tokenising the real one takes seconds."""
     root = tmp_path / "lib"
     (root / "package" / "tests").mkdir(parents=True)
@@ -48,13 +46,13 @@ def test_split_is_by_path(small: Path) -> None:
     assert set(splits.values()) == {"train", "validation"}
 
 
-def test_declared_encodings_are_honoured_and_excluded_files_absent(small: Path) -> None:
+def test_declared_encodings_hold_and_excluded_files_are_absent(small: Path) -> None:
     texts = [document.text for document in standard_library().documents()]
     assert any("name = 'é'" in text for text in texts)
     assert not any("excluded" in text for text in texts)
 
 
-def test_embedded_corpus_is_made_once(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_corpus_is_made_once(small: Path, monkeypatch) -> None:
     first = embedded("bpe:300")
     assert first.path.is_relative_to(small.parent / "cache")
     assert first.vocab_size == 300
@@ -93,7 +91,7 @@ def test_two_processes_at_once_both_get_the_dataset(small: Path) -> None:
     assert len(list((small.parent / "cache" / "datasets").iterdir())) == 1
 
 
-def test_no_sources_at_all_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sources_at_all_is_refused(small: Path, monkeypatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(small / "nowhere"))
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(DataError, match="no sources of the Python standard library"):
@@ -104,9 +102,7 @@ def test_no_sources_at_all_is_refused(small: Path, monkeypatch: pytest.MonkeyPat
     ("environment", "expected"),
     [({"RESIDUA_CACHE": "/c"}, "/c"), ({"XDG_CACHE_HOME": "/x"}, "/x/residua"), ({"HOME": "/h"}, "/h/.cache/residua")],
 )
-def test_cache_folder_follows_the_environment(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
-) -> None:
+def test_cache_folder_follows_the_environment(monkeypatch, environment: dict[str, str], expected: str) -> None:
     for name in ("RESIDUA_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -114,7 +112,7 @@ def test_gpt2_files_give_the_ids_and_hash_of_the_one_file(trained: Tokenizer, tm
     assert loaded.hash == trained.hash
 
 
-def test_parts_that_have_no_say_in_the_ids_do_not_change_the_hash(trained: Tokenizer, tmp_path: Path) -> None:
+def test_parts_that_do_not_change_ids_do_not_change_the_hash(trained: Tokenizer, tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer.from_str(trained.backend.to_str())
     backend.post_processor = processors.ByteLevel(trim_offsets=False)
     assert Tokenizer(backend).hash == trained.hash
@@ -217,7 +215,7 @@ def test_the_end_of_text_is_the_one_that_files_beside_name(files: dict[str, obje
         assert tokenizer.vocab_size == (259 if end == "<|endoftext|>" else 258)
 
 
-def test_a_saved_tokenizer_keeps_its_end_of_text_and_its_hash_tells_it(tmp_path: Path) -> None:
+def test_saved_tokenizer_keeps_its_end_of_text_and_hash(tmp_path: Path) -> None:
     first, second = (Tokenizer(foreign(), end) for end in ("[EOS]", "<|eot_id|>"))
     first.save(tmp_path / "tokenizer.json")
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
@@ -270,7 +268,7 @@ def test_tokenizer_that_asks_for_endless_memory_is_refused(case: str, tmp_path: 
     assert str(tmp_path / "tokenizer.json") in str(caught.value)
 
 
-def test_replacements_within_the_limit_are_held_to_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacements_within_the_limit_are_held_to_the_text(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.tokenizer_limits.LONGEST_DOCUMENT", 10_000)
     (tmp_path / "tokenizer.json").write_text(hostile(normalizer=replacing(5, {"String": "a"}, "aa")))
     tokenizer = Tokenizer.load(tmp_path)
@@ -281,7 +279,7 @@ def test_replacements_within_the_limit_are_held_to_the_text(tmp_path: Path, monk
             encode("a" * 900)
 
 
-def test_panic_of_a_regular_expression_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panic_of_a_regular_expression_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("RUST_BACKTRACE", "0")
     pattern = {"Regex": "^(([a-z])+.)+[A-Z]([a-z])+$"}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
@@ -291,7 +289,7 @@ def test_panic_of_a_regular_expression_is_one_sentence(tmp_path: Path, monkeypat
         tokenizer.encode_batch(["banana " * 9])
 
 
-def test_training_stops_after_enough_different_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_stops_after_enough_different_words(monkeypatch) -> None:
     monkeypatch.setattr("residua.data.tokenizer_limits.TRAINED_BYTES", 10_000)
     texts = iter([f"word{number}" for number in range(5000)])
     Tokenizer.train(texts, 300)

@@ -1,7 +1,5 @@
 """Small corpora for the tests."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

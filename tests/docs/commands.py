@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
@@ -121,3 +122,11 @@ def parse(arguments: list[str]) -> tuple[str, dict[str, Any]]:
         context = command.make_context(name, rest, parent=context)
         names.append(name)
     return " ".join(names), context.params
+
+
+def load_module(path: str) -> Any:
+    """A file of the repository outside its packages, such as `tools/site.py`, imported."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

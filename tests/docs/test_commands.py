@@ -1,7 +1,5 @@
 """Every command in the documentation and in the help texts is one that Residua understands, and, tiny, runs."""
 
-from __future__ import annotations
-
 import glob
 import re
 import subprocess
@@ -101,7 +99,7 @@ def _check_study(parameters: dict) -> None:
         _run(size or None)
 
 
-def test_what_is_not_executed_has_a_reason_and_no_reason_is_left_over() -> None:
+def test_every_unexecuted_command_has_a_reason() -> None:
     found = [str(command) for command in every_command()]
     used = {pattern: [text for text in found if re.search(pattern, text)] for pattern in NOT_EXECUTED}
     for pattern, texts in used.items():
@@ -121,16 +119,14 @@ def test_make_knows_the_targets_that_the_pages_name() -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory) -> World:
     place = tmp_path_factory.mktemp("world")
     return World(place)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_of_a_page_run_in_order(
-    page: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_a_page_run_in_order(page: Path, world: World, tmp_path: Path, monkeypatch) -> None:
     wanted = [command for command in commands(page) if command.reason is None]
     if not wanted:
         pytest.skip("no commands")
@@ -142,7 +138,7 @@ def test_the_commands_of_a_page_run_in_order(
     assert failed == []
 
 
-def _runs(command: Command, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+def _runs(command: Command, world: World, folder: Path, monkeypatch) -> bool:
     if command.words[0] == "export":
         monkeypatch.setenv(*command.words[1].split("=", 1))
         return True

@@ -1,4 +1,4 @@
-"""What the documentation says is run as written."""
+"""What the documentation says is run as written, its pictures are drawn from the code, and its links hold."""
 
 import re
 import shlex
@@ -11,11 +11,18 @@ import pytest
 import torch
 
 import residua
+from residua.config.choices import TopologyChoice
 from residua.config.run import RunConfig
+from residua.model import taps
 from residua.model.decoder import build
 from residua.model.size import measure
+from residua.model.topology import build_topology
+from tests.docs.commands import load_module, parse
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def python_blocks(page: str) -> list[str]:
@@ -47,7 +54,7 @@ def test_the_readme_builds_its_model_and_takes_a_loss(monkeypatch):
     assert measure(scope["config"]).parameters > 100e6
 
 
-def test_the_page_on_kernels_works_as_written_and_names_every_operator_with_one():
+def test_kernels_page_works_and_names_every_operator():
     (code,) = python_blocks("kernels.md")
     scope: dict = {}
     exec(code, scope)
@@ -92,8 +99,6 @@ def test_topologies_have_the_parameters_their_table_says(name):
 
 
 def test_every_topology_has_a_section_and_a_row():
-    from residua.config.choices import TopologyChoice
-
     page = (DOCS / "topologies.md").read_text(encoding="utf-8")
     kinds = [t.model_fields["kind"].default for t in TopologyChoice.alternatives()]
     assert [k for k in kinds if not re.search(rf"^\| `{k}`", page, re.M)] == []
@@ -101,8 +106,6 @@ def test_every_topology_has_a_section_and_a_row():
 
 
 def test_recorded_taps_are_the_documented_ones():
-    from residua.model import taps
-
     config = residua.ModelConfig.preset("tiny-exo").override(
         ["topology=multi_gate", "ffn={kind='moe', hidden=8, experts=4, top_k=2}"]
     )
@@ -114,12 +117,141 @@ def test_recorded_taps_are_the_documented_ones():
 
 
 @pytest.mark.slow
-def test_the_script_for_slurm_is_bash_and_its_command_is_understood():
-    from tests.docs.commands import parse
-
+def test_slurm_script_is_bash_and_its_command_is_understood():
     (script,) = re.findall(r"```text\n(#!/bin/bash.*?)```", (DOCS / "nodes.md").read_text(encoding="utf-8"), re.S)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     command = script.replace("\\\n", " ").partition("--no-python residua ")[2].replace("$resume", "--resume")
     verb, parameters = parse(shlex.split(command))
     assert verb == "train" and parameters["resume"]
     RunConfig.find(parameters["source"]).override(parameters["changes"])
+
+
+def _listed() -> set[str]:
+    """The paths that the page's indented list names."""
+    (block,) = re.findall(r"```text\nresidua/\n(.*?)```", (DOCS / "architecture.md").read_text("utf-8"), re.S)
+    found, parents = set(), {}
+    for line in block.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        parents[depth] = name
+        found.add("".join(parents[d] for d in sorted(parents) if d < depth) + name)
+        parents = {d: n for d, n in parents.items() if d <= depth}
+    return found
+
+
+def test_the_layout_on_the_page_is_the_one_in_the_tree():
+    here = ROOT / "residua"
+    operators = {p.parent for p in here.glob("ops/[a-z]*/__init__.py")}
+    folders = {p.parent for p in here.glob("**/__init__.py")} - operators - {here}
+    modules = {p for p in here.glob("*.py") if not p.stem.startswith("__")}
+    tree = {f"{p.relative_to(here)}/" for p in folders} | {p.name for p in modules}
+    assert _listed() == tree
+
+
+@pytest.mark.slow
+def test_the_picture_is_drawn_from_the_code_as_it_is():
+    drawing = load_module("tools/architecture.py")
+    assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.draw(), "run `make map` and look at the picture"
+
+
+def test_every_path_of_the_package_that_a_page_names_exists():
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    found = {
+        page.name: re.findall(r"\b((?:residua|tests)/[a-z_/.]*[a-z])(?![\w/])", page.read_text("utf-8"))
+        for page in pages
+    }
+    assert sum(map(len, found.values())) > 20
+    assert not [(page, path) for page, paths in found.items() for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.fixture(scope="module")
+def drawing():
+    return load_module("tools/topologies.py")
+
+
+def test_the_committed_pictures_are_what_the_code_draws(drawing):
+    made = drawing.made()
+    assert [p.name for p, content in made.items() if p.read_text(encoding="utf-8") != content] == [], "run `make map`"
+    assert {p.name for p in (ROOT / "docs" / "img").glob("topology-*.svg")} == {p.name for p in made}
+
+
+def test_every_section_of_the_page_shows_its_picture(drawing):
+    page = (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\(img/(topology-\w+\.svg)\)", page))
+    alike = {"topology-mhc.svg", "topology-mhc_lite.svg"}  # one section with hyper, and the same flow
+    assert shown | alike == {p.name for p in drawing.made()}
+
+
+def _reads(drawing, kind: str, **options) -> list[list[int]]:
+    choice = {t.model_fields["kind"].default: t for t in TopologyChoice.alternatives()}[kind]
+    topology = build_topology(choice(**options), drawing.SUBLAYERS, drawing.WIDTH).double()
+    return [sorted(junction.reads) for junction in drawing.trace(topology)]
+
+
+def test_the_tracer_finds_what_each_sublayer_reads(drawing):
+    assert _reads(drawing, "additive") == [[0]] * 7
+    assert _reads(drawing, "full_attnres") == [list(range(k + 1)) for k in range(7)]
+    assert len(_reads(drawing, "full_attnres", window=2)[-1]) == 3  # the embedding and two outputs
+    assert _reads(drawing, "block_attnres", sublayers_per_block=3) == [[0]] + [[0, 1]] * 3 + [[0, 1, 2]] * 3
+    assert _reads(drawing, "multi_gate", streams=3) == [[0], [0, 1]] + [[0, 1, 2]] * 5
+
+
+def test_every_relative_link_is_a_file_of_the_repository() -> None:
+    relative = [target for _, target in LINK.findall(README) if not target.startswith("https://")]
+    assert len(relative) > 20
+    assert [target for target in relative if not (ROOT / target.partition("#")[0]).exists()] == []
+
+
+def test_on_pypi_every_link_is_absolute_and_leads_to_that_file() -> None:
+    text = load_module("setup.py").absolute(README, "https://example.org/us/residua", "v1")
+    pairs = list(zip(LINK.findall(README), LINK.findall(text), strict=True))
+    for (mark, before), (_, after) in pairs:
+        assert after.startswith("https://")
+        if not before.startswith("https://"):
+            assert after == f"https://example.org/us/residua/{'raw' if mark else 'blob'}/v1/{before}"
+    assert any(mark for (mark, _), _ in pairs)
+
+
+def test_a_build_knows_its_repository_on_github_only(monkeypatch) -> None:
+    setup = load_module("setup.py")
+    for name, value in (("SERVER_URL", "https://example.org"), ("REPOSITORY", "us/residua"), ("SHA", "abc")):
+        monkeypatch.setenv(f"GITHUB_{name}", value)
+    assert setup.repository() == ("https://example.org/us/residua", "abc")
+    monkeypatch.delenv("GITHUB_REPOSITORY")
+    assert setup.repository() is None
+
+
+def test_every_interval_is_in_a_table_that_is_made_from_a_study() -> None:
+    """So that a study that goes on does not leave old numbers in the sentences about it."""
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md")]
+    made = "".join(block for page in pages for block in re.findall(r"<!-- study .*?<!-- end -->", page, re.S))
+    words = README + re.sub(r"<!-- study .*?<!-- end -->", "", (ROOT / "docs" / "RESULTS.md").read_text(), flags=re.S)
+    told = re.findall(r"(\d\.\d\d×)(?: per\s+second)?\s+(\[[^]]*\d\])", words)
+    assert len(told) > 5
+    wanted = [f" {gain} {' '.join(ends.split())}" for gain, ends in told]
+    assert [words for words in wanted if f"{words} |" not in made and f"{words}." not in made] == []
+
+
+def test_the_picture_is_drawn_from_the_measured_study() -> None:
+    answer = load_module("tools/answer.py")
+    found = answer.measured()
+    assert {row.size for row in found} == {"124 M", "51 M"} and [row.change for row in found] == sorted(
+        row.change for row in found
+    )
+    assert answer.PICTURE.read_text(encoding="utf-8") == answer.draw(found), "run `make results`"
+    assert "docs/img/answer.svg" in README
+
+
+def test_the_picture_says_what_the_numbers_say() -> None:
+    answer = load_module("tools/answer.py")
+    paying = [
+        answer.Row(name, -0.2, -0.3, -0.1, 1.2, 1.1, 1.3, 1.1, gain, True)
+        for name, gain in {"A": 1.1, "B": 1.2, "C": 1.05}.items()
+    ]
+    unsure = answer.Row("D", -0.1, -0.3, 0.1, 1.3, 0.8, 1.6, 1.1, 1.18, False)
+    lower = answer.Row("E", -0.2, -0.3, -0.1, 1.2, 1.1, 1.3, 1.5, 0.8, False)
+    assert answer._answer([*paying, unsure]) == "Faster per second: B 1.20×, A 1.10×, and 1 more."
+    smaller = paying[1]._replace(gain=1.15, size="51 M")
+    assert answer._answer([smaller, *paying]) == "Faster per second: B 1.20×, A 1.10×, and 1 more."
+    assert answer._answer([paying[0], unsure]) == "Faster per second: A 1.10×."
+    assert answer._answer([lower, unsure]) == "Lower loss per step: E. Faster per second: none in this study."
+    assert answer._answer([unsure]) == "No lower loss was shown. Faster per second: none in this study."

@@ -1,8 +1,5 @@
 """Tables and pictures of the documentation are what `make results` makes of docs/results."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +13,7 @@ from residua.model.size import measure
 from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import base_run
 from residua.study.saved import SavedStudy
+from tests.docs.commands import load_module
 from tests.reproduce.pretend import STEPS, saved_study, with_peaks
 
 ROOT = Path(__file__).parents[2]
@@ -24,11 +22,7 @@ STUDY = ROOT / "docs" / "results" / "learning-rates.json"
 
 @pytest.fixture(scope="module")
 def results() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results", ROOT / "tools" / "results.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module("tools/results.py")
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_studies_that_are_not_begun_can_be_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_studies_that_are_not_begun_can_be_begun(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "results" / "to-measure.md").read_text()
     for path in sorted((ROOT / "docs" / "results" / "studies").glob("*.toml")):
@@ -71,7 +65,7 @@ def test_the_committed_studies_are_written_as_they_were_read() -> None:
         assert SavedStudy.read(path).text() == path.read_text(encoding="utf-8")
 
 
-def test_a_study_without_a_page_gets_one_and_a_second_time_nothing_changes(results: ModuleType, root: Path) -> None:
+def test_study_without_a_page_gets_one_that_stays_the_same(results: ModuleType, root: Path) -> None:
     (page, text), *others = results.made(root).items()
     assert (page, others) == (root / "docs" / "results" / "rates.md", [])
     assert "| prenorm | 3.9746 | 3.9771 |" in text
@@ -108,9 +102,7 @@ def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType,
     assert results.made(root)[readme] == text
 
 
-def test_claims_about_rows_that_a_study_lacks_are_counted_and_a_study_that_cannot_judge_says_why(
-    results: ModuleType, root: Path
-) -> None:
+def test_claims_that_a_study_cannot_judge_are_counted(results: ModuleType, root: Path) -> None:
     ends = {"prenorm": 3.0, "full_attnres": 2.9}
     saved_study(ends).write(root / "docs" / "results" / "pretended.json")
     readme = root / "README.md"
@@ -162,7 +154,7 @@ def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType,
 
 
 @pytest.mark.slow
-def test_a_study_stands_beside_others_with_the_variants_that_both_have(results: ModuleType, root: Path) -> None:
+def test_studies_are_compared_on_the_variants_both_have(results: ModuleType, root: Path) -> None:
     shutil.copy(STUDY.with_name("mini-39m.json"), root / "docs" / "results")
     saved_study({"prenorm": 3.0, "mgr": 2.9, "mgr2": 2.8}).write(root / "docs" / "results" / "deep.json")
     readme = root / "README.md"
@@ -186,9 +178,7 @@ def test_a_study_stands_beside_others_with_the_variants_that_both_have(results: 
         results.made(root)
 
 
-def test_a_results_file_gets_measurements_from_folders_without_weights(
-    results: ModuleType, root: Path, tmp_path: Path
-) -> None:
+def test_results_file_is_filled_from_folders_without_weights(results: ModuleType, root: Path, tmp_path: Path) -> None:
     saved = with_peaks(saved_study({"prenorm": 3.0, "mgr": 2.9}), {"mgr": (1.0, 1.0, 1.0)})
     plan = saved.plan(tmp_path)
     for run, record in saved.records(plan).items():
@@ -241,7 +231,7 @@ def test_a_recommended_preset_is_the_model_that_was_measured(preset: str, study:
 
 
 @pytest.mark.parametrize("kind", ["", "-per-token"])
-def test_the_recommended_large_model_has_the_choice_of_the_study_at_s(kind: str) -> None:
+def test_recommended_large_model_has_the_choice_of_the_study(kind: str) -> None:
     small, large = (RunConfig.find(f"recommended-{size}{kind}").model for size in "sl")
     assert (large.topology, large.anchors, large.norm) == (small.topology, small.anchors, small.norm)
     assert large.attention == small.attention.model_copy(update={"heads": 10})

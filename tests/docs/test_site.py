@@ -1,9 +1,6 @@
 """The documentation site: every page is on it, it builds without a warning, and it asks nothing of other machines."""
 
-from __future__ import annotations
-
 import importlib
-import importlib.util
 import mimetypes
 import os
 import re
@@ -15,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import residua
+from tests.docs.commands import load_module
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -24,10 +22,7 @@ API = (DOCS / "api.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def site():
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "tools" / "site.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module("tools/site.py")
 
 
 def test_every_page_has_its_place_in_the_navigation(site) -> None:
@@ -60,7 +55,7 @@ def test_links_between_files_become_links_between_pages(site) -> None:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory) -> Path:
     pytest.importorskip("mkdocs", reason="needs the docs extra: `make docs` installs it")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
@@ -84,7 +79,7 @@ def test_pages_name_no_file_of_another_machine(built: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_the_site_works_in_a_browser_and_finds_words_without_the_network(built: Path) -> None:
+def test_site_works_in_a_browser_without_the_network(built: Path) -> None:
     api = pytest.importorskip("playwright.sync_api")
     browser_path = shutil.which("chromium")
     if browser_path is None:

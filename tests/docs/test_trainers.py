@@ -1,7 +1,5 @@
 """The examples of docs/trainers.md run as written, and train what one process of Residua would."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ COMMON, TRAINER, ACCELERATE, LIGHTNING = range(4)
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def page(tmp_path: Path, monkeypatch) -> dict[str, Any]:
     """What the first block defines, with a small text where the page says it is; its model is tiny."""
     (tmp_path / "texts").mkdir()
     for number in range(8):

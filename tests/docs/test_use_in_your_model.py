@@ -25,7 +25,7 @@ def gpt() -> dict:
     return scope
 
 
-def test_the_plain_gpt_is_about_sixty_lines_of_which_three_are_residuas():
+def test_plain_gpt_has_sixty_lines_of_which_three_are_ours():
     lines = [line for line in python_blocks(PAGE)[0].splitlines() if line.strip()]
     end = next(i for i, line in enumerate(lines) if line.startswith("block ="))
     assert end <= 60
@@ -44,7 +44,7 @@ def test_the_plain_gpt_starts_at_the_loss_of_a_guess():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["block", "mgr"])
-def test_block_attention_residuals_and_mgr_train_in_the_plain_gpt(gpt, name):
+def test_block_attnres_and_mgr_train_in_the_plain_gpt(gpt, name):
     model, tokens = gpt[name], torch.randint(256, (2, 17))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -127,7 +127,7 @@ TOPOLOGIES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda topology: topology["kind"])
-def test_a_llama_with_a_topology_keeps_its_cache_compiles_and_checkpoints(depth, topology):
+def test_llama_with_a_topology_caches_compiles_and_checkpoints(depth, topology):
     model = llama_with(depth, topology)
     tokens = torch.randint(97, (2, 9))
     settings = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 4, "do_sample": False}
@@ -151,7 +151,7 @@ def test_a_llama_with_a_topology_keeps_its_cache_compiles_and_checkpoints(depth,
 
 
 @pytest.mark.slow
-def test_a_llama_with_a_topology_is_made_of_a_llama_and_comes_back(depth, tmp_path):
+def test_llama_with_a_topology_converts_from_and_to_a_llama(depth, tmp_path):
     plain = depth["LlamaForCausalLM"](depth["config"]).eval()
     plain.save_pretrained(tmp_path / "plain")
     tokens = torch.randint(97, (2, 9))
@@ -227,7 +227,7 @@ def kind_of(inputs, sums) -> str:
     return SUM if all((r - 1).abs().max() < 1e-12 for r in ratios) else MULTIPLE
 
 
-def test_a_topology_is_built_from_a_table_and_a_wrong_one_is_refused_in_one_sentence():
+def test_topology_is_built_from_a_table_or_refused():
     made = residua.build_topology({"kind": "multi_gate", "streams": 3}, 6, 8)
     assert made.stream_count() == 3 and type(made) is type(build_topology(residua.choices.MultiGate(streams=3), 6, 8))
     for table, sentence in (({"kind": "multigate"}, "multi_gate"), ({"kind": "multi_gate", "streems": 3}, "streems")):

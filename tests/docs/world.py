@@ -1,7 +1,5 @@
 """The folders that the commands of the documentation speak of, tiny: texts, datasets, runs, a model of transformers."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import random

@@ -19,7 +19,7 @@ def copied_code() -> None:
 
 
 @pytest.fixture(scope="session")
-def python_without_residua(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python_without_residua(tmp_path_factory) -> Path:
     """A fresh interpreter that finds all that is installed here, but not Residua and what it alone needs."""
     home = tmp_path_factory.mktemp("alone")
     venv.create(home, symlinks=True)

@@ -1,7 +1,5 @@
 """Exports for tests: small models over the byte tokenizer, and what transformers makes of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parts that imported models have go into an export with their own code: windows, biases, positions, norms, experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -38,7 +38,7 @@ def bundles() -> dict[str, dict[str, str]]:
     return {name: bundle(build(config), "1.0") for name, config in CONFIGS.items()}
 
 
-def test_kernels_that_cannot_be_imported_here_are_not_imported_there(monkeypatch):
+def test_kernels_that_cannot_be_imported_do_not_travel(monkeypatch):
     own = modules.member
 
     def member(module: str, name: str) -> Any:
@@ -52,7 +52,7 @@ def test_kernels_that_cannot_be_imported_here_are_not_imported_there(monkeypatch
         assert not [node.module for node in imported if node.module.split(".")[0] == "residua"], name
 
 
-def test_a_folder_holds_the_topology_and_the_mixers_of_its_model_only(bundles):
+def test_folder_holds_only_its_models_topology_and_mixers(bundles):
     families = ("topology_", "linear_attention", "moe", "ops_gated_delta", "ops_depth_attention")
     held = {
         name: {file.removeprefix("residua_") for file in files if file.removeprefix("residua_").startswith(families)}

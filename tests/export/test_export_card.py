@@ -19,7 +19,7 @@ hub = pytest.importorskip("huggingface_hub")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     return train_run(
         tmp_path_factory.mktemp("card"), topology={"kind": "multi_gate", "streams": 2}, norm={"kind": "gatednorm"}
     )
@@ -45,7 +45,7 @@ class Hub:
 
 
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> Hub:
+def client(monkeypatch) -> Hub:
     client = Hub()
     monkeypatch.setattr(hub.HfApi, "create_repo", client.create_repo)
     monkeypatch.setattr(hub.HfApi, "upload_folder", client.upload_folder)
@@ -53,8 +53,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Hub:
     return client
 
 
-def test_a_card_says_data_losses_loading_and_papers_and_shows_no_path(
-    run: Path, client: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_card_has_data_losses_loading_papers_and_no_path(
+    run: Path, client: Hub, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out, "--push", "me/tiny") == 0
@@ -75,9 +75,7 @@ def test_a_card_says_data_losses_loading_and_papers_and_shows_no_path(
     assert "2603.15031" not in card and str(run.parent) not in card
 
 
-def test_a_layout_has_a_card_without_code_and_may_be_public(
-    client: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_has_a_card_without_code_and_may_be_public(client: Hub, tmp_path: Path, monkeypatch) -> None:
     run = train_run(tmp_path, ffn={"kind": "swiglu", "hidden": 32})
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out, "--layout", "qwen3", "--push", "me/plain", "--public") == 0
@@ -95,15 +93,15 @@ def test_a_layout_has_a_card_without_code_and_may_be_public(
         (("--public",), "one", "--public says who may see what is pushed: name the repository"),
     ],
 )
-def test_a_push_that_cannot_succeed_is_refused_before_anything_is_written(
+def test_impossible_push_is_refused_before_writing(
     arguments: tuple[str, ...],
     token: str | None,
     sentence: str,
     run: Path,
     client: Hub,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch,
+    capsys,
 ) -> None:
     monkeypatch.setattr(hub, "get_token", lambda: token)
     assert residua(monkeypatch, "export", run, "--out", tmp_path / "out", *arguments) == 2
@@ -112,8 +110,8 @@ def test_a_push_that_cannot_succeed_is_refused_before_anything_is_written(
     assert client.calls == [] and list(tmp_path.iterdir()) == []
 
 
-def test_a_push_that_fails_leaves_the_folder_and_says_how_to_send_it(
-    run: Path, client: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_failed_push_leaves_the_folder_and_says_how_to_send(
+    run: Path, client: Hub, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     client.refusal = OSError("403 Forbidden\nyou have no right to write here")
     out = tmp_path / "out"
@@ -125,9 +123,7 @@ def test_a_push_that_fails_leaves_the_folder_and_says_how_to_send_it(
 
 
 @pytest.mark.parametrize("imported", [True, False])
-def test_what_a_run_read_after_the_model_that_it_began_with_is_in_its_card(
-    run: Path, tmp_path: Path, imported: bool
-) -> None:
+def test_card_names_the_data_after_the_starting_model(run: Path, tmp_path: Path, imported: bool) -> None:
     continued = shutil.copytree(run, tmp_path / "continued")
     toml = (continued / "config.toml").read_text()
     (continued / "config.toml").write_text(toml.replace("[train]\n", '[train]\nstart = "/home/me/base"\n'))

@@ -1,7 +1,5 @@
 """`residua export` at the command line, and what the other verbs make of its folder."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -20,7 +18,7 @@ BLOCK = {"kind": "block_attnres", "sublayers_per_block": 2}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     return train_run(tmp_path_factory.mktemp("export"), topology=BLOCK)
 
 
@@ -33,9 +31,7 @@ def exported(run: Path) -> Path:
     return made.folder
 
 
-def test_the_folder_is_written_checked_and_named(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_is_written_checked_and_named(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out, "--precision", "bfloat16") == 0
@@ -47,7 +43,7 @@ def test_the_folder_is_written_checked_and_named(
 
 
 def test_without_transformers_the_folder_is_written_and_not_run(
-    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path, exported: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     for name in ("modeling", "configuration"):
@@ -62,9 +58,7 @@ def code_of(folder: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in folder.glob("*.py")}
 
 
-def test_generate_writes_the_same_from_the_run_and_from_the_export(
-    run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_writes_the_same_from_run_and_export(run: Path, exported: Path, monkeypatch, capsys) -> None:
     said = []
     for folder in (run, exported):
         assert residua(monkeypatch, "generate", folder, "--prompt", "depth is", "--tokens", 8, "--temperature", 0) == 0
@@ -95,12 +89,7 @@ def test_diagnose_looks_into_an_export_as_into_its_run(run: Path, exported: Path
     ],
 )
 def test_mistakes_are_one_sentence_and_leave_nothing(
-    arguments: tuple[str, ...],
-    sentence: str,
-    run: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], sentence: str, run: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     before = sorted(run.rglob("*"))
     given = [a.format(run=run, tmp=tmp_path) for a in arguments]
@@ -111,8 +100,8 @@ def test_mistakes_are_one_sentence_and_leave_nothing(
 
 
 @pytest.mark.parametrize("damage", ["missing", "mis-shaped"])
-def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_is_written(
-    damage: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_unfitting_checkpoint_is_named_and_nothing_is_written(
+    damage: str, run: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -128,9 +117,7 @@ def test_a_checkpoint_that_does_not_fit_is_named_and_nothing_is_written(
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-def test_code_that_differs_from_the_model_is_never_named(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_differs_from_the_model_is_never_named(run: Path, tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("transformers")
     from residua.export import export, folder
 

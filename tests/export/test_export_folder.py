@@ -99,7 +99,7 @@ def test_the_current_folder_is_refused_though_it_is_empty(model, tmp_path, monke
         write_folder(model, Tokenizer.bytes(), Path("."), check=False)
 
 
-def test_others_may_read_the_weights_as_they_may_the_configuration(model, tmp_path):
+def test_weights_have_the_permissions_of_the_configuration(model, tmp_path):
     write_folder(model, Tokenizer.bytes(), tmp_path / "out", check=False)
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]

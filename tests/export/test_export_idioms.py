@@ -231,7 +231,7 @@ class Mine(Topology):
 
 @pytest.mark.parametrize("idiom", IDIOMS)
 @torch.no_grad()
-def test_a_topology_of_ones_own_is_exported(idiom: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_topology_of_ones_own_is_exported(idiom: str, tmp_path: Path, monkeypatch) -> None:
     package = f"plugin_{idiom.replace(' ', '_')}"
     (tmp_path / package).mkdir()
     for name, text in {"__init__": "", "base": BASE, "mine": IDIOMS[idiom]}.items():
@@ -277,7 +277,7 @@ def _imports(folder: Path) -> list[str]:
     return [line for line in lines if line.startswith(("import ", "from ")) and "no_such" not in line]
 
 
-def test_a_class_of_the_running_script_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_class_of_the_running_script_is_refused(tmp_path: Path) -> None:
     from residua.model.topology.additive import Additive
 
     model = trained_like(bytes_config(small(layers=1)))

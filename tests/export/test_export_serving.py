@@ -109,7 +109,7 @@ EVERY = [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("attnres", "
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_an_engine_that_replaces_layers_and_keeps_the_keys_gets_the_same_logits(name: str, tmp_path: Path) -> None:
+def test_engine_that_replaces_layers_gets_the_same_logits(name: str, tmp_path: Path) -> None:
     model: Decoder = trained_like(bytes_config(CONFIGS[name]))
     engine = Engine(write(model, tmp_path / "exported"))
     tokens = torch.randint(VOCABULARY, (8,))

@@ -53,7 +53,7 @@ def exported(row: tuple[str, ...], home: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return exported(QUICK, tmp_path_factory.mktemp("tools"))
 
 
@@ -89,7 +89,7 @@ def test_residua_reads_a_resized_model(folder: Path, tmp_path: Path, copied_code
     torch.testing.assert_close(again(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_projections_and_embeddings_are_torchs_own_and_start_as_before() -> None:
+def test_projections_and_embeddings_are_torchs_own() -> None:
     model = residua.build(small(layers=1, attention={"kind": "softmax", "heads": 2, "bias": "all"}))
     assert isinstance(model.embed, torch.nn.Embedding)
     project = model.sublayers[0].body.project
@@ -98,7 +98,7 @@ def test_projections_and_embeddings_are_torchs_own_and_start_as_before() -> None
     assert not {"bias"} & model.sublayers[1].body.out.state_dict().keys()
 
 
-def test_attention_weights_and_two_kinds_of_input_are_refused_in_one_sentence(folder: Path, copied_code: None) -> None:
+def test_attention_weights_and_two_kinds_of_input_are_refused(folder: Path, copied_code: None) -> None:
     model = in_transformers(folder)
     tokens = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="does not return attention weights: leave output_attentions out"):

@@ -70,7 +70,7 @@ def prompt(batch: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def test_the_library_runs_where_it_is_installed_and_agrees_with_the_file(folder, exported):
+def test_installed_library_runs_and_agrees_with_the_file(folder, exported):
     library = in_transformers(folder, implementation="auto")
     assert type(library.model.decoder) is residua.Decoder
     assert type(exported.model.decoder).__module__.startswith("transformers_modules")
@@ -79,7 +79,7 @@ def test_the_library_runs_where_it_is_installed_and_agrees_with_the_file(folder,
     assert torch.equal(library.generate(**given, **GREEDY), exported.generate(**given, **GREEDY))
 
 
-def test_an_implementation_that_does_not_exist_is_refused_in_one_sentence(folder):
+def test_unknown_implementation_is_refused(folder):
     with pytest.raises(ValueError, match="implementation 'kernel' does not exist"):
         in_transformers(folder, implementation="kernel")
 
@@ -109,7 +109,7 @@ def test_beams_and_samples_do_not_depend_on_the_cache(which, request):
 
 
 @pytest.mark.parametrize("which", FOLDERS)
-def test_a_state_that_cannot_be_rolled_back_refuses_to_guess_ahead(which, request):
+def test_recurrent_state_refuses_to_guess_ahead(which, request):
     exported = in_transformers(request.getfixturevalue(FOLDERS[which]))
     given = prompt(batch=1)
     for guessing in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": exported}):
@@ -152,7 +152,7 @@ def test_positions_that_start_again_begin_a_new_document(exported):
     torch.testing.assert_close(packed[:, 4:], exported(second).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_with_a_cache_positions_that_start_again_are_only_positions_as_in_llama(tmp_path):
+def test_with_a_cache_restarting_positions_are_as_in_llama(tmp_path):
     llama = saved(tmp_path / "hf", "Llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     ours = in_transformers(write(residua.load(tmp_path / "hf"), tmp_path / "ours"))
     tokens, positions = torch.arange(8)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
@@ -176,7 +176,7 @@ def test_labels_give_residuas_loss(model, exported):
     torch.testing.assert_close(exported(tokens, labels=tokens).loss, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_gradient_checkpointing_gives_the_same_gradients_and_can_be_turned_off(exported):
+def test_gradient_checkpointing_keeps_gradients_and_turns_off(exported):
     tokens = prompt()["input_ids"]
     exported.train()
 
@@ -224,7 +224,7 @@ def test_device_map_places_the_whole_decoder(folder, exported, where):
     torch.testing.assert_close(placed(**given).logits, exported(**given).logits)
 
 
-def test_what_transformers_saves_is_read_by_transformers_and_residua(exported, tmp_path):
+def test_saved_by_transformers_is_read_by_both(exported, tmp_path):
     with torch.no_grad():
         exported.model.decoder.embed.weight.add_(1.0)
     exported.save_pretrained(tmp_path / "saved")

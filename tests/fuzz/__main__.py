@@ -1,7 +1,5 @@
 """`python -m tests.fuzz`: 2,000 damaged files, one at a time, and the commands that read them; prints a table."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

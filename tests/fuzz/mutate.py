@@ -1,7 +1,5 @@
 """Damages files at random: bytes for any format, values for the formats that have a structure."""
 
-from __future__ import annotations
-
 import json
 import random
 import struct

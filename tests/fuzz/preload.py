@@ -1,7 +1,5 @@
 """Imports what the commands need, once, before cases are forked."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import io

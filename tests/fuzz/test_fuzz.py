@@ -1,7 +1,5 @@
 """A damaged file ends every command that reads it in one sentence that names the file, and changes nothing."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys
@@ -47,6 +45,6 @@ def test_a_case_can_be_repeated(tmp_path: Path) -> None:
     assert len(seen) == 1
 
 
-def test_every_format_that_a_command_reads_is_damaged_by_its_structure() -> None:
+def test_every_format_that_is_read_is_damaged_by_structure() -> None:
     suffixes = {Path(pattern).suffix for reader in (*QUICK, *FULL) for pattern in reader.files}
     assert suffixes - STRUCTURED.keys() <= {"", ".txt"}

@@ -1,7 +1,5 @@
 """Folders of every sort that a command reads, small and complete, and the commands that read each file."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

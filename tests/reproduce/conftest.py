@@ -1,7 +1,5 @@
 """A small text, and changes that make every entry a matter of seconds."""
 
-from __future__ import annotations
-
 from tests.study.conftest import dataset as dataset
 
 QUICK = (

@@ -1,7 +1,5 @@
 """A study that nobody trained, as `residua compare --results` would have kept it, with the losses of a formula."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Claims about accuracies, training losses and outliers, from runs with known numbers; which tasks an entry asks."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 
@@ -36,7 +34,7 @@ def entry_of(name: str, rows: tuple[str, ...] = (), **changes: object) -> tuple[
 
 
 @pytest.fixture(scope="module")
-def runs(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, StudyConfig, StudyPlan, Path]:
+def runs(dataset: Dataset, tmp_path_factory) -> tuple[Study, StudyConfig, StudyPlan, Path]:
     """Three seeds of two rows, with outliers and without accuracies."""
     out = tmp_path_factory.mktemp("runs")
     entry, request = entry_of("000:table1", ROWS, data=str(dataset.path), no_tasks=True)
@@ -67,7 +65,7 @@ def verdict(measured: Measured) -> Verdict:
 
 
 @pytest.mark.slow
-def test_a_claim_about_accuracies_is_judged_by_the_mean_over_tasks(
+def test_claim_about_accuracies_uses_the_mean_over_tasks(
     runs: tuple[Study, StudyConfig, StudyPlan, Path],
 ) -> None:
     for dynamic, word in ((0.15, "contradicted"), (0.25, "not shown"), (0.35, "confirmed")):
@@ -105,9 +103,7 @@ def test_tables_with_accuracies_name_their_tasks() -> None:
     ] == []
 
 
-def test_tasks_come_from_a_folder_or_from_the_harness_or_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_come_from_folder_or_harness_or_are_left_out(tmp_path: Path, monkeypatch) -> None:
     def asked(**changes: object) -> tuple[object, str]:
         entry, request = entry_of("000:table1", ROWS, **changes)
         study = build_study("000:table1", entry, request)
@@ -133,7 +129,7 @@ def test_a_search_of_rates_is_part_of_an_entrys_plan_and_cost(dataset: Dataset, 
     assert planned_cost(plan).runs == 6
 
 
-def test_smoothquant_of_a_table_calibrates_on_as_many_sequences_as_asked(tmp_path: Path) -> None:
+def test_smoothquant_calibrates_on_the_sequences_asked_for(tmp_path: Path) -> None:
     for asked, used in ((8, 8), (None, 4096)):
         entry, request = entry_of("003:table2", ("ga", "ga_gatednorm"), no_tasks=True, calibration=asked)
         assert build_study("003:table2", entry, request).calibration == used

@@ -1,7 +1,5 @@
 """Verdicts from runs with known losses: on the claim's side, on the other, in between, and without an interval."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 
@@ -58,7 +56,7 @@ def recorded(
 
 
 @pytest.fixture(scope="module")
-def made(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, StudyResult]:
+def made(dataset: Dataset, tmp_path_factory) -> tuple[Comparison, StudyResult]:
     """Three seeds of every row, with a page."""
     return recorded(dataset, tmp_path_factory.mktemp("made") / "study")
 
@@ -91,7 +89,7 @@ def test_one_seed_shows_nothing(dataset: Dataset, tmp_path: Path) -> None:
     assert "n = 1, no interval" in said["Full AttnRes outperforms pre-norm"].found
 
 
-def test_the_page_and_the_table_have_the_papers_values_beside_ours(made: tuple[Comparison, StudyResult]) -> None:
+def test_page_and_table_have_the_papers_values_beside_ours(made: tuple[Comparison, StudyResult]) -> None:
     out = made[0].out
     page, table = (out / "report.html").read_text("utf-8"), (out / "results.md").read_text("utf-8")
     for text in (page, table):
@@ -110,9 +108,7 @@ def test_the_page_and_the_table_have_the_papers_values_beside_ours(made: tuple[C
         ("no space", "not shown"),
     ],
 )
-def test_divergence_is_a_claim_about_runs_that_the_trainer_stopped(
-    problem: str, word: str, dataset: Dataset, tmp_path: Path
-) -> None:
+def test_divergence_is_a_claim_about_stopped_runs(problem: str, word: str, dataset: Dataset, tmp_path: Path) -> None:
     comparison, result = recorded(dataset, tmp_path / "study", missing="mgr", problem=problem)
     claim = {"kind": "diverges", "text": "It diverges", "row": "mgr"}
     found = judged(comparison, result, claim, {**claim, "row": "block4"})
@@ -131,9 +127,7 @@ def test_an_order_holds_if_every_neighbour_does(made: tuple[Comparison, StudyRes
     assert order("block4", "full_attnres", "mgr_independent", "prenorm") == "not shown"
 
 
-def test_gains_are_judged_by_the_side_of_one(
-    made: tuple[Comparison, StudyResult],
-) -> None:
+def test_gains_are_judged_by_the_side_of_one(made: tuple[Comparison, StudyResult]) -> None:
     comparison, result = made
     claims = [
         {"kind": "gain", "text": "More", "row": "block4", "measure": "step_gain", "published": 9.0},

@@ -1,7 +1,5 @@
 """`residua reproduce` as a person meets it: plans, mistakes, and an entry from start to end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -25,11 +23,11 @@ SMALL = ["--scale", "1/1000000", *(word for change in QUICK for word in ("--set"
 
 
 @pytest.fixture(autouse=True)
-def known_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def known_rate(monkeypatch) -> None:
     monkeypatch.setattr(work, "training_rate", lambda: 1e12)
 
 
-def test_a_plan_says_runs_tokens_flops_and_hours_and_writes_nothing(dataset: Dataset, tmp_path: Path) -> None:
+def test_plan_says_runs_tokens_flops_hours_and_writes_nothing(dataset: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "study"
     arguments = ["004:table1", *SMALL, "--sizes", "S,M", "--rows", "mgr", "--plan", "--data", str(dataset.path)]
     shown = runner.invoke(app, [*arguments, "--out", str(out)], catch_exceptions=False).output
@@ -65,9 +63,7 @@ def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: s
 
 
 @pytest.mark.slow
-def test_an_entry_runs_from_start_to_end_and_continues_where_it_was(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entry_runs_to_the_end_and_continues_where_it_was(dataset: Dataset, tmp_path: Path, monkeypatch) -> None:
     fork_workers(monkeypatch)
     out = tmp_path / "study"
     arguments = ["004:table1", *SMALL, "--sizes", "S", "--rows", "block4", "--seeds", "1", "--out", str(out)]
@@ -132,8 +128,8 @@ def conducted(name: str, dataset: Dataset, folder: Path, *more: str) -> Path:
         ("003:fig3", ["--rows", "glu"], ["6000", "1.975"]),  # with outliers
     ],
 )
-def test_each_kind_of_entry_runs_from_start_to_end_with_two_layers(
-    name: str, rows: list[str], shown: list[str], dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_each_kind_of_entry_runs_to_the_end_with_two_layers(
+    name: str, rows: list[str], shown: list[str], dataset: Dataset, tmp_path: Path, monkeypatch
 ) -> None:
     fork_workers(monkeypatch)
     out = conducted(name, dataset, tmp_path, *rows, "--set", "model.layers=2")
@@ -146,9 +142,7 @@ def test_each_kind_of_entry_runs_from_start_to_end_with_two_layers(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_entry_runs_from_start_to_end(
-    name: str, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_entry_runs_from_start_to_end(name: str, dataset: Dataset, tmp_path: Path, monkeypatch) -> None:
     fork_workers(monkeypatch)
     smaller = SMALLER.get(name, {})
     options = [word for option, value in smaller.items() for word in (f"--{option}", value)]

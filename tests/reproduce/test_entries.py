@@ -1,7 +1,5 @@
 """Entries are data: every file is valid, every row is a run at every scale, and mistakes are named."""
 
-from __future__ import annotations
-
 import math
 import re
 from fractions import Fraction
@@ -30,7 +28,7 @@ SMALLEST = Fraction(1, 10**6)
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_row_is_a_run_as_published_and_at_the_smallest_scale(name: str) -> None:
+def test_every_row_is_a_run_as_published_and_at_least_scale(name: str) -> None:
     entry = TRAINED[name]
     for size in entry.sizes:
         for scale in (Fraction(1), SMALLEST):
@@ -61,7 +59,7 @@ def test_figures_name_sections_that_the_page_of_a_diagnosis_has() -> None:
 
 
 @pytest.mark.parametrize("base", ["mgr-s-prenorm", "exoformer-base", "outlier-2b-full", "outlier-2b-hybrid"])
-def test_a_scale_multiplies_parameters_and_tokens_and_keeps_the_depth(base: str) -> None:
+def test_scale_multiplies_parameters_and_tokens_not_depth(base: str) -> None:
     whole = RunConfig.find(base)
     part = whole.override(changes(whole, Fraction(1, 4)))
     before, after = measure(whole.model), measure(part.model)
@@ -129,7 +127,7 @@ def test_a_mistake_in_an_entry_is_named(keys: dict[str, str], sentence: str, tmp
         read_entry(written(tmp_path, **keys))
 
 
-def test_rows_and_sizes_can_be_chosen_and_keep_the_claims_about_them() -> None:
+def test_chosen_rows_and_sizes_keep_the_claims_about_them() -> None:
     entry = TRAINED["004:table1"]
     part = selected(entry, Request(sizes=("S",), rows=("mgr", "full_attnres")))
     assert [row.name for row in part.rows] == ["prenorm", "full_attnres", "mgr"]

@@ -1,7 +1,5 @@
 """The list of entries covers the five documents, and docs/reproduce.md shows it as it is."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from pathlib import Path
 
@@ -22,7 +20,7 @@ def test_every_numbered_table_and_figure_has_an_entry() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_lists_every_entry_on_one_line_with_its_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_lists_every_entry_on_one_line_with_its_cost(monkeypatch) -> None:
     monkeypatch.setattr(listing, "training_rate", lambda: 1e14)
     shown = CliRunner().invoke(app, [], catch_exceptions=False).output.splitlines()
     for name in names():

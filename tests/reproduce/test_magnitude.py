@@ -1,7 +1,5 @@
 """The magnitude of a claim is judged apart from its direction: by our interval, and within a quarter of the effect."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """An entry judged from a study that exists: which variant is which row, and what becomes of the claims."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -86,7 +84,7 @@ def test_a_row_that_replaces_another_kind_of_part_is_no_row() -> None:
     assert found.variants["glu"] == "glu"
 
 
-def test_the_baseline_is_what_the_paper_compares_with_wherever_it_stands() -> None:
+def test_baseline_is_the_papers_wherever_it_stands() -> None:
     deep = {"deep": ["prenorm", "model.layers=6"]}
     saved = saved_study({"mgr": 2.9, "deep": 2.8, "prenorm": 3.0}, deep, baseline="mgr", match={"kind": "none"})
     shared = share("004:table1", saved)
@@ -119,7 +117,7 @@ def test_claims_about_rows_that_are_missing_are_not_shown() -> None:
     assert said["mHC-lite outperforms pre-norm"].found == f"mhc_lite: {NOT_RUN}"
 
 
-def test_an_order_with_missing_rows_can_be_contradicted_and_not_confirmed() -> None:
+def test_order_with_missing_rows_can_only_be_contradicted() -> None:
     def order(ends: dict[str, float]) -> Verdict:
         return next(iter(judged("004:table1", saved_study(ends)).values()))
 
@@ -138,7 +136,7 @@ def test_what_the_study_does_not_measure_is_not_shown() -> None:
     assert lower.direction == "confirmed" and "perplexity 0.9049× [0.9047, 0.9052]" in lower.found
 
 
-def test_the_outlier_papers_rows_are_found_whatever_their_names_and_another_feed_forward_is_told() -> None:
+def test_outlier_rows_are_found_by_what_they_are_not_by_name() -> None:
     shared = share("003:table1", saved_study(RESCALING, GATED))
     assert shared.rows.variants == {
         "base": "prenorm", "ga": "gated", "ga_gatednorm": "gated_normed", "ga_preaffine": "gated_scaled",
@@ -152,7 +150,7 @@ PEAKS = {
 }  # fmt: skip
 
 
-def test_peaks_of_telemetry_stand_in_for_outliers_that_not_all_rows_have() -> None:
+def test_telemetry_peaks_stand_in_for_missing_outliers() -> None:
     saved = with_peaks(saved_study(RESCALING, GATED), PEAKS)
     lower = judged("003:table1", saved)["(20) against (2): and the outliers"]
     assert lower.direction == "confirmed"
@@ -168,7 +166,7 @@ def test_peaks_of_telemetry_stand_in_for_outliers_that_not_all_rows_have() -> No
     assert every["(20) against (2): and the outliers"].found == same
 
 
-def test_how_outliers_grow_is_judged_from_a_dense_model_too_and_the_page_says_so() -> None:
+def test_growth_of_outliers_is_judged_from_a_dense_model_too() -> None:
     saved = with_peaks(saved_study(RESCALING, GATED), PEAKS)
     shared = share("003:fig4", saved)
     assert shared.rows.variants == {"ga": "gated", "ga_gatednorm": "gated_normed", "ga_preaffine": "gated_scaled"}
