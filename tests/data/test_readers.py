@@ -69,22 +69,17 @@ def test_several_sources_are_read_one_after_the_other(tmp_path: Path) -> None:
     assert sorted(read(tmp_path / "b.txt", tmp_path / "a.txt")) == ["a", "b"]
 
 
-def test_blank_documents_and_blank_lines_are_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(["x", " \n", ""]) + b"\n\n" + lines(["y"]))
-    assert sorted(read(path)) == ["x", "y"]
-
-
-def test_null_texts_are_dropped_like_blank_ones(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x"}\n{"text": null}\n{"text": "y"}\n')
-    assert sorted(read(path)) == ["x", "y"]
-
-
-def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')
-    assert sorted(read(path)) == ["a\ufffdb", "\U0001f600"]
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (lines(["x", " \n", ""]) + b"\n\n" + lines(["y"]), ["x", "y"]),  # blank documents and lines
+        (b'{"text": "x"}\n{"text": null}\n{"text": "y"}\n', ["x", "y"]),  # null is dropped like a blank one
+        (b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n', ["a\ufffdb", "\U0001f600"]),  # half a surrogate pair
+    ],
+)
+def test_odd_lines_are_dropped_or_replaced(tmp_path: Path, content: bytes, texts: list[str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert sorted(read(tmp_path / "a.jsonl")) == texts
 
 
 def test_line_ends_become_newlines_but_not_inside_json(tmp_path: Path) -> None:
@@ -111,31 +106,15 @@ def test_plain_text_without_blank_lines_is_cut_as_well() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "a.jsonl",
-            b'{"text": "x"}\n{"text": \n',
-            r"a\.jsonl, line 2 is not valid JSON",
-        ),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line 2 is not valid JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text': name one of body with --field"),
         ("a.jsonl", b"{}\n", r"line 1 has no field 'text': correct or remove it\.$"),
-        (
-            "a.jsonl",
-            b'{"text": "x"}\n\n{"body": "y"}\n',
-            r"line 3 has no field 'text', which the lines before it have: correct or remove it\.$",
-        ),
+        ("a.jsonl", b'{"text": "x"}\n\n{"body": "y"}\n', r"line 3 has no field .* lines before it have: correct"),
         ("a.jsonl", b'{"text": 3}\n', r"line 1: field 'text' holds int, not text"),
-        (
-            "a.json",
-            b'[{"text": "x"}, {"text": "y"}]\n',
-            r'line 1 holds a list of 2 entries, not an object: write one object per line, such as {"text": "',
-        ),
+        ("a.json", b'[{"text": "x"}, {"text": "y"}]\n', r"line 1 holds a list of 2 entries, .*: write one object"),
         ("a.json", b'[\n  {"text": "x"}\n]\n', r"line 1 is not valid JSON .*: write one object per line, such as"),
         ("a.txt", b"\xff\xfe\x00", r"a\.txt is not UTF-8 text"),
-        (
-            "a.jsonl.gz",
-            gzip.compress(lines(TEXTS), mtime=0)[:-9],
-            r"cannot read .*\.jsonl\.gz \(Compressed file ended",
-        ),
+        ("a.jsonl.gz", gzip.compress(lines(TEXTS), mtime=0)[:-9], r"cannot read .*\.jsonl\.gz \(Compressed file ended"),
         ("a.jsonl.xz", b"not xz at all", r"cannot read .*a\.jsonl\.xz"),
         ("a.parquet", b"not parquet", r"cannot read .*a\.parquet"),
     ],
@@ -216,9 +195,6 @@ def test_hub_out_of_reach_is_one_sentence(monkeypatch, tmp_path: Path, caplog: p
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    sentence = (
-        "there is no file or folder org/name, and it cannot be streamed as a Hugging Face dataset: Couldn't reach"
-    )
-    with pytest.raises(DataError, match=sentence):
+    with pytest.raises(DataError, match=r"no file or folder org/name, .* as a Hugging Face dataset: Couldn't reach"):
         read("org/name")
     assert not caplog.records and logger.level == before
