@@ -16,7 +16,7 @@ from residua.model.linear_attention import DeltaCache, ShortConvolution, start_d
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
 from residua.ops._runtime.numeric import wide
-from residua.ops.kimi_delta import kimi_delta, step
+from residua.ops.delta_rule import kimi_delta, step
 from residua.ops.short_convolution import unit
 
 

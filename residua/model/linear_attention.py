@@ -16,8 +16,7 @@ from residua.model.edges import Edge
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
 from residua.ops._runtime.numeric import begins, wide
-from residua.ops.delta_mixer import delta_mixer
-from residua.ops.gated_delta import gated_delta, step
+from residua.ops.delta_rule import delta_mixer, gated_delta, gated_delta_step
 from residua.ops.gated_output import gated_output
 from residua.ops.short_convolution import short_convolution, unit
 
@@ -154,7 +153,7 @@ class GatedDeltaNet(nn.Module):
         q, k, v, z = (part.unflatten(-1, (-1, self.head_dim)) for part in (*qkv.split(self.rows[:3], -1), z))
         q, k = unit(q) * self.head_dim**-0.5, unit(k)
         if x.shape[1] == 1:
-            o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+            o, state = gated_delta_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
             o = o[:, None]
         else:
             o, state = gated_delta(q, k, v, g, beta, segments=segments, state=state)

@@ -5,16 +5,14 @@
 
 from residua.ops._runtime.backend import backend, chosen_backend
 from residua.ops._runtime.numeric import rms
-from residua.ops.delta_mixer import delta_mixer
+from residua.ops.delta_rule import delta_mixer, gated_delta, kimi_delta
 from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
 from residua.ops.expert_ffn import expert_ffn
 from residua.ops.expert_routing import Routed, route
-from residua.ops.gated_delta import gated_delta
 from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
 from residua.ops.gated_output import gated_output
 from residua.ops.grouped_linear import grouped_linear
 from residua.ops.hyper_connection import hyper_step, sinkhorn
-from residua.ops.kimi_delta import kimi_delta
 from residua.ops.linear_cross_entropy import linear_cross_entropy, training_cross_entropy
 from residua.ops.mix_projection import Sections, mix_heads, mix_projection
 from residua.ops.multi_gate import (

@@ -53,7 +53,7 @@ def test_kernels_that_cannot_be_imported_do_not_travel(monkeypatch):
 
 
 def test_folder_holds_only_its_models_topology_and_mixers(bundles):
-    families = ("topology_", "linear_attention", "moe", "ops_gated_delta", "ops_depth_attention")
+    families = ("topology_", "linear_attention", "moe", "ops_delta_rule", "ops_depth_attention")
     held = {
         name: {file.removeprefix("residua_") for file in files if file.removeprefix("residua_").startswith(families)}
         for name, files in bundles.items()
@@ -61,7 +61,7 @@ def test_folder_holds_only_its_models_topology_and_mixers(bundles):
     assert {"topology_additive.py"} <= held["additive"] and {"topology_multigate.py"} <= held["mgr"]
     assert not held["additive"] & {"topology_multigate.py", "topology_attnres.py", "linear_attention.py", "moe.py"}
     assert not held["mgr"] & {"topology_additive.py", "topology_attnres.py", "linear_attention.py", "moe.py"}
-    assert {"topology_attnres.py", "linear_attention.py", "ops_gated_delta.py"} <= held["attnres"]
+    assert {"topology_attnres.py", "linear_attention.py", "ops_delta_rule.py"} <= held["attnres"]
     assert not held["attnres"] & {"topology_additive.py", "topology_multigate.py", "moe.py"}
 
 

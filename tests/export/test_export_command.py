@@ -126,7 +126,7 @@ def test_code_that_differs_from_the_model_is_never_named(run: Path, tmp_path: Pa
 
     def changed(*given: Any) -> dict[str, str]:
         files = honest(*given)
-        assert right in files["residua_ops_squared_relu.py"] and "residua_ops_gated_delta.py" not in files
+        assert right in files["residua_ops_squared_relu.py"] and "residua_ops_delta_rule.py" not in files
         return {name: text.replace(right, wrong) for name, text in files.items()}
 
     monkeypatch.setattr(folder, "bundle", changed)

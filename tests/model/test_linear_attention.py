@@ -11,7 +11,7 @@ from residua.config import choices
 from residua.model.context import Context
 from residua.model.decoder import build
 from residua.model.linear_attention import GatedDeltaNet
-from residua.ops.gated_delta.reference import naive
+from residua.ops.delta_rule.reference import naive
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.small import small, tokens_and_targets
 

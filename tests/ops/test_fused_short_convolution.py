@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops.delta_mixer.autograd import delta_mixer
+from residua.ops.delta_rule.autograd import delta_mixer
 from residua.ops.gated_output import launch as output
 from residua.ops.short_convolution import launch
-from tests.ops.test_fused_gated_delta import recurrence
+from tests.ops.test_fused_delta_rule import recurrence
 
 CPU = torch.device("cpu")
 WIDTH = 16

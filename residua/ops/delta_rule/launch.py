@@ -1,4 +1,4 @@
-"""The gated delta rule: tile sizes, and launching the kernels."""
+"""Delta rules: tile sizes, and launching the kernels; of `delta_mixer`, those of three operators on shared tensors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, on
-from residua.ops.gated_delta import kernels, kernels_backward
-from residua.ops.gated_delta.reference import CHUNK
+from residua.ops._runtime.launch import aligned, cdiv, on, power
+from residua.ops.delta_rule import kernels, kernels_backward, kernels_channels
+from residua.ops.delta_rule.reference import BLOCKS, CHUNK
+from residua.ops.gated_output import launch as output_launch
+from residua.ops.short_convolution import launch as convolution_launch
 
 RATES = 6
 """Numbers per token that `chunk_kernel` leaves for the others."""
@@ -34,6 +36,10 @@ class BlockPlan(NamedTuple):
 CHUNKS = {"num_warps": 2, "num_stages": 1}
 GRADIENTS = BlockPlan(32, stages=2)
 STEP = BlockPlan(32)
+PRODUCT_WARPS, PRODUCT_BACKWARD_WARPS = 8, 4
+"""Of the products with a decay per channel: the quickest of 2, 4 and 8 on an H200, with heads of 128."""
+NORM_EPS = 1e-6
+"""Of the norms of queries and keys in `delta_mixer`."""
 
 
 def scan_plan(x: Tensor) -> BlockPlan:
@@ -171,3 +177,102 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
             K=key_width, V=value_width, BLOCK=min(STEP.block, value_width), num_warps=STEP.warps,
         )  # fmt: skip
     return o
+
+
+def products_outputs(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    shape = *k.shape[:-1], CHUNK
+    return k.new_empty(shape), k.new_empty(shape)
+
+
+def products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """(k, k) and (q, k) [..., 64, 64] of k, q and G [..., 64, K], in float32."""
+    outputs = products_outputs(k, q, total)
+    if k.numel():
+        with on(k):
+            kernels_channels.forward_kernel[_products_grid(k)](
+                *(aligned(x) for x in (k, q, total)), *outputs, **_products_sizes(k, PRODUCT_WARPS)
+            )
+    return outputs
+
+
+def products_gradients(
+    d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return k.new_empty(k.shape), k.new_empty(k.shape), k.new_empty(k.shape)
+
+
+def products_backward(
+    d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of k, q and G."""
+    outputs = products_gradients(d_keys, d_queries, k, q, total)
+    if k.numel():
+        with on(k):
+            given = (aligned(x) for x in (d_keys, d_queries, k, q, total))
+            kernels_channels.backward_kernel[_products_grid(k)](
+                *given, *outputs, **_products_sizes(k, PRODUCT_BACKWARD_WARPS)
+            )
+    return outputs
+
+
+def _products_grid(k: Tensor) -> tuple[int]:
+    """A program for each block of 16 tokens."""
+    return (k.numel() // (k.shape[-1] * CHUNK) * BLOCKS,)
+
+
+def _products_sizes(k: Tensor, warps: int) -> dict[str, int]:
+    return {"K": k.shape[-1], "BLOCK": max(16, power(k.shape[-1])), "C": CHUNK, "num_warps": warps}
+
+
+def mixer_outputs(
+    projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
+    key_heads: int, eps: float, keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    made = convolution_launch.forward_outputs(projected, convolution, begins, key_heads, g.shape[-1], NORM_EPS)
+    o, last, *kept = forward_outputs(*made, g, beta, begins, None, keep)
+    return o.new_empty(o.shape), last, *made, o, *kept
+
+
+def mixer(
+    projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
+    key_heads: int, eps: float, keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """y and the last state; then what backward needs: q, k, v, o and what the delta rule keeps.
+
+    Apart, the gate's gradient would be copied beside those of q, k and v, and the gradients of a key head, one for each
+    value head that it serves, would be added in a pass of their own.
+    """
+    made = convolution_launch.empty_heads(projected, convolution, key_heads, g.shape[-1])
+    convolution_launch.launch_forward(projected, convolution, begins, NORM_EPS, *made)
+    o, last, *kept = forward(*made, g, beta, begins, None, keep)
+    z = projected[..., convolution.shape[1] :].unflatten(-1, o.shape[2:])
+    return output_launch.forward(o, z, gain, eps), last, *made, o, *kept
+
+
+def mixer_gradients(
+    dy: Tensor, d_last: Tensor | None, projected: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor, states: Tensor,
+    u: Tensor, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    gate = rates.new_empty(v.shape[:3])
+    weights = (rates.new_empty(w.shape) for w in (convolution, gain))
+    return projected.new_empty(projected.shape), gate, rates.new_empty(v.shape[:3]), *weights
+
+
+def mixer_backward(
+    dy: Tensor, d_last: Tensor | None, projected: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor, states: Tensor,
+    u: Tensor, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The gradients of the projection, g, beta, the convolution and the gain."""
+    d_projected, _, _, d_convolution, d_gain = mixer_gradients(
+        dy, d_last, projected, convolution, gain, begins, q, k, v, o, inverse, reads, rates, states, u, eps
+    )
+    d_o = o.new_empty(o.shape)
+    z, d_z = (x[..., convolution.shape[1] :].unflatten(-1, o.shape[2:]) for x in (projected, d_projected))
+    output_launch.launch_backward(dy, o, z, gain, eps, d_o, d_z, d_gain)
+    dq, dk, dv, dg, dbeta, _ = backward(d_o, d_last, q, k, v, inverse, reads, rates, states, u, False)
+    convolution_launch.launch_backward(
+        dq, dk, dv, projected, convolution, begins, NORM_EPS, k.shape[2], d_projected, d_convolution
+    )
+    return d_projected, dg, dbeta, d_convolution, d_gain

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops.gated_delta.kernels import (
+from residua.ops.delta_rule.kernels import (
     BETA,
     DOCUMENT,
     ENTER,

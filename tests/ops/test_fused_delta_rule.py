@@ -1,4 +1,4 @@
-"""The gated delta rule's kernels against a loop in float64: in Triton's interpreter, and compiled on a GPU."""
+"""The kernels of delta rules against loops in float64: in Triton's interpreter, and compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.functional import normalize
 
 from residua import ops
 from residua.bench.peers import peers
-from residua.ops.gated_delta import autograd, step
-from residua.ops.gated_delta.reference import chunked
+from residua.ops.delta_rule import autograd, gated_delta_step, reference
+from tests.ops import test_delta_rule as plain
 
 GPU = torch.device("cuda")
 
@@ -125,11 +125,13 @@ def test_only_the_outputs_that_are_used_need_gradients() -> None:
     del arguments["state"]
     leaves = list(arguments.values())
     found, expected = (
-        torch.autograd.grad(rule(**arguments)[0].sum(), leaves) for rule in (autograd.gated_delta, chunked)
+        torch.autograd.grad(rule(**arguments)[0].sum(), leaves)
+        for rule in (autograd.gated_delta, reference.gated_delta)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     found, expected = (
-        torch.autograd.grad(rule(**arguments)[1].sum(), leaves[1:]) for rule in (autograd.gated_delta, chunked)
+        torch.autograd.grad(rule(**arguments)[1].sum(), leaves[1:])
+        for rule in (autograd.gated_delta, reference.gated_delta)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -165,7 +167,7 @@ def test_a_step_continues_the_recurrence_and_overwrites_its_state(key_heads: int
     state = arguments.pop("state").clone()
     with ops.backend("triton"), torch.no_grad():
         for t in range(2):
-            o, after = step(**{name: x[:, t] for name, x in arguments.items()}, state=state)
+            o, after = gated_delta_step(**{name: x[:, t] for name, x in arguments.items()}, state=state)
             torch.testing.assert_close(o, expected[:, t], rtol=1e-4, atol=1e-5)
             assert after is state
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
@@ -176,6 +178,57 @@ def test_what_has_no_kernel_runs_on_the_reference() -> None:
     ops.gated_delta(**arguments)
     with ops.backend("triton"), pytest.raises(ValueError, match="no fused gated_delta"):
         ops.gated_delta(**arguments)
+
+
+def weighted_gradients(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    total = sum((y.double() * torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)).sum() for y in outputs)
+    return torch.autograd.grad(total, leaves)
+
+
+def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float = 2e-5) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert float((a.detach().double() - b.detach()).abs().max()) <= tolerance * float(b.detach().abs().max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [0.5, 20.0])
+def test_products_and_their_gradients_are_the_references(decay: float) -> None:
+    """Decays from weak to so strong that exp(G) of a chunk is e⁻⁶⁰⁰; what is above the diagonal is not used."""
+    exact = [torch.randn(1, 64, 5, dtype=torch.float64) for _ in range(2)]
+    exact.append((-decay * torch.rand(1, 64, 5, dtype=torch.float64)).float().cumsum(1).double())
+    single = [x.float().requires_grad_() for x in exact]
+    exact = [x.requires_grad_() for x in exact]
+    found, expected = (
+        tuple(pairs.tril() for pairs in products(*tiles))
+        for products, tiles in ((autograd._decayed_products, single), (reference._decayed_products, exact))
+    )
+    assert_near(found, expected)
+    assert_near(weighted_gradients(found, single), weighted_gradients(expected, exact))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize(("length", "documents"), [(70, True), (130, False)])
+def test_kimi_delta_gives_the_values_and_gradients_of_the_loop(length: int, documents: bool) -> None:
+    exact = plain.inputs(ops.kimi_delta, length)
+    single = {name: x.detach().float().requires_grad_() for name, x in exact.items()}
+    segments = plain.short_documents(length) if documents else None
+    with ops.backend("triton"):
+        found = ops.kimi_delta(**single, segments=segments)
+    expected = reference.naive(**exact, segments=segments)
+    assert_near(found, expected)
+    first = weighted_gradients(found, list(single.values()))
+    assert_near(first, weighted_gradients(expected, list(exact.values())))
+    with ops.backend("triton"):
+        again = weighted_gradients(ops.kimi_delta(**single, segments=segments), list(single.values()))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_products_are_an_operator_that_torch_can_check() -> None:
+    tiles = [torch.randn(1, 64, 5) for _ in range(2)] + [(-torch.rand(1, 64, 5)).cumsum(1)]
+    torch.library.opcheck(autograd._products, tiles, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu

@@ -1,10 +1,13 @@
-"""Gated DeltaNet between its projections, in plain PyTorch: convolution, delta rule, output norm and gate."""
+"""Gated DeltaNet between its projections, in plain PyTorch: convolution, delta rule, output norm and gate.
+
+A file of its own: it calls operators, `gated_delta` among them, and not their references.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from residua.ops.gated_delta import gated_delta
+from residua.ops.delta_rule import gated_delta
 from residua.ops.gated_output import gated_output
 from residua.ops.short_convolution import convolve_heads
 

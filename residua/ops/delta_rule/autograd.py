@@ -1,0 +1,213 @@
+"""Delta rules, fused: operators and gradients.
+
+The gated rule is fused whole (`residua bench ops gated_delta`, beside flash-linear-attention). Kept for backward beside
+q, k and v: the state that each chunk of 64 tokens meets and u, in v's dtype, two matrices [64, 64] per chunk and head,
+and six numbers per token and head. For heads of 128 that is four times as much as v. Recomputing the states instead
+would repeat the forward pass, whose chunks have to wait for each other.
+
+With a decay per channel, what costs most is fused: the products of decayed keys and queries (`residua bench ops
+kimi_delta --implementations fused,reference`). Backward keeps their inputs and forms the decays again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from residua.ops._runtime.library import differentiate, operator
+from residua.ops._runtime.numeric import begins
+from residua.ops._runtime.tracing import in_graph
+from residua.ops.delta_rule import launch
+from residua.ops.delta_rule.reference import PerChannel, check_shapes, in_chunks, initial_state
+
+_forward = operator(
+    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? begins, Tensor? state, bool keep) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.forward,
+    launch.forward_outputs,
+)
+_backward = operator(
+    "gated_delta_backward(Tensor d_o, Tensor? d_last, Tensor q, Tensor k, Tensor v, Tensor inverse, Tensor reads, "
+    "Tensor rates, Tensor states, Tensor u, bool from_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.backward,
+    launch.backward_outputs,
+)
+
+_step = operator(
+    "gated_delta_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state) -> Tensor",
+    launch.step,
+    launch.step_outputs,
+)
+_PAIRS = "Tensor k, Tensor q, Tensor total"
+_products = operator(f"decayed_products({_PAIRS}) -> (Tensor, Tensor)", launch.products, launch.products_outputs)
+_products_backward = operator(
+    f"decayed_products_backward(Tensor d_keys, Tensor d_queries, {_PAIRS}) -> (Tensor, Tensor, Tensor)",
+    launch.products_backward,
+    launch.products_gradients,
+)
+_mixer = operator(
+    "delta_mixer(Tensor projected, Tensor g, Tensor beta, Tensor convolution, Tensor gain, Tensor? begins, "
+    "int key_heads, float eps, bool keep) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.mixer,
+    launch.mixer_outputs,
+)
+_mixer_backward = operator(
+    "delta_mixer_backward(Tensor dy, Tensor? d_last, Tensor projected, Tensor convolution, Tensor gain, "
+    "Tensor? begins, Tensor q, Tensor k, Tensor v, Tensor o, Tensor inverse, Tensor reads, Tensor rates, "
+    "Tensor states, Tensor u, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    launch.mixer_backward,
+    launch.mixer_gradients,
+)
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The fused twin of `reference.gated_delta`."""
+    check_shapes(q, k, v, g, beta, per_channel=False)
+    first = None if segments is None else begins(v, segments).to(torch.uint8)
+    given = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    return _apply(*given, first, keep)
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The fused twin of `reference.step`, without gradients; a state that is float32 and dense is overwritten."""
+    state = initial_state(k, v, state).contiguous()
+    o: Tensor = _step(q, k, v, g.float(), beta.float(), state)
+    return o, state
+
+
+class _GatedDelta(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
+        first: Tensor | None, keep: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        o, last, *kept = _forward(q, k, v, g, beta, first, state, keep)
+        ctx.from_state = state is not None
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.set_materialize_grads(False)
+        return o, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, *kept = ctx.saved_tensors
+        if d_o is None and d_last is None:
+            return (None,) * 8
+        d_o = torch.zeros_like(v) if d_o is None else d_o
+        dq, dk, dv, dg, dbeta, d_state = _backward(d_o, d_last, q, k, v, *kept, ctx.from_state)
+        # each key head serves a run of value heads
+        dq, dk = (d.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) if d.shape != k.shape else d for d in (dq, dk))
+        return dq, dk, dv, dg, dbeta, d_state if ctx.from_state else None, None, None
+
+
+@in_graph
+def _apply(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, first: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    made: tuple[Tensor, Tensor] = _GatedDelta.apply(q, k, v, g, beta, state, first, keep)
+    return made
+
+
+def kimi_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The fused twin of `reference.kimi_delta`."""
+    check_shapes(q, k, v, g, beta, per_channel=True)
+    return in_chunks(_FusedPerChannel, q, k, v, g, beta, segments, state)
+
+
+def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    of_keys, of_queries = _products(k.contiguous(), q.contiguous(), total.contiguous())
+    return of_keys, of_queries
+
+
+class _FusedPerChannel(PerChannel):
+    products = staticmethod(_decayed_products)
+
+
+def _save_products(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_products(ctx: Any, d_keys: Tensor, d_queries: Tensor) -> tuple[Tensor, ...]:
+    gradients: tuple[Tensor, ...] = _products_backward(d_keys, d_queries, *ctx.saved_tensors)
+    return gradients
+
+
+differentiate(_products, _differentiate_products, _save_products)
+
+
+def delta_mixer(
+    projected: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    convolution: Tensor,
+    gain: Tensor,
+    key_heads: int,
+    *,
+    segments: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """The fused twin of `mixer.delta_mixer`."""
+    first = None if segments is None else begins(projected, segments).to(torch.uint8)
+    given = projected, g.float(), beta.float(), convolution, gain
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    return _mix(*given, first, key_heads, eps, keep)
+
+
+class _DeltaMixer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, first: Tensor | None,
+        key_heads: int, eps: float, keep: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        y, last, *kept = _mixer(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
+        ctx.save_for_backward(projected, convolution, gain, first, *kept)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        return y, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dy is None and d_last is None:
+            return (None,) * 9
+        projected, convolution, gain, first, *kept = ctx.saved_tensors
+        dy = torch.zeros_like(kept[3]) if dy is None else dy
+        *gradients, d_convolution, d_gain = _mixer_backward(
+            dy, d_last, projected, convolution, gain, first, *kept, ctx.eps
+        )
+        d_weights = d_convolution.to(convolution.dtype), d_gain.to(gain.dtype)
+        return *gradients, *d_weights, None, None, None, None
+
+
+@in_graph
+def _mix(
+    projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, first: Tensor | None,
+    key_heads: int, eps: float, keep: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    made: tuple[Tensor, Tensor] = _DeltaMixer.apply(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
+    return made
