@@ -60,7 +60,7 @@ def named(made: list[Tensor], grads: Tensors) -> Tensors:
 
 
 def written_out(given: Tensors, norm: str) -> Tensors:
-    """The same by the equations of `kernels.py` and `kernels_normed.py`, in float64 and without autograd."""
+    """The same by the equations of `kernels.py` and `kernels_backward.py`, in float64 and without autograd."""
     X, y, post, mix, bias, scale, phi, gain, g_x, g_after, g_z = (t.double() for t in given.values())
     n, width, whole = *X.shape[1:], norm == "all"
     after = torch.einsum("tij,tjc->tic", mix, X) + post[:, :, None] * y[:, None]

@@ -9,7 +9,8 @@ from residua.ops._runtime.backend import Operator
 from residua.ops.hyper_connection import reference
 from residua.ops.hyper_connection.reference import Norm, read_weights
 
-MOST_STREAMS = 8
+MOST_STREAMS = 4
+"""What a thread of the kernels can hold. More streams run as plain PyTorch: no preset has them."""
 
 
 def _serves(
@@ -21,11 +22,11 @@ def _serves(
 
 
 def _serves_sinkhorn(logits: Tensor, iterations: int) -> bool:
-    return logits.shape[-1] <= MOST_STREAMS and fused.serves(logits)
+    return iterations > 0 and logits.shape[-1] <= MOST_STREAMS and fused.serves(logits)
 
 
 def _serves_weights(logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int) -> bool:
-    return streams <= MOST_STREAMS and fused.serves(logits, scale, bias)
+    return iterations > 0 and streams <= MOST_STREAMS and fused.serves(logits, scale, bias)
 
 
 hyper_step = Operator(reference.hyper_step)

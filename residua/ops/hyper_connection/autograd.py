@@ -1,6 +1,6 @@
 """Hyper-connections and Sinkhorn's normalisation, fused: operators and gradients.
 
-A step keeps X, y and X' for the backward pass; X' is the next step's X. Sinkhorn keeps the logits.
+A step keeps X, y and X' for the backward pass; X' is the next step's X. Write weights keep the logits.
 
 `normed_step` and `normed_backward` are a junction with the norm after it. Only a compiled step sees that nothing else
 reads h: it puts them in the place of junction and norm (`train/compile/rewrites/normed_junctions.py`).
@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from residua.ops._runtime.library import differentiate, operator
-from residua.ops.hyper_connection import launch, launch_sinkhorn, launch_weights
-from residua.ops.hyper_connection.reference import Norm, write_logits
+from residua.ops.hyper_connection import launch
+from residua.ops.hyper_connection.reference import Norm
 
 _step = operator(
     "hyper_step(Tensor streams, Tensor update, Tensor post, Tensor mix, Tensor bias, Tensor scale, Tensor phi,"
@@ -46,24 +47,16 @@ normed_backward = operator(
 _phi_gradient = operator(
     "hyper_phi_gradient(Tensor g_z, Tensor normed) -> Tensor", launch.phi_gradient, launch.phi_output
 )
-_sinkhorn = operator(
-    "sinkhorn(Tensor logits, SymInt iterations) -> Tensor", launch_sinkhorn.forward, launch_sinkhorn.forward_output
-)
-_sinkhorn_backward = operator(
-    "sinkhorn_backward(Tensor g, Tensor logits, SymInt iterations) -> Tensor",
-    launch_sinkhorn.backward,
-    launch_sinkhorn.backward_output,
-)
 _weights = operator(
     "manifold_weights(Tensor logits, Tensor scale, Tensor bias, SymInt streams, SymInt iterations) -> (Tensor, Tensor)",
-    launch_weights.forward,
-    launch_weights.forward_outputs,
+    launch.write_weights,
+    launch.weights_outputs,
 )
 _weights_backward = operator(
     "manifold_weights_backward(Tensor? g_post, Tensor? g_mix, Tensor logits, Tensor scale, Tensor bias, SymInt streams,"
     " SymInt iterations) -> (Tensor, Tensor)",
-    launch_weights.backward,
-    launch_weights.backward_outputs,
+    launch.weights_backward,
+    launch.weights_gradients,
 )
 
 
@@ -90,21 +83,20 @@ def hyper_step(
     return hidden.reshape(update.shape), after.reshape(streams.shape), logits.reshape(shape)
 
 
-def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """The fused twin of `reference.sinkhorn`."""
-    result: Tensor = _sinkhorn(logits.contiguous(), iterations)
-    return result
-
-
 def manifold_weights(
     logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of `reference.manifold_weights`."""
-    if streams > launch.PASSES or iterations < 1:
-        post, res = write_logits(logits, scale, bias, streams)
-        return 2 * torch.sigmoid(post), sinkhorn(res, iterations)
     post, mix = _weights(logits.contiguous(), scale.contiguous(), bias.contiguous(), streams, iterations)
     return post, mix
+
+
+def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
+    """The fused twin of `reference.sinkhorn`: the mix of write weights whose logits these are."""
+    n = logits.shape[-1]
+    padded = pad(logits.flatten(-2), (2 * n, 0))
+    _, mix = manifold_weights(padded, padded.new_ones(3), padded.new_zeros(padded.shape[-1]), n, iterations)
+    return mix.to(logits.dtype)
 
 
 def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -134,18 +126,6 @@ def _differentiate_step(
 
 
 differentiate(_step, _differentiate_step, _save_step)
-
-
-def _save_sinkhorn(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    logits, ctx.iterations = inputs
-    ctx.save_for_backward(logits)
-
-
-def _differentiate_sinkhorn(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-    return _sinkhorn_backward(g, *ctx.saved_tensors, ctx.iterations), None
-
-
-differentiate(_sinkhorn, _differentiate_sinkhorn, _save_sinkhorn)
 
 
 def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

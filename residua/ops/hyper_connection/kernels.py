@@ -1,17 +1,35 @@
-"""Hyper-connections on the GPU: a junction's write, the next one's weights and its read in one pass over the streams.
+"""Hyper-connections of at most 4 streams on the GPU, forward: a junction's write, the next one's weights and its read.
 
     X'_i = Σ_j mix_ij X_j + post_i y,   z = RMS(X') φᵀ,   h = Σ_i pre_i X'_i,   pre from z
-
-TOKENS rows at a time, in blocks of BLOCK channels. The first sweep writes X'; the second finds it in the cache and sums
-‖X'‖² and the products with φ, small matrix products over the tile, which give pre; the third computes h.
-Backward likewise: for pre's gradient dh · X'_i the first sweep needs only dh · X_j and dh · y, and X' is recomputed
-from X and y, not read.
 
 NORM says where z comes from. "all": RMS over all streams as one vector, φ [K, N·C], pre_i = σ(scale z_i + bias_i);
 "each": RMS of each stream, φ [K, C], z [N, K], pre_i = bias_i + scale tanh(z_i0); "none": no z, pre_i = bias_i.
 Either way z is one row of Z numbers in a tile of RANK columns, K of which, or all, belong to a stream.
 
-The per-token weights (mix_ij, post_i) are loaded where they are used: held, they would fill the registers.
+Two passes each way, each shaped for what it does. φ is read once for every tile of tokens, so the tiles that it is
+multiplied with are long; what needs a whole row of channels before it can go on is done in short tiles, which hold it.
+
+    forward:   write   X' = mix X + post y, ‖X'‖² and X' φᵀ, of a share of the channels
+               read    z and pre from the shares' sums, h = Σ pre_i X'_i
+    backward:  sums    dh · X_j and dh · y, and from them dz                               (`kernels_backward.py`)
+               spread  G_i, and from it all the gradients
+
+Without a projection nothing waits for a whole row: `write` computes h as well, `spread` the gradient of pre. A second
+pass goes through the tokens backwards, for the cache holds the last rows of the first one. A step of mHC at S takes
+1.368 times an additive one, and 1.482 times with one kernel each way (docs/results/step.md, `residua bench step
+mgr-s-prenorm --micro-batch 32 --accumulate 4 --compare prenorm,mhc`).
+
+NORMED: with a projection, the norm after the junction is inside and h is neither written nor read: 1.305 times in that
+step, with later tiles, not measured alone. With x = gain ⊙ h·r the norm's output, r = 1/rms(h), and u = gain ⊙ g_x,
+
+    g_h = r·u − p·h,   p = r³/C · u·h,   g_gain = Σ g_x ⊙ h·r
+
+`read` keeps h·X'_i and r. So `sums` needs no more dot products than without the norm: from u·X_j and u·y follow
+u·X'_i, u·h = Σ_i pre_i u·X'_i, and what it needs, g_h·X'_i = r u·X'_i − p h·X'_i. `spread` makes h again from the rows
+that it reads anyway: h = Σ_j (Σ_i pre_i mix_ij) X_j + (Σ_i pre_i post_i) y.
+So a junction of n streams moves 3n + 2 rows forward and 5n + 5 backward, where beside a norm it is 3n + 4 and 5n + 8.
+Forward, h is made of X' as it is stored, rounded, and is not rounded itself; the backward pass makes it, and u·X'_i, of
+X' before it was rounded.
 """
 
 # mypy: ignore-errors
@@ -19,6 +37,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from residua.ops._runtime import fused
+
+INTERPRETED = tl.constexpr(fused.INTERPRETED)
 
 
 @triton.jit
@@ -35,24 +57,6 @@ def _replaced(values, t: tl.constexpr, value, COUNT: tl.constexpr):
         else:
             changed = changed + (values[g],)
     return changed
-
-
-@triton.jit
-def _streams(x_ptr, t, c, mask, C: tl.constexpr, N: tl.constexpr):
-    """The tiles [TOKENS, BLOCK] of all N streams."""
-    b_tiles = ()
-    for j in tl.static_range(N):
-        b_tiles = b_tiles + (_tile(x_ptr, t[:, None] * (N * C) + j * C + c[None, :], mask),)
-    return b_tiles
-
-
-@triton.jit
-def _mixed(b_x, b_y, mix_ptr, post_ptr, i, live, N: tl.constexpr, dtype: tl.constexpr):
-    """X'_i = Σ_j mix_ij X_j + post_i y [TOKENS, BLOCK], as it is stored; pointers to the tokens' weights."""
-    b_v = _tile(post_ptr, i, live)[:, None] * b_y
-    for j in tl.static_range(N):
-        b_v += _tile(mix_ptr, i * N + j, live)[:, None] * b_x[j]
-    return b_v.to(dtype)
 
 
 @triton.jit
@@ -84,181 +88,193 @@ def _weight(b_z, scale_ptr, bias_ptr, i, NORM: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
-    x_ptr, y_ptr, post_ptr, mix_ptr, scale_ptr, bias_ptr, phi_ptr, rest_ptr, after_ptr, h_ptr, z_ptr, rstd_ptr, pre_ptr,
-    tokens, stride_post, stride_mix, eps,
-    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SPLIT: tl.constexpr,
-):  # fmt: skip
-    """φ comes in the streams' dtype; SPLIT: with the rest that rounding took from it, so that z is not rounded.
-
-    Each sweep loads its tiles again, after a barrier: tiles shared with a matrix product would take its layout, in
-    which every warp holds all of them.
-    """
-    dtype: tl.constexpr = after_ptr.dtype.element_ty
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    live = t < tokens
-    k = tl.arange(0, RANK)
-    post_ptr, mix_ptr = post_ptr + t * stride_post, mix_ptr + t * stride_mix
-
-    # first sweep: X'_i = Σ_j mix_ij X_j + post_i y
-    for first in range(0, C, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        mask = live[:, None] & (c < C)[None, :]
-        b_y = _tile(y_ptr, t[:, None] * C + c[None, :], mask)  # [TOKENS, BLOCK]
-        b_x = _streams(x_ptr, t, c, mask, C, N)  # N of [TOKENS, BLOCK]
-        for i in range(N):
-            b_new = _mixed(b_x, b_y, mix_ptr, post_ptr, i, live, N, dtype)
-            tl.store(after_ptr + t[:, None] * (N * C) + i * C + c[None, :], b_new, mask=mask)
-    tl.debug_barrier()
-
-    # second sweep: z = RMS(X') φᵀ, and pre from z
-    if NORM == "none":
-        for i in range(N):
-            tl.store(pre_ptr + t * N + i, tl.zeros([TOKENS], tl.float32) + tl.load(bias_ptr + i), mask=live)
-    else:
-        b_z, b_square = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
-        for i in range(N):
-            b_own = tl.zeros([TOKENS], tl.float32)
-            for first in range(0, C, BLOCK):
-                c = first + tl.arange(0, BLOCK)
-                at, mask = t[:, None] * (N * C) + i * C + c[None, :], live[:, None] & (c < C)[None, :]
-                b_raw = tl.load(after_ptr + at, mask=mask, other=0.0)  # [TOKENS, BLOCK]
-                b_z = tl.dot(b_raw, tl.trans(_phi(phi_ptr, k, c, i, Z, K, C, N, NORM)), b_z, input_precision="ieee")
-                if SPLIT:
-                    b_z = tl.dot(
-                        b_raw, tl.trans(_phi(rest_ptr, k, c, i, Z, K, C, N, NORM)), b_z, input_precision="ieee"
-                    )
-                b_v = b_raw.to(tl.float32)
-                b_own += tl.sum(b_v * b_v, 1)
-            b_square += tl.where(_belongs(k, i, K, NORM)[None, :], b_own[:, None], 0.0)
-        b_rstd = tl.rsqrt(b_square / (C * N if NORM == "all" else C) + eps)  # [TOKENS, RANK]
-        b_z *= b_rstd
-        at = t[:, None] * Z + k[None, :]
-        tl.store(z_ptr + at, b_z, mask=live[:, None] & (k < Z)[None, :])
-        tl.store(rstd_ptr + at, b_rstd, mask=live[:, None] & (k < Z)[None, :])
-        for i in range(N):
-            b_own = tl.sum(tl.where((k == (i if NORM == "all" else i * K))[None, :], b_z, 0.0), 1)
-            tl.store(pre_ptr + t * N + i, _weight(b_own, scale_ptr, bias_ptr, i, NORM), mask=live)
-    tl.debug_barrier()
-
-    for first in range(0, C, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        mask = live[:, None] & (c < C)[None, :]
-        # third sweep: h = Σ_j pre_j X'_j
-        b_h = tl.zeros([TOKENS, BLOCK], tl.float32)
-        for j in tl.static_range(N):
-            b_pre = _tile(pre_ptr, t * N + j, live)  # [TOKENS]
-            b_h += b_pre[:, None] * _tile(after_ptr, t[:, None] * (N * C) + j * C + c[None, :], mask)
-        tl.store(h_ptr + t[:, None] * C + c[None, :], b_h.to(dtype), mask=mask)
+def _numbers(x_ptr, t, live, COUNT: tl.constexpr):
+    """COUNT tensors [TOKENS]: a token's numbers, which each thread holds for its rows."""
+    b_numbers = ()
+    for i in tl.static_range(COUNT):
+        b_numbers = b_numbers + (tl.load(x_ptr + i, mask=live, other=0.0).to(tl.float32),)
+    return b_numbers
 
 
 @triton.jit
-def backward_kernel(
-    g_after_ptr, g_h_ptr, g_logits_ptr, x_ptr, y_ptr, post_ptr, mix_ptr, scale_ptr, phi_ptr, z_ptr, rstd_ptr, pre_ptr,
-    g_x_ptr, g_y_ptr, g_post_ptr, g_mix_ptr, g_pre_ptr, g_z_ptr, tokens, stride_post, stride_mix,
-    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SQUARE: tl.constexpr,
-    HAS_AFTER: tl.constexpr, HAS_LOGITS: tl.constexpr,
+def _rows(x_ptr, t, c, mask, C: tl.constexpr, N: tl.constexpr):
+    """The tiles [TOKENS, BLOCK] of all N streams, as they are stored."""
+    b_tiles = ()
+    for j in tl.static_range(N):
+        b_tiles = b_tiles + (tl.load(x_ptr + t[:, None] * (N * C) + j * C + c[None, :], mask=mask, other=0.0),)
+    return b_tiles
+
+
+@triton.jit
+def _written(b_x, b_y, b_mix, b_post, i: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
+    """X'_i = Σ_j mix_ij X_j + post_i y [TOKENS, BLOCK], as it is stored."""
+    b_v = b_post[i][:, None] * b_y.to(tl.float32)
+    for j in tl.static_range(N):
+        b_v += b_mix[i * N + j][:, None] * b_x[j].to(tl.float32)
+    return b_v.to(dtype)
+
+
+@triton.jit
+def _once(b_x):
+    """b_x, computed in one layout only: or else a matrix product's operand is computed a second time, in its layout."""
+    if INTERPRETED or b_x.dtype == tl.float32:
+        return b_x
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
+
+
+@triton.jit
+def _read(b_streams, b_pre, N: tl.constexpr):
+    """h = Σ_i pre_i X'_i of one tile."""
+    b_h = b_pre[0][:, None] * b_streams[0].to(tl.float32)
+    for i in tl.static_range(1, N):
+        b_h += b_pre[i][:, None] * b_streams[i].to(tl.float32)
+    return b_h
+
+
+@triton.jit
+def gains(gain_ptr, t, c, mask):
+    """The gain [TOKENS, BLOCK]: loaded for each token, in the tiles' layout, which one row would be brought to."""
+    return _tile(gain_ptr, t[:, None] * 0 + c[None, :], mask)
+
+
+@triton.jit
+def store_normed(
+    b_tiles, b_pre, gain_ptr, x_ptr, h_stats_ptr, t, live, norm_eps,
+    C: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """With D the length of a normed vector and dz the whole gradient of z, pre's part included:
+    """x = gain ⊙ h·r, and h·X'_i and r, from the tiles of X' and pre."""
+    b_dots = ()
+    for _ in tl.static_range(N + 1):
+        b_dots = b_dots + (tl.zeros([TOKENS, BLOCK], tl.float32),)
+    # h·X'_i and h·h
+    for g in tl.static_range(TILES):
+        b_h, b_more = _read(b_tiles[g], b_pre, N), ()
+        for i in tl.static_range(N):
+            b_more = b_more + (b_dots[i] + b_h * b_tiles[g][i].to(tl.float32),)
+        b_dots = b_more + (b_dots[N] + b_h * b_h,)
+    b_sums = ()
+    for i in tl.static_range(N + 1):
+        b_sums = b_sums + (tl.sum(b_dots[i], 1),)  # [TOKENS]
+    b_r = tl.rsqrt(b_sums[N] / C + norm_eps)
+    # x = gain ⊙ h·r
+    for g in tl.static_range(TILES):
+        c = g * BLOCK + tl.arange(0, BLOCK)
+        mask = live[:, None] & (c < C)[None, :]
+        b_x = _read(b_tiles[g], b_pre, N) * b_r[:, None] * gains(gain_ptr, t, c, mask)
+        tl.store(x_ptr + t[:, None] * C + c[None, :], b_x.to(x_ptr.dtype.element_ty), mask=mask)
+    stats_ptr = h_stats_ptr + t * (N + 1)
+    for i in tl.static_range(N):
+        tl.store(stats_ptr + i, b_sums[i], mask=live)
+    tl.store(stats_ptr + N, b_r, mask=live)
 
-    G_i = g_X'_i + pre_i dh + rstd dz φ_i − X'_i rstd²/D Σ_k dz_k z_k
-    g_X_j = Σ_i mix_ij G_i,   g_y = Σ_i post_i G_i,   g_mix_ij = G_i · X_j,   g_post_i = G_i · y
 
-    `g_pre` is the gradient of σ's argument for "all", of pre otherwise; `g_z` is rstd dz, from which φ's gradient is a
-    matrix product with X'. SQUARE is N(N + 1), the numbers of g_mix and g_post, rounded up to a power of two.
-    Until they are written, g_X holds rstd dz φ and g_post the factor of X': as in the forward kernel, what comes out of
-    a matrix product must not pass its layout on.
+@triton.jit
+def write_kernel(
+    x_ptr, y_ptr, post_ptr, mix_ptr, bias_ptr, phi_ptr, after_ptr, h_ptr, pre_ptr, sums_ptr,
+    tokens, stride_post, stride_mix,
+    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """X' of SHARE channels, and their part of z before the norm and of ‖X'‖²: SUMS numbers for each share and token.
+
+    Without a projection, h of the channels, with pre the bias.
+    φ [PARTS, K, ...] comes in the streams' dtype; two parts: rounded, and what rounding took from it, so that z is not
+    rounded. A row of the product has RANK columns for each of them.
     """
-    dtype: tl.constexpr = g_x_ptr.dtype.element_ty
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    live = t < tokens
-    k = tl.arange(0, RANK)
-    post_ptr, mix_ptr = post_ptr + t * stride_post, mix_ptr + t * stride_mix
-
-    # first sweep: dh · y and dh · X_j
-    b_hy, b_hx = tl.zeros([TOKENS], tl.float32), ()
+    dtype: tl.constexpr = after_ptr.dtype.element_ty
+    t = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    share, live, k = tl.program_id(0), t < tokens, tl.arange(0, RANK)
+    column = tl.arange(0, PARTS * RANK)
+    rows_ptr = phi_ptr + (column // RANK * (K * C * (N if NORM == "all" else 1)))[:, None]
+    b_post = _numbers(post_ptr + t * stride_post, t, live, N)
+    b_mix = _numbers(mix_ptr + t * stride_mix, t, live, N * N)
+    b_z, b_square = tl.zeros([TOKENS, PARTS * RANK], tl.float32), ()
     for _ in tl.static_range(N):
-        b_hx = b_hx + (tl.zeros([TOKENS], tl.float32),)
-    for first in range(0, C, BLOCK):
-        c = first + tl.arange(0, BLOCK)
+        b_square = b_square + (tl.zeros([TOKENS], tl.float32),)
+    for start in range(0, SHARE, BLOCK):
+        c = share * SHARE + start + tl.arange(0, BLOCK)
         mask = live[:, None] & (c < C)[None, :]
-        b_g_h = _tile(g_h_ptr, t[:, None] * C + c[None, :], mask)
-        b_hy += tl.sum(b_g_h * _tile(y_ptr, t[:, None] * C + c[None, :], mask), 1)
-        for j in tl.static_range(N):
-            b_dot = tl.sum(b_g_h * _tile(x_ptr, t[:, None] * (N * C) + j * C + c[None, :], mask), 1)
-            b_hx = _replaced(b_hx, j, b_hx[j] + b_dot, N)
-
-    # the gradient of pre_i, dh · X'_i = post_i dh·y + Σ_j mix_ij dh·X_j, and through it dz
-    at, is_z = t[:, None] * Z + k[None, :], live[:, None] & (k < Z)[None, :]
-    b_z, b_dz = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
-    if NORM != "none":
-        b_z = tl.load(z_ptr + at, mask=is_z, other=0.0)
-    if HAS_LOGITS:
-        b_dz = tl.load(g_logits_ptr + at, mask=is_z, other=0.0).to(tl.float32)
-    for i in range(N):
-        b_g = _tile(post_ptr, i, live) * b_hy
-        for j in tl.static_range(N):
-            b_g += _tile(mix_ptr, i * N + j, live) * b_hx[j]
-        if NORM != "none":
-            column = (k == (i if NORM == "all" else i * K))[None, :]
-            if NORM == "all":
-                b_pre = _tile(pre_ptr, t * N + i, live)
-                b_g *= b_pre * (1 - b_pre)
-                b_step = b_g
+        b_y = tl.load(y_ptr + t[:, None] * C + c[None, :], mask=mask, other=0.0)  # [TOKENS, BLOCK]
+        b_x = _rows(x_ptr, t, c, mask, C, N)  # N of [TOKENS, BLOCK]
+        b_all = tl.zeros([TOKENS, BLOCK], tl.float32)  # squares, or h
+        for i in tl.static_range(N):
+            # X'_i, and what it adds to z and the squares
+            b_new = _once(_written(b_x, b_y, b_mix, b_post, i, N, dtype))
+            tl.store(after_ptr + t[:, None] * (N * C) + i * C + c[None, :], b_new, mask=mask)
+            if NORM == "none":
+                b_all += tl.load(bias_ptr + i).to(tl.float32) * b_new.to(tl.float32)
             else:
-                b_t = _tanh(_tile(z_ptr, t * Z + i * K, live))
-                b_step = b_g * (1 - b_t * b_t)
-            b_dz += tl.where(column, (tl.load(scale_ptr).to(tl.float32) * b_step)[:, None], 0.0)
-        tl.store(g_pre_ptr + t * N + i, b_g, mask=live)
-    if NORM != "none":
-        # rstd dz φ_i, and the factor rstd²/D Σ_k dz_k z_k of X'_i
-        b_rstd = tl.load(rstd_ptr + at, mask=is_z, other=0.0)  # [TOKENS, RANK]
-        b_back = b_rstd * b_rstd * b_dz * b_z / (C * N if NORM == "all" else C)
-        b_dz *= b_rstd
-        tl.store(g_z_ptr + at, b_dz, mask=is_z)
-        b_dz = b_dz.to(dtype)
-        for i in range(N):
-            for first in range(0, C, BLOCK):
-                c = first + tl.arange(0, BLOCK)
-                mask = live[:, None] & (c < C)[None, :]
-                b_through = tl.dot(b_dz, _phi(phi_ptr, k, c, i, Z, K, C, N, NORM), input_precision="ieee")
-                tl.store(g_x_ptr + t[:, None] * (N * C) + i * C + c[None, :], b_through.to(dtype), mask=mask)
-            b_shrink = tl.sum(tl.where(_belongs(k, i, K, NORM)[None, :], b_back, 0.0), 1)
-            tl.store(g_post_ptr + t * N + i, b_shrink, mask=live)
-        tl.debug_barrier()
+                b_phi = _phi(rows_ptr, column % RANK, c, i, Z, K, C, N, NORM)  # [PARTS * RANK, BLOCK]
+                b_z = tl.dot(b_new, tl.trans(b_phi), b_z, input_precision="ieee")  # [TOKENS, PARTS * RANK]
+                b_v = b_new.to(tl.float32)
+                if NORM == "all":
+                    b_all += b_v * b_v
+                else:
+                    b_square = _replaced(b_square, i, b_square[i] + tl.sum(b_v * b_v, 1), N)
+        if NORM == "all":
+            b_square = _replaced(b_square, 0, b_square[0] + tl.sum(b_all, 1), N)
+        if NORM == "none":
+            tl.store(h_ptr + t[:, None] * C + c[None, :], b_all.to(dtype), mask=mask)
+    if NORM == "none":
+        for i in tl.static_range(N):
+            b_pre = tl.zeros([TOKENS], tl.float32) + tl.load(bias_ptr + i).to(tl.float32)
+            tl.store(pre_ptr + t * N + i, b_pre, mask=live & (share == 0))
+    else:
+        b_z = tl.sum(tl.reshape(b_z, [TOKENS, PARTS, RANK]), 1)
+        to_ptr = sums_ptr + (share.to(tl.int64) * tokens + t) * SUMS
+        tl.store(to_ptr[:, None] + k[None, :], b_z, mask=live[:, None] & (k < Z)[None, :])
+        for i in tl.static_range(SUMS - Z):
+            tl.store(to_ptr + Z + i, b_square[i], mask=live)
 
-    s = tl.arange(0, SQUARE)
-    # last sweep: G_i, and from it all the gradients
-    b_sums = tl.zeros([TOKENS, SQUARE], tl.float32)
-    for first in range(0, C, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        mask = live[:, None] & (c < C)[None, :]
-        b_y = _tile(y_ptr, t[:, None] * C + c[None, :], mask)
-        b_g_h = _tile(g_h_ptr, t[:, None] * C + c[None, :], mask)
-        b_x, b_g_x = _streams(x_ptr, t, c, mask, C, N), ()
-        for _ in tl.static_range(N):
-            b_g_x = b_g_x + (tl.zeros([TOKENS, BLOCK], tl.float32),)
-        b_g_y = tl.zeros([TOKENS, BLOCK], tl.float32)
-        for i in range(N):
-            b_G = _tile(pre_ptr, t * N + i, live)[:, None] * b_g_h
-            if HAS_AFTER:
-                b_G += _tile(g_after_ptr, t[:, None] * (N * C) + i * C + c[None, :], mask)
-            if NORM != "none":
-                b_G += _tile(g_x_ptr, t[:, None] * (N * C) + i * C + c[None, :], mask)
-                b_shrink = _tile(g_post_ptr, t * N + i, live)
-                b_G -= b_shrink[:, None] * _mixed(b_x, b_y, mix_ptr, post_ptr, i, live, N, dtype).to(tl.float32)
-            b_g_y += _tile(post_ptr, i, live)[:, None] * b_G
-            b_sums += tl.where((s == N * N + i)[None, :], tl.sum(b_G * b_y, 1)[:, None], 0.0)
-            for j in tl.static_range(N):
-                b_g_x = _replaced(b_g_x, j, b_g_x[j] + _tile(mix_ptr, i * N + j, live)[:, None] * b_G, N)
-                b_sums += tl.where((s == i * N + j)[None, :], tl.sum(b_G * b_x[j], 1)[:, None], 0.0)
-        tl.store(g_y_ptr + t[:, None] * C + c[None, :], b_g_y.to(dtype), mask=mask)
-        tl.debug_barrier()
-        for j in tl.static_range(N):
-            tl.store(g_x_ptr + t[:, None] * (N * C) + j * C + c[None, :], b_g_x[j].to(dtype), mask=mask)
-    tl.debug_barrier()
-    to_mix, to_post = s < N * N, (s >= N * N) & (s < N * N + N)
-    tl.store(g_mix_ptr + t[:, None] * (N * N) + s[None, :], b_sums, mask=live[:, None] & to_mix[None, :])
-    tl.store(g_post_ptr + t[:, None] * N + s[None, :] - N * N, b_sums, mask=live[:, None] & to_post[None, :])
+
+@triton.jit
+def read_kernel(
+    after_ptr, sums_ptr, scale_ptr, bias_ptr, gain_ptr, h_ptr, z_ptr, rstd_ptr, pre_ptr, h_stats_ptr,
+    tokens, eps, norm_eps,
+    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, NORM: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """h, and z, rstd and pre of the tokens. The rows are asked for before their weights are computed."""
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    TILES: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live, k = t < tokens, tl.arange(0, RANK)
+    b_tiles = ()
+    for g in tl.static_range(TILES):
+        c = g * BLOCK + tl.arange(0, BLOCK)
+        b_tiles = b_tiles + (_rows(after_ptr, t, c, live[:, None] & (c < C)[None, :], C, N),)
+
+    # z = RMS(X') φᵀ
+    b_z, b_square = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
+    is_z, own = live[:, None] & (k < Z)[None, :], k * 0 if NORM == "all" else k // K
+    for share in tl.static_range(SHARES):
+        from_ptr = sums_ptr + (tl.cast(share, tl.int64) * tokens + t[:, None]) * SUMS
+        b_z += tl.load(from_ptr + k[None, :], mask=is_z, other=0.0)
+        b_square += tl.load(from_ptr + Z + own[None, :], mask=is_z, other=0.0)
+    b_rstd = tl.rsqrt(b_square / (C * N if NORM == "all" else C) + eps)
+    tl.store(z_ptr + t[:, None] * Z + k[None, :], b_z * b_rstd, mask=is_z)
+    tl.store(rstd_ptr + t[:, None] * Z + k[None, :], b_rstd, mask=is_z)
+
+    # pre from its numbers of z, which are loaded again: taken out of b_z they would bring its layout to the tiles
+    b_pre = ()
+    for i in tl.static_range(N):
+        b_own, b_length = tl.zeros([TOKENS], tl.float32), tl.zeros([TOKENS], tl.float32)
+        for share in tl.static_range(SHARES):
+            from_ptr = sums_ptr + (tl.cast(share, tl.int64) * tokens + t) * SUMS
+            b_own += tl.load(from_ptr + (i if NORM == "all" else i * K), mask=live, other=0.0)
+            b_length += tl.load(from_ptr + Z + (0 if NORM == "all" else i), mask=live, other=0.0)
+        b_own *= tl.rsqrt(b_length / (C * N if NORM == "all" else C) + eps)
+        b_own = _weight(b_own, scale_ptr, bias_ptr, i, NORM)
+        tl.store(pre_ptr + t * N + i, b_own, mask=live)
+        b_pre = b_pre + (b_own,)
+
+    # h = Σ_i pre_i X'_i
+    if NORMED:
+        store_normed(b_tiles, b_pre, gain_ptr, h_ptr, h_stats_ptr, t, live, norm_eps, C, N, TOKENS, BLOCK, TILES)
+    else:
+        for g in tl.static_range(TILES):
+            c = g * BLOCK + tl.arange(0, BLOCK)
+            b_h = tl.zeros([TOKENS, BLOCK], tl.float32)
+            for i in tl.static_range(N):
+                b_h += b_pre[i][:, None] * b_tiles[g][i].to(tl.float32)
+            tl.store(h_ptr + t[:, None] * C + c[None, :], b_h.to(dtype), mask=live[:, None] & (c < C)[None, :])

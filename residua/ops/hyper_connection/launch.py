@@ -2,9 +2,9 @@
 
 A step's forward pass reads X and y and writes X' and h, (2N + 2)C numbers per token. Its backward pass reads the
 gradients of X' and h, X and y, and writes the gradients of X and y, (3N + 3)C; then it reads X' once more for φ's
-gradient, a matrix product over tokens. At most PASSES streams are served by two kernels each way, which read another
-NC forward and (N + 2)C backward, as far as the cache does not hold them; more streams by single kernels.
-`normed_step`, which has the norm after the junction inside, moves no more than `step`.
+gradient, a matrix product over tokens. There are two kernels each way, which read another NC forward and (N + 2)C
+backward, as far as the cache does not hold them. `normed_step`, which has the norm after the junction inside, moves no
+more than `step`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import cdiv, on, power, sum_rows
-from residua.ops.hyper_connection import kernels, kernels_passes
-
-PASSES = 4
-"""Most streams that the kernels in two passes take: what a thread can hold."""
+from residua.ops.hyper_connection import kernels, kernels_backward, kernels_weights
 
 
 class Tile(NamedTuple):
@@ -67,9 +64,8 @@ PHI_PROGRAMS = 2
 """Programs per multiprocessor that sum φ's gradient."""
 SHARES = 1
 """Into how many shares of its channels a row is divided when it is written."""
-
-# Tokens of a tile, channels of a block (half as many for more than 4 streams), warps: forward and backward.
-FORWARD, BACKWARD = (32, 64, 4), (16, 64, 4)
+WEIGHTS_TOKENS = 32
+"""Tokens of a program that makes write weights: a warp, and one to a thread."""
 
 
 def step_outputs(
@@ -89,16 +85,7 @@ def step(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], and pre [M, N]."""
     made = step_outputs(streams, update, post, mix, bias, scale, phi, norm, eps)
-    post, mix, parts = _dense(post), _dense(mix), _parts(phi, streams.dtype)
-    tokens, sizes = len(streams), _sizes(streams, phi, norm, *FORWARD)
-    if tokens and streams.shape[1] <= PASSES:
-        _write_and_read(streams, update, post, mix, bias, scale, parts, made, norm, eps)
-    elif tokens:
-        with on(streams):
-            kernels.forward_kernel[(cdiv(tokens, sizes["TOKENS"]),)](
-                streams, update, post, mix, scale, bias, parts[0], parts[-1], *made,
-                tokens, post.stride(0), mix.stride(0), eps, SPLIT=len(parts) > 1, **sizes,
-            )  # fmt: skip
+    _write_and_read(streams, update, post, mix, bias, scale, phi, made, norm, eps)
     return made
 
 
@@ -119,28 +106,9 @@ def step_backward(
     made = step_gradients(
         g_hidden, g_after, g_logits, streams, update, post, mix, scale, phi, logits, rstd, weights, norm
     )
-    post, mix = _dense(post), _dense(mix)
-    phi = phi.to(streams.dtype)
-    tokens, sizes = len(streams), _sizes(streams, phi, norm, *BACKWARD)
-    if tokens and streams.shape[1] <= PASSES:
-        inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
-        _sum_and_spread(g_hidden.contiguous(), g_after, g_logits, *inputs, made, norm)
-    elif tokens:
-        with on(streams):
-            kernels.backward_kernel[(cdiv(tokens, sizes["TOKENS"]),)](
-                g_hidden if g_after is None else g_after.contiguous(), g_hidden.contiguous(),
-                g_hidden if g_logits is None else g_logits.contiguous(),
-                streams, update, post, mix, scale, phi, logits, rstd, weights, *made,
-                tokens, post.stride(0), mix.stride(0), HAS_AFTER=g_after is not None, HAS_LOGITS=g_logits is not None,
-                SQUARE=power(streams.shape[1] * (streams.shape[1] + 1)),
-                **sizes,
-            )  # fmt: skip
+    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
+    _sum_and_spread(g_hidden, g_after, g_logits, *inputs, made, norm)
     return made
-
-
-def serves_normed(streams: Tensor, norm: str) -> bool:
-    """Whether `normed_step` takes these streams and this projection."""
-    return streams.shape[-2] <= PASSES and norm != "none"
 
 
 def normed_outputs(
@@ -157,11 +125,9 @@ def normed_step(
     norm: str, eps: float, norm_eps: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """As `step`, with x = gain ⊙ RMS(h) [M, C] in place of h; then h·X'_i and 1/rms(h) of each token [M, N + 1]."""
-    assert serves_normed(streams, norm)
     *made, stats = normed_outputs(streams, update, post, mix, bias, scale, phi, gain, norm, eps, norm_eps)
-    if len(streams):
-        inputs = (streams, update, _dense(post), _dense(mix), bias, scale, _parts(phi, streams.dtype))
-        _write_and_read(*inputs, made, norm, eps, Norm(gain, stats, norm_eps))
+    after_it = Norm(gain, stats, norm_eps)
+    _write_and_read(streams, update, post, mix, bias, scale, phi, made, norm, eps, after_it)
     return *made, stats
 
 
@@ -184,21 +150,22 @@ def normed_backward(
     inputs = (streams, update, post, mix, scale, phi)
     *made, total = normed_gradients(g_normed, g_after, g_logits, *inputs, gain, *kept, hidden_stats, norm)
     partial = total.new_empty((cdiv(len(streams), _tile("spread", streams).tokens), len(total)))
-    if len(streams):
-        inputs = (streams, update, _dense(post), _dense(mix), scale, phi.to(streams.dtype))
-        after_it = Norm(gain, hidden_stats, partial=partial)
-        _sum_and_spread(g_normed.contiguous(), g_after, g_logits, *inputs, *kept, made, norm, after_it)
+    after_it = Norm(gain, hidden_stats, partial=partial)
+    _sum_and_spread(g_normed, g_after, g_logits, *inputs, *kept, made, norm, after_it)
     with on(streams):
         sum_rows(partial, total)
     return *made, total
 
 
 def _write_and_read(
-    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, parts: Tensor,
+    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor,
     made: Sequence[Tensor], norm: str, eps: float, after_it: Norm = NO_NORM,
 ) -> None:  # fmt: skip
     after, hidden, logits, rstd, weights = made
     tokens, n, width = streams.shape
+    if not tokens:
+        return
+    post, mix, parts = _dense(post), _dense(mix), _parts(phi, streams.dtype)
     write, read = _tile("write", streams), _whole_rows("read", streams)
     sizes = _numbers_of(streams, parts[0], norm)
     columns = sizes["Z"] + {"all": 1, "each": n, "none": 0}[norm]
@@ -206,13 +173,13 @@ def _write_and_read(
     shares = cdiv(width, share)
     sums = logits.new_empty((shares, tokens, columns))
     with on(streams):
-        kernels_passes.write_kernel[(shares, cdiv(tokens, write.tokens))](
+        kernels.write_kernel[(shares, cdiv(tokens, write.tokens))](
             streams, update, post, mix, bias, parts, after, hidden, weights, sums,
             tokens, post.stride(0), mix.stride(0), SUMS=columns, SHARE=share, PARTS=len(parts), **sizes,
             **write.settings(),
         )  # fmt: skip
         if norm != "none":
-            kernels_passes.read_kernel[(cdiv(tokens, read.tokens),)](
+            kernels.read_kernel[(cdiv(tokens, read.tokens),)](
                 after, sums, scale, bias, after_it.gain, hidden, logits, rstd, weights, after_it.stats,
                 tokens, eps, after_it.eps,
                 SUMS=columns, SHARES=shares, NORMED=after_it.gain is not None, **sizes, **read.settings(),
@@ -226,6 +193,9 @@ def _sum_and_spread(
 ) -> None:  # fmt: skip
     g_streams, g_update, g_post, g_mix, g_pre, g_z = made
     tokens = len(streams)
+    if not tokens:
+        return
+    g_hidden, post, mix, phi = g_hidden.contiguous(), _dense(post), _dense(mix), phi.to(streams.dtype)
     sums, spread = _whole_rows("sums", streams), _tile("spread", streams)
     sizes = _numbers_of(streams, phi, norm)
     normed = after_it.gain is not None
@@ -233,12 +203,12 @@ def _sum_and_spread(
     strides = (post.stride(0), mix.stride(0))
     with on(streams):
         if norm != "none":
-            kernels_passes.sums_kernel[(cdiv(tokens, sums.tokens),)](
+            kernels_backward.sums_kernel[(cdiv(tokens, sums.tokens),)](
                 g_hidden, g_hidden if g_logits is None else g_logits.contiguous(), streams, update, post, mix, scale,
                 after_it.gain, logits, rstd, weights, after_it.stats, g_pre, g_z, shrink, pull, tokens, *strides,
                 HAS_LOGITS=g_logits is not None, NORMED=normed, **sizes, **sums.settings(),
             )  # fmt: skip
-        kernels_passes.spread_kernel[(cdiv(tokens, spread.tokens),)](
+        kernels_backward.spread_kernel[(cdiv(tokens, spread.tokens),)](
             g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post, mix,
             weights, phi, after_it.gain, after_it.stats, pull, g_streams, g_update, g_post, g_mix, g_pre,
             after_it.partial, tokens, *strides, LANES=spread.lanes(streams.element_size()), AHEAD=spread.ahead,
@@ -260,12 +230,63 @@ def phi_gradient(g_z: Tensor, normed: Tensor) -> Tensor:
     partial = total.new_empty((cdiv(rows, each) if rows else 0, total.numel()))
     with on(normed):
         if rows:
-            kernels_passes.phi_kernel[(columns, len(partial))](
+            kernels_backward.phi_kernel[(columns, len(partial))](
                 g_z, normed, partial, rows, each, W=width, K=size, RANK=max(16, power(size)), ROWS=tile.tokens,
                 BLOCK=tile.block, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         sum_rows(partial, total.view(-1))
     return total
+
+
+def weights_outputs(
+    logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
+) -> tuple[Tensor, Tensor]:
+    post = logits.new_empty((*logits.shape[:-1], streams), dtype=torch.float32)
+    return post, post.new_empty((*post.shape, streams))
+
+
+def write_weights(logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int) -> tuple[Tensor, Tensor]:
+    """post [..., N] and mix [..., N, N]."""
+    made = weights_outputs(logits, scale, bias, streams, iterations)
+    tokens = logits.shape[:-1].numel()
+    if tokens:
+        with on(logits):
+            kernels_weights.forward_kernel[(cdiv(tokens, WEIGHTS_TOKENS),)](
+                logits, scale, bias, *made, tokens, iterations, **_weights_sizes(streams)
+            )
+    return made
+
+
+def weights_gradients(
+    g_post: Tensor | None, g_mix: Tensor | None, logits: Tensor, scale: Tensor, bias: Tensor, streams: int,
+    iterations: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(logits), scale.new_empty(len(scale) + len(bias), dtype=torch.float32)
+
+
+def weights_backward(
+    g_post: Tensor | None, g_mix: Tensor | None, logits: Tensor, scale: Tensor, bias: Tensor, streams: int,
+    iterations: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of z, and of scale and bias in one row."""
+    g_logits, total = weights_gradients(g_post, g_mix, logits, scale, bias, streams, iterations)
+    tokens = logits.shape[:-1].numel()
+    programs = cdiv(tokens, WEIGHTS_TOKENS)
+    partial = total.new_empty((programs, len(total)))
+    scratch = total.new_empty((iterations - 1, 2 * streams * tokens))
+    with on(logits):
+        if tokens:
+            kernels_weights.backward_kernel[(programs,)](
+                logits if g_post is None else g_post.contiguous(), logits if g_mix is None else g_mix.contiguous(),
+                logits, scale, bias, g_logits, partial, scratch, tokens, iterations,
+                HAS_POST=g_post is not None, HAS_MIX=g_mix is not None, **_weights_sizes(streams),
+            )  # fmt: skip
+        sum_rows(partial, total)
+    return g_logits, total
+
+
+def _weights_sizes(n: int) -> dict[str, int]:
+    return {"N": n, "SIDE": power(n), "K": n * (n + 2), "TOKENS": WEIGHTS_TOKENS, "num_warps": 1}
 
 
 def _parts(phi: Tensor, dtype: torch.dtype) -> Tensor:
@@ -297,11 +318,6 @@ def _numbers(streams: Tensor, phi: Tensor, norm: str) -> int:
 def _dense(x: Tensor) -> Tensor:
     """Numbers of one token side by side; tokens may share them (stride 0)."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _sizes(streams: Tensor, phi: Tensor, norm: str, tokens: int, block: int, warps: int) -> dict[str, Any]:
-    tile = {"TOKENS": tokens, "BLOCK": block if streams.shape[1] <= 4 else block // 2}
-    return {**_numbers_of(streams, phi, norm), **tile, "num_warps": warps, "num_stages": 1}
 
 
 def _numbers_of(streams: Tensor, phi: Tensor, norm: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph, Node
 
 from residua.ops._runtime import fused
-from residua.train.compile.rewrites.graphs import VIEWS, call, like, value
+from residua.train.compile.rewrites.graphs import VIEWS, call, like
 
 aten, prims = torch.ops.aten, torch.ops.prims
 SAME = (*VIEWS, aten.detach.default, aten.alias.default)
@@ -57,11 +57,8 @@ def _belongs_multi_gate(found: Found) -> bool:
 
 
 def _belongs_hyper_step(found: Found) -> bool:
-    from residua.ops.hyper_connection.launch import serves_normed
-
-    given, streams = _arguments(found.backward), value(found.junction.args[0])
-    is_its = _is_output(given["weights"], found.junction, 4)
-    return is_its and streams is not None and serves_normed(streams, given["norm"])
+    given = _arguments(found.backward)
+    return _is_output(given["weights"], found.junction, 4) and given["norm"] != "none"
 
 
 KINDS = (

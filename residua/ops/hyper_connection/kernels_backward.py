@@ -1,17 +1,12 @@
-"""Hyper-connections of at most 4 streams: two passes each way, each shaped for what it does.
+"""Hyper-connections on the GPU, backward; the letters are those of `kernels.py`.
 
-φ is read once for every tile of tokens, so the tiles that it is multiplied with are long; what needs a whole row of
-channels before it can go on is done in short tiles, which hold the row.
+With D the length of a normed vector and dz the whole gradient of z, pre's part included:
 
-    forward:   write   X' = mix X + post y, ‖X'‖² and X' φᵀ, of a share of the channels
-               read    z and pre from the shares' sums, h = Σ pre_i X'_i
-    backward:  sums    dh · X_j and dh · y, and from them dz
-               spread  G_i, and from it all the gradients
+    G_i = g_X'_i + pre_i dh + rstd dz φ_i − X'_i rstd²/D Σ_k dz_k z_k
+    g_X_j = Σ_i mix_ij G_i,   g_y = Σ_i post_i G_i,   g_mix_ij = G_i · X_j,   g_post_i = G_i · y
 
-Without a projection nothing waits for a whole row: `write` computes h as well, `spread` the gradient of pre.
-NORMED: with a projection, x = gain ⊙ RMS(h) takes the place of h, and its gradient that of dh (`kernels_normed.py`).
-`kernels.py` has the equations, and NORM, Z, K and RANK. A second pass goes through the tokens backwards, for the
-cache holds the last rows of the first one.
+`g_pre` is the gradient of σ's argument for "all", of pre otherwise; `g_z` is rstd dz, from which φ's gradient is a
+matrix product with X'.
 """
 
 # mypy: ignore-errors
@@ -20,158 +15,47 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops._runtime import fused
-from residua.ops.hyper_connection.kernels import _belongs, _phi, _replaced, _tanh, _tile, _weight
-from residua.ops.hyper_connection.kernels_normed import gains, hidden_gradient, read_factors, store_normed, through_norm
-
-INTERPRETED = tl.constexpr(fused.INTERPRETED)
+from residua.ops.hyper_connection.kernels import _belongs, _numbers, _phi, _rows, _tanh, _tile, _written, gains
 
 
 @triton.jit
-def _numbers(x_ptr, t, live, COUNT: tl.constexpr):
-    """COUNT tensors [TOKENS]: a token's numbers, which each thread holds for its rows."""
-    b_numbers = ()
-    for i in tl.static_range(COUNT):
-        b_numbers = b_numbers + (tl.load(x_ptr + i, mask=live, other=0.0).to(tl.float32),)
-    return b_numbers
-
-
-@triton.jit
-def _rows(x_ptr, t, c, mask, C: tl.constexpr, N: tl.constexpr):
-    """The tiles [TOKENS, BLOCK] of all N streams, as they are stored."""
-    b_tiles = ()
-    for j in tl.static_range(N):
-        b_tiles = b_tiles + (tl.load(x_ptr + t[:, None] * (N * C) + j * C + c[None, :], mask=mask, other=0.0),)
-    return b_tiles
-
-
-@triton.jit
-def _written(b_x, b_y, b_mix, b_post, i: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
-    """X'_i = Σ_j mix_ij X_j + post_i y [TOKENS, BLOCK], as it is stored."""
-    b_v = b_post[i][:, None] * b_y.to(tl.float32)
-    for j in tl.static_range(N):
-        b_v += b_mix[i * N + j][:, None] * b_x[j].to(tl.float32)
-    return b_v.to(dtype)
-
-
-@triton.jit
-def _once(b_x):
-    """b_x, computed in one layout only: or else a matrix product's operand is computed a second time, in its layout."""
-    if INTERPRETED or b_x.dtype == tl.float32:
-        return b_x
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [b_x], dtype=b_x.dtype, is_pure=False, pack=2)
-
-
-@triton.jit
-def write_kernel(
-    x_ptr, y_ptr, post_ptr, mix_ptr, bias_ptr, phi_ptr, after_ptr, h_ptr, pre_ptr, sums_ptr,
-    tokens, stride_post, stride_mix,
-    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """X' of SHARE channels, and their part of z before the norm and of ‖X'‖²: SUMS numbers for each share and token.
-
-    Without a projection, h of the channels, with pre the bias.
-    φ [PARTS, K, ...] comes in the streams' dtype; two parts: rounded, and what rounding took from it, so that z is not
-    rounded. A row of the product has RANK columns for each of them.
-    """
-    dtype: tl.constexpr = after_ptr.dtype.element_ty
-    t = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    share, live, k = tl.program_id(0), t < tokens, tl.arange(0, RANK)
-    column = tl.arange(0, PARTS * RANK)
-    rows_ptr = phi_ptr + (column // RANK * (K * C * (N if NORM == "all" else 1)))[:, None]
-    b_post = _numbers(post_ptr + t * stride_post, t, live, N)
-    b_mix = _numbers(mix_ptr + t * stride_mix, t, live, N * N)
-    b_z, b_square = tl.zeros([TOKENS, PARTS * RANK], tl.float32), ()
-    for _ in tl.static_range(N):
-        b_square = b_square + (tl.zeros([TOKENS], tl.float32),)
-    for start in range(0, SHARE, BLOCK):
-        c = share * SHARE + start + tl.arange(0, BLOCK)
-        mask = live[:, None] & (c < C)[None, :]
-        b_y = tl.load(y_ptr + t[:, None] * C + c[None, :], mask=mask, other=0.0)  # [TOKENS, BLOCK]
-        b_x = _rows(x_ptr, t, c, mask, C, N)  # N of [TOKENS, BLOCK]
-        b_all = tl.zeros([TOKENS, BLOCK], tl.float32)  # squares, or h
-        for i in tl.static_range(N):
-            # X'_i, and what it adds to z and the squares
-            b_new = _once(_written(b_x, b_y, b_mix, b_post, i, N, dtype))
-            tl.store(after_ptr + t[:, None] * (N * C) + i * C + c[None, :], b_new, mask=mask)
-            if NORM == "none":
-                b_all += tl.load(bias_ptr + i).to(tl.float32) * b_new.to(tl.float32)
-            else:
-                b_phi = _phi(rows_ptr, column % RANK, c, i, Z, K, C, N, NORM)  # [PARTS * RANK, BLOCK]
-                b_z = tl.dot(b_new, tl.trans(b_phi), b_z, input_precision="ieee")  # [TOKENS, PARTS * RANK]
-                b_v = b_new.to(tl.float32)
-                if NORM == "all":
-                    b_all += b_v * b_v
-                else:
-                    b_square = _replaced(b_square, i, b_square[i] + tl.sum(b_v * b_v, 1), N)
-        if NORM == "all":
-            b_square = _replaced(b_square, 0, b_square[0] + tl.sum(b_all, 1), N)
-        if NORM == "none":
-            tl.store(h_ptr + t[:, None] * C + c[None, :], b_all.to(dtype), mask=mask)
-    if NORM == "none":
-        for i in tl.static_range(N):
-            b_pre = tl.zeros([TOKENS], tl.float32) + tl.load(bias_ptr + i).to(tl.float32)
-            tl.store(pre_ptr + t * N + i, b_pre, mask=live & (share == 0))
-    else:
-        b_z = tl.sum(tl.reshape(b_z, [TOKENS, PARTS, RANK]), 1)
-        to_ptr = sums_ptr + (share.to(tl.int64) * tokens + t) * SUMS
-        tl.store(to_ptr[:, None] + k[None, :], b_z, mask=live[:, None] & (k < Z)[None, :])
-        for i in tl.static_range(SUMS - Z):
-            tl.store(to_ptr + Z + i, b_square[i], mask=live)
-
-
-@triton.jit
-def read_kernel(
-    after_ptr, sums_ptr, scale_ptr, bias_ptr, gain_ptr, h_ptr, z_ptr, rstd_ptr, pre_ptr, h_stats_ptr,
-    tokens, eps, norm_eps,
-    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, NORM: tl.constexpr, NORMED: tl.constexpr,
-):  # fmt: skip
-    """h, and z, rstd and pre of the tokens. The rows are asked for before their weights are computed."""
-    dtype: tl.constexpr = h_ptr.dtype.element_ty
-    TILES: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    t = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    live, k = t < tokens, tl.arange(0, RANK)
-    b_tiles = ()
-    for g in tl.static_range(TILES):
-        c = g * BLOCK + tl.arange(0, BLOCK)
-        b_tiles = b_tiles + (_rows(after_ptr, t, c, live[:, None] & (c < C)[None, :], C, N),)
-
-    # z = RMS(X') φᵀ
-    b_z, b_square = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
-    is_z, own = live[:, None] & (k < Z)[None, :], k * 0 if NORM == "all" else k // K
-    for share in tl.static_range(SHARES):
-        from_ptr = sums_ptr + (tl.cast(share, tl.int64) * tokens + t[:, None]) * SUMS
-        b_z += tl.load(from_ptr + k[None, :], mask=is_z, other=0.0)
-        b_square += tl.load(from_ptr + Z + own[None, :], mask=is_z, other=0.0)
-    b_rstd = tl.rsqrt(b_square / (C * N if NORM == "all" else C) + eps)
-    tl.store(z_ptr + t[:, None] * Z + k[None, :], b_z * b_rstd, mask=is_z)
-    tl.store(rstd_ptr + t[:, None] * Z + k[None, :], b_rstd, mask=is_z)
-
-    # pre from its numbers of z, which are loaded again: taken out of b_z they would bring its layout to the tiles
-    b_pre = ()
+def through_norm(b_ux, b_pre, h_stats_ptr, pull_ptr, t, live, C: tl.constexpr, N: tl.constexpr):
+    """g_h·X'_i from u·X'_i, each N of [TOKENS]; stores p."""
+    stats_ptr = h_stats_ptr + t * (N + 1)
+    b_r, b_uh = _tile(stats_ptr, N, live), b_pre[0] * b_ux[0]
+    for i in tl.static_range(1, N):
+        b_uh += b_pre[i] * b_ux[i]
+    b_pull = b_r * b_r * b_r / C * b_uh
+    tl.store(pull_ptr + t, b_pull, mask=live)
+    b_hx = ()
     for i in tl.static_range(N):
-        b_own, b_length = tl.zeros([TOKENS], tl.float32), tl.zeros([TOKENS], tl.float32)
-        for share in tl.static_range(SHARES):
-            from_ptr = sums_ptr + (tl.cast(share, tl.int64) * tokens + t) * SUMS
-            b_own += tl.load(from_ptr + (i if NORM == "all" else i * K), mask=live, other=0.0)
-            b_length += tl.load(from_ptr + Z + (0 if NORM == "all" else i), mask=live, other=0.0)
-        b_own *= tl.rsqrt(b_length / (C * N if NORM == "all" else C) + eps)
-        b_own = _weight(b_own, scale_ptr, bias_ptr, i, NORM)
-        tl.store(pre_ptr + t * N + i, b_own, mask=live)
-        b_pre = b_pre + (b_own,)
+        b_hx = b_hx + (b_r * b_ux[i] - b_pull * _tile(stats_ptr, i, live),)
+    return b_hx
 
-    # h = Σ_i pre_i X'_i
-    if NORMED:
-        store_normed(b_tiles, b_pre, gain_ptr, h_ptr, h_stats_ptr, t, live, norm_eps, C, N, TOKENS, BLOCK, TILES)
-    else:
-        for g in tl.static_range(TILES):
-            c = g * BLOCK + tl.arange(0, BLOCK)
-            b_h = tl.zeros([TOKENS, BLOCK], tl.float32)
-            for i in tl.static_range(N):
-                b_h += b_pre[i][:, None] * b_tiles[g][i].to(tl.float32)
-            tl.store(h_ptr + t[:, None] * C + c[None, :], b_h.to(dtype), mask=live[:, None] & (c < C)[None, :])
+
+@triton.jit
+def read_factors(b_post, b_mix, b_pre, N: tl.constexpr):
+    """The factors of X_0 to X_{N−1} and of y in h."""
+    b_factors = ()
+    for j in tl.static_range(N):
+        b_factor = b_pre[0] * b_mix[j]
+        for i in tl.static_range(1, N):
+            b_factor += b_pre[i] * b_mix[i * N + j]
+        b_factors = b_factors + (b_factor,)
+    b_factor = b_pre[0] * b_post[0]
+    for i in tl.static_range(1, N):
+        b_factor += b_pre[i] * b_post[i]
+    return b_factors + (b_factor,)
+
+
+@triton.jit
+def hidden_gradient(b_g_x, b_gain, b_x, b_y, b_factors, b_r, b_pull, N: tl.constexpr):
+    """g_h and g_x ⊙ h·r, whose sum over tokens is the gain's gradient [TOKENS, BLOCK]."""
+    b_h = b_factors[N][:, None] * b_y
+    for j in tl.static_range(N):
+        b_h += b_factors[j][:, None] * b_x[j].to(tl.float32)
+    b_g_x = b_r[:, None] * b_g_x
+    return b_g_x * b_gain - b_pull[:, None] * b_h, b_g_x * b_h
 
 
 @triton.jit
