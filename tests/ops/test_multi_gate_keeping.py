@@ -10,7 +10,12 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops.multi_gate import reference as plain
-from residua.ops.multi_gate.inversion import BEARABLE, LOST, amplification, junctions_to_keep
+from residua.ops.multi_gate.inversion import (
+    MAX_AMPLIFIED_ERROR,
+    UNBOUNDED_AMPLIFICATION,
+    amplification,
+    junctions_to_keep,
+)
 
 TOKENS, N, WIDTH, JUNCTIONS = 96, 4, 16, 14
 HALF_BIT = torch.finfo(torch.bfloat16).eps / 2
@@ -21,16 +26,16 @@ def test_amplification_is_that_of_the_largest_gate_that_is_not_kept() -> None:
     assert [float(amplification(beta, share)) for share in (0.0, 0.1, 0.25, 0.5, 1.0)] == pytest.approx(
         [10, 4, 4, 2, 1]
     )
-    assert float(amplification(torch.tensor([0.99, 0.1]), 0.0)) == LOST
+    assert float(amplification(torch.tensor([0.99, 0.1]), 0.0)) == UNBOUNDED_AMPLIFICATION
 
 
 def test_junctions_keep_their_streams_only_where_the_product_is_not_bearable() -> None:
-    most = BEARABLE / HALF_BIT
+    most = MAX_AMPLIFIED_ERROR / HALF_BIT
     assert most == 64
     assert junctions_to_keep(dict.fromkeys(range(3, 9), 2.0), (), HALF_BIT) == []  # 2⁶
     assert junctions_to_keep(dict.fromkeys(range(3, 10), 2.0), (), HALF_BIT) == [6]  # every fourth: 2³ is the room left
     assert junctions_to_keep(dict.fromkeys(range(3, 10), 2.0), (6,), HALF_BIT) == []
-    assert junctions_to_keep({3: 1.1, 4: LOST, 5: 1.1}, (), HALF_BIT) == [4]
+    assert junctions_to_keep({3: 1.1, 4: UNBOUNDED_AMPLIFICATION, 5: 1.1}, (), HALF_BIT) == [4]
     assert junctions_to_keep(dict.fromkeys(range(20), 2.0), (), torch.finfo(torch.float32).eps / 2) == []
 
 

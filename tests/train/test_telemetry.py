@@ -238,8 +238,10 @@ def test_off_writes_nothing_and_runs_nothing_and_changes_nothing(
 def test_a_junction_that_inversion_does_not_bear_keeps_its_streams_and_a_resumed_run_too(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inversion, "BEARABLE", 1.2 * torch.finfo(torch.float32).eps / 2)  # Π 1/(1 − β) up to 1.2
-    monkeypatch.setattr(inversion, "ROOM", 1.0)
+    monkeypatch.setattr(
+        inversion, "MAX_AMPLIFIED_ERROR", 1.2 * torch.finfo(torch.float32).eps / 2
+    )  # Π 1/(1 − β) up to 1.2
+    monkeypatch.setattr(inversion, "ERROR_HEADROOM", 1.0)
     mgr = config.override(
         ["model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}", "train.telemetry=on", "train.steps=4"]
     )

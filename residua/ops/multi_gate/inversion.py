@@ -33,21 +33,21 @@ from residua.ops.multi_gate.reference import check, shape, split
 
 SHARE = 0.01
 FLOOR = 1 / 64
-BEARABLE = 0.25
+MAX_AMPLIFIED_ERROR = 0.25
 """The most that ε Π 1/(1 − β) may be along junctions that invert: beyond it gradients become visibly worse than with
 kept streams (docs/topologies.md)."""
-LOST = 2.0**40
+UNBOUNDED_AMPLIFICATION = 2.0**40
 """Stands for the amplification where 1 − β is below FLOOR: beyond any bound."""
-ROOM = 8.0
+ERROR_HEADROOM = 8.0
 """How far below that the error is brought when junctions begin to keep their streams, so that they seldom do."""
 
 
 def amplification(beta: Tensor, share: float) -> Tensor:
-    """1/(1 − β) for the largest β [..., N] whose streams are not kept; LOST where 1 − β is below FLOOR."""
+    """1/(1 − β) for the largest β [..., N] whose streams are not kept; unbounded where 1 − β is below FLOOR."""
     ordered = wide(beta).flatten().sort(descending=True).values
     kept = math.ceil(share * len(ordered))
     left = 1 - ordered[kept] if kept < len(ordered) else torch.ones_like(ordered[0])
-    return torch.where(left < FLOOR, LOST, 1 / left)
+    return torch.where(left < FLOOR, UNBOUNDED_AMPLIFICATION, 1 / left)
 
 
 def junctions_to_keep(amplified: Mapping[int, float], kept: Collection[int], epsilon: float) -> list[int]:
@@ -55,9 +55,9 @@ def junctions_to_keep(amplified: Mapping[int, float], kept: Collection[int], eps
 
     `amplified`: by junction, `amplification`. `epsilon`: the relative rounding error of a stored stream.
     """
-    if not _exceeding(amplified, kept, BEARABLE / epsilon):
+    if not _exceeding(amplified, kept, MAX_AMPLIFIED_ERROR / epsilon):
         return []
-    return _exceeding(amplified, kept, BEARABLE / epsilon / ROOM)
+    return _exceeding(amplified, kept, MAX_AMPLIFIED_ERROR / epsilon / ERROR_HEADROOM)
 
 
 def _exceeding(amplified: Mapping[int, float], kept: Collection[int], most: float) -> list[int]:

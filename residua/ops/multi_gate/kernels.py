@@ -13,8 +13,21 @@ streams of a tile are taken one after another. LANES is the number of threads. S
 ROWS = N rounded up to a power of two. Streams come as one tensor [M, N, C], or as N tensors [M, C] while they are still
 the outputs of single sublayers.
 
+NORMED: the norm of the next sublayer is inside and h is neither written nor read, for junctions whose h only a norm
+reads. With x = gain ⊙ h·r the norm's output, r = 1/rms(h), and u = gain ⊙ g_x,
+
+    g_h = r·u − p·h,   p = r³/C · u·h,   g_gain = Σ g_x ⊙ h·r
+
+h = Σ a_i(1−β_i)·s_i + (Σ a_i β_i)·f is made again from rows that the backward pass reads anyway. The dot products
+g_h·s_i and g_h·f that it needs follow from u·s_i, u·f and, kept by the forward pass, h·s_i and h·f: still one
+reduction. So a junction moves 2n + 2 rows forward and 3n + 3 backward, where beside a norm it is 2n + 4 and 3n + 6.
+A step of S takes 1.129 times an additive one, and 1.149 times with the norm apart (docs/results/step.md, `residua
+bench step mgr-s-prenorm --micro-batch 32 --accumulate 4 --compare prenorm,mgr`).
+
+The fill phase only reads streams, h = Σ a_i s_i: `pool_forward_kernel` and its gradient are the same without a write.
+
 Letters: s streams, f update, w1 gate query, w2 pool query, h hidden, a pool weights; ss = ‖s‖², sf = s·f, s1 = w1·s,
-s2 = w2·s, ff = ‖f‖², f2 = w2·f. A prefix g_ is a gradient.
+s2 = w2·s, ff = ‖f‖², f2 = w2·f; in_s and in_f are the factors of s and f in h. A prefix g_ is a gradient.
 """
 
 # mypy: ignore-errors
@@ -23,7 +36,97 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops.multi_gate.kernels_tile import add2, add3, add4, fold, pick, put, rounded, row, scalars, stream, vector
+from residua.ops._runtime import fused
+
+INTERPRETED = tl.constexpr(fused.INTERPRETED)
+
+
+@triton.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def wide(b_x):
+    """bfloat16 to float32, in pairs: two instructions per pair, where the compiler needs three."""
+    if INTERPRETED or b_x.dtype == tl.float32:
+        return b_x.to(tl.float32)
+    return tl.inline_asm_elementwise(
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [b_x], dtype=tl.float32, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def rounded(b_x, dtype: tl.constexpr):
+    """x as it is after being stored; in pairs, for converting single numbers runs at an eighth of the rate."""
+    if INTERPRETED or dtype == tl.float32:
+        return b_x.to(dtype).to(tl.float32)
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000;}",
+        "=&r,=&r,r,r",
+        [b_x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def stream(x_ptrs, k: tl.constexpr, token, C: tl.constexpr, N: tl.constexpr):
+    """The token's row of stream k: in the one tensor [M, N, C], or in the k-th of N [M, C]."""
+    if len(x_ptrs) == 1:
+        row_ptr = x_ptrs[0] + (token * N + k) * C
+    else:
+        row_ptr = x_ptrs[k] + token * C
+    return row_ptr
+
+
+@triton.jit
+def row(row_ptr, c, C: tl.constexpr, POLICY: tl.constexpr):
+    """Channels c of a row in float32, [1, BLOCK]. The first sweep keeps its lines in the cache, the second does not."""
+    return wide(tl.load(row_ptr + c, mask=c < C, other=0.0, eviction_policy=POLICY))
+
+
+@triton.jit
+def vector(x_ptr, c, C: tl.constexpr):
+    return tl.load(x_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def fold(b_x, LANES: tl.constexpr):
+    """[1, BLOCK] to [1, LANES]: the channels that one thread loads together, summed."""
+    return tl.sum(tl.reshape(b_x, [1, LANES, b_x.shape[1] // LANES]), 2)
+
+
+@triton.jit
+def put(b_sums, i, k: tl.constexpr, b_x):
+    """Add x [1, LANES] to row k of sums [ROWS, LANES]. Rows are in registers, so nothing is compared at run time."""
+    return tl.where(i[:, None] == k, b_sums + b_x, b_sums)
+
+
+@triton.jit
+def pick(b_x, i, k: tl.constexpr):
+    """Entry k of x [ROWS]."""
+    return tl.sum(tl.where(i == k, b_x, -0.0), 0)
+
+
+@triton.jit
+def scalars(x_ptr, i, N: tl.constexpr):
+    """N floats from x on, as [ROWS]: every thread loads them itself, so no exchange between threads is needed."""
+    b_out = i * 0.0
+    for k in tl.static_range(N):
+        b_out = tl.where(i == k, tl.load(x_ptr + k), b_out)
+    return b_out
 
 
 @triton.jit
@@ -101,45 +204,26 @@ def kept_scalars(stats_ptr, token, i, N: tl.constexpr):
 
 
 @triton.jit
-def past_gates(stats_ptrs, token, i, N: tl.constexpr):
-    """β [ROWS] of each junction since the start of the segment."""
-    betas = ()
-    for d in tl.static_range(len(stats_ptrs)):
-        betas = betas + (scalars(stats_ptrs[d] + token * (5 * N + 2), i, N),)
-    return betas
-
-
-@triton.jit
-def with_each(sums, b_x, i, N: tl.constexpr):
-    """N sums, and to each its entry of x [ROWS] added."""
-    new = ()
+def write_tile(s_ptrs, after_ptr, b_f, beta, a, token, i, c, C: tl.constexpr, N: tl.constexpr):
+    """Second sweep: s' = s + β(f − s), h = Σ a s' [1, BLOCK], and the N tiles of s."""
+    b_h, b_streams = tl.zeros_like(b_f), ()
     for k in tl.static_range(N):
-        new = new + (sums[k] + pick(b_x, i, k),)
-    return new
+        b_s = row(stream(s_ptrs, k, token, C, N), c, C, "evict_first")
+        b_streams = b_streams + (b_s,)
+        b_s = lerp(b_s, b_f, pick(beta, i, k))
+        b_h += pick(a, i, k) * b_s
+        tl.store(after_ptr + (token * N + k) * C + c, b_s.to(after_ptr.dtype.element_ty), mask=c < C)
+    return b_h, b_streams
 
 
 @triton.jit
 def forward_kernel(
-    s_ptrs,
-    f_ptr,
-    w1_ptr,
-    bias_ptr,
-    w2_ptr,
-    h_ptr,
-    after_ptr,
-    stats_ptr,
-    eps,
-    per_width,
-    per_root,
-    C: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    LANES: tl.constexpr,
-    COMPETITIVE: tl.constexpr,
-):
-    """One token."""
+    s_ptrs, f_ptr, w1_ptr, bias_ptr, w2_ptr, gain_ptr, h_ptr, after_ptr, stats_ptr, h_stats_ptr,
+    norm_eps, eps, per_width, per_root,
+    C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    LANES: tl.constexpr, COMPETITIVE: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """One token. NORMED: x in the place of h, which stays in registers until its norm is known."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROWS)
     live = i < N
@@ -149,36 +233,46 @@ def forward_kernel(
     # β from w1 · RMS(s), then a from w2 · RMS(s')
     beta = gates(s1 * tl.rsqrt(ss * per_width + eps) * per_root, bias_ptr, i, live, COMPETITIVE)
     _, _, a = pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
-
     keep_scalars(stats_ptr, token, i, live, beta, ss, sf, s1, s2, ff, f2, N)
 
-    for tile in range(TILES):
-        c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        b_f = row(row_ptr, c, C, "evict_first")
-        # second sweep: s' = s + β(f − s), h = Σ a s'
-        b_h = tl.zeros([1, BLOCK], tl.float32)
-        for k in tl.static_range(N):
-            b_s = row(stream(s_ptrs, k, token, C, N), c, C, "evict_first")
-            b_s = lerp(b_s, b_f, pick(beta, i, k))
-            b_h += pick(a, i, k) * b_s
-            tl.store(after_ptr + (token * N + k) * C + c, b_s.to(after_ptr.dtype.element_ty), mask=c < C)
-        tl.store(h_ptr + token * C + c, b_h.to(h_ptr.dtype.element_ty), mask=c < C)
+    if NORMED:
+        # s' and h, and the dot products h·h, h·f and h·s
+        b_hidden = ()
+        hh, hf = tl.zeros([1, LANES], tl.float32), tl.zeros([1, LANES], tl.float32)
+        hs = tl.zeros([ROWS, LANES], tl.float32)
+        for tile in tl.static_range(TILES):
+            c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+            b_f = row(row_ptr, c, C, "evict_first")
+            b_h, b_streams = write_tile(s_ptrs, after_ptr, b_f, beta, a, token, i, c, C, N)
+            hh, hf = hh + fold(b_h * b_h, LANES), hf + fold(b_h * b_f, LANES)
+            for k in tl.static_range(N):
+                hs = put(hs, i, k, fold(b_h * b_streams[k], LANES))
+            b_hidden = b_hidden + (b_h,)
+        hh, hf = tl.reduce((hh, hf), 1, add2)  # each [1]
+        rstd = tl.rsqrt(hh * per_width + norm_eps)
+        # keep h·s, h·f and r for the backward pass
+        line_ptr = h_stats_ptr + token * (N + 2)
+        tl.store(line_ptr + i, tl.sum(hs, 1), mask=live)
+        tl.store(line_ptr + N + tl.arange(0, 1), hf)
+        tl.store(line_ptr + N + 1 + tl.arange(0, 1), rstd)
+        # x = gain ⊙ h·r
+        for tile in tl.static_range(TILES):
+            c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+            b_x = b_hidden[tile] * rstd * vector(gain_ptr, c, C)
+            tl.store(h_ptr + token * C + c, b_x.to(h_ptr.dtype.element_ty), mask=c < C)
+    else:
+        for tile in range(TILES):
+            c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+            b_f = row(row_ptr, c, C, "evict_first")
+            b_h, _streams = write_tile(s_ptrs, after_ptr, b_f, beta, a, token, i, c, C, N)
+            tl.store(h_ptr + token * C + c, b_h.to(h_ptr.dtype.element_ty), mask=c < C)
 
 
 @triton.jit
 def invert_kernel(
-    after_ptr,
-    f_ptr,
-    stats_ptr,
-    s_ptr,
-    floor,
-    C: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    after_ptr, f_ptr, stats_ptr, s_ptr, floor,
+    C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """One token's streams before a junction, from those after it: s = (s' − βf)/(1 − β)."""
     token = tl.program_id(0).to(tl.int64)
     for tile in range(TILES):
@@ -192,160 +286,39 @@ def invert_kernel(
 
 
 @triton.jit
-def again(
-    start_ptrs, b_updates, betas, i, k: tl.constexpr, token, c, C: tl.constexpr, N: tl.constexpr, POLICY: tl.constexpr
-):
-    """Stream k before this junction [1, BLOCK]: as at the start of the segment, and the junctions since repeated."""
-    b_s = row(stream(start_ptrs, k, token, C, N), c, C, POLICY)
-    for d in tl.static_range(len(b_updates)):
-        b_s = rounded(lerp(b_s, b_updates[d], pick(betas[d], i, k)), start_ptrs[0].dtype.element_ty)
-    return b_s
+def pool_weights(ss, s2, live, eps, per_width, per_root):
+    rstd = tl.rsqrt(ss * per_width + eps)
+    b_z = tl.where(live, s2 * rstd * per_root, -float("inf"))
+    b_e = tl.exp(b_z - tl.max(b_z, 0))
+    return rstd, b_e * (1 / tl.sum(b_e, 0))
 
 
 @triton.jit
-def rows(x_ptrs, token, c, C: tl.constexpr, POLICY: tl.constexpr):
-    b_rows = ()
-    for d in tl.static_range(len(x_ptrs)):
-        b_rows = b_rows + (row(x_ptrs[d] + token * C, c, C, POLICY),)
-    return b_rows
-
-
-@triton.jit
-def through_scores(
-    beta, ss, sf, s1, s2, ff, f2, after2, rstd, a, hs, hf, gf, gs, eps, per_width, per_root, COMPETITIVE: tl.constexpr
-):
-    """A, B, dz, D and E [ROWS] of the closed form (`backward_kernel`), and −1 times the forget bias's gradient.
-
-    `after2`, `rstd` and `a` are what `pooling` returns; hs = g_h·s, hf = g_h·f, gs = g_s'·s, gf = g_s'·f.
-    """
-    keep = 1 - beta
-    # A and B: the gradient through the pool's scores q
-    ht = keep * hs + beta * hf
-    A = a * (ht - tl.sum(a * ht, 0)) * rstd * per_root
-    B = -A * after2 * rstd * rstd * per_width
-    # dβ = G·(f − s), and dz: the gradient through the gates' scores
-    d_beta = gf - gs + a * (hf - hs) + A * (f2 - s2) + B * ((1 - 2 * beta) * sf + beta * ff - keep * ss)
-    taken = tl.sum(beta * d_beta, 0)
-    dz = beta * (d_beta - taken) if COMPETITIVE else beta * keep * d_beta
-    # D and E: what dz adds to g_s
-    r = tl.rsqrt(ss * per_width + eps)
-    D = dz * r * per_root
-    E = -D * s1 * r * r * per_width
-    return A, B, dz, D, E, (1 - tl.sum(beta, 0)) * taken
-
-
-@triton.jit
-def backward_kernel(
-    g_h_ptr,
-    g_after_ptrs,
-    start_ptrs,
-    past_f_ptrs,
-    past_stats_ptrs,
-    f_ptr,
-    w1_ptr,
-    w2_ptr,
-    stats_ptr,
-    g_s_ptrs,
-    g_f_ptr,
-    partial_ptr,
-    tokens,
-    eps,
-    per_width,
-    per_root,
-    C: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-    LANES: tl.constexpr,
-    COMPETITIVE: tl.constexpr,
-):
-    """Every P-th token, P the number of programs. Letters as in the closed form of the gradients:
-
-    A = dq·r'/√C,  B = −dq·(w2·s')·r'³/(C√C),  G = g_s' + a·g_h + A·w2 + B·s'
-    g_f = Σ β·G,   g_s = (1−β)·G + D·w1 + E·s,   D = dz·r/√C,  E = −dz·(w1·s)·r³/(C√C)
-
-    The gradients of w1, w2 and the biases are summed in registers; each program writes one row of `partial`.
-    """
-    program = tl.program_id(0)
+def pool_forward_kernel(
+    s_ptrs, w2_ptr, h_ptr, stats_ptr, eps, per_width, per_root,
+    C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One token; stats are ‖s_i‖² and w2·s_i."""
+    token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROWS)
     live = i < N
-    b_g_w1, b_g_w2 = (), ()
-    for _ in tl.static_range(TILES):
-        b_g_w1, b_g_w2 = b_g_w1 + (tl.zeros([1, BLOCK], tl.float32),), b_g_w2 + (tl.zeros([1, BLOCK], tl.float32),)
-    g_bias, g_forget = (), 0.0
-    for _ in tl.static_range(N):
-        g_bias = g_bias + (0.0,)
-
-    for turn in tl.range(tl.cdiv(tokens - program, tl.num_programs(0))):
-        token = program.to(tl.int64) + turn * tl.num_programs(0)
-        beta, ss, sf, s1, s2, ff, f2 = kept_scalars(stats_ptr, token, i, N)
-        betas = past_gates(past_stats_ptrs, token, i, N)
-
-        # first sweep: the dot products g_h·f, g_h·s, g_s'·f and g_s'·s
-        hf = tl.zeros([1, LANES], tl.float32)
-        hs = tl.zeros([ROWS, LANES], tl.float32)
-        gf, gs = hs, hs
-        for tile in range(TILES):
-            c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-            b_f, b_g_h = row(f_ptr + token * C, c, C, "evict_last"), row(g_h_ptr + token * C, c, C, "evict_last")
-            b_past = rows(past_f_ptrs, token, c, C, "evict_last")
-            hf += fold(b_g_h * b_f, LANES)
-            for k in tl.static_range(N):
-                b_s = again(start_ptrs, b_past, betas, i, k, token, c, C, N, "evict_last")
-                hs = put(hs, i, k, fold(b_g_h * b_s, LANES))
-                if len(g_after_ptrs) > 0:
-                    b_g = row(stream(g_after_ptrs, k, token, C, N), c, C, "evict_last")
-                    gf, gs = put(gf, i, k, fold(b_g * b_f, LANES)), put(gs, i, k, fold(b_g * b_s, LANES))
-        hf = tl.sum(hf, 1)
-        hs, gf, gs = tl.reduce((hs, gf, gs), 1, add3)  # each [ROWS]
-
-        keep = 1 - beta
-        after2, rstd, a = pooling(beta, ss, sf, s2, ff, f2, live, eps, per_width, per_root)
-        A, B, dz, D, E, forgotten = through_scores(
-            beta, ss, sf, s1, s2, ff, f2, after2, rstd, a, hs, hf, gf, gs, eps, per_width, per_root, COMPETITIVE
-        )
-        if COMPETITIVE:
-            g_forget -= forgotten
-        g_bias = with_each(g_bias, dz, i, N)
-
-        # With s' = (1−β)s + βf, the parts of g_f and of w2's gradient in f, g_h and w2 are factored out of the sums;
-        # g_s is a sum of s, g_s', g_h, f, w1 and w2 with one factor each.
-        of_h, of_w2, of_f = tl.sum(beta * a, 0), tl.sum(beta * A, 0), tl.sum(beta * beta * B, 0)
-        by_s, by_h, by_w2, by_f = keep * keep * B + E, keep * a, keep * A, keep * beta * B
-        # second sweep: g_f, g_s, and the sums over tokens for w1 and w2
-        b_new_w1, b_new_w2 = (), ()
-        for tile in tl.static_range(TILES):
-            c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-            b_w1, b_w2 = vector(w1_ptr, c, C), vector(w2_ptr, c, C)
-            b_f, b_g_h = row(f_ptr + token * C, c, C, "evict_first"), row(g_h_ptr + token * C, c, C, "evict_first")
-            b_past = rows(past_f_ptrs, token, c, C, "evict_first")
-            b_g_f = of_h * b_g_h + of_w2 * b_w2 + of_f * b_f
-            b_to_w1, b_to_w2 = b_g_w1[tile], b_g_w2[tile] + of_w2 * b_f
-            for k in tl.static_range(N):
-                b_s = again(start_ptrs, b_past, betas, i, k, token, c, C, N, "evict_first")
-                b_g_f += pick(by_f, i, k) * b_s
-                b_to_w1 += pick(D, i, k) * b_s
-                b_to_w2 += pick(by_w2, i, k) * b_s
-                b_g_s = pick(by_s, i, k) * b_s + pick(by_h, i, k) * b_g_h
-                b_g_s += pick(by_w2, i, k) * b_w2
-                b_g_s += pick(by_f, i, k) * b_f
-                b_g_s += pick(D, i, k) * b_w1
-                if len(g_after_ptrs) > 0:
-                    b_g = row(stream(g_after_ptrs, k, token, C, N), c, C, "evict_first")
-                    b_g_f += pick(beta, i, k) * b_g
-                    b_g_s += pick(keep, i, k) * b_g
-                tl.store(stream(g_s_ptrs, k, token, C, N) + c, b_g_s.to(start_ptrs[0].dtype.element_ty), mask=c < C)
-            tl.store(g_f_ptr + token * C + c, b_g_f.to(g_f_ptr.dtype.element_ty), mask=c < C)
-            b_new_w1, b_new_w2 = b_new_w1 + (b_to_w1,), b_new_w2 + (b_to_w2,)
-        b_g_w1, b_g_w2 = b_new_w1, b_new_w2
-
-    # this program's row of `partial`: w1, w2, the forget bias, the biases
-    line_ptr = partial_ptr + program * (2 * C + N + 1)
-    for tile in tl.static_range(TILES):
+    # first sweep: ‖s_i‖² and w2·s_i, then a
+    ss, s2 = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, LANES], tl.float32)
+    for tile in range(TILES):
         c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(line_ptr + c, b_g_w1[tile], mask=c < C)
-        tl.store(line_ptr + C + c, b_g_w2[tile], mask=c < C)
-    tl.store(line_ptr + 2 * C, g_forget)
-    for k in tl.static_range(N):
-        tl.store(line_ptr + 2 * C + 1 + k, g_bias[k])
+        b_w2 = vector(w2_ptr, c, C)
+        for k in tl.static_range(N):
+            b_s = row(stream(s_ptrs, k, token, C, N), c, C, "evict_last")  # [1, BLOCK]
+            ss, s2 = put(ss, i, k, fold(b_s * b_s, LANES)), put(s2, i, k, fold(b_s * b_w2, LANES))
+    ss, s2 = tl.reduce((ss, s2), 1, add2)  # each [ROWS]
+    _, a = pool_weights(ss, s2, live, eps, per_width, per_root)
+    tl.store(stats_ptr + token * 2 * N + i, ss, mask=live)
+    tl.store(stats_ptr + token * 2 * N + N + i, s2, mask=live)
+
+    for tile in range(TILES):
+        c = tile * BLOCK + tl.arange(0, BLOCK)[None, :]
+        # second sweep: h = Σ a_i s_i
+        b_h = tl.zeros([1, BLOCK], tl.float32)
+        for k in tl.static_range(N):
+            b_h += pick(a, i, k) * row(stream(s_ptrs, k, token, C, N), c, C, "evict_first")
+        tl.store(h_ptr + token * C + c, b_h.to(h_ptr.dtype.element_ty), mask=c < C)

@@ -5,7 +5,7 @@ A list of streams is one tensor [..., N, C] or N of [..., C]; tokens are all the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import aligned, cdiv, extent, on, power, sum_rows
-from residua.ops.multi_gate import kernels, kernels_normed, kernels_pool
+from residua.ops.multi_gate import kernels, kernels_backward
 
 
 class TilePlan(NamedTuple):
@@ -83,16 +83,25 @@ def forward(
     competitive: bool, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """h [..., C], s' [..., N, C] and the scalars [..., 5N + 2] (β, then the 4N + 2)."""
-    hidden, after, stats = forward_outputs(streams, update, gate_query, gate_bias, pool_query, competitive, eps)
+    weights = (gate_query, gate_bias, pool_query)
+    hidden, after, stats = forward_outputs(streams, update, *weights, competitive, eps)
+    _launch_forward(streams, update, (*weights, None), (hidden, after, stats, None), competitive, eps)
+    return hidden, after, stats
+
+
+def _launch_forward(
+    streams: Sequence[Tensor], update: Tensor, weights: Sequence[Tensor | None], outputs: Sequence[Tensor | None],
+    competitive: bool, eps: float, norm_eps: float | None = None,
+) -> None:  # fmt: skip
+    """The weights are w1, the biases, w2 and the gain of the norm inside, if there is one."""
     width, tokens = extent(update)
     if tokens:
-        _, tile = _tile(forward_plan, streams_in(streams), hidden)
+        _, tile = _tile(forward_plan, streams_in(streams), streams[0])
         with on(update):
             kernels.forward_kernel[(tokens,)](
-                tuple(aligned(s) for s in streams), aligned(update), gate_query, gate_bias, pool_query,
-                hidden, after, stats, *_numbers(width, eps), COMPETITIVE=competitive, **tile,
+                tuple(aligned(s) for s in streams), aligned(update), *weights, *outputs, norm_eps,
+                *_numbers(width, eps), COMPETITIVE=competitive, NORMED=weights[-1] is not None, **tile,
             )  # fmt: skip
-    return hidden, after, stats
 
 
 def backward_outputs(
@@ -116,20 +125,31 @@ def backward(
     """
     weights = (gate_query, pool_query)
     outputs = backward_outputs(g_hidden, g_after, start, updates, stats, *weights, apart, competitive, eps)
+    kept = (updates, stats, None)
+    _launch_backward(backward_plan, g_hidden, g_after, start, kept, (*weights, None), outputs, competitive, eps)
+    return outputs
+
+
+def _launch_backward(
+    plan_for: Callable[[int, int, int], TilePlan], g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor],
+    kept: tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None], weights: Sequence[Tensor | None],
+    outputs: Sequence[Tensor], competitive: bool, eps: float,
+) -> None:  # fmt: skip
+    """`kept` are the updates, their scalars and those of h; the weights w1, w2 and the gain, if the norm is inside."""
     *g_streams, g_update, total = outputs
+    updates, stats, hidden_stats = kept
     width, tokens = extent(g_hidden)
-    plan, tile = _tile(backward_plan, streams_in(start), start[0])
+    plan, tile = _tile(plan_for, streams_in(start), start[0])
     partial = _partial(total, plan, tokens)
     with on(g_hidden):
         if tokens:
-            kernels.backward_kernel[(len(partial),)](
+            kernels_backward.backward_kernel[(len(partial),)](
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
-                tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1],
+                tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1], hidden_stats,
                 tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
-                COMPETITIVE=competitive, **tile,
+                COMPETITIVE=competitive, NORMED=weights[-1] is not None, **tile,
             )  # fmt: skip
         sum_rows(partial, total)
-    return outputs
 
 
 def normed_backward_plan(n: int, width: int, size: int) -> TilePlan:
@@ -158,14 +178,7 @@ def normed_forward(
     """x = gain ⊙ RMS(h) [..., C] in place of `forward`'s h, s', its scalars, and the scalars of h [..., N + 2]."""
     weights = (gate_query, gate_bias, pool_query, gain)
     outputs = normed_outputs(streams, update, *weights, competitive, eps, norm_eps)
-    width, tokens = extent(update)
-    if tokens:
-        _, tile = _tile(forward_plan, streams_in(streams), outputs[0])
-        with on(update):
-            kernels_normed.normed_forward_kernel[(tokens,)](
-                tuple(aligned(s) for s in streams), aligned(update), *weights, *outputs,
-                norm_eps, *_numbers(width, eps), COMPETITIVE=competitive, **tile,
-            )  # fmt: skip
+    _launch_forward(streams, update, weights, outputs, competitive, eps, norm_eps)
     return outputs
 
 
@@ -189,19 +202,8 @@ def normed_backward(
     outputs = normed_gradients(
         g_normed, g_after, start, updates, stats, hidden_stats, *weights, apart, competitive, eps
     )  # fmt: skip
-    *g_streams, g_update, total = outputs
-    width, tokens = extent(g_normed)
-    plan, tile = _tile(normed_backward_plan, streams_in(start), start[0])
-    partial = _partial(total, plan, tokens)
-    with on(g_normed):
-        if tokens:
-            kernels_normed.normed_backward_kernel[(len(partial),)](
-                aligned(g_normed), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
-                tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1], hidden_stats,
-                tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
-                COMPETITIVE=competitive, **tile,
-            )  # fmt: skip
-        sum_rows(partial, total)
+    kept = (updates, stats, hidden_stats)
+    _launch_backward(normed_backward_plan, g_normed, g_after, start, kept, weights, outputs, competitive, eps)
     return outputs
 
 
@@ -233,7 +235,7 @@ def pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, 
     if tokens:
         _, tile = _tile(forward_plan, len(streams), hidden)
         with on(hidden):
-            kernels_pool.pool_forward_kernel[(tokens,)](
+            kernels.pool_forward_kernel[(tokens,)](
                 tuple(aligned(s) for s in streams), query, hidden, stats, *_numbers(width, eps), **tile
             )
     return hidden, stats
@@ -257,7 +259,7 @@ def pool_backward(
     partial = _partial(total, plan, tokens)
     with on(g_hidden):
         if tokens:
-            kernels_pool.pool_backward_kernel[(len(partial),)](
+            kernels_backward.pool_backward_kernel[(len(partial),)](
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(streams), query, stats,
                 tuple(g_streams), partial, tokens, *_numbers(width, eps), **tile,
             )  # fmt: skip

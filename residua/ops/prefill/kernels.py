@@ -11,8 +11,19 @@ import triton.language as tl
 
 from residua.ops._runtime.kernels import tensor
 from residua.ops.depth_attention.kernels import load_row, log_sum_exp, store_row
-from residua.ops.multi_gate.kernels import gates, lerp, pooling
-from residua.ops.multi_gate.kernels_tile import add2, add4, fold, pick, put, row, scalars, vector
+from residua.ops.multi_gate.kernels import (
+    add2,
+    add4,
+    fold,
+    gates,
+    lerp,
+    pick,
+    pooling,
+    put,
+    row,
+    scalars,
+    vector,
+)
 
 
 @triton.jit
