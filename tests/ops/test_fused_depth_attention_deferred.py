@@ -13,7 +13,7 @@ from residua.model import taps
 from residua.model.topology import build_topology
 from residua.ops.depth_attention import autograd, deferred, launch
 from residua.ops.depth_attention.plan import BLOCK as BLOCK_SIZE
-from residua.ops.depth_attention.plan import FEW, GROUP, ReadPlan, cheapest
+from residua.ops.depth_attention.plan import GROUP, MAX_FUSED_READERS, ReadPlan, cheapest
 from tests.nightly import only_nightly
 
 from .test_fused_depth_attention import as_near, relative
@@ -139,7 +139,7 @@ def test_groups_of_reads_and_blocks_of_sources_grow_with_depth():
     sizes, blocks = [size for _, size in plan.group], [1 + len(led) for led in plan.leads.values()]
     assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == GROUP
     assert blocks == sorted(blocks, reverse=True) and blocks[0] == BLOCK_SIZE
-    assert max(len(own) for s, own in enumerate(plan.own) if s in plan.leader) == FEW
+    assert max(len(own) for s, own in enumerate(plan.own) if s in plan.leader) == MAX_FUSED_READERS
 
 
 def test_ranges_are_the_cheapest_of_all():

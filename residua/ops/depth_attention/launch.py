@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import addresses, aligned, cdiv, extent, on, power
-from residua.ops.depth_attention.plan import FEW
+from residua.ops.depth_attention.plan import MAX_FUSED_READERS
 from residua.ops.depth_attention.tiles import (
     NUMBERS,
     SLOPES,
@@ -207,7 +207,7 @@ def source_gradient(
     v, onward = aligned(v), None if onward is None else aligned(onward)
     dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
     with on(v):
-        how = _few_readers_gradient if len(dh) <= FEW else _many_readers_gradient
+        how = _few_readers_gradient if len(dh) <= MAX_FUSED_READERS else _many_readers_gradient
         du_parts = how(v, z, rstd, u, first, onward, dh, stats, dv)
         _add_parts(du_parts, du, new_du, first)
     return dv, new_du

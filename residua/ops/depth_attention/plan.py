@@ -14,7 +14,7 @@ BLOCK = 6
 """Most sources whose gradients are made together."""
 FRONT = 3
 """Tensors that a state begins with: u, the queries as the scores take them, and the chain that collects du."""
-FEW = 5
+MAX_FUSED_READERS = 5
 """Most readers for which one kernel does the whole gradient: as many as are left over in a block of sources."""
 
 
@@ -148,10 +148,10 @@ class ReadPlan:
         sources = range(first, first + size)
         shared = self.readers[sources[-1]]
         m, others = len(shared), [len(self.readers[s]) - len(shared) for s in sources]
-        if size == 1 and m <= FEW:
+        if size == 1 and m <= MAX_FUSED_READERS:
             return m + 2
         together = all(self.readers[s][-m:] == shared and not self.grows[s] and not self.grows[s + 1] for s in sources)
-        if size > 1 and (m == 1 or max(others) > FEW or not together):
+        if size > 1 and (m == 1 or max(others) > MAX_FUSED_READERS or not together):
             return None
         return m + 5 * size + sum(3 + r for r in others if r)
 

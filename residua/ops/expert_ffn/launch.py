@@ -73,19 +73,19 @@ INTERPRETED = _same(TilePlan(16, 16, 16, 4, 1))
 """Small tiles, so that the interpreter's tests have many of them."""
 SINGLE = _same(TilePlan(64, 64, 32, 4, 2))
 """Float32 on a GPU: no tensor cores, for exact products."""
-MANY = Plans(
+MANY_ROWS_PLAN = Plans(
     up=TilePlan(128, 128, 64, 8, 3),
     gated=TilePlan(128, 64, 64, 8, 3),
     wide=TilePlan(128, 256, 64, 8, 3),
     slope=TilePlan(128, 128, 64, 8, 3, registers=128),
     weight=TilePlan(128, 128, 64, 8, 3),
 )
-FEW = _same(TilePlan(16, 64, 64, 4, 4))
+FEW_ROWS_PLAN = _same(TilePlan(16, 64, 64, 4, 4))
 """Decoding and small batches: the weights' bytes are the limit, not arithmetic."""
 PART, GATED_PART = (8, 8) if fused.INTERPRETED else (64, 32)
 """Columns of gradients that are computed from a tile's sums at a time, without and with a gate."""
 FEW_ROWS = 16
-"""Rows per expert, in the mean, up to which `FEW` is used."""
+"""Rows per expert, in the mean, up to which `FEW_ROWS_PLAN` is used."""
 
 
 def plans(dtype: torch.dtype, slots: int, experts: int) -> Plans:
@@ -93,7 +93,7 @@ def plans(dtype: torch.dtype, slots: int, experts: int) -> Plans:
         return INTERPRETED
     if dtype is not torch.bfloat16:
         return SINGLE
-    return FEW if slots <= FEW_ROWS * experts else MANY
+    return FEW_ROWS_PLAN if slots <= FEW_ROWS * experts else MANY_ROWS_PLAN
 
 
 @launcher("expert_tiles")
