@@ -194,7 +194,7 @@ class Mix(Unmixed):
         return over_values(self.sections, self.anchor_scale, self.current_scale)
 
     def _shares(self, anchors: Anchors) -> bool:
-        """Whether there is a handle behind the anchors."""
+        """Whether there are handles behind the anchors."""
         return len(anchors) > len(self.pathways)
 
     @torch.no_grad()
@@ -225,10 +225,12 @@ class Mix(Unmixed):
     ) -> tuple[Projections, Anchors]:
         named, scales = dict(zip(self.pathways, anchors, strict=False)), dict(self.anchor_scale.items())
         if self._shares(anchors):
+            count, gamma = len(self.pathways), self.factors(x)
             made = shared.mix_heads(
-                projected, anchors[-1], self.sections, named, scales, table, gains=qk_norm.gains, eps=qk_norm.eps
-            )
-            return made, anchors[:-1]
+                projected, anchors[count:], self.sections, named, scales, table,
+                gains=qk_norm.gains, gamma=gamma, eps=qk_norm.eps,
+            )  # fmt: skip
+            return made, anchors[:count]
         return ops.mix_heads(
             projected,
             self.sections,
@@ -350,14 +352,14 @@ def share_anchors(
     source: Tensor | None = None,
     norm: AnchorNorm | None = None,
 ) -> dict[int, Anchors]:
-    """What each reader takes in place of the anchors: these and a handle, by which one pass has all their gradients.
+    """What each reader takes in place of the anchors: these and handles, by which one pass has all their gradients.
 
     `readers` are the layers that mix the anchors, each with the projection that takes λ2 (`ops/mix_projection/shared`).
     `source` and `norm` are the fused projection that the anchors were made from, and how.
-    Empty where the anchors go from layer to layer instead: outside of training, with dynamic λ, with sharded weights or
-    some on another device, with a hook on a mixture or a projection.
+    Empty where the anchors go from layer to layer instead: outside of training, with sharded weights or some on another
+    device, with a hook on a mixture or a projection.
     """
-    plain = all(type(mix) is Mix and not is_watched(mix) and is_plain(own) for mix, own in readers.values())
+    plain = all(not is_watched(mix) and is_plain(own) for mix, own in readers.values())
     if not fused.INSTALLED or not plain or len(readers) < 2:
         return {}
     scales = [dict(mix.anchor_scale.items()) for mix, _ in readers.values()]
@@ -367,8 +369,9 @@ def share_anchors(
     mix, _ = next(iter(readers.values()))
     gains = None if norm is None else dict(norm.gains.items())
     named = dict(zip(mix.pathways, anchors, strict=True))
-    handles = shared.share(named, scales, mix.sections, source=source, gains=gains)
-    return {k: (*anchors, handle) for k, handle in zip(readers, handles, strict=True)}
+    dynamic = isinstance(mix, DynamicMix)
+    handles = shared.share(named, scales, mix.sections, source=source, gains=gains, dynamic=dynamic)
+    return {k: (*anchors, *own) for k, own in zip(readers, handles, strict=True)}
 
 
 def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": GATED | {"qk_norm": "none"},
     },
     "exoformer, norms on Q and K": {"anchors": {"kind": "exoformer", "norm": "qk"}, "attention": GATED},
+    "exoformer, dynamic": {"anchors": {"kind": "exoformer", "mixing": {"kind": "dynamic"}}, "attention": GATED},
     "nuresformer": {"anchors": {"kind": "nuresformer"}, "attention": GATED},
     "resformer": {"anchors": {"kind": "resformer"}},
 }
@@ -47,7 +48,7 @@ def gradients(model: Decoder, run: Any, choice: str) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", only_nightly(MODELS, but=["exoformer", "resformer"]))
+@pytest.mark.parametrize("name", only_nightly(MODELS, but=["exoformer, dynamic", "resformer"]))
 def test_every_gradient_is_the_references(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, handed = built(MODELS[name]), []
     share = model._share
@@ -61,21 +62,20 @@ def test_every_gradient_is_the_references(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.nightly
-def test_a_compiled_model_is_one_graph_with_the_same_gradients() -> None:
+@pytest.mark.parametrize("name", ["exoformer", "exoformer, dynamic"])
+def test_a_compiled_model_is_one_graph_with_the_same_gradients(name: str) -> None:
     torch._dynamo.reset()
-    model = built(MODELS["exoformer"] | {"layers": 2}).float()
+    model = built(MODELS[name] | {"layers": 2}).float()
     eager = gradients(model, model.loss, "triton")
     compiled = gradients(model, torch.compile(model.loss, fullgraph=True, backend="aot_eager"), "triton")
     assert all(torch.equal(eager[name], compiled[name]) for name in eager)
 
 
 @pytest.mark.parametrize(
-    "reason", ["no gradients", "reference", "dynamic", "one layer", "sharded", "hook", "recomputed", "offloaded"]
+    "reason", ["no gradients", "reference", "one layer", "sharded", "hook", "recomputed", "offloaded"]
 )
 def test_anchors_go_from_layer_to_layer_with(reason: str) -> None:
     tables = dict(MODELS["exoformer"], layers=1 if reason == "one layer" else 2)
-    if reason == "dynamic":
-        tables["anchors"] = {"kind": "exoformer", "mixing": {"kind": "dynamic"}}
     model = built(tables).float()
     if reason == "sharded":
 

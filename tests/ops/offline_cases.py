@@ -122,7 +122,7 @@ def mix_heads(
 
 
 def mix_shared(
-    dtype: torch.dtype, width: int, heads: int, normed: bool, anchors: str, layers: int, length: int = 4
+    dtype: torch.dtype, width: int, heads: int, normed: bool, anchors: str, layers: int, dynamic: bool, length: int = 4
 ) -> None:
     """Layers whose anchors have their gradient in one pass."""
     from residua.ops.mix_projection import shared
@@ -136,11 +136,12 @@ def mix_shared(
     if normed:
         source = draw(2, length, len(anchors) * heads * width, dtype=dtype)
         anchor_gains = {s: draw(width) for s in anchors}
-    handles = shared.share(named, scales, sections, source=source, gains=anchor_gains)
+    handles = shared.share(named, scales, sections, source=source, gains=anchor_gains, dynamic=dynamic)
     made: list[torch.Tensor] = []
     for own, handle in zip(scales, handles, strict=True):
         projected = draw(2, length, 4 * heads * width, dtype=dtype)
-        made += shared.mix_heads(projected, handle, sections, named, own, table, gains=gains).values()
+        gamma = draw(2, length, 2 * len(anchors), dtype=dtype) if dynamic else None
+        made += shared.mix_heads(projected, handle, sections, named, own, table, gains=gains, gamma=gamma).values()
     both(made)
 
 
@@ -401,7 +402,7 @@ def small_cases() -> Iterator[Case]:
     yield case(norm_rotate, BF16, 64)
     yield case(packed_heads, BF16, 128, 6, 6)
     yield case(mix_heads, BF16, 64, 2, True, True, "qv")
-    yield case(mix_shared, BF16, 128, 6, True, "qkvg", 12)
+    yield case(mix_shared, BF16, 128, 6, True, "qkvg", 12, True)
     yield case(mix_projection, FP32, 33, 1, True, 1)
     yield case(multi_gate, BF16, 256, 4, True, False)
     yield case(multi_gate, FP32, 33, 3, False, True, 1)
@@ -491,8 +492,8 @@ def wide_cases() -> Iterator[Case]:
             yield case(mix_heads, dtype, width, heads, gamma, normed, anchors)
         for normed in switch:
             yield case(mix_projection, dtype, width, heads, normed)
-            for anchors, layers in product(("v", "qkvg"), (2, 7, 36)):
-                yield case(mix_shared, dtype, width, heads, normed, anchors, layers)
+            for anchors, layers, dynamic in product(("v", "qkvg"), (2, 7, 36), switch):
+                yield case(mix_shared, dtype, width, heads, normed, anchors, layers, dynamic)
     for dtype, vocabulary in product(dtypes, (33, 1000, 50_304)):
         yield case(linear_cross_entropy, dtype, vocabulary)
     for dtype, experts, top_k in product(dtypes, (2, 16, 64, 100, 256), (1, 8)):

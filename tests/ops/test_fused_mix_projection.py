@@ -114,11 +114,14 @@ class SharedLayers(Layers):
         from residua.ops.mix_projection import shared
 
         anchors, made = {s: leaves[f"anchor {s}"] for s in self.pathways}, []
-        handles = shared.share(anchors, scales, self.sections, **self.origin(leaves))
+        dynamic = "gamma 1" in leaves
+        handles = shared.share(anchors, scales, self.sections, dynamic=dynamic, **self.origin(leaves))
         for layer, own, handle in zip("12", scales, handles, strict=True):
             gains = tuple(leaves[f"gain {s} {layer}"] for s in "qk") if self.normed else None
-            projected = leaves[f"projected {layer}"][..., 3:]
-            made += shared.mix_heads(projected, handle, self.sections, anchors, own, table, gains=gains).values()
+            projected, gamma = leaves[f"projected {layer}"][..., 3:], leaves.get(f"gamma {layer}")
+            made += shared.mix_heads(
+                projected, handle, self.sections, anchors, own, table, gains=gains, gamma=gamma
+            ).values()
         return made
 
     def origin(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
@@ -160,11 +163,10 @@ def test_two_layers_equal_the_reference_in_every_gradient(case):
     assert_close(layers.results("triton"), layers.results("reference", torch.float64), tolerance)
 
 
-STATIC = [name for name, settings in CASES.items() if "dynamic" not in settings]
-
-
 @interpreter
-@pytest.mark.parametrize("case", only_nightly(STATIC, but=["elementwise, all", "values only, gate per head"]))
+@pytest.mark.parametrize(
+    "case", only_nightly(CASES, but=["elementwise, all", "values only, gate per head", "dynamic, subset, scalar"])
+)
 def test_layers_that_share_their_anchors_equal_the_reference_in_every_gradient(case):
     layers = SharedLayers(**CASES[case])
     tolerance = 1e-4 if "granularity" in CASES[case] else 2e-6
@@ -179,7 +181,7 @@ def test_the_source_of_anchors_gets_their_gradient_through_their_norms(most, mon
 
     monkeypatch.setattr(launch, "MOST_READERS", most)
     monkeypatch.setattr(launch, "GATHER", launch.Tiling(16, 1))
-    layers = SourcedLayers(pathways="kqv")
+    layers = SourcedLayers(pathways="kqv", dynamic=most == 1)
     assert_close(layers.results("triton"), layers.results("reference", torch.float64), 2e-6)
 
 
@@ -300,10 +302,11 @@ def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, head):
 @compiled_only
 @pytest.mark.parametrize("head", [64, 96, 128])
 @pytest.mark.parametrize("kind", [SharedLayers, SourcedLayers])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
-def test_on_a_gpu_every_gradient_of_shared_anchors_is_right(dtype, tolerance, kind, head):
+def test_on_a_gpu_every_gradient_of_shared_anchors_is_right(dtype, tolerance, dynamic, kind, head):
     sections = {"q": (6, head), "k": (2, head), "v": (2, head), "g": (6, head)}
-    layers = kind(sections=sections, size=(3, 700), device="cuda", dtype=dtype)
+    layers = kind(sections=sections, dynamic=dynamic, size=(3, 700), device="cuda", dtype=dtype)
     ours, again = layers.results("triton"), layers.results("triton")
     assert_close(ours, layers.results("reference", torch.float64), tolerance)
     assert all(torch.equal(ours[name], again[name]) for name in ours)

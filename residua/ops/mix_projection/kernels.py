@@ -3,10 +3,10 @@
     m = λ1 γ1 ⊙ N(a) + λ2 γ2 ⊙ s,   y = rotate(gain ⊙ RMS(m))
 
 Each part can be absent: mixing (MIXED), γ (DYNAMIC), the anchor's own norm N (ANCHOR_NORMED), QK-norm (NORMED) and
-rotation (TURNED). FOLDED: s holds λ2 ⊙ s, and the backward pass ends at dm (`shared.py`). A head of width D is held as
-two halves [ROWS, LANES], which the rotation pairs (b_x1, b_x2); if D is odd, the second half is one short. The backward
-pass keeps nothing: m and both 1/rms are recomputed from s and a, which it reads anyway. A program stays with one head,
-whose scales and gains it reads once.
+rotation (TURNED). FOLDED: s holds λ2 ⊙ s, and the backward pass ends at γ2 dm (`shared.py`). A head of width D is held
+as two halves [ROWS, LANES], which the rotation pairs (b_x1, b_x2); if D is odd, the second half is one short. The
+backward pass keeps nothing: m and both 1/rms are recomputed from s and a, which it reads anyway. A program stays with
+one head, whose scales and gains it reads once.
 """
 
 # mypy: ignore-errors
@@ -120,10 +120,10 @@ def backward_kernel(
     d_gain = Σ dz ⊙ n,  dm = rstd (gain ⊙ dz − n mean(gain ⊙ dz ⊙ n)),  ds = λ2 γ2 ⊙ dm,  dN(a) = λ1 γ1 ⊙ dm
     dλ1 = Σ γ1 dm ⊙ N(a),  dλ2 = Σ γ2 dm ⊙ s,  dγ1 = Σ λ1 ⊙ dm ⊙ N(a),  dγ2 = Σ λ2 ⊙ dm ⊙ s
 
-    later is the anchor's gradient from later layers; da is written with it added. FOLDED: ds = dm, and the others are
-    left to `gather_kernel`. dγ is left per head. The sums over
-    tokens stay per row of the tile until the end, when each program writes them, up to four [heads, D], into its own
-    row of `partial`: a reduction across warps for every tile would cost more than the memory traffic.
+    later is the anchor's gradient from later layers; da is written with it added. FOLDED: s holds λ2 ⊙ s, so that
+    ds = γ2 dm and dγ2 = Σ dm ⊙ s; dN(a) and dλ1 are left to `gather_kernel`. dγ is left per head. The sums over tokens
+    stay per row of the tile until the end, when each program writes them, up to four [heads, D], into its own row of
+    `partial`: a reduction across warps for every tile would cost more than the memory traffic.
     """
     head, chunk, chunks = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.num_programs(0) // heads
     lane = tl.arange(0, LANES)[None, :]
@@ -163,9 +163,13 @@ def backward_kernel(
                 b_a1, b_a2 = b_n1 * b_w1, b_n2 * b_w2
             if DYNAMIC:
                 b_g1, b_g2 = _factors(gamma_ptr, token, stride_gt, live, ROWS)
-                b_l1, b_l2, b_k1, b_k2 = b_l1 * b_g1, b_l2 * b_g1, b_k1 * b_g2, b_k2 * b_g2
+                b_l1, b_l2 = b_l1 * b_g1, b_l2 * b_g1
+                if FOLDED:
+                    b_m1, b_m2 = b_s1 * b_g2, b_s2 * b_g2
+                else:
+                    b_k1, b_k2 = b_k1 * b_g2, b_k2 * b_g2
             if FOLDED:
-                b_m1, b_m2 = b_a1 * b_l1 + b_s1, b_a2 * b_l2 + b_s2
+                b_m1, b_m2 = b_a1 * b_l1 + b_m1, b_a2 * b_l2 + b_m2
             elif NORMED:
                 b_m1, b_m2 = b_a1 * b_l1 + b_s1 * b_k1, b_a2 * b_l2 + b_s2 * b_k2
 
@@ -185,17 +189,22 @@ def backward_kernel(
             b_d1, b_d2 = b_rstd * (b_d1 - b_m1 * b_mean), b_rstd * (b_d2 - b_m2 * b_mean)
 
         to_ptr = _tile(ds_ptr, token, stride_dst, head * D, LANES, ROWS)
+        if MIXED:
+            b_a1, b_a2, b_s1, b_s2 = b_a1 * b_d1, b_a2 * b_d2, b_s1 * b_d1, b_s2 * b_d2
+        if DYNAMIC:
+            # dγ1, dγ2 of this head
+            b_dg1 = tl.sum(b_a1 * b_o1, 1) + tl.sum(b_a2 * b_o2, 1)
+            if FOLDED:
+                b_dg2 = tl.sum(b_s1, 1) + tl.sum(b_s2, 1)
+            else:
+                b_dg2 = tl.sum(b_s1 * b_i1, 1) + tl.sum(b_s2 * b_i2, 1)
+            at_ptr = d_gamma_ptr + (token * heads + head) * 2 + (tl.arange(0, ROWS) * heads * 2)[:, None]
+            tl.store(at_ptr, b_dg1[:, None], mask=live)
+            tl.store(at_ptr + 1, b_dg2[:, None], mask=live)
         if MIXED and not FOLDED:
             # ds = λ2 γ2 ⊙ dm
             _store(to_ptr, first, second, b_d1 * b_k1, b_d2 * b_k2, HALF)
-            b_a1, b_a2, b_s1, b_s2 = b_a1 * b_d1, b_a2 * b_d2, b_s1 * b_d1, b_s2 * b_d2
             if DYNAMIC:
-                # dγ1, dγ2 of this head
-                b_dg1 = tl.sum(b_a1 * b_o1, 1) + tl.sum(b_a2 * b_o2, 1)
-                b_dg2 = tl.sum(b_s1 * b_i1, 1) + tl.sum(b_s2 * b_i2, 1)
-                at_ptr = d_gamma_ptr + (token * heads + head) * 2 + (tl.arange(0, ROWS) * heads * 2)[:, None]
-                tl.store(at_ptr, b_dg1[:, None], mask=live)
-                tl.store(at_ptr + 1, b_dg2[:, None], mask=live)
                 b_a1, b_a2, b_s1, b_s2 = b_a1 * b_g1, b_a2 * b_g1, b_s1 * b_g2, b_s2 * b_g2
             b_p1, b_p2, b_q1, b_q2 = b_p1 + b_a1, b_p2 + b_a2, b_q1 + b_s1, b_q2 + b_s2
             # dN(a) = λ1 γ1 ⊙ dm, then through N, plus what later layers gave
@@ -210,6 +219,8 @@ def backward_kernel(
                 b_d1, b_d2 = b_d1 + b_e1, b_d2 + b_e2
             _store(_tile(da_ptr, token, heads * D, head * D, LANES, ROWS), first, second, b_d1, b_d2, HALF)
         else:
+            if DYNAMIC:
+                b_d1, b_d2 = b_d1 * b_g2, b_d2 * b_g2
             _store(to_ptr, first, second, b_d1, b_d2, HALF)
 
     # this program's row of `partial`
@@ -233,10 +244,10 @@ def _store_sums(at_ptr, lane, is_low, is_high, b_x1, b_x2, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def gather_kernel(
-    table_ptr, a_ptr, gain_ptr, scale_ptr, da_ptr, partial_ptr, gain_partial_ptr, tokens, tiles, heads, first,
-    stride_d, stride_at, stride_dat, stride_l, stride_p, eps,
+    table_ptr, gamma_table_ptr, gamma_ptr, a_ptr, gain_ptr, scale_ptr, da_ptr, partial_ptr, gain_partial_ptr,
+    tokens, tiles, heads, first, factor, stride_d, stride_gt, stride_at, stride_dat, stride_l, stride_p, eps,
     D: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, READERS: tl.constexpr, NORMED: tl.constexpr,
-    ADD: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
+    DYNAMIC: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One head of every P-th tile of ROWS tokens of an anchor's gradient, P the programs of a head. N is the norm that
     makes the anchor, n = a · rstd, or nothing:
@@ -244,19 +255,23 @@ def gather_kernel(
     dN = Σ_l λ1_l ⊙ dm_l,  dλ1_l = Σ_tokens dm_l ⊙ N(a),  d_gain = Σ_tokens dN ⊙ n
     da = rstd (gain ⊙ dN − n mean(gain ⊙ dN ⊙ n))
 
-    The table has the addresses of the dm_l, whose columns from `first` on are the anchor's. ADD: dN is added to what da
-    holds, which is dN of other layers. LAST: of all layers, and goes through N.
+    The table has the addresses of the dm_l, whose columns from `first` on are the anchor's. DYNAMIC: it has those of
+    γ2_l dm_l, and the other table those of the γ_l, whose columns from `factor` on are γ1_l and γ2_l; λ1_l γ1_l takes
+    the place of λ1_l, so the γ2_l dm_l are multiplied by γ1_l/γ2_l. gamma_ptr gives the type of the γ_l.
+    ADD: dN is added to what da holds, which is dN of other layers. LAST: of all layers, and goes through N.
     """
     dtype: tl.constexpr = a_ptr.dtype.element_ty
     head, chunk, chunks = tl.program_id(0) % heads, tl.program_id(0) // heads, tl.num_programs(0) // heads
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     inside = (lane < D) & (row >= 0)
     c = head * D + lane
-    dm_ptrs, b_sums = (), ()
+    dm_ptrs, gamma_ptrs, b_sums = (), (), ()
     b_zero = tl.zeros([ROWS, LANES], tl.float32)
     b_gain_sum = b_zero
     for l in tl.static_range(READERS):  # noqa: E741
         dm_ptrs, b_sums = dm_ptrs + (tensor(table_ptr, l, dtype) + first,), b_sums + (b_zero,)
+        if DYNAMIC:
+            gamma_ptrs = gamma_ptrs + (tensor(gamma_table_ptr, l, gamma_ptr.dtype.element_ty) + factor,)
     if NORMED:
         b_gain = tl.load(gain_ptr + lane + 0 * row, mask=inside, other=0.0).to(tl.float32)
     for tile in tl.range(chunk, tiles, chunks, num_stages=STAGES):
@@ -279,6 +294,10 @@ def gather_kernel(
             # λ1 from the cache, for every row: kept, it would take as many registers as the sums
             b_scale = tl.load(scale_ptr + l * stride_l + c + 0 * row, mask=inside, other=0.0)
             b_wide = b_dm[l].to(tl.float32)
+            if DYNAMIC:
+                b_g1 = tl.load(gamma_ptrs[l] + t * stride_gt, mask=t < tokens, other=0.0).to(tl.float32)  # [ROWS, 1]
+                b_g2 = tl.load(gamma_ptrs[l] + t * stride_gt + 1, mask=t < tokens, other=1.0).to(tl.float32)
+                b_wide *= tl.where(b_g2 == 0.0, 0.0, b_g1 / b_g2)
             b_da += b_wide * b_scale
             b_new = b_new + (b_sums[l] + b_wide * b_a,)
         b_sums = b_new

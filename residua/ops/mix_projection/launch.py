@@ -200,7 +200,7 @@ def backward(
     column = 0
     for g, (s, arguments) in zip(given, work, strict=True):
         g = g if g.stride(-1) == 1 else g.contiguous()
-        if arguments["FOLDED"] and not arguments["NORMED"]:
+        if arguments["FOLDED"] and not (arguments["NORMED"] or arguments["DYNAMIC"]):
             arguments["MIXED"] = False  # dm does not depend on m: neither s nor the anchor is read
         per_head = projected.new_empty((len(flat), s.heads, 2) if arguments["DYNAMIC"] else (1,), dtype=torch.float32)
         if chunks:
@@ -230,6 +230,7 @@ def backward(
 @launcher("gather_anchors")
 def gather(
     dm: Sequence[Tensor],
+    gammas: Sequence[Tensor],
     anchors: Sequence[Tensor],
     gains: Sequence[Tensor | None],
     scales: Tensor,
@@ -240,12 +241,14 @@ def gather(
     more row for its gain, by head, [layers (+ 1), ΣHD]; and those of the anchors, before their norms, side by side.
 
     scales are the λ1, [layers, ΣHD] float32, anchor after anchor. Columns of the last row without a gain are not set.
+    gammas are the γ_l [B, T, 2·anchors] of all layers, and then `dm` the γ2_l dm_l; none if λ are the same for all
+    tokens.
     """
     layers, columns = scales.shape
     sums = scales.new_empty((layers + any(gain is not None for gain in gains), columns))
     d_anchors = anchors[0].new_empty((*anchors[0].shape[:2], columns))
     yield [sums, d_anchors]
-    dm, scales = [aligned(d) for d in dm], scales.contiguous()
+    dm, gammas, scales = [aligned(d) for d in dm], [aligned(g) for g in gammas], scales.contiguous()
     mixed = sorted((s for s in sections(plan) if s.anchor >= 0), key=lambda s: s.anchor)
     tokens, fewest = d_anchors.shape[:2].numel(), min(s.heads for s in mixed)
     lines = {s.width: max(1, GATHER.tile // power(s.width)) for s in mixed}
@@ -255,16 +258,19 @@ def gather(
     bounds = [layers * i // groups for i in range(groups + 1)]
     for start, stop in pairwise(bounds) if chunks else ():
         table, column = addresses(dm[start:stop], ()), 0
+        factors = addresses(gammas[start:stop], ()) if gammas else table
         for s, anchor, gain in zip(mixed, anchors, gains, strict=True):
             flat = rows(anchor.flatten(-2))
             with on(scales):
                 kernels.gather_kernel[(chunks * s.heads,)](
-                    table, flat, flat if gain is None else gain, scales[start:, column:], d_anchors[..., column:],
-                    partial[:, start:, column:], partial[:, -1, column:], tokens, cdiv(tokens, lines[s.width]), s.heads,
-                    s.first, dm[0].shape[-1], flat.stride(0), scales.shape[1], scales.stride(0), partial.stride(0), eps,
+                    table, factors, gammas[0] if gammas else flat, flat, flat if gain is None else gain,
+                    scales[start:, column:], d_anchors[..., column:], partial[:, start:, column:],
+                    partial[:, -1, column:], tokens, cdiv(tokens, lines[s.width]), s.heads, s.first, 2 * s.anchor,
+                    dm[0].shape[-1], 2 * len(mixed), flat.stride(0), scales.shape[1], scales.stride(0),
+                    partial.stride(0), eps,
                     D=s.width, LANES=power(s.width), ROWS=lines[s.width], READERS=stop - start,
-                    NORMED=gain is not None, ADD=start > 0, LAST=stop == layers, STAGES=GATHER.stages,
-                    num_warps=GATHER.warps, maxnreg=GATHER.registers,
+                    NORMED=gain is not None, DYNAMIC=len(gammas) > 0, ADD=start > 0, LAST=stop == layers,
+                    STAGES=GATHER.stages, num_warps=GATHER.warps, maxnreg=GATHER.registers,
                 )  # fmt: skip
             column += s.heads * s.width
     sum_rows(partial.view(chunks, sums.numel()), sums.view(-1), rows=chunks)

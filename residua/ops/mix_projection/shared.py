@@ -11,17 +11,21 @@ For anchors that are made from the embedding, this pass also goes through their 
 projection in one piece.
 
 A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
-gradient is dm_l, the same tensor as the gradient of the projection. The graph is an ordinary one, and compile,
-checkpointing and retain_graph need nothing special.
+gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ_l. The graph is
+an ordinary one, and compile, checkpointing and retain_graph need nothing special.
 
 For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V and G: a copy into the gradient
 of the projection), then C(1 + 2/L), where `autograd.py` moves 6C. All dm_l are alive until the end; each takes the
 place of its layer's s_l, which is freed then, so the peak does not rise (and not where s_l would be recomputed).
 
+γ that depend on the token leave this as it is, m_l = γ1_l λ1_l ⊙ a + γ2_l x W'_lᵀ. The gradient of the projection is
+γ2_l dm_l, and the last pass multiplies it by γ1_l/γ2_l. Only dγ needs more: V and G, which have no norm, read their own
+projection and the anchor again (2C each). Per layer and pathway this is 4C, then C(1 + 2/L).
+
 W' is rounded once more than W where W is a working copy in bfloat16: results differ from those of autocast, which
 rounds W' alone, by that rounding.
 
-Not for λ that depend on the token, and not where handles cannot go: between processes, or out of sharded layers.
+Not where handles cannot go: between processes, or out of sharded layers.
 """
 
 from __future__ import annotations
@@ -60,9 +64,10 @@ def share(
     *,
     source: Tensor | None = None,
     gains: Mapping[str, Tensor] | None = None,
+    dynamic: bool = False,
     eps: float = 1e-6,
-) -> list[Tensor]:
-    """A handle for each layer that mixes the anchors; `scales` are their λ1 by pathway.
+) -> list[tuple[Tensor, ...]]:
+    """The handles of each layer that mixes the anchors, two if its λ are `dynamic`; `scales` are their λ1 by pathway.
 
     If the anchors are columns of one projection in this order, normed if they have one of the `gains`, that is their
     `source` [B, T, ΣHD]: it gets their gradient, through the norms and in one piece.
@@ -71,26 +76,29 @@ def share(
     plan = autograd.plan_sections(sections, list(anchors), normed=False)
     sources = [a.flatten(-2) for a in anchors.values()] if source is None else [source]
     found = [None if gains is None else gains.get(s) for s in anchors]
-    return list(_share(plan, eps, torch.stack(flat), found, sources))
+    handles = _share(plan, eps, dynamic, torch.stack(flat), found, sources)
+    return list(zip(*(handles[i : i + len(scales)] for i in range(0, len(handles), len(scales))), strict=True))
 
 
 def mix_heads(
     projected: Tensor,
-    own: Tensor,
+    handles: Sequence[Tensor],
     sections: Sections,
     anchors: Mapping[str, Tensor],
     anchor_scales: Mapping[str, Tensor],
     table: tuple[Tensor, Tensor],
     *,
     gains: tuple[Tensor, Tensor] | None = None,
+    gamma: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Heads:
-    """`ops.mix_heads` of one layer: `own` is its handle, and λ2 is inside the projection."""
+    """`ops.mix_heads` of one layer with its handles; λ2 is inside the projection."""
     plan = autograd.plan_sections(sections, list(anchors), gains is not None)
     plain = list(sections).index("g") if "g" in anchors and gate_in_graph() else -1
     scales = [_elements(anchor_scales[s], sections[s]).detach() for s in anchors]
     values = [a.detach() for a in anchors.values()]
-    made = _mix(plan, eps, plain, projected, own, list(table), values, scales, list(gains or ()))
+    factors = None if gamma is None else gamma.to(projected.dtype)
+    made = _mix(plan, eps, plain, projected, factors, list(handles), list(table), values, scales, list(gains or ()))
     return dict(zip(sections, made, strict=True))
 
 
@@ -108,54 +116,63 @@ def _elements(scale: Tensor, section: tuple[int, int]) -> Tensor:
 
 @in_graph
 def _share(
-    plan: launch.SectionPlan, eps: float, scales: Tensor, gains: list[Tensor | None], sources: list[Tensor]
-) -> tuple[Tensor, ...]:
-    handles: tuple[Tensor, ...] = _Share.apply(plan, eps, len(gains), scales, *gains, *sources)
+    plan: launch.SectionPlan, eps: float, dynamic: bool, scales: Tensor, gains: list[Tensor | None],
+    sources: list[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    handles: tuple[Tensor, ...] = _Share.apply(plan, eps, dynamic, len(gains), scales, *gains, *sources)
     return handles
 
 
 @in_graph
 def _mix(
-    plan: launch.SectionPlan, eps: float, plain: int, projected: Tensor, own: Tensor, table: list[Tensor],
-    anchors: list[Tensor], scales: list[Tensor], gains: list[Tensor],
+    plan: launch.SectionPlan, eps: float, plain: int, projected: Tensor, gamma: Tensor | None, handles: list[Tensor],
+    table: list[Tensor], anchors: list[Tensor], scales: list[Tensor], gains: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    count = len(anchors)
-    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, plain, count, projected, own, *table, *anchors, *scales, *gains)
+    dm, of_gamma = (*handles, None)[:2]
+    tensors = (*table, *anchors, *scales, *gains)
+    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, plain, len(anchors), projected, gamma, dm, of_gamma, *tensors)
     return made
 
 
 class _Share(torch.autograd.Function):
-    """The anchors, before their norms, are one source or several, side by side."""
+    """The handles of all dm_l, then of all γ_l. The anchors, before their norms, are one source or several in a row."""
 
     @staticmethod
     def forward(
-        ctx: Any, plan: launch.SectionPlan, eps: float, count: int, scales: Tensor, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, plan: launch.SectionPlan, eps: float, dynamic: bool, count: int, scales: Tensor,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.plan, ctx.eps, ctx.count = plan, eps, count
         ctx.save_for_backward(scales, *tensors)
         ctx.set_materialize_grads(False)
         source: Any = tensors[count]
         width = sum(s.heads * s.width for s in launch.sections(plan))
-        return tuple(handle(source, (*source.shape[:2], width)) for _ in scales)
+        widths = (width, 2 * count) if dynamic else (width,)
+        return tuple(handle(source, (*source.shape[:2], each)) for each in widths for _ in scales)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *dm: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         scales, *tensors = ctx.saved_tensors
         gains, sources = tensors[: ctx.count], tensors[ctx.count :]
-        known = next((d for d in dm if d is not None), None)
-        if known is None:
-            return (None,) * (4 + len(tensors))
-        every = [torch.zeros_like(known) if d is None else d for d in dm]
+        dm, gammas = (_known(grads[i : i + len(scales)]) for i in (0, len(scales)))
+        if not dm:
+            return (None,) * (5 + len(tensors))
         mixed = sorted((s for s in launch.sections(ctx.plan) if s.anchor >= 0), key=lambda s: s.anchor)
         widths = [s.heads * s.width for s in mixed]
         columns = sources if len(sources) > 1 else sources[0].split(widths, -1)
         anchors = [a.unflatten(-1, (s.heads, s.width)) for a, s in zip(columns, mixed, strict=True)]
-        sums, d_anchors = launch.gather(every, anchors, gains, scales.float(), ctx.plan, ctx.eps)
+        sums, d_anchors = launch.gather(dm, gammas, anchors, gains, scales.float(), ctx.plan, ctx.eps)
         by_head = [d.view(s.heads, s.width) for d, s in zip(sums[-1].split(widths), mixed, strict=True)]
         d_gains = [None if g is None else d.sum(0).to(g.dtype) for d, g in zip(by_head, gains, strict=True)]
         d_sources = [d_anchors] if len(sources) == 1 else d_anchors.split(widths, -1)
-        return None, None, None, sums[: len(scales)].to(scales.dtype), *d_gains, *d_sources
+        return None, None, None, None, sums[: len(scales)].to(scales.dtype), *d_gains, *d_sources
+
+
+def _known(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """The gradients with zeros for those that are missing; empty if all are."""
+    like = next((g for g in gradients if g is not None), None)
+    return [] if like is None else [torch.zeros_like(like) if g is None else g for g in gradients]
 
 
 class _Mix(torch.autograd.Function):
@@ -163,44 +180,48 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: launch.SectionPlan, eps: float, plain: int, count: int, projected: Tensor, own: Tensor,
-        *tensors: Tensor,
+        ctx: Any, plan: launch.SectionPlan, eps: float, plain: int, count: int, projected: Tensor,
+        gamma: Tensor | None, dm: Tensor, of_gamma: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.plan, ctx.eps, ctx.count = plan, eps, count
-        ctx.save_for_backward(projected, *tensors)
+        ctx.save_for_backward(projected, gamma, *tensors)
         ctx.set_materialize_grads(False)
-        inputs, heads = _inputs(projected, tensors, count), []
+        inputs, heads = _inputs(projected, gamma, tensors, count), []
         # to the operator, a section that is mixed here has no anchor
         rest = [-1 if i == 5 * plain + 4 else n for i, n in enumerate(plan)]
         made = iter(launch.forward(*inputs, rest, eps))
         for i, (s, left) in enumerate(zip(launch.sections(plan), launch.sections(rest), strict=True)):
             current = projected[..., s.columns].unflatten(-1, (s.heads, s.width))
             if i == plain:
-                anchor = inputs.anchor_scales[s.anchor] * wide(inputs.anchors[s.anchor])
-                current = (anchor + wide(current)).to(projected.dtype)
+                anchor, layer = inputs.anchor_scales[s.anchor] * wide(inputs.anchors[s.anchor]), wide(current)
+                if gamma is not None:
+                    first, second = wide(gamma)[..., 2 * s.anchor : 2 * s.anchor + 2, None, None].unbind(-3)
+                    anchor, layer = first * anchor, second * layer
+                current = (anchor + layer).to(projected.dtype)
             heads.append(current if left.passes else next(made))
         return tuple(heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        projected, *tensors = ctx.saved_tensors
+        projected, gamma, *tensors = ctx.saved_tensors
         if all(g is None for g in grads):
-            return (None,) * (6 + len(tensors))
-        inputs, sections = _inputs(projected, tensors, ctx.count), launch.sections(ctx.plan)
+            return (None,) * (8 + len(tensors))
+        inputs, sections = _inputs(projected, gamma, tensors, ctx.count), launch.sections(ctx.plan)
         lead = projected.shape[:-1]
         dy = [
             projected.new_zeros((*lead, s.heads, s.width)) if g is None else g
             for s, g in zip(sections, grads, strict=True)
         ]
-        dm, _, sums = launch.backward(dy, [], *inputs, ctx.plan, ctx.eps)
+        dm, d_gamma, sums = launch.backward(dy, [], *inputs, ctx.plan, ctx.eps)
         d_gains = [
             d.to(gain.dtype) for d, gain in zip(autograd.parts(sums, sections, inputs), inputs.gains, strict=True)
         ]
-        return (*[None] * 4, dm, dm, *[None] * (2 + 2 * ctx.count), *d_gains)
+        d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
+        return (*[None] * 4, dm, d_gamma, dm, gamma, *[None] * (2 + 2 * ctx.count), *d_gains)
 
 
-def _inputs(projected: Tensor, tensors: Sequence[Tensor], count: int) -> launch.Inputs:
+def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], count: int) -> launch.Inputs:
     """The table's two, `count` anchors and as many λ1, then gains."""
     anchors, scales, gains = tensors[2 : 2 + count], tensors[2 + count : 2 + 2 * count], tensors[2 + 2 * count :]
-    return launch.Inputs(projected, None, tensors[:2], anchors, scales, (), gains, ())
+    return launch.Inputs(projected, gamma, tensors[:2], anchors, scales, (), gains, ())
