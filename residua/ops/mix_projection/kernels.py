@@ -110,7 +110,7 @@ def backward_kernel(
     dy_ptr, s_ptr, a_ptr, later_ptr, own_ptr, other_ptr, gamma_ptr, gain_ptr, anchor_gain_ptr, cos_ptr, sin_ptr,
     ds_ptr, da_ptr, d_gamma_ptr, partial_ptr,
     batches, length, tiles, turns, heads, stride_yb, stride_yt, stride_yh, stride_st, stride_dst,
-    stride_at, stride_ah, stride_gt, stride_p, eps,
+    stride_at, stride_ah, stride_gt, stride_dgt, stride_p, eps,
     D: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     MIXED: tl.constexpr, FOLDED: tl.constexpr, DYNAMIC: tl.constexpr, ANCHOR_NORMED: tl.constexpr,
     NORMED: tl.constexpr, TURNED: tl.constexpr, LATER: tl.constexpr,
@@ -198,7 +198,7 @@ def backward_kernel(
                 b_dg2 = tl.sum(b_s1, 1) + tl.sum(b_s2, 1)
             else:
                 b_dg2 = tl.sum(b_s1 * b_i1, 1) + tl.sum(b_s2 * b_i2, 1)
-            at_ptr = d_gamma_ptr + (token * heads + head) * 2 + (tl.arange(0, ROWS) * heads * 2)[:, None]
+            at_ptr = d_gamma_ptr + token * stride_dgt + head * 2 + (tl.arange(0, ROWS) * stride_dgt)[:, None]
             tl.store(at_ptr, b_dg1[:, None], mask=live)
             tl.store(at_ptr + 1, b_dg2[:, None], mask=live)
         if MIXED and not FOLDED:

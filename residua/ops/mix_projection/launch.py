@@ -197,12 +197,13 @@ def backward(
     chunks = _chunks(work, projected, BACKWARD)
     partial = projected.new_empty((chunks, len(sums)), dtype=torch.float32)
     given = [g for s, g in zip(sections(plan), dy, strict=True) if not s.passes]
+    heads = max(s.heads for s, _ in work)
+    per_head = d_gamma.new_zeros((len(flat), len(anchors), heads, 2) if gamma is not None else (0,))  # dγ
     column = 0
     for g, (s, arguments) in zip(given, work, strict=True):
         g = g if g.stride(-1) == 1 else g.contiguous()
         if arguments["FOLDED"] and not (arguments["NORMED"] or arguments["DYNAMIC"]):
             arguments["MIXED"] = False  # dm does not depend on m: neither s nor the anchor is read
-        per_head = projected.new_empty((len(flat), s.heads, 2) if arguments["DYNAMIC"] else (1,), dtype=torch.float32)
         if chunks:
             with on(projected):
                 kernels.backward_kernel[(chunks * s.heads,)](
@@ -211,19 +212,20 @@ def backward(
                     later_ptr=later[s.anchor].contiguous() if later and s.anchor >= 0 else flat,
                     ds_ptr=flat[:, s.first :],
                     da_ptr=d_anchors[s.anchor] if s.anchor >= 0 and d_anchors else flat,
-                    d_gamma_ptr=per_head,
+                    d_gamma_ptr=per_head[:, s.anchor] if arguments["DYNAMIC"] else flat,
                     partial_ptr=partial[:, column:],
                     stride_yb=g.stride(0),
                     stride_yt=g.stride(1),
                     stride_yh=g.stride(2),
                     stride_dst=flat.stride(0),
+                    stride_dgt=per_head.stride(0),
                     stride_p=partial.stride(0),
                     eps=eps,
                     LATER=len(later) > 0 and s.anchor >= 0,
                 )
-        if arguments["DYNAMIC"]:
-            d_gamma[..., 2 * s.anchor : 2 * s.anchor + 2] = per_head.sum(1).view(*d_gamma.shape[:-1], 2)
         column += s.sums(inputs) * s.heads * s.width
+    if gamma is not None:
+        torch.sum(per_head, 2, out=d_gamma.view(len(flat), len(anchors), 2))
     sum_rows(partial, sums, rows=chunks)
 
 
