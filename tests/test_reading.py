@@ -36,7 +36,7 @@ READERS = {
     "data/tokenizer_limits.py": "a part of a tokenizer that is loaded already, no files",
     "distributed/heartbeat.py": "messages between the ranks of a job, no files",
     "distributed/nodes.py": "what the process's own recorder of collectives returns, no files",
-    "integrations/torchtitan/run.py": "what RunConfig.to_toml returned in this job, no files",
+    "integrations/torchtitan/compat.py": "what RunConfig.to_toml returned in this job, no files",
     "doctor/helpers.py": "answers of the processes of a self-test through a pipe, no files",
     "bench/turns.py": "answers of the processes that take turns through a pipe, no files",
     "study/worker.py": "requests of the study through a pipe, no files",

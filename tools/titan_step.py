@@ -32,8 +32,8 @@ def measure(name: str, steps: int, warmup: int) -> dict[str, object]:
     """Seconds of torchtitan's step, from the first micro-batch to the updated weights."""
     import torchtitan.train  # noqa: F401 (as its command does, before the registry)
 
+    from residua.integrations.torchtitan.compat import parse_run
     from residua.integrations.torchtitan.config_registry import trainer_config
-    from residua.integrations.torchtitan.run import parse_run
     from residua.train.timing import Sample, random_batches, time_each
 
     config = trainer_config(name)

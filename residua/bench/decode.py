@@ -23,7 +23,7 @@ from residua.model.cache import Cache
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
 from residua.report.terminal import new_table
-from residua.storage.opening import place, ready
+from residua.storage.model_folder import place, ready
 from residua.train.timing import Sample, release_memory, synchronize, time_each
 
 STEPS = 8

@@ -27,7 +27,7 @@ from residua.bench.plan_memory import Memory, activation_widths, host_bytes, mem
 from residua.bench.plan_traffic import Sent, crossing_after, hop_bytes, sent_by
 from residua.config.run import ParallelConfig, RunConfig, check_mesh
 from residua.config.settings import ConfigError
-from residua.distributed.pipeline.deal import Share, head_work, shares_of, work_of
+from residua.distributed.pipeline.shares import Share, head_work, shares_of, work_of
 from residua.errors import UserError
 from residua.model.size import FLOPS_PER_BYTE, measure
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from residua.config.run import ParallelConfig, RunConfig
-from residua.distributed.pipeline.deal import Share
+from residua.distributed.pipeline.shares import Share
 from residua.model.size import Size, Work
 from residua.model.topology.base import Items
 

@@ -24,9 +24,8 @@ from residua.bench.plan_division import Division
 from residua.bench.plan_experts import divided_parameters, expert_traffic
 from residua.config.model import head_dim
 from residua.config.run import SMALLEST_UNIT, Muon, RunConfig
-from residua.distributed.pipeline import traffic
-from residua.distributed.pipeline.deal import Share
-from residua.distributed.pipeline.stage_boundary import boundaries_of, crossing
+from residua.distributed.pipeline import transport
+from residua.distributed.pipeline.shares import Share, boundaries_of, crossing
 from residua.distributed.pipeline.transport import plan_routes
 from residua.model.topology.base import Items
 
@@ -141,7 +140,7 @@ def hop_bytes(config: RunConfig, shares: Sequence[Share], known: Mapping[int, It
         return [0.0]
     crossed = boundaries_of(config.model, shares, _shape(config), torch.bfloat16, parallel.anchors, known)
     routes = plan_routes([list(items) for items in crossed], parallel.pipeline, parallel.transport)
-    return [float(size) for size in traffic.hop_bytes(crossed, routes)]
+    return [float(size) for size in transport.hop_bytes(crossed, routes)]
 
 
 def _shape(config: RunConfig) -> tuple[int, int, int]:

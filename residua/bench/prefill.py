@@ -25,8 +25,7 @@ from residua.generate.engine import engine_for
 from residua.generate.generator import MULTIPLE, first_logits, prompt_reader
 from residua.model.size import measure
 from residua.report.terminal import new_table
-from residua.train.throughput import peak_flops
-from residua.train.timing import Sample, release_memory, time_each
+from residua.train.timing import Sample, peak_flops, release_memory, time_each
 
 PEER = "transformers"
 

@@ -18,8 +18,7 @@ from residua.machine import TooLarge, choose_device, out_of_memory
 from residua.model.decoder import build_parts
 from residua.model.size import build_if_it_fits, measure
 from residua.train.step import Step, build_step
-from residua.train.throughput import mfu
-from residua.train.timing import Sample, TimedStep, release_memory, time_step
+from residua.train.timing import Sample, TimedStep, mfu, release_memory, time_step
 
 BACKEND = "backend="
 WAY = "parallel="

@@ -28,8 +28,7 @@ from residua.config.run import RunConfig
 from residua.errors import UserError
 from residua.machine import choose_device, python_command, python_environment
 from residua.report.failure import ending, last_words
-from residua.train.throughput import peak_memory_gib
-from residua.train.timing import RATE, TimedStep, random_batches, synchronize, time_each
+from residua.train.timing import RATE, TimedStep, peak_memory_gib, random_batches, synchronize, time_each
 
 ANSWER = "ANSWER "
 PATIENCE = 5.0

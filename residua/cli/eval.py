@@ -101,7 +101,7 @@ def evaluate(
     from residua.evaluate.score import Scorer
     from residua.machine import choose_device
     from residua.report.terminal import ProgressBars, open_console
-    from residua.storage.opening import open_model, place
+    from residua.storage.model_folder import open_model, place
 
     use_threads(threads)
     where = choose_device(device, "--device")
@@ -149,7 +149,7 @@ def _text(
     progress: Callable[[int, int], None],
 ) -> TextScore:
     from residua.evaluate.perplexity import score_text
-    from residua.storage.text import open_text
+    from residua.storage.model_folder import open_text
 
     if data is None and not (folder / "config.toml").exists():
         raise UserError(f"{folder} does not record its training text: give --data or --tasks.")

@@ -67,8 +67,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, seed)
     from residua.generate.generator import Generator, Request
     from residua.machine import choose_device
-    from residua.storage.companions import stop_ids
-    from residua.storage.opening import open_model, place
+    from residua.storage.hugging_face import stop_ids
+    from residua.storage.model_folder import open_model, place
 
     use_threads(threads)
     where = choose_device(device, "--device")

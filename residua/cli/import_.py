@@ -31,7 +31,7 @@ def import_(
     generation settings come along. What Residua cannot compute is refused by name.
     """
     from residua.report.terminal import open_console
-    from residua.storage.imported import import_folder
+    from residua.storage.hugging_face import import_folder
 
     console = open_console(log_width=None)
     with console.status("copying weights"):

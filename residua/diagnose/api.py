@@ -23,7 +23,7 @@ from residua.machine import choose_device
 from residua.model import taps as published
 from residua.model.decoder import Decoder
 from residua.reading import ReadError, Shape, read_json
-from residua.storage.opening import open_tokenizer
+from residua.storage.model_folder import open_tokenizer
 from residua.storage.run import METRICS, read_metrics
 from residua.train.telemetry_curves import telemetry_of
 

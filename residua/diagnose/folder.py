@@ -14,11 +14,9 @@ from residua.diagnose.native import NativeSubject
 from residua.diagnose.observe import Subject
 from residua.errors import UserError
 from residua.reading import check_links, read_json
-from residua.storage.exported import is_export
-from residua.storage.finite import require_finite
-from residua.storage.imported import AGAIN
+from residua.storage.hugging_face import AGAIN, is_export
 from residua.storage.load import load
-from residua.storage.tensors import weight_files
+from residua.storage.tensors import require_finite, weight_files
 
 
 def open_subject(path: Path, device: torch.device) -> Subject:

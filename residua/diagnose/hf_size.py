@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from residua import machine
 from residua.errors import UserError
 from residua.reading import MIB, refuse, require_file
-from residua.storage.imported import AGAIN
+from residua.storage.hugging_face import AGAIN
 from residua.storage.tensors import DTYPES, open_tensors
 
 LONGEST_CONFIG = 16 * MIB

@@ -5,13 +5,15 @@ All of it is applied from outside: the model and the trainer do not know how man
 - `mesh`: starts the process group and arranges the ranks as a grid, pipeline × data × shard.
 - `world`: `Ranks`, which the trainer is given instead of `train.world.World` when torchrun starts several processes.
 - `step`: the training step on several ranks. It overrides hooks of `train.step.Step`; its docstring gives the order.
-- `construct`: builds the share of a rank, and never the whole model.
-- `shard`: makes a model ready for a step, replicated on every rank or sharded over them.
+- `shard`: builds the share of a rank, and never the whole model; replicates it on every rank or shards it over them.
 - `units`: groups of layers that FSDP2 gathers, and `torch.compile` compiles, one at a time.
 - `experts`: experts on different ranks, and the exchange of tokens between them.
 - `optimizer`: Muon on several ranks; each matrix is orthogonalised on one of them.
-- `heartbeat`: finds a rank that died or hangs, and names it.
+- `nodes`, `heartbeat`: several machines find each other; a rank that died or hangs is found and named.
 - `convert`: turns the checkpoint of several ranks into the files of one process.
-- `pipeline/`: stages of the model on different ranks: where it is divided (`stage_boundary`), what is sent
-  (`transport`, `traffic`), one stage (`stage`), parameters that several stages use (`shared_parameters`), and the step.
+- `pipeline/`: stages of the model on different ranks: what each computes and what crosses between them (`shares`), what
+  is sent (`transport`), one stage (`stage`), what a rank has (`part`), and the step.
+
+torchtitan's path (`integrations/torchtitan`) takes from here what both engines need: `Part` and its stages, shards,
+experts, units, Muon's turns, the common norm of gradients (`step.clip_together`), filling by share, and conversion.
 """

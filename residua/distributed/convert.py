@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
 
-from residua.config.run import ParallelConfig
+from residua.config.run import ParallelConfig, RunConfig
 from residua.data.tokenizer import SETTINGS
 from residua.errors import UserError
 from residua.files import write_atomically
@@ -19,12 +21,14 @@ from residua.model.size import build_if_it_fits
 from residua.reading import inside
 from residua.report.failure import ending
 from residua.storage.checkpoint import Checkpoint, best, checkpoints, model_tensors, save_checkpoint
-from residua.storage.finite import require_finite
+from residua.storage.hugging_face import keep_companions
 from residua.storage.load import restore
 from residua.storage.run import Run, saved_config
+from residua.storage.tensors import require_finite
 from residua.train.optimizer import HybridOptimizer, build_optimizer
 
-COPIED = ("tokenizer.json", SETTINGS, "metrics.jsonl", "environment.json", "result.json")
+TOKENIZER = ("tokenizer.json", SETTINGS)
+COPIED = (*TOKENIZER, "metrics.jsonl", "environment.json", "result.json")
 
 
 def convert(run: Path, out: Path) -> Path:
@@ -32,39 +36,56 @@ def convert(run: Path, out: Path) -> Path:
     optimizer.safetensors. Returns the last."""
     if not run.is_dir():
         raise UserError(f"{run} is not a folder: name a run.")
-    found = checkpoints(run)
-    if not found:
-        raise UserError(f"{run} holds no checkpoint: train it first.")
-    config = saved_config(run)
+    saved = require_checkpoints(run)
+    config, last = saved_config(run), saved[-1]
     model = build_if_it_fits(config.model, run)
     optimizer = build_optimizer(model, config.train.optimizer)
-    alone = config.model_copy(update={"parallel": ParallelConfig()})
-    last = found[-1]
-    winner = _other_best(found, model, optimizer)
-    _read(last, model, optimizer)  # before anything is written
-    new = Run.create(out, alone, "name a new folder")
-    try:
-        for name in COPIED:
-            if inside(run, name).exists():
-                shutil.copy(run / name, out / name)
-        new.keep_companions(run)
-        write_atomically(out / "config.toml", alone.to_toml())
-        written = save_checkpoint(out, last.step, model, optimizer, last.state, len(found))
+    winner = _other_best(saved, model, optimizer)
+    read_finite(last, model, optimizer)  # before anything is written
+    with new_run(run, out, config, COPIED):
+        written = save_checkpoint(out, last.step, model, optimizer, last.state, len(saved))
         if winner is not None:
-            _read(winner, model, optimizer)
-            save_checkpoint(out, winner.step, model, optimizer, winner.state, len(found))
+            read_finite(winner, model, optimizer)
+            save_checkpoint(out, winner.step, model, optimizer, winner.state, len(saved))
         return written
+
+
+def require_checkpoints(run: Path) -> list[Checkpoint]:
+    """The checkpoints of a run, oldest first; refuses a run without any."""
+    saved = checkpoints(run)
+    if not saved:
+        raise UserError(f"{run} holds no checkpoint: train it first.")
+    return saved
+
+
+@contextmanager
+def new_run(source: Path, out: Path, config: RunConfig, names: Sequence[str]) -> Iterator[None]:
+    """Make the folder of a run of one process, with these files of another folder; the block adds checkpoints."""
+    alone = config.model_copy(update={"parallel": ParallelConfig()})
+    run = Run.create(out, alone, "name a new folder")
+    try:
+        copy_files(source, out, names)
+        write_atomically(out / "config.toml", alone.to_toml())
+        yield
     finally:
-        new.close()
+        run.close()
 
 
-def _other_best(found: list[Checkpoint], model: nn.Module, optimizer: HybridOptimizer) -> Checkpoint | None:
+def copy_files(source: Path, out: Path, names: Sequence[str]) -> None:
+    """Copy what a model's folder holds beside it: these files, and the settings of an imported one."""
+    for name in names:
+        if inside(source, name).exists():
+            shutil.copy(source / name, out / name)
+    keep_companions(source, out)
+
+
+def _other_best(saved: list[Checkpoint], model: nn.Module, optimizer: HybridOptimizer) -> Checkpoint | None:
     """The best checkpoint, if it is not the last and can be read; tells if it cannot."""
     try:
-        winner = best(found)
-        if winner is None or winner == found[-1]:
+        winner = best(saved)
+        if winner is None or winner == saved[-1]:
             return None
-        _read(winner, model, optimizer)
+        read_finite(winner, model, optimizer)
     except UserError as problem:
         print(
             f"residua: only the last checkpoint is converted, since the best is not known: {problem}", file=sys.stderr
@@ -73,7 +94,8 @@ def _other_best(found: list[Checkpoint], model: nn.Module, optimizer: HybridOpti
     return winner
 
 
-def _read(checkpoint: Checkpoint, model: nn.Module, optimizer: HybridOptimizer) -> None:
+def read_finite(checkpoint: Checkpoint, model: nn.Module, optimizer: HybridOptimizer) -> None:
+    """Restore a checkpoint, and refuse it if it is not finite."""
     restore(checkpoint.path, model, optimizer)
     tensors = model_tensors(model) | optimizer.tensors()
     require_finite(tensors, checkpoint.path, f"move {checkpoint.path} elsewhere to convert another")

@@ -71,10 +71,8 @@ def complete_expert_gradients(matrices: Sequence[nn.Parameter], mesh: Mesh) -> N
 def _sharded(whole: Tensor, mesh: Mesh) -> DTensor:
     """A matrix without memory, its rows divided over the shard ranks: as FSDP2 would shard it."""
     rows = whole.new_empty((len(whole) // mesh.config.shard, *whole.shape[1:]))
-    copies = mesh.config.data > 1
-    grid = mesh.grid["data", "shard"] if copies else mesh.grid["shard"]
-    placements = (Replicate(), Shard(0)) if copies else (Shard(0),)
-    return DTensor.from_local(rows, grid, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    placements = (Replicate(), Shard(0)) if mesh.config.data > 1 else (Shard(0),)
+    return DTensor.from_local(rows, mesh.shards, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 class DividedExperts(nn.Module):

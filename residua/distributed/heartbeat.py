@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import torch.distributed as dist
 
@@ -220,8 +221,9 @@ class Heartbeat:
         if beat != self._last_beat or _finished(beat):
             self._last_beat, self._last_heard = beat, time.monotonic()
         if failure is not None:
-            silent = not self.speaks
-            if self._overdue(2 * MISSED + MISSED * silent):
+            silent, now = not self.speaks, time.monotonic()
+            self._noticed = now if self._noticed is None else self._noticed
+            if now - self._noticed > (2 * MISSED + MISSED * silent) * BEAT:  # the training thread has had its time
                 self._end(failure.sentence, silent=silent)
         elif time.monotonic() - self._last_heard > self.patience:
             self._add_failure(self._watched, f"failed: it was silent for {self.patience:.0f} seconds")
@@ -232,12 +234,6 @@ class Heartbeat:
         keys = [FAILURES, key] if self._store.check([key]) else [FAILURES]
         failures, *beats = self._store.multi_get(keys)
         return (beats[0].decode() if beats else ""), self._first_failure(failures)
-
-    def _overdue(self, beats: int) -> bool:
-        """Whether the training thread has had its time to notice a failure itself."""
-        now = time.monotonic()
-        self._noticed = now if self._noticed is None else self._noticed
-        return now - self._noticed > beats * BEAT
 
     def _end(self, sentence: str, *, silent: bool = False) -> None:
         if not self._may_end:
@@ -305,3 +301,43 @@ def lost_a_peer(error: BaseException) -> bool:
     """Whether an error says that another process stopped answering."""
     words = str(error).lower()
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in words for w in LOST))
+
+
+class Terminations:
+    """From here on SIGTERM ends this rank only after its heartbeat thread has looked for a rank that died.
+
+    `train` handles it itself while it can save the run (`StopSignals`). Python runs handlers in the main thread, which
+    may wait in a collective; so a byte in a pipe tells the heartbeat thread at once.
+    """
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._main = threading.current_thread() is threading.main_thread()
+        if not self._main:
+            return
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        self._previous: Any = signal.signal(signal.SIGTERM, heartbeat.end_soon)
+        self._wakeup = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
+        self._pipe = writes
+        threading.Thread(target=_listen, args=(reads, heartbeat), name="residua-signals", daemon=True).start()
+
+    def ignore(self) -> None:
+        """This rank is ending anyway."""
+        if self._main:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """As it was before."""
+        if self._main:
+            signal.set_wakeup_fd(self._wakeup)
+            signal.signal(signal.SIGTERM, self._previous)
+            os.close(self._pipe)
+
+
+def _listen(reads: int, heartbeat: Heartbeat) -> None:
+    """Hurry the heartbeat for every SIGTERM, until the other end of the pipe is closed."""
+    with suppress(OSError):
+        while number := os.read(reads, 1):
+            if number[0] == signal.SIGTERM:
+                heartbeat.hurry()
+    os.close(reads)

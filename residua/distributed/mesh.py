@@ -53,6 +53,11 @@ class Mesh:
         self.experts, self.slices = within.get_group("experts"), within.get_group("slices")
 
     @property
+    def shards(self) -> DeviceMesh:
+        """The axes that FSDP2 takes: one for shards, two for replicated shards."""
+        return self.grid["shard"] if self.config.data == 1 else self.grid["data", "shard"]
+
+    @property
     def expert_rank(self) -> int:
         """Which of the `parallel.experts` parts of the experts this rank has; shard / experts ranks have the same."""
         return self.shard_rank // self.config.slices
@@ -85,7 +90,13 @@ class Processes:
     def start(cls, device: torch.device, patience: int) -> Self:
         """Join the processes that torchrun started: gloo for CPU tensors, NCCL for GPU tensors."""
         if device.type == "cuda":
-            device = _own_gpu()
+            local, seen = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+            if local >= seen:
+                raise ConfigError(
+                    f"process {local} of this machine has no GPU of its own, PyTorch sees {seen}: start torchrun with "
+                    f"--nproc-per-node {seen} or fewer."
+                )
+            device = torch.device("cuda", local)
             torch.cuda.set_device(device)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         timeout = timedelta(seconds=max(600, 2 * patience))
@@ -133,13 +144,3 @@ def job_store(name: str, timeout: timedelta) -> dist.Store:
 
 def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def _own_gpu() -> torch.device:
-    local, seen = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local >= seen:
-        raise ConfigError(
-            f"process {local} of this machine has no GPU of its own, PyTorch sees {seen}: start torchrun with "
-            f"--nproc-per-node {seen} or fewer."
-        )
-    return torch.device("cuda", local)

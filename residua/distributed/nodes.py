@@ -11,7 +11,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,16 +150,12 @@ class Probe:
         return self.folder / f"{UNFINISHED}probe-{self.token}-{rank}"
 
     def _finds(self, rank: int) -> bool:
-        return _soon(lambda: self._path(rank).read_text(encoding="utf-8") == self.token)
-
-
-def _soon(true: Callable[[], bool]) -> bool:
-    """Whether something about files becomes true within `LOOKS_FOR` seconds."""
-    until = time.monotonic() + LOOKS_FOR
-    while True:
-        with suppress(OSError):
-            if true():
-                return True
-        if time.monotonic() > until:
-            return False
-        time.sleep(POLL)
+        """Whether the file of a rank is here within `LOOKS_FOR` seconds."""
+        until = time.monotonic() + LOOKS_FOR
+        while True:
+            with suppress(OSError):
+                if self._path(rank).read_text(encoding="utf-8") == self.token:
+                    return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL)

@@ -14,18 +14,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from residua.distributed.construct import rows_of
 from residua.distributed.mesh import Mesh
+from residua.distributed.shard import rows_of
 from residua.storage.sharded import local
-from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates
-from residua.train.polar import working_dtype
+from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates, working_dtype
 
 # Elements that an owner orthogonalises in one turn: enough to fill a GPU, few enough that turns overlap.
 TURN = 1 << 24
@@ -64,22 +63,27 @@ class RankedOptimizer(HybridOptimizer):
         self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]
     ) -> Iterator[Updates]:
         mesh, config = self.mesh, self.mesh.config
-        everyone = Owners(config.data, config.shard, mesh.data_rank, mesh.shard_rank, mesh.data, mesh.shard)
         shapes, parts = [p.shape for p in parameters], list(parts)
+        matrices = Matrices(shapes, directions, parts)
         divided = [i for i, p in enumerate(parameters) if p in self.experts]
         for i in divided:
             shapes[i] = torch.Size((shapes[i][0] // config.experts, *shapes[i][1:]))
-            own = len(parts[i]) // config.experts
-            parts[i] = parts[i][mesh.expert_rank * own : (mesh.expert_rank + 1) * own]
+            count = len(parts[i]) // config.experts
+            parts[i] = parts[i][mesh.expert_rank * count : (mesh.expert_rank + 1) * count]
         if divided:
             slices = config.slices
             same = Owners(config.data, slices, mesh.data_rank, mesh.shard_rank % slices, mesh.data, mesh.slices)
-            yield from shared_updates(same, divided, shapes, directions, parts)
-        alone = whole_matrices(parameters, config.shard)
-        yield from local_updates(alone, directions, parts)
-        rest = [i for i in range(len(shapes)) if i not in divided and i not in alone]
-        if rest:
-            yield from shared_updates(everyone, rest, shapes, directions, parts)
+            yield from shared_updates(same, divided, matrices)
+        everyone = Owners(config.data, config.shard, mesh.data_rank, mesh.shard_rank, mesh.data, mesh.shard)
+        yield from remaining_updates(everyone, divided, parameters, matrices)
+
+
+class Matrices(NamedTuple):
+    """Matrices to orthogonalise: their whole shapes, this rank's rows of their directions, and their parts."""
+
+    shapes: Sequence[torch.Size]
+    directions: Sequence[Tensor]
+    parts: Sequence[Parts]
 
 
 def whole_matrices(parameters: Sequence[Tensor], shards: int) -> list[int]:
@@ -87,30 +91,36 @@ def whole_matrices(parameters: Sequence[Tensor], shards: int) -> list[int]:
     return [i for i, parameter in enumerate(parameters) if shards > 1 and not isinstance(parameter, DTensor)]
 
 
-def local_updates(chosen: Sequence[int], directions: Sequence[Tensor], parts: Sequence[Parts]) -> Iterator[Updates]:
+def local_updates(chosen: Sequence[int], matrices: Matrices) -> Iterator[Updates]:
     """Updates of whole matrices, computed alike on every rank."""
-    for rows, values, scale in orthogonal_updates([directions[i] for i in chosen], [parts[i] for i in chosen]):
+    directions, parts = [matrices.directions[i] for i in chosen], [matrices.parts[i] for i in chosen]
+    for rows, values, scale in orthogonal_updates(directions, parts):
         yield [row._replace(matrix=chosen[row.matrix]) for row in rows], values, scale
 
 
-def shared_updates(
-    owners: Owners,
-    chosen: Sequence[int],
-    shapes: Sequence[torch.Size],
-    directions: Sequence[Tensor],
-    parts: Sequence[Parts],
+def remaining_updates(
+    owners: Owners, done: Sequence[int], parameters: Sequence[Tensor], matrices: Matrices
 ) -> Iterator[Updates]:
+    """Updates of all matrices but those that are `done`; all owners call it together."""
+    alone = [i for i in whole_matrices(parameters, owners.shards) if i not in done]
+    yield from local_updates(alone, matrices)
+    rest = [i for i in range(len(parameters)) if i not in done and i not in alone]
+    if rest:
+        yield from shared_updates(owners, rest, matrices)
+
+
+def shared_updates(owners: Owners, chosen: Sequence[int], matrices: Matrices) -> Iterator[Updates]:
     """Updates for this rank's rows of the chosen matrices; all owners call it together."""
     if owners.copies * owners.shards == 1:
-        yield from local_updates(chosen, directions, parts)
+        yield from local_updates(chosen, matrices)
         return
-    turns = _turns({i: shapes[i] for i in chosen}, owners.copies, owners.shards)
+    turns = _turns({i: matrices.shapes[i] for i in chosen}, owners.copies, owners.shards)
     waiting: _Turn | None = None
-    coming = _Turn(owners, turns[0], shapes, directions, parts)
+    coming = _Turn(owners, turns[0], matrices)
     for following in [*turns[1:], None]:
         turn = coming
         if following is not None:
-            coming = _Turn(owners, following, shapes, directions, parts)
+            coming = _Turn(owners, following, matrices)
         turn.compute()
         if waiting is not None:
             yield from waiting.updates()
@@ -148,16 +158,9 @@ def _turns(shapes: Mapping[int, torch.Size], copies: int, shards: int) -> list[l
 class _Turn:
     """One turn: the constructor sends rows to their owners, `compute` orthogonalises, `updates` receives the result."""
 
-    def __init__(
-        self,
-        owners: Owners,
-        tasks: list[_Task],
-        shapes: Sequence[torch.Size],
-        directions: Sequence[Tensor],
-        parts: Sequence[Parts],
-    ) -> None:
-        self.owners, self.parts, self.directions, self.shapes = owners, parts, directions, shapes
-        self.dtype = working_dtype(directions[0])
+    def __init__(self, owners: Owners, tasks: list[_Task], matrices: Matrices) -> None:
+        self.owners, (self.shapes, self.directions, self.parts) = owners, matrices
+        self.dtype = working_dtype(self.directions[0])
         self.copies = [[t for t in tasks if t.copy == copy] for copy in range(owners.copies)]
         mine = self.copies[owners.copy]
         self.owned = [t.matrix for t in mine if t.shard == owners.shard]
@@ -165,15 +168,14 @@ class _Turn:
         self.to_owners = [[t.matrix for t in mine if t.shard == shard] for shard in range(owners.shards)]
         self.out_sizes = [sum(self._size(m, owners.shard) for m in ms) for ms in self.to_owners]
         self.in_sizes = [sum(self._size(m, shard) for m in self.owned) for shard in range(owners.shards)]
-        sent = self._flat([directions[m] for matrices in self.to_owners for m in matrices])
+        sent = self._flat([self.directions[m] for matrices in self.to_owners for m in matrices])
         self.received, self.work = self._exchange(sent, self.out_sizes, self.in_sizes)
 
     def compute(self) -> None:
         """Orthogonalise the matrices that this rank owns and start to send the results back."""
         _wait(self.work)
-        found = {m: torch.empty(self.shapes[m], dtype=self.dtype, device=self.received.device) for m in self.owned}
-        self._copy_rows(found, self.received, write=False)
-        whole = [found[m] for m in self.owned]
+        whole = [torch.empty(self.shapes[m], dtype=self.dtype, device=self.received.device) for m in self.owned]
+        self._copy_rows(dict(zip(self.owned, whole, strict=True)), self.received, write=False)
         updates = [torch.empty_like(direction) for direction in whole]
         for rows, values, _ in orthogonal_updates(whole, [self.parts[m] for m in self.owned]):
             torch._foreach_copy_([updates[i][start:stop] for i, start, stop in rows], values)
@@ -188,7 +190,7 @@ class _Turn:
         for tasks, (buffer, work) in zip(self.copies, self.spread, strict=True):
             _wait(work)
             place = 0
-            for matrix in _by_shard(tasks, self.owners.shards):
+            for matrix in [t.matrix for shard in range(self.owners.shards) for t in tasks if t.shard == shard]:
                 size = self._size(matrix, self.owners.shard)
                 update = buffer[place : place + size].view(self.directions[matrix].shape)
                 place += size
@@ -250,10 +252,6 @@ class _Turn:
         received = sent.new_empty(sum(sizes_in))
         work = dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.owners.rows, async_op=True)
         return received, work
-
-
-def _by_shard(tasks: list[_Task], shards: int) -> list[int]:
-    return [t.matrix for shard in range(shards) for t in tasks if t.shard == shard]
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -6,16 +6,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from residua.distributed.mesh import Mesh
 from residua.distributed.units import LayeredLosses
+from residua.storage.sharded import local
 from residua.train.compile.rewrites import compile_rewritten
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.losses import Losses, LossFunction, eager_losses
@@ -65,18 +68,23 @@ def gathered_modules(root: nn.Module, mesh: Mesh) -> list[Any]:
     return [root] if reshards(mesh) else [m for m in root.modules() if isinstance(m, FSDPModule)]
 
 
+def precisions(compute: torch.dtype) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """What FSDP2 gathers matrices in, and everything else; it reduces gradients in float32."""
+    narrow = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return narrow, MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
 def _shard(
     root: nn.Module, units: Iterable[nn.Module], mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]
 ) -> None:
-    narrow = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # FSDP2 takes one axis for shards, two for replicated shards
-    grid = mesh.grid["shard"] if mesh.config.data == 1 else mesh.grid["data", "shard"]
+    (narrow, wide), grid = precisions(precision), mesh.shards
     left = left | {parameter for parameter in root.parameters() if whole(parameter)}
     roots = left | {parameter for parameter in root.parameters() if parameter.dim() == 1}
     sharded: set[nn.Parameter] = set()
     for unit in units:
-        fully_shard(unit, mesh=grid, mp_policy=narrow, ignored_params=roots, reshard_after_forward=reshards(mesh))
+        fully_shard(
+            unit, mesh=mesh.shards, mp_policy=narrow, ignored_params=roots, reshard_after_forward=reshards(mesh)
+        )
         sharded |= set(unit.parameters()) - roots
     # the root also holds the sublayers under other names
     fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left | sharded, reshard_after_forward=False)
@@ -119,3 +127,49 @@ def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float)
 def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]) -> None:
     """As `shard_model`, for one stage of a pipeline; leaves divided experts and what several stages share alone."""
     _shard(module, module.units if mesh.config.unit == "layer" else (), mesh, precision, left)
+
+
+Parts = Iterable[tuple[str, nn.Module]]
+"""Pieces of a model with weights, by name; the name of a whole model is empty."""
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give memory on the device to every tensor that has none; its values are undefined until `fill`."""
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty_like(parameter, device=device)
+                owner._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+@torch.no_grad()
+def fill(places: dict[str, Tensor], parts: Parts, copy: Callable[[Tensor, Tensor], None]) -> None:
+    """`copy(place, value)` for every place of a divided model. Each part is dropped before the next is asked for."""
+    for prefix, part in parts:
+        for name, value in chain(part.named_parameters(prefix), part.named_buffers(prefix)):
+            if (place := places.pop(name, None)) is not None:
+                copy(place, value)
+            del value
+        del part
+    assert not places, f"no part has {sorted(places)[:3]}"
+
+
+def construct(model: nn.Module, parts: Parts, mesh: Mesh) -> None:
+    """Give a divided model on the meta device its memory and its weights."""
+
+    def copy(place: Tensor, value: Tensor) -> None:
+        if isinstance(place, DTensor):
+            value = value[slice(*rows_of(len(value), mesh.config.shard, mesh.shard_rank))]
+        local(place).copy_(value)
+
+    materialise(model, mesh.device)
+    fill(dict(chain(model.named_parameters(), model.named_buffers())), parts, copy)
+
+
+def rows_of(rows: int, shards: int, shard: int) -> tuple[int, int]:
+    """The rows [start, end) of a shard. FSDP2 divides rows as `torch.chunk` does."""
+    size = -(-rows // shards)
+    return min(rows, shard * size), min(rows, (shard + 1) * size)

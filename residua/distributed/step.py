@@ -13,29 +13,36 @@ A `PipelinedStep` (in `pipeline.step`) differs in 2: a schedule moves the micro-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from residua.config.run import RunConfig, TrainConfig
 from residua.data.loader import IGNORED, Batch
-from residua.distributed.construct import Parts, construct
 from residua.distributed.experts import complete_expert_gradients, divide_experts, expert_matrices
 from residua.distributed.mesh import Mesh
 from residua.distributed.optimizer import RankedOptimizer
-from residua.distributed.shard import GatheredCopies, gathered_modules, replicated_losses, shard_model, sharded_losses
-from residua.distributed.times import Stopwatch
+from residua.distributed.shard import (
+    GatheredCopies,
+    Parts,
+    construct,
+    gathered_modules,
+    replicated_losses,
+    shard_model,
+    sharded_losses,
+)
 from residua.distributed.units import Unit
 from residua.storage.sharded import local
 from residua.train.balance import Balancer, build_balancer
 from residua.train.losses import LossFunction
 from residua.train.optimizer import HybridOptimizer, build_optimizer
 from residua.train.step import Step, Totals, resolve
+from residua.train.timing import Stopwatch
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -103,24 +110,39 @@ class RankedStep(Step):
         """Clip by one norm over the gradients of all ranks, in which each element counts once."""
         self._complete_gradients()
         complete_expert_gradients(self._experts, self.mesh)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        counted = [local(p.grad) for p in self._parameters if p.grad is not None and self._counts(p)]
-        zero = torch.zeros(1, device=self.device)
-        square = torch.stack(torch._foreach_norm([zero, *counted])).square().sum()
-        for group in (self.mesh.shard, self.mesh.pipeline):
-            if group.size() > 1:
-                dist.all_reduce(square, group=group)
-        norm = square.sqrt()
-        factor = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local(g) for g in gradients], factor)
-        return norm
+        groups = (self.mesh.shard, self.mesh.pipeline)
+        return clip_together(self._parameters, self._counts, groups, self._clip_norm, self.device)
 
-    def _counts(self, parameter: Tensor) -> bool:
+    def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this rank adds its part of a parameter to the norm: of equal copies, one rank does."""
         return isinstance(parameter, DTensor) or self.mesh.shard_rank == 0
 
     def _complete_gradients(self) -> None:
         """Reduce the gradients that DDP or FSDP2 did not; before clipping."""
+
+
+@torch.no_grad()
+def clip_together(
+    parameters: Iterable[nn.Parameter],
+    counts: Callable[[nn.Parameter], bool],
+    groups: Iterable[dist.ProcessGroup],
+    max_norm: float,
+    device: torch.device,
+) -> Tensor:
+    """Scale all gradients to a common norm of at most `max_norm` over the ranks of `groups`; the norm before.
+
+    `counts`: whether this rank adds its part of a parameter to the norm, in which each element counts once.
+    """
+    gradients = {p: local(p.grad) for p in parameters if p.grad is not None}
+    counted = [gradient for parameter, gradient in gradients.items() if counts(parameter)]
+    zero = torch.zeros(1, device=device)
+    square = torch.stack(torch._foreach_norm([zero, *counted])).square().sum()
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 class ReplicatedStep(RankedStep):

@@ -17,9 +17,9 @@ from residua.model.topology.base import State
 from residua.train.compile.rewrites import allow_recompiling, compile_rewritten, with_own_code
 
 if TYPE_CHECKING:
-    from residua.distributed.times import Stopwatch
     from residua.model.decoder import Decoder
     from residua.model.topology import Topology
+    from residua.train.timing import Stopwatch
 
 
 def divide(sublayers: Sequence[nn.Module]) -> list[range]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import median_low
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
@@ -15,14 +16,12 @@ import torch.distributed as dist
 from residua.config.plugins import plugin_place
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.distributed.construct import Parts
-from residua.distributed.heartbeat import Heartbeat, lost_a_peer
+from residua.distributed.heartbeat import Heartbeat, Terminations, lost_a_peer
 from residua.distributed.mesh import Mesh, Processes, job_store
 from residua.distributed.nodes import Probe, keep_records, node_count, ranks_here, write_records
 from residua.distributed.pipeline.step import PipelinedStep
+from residua.distributed.shard import Parts
 from residua.distributed.step import RankedStep, ReplicatedStep, ShardedStep
-from residua.distributed.terminations import Terminations
-from residua.distributed.times import slow_ranks
 from residua.machine import choose_device
 from residua.model.decoder import Decoder
 from residua.model.size import shapes
@@ -41,6 +40,8 @@ T = TypeVar("T")
 
 STALL = 0.9
 """Share of the time limit of a collective after which a step that is not finished is reported."""
+SLOW = 1.3
+"""Times the median from which on a rank is called slow."""
 
 
 class Ranks(World):
@@ -238,6 +239,23 @@ class Ranks(World):
         experts = f", experts divided among {parallel.experts}" if parallel.experts > 1 else ""
         stages = f", {parallel.stages} stages, {parallel.schedule}" if parallel.pipeline > 1 else ""
         return f"{sizes}{experts}{stages}"
+
+
+def slow_ranks(seconds: Sequence[float], stages: Sequence[float], hosts: Sequence[str]) -> dict[int, str]:
+    """A sentence for each rank that takes `SLOW` times as long as the median of the ranks with the same `stages`.
+
+    Ranks with other stages of a pipeline do other work, whose time no count of FLOPs predicts well enough.
+    """
+    usual = {
+        stages_here: median_low(s for s, stage in zip(seconds, stages, strict=True) if stage == stages_here)
+        for stages_here in set(stages)
+    }
+    return {
+        rank: f"rank {rank} on {hosts[rank]} computes slowly: {second / usual[stage]:.2f} × the median rank's time for "
+        "the same work; look at the clock, temperature and other processes of its device"
+        for rank, (second, stage) in enumerate(zip(seconds, stages, strict=True))
+        if second > SLOW * usual[stage] > 0
+    }
 
 
 Way = Literal["replicate", "shard", "pipeline"]

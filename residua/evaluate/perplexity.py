@@ -16,7 +16,7 @@ from residua.data import Dataset, validation_batches, whole_text
 from residua.data.loader import IGNORED
 from residua.generate.transfer import Arrival, send
 from residua.model.forward import Forward
-from residua.storage.finite import overflowed
+from residua.storage.tensors import overflowed
 
 if TYPE_CHECKING:
     from residua.data.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor
 from residua.generate.transfer import Arrival, integers, padded, send
 from residua.model.forward import Forward
 from residua.ops.linear_cross_entropy import token_likelihoods
-from residua.storage.finite import overflowed
+from residua.storage.tensors import overflowed
 
 if TYPE_CHECKING:
     from residua.data.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ from residua.export.card import Trained, model_card
 from residua.export.folder import Precision, write_folder, write_layout
 from residua.files import refuse_used
 from residua.storage.checkpoint import model_tensors
-from residua.storage.companions import companions
+from residua.storage.hugging_face import companions
 from residua.storage.load import weight_dtypes
-from residua.storage.opening import PRECISIONS, open_model
+from residua.storage.model_folder import PRECISIONS, open_model
 
 RESIDUA = "residua"
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)

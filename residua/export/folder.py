@@ -1,6 +1,6 @@
 """Writing a Hugging Face folder, whole or not at all, in one of two layouts.
 
-Residua's own has its code (`residua.storage.exported` reads it back). That of one of transformers' families has none,
+Residua's own has its code (`residua.storage.hugging_face` reads it back). That of one of transformers' families has none,
 and any tool that knows the family reads it.
 
 config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json
@@ -32,19 +32,17 @@ from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.reading import inside
 from residua.storage.checkpoint import model_tensors
-from residua.storage.companions import (
+from residua.storage.hugging_face import (
     CONFIG,
     GENERATION,
     SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
     companions,
     end_ids,
+    exported_name,
     read_companion,
 )
-from residua.storage.exported import exported_name
-from residua.storage.finite import require_finite
-from residua.storage.stream import Entry, write_tensors
-from residua.storage.tensors import save_tensors
+from residua.storage.tensors import Entry, require_finite, save_tensors, write_tensors
 from residua.version import __version__
 
 AUTO_MAP = {

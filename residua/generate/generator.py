@@ -19,7 +19,7 @@ from residua.model.forward import Forward
 from residua.model.moe import MoE, mixtures
 from residua.reading import counted
 from residua.report.terminal import Progress
-from residua.storage.finite import overflowed
+from residua.storage.tensors import overflowed
 
 if TYPE_CHECKING:
     from residua.data.tokenizer import Tokenizer

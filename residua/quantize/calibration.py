@@ -11,7 +11,7 @@ from residua.config.run import RunConfig
 from residua.data import Dataset, Loader, validation_batches
 from residua.data.loader import Batch
 from residua.data.source import open_data
-from residua.storage.text import open_text
+from residua.storage.model_folder import open_text
 
 SEQUENCES_AT_ONCE = 16
 CALIBRATION_SEQUENCES = 4096

@@ -28,7 +28,7 @@ from residua.quantize.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
 from residua.quantize.store import as_json, write_folder
 from residua.reading import inside
-from residua.storage.companions import CONFIG, companions, end_ids
+from residua.storage.hugging_face import CONFIG, companions, end_ids
 
 LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
 """The families that are tried, in this order. Those with experts are not: engines expect them under other names."""

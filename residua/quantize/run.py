@@ -20,7 +20,7 @@ from residua.quantize.schemes import find_scheme
 from residua.quantize.store import files_to_copy, is_quantized, save_quantized
 from residua.report.terminal import StageProgress
 from residua.storage.load import load, weight_dtypes
-from residua.storage.opening import require_model
+from residua.storage.model_folder import require_model
 
 Device = Literal["auto", "cpu", "cuda"]
 RESULTS, REPORT = "results.json", "report.html"

@@ -32,9 +32,8 @@ from residua.quantize.real import with_fp8_products
 from residua.quantize.schemes import Quantized, find_scheme
 from residua.reading import Shape, check, inside, read_json, reason, refuse, shown
 from residua.storage.checkpoint import model_tensors
-from residua.storage.finite import require_finite
-from residua.storage.imported import KEPT
-from residua.storage.tensors import WEIGHTS, fitting, read_tensors, save_tensors
+from residua.storage.hugging_face import COMPANIONS
+from residua.storage.tensors import WEIGHTS, fitting, read_tensors, require_finite, save_tensors
 
 MARK = "quantization.json"
 AGAIN = "the folder is damaged, quantize again"
@@ -91,7 +90,7 @@ def write_folder(
 
 def files_to_copy(source: Path) -> dict[str, Path]:
     """The files of a model folder that its quantized folder gets too, by name; refuses links to elsewhere."""
-    return {name: inside(source, name) for name in (*COPIED, *(f"{SOURCE}/{name}" for name in KEPT))}
+    return {name: inside(source, name) for name in (*COPIED, *(f"{SOURCE}/{name}" for name in COMPANIONS))}
 
 
 def is_quantized(folder: Path) -> bool:

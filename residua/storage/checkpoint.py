@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from residua.errors import UserError
 from residua.files import UNFINISHED, atomic_folder, keeping, unfinished, writing
 from residua.reading import ReadError, Shape, inside, read_json, reason, refuse
-from residua.storage.finite import nonfinite
-from residua.storage.tensors import fitting, read_tensors, save_tensors, whole
+from residua.storage.tensors import fitting, nonfinite, read_tensors, save_tensors, whole
 
 T = TypeVar("T")
 
@@ -166,24 +165,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | buffers
 
 
+@torch.no_grad()
 def read_checkpoint(path: Path, model: nn.Module, optimizer: OptimizerState | None = None) -> None:
     """Copy the tensors of a checkpoint that one process wrote into a model and, if given, its optimizer."""
-    _fill(path / "model.safetensors", model_tensors(model), _copy_all(model_tensors(model)))
+    saved = _read_all(path / "model.safetensors", model_tensors(model))
+    for name, tensor in model_tensors(model).items():
+        tensor.copy_(saved[name])
     if optimizer is not None:
-        _fill(path / "optimizer.safetensors", optimizer.tensors(), optimizer.load_tensors)
+        optimizer.load_tensors(_read_all(path / "optimizer.safetensors", optimizer.tensors()))
 
 
-def _copy_all(into: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], None]:
-    @torch.no_grad()
-    def copy(saved: dict[str, Tensor]) -> None:
-        for name, tensor in into.items():
-            tensor.copy_(saved[name])
-
-    return copy
-
-
-def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Tensor]], None]) -> None:
-    """Check that a file holds exactly the expected names and shapes, then hand its tensors to `take`."""
+def _read_all(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file that holds exactly the expected names and shapes."""
     saved = read_tensors(inside(path.parent, path.name), lambda: elsewhere(path.parent))
     for name, tensor in expected.items():
         fitting(path, name, saved.get(name), tensor, "it was written by another configuration than config.toml")
@@ -191,7 +184,7 @@ def _fill(path: Path, expected: dict[str, Tensor], take: Callable[[dict[str, Ten
     if surplus:
         raise UserError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
     require_counts(path, saved, path.parent)
-    take(saved)
+    return saved
 
 
 def require_counts(source: Path, tensors: Mapping[str, Tensor], checkpoint: Path) -> None:

@@ -28,11 +28,9 @@ from residua.storage.checkpoint import (
     model_tensors,
     read_checkpoint,
 )
-from residua.storage.exported import is_export, load_folder
-from residua.storage.finite import describe, nonfinite
 from residua.storage.formats import find_reader
-from residua.storage.imported import Source, is_family, load_family
-from residua.storage.tensors import WEIGHTS, holds_only_numbers, stored_dtypes
+from residua.storage.hugging_face import Source, is_export, is_family, load_family, load_folder
+from residua.storage.tensors import WEIGHTS, describe, holds_only_numbers, nonfinite, stored_dtypes
 
 
 def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_nonfinite: bool = False) -> Decoder:

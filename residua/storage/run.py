@@ -1,5 +1,5 @@
 """A run's folder: config.toml, environment.json, metrics.jsonl, tokenizer.json, checkpoints/, result.json, and
-source/ if its model was imported (`residua.storage.companions`).
+source/ if its model was imported (`residua.storage.hugging_face`).
 
 One process at a time owns it. Metrics are lines of JSON, appended during training. When a run is resumed, lines after
 its checkpoint are removed, so that no step appears twice; if there is no checkpoint, all lines move to
@@ -30,9 +30,9 @@ from residua.files import UNFINISHED, AppendedFile, atomic_folder, refuse_blocke
 from residua.machine import this_process
 from residua.reading import Count, ReadError, Shape, check, inside, read_json, read_json_lines, read_text, reason
 from residua.storage.checkpoint import FOLDER, Checkpoint, TrainingStopped, checkpoints
-from residua.storage.companions import keep_companions
 from residua.storage.formats import ENVIRONMENT, find_reader
 from residua.storage.formats import METRICS as METRICS
+from residua.storage.hugging_face import keep_companions
 
 LOCK = ".lock"
 # What a resumed run writes to: none may be a link to elsewhere.
@@ -46,15 +46,8 @@ _OURS = (LOCK, UNFINISHED)
 _LATER = ("wandb", r"metrics-lost-\d+\.jsonl", r"collectives-rank-.*\.json")
 _BEGUN = re.compile("|".join((*map(re.escape, (*_WRITTEN, SETTINGS)), *_LATER)))
 # Keys that a resumed run may not change: its weights, data order or optimizer state would no longer fit.
-_FIXED = (
-    "model.",
-    "data.tokenizer",
-    "data.sequence",
-    "data.seed",
-    "data.masking",
-    "train.seed",
-    "train.optimizer.kind",
-)
+_FIXED = ("model.", "data.tokenizer", "data.sequence", "data.seed", "data.masking", "train.seed",
+          "train.optimizer.kind")  # fmt: skip
 
 
 class Run:
@@ -74,7 +67,16 @@ class Run:
         self._lock = self._take()
 
     def _take(self) -> int:
-        return _own(self.folder)
+        """Lock the folder for this process; the system releases the lock when the process ends."""
+        with writing(self.folder / LOCK, "the folder is as it was"):
+            descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            busy = f"{self.folder} is in use by another process: wait for it, or choose another --out."
+            raise ConfigError(busy) from None
+        return descriptor
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig, advice: str = _ANOTHER) -> Run:
@@ -94,20 +96,10 @@ class Run:
     @classmethod
     def start_again(cls, folder: Path, config: RunConfig) -> Run:
         """Take the folder of a run that `failed_early`, for a run of any configuration; the old metrics are kept."""
-        for name in _WRITTEN:
-            inside(folder, name)
-        run = cls(folder, config, {})
-        try:
-            if not failed_early(folder):  # until the lock was ours, another process may have trained it
-                raise ConfigError(f"{folder} is not empty: {_ANOTHER}.")
-            run._sessions()
-            read_metrics(folder / METRICS)
-            with suppress(UserError):  # of a kind, say, that its plugin has renamed since
-                run._changes = differences(saved_config(folder), config)
-            run._stale = (folder / SOURCE, folder / "wandb-id")
-        except BaseException:
-            run.close()
-            raise
+        run = cls._take_over(folder, config, must_have_failed=True)
+        with suppress(UserError):  # of a kind, say, that its plugin has renamed since
+            run._changes = differences(saved_config(folder), config)
+        run._stale = (folder / SOURCE, folder / "wandb-id")
         return run
 
     @classmethod
@@ -116,10 +108,20 @@ class Run:
         old = saved_config(folder)
         changes = differences(old, config)
         _check_changes(folder, old, config, changes)
+        return cls._take_over(folder, config, changes)
+
+    @classmethod
+    def _take_over(
+        cls, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]] | None = None, *,
+        must_have_failed: bool = False,
+    ) -> Run:  # fmt: skip
+        """Own the folder of an earlier run if it can be written to and read; nothing is written yet."""
         for name in _WRITTEN:
             inside(folder, name)
-        run = cls(folder, config, changes)
-        try:  # before anything is written
+        run = cls(folder, config, changes or {})
+        try:
+            if must_have_failed and not failed_early(folder):  # until it was ours, another process may have trained it
+                raise ConfigError(f"{folder} is not empty: {_ANOTHER}.")
             run._sessions()
             read_metrics(folder / METRICS)
         except BaseException:
@@ -210,7 +212,7 @@ class Run:
 
     def metrics(self, until: int) -> Metrics:
         """The metrics file; lines after step `until` are removed."""
-        return MetricsFile(self.folder / METRICS, until)
+        return Metrics(self.folder / METRICS, until)
 
     def branch(self, folder: Path, config: RunConfig, step: int, save: Callable[[Path], None]) -> None:
         """Make the folder of a shorter run that has the first `step` steps in common with this one.
@@ -258,68 +260,39 @@ class FollowedRun(Run):
     def _take(self) -> int:
         return -1
 
-    def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
-        pass
-
-    def record_stop(self, words: str) -> None:
-        pass
-
-    def record_failure(self, error: Exception) -> None:
-        pass
-
-    def set_checkpoint_aside(self, checkpoint: Checkpoint) -> str:
-        return ""
-
-    def keep_tokenizer(self, source: Path, anew: bool = False) -> None:
-        pass
-
-    def keep_companions(self, start: Path) -> None:
-        pass
-
-    def set_metrics_aside(self) -> str | None:
-        return None
-
     def metrics(self, until: int) -> Metrics:
-        return Metrics()
+        return Metrics(None)
 
-    def branch(self, folder: Path, config: RunConfig, step: int, save: Callable[[Path], None]) -> None:
-        pass
+    def _leave_to_owner(self, *_: Any, **__: Any) -> Any:
+        """Nothing here: the process that owns the folder does it."""
 
-    def close(self) -> None:
-        pass
+    begin = record_stop = record_failure = set_checkpoint_aside = set_metrics_aside = _leave_to_owner
+    keep_tokenizer = keep_companions = branch = close = _leave_to_owner
 
 
 class Metrics:
-    """A metrics file that discards its records, for ranks that do not own the run."""
+    """metrics.jsonl, one JSON object a line; without a path, for ranks that do not own the run, nothing is kept."""
 
-    def write(self, record: dict[str, Any]) -> None:
-        pass
-
-    def sync(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class MetricsFile(Metrics):
-    """metrics.jsonl, one JSON object a line."""
-
-    def __init__(self, path: Path, until: int) -> None:
-        kept = [record for record in read_metrics(path) if record["step"] <= until]
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = AppendedFile(path)
+    def __init__(self, path: Path | None, until: int = 0) -> None:
+        self._file: AppendedFile | None = None
+        if path is not None:
+            kept = [record for record in read_metrics(path) if record["step"] <= until]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+            self._file = AppendedFile(path)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a line; readers see it at once."""
-        self._file.write((json.dumps(record) + "\n").encode())
+        if self._file is not None:
+            self._file.write((json.dumps(record) + "\n").encode())
 
     def sync(self) -> None:
         """Wait until all lines are on the disk. A checkpoint must not be newer than its metrics."""
-        self._file.sync()
+        if self._file is not None:
+            self._file.sync()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class _Environment(Shape):
@@ -421,15 +394,3 @@ def _remove_empty(folders: Sequence[Path]) -> None:
     with suppress(OSError):  # another process has written to it in the meantime
         for folder in folders:
             folder.rmdir()
-
-
-def _own(folder: Path) -> int:
-    """Lock the folder for this process; the system releases the lock when the process ends."""
-    with writing(folder / LOCK, "the folder is as it was"):
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ConfigError(f"{folder} is in use by another process: wait for it, or choose another --out.") from None
-    return descriptor

@@ -11,7 +11,7 @@ import errno
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from residua.errors import UserError
@@ -43,11 +44,10 @@ from residua.storage.checkpoint import (
     require_counts,
     what_is_left,
 )
-from residua.storage.finite import nonfinite
-from residua.storage.tensors import as_os_error, check_header, open_tensors
+from residua.storage.tensors import as_os_error, check_header, nonfinite, open_tensors
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import WriteResult
 
 
@@ -68,28 +68,25 @@ class Saver:
         self._saving: Future[Any] | None = None
 
     def save(
-        self,
-        run: Path,
-        number: int,
-        model: nn.Module,
-        optimizer: OptimizerState,
-        state: Mapping[str, Any],
-        keep: int,
+        self, run: Path, number: int, model: nn.Module, optimizer: OptimizerState, state: Mapping[str, Any], keep: int
     ) -> None:
         """Begin to write `step-N`; rank 0 gives the folder its name when all ranks have written."""
         self.settle()
         final = run / FOLDER / f"step-{number}"
-        if self._everyone_has(final):
+        known = torch.tensor(int(self.rank == 0 and final.exists()))
+        dist.all_reduce(known, group=self.group)
+        if known:
             return
         tensors = {**model_tensors(model), **optimizer.tensors()}
-        self._refuse_nonfinite(tensors, run)
+        if broken := self.nonfinite(tensors):
+            raise not_saved(broken, run)
         temporary = unfinished(final)
         if self.rank == 0:
             with keeping(what_is_left(run)), writing(final, within=temporary):
                 _begin(temporary, state)
         dist.barrier(group=self.group)
         writer = _Writer(str(temporary / SHARDS), save_distributed=True)
-        with _quietly():
+        with quietly():
             saved = dcp.async_save({name: t.detach() for name, t in tensors.items()}, storage_writer=writer,
                                    process_group=self.group)  # fmt: skip
         self._saving = Future()
@@ -121,16 +118,6 @@ class Saver:
         if saving is not None:
             saving.result()
             dist.barrier(group=self.group)
-
-    def _everyone_has(self, final: Path) -> bool:
-        found = torch.tensor(int(self.rank == 0 and final.exists()))
-        dist.all_reduce(found, group=self.group)
-        return bool(found)
-
-    def _refuse_nonfinite(self, tensors: dict[str, Tensor], run: Path) -> None:
-        """Stop every rank if any of them holds a tensor that is not finite."""
-        if broken := self.nonfinite(tensors):
-            raise not_saved(broken, run)
 
     def nonfinite(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """The tensors that are not finite on any rank; every rank gets the same list."""
@@ -201,10 +188,14 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
     check_links(path)
     _check_rows(source, lambda: elsewhere(path))
     reader = HuggingFaceStorageReader(str(source))
-    _check(source, reader, expected)
+    try:
+        held = reader.read_metadata().state_dict_metadata
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise damaged(source, path, error) from None
+    require_held(source, held, expected)  # PyTorch would silently leave missing rows unchanged
     wanted = {name: tensor.detach() for name, tensor in expected.items()}
     try:
-        with _quietly():
+        with quietly():
             dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise damaged(source, path, UserError(_cause(error, source).strerror)) from None
@@ -227,28 +218,24 @@ def _check_rows(source: Path, hint: Hint) -> None:
             check(parse_json(rows, where, hint), dict[str, _Rows], where, hint)
 
 
-def _check(source: Path, reader: HuggingFaceStorageReader, expected: dict[str, Tensor]) -> None:
-    """Refuse missing tensors, other shapes and missing rows: PyTorch would silently leave those rows unchanged."""
-    try:
-        held = reader.read_metadata().state_dict_metadata
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise damaged(source, source.parent if source.name == SHARDS else source, error) from None
+def require_held(source: Path, held: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint that lacks tensors or rows of them, or holds them in other shapes, by its description."""
     blame = "it was written by another configuration than config.toml."
     for name, tensor in expected.items():
-        if name not in held:
+        stored = held.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
             raise UserError(f"{source} lacks tensor {name!r}: {blame}")
-        found = cast("TensorStorageMetadata", held[name])
-        shape = list(found.size)
+        shape = list(stored.size)
         if shape != list(tensor.shape):
             raise UserError(
                 f"{source} holds {name!r} with shape {shape} where the model has {list(tensor.shape)}: {blame}"
             )
-        if sum(prod(chunk.sizes) for chunk in found.chunks) < tensor.numel():
+        if sum(prod(chunk.sizes) for chunk in stored.chunks) < tensor.numel():
             raise UserError(f"{source} lacks rows of tensor {name!r}: a file that one of the ranks wrote is missing.")
 
 
 @contextmanager
-def _quietly() -> Any:
+def quietly() -> Iterator[None]:
     """Silence the warnings that torch.distributed.checkpoint gives on every call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -60,7 +60,7 @@ from residua.study.tasked import Questions, Recipes, open_questions, refuse_othe
 from residua.study.timing import keep_timings, read_timings, time_variants
 from residua.study.trials import keep_rates
 from residua.study.tuning import chosen_rates, known_rates
-from residua.train.final_validation import final_tokens
+from residua.train.result import final_tokens
 from residua.train.start import check_tokenizer
 
 NOWHERE = Path(os.devnull)

@@ -22,7 +22,7 @@ from residua.study.config import StudyConfig
 from residua.study.crew import Crew, Watcher, compiling_ahead
 from residua.study.plan import LOCK, STARTED, PlannedRun, StudyPlan, check_folders
 from residua.study.runs import is_complete
-from residua.train.shared import graph_of
+from residua.train.world import graph_of
 
 
 class StudyInterrupted(RuntimeError):

@@ -17,7 +17,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import Frozen
 from residua.reading import Count, ReadError, Shape, check, inside, parse_json, read_json
 from residua.storage.run import METRICS, read_metrics
-from residua.train.final_validation import FINAL, FinalValidation
+from residua.train.result import FINAL, FinalValidation
 from residua.train.telemetry_curves import KIND as TELEMETRY
 from residua.train.telemetry_curves import telemetry_of
 
@@ -150,7 +150,7 @@ class _Load(Shape):
 
 
 class Inspection(Shape):
-    """inspection.json, as `train/inspect.py` writes it; sections that a model does not have are None."""
+    """inspection.json, as `train/result.py` writes it; sections that a model does not have are None."""
 
     sublayers: list[_Sublayer] | None = None
     depth_weights: _Reads | None = None

@@ -31,7 +31,7 @@ from residua.study.runs import Accuracies, Inspection, Outliers, QuantizedRun, R
 from residua.study.timing import StepTiming
 from residua.study.trials import TunedRate
 from residua.train.environment import START
-from residua.train.final_validation import FinalValidation
+from residua.train.result import FinalValidation
 
 FORMAT = "residua-study-results"
 HINT = "restore it, or make it again with --results"

@@ -188,7 +188,7 @@ def score_run(
     from residua.evaluate.score import Scorer
     from residua.machine import choose_device
     from residua.quantize.calibration import CalibrationText
-    from residua.storage.opening import open_model, place
+    from residua.storage.model_folder import open_model, place
 
     model, tokenizer = open_model(run.folder, "last")
     model = place(model, choose_device(run.config.train.device, "train.device"))

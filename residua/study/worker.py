@@ -24,11 +24,10 @@ from residua.report.failure import describe, ending, sentence, show
 from residua.storage.checkpoint import prune
 from residua.storage.run import failed_early
 from residua.study.crew import ENDED, OUT_OF_MEMORY, READY, TRAINED, Request
-from residua.train.branch import Branch
-from residua.train.clock import Stages
 from residua.train.health import Interrupted, TrainingStopped
-from residua.train.shared import SharedWorld
-from residua.train.trainer import train
+from residua.train.timing import Stages
+from residua.train.trainer import Branch, train
+from residua.train.world import SharedWorld
 
 
 def main() -> None:

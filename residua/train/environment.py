@@ -23,13 +23,17 @@ CPUINFO = Path("/proc/cpuinfo")
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Software and hardware of this process, as plain JSON."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = None
     described: dict[str, Any] = {
         "residua": __version__,
         "mathematics": MATHEMATICS,
         "commit": code_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": triton,
         "platform": platform.platform(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
@@ -72,13 +76,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

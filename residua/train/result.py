@@ -1,30 +1,47 @@
-"""The result of a finished run, computed from its metrics."""
+"""What a finished run leaves: validation.json, result.json and inspection.json.
+
+While a run trains, it is validated on a fixed part of the text (`data.validation_tokens`). The loss that counts in the
+end is on all of it, or on its first two million tokens, with the loss of each document. How long a run trains does not
+change that, so the budgets and trials of a study are measured on the same text. Two models that read the same documents
+can be paired by them, which gives the error from sampling text.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from residua.config.run import RunConfig
+from residua.config.settings import Frozen
+from residua.data.loader import IGNORED, Batch, validated_tokens, validation_batches
+from residua.model import gauges, taps
 from residua.reading import counted, refuse
 from residua.storage.run import METRICS, read_metrics
-from residua.train.throughput import mfu
+from residua.train.timing import mfu
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from residua.data import Dataset
+    from residua.model.decoder import Decoder
     from residua.model.size import Size
-    from residua.train.final_validation import FinalValidation
 
 
 @dataclass(frozen=True)
 class Result:
     """The content of `result.json`. Losses: nats per token of validation text. Speed: median over log lines.
 
-    `validation_loss` is on `validation_tokens`, all of the text (`final_validation.py`); `best_validation_loss` is the
+    `validation_loss` is on `validation_tokens`, all of the text; `best_validation_loss` is the
     lowest while it trained, on the part of the text that it was validated on then. `unigram_entropy` is the loss of a
     model that knows only how often tokens occur.
     """
@@ -100,3 +117,158 @@ def closing_words(result: Result, command: str) -> str:
         "or train it longer (the schedule then ends later, so the learning rate rises again) with\n"
         f"  {command} --resume --out {folder} train.steps={2 * result.steps}"
     )
+
+
+FINAL = "validation.json"
+FINAL_LIMIT = 2_097_152
+"""The last validation reads at most so many tokens."""
+TOY_FACTOR = 128
+"""It reads at most so many times `data.validation_tokens`: a toy stays one, and every preset reaches FINAL_LIMIT."""
+GROUPS = 256
+"""Documents are put together, in order, into at most so many groups of about as many tokens."""
+
+
+class FinalValidation(Frozen):
+    """The content of validation.json: `loss` in nats per token over `tokens` targets.
+
+    `document_tokens` and `document_losses` are, for each document or group of documents, its targets and the sum of
+    their losses; empty where no process had the whole model.
+    """
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    document_tokens: tuple[int, ...] = ()
+    document_losses: tuple[float, ...] = ()
+
+
+def final_tokens(config: RunConfig, tokens: int) -> int:
+    """How many of the `tokens` of a validation text the last validation of a run reads."""
+    part = config.data.validation_tokens
+    limit = max(part, min(FINAL_LIMIT, TOY_FACTOR * part))
+    return validated_tokens(tokens, config.sequence, limit)
+
+
+def final_batches(config: RunConfig, dataset: Dataset) -> Iterator[Batch]:
+    """The batches of the last validation, as large as those of training, so that they need no more memory."""
+    split, segments = dataset.split("validation"), config.data.masking == "documents"
+    limit = final_tokens(config, split.tokens)
+    return validation_batches(split, config.sequence, config.train.micro_batch, limit, segments)
+
+
+def by_document(
+    batches: Iterator[Batch], losses_of: Callable[[Batch], Tensor], config: RunConfig, dataset: Dataset
+) -> FinalValidation:
+    """The validation of a model whose loss of each target `losses_of` gives, [B, T]."""
+    split = dataset.split("validation")
+    read = final_tokens(config, split.tokens) + 1
+    begins = np.zeros(read, np.int64)
+    begins[split.document_starts(0, read)] = 1
+    document = begins.cumsum() - begins[0]  # of each token
+    sums, counts, size, place = np.zeros(document[-1] + 1), np.zeros(document[-1] + 1, np.int64), 0.0, 1
+    for batch in batches:
+        targets = batch.targets.numpy().ravel()
+        owner, known = document[place : place + len(targets)], targets != IGNORED
+        sums += np.bincount(owner, losses_of(batch).double().cpu().numpy().ravel() * known, len(sums))
+        counts += np.bincount(owner, known, len(sums)).astype(np.int64)
+        size += dataset.bytes_of(targets[known], "validation")
+        place += len(targets)
+    total, tokens = float(sums.sum()), int(counts.sum())
+    group = np.minimum(counts.cumsum() * GROUPS // max(tokens + 1, 1), GROUPS - 1) if len(sums) > GROUPS else None
+    if group is not None:
+        sums, counts = np.bincount(group, sums), np.bincount(group, counts).astype(np.int64)
+    kept = counts > 0
+    return FinalValidation(
+        loss=total / tokens,
+        bits_per_byte=total / math.log(2) / size,
+        tokens=tokens,
+        document_tokens=tuple(counts[kept].tolist()),
+        document_losses=tuple(round(value, 3) for value in sums[kept].tolist()),
+    )
+
+
+def without_documents(batches: list[Batch], loss: float, tokens: int, dataset: Dataset) -> FinalValidation:
+    """The validation of a model that no process has as a whole."""
+    scored = (batch.targets[batch.targets != IGNORED].numpy() for batch in batches)
+    size = math.fsum(dataset.bytes_of(targets, "validation") for targets in scored)
+    return FinalValidation(loss=loss, bits_per_byte=loss * tokens / math.log(2) / size, tokens=tokens)
+
+
+SEQUENCES = 4
+
+
+def inspect_model(model: Decoder, batch: Batch) -> dict[str, Any]:
+    """Magnitudes, gradients, depth weights and gates on a few sequences of a batch, in fp32: `inspection.json`.
+
+    One forward and backward pass with the model's taps recorded. Sections whose taps it does not have are left out.
+    """
+    device = next(model.parameters()).device
+    tokens, targets = batch.tokens[:SEQUENCES].to(device), batch.targets[:SEQUENCES].to(device)
+    segments = None if batch.segments is None else batch.segments[:SEQUENCES].to(device)
+    model.zero_grad(set_to_none=True)
+    with taps.record() as seen:
+        model.losses(tokens, targets, segments=segments)[0].backward()
+    found = {
+        "tokens": tokens.numel(),
+        "sublayers": _sublayers(model, seen),
+        "depth_weights": _depth_weights(seen),
+        "gates": _gates(seen),
+        "beta": _betas(seen),
+        "experts": _experts(seen),
+    }
+    model.zero_grad(set_to_none=True)
+    return {name: section for name, section in found.items() if section}
+
+
+def _sublayers(model: Decoder, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Per sublayer: the RMS of its output and of its parameters' gradients."""
+    return [
+        {
+            "sublayer": k,
+            "output_rms": _rms([output]),
+            "gradient_rms": _rms([p.grad for p in model.sublayers[k].parameters() if p.grad is not None]),
+        }
+        for k, output in _numbered(seen, r"sublayer\.(\d+)\.output")
+    ]
+
+
+def _depth_weights(seen: dict[str, Tensor]) -> dict[str, Any]:
+    """The mean weight of each source at each read: row r is the read after sublayer `readers[r]`."""
+    reads = list(_numbered(seen, r"depth\.(\d+)\.weights"))
+    return {"readers": [k for k, _ in reads], "mean": [_mean_over_tokens(w) for _, w in reads]} if reads else {}
+
+
+def _gates(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Per layer: the mean of the attention gate, and the share of it that is nearly closed."""
+    return [
+        {"layer": k, "mean": float(gate.float().mean()), "closed": float(gauges.closed(gate).float().mean())}
+        for k, gate in _numbered(seen, r"attention\.(\d+)\.gate")
+    ]
+
+
+def _betas(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Per gated sublayer: how much of its output each stream takes in, on average."""
+    return [{"sublayer": k, "mean": _mean_over_tokens(beta)} for k, beta in _numbered(seen, r"depth\.(\d+)\.beta")]
+
+
+def _experts(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Per mixture: the share of the choices that each expert got."""
+    return [{"layer": k, "load": load.tolist()} for k, load in _numbered(seen, r"moe\.(\d+)\.load")]
+
+
+def _numbered(seen: dict[str, Tensor], pattern: str) -> Iterator[tuple[int, Tensor]]:
+    """The taps whose names match, sorted by the number in the name."""
+    matches = [(int(match[1]), tensor) for name, tensor in seen.items() if (match := re.fullmatch(pattern, name))]
+    for number, tensor in sorted(matches, key=lambda pair: pair[0]):
+        yield number, tensor.detach()
+
+
+def _mean_over_tokens(values: Tensor) -> list[float]:
+    mean: list[float] = values.float().flatten(end_dim=-2).mean(0).tolist()
+    return mean
+
+
+def _rms(tensors: list[Tensor]) -> float:
+    """The root mean square over all elements together."""
+    squares = torch.stack([t.double().square().sum() for t in tensors]).sum()
+    return float((squares / sum(t.numel() for t in tensors)).sqrt())

@@ -86,13 +86,11 @@ def _last_rate(folder: Path) -> float | None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Refuse a model that trains and gives wrong numbers: a router that learns nothing, a plugin that breaks a rule."""
+    """Refuse a model that trains and gives wrong numbers: a router that learns nothing, a plugin that breaks a rule.
+
+    A router to start from (`train.start`) is taught already.
+    """
     check_plugins(config.model)
-    _check_router(config)
-
-
-def _check_router(config: RunConfig) -> None:
-    """Refuse a new router that the loss cannot teach. One to start from (`train.start`) is taught already."""
     if config.train.start is None and config.model.ffn.constant_weight:
         raise ConfigError(
             "model.ffn.top_k = 1 gives the one expert a constant weight, from which the router learns nothing: use "

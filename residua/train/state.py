@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 
 from residua.config.settings import ConfigError
@@ -105,3 +106,19 @@ def check_text(run: Run, dataset: Dataset) -> None:
             f"{dataset.path} is not the text that {run.folder} was trained on{where}: resume with that text, or begin "
             f"a new run from its weights with --from {run.folder}."
         )
+
+
+def random_states(device: torch.device) -> dict[str, str]:
+    """PyTorch's random states as text."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return {name: state.numpy().tobytes().hex() for name, state in states.items()}
+
+
+def set_random_states(states: dict[str, str]) -> None:
+    """Restore states that `random_states` returned; skips that of a GPU if this machine has none."""
+    setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
+    for name, text in states.items():
+        if name == "cpu" or (name == "cuda" and torch.cuda.is_available()):
+            setters[name](torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8))

@@ -40,8 +40,7 @@ from residua.train.compile.precompile import Helpers
 from residua.train.compile.rewrites import allow_recompiling
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.losses import LossFunction, build_losses
-from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates
-from residua.train.polar import working_dtype
+from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates, working_dtype
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -131,8 +130,8 @@ class Step:
         for i, (batch, count, part) in enumerate(zip(batches, counts, parts, strict=True), 1):
             self._begin_micro_batch(last=i == len(batches))
             share = self._move(count / total)
-            own = None if self.balancer is None else self._move(torch.tensor(part, dtype=torch.float64))
-            ce, z = self._learn(*self._moved(batch), share, own, first=i == 1)
+            balanced = None if self.balancer is None else self._move(torch.tensor(part, dtype=torch.float64))
+            ce, z = self._learn(*self._moved(batch), share, balanced, first=i == 1)
             self._totals[0] += ce * share
             self._totals[1] += z * share
         self._update(rate)
@@ -218,25 +217,17 @@ class Step:
         with self._autocast():
             return self._losses(tokens, targets, segments=segments)
 
-    def _learn(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        segments: Tensor | None,
-        share: Tensor,
-        part: Tensor | None,
-        *,
-        first: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Forward and backward of a micro-batch, as a CUDA graph if there is one; its cross-entropy and z-term."""
-        if self._graphed is not None:
-            return self._graphed(tokens, targets, segments, share, part, first=first)
-        return self._pass(tokens, targets, segments, share, part)
+    def _learn(self, *inputs: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
+        """`_pass`, as a CUDA graph if there is one."""
+        return self._pass(*inputs) if self._graphed is None else self._graphed(*inputs, first=first)  # type: ignore[arg-type]
 
     def _pass(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The same, kernel by kernel. `part` is the micro-batch's share of the step's tokens, for the balancer."""
+        """Forward and backward of a micro-batch, kernel by kernel; its cross-entropy and z-term.
+
+        `share` is its part of the step's targets, `part` of the step's tokens, for the balancer.
+        """
         ce, z, routing = self._forward(tokens, targets, segments)
         loss = (ce + z) * share
         if self.balancer is not None and part is not None:
@@ -279,21 +270,18 @@ class Step:
         A part that needs real data fails here without harm: its kernels are compiled at their first launch.
         """
         try:
-            self._run_without_data(batch)
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
+                for group in (group for group in self.optimizer.param_groups if "parts" in group):
+                    matrices = [torch.empty_like(p, dtype=working_dtype(p)) for p in group["params"]]
+                    list(orthogonal_updates(matrices, group["parts"]))
+                if self._traced:
+                    return  # a whole graph tells the helpers what it calls
+                tokens, targets = (torch.empty_like(t, device=self.device) for t in (batch.tokens, batch.targets))
+                segments = None if batch.segments is None else torch.empty_like(tokens)
+                ce, z, _ = self._forward(tokens, targets, segments)
+                torch.autograd.grad(ce + z, self.model.embed.weight)
         except Exception:
             LOG.debug("the first step was not rehearsed: its kernels are compiled when launched", exc_info=True)
-
-    def _run_without_data(self, batch: Batch) -> None:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
-            for group in self.optimizer.param_groups:
-                matrices = [torch.empty_like(p, dtype=working_dtype(p)) for p in group["params"] if "parts" in group]
-                list(orthogonal_updates(matrices, group.get("parts", ())))
-            if self._traced:
-                return  # a whole graph tells the helpers what it calls
-            tokens, targets = (torch.empty_like(t, device=self.device) for t in (batch.tokens, batch.targets))
-            segments = None if batch.segments is None else torch.empty_like(tokens)
-            ce, z, _ = self._forward(tokens, targets, segments)
-            torch.autograd.grad(ce + z, self.model.embed.weight)
 
     def _over_ranks(self, count: Tensor) -> Tensor:
         """The sum of a count over all processes that share the step."""
@@ -319,9 +307,12 @@ class Step:
         return tensor
 
     def _autocast(self) -> AbstractContextManager[object]:
-        if self.precision is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.precision)
+        return autocast(self.device.type, self.precision)
+
+
+def autocast(device: str, precision: torch.dtype) -> AbstractContextManager[object]:
+    """Round products to a precision inside the block; nothing for float32."""
+    return nullcontext() if precision is torch.float32 else torch.autocast(device, dtype=precision)
 
 
 def _tensors(model: Decoder) -> dict[str, Tensor]:

@@ -20,11 +20,10 @@ from residua.model.size import shapes
 from residua.reading import counted
 from residua.storage.checkpoint import checkpoints, model_tensors
 from residua.train.optimizer import build_optimizer
-from residua.train.progress import short
+from residua.train.sinks import short
 from residua.train.step import Step
 
 if TYPE_CHECKING:
-    from residua.model.decoder import Decoder
     from residua.model.size import Size
 
 RULES = {"muon": "Muon", "adamw": "AdamW"}
@@ -128,18 +127,14 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
     ranks = config.parallel.ranks
     require_memory(what, needed // ranks, advice, device)
     whole = config.train.start is not None or (ranks == 1 and device.type == "cuda")
-    require_memory(what, weights if whole else _largest_part(model), advice)
+    layers = zip(model.sublayers[::2], model.sublayers[1::2], strict=True)
+    built = [model.embed.parameters(), *(chain(a.parameters(), b.parameters()) for a, b in layers)]  # one at a time
+    largest = 4 * max(sum(parameter.numel() for parameter in part) for part in built)
+    require_memory(what, weights if whole else largest, advice)
     batch, length = config.train.micro_batch, config.model.context
     tokens = f"a micro-batch of {batch:,} × {length:,} tokens needs at least"
     smaller = "lower train.micro_batch, and raise train.accumulate for the same tokens per step"
     require_memory(tokens, batch * length * (TOKEN_BYTES + 2 * config.model.width), smaller, device)
-
-
-def _largest_part(model: Decoder) -> int:
-    """Bytes in float32 of the part of a model that is built at a time: the embedding, or a layer."""
-    layers = zip(model.sublayers[::2], model.sublayers[1::2], strict=True)
-    parts = [model.embed.parameters(), *(chain(a.parameters(), b.parameters()) for a, b in layers)]
-    return 4 * max(sum(parameter.numel() for parameter in part) for part in parts)
 
 
 def check_disk(step: Step, folder: Path, keep: int) -> None:

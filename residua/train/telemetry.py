@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -53,29 +53,38 @@ class Gauges(dict[str, Tensor]):
     def __init__(self, model: Decoder) -> None:
         super().__init__()
         self.model = model
-        self._found: dict[tuple[str, int], Tensor] = {}
+        self._figures: dict[tuple[str, int], Tensor] = {}
         self._sizes: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._betas: dict[int, Tensor] = {}
         self._gammas: dict[int, Tensor] = {}
+        self._takers: dict[tuple[str, str], Callable[[int, Tensor], None]] = {
+            ("sublayer", "input"): self._take_input,
+            ("depth", "weights"): lambda k, weights: self._weights.__setitem__(k + 1, weights),
+            ("depth", "pre"): self._weights.__setitem__,
+            ("depth", "streams"): lambda k, streams: self._note_each("stream", k + 1, gauges.stream_peaks(streams)),
+            ("depth", "beta"): self._take_beta,
+            ("attention", "gate"): self._take_gate,
+            ("attention", "gamma"): self._gammas.__setitem__,
+        }
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         part, number, what = taps.parts(name) or ("sublayer", len(self.model.sublayers), "input")  # final.input
-        take = getattr(self, f"_{part}_{what}", None)
-        if take is not None:
-            take(number, value)
+        if (part, what) in self._takers:
+            self._takers[part, what](number, value)
 
     def figures(self) -> dict[tuple[str, int], float]:
         """All figures. Waits for the device."""
         self._dimensions()
-        self._entropies()
+        for readers, weights in _alike(self._weights):
+            self._note("entropy", readers, gauges.depth_entropy(weights).reshape(len(readers), -1).mean(-1))
         self._gates()
         self._anchors()
         by_dtype: dict[torch.dtype, list[tuple[str, int]]] = defaultdict(list)
-        for key, value in self._found.items():
+        for key, value in self._figures.items():
             by_dtype[value.dtype].append(key)
-        keys = [key for own in by_dtype.values() for key in own]
-        parts = [torch.stack([self._found[key] for key in own]).double() for own in by_dtype.values()]
+        keys = [key for group in by_dtype.values() for key in group]
+        parts = [torch.stack([self._figures[key] for key in group]).double() for group in by_dtype.values()]
         return dict(zip(keys, torch.cat(parts).tolist(), strict=True))
 
     def table(self) -> Table:
@@ -83,37 +92,28 @@ class Gauges(dict[str, Tensor]):
         places: dict[str, dict[int, float]] = defaultdict(dict)
         for (name, place), value in self.figures().items():
             places[name][place] = value
-        return {name: [_rounded(found.get(i)) for i in range(max(found) + 1)] for name, found in places.items()}
+        return {name: [_rounded(at.get(i)) for i in range(max(at) + 1)] for name, at in places.items()}
 
-    def _sublayer_input(self, reader: int, h: Tensor) -> None:
-        self._found["peak", reader], self._sizes[reader] = gauges.peak_and_sizes(h)
+    def _take_input(self, reader: int, h: Tensor) -> None:
+        self._figures["peak", reader], self._sizes[reader] = gauges.peak_and_sizes(h)
 
-    def _depth_weights(self, k: int, weights: Tensor) -> None:
-        self._weights[k + 1] = weights
-
-    def _depth_pre(self, k: int, weights: Tensor) -> None:
-        self._weights[k] = weights
-
-    def _depth_streams(self, k: int, streams: Tensor) -> None:
-        for i, peak in enumerate(gauges.stream_peaks(streams).unbind()):
-            self._found[f"stream.{i}", k + 1] = peak
-
-    def _depth_beta(self, k: int, beta: Tensor) -> None:
+    def _take_beta(self, k: int, beta: Tensor) -> None:
         self._betas[k] = beta
         recovery = self.model.topology.recovery(k, beta)
         if recovery is not None:
-            self._found["recovery", k] = recovery
+            self._figures["recovery", k] = recovery
 
-    def _attention_gate(self, layer: int, gate: Tensor) -> None:
-        self._found["gate_mean", layer] = gate.double().mean()
-        self._found["gate_closed", layer] = gauges.closed(gate).double().mean()
+    def _take_gate(self, layer: int, gate: Tensor) -> None:
+        self._figures["gate_mean", layer] = gate.double().mean()
+        self._figures["gate_closed", layer] = gauges.closed(gate).double().mean()
 
-    def _attention_gamma(self, layer: int, gamma: Tensor) -> None:
-        self._gammas[layer] = gamma
+    def _note_each(self, name: str, place: int, values: Tensor) -> None:
+        for i, value in enumerate(values.unbind()):
+            self._figures[f"{name}.{i}", place] = value
 
     def _note(self, name: str, places: Iterable[int], values: Tensor) -> None:
         for place, value in zip(places, values.unbind(), strict=True):
-            self._found[name, place] = value
+            self._figures[name, place] = value
 
     def _dimensions(self) -> None:
         """Residual-sink ratios, and the gain that each norm gives its largest dimension."""
@@ -128,10 +128,6 @@ class Gauges(dict[str, Tensor]):
             self._note("gain", gains, size.mean(-1))
             self._note("sink_gain", gains, size.gather(-1, largest)[:, 0])
 
-    def _entropies(self) -> None:
-        for readers, weights in _alike(self._weights):
-            self._note("entropy", readers, gauges.depth_entropy(weights).reshape(len(readers), -1).mean(-1))
-
     def _gates(self) -> None:
         for sublayers, betas in _alike(self._betas):
             flat = wide(betas).flatten(1)
@@ -145,8 +141,8 @@ class Gauges(dict[str, Tensor]):
             mix: Any = getattr(cast("Sublayer", sublayer).body, "mix", None)
             scales = {} if mix is None else mix.scales(self._gammas.get(k // 2))
             for pathway, (anchor, current) in scales.items():
-                self._found[f"anchor.{pathway}", k // 2] = anchor.mean()
-                self._found[f"current.{pathway}", k // 2] = current.mean()
+                self._figures[f"anchor.{pathway}", k // 2] = anchor.mean()
+                self._figures[f"current.{pathway}", k // 2] = current.mean()
 
 
 def _alike(tensors: dict[int, Tensor]) -> Iterator[tuple[list[int], Tensor]]:

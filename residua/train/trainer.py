@@ -1,4 +1,14 @@
-"""The training loop: steps, logs, validations and checkpoints, in an order that lets a run resume bit for bit."""
+"""The training loop: steps, logs, validations and checkpoints, in an order that lets a run resume bit for bit.
+
+What `train` does, in order; `World` says on which processes:
+
+1. Opens the run's folder and text, and refuses what does not fit before anything is written.
+2. `Trainer` builds the step and goes on from the newest checkpoint that is finite, if there is any.
+3. `fit` writes config.toml and the environment, then takes one step after the other (`_train_step`). After each it does
+   what is due: telemetry, a log line, a validation, a checkpoint, the start of a shorter run (`Branch`). A log line
+   stops a run whose loss is not finite, has diverged or does not fall; a signal stops it once it is saved.
+4. `finish` validates on all of the text, and writes validation.json, result.json and inspection.json.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from rich.console import Console
@@ -26,32 +36,46 @@ from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import Checkpoint, prune, what_is_left
 from residua.storage.load import weights_fingerprint
 from residua.storage.run import METRICS, Run, read_metrics
-from residua.train.branch import Branch
-from residua.train.clock import Clock, random_states, set_random_states
 from residua.train.environment import START, TEXT, describe_environment
-from residua.train.final_validation import FINAL, FinalValidation, by_document, final_batches, without_documents
-from residua.train.health import (
-    Interrupted,
-    StopSignals,
-    TrainingStopped,
-    Watch,
-    had_fair_steps,
-    token_frequencies,
+from residua.train.health import Interrupted, StopSignals, TrainingStopped, Watch, had_fair_steps, token_frequencies
+from residua.train.result import (
+    FINAL,
+    FinalValidation,
+    Result,
+    by_document,
+    closing_words,
+    collect_result,
+    final_batches,
+    inspect_model,
+    without_documents,
 )
-from residua.train.inspect import inspect_model
-from residua.train.profile import Profiler
-from residua.train.progress import Display
-from residua.train.result import Result, closing_words, collect_result
+from residua.train.sinks import Display, Optional, Sink, check_trackers, open_trackers
 from residua.train.start import check_model, check_tokenizer, start_lines
-from residua.train.state import RunState, check_text, fitting_state, read_state
+from residua.train.state import RunState, check_text, fitting_state, random_states, read_state, set_random_states
 from residua.train.step import arithmetic
 from residua.train.summary import check_disk, summarise
 from residua.train.telemetry import Telemetry, build_telemetry
-from residua.train.throughput import mfu, peak_memory_gib
-from residua.train.track import Optional, Sink, check_trackers, open_trackers
+from residua.train.timing import Clock, Profiler, mfu, peak_memory_gib
 from residua.train.world import World
 
 SMOOTHED_LINES = 10
+
+
+class Branch(NamedTuple):
+    """A shorter run that begins as a longer one: they differ only in `train.steps`.
+
+    Until its own decay begins, it has the rates, the batches and so the weights of the longer one, which saves that
+    moment in `folder`. From there the branch resumes like an interrupted run.
+    """
+
+    folder: Path
+    config: RunConfig
+
+    @property
+    def step(self) -> int:
+        """The last step that both have in common."""
+        recipe = self.config.train
+        return recipe.schedule.shared_steps(recipe.steps)
 
 
 def train(
@@ -133,6 +157,41 @@ class Trainer:
         self.branches = branches
         self._restore()
 
+    def _restore(self) -> None:
+        """Go on from the newest checkpoint whose weights and optimizer state are finite, if there is any checkpoint."""
+        saved = self.run.checkpoints()
+        for checkpoint in reversed(saved):
+            state = read_state(checkpoint)
+            self.world.restore(checkpoint.path, self.step)
+            broken = self.world.nonfinite(self.step)
+            if not broken:
+                self._go_on_from(checkpoint, state)
+                return
+            self.skipped[checkpoint] = f"{broken[0]} is not finite" + f" (first of {len(broken)})" * (len(broken) > 1)
+        if saved:
+            raise ConfigError(
+                f"no checkpoint of {self.run.folder} is finite (in {saved[-1].path}, {self.skipped[saved[-1]]}): "
+                "start a new run in another --out."
+            )
+
+    def _go_on_from(self, checkpoint: Checkpoint, state: RunState) -> None:
+        self.done = state.step
+        if self.done > self.config.train.steps:
+            raise ConfigError(
+                f"{self.run.folder} has done {self.done} steps and train.steps = {self.config.train.steps} is fewer: "
+                "ask for more, or start a new run in another --out."
+            )
+        with fitting_state(checkpoint):
+            self.loader.load_state_dict(state.loader.model_dump())
+            self.step.set_totals(state.totals)
+            if self.step.balancer is not None:
+                self.step.balancer.set_state({} if state.balance is None else state.balance.model_dump())
+            set_random_states(state.rng.model_dump(exclude_none=True))
+        self.clock = Clock(state.clock.total, state.clock.interval)
+        self.watch = replace(self.watch, **state.watch.model_dump())
+        self.smoothed, self.lines = state.smoothed, state.lines
+        self.step.keep_streams(state.kept)
+
     def fit(self, signals: StopSignals) -> None:
         """Train to the last step, or until a signal arrives or the loss diverges."""
         summarise(self.console, self.config, self.step, self.dataset, self.size, self.done, self.world.describe())
@@ -148,8 +207,16 @@ class Trainer:
         if self.done == 0 and (notice := self.run.set_metrics_aside()):
             self._notify(notice)
         self.metrics = self.run.metrics(until=self.done)
-        self.sinks: list[Sink] = self._open_sinks() if self.world.leads else []
-        self._prepare_telemetry()
+        self.sinks: list[Sink] = []
+        if self.world.leads:
+            prune(self.run.folder, self.config.train.keep)
+            display = Optional("The display", lambda: Display(self.config, self.done, self.console), self._notify)
+            trackers = open_trackers(self.config, self.run.folder, self.done, self._notify)
+            self.sinks = [self.metrics, display, *trackers]
+        if self.telemetry is not None and self.world.leads:
+            self.telemetry.recall(read_metrics(self.run.folder / METRICS))
+        elif self.telemetry is None and self.config.train.telemetry == "on":
+            self._notify("telemetry is off: it needs a process that has the whole model (parallel.shard, .pipeline)")
         try:
             self.clock.start()
             if self.done == 0 and self.config.train.start is not None:
@@ -173,38 +240,6 @@ class Trainer:
         began = self.run.recorded(START) if self.done else weights_fingerprint(start)
         return about if began is None else {**about, START: began}
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Stop in a sentence that names what is left when the disk or the memory is full, or forbidden."""
-        try:
-            yield
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            if not is_expected(error):
-                raise
-            what, advice = explain(error)
-            raise TrainingStopped(
-                f"{what}; {what_is_left(self.run.folder)}: {advice}, then {self._how_to_resume()}."
-            ) from None
-        except (MemoryError, RuntimeError) as error:
-            device = out_of_memory(error)
-            if device is None:
-                raise
-            raise TrainingStopped(
-                f"{device} ran out of memory after step {self.done}; {what_is_left(self.run.folder)}. Lower "
-                f"train.micro_batch = {self.config.train.micro_batch} and raise train.accumulate, or set "
-                "train.recompute=sublayers."
-            ) from None
-
-    def _open_sinks(self) -> list[Sink]:
-        prune(self.run.folder, self.config.train.keep)
-        display = Optional("The display", lambda: Display(self.config, self.done, self.console), self._notify)
-        return [self.metrics, display, *open_trackers(self.config, self.run.folder, self.done, self._notify)]
-
-    def _notify(self, words: str) -> None:
-        self.console.print(words, soft_wrap=True, markup=False)
-
     def _train_step(self) -> None:
         recipe = self.config.train
         with self.profiler.around(self.done + 1):
@@ -221,13 +256,22 @@ class Trainer:
             self._validate()
         if last and self.watch.strikes:
             self._stop_if("the run ended while its loss was above its start")
-        if last:
-            self._stop_unlearned()
+        if last and had_fair_steps(recipe) and self.validation_loss is not None:
+            # a run is not finished that had time to learn and whose losses say that it has not
+            loss = min(self.loss, self.validation_loss)
+            self._start_again_if(self.watch.unlearned(recipe.steps, loss, self.frequencies))
         if last or (self.done % recipe.save_every == 0 and self._sound()):
             self._save()
         for branch in self.branches:
             if branch.step == self.done and self._sound():
                 self._begin(branch)
+
+    def _observe(self, telemetry: Telemetry) -> None:
+        """One more record: figures of every layer, measured by the leader."""
+        with self._paused():
+            record = self.world.from_leader(lambda: telemetry.measure(self.step, self.done))
+            self.step.keep_streams(record.get("kept", ()))
+            self._tell(**record, seconds=round(self.clock.total, 3))
 
     def _log(self) -> None:
         totals = self.step.totals()
@@ -240,8 +284,11 @@ class Trainer:
         self.smoothed += (loss - self.smoothed) / min(self.lines, SMOOTHED_LINES)
         speed = totals.steps * self.config.tokens_per_step / self.clock.interval
         utilisation = mfu(speed / self.world.size, self.size.flops_per_token, self.device)
-        self._log_experts()
-        self._log_ranks()
+        if self.step.balancer is not None:  # how the load of the experts was distributed over the interval
+            self._tell(kind="experts", step=self.done, **self.step.balancer.spread().record())
+            self.step.balancer.clear()
+        if (times := self.world.rank_times(self.step, self.done)) is not None:
+            self._tell(kind="ranks", step=self.done, **times)
         self._tell(
             kind="train",
             step=self.done,
@@ -262,52 +309,14 @@ class Trainer:
         self.step.set_totals([0.0] * 4)
         self.clock.interval = 0.0
 
-    def _prepare_telemetry(self) -> None:
-        if self.telemetry is not None and self.world.leads:
-            self.telemetry.recall(read_metrics(self.run.folder / METRICS))
-        elif self.telemetry is None and self.config.train.telemetry == "on":
-            self._notify("telemetry is off: it needs a process that has the whole model (parallel.shard, .pipeline)")
-
-    def _observe(self, telemetry: Telemetry) -> None:
-        """One more record: figures of every layer, measured by the leader."""
-        self._pause()
-        record = self.world.from_leader(lambda: telemetry.measure(self.step, self.done))
-        self.step.keep_streams(record.get("kept", ()))
-        self._tell(**record, seconds=round(self.clock.total, 3))
-        for sentence in record.get("said", ()):
-            self._notify(sentence)
-        self.clock.start()
-
-    def _log_experts(self) -> None:
-        """For a mixture of experts, one more record: how the load was distributed over the interval."""
-        if self.step.balancer is None:
-            return
-        self._tell(kind="experts", step=self.done, **self.step.balancer.spread().record())
-        self.step.balancer.clear()
-
-    def _log_ranks(self) -> None:
-        """On several processes, one more record: the time of each rank's forward passes, and which are slow."""
-        times = self.world.rank_times(self.step, self.done)
-        if times is not None:
-            self._tell(kind="ranks", step=self.done, **times)
-            for sentence in times["said"]:
-                self._notify(sentence)
-
     def _validate(self) -> None:
-        self._pause()
-        loss, tokens = self.step.evaluate(self.validation)
-        self._stop_if(None if math.isfinite(loss) else f"at step {self.done} the validation loss is {loss}")
-        self.validation_loss = loss
-        bits = loss * tokens / math.log(2) / self.validation_bytes
-        self._tell(
-            kind="validation",
-            step=self.done,
-            loss=round(loss, 6),
-            bits_per_byte=round(bits, 6),
-            tokens=tokens,
-            seconds=round(self.clock.total, 3),
-        )
-        self.clock.start()
+        with self._paused():
+            loss, tokens = self.step.evaluate(self.validation)
+            self._stop_if(None if math.isfinite(loss) else f"at step {self.done} the validation loss is {loss}")
+            self.validation_loss = loss
+            bits, seconds = loss * tokens / math.log(2) / self.validation_bytes, round(self.clock.total, 3)
+            rounded = {"loss": round(loss, 6), "bits_per_byte": round(bits, 6)}
+            self._tell(kind="validation", step=self.done, **rounded, tokens=tokens, seconds=seconds)
 
     def _sound(self) -> bool:
         """Whether neither the last log line's loss nor the mean of the steps after it calls for not saving."""
@@ -317,67 +326,20 @@ class Trainer:
         return finite and not self.watch.strikes and not self.watch.too_high(loss)
 
     def _save(self) -> None:
-        self._pause()
-        self.metrics.sync()
-        self.world.save(self.run.folder, self.done, self.step, self._state(), self.config.train.keep)
-        self.clock.start()
+        with self._paused():
+            self.metrics.sync()
+            self.world.save(self.run.folder, self.done, self.step, self._state(), self.config.train.keep)
 
     def _begin(self, branch: Branch) -> None:
         """Save the start of a shorter run."""
-        self._pause()
-        self.metrics.sync()
-        keep = self.config.train.keep
 
         def save(folder: Path) -> None:
-            self.world.save(folder, self.done, self.step, self._state(), keep)
+            self.world.save(folder, self.done, self.step, self._state(), self.config.train.keep)
             self.world.settle()
 
-        self.run.branch(branch.folder, branch.config, self.done, save)
-        self.clock.start()
-
-    def _pause(self) -> None:
-        """Wait for the device, then stop the clock."""
-        self.step.totals()
-        self.clock.stop()
-
-    def _interrupt(self, signal_number: int) -> None:
-        if self._sound():
-            self._save()
-            self.world.settle()
-        self.run.record_stop(f"stopped by a signal at step {self.done}")
-        raise Interrupted(f"stopped by a signal at step {self.done}; {self._how_to_resume()}.", signal_number)
-
-    def _stop_if(self, reason: str | None) -> None:
-        if reason is not None:
-            self._stop(
-                reason,
-                "Lower the learning rate (train.optimizer.lr) or raise train.schedule.warmup, then start again or "
-                f"{self._how_to_resume()}.",
-            )
-
-    def _stop_unlearned(self) -> None:
-        """Do not call a run finished that had time to learn and whose losses say that it has not."""
-        recipe = self.config.train
-        if had_fair_steps(recipe) and self.validation_loss is not None:
-            loss = min(self.loss, self.validation_loss)
-            self._start_again_if(self.watch.unlearned(recipe.steps, loss, self.frequencies))
-
-    def _start_again_if(self, reason: str | None) -> None:
-        if reason is not None:
-            rate = f"train.optimizer.lr = {self.config.train.optimizer.lr:g}"
-            self._stop(reason, f"Try a learning rate other than {rate}, usually a lower one, in a new run.")
-
-    def _stop(self, reason: str, advice: str) -> NoReturn:
-        """End the run for the sake of its losses, and keep the reason for those who watch."""
-        self.run.record_stop(reason)
-        raise TrainingStopped(f"{reason}; {what_is_left(self.run.folder)}. {advice}")
-
-    def _how_to_resume(self) -> str:
-        return f"continue with: {self.world.command(self.config)} --resume --out {self.run.folder}"
-
-    def _tell(self, **record: Any) -> None:
-        for sink in self.sinks:
-            sink.write(record)
+        with self._paused():
+            self.metrics.sync()
+            self.run.branch(branch.folder, branch.config, self.done, save)
 
     def _state(self) -> dict[str, Any]:
         """What a resumed run needs besides the tensors, as plain JSON that reads back exactly."""
@@ -396,40 +358,13 @@ class Trainer:
             "rng": random_states(self.device),
         }
 
-    def _restore(self) -> None:
-        """Go on from the newest checkpoint whose weights and optimizer state are finite, if there is any checkpoint."""
-        found = self.run.checkpoints()
-        for checkpoint in reversed(found):
-            state = read_state(checkpoint)
-            self.world.restore(checkpoint.path, self.step)
-            broken = self.world.nonfinite(self.step)
-            if not broken:
-                self._go_on_from(checkpoint, state)
-                return
-            self.skipped[checkpoint] = f"{broken[0]} is not finite" + f" (first of {len(broken)})" * (len(broken) > 1)
-        if found:
-            raise ConfigError(
-                f"no checkpoint of {self.run.folder} is finite (in {found[-1].path}, {self.skipped[found[-1]]}): "
-                "start a new run in another --out."
-            )
-
-    def _go_on_from(self, checkpoint: Checkpoint, state: RunState) -> None:
-        self.done = state.step
-        if self.done > self.config.train.steps:
-            raise ConfigError(
-                f"{self.run.folder} has done {self.done} steps and train.steps = {self.config.train.steps} is fewer: "
-                "ask for more, or start a new run in another --out."
-            )
-        with fitting_state(checkpoint):
-            self.loader.load_state_dict(state.loader.model_dump())
-            self.step.set_totals(state.totals)
-            if self.step.balancer is not None:
-                self.step.balancer.set_state({} if state.balance is None else state.balance.model_dump())
-            set_random_states(state.rng.model_dump(exclude_none=True))
-        self.clock = Clock(state.clock.total, state.clock.interval)
-        self.watch = replace(self.watch, **state.watch.model_dump())
-        self.smoothed, self.lines = state.smoothed, state.lines
-        self.step.keep_streams(state.kept)
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Wait for the device; the block is not training time."""
+        self.step.totals()
+        self.clock.stop()
+        yield
+        self.clock.start()
 
     def finish(self) -> Result:
         """Validate on all of the text, write validation.json, result.json and inspection.json, say what to do next."""
@@ -458,3 +393,62 @@ class Trainer:
             write_atomically(folder / "inspection.json", json.dumps(inspection) + "\n")
         self.console.print(closing_words(result, self.world.command(self.config)), soft_wrap=True)
         return result
+
+    def _tell(self, **record: Any) -> None:
+        """Write a record to all sinks, and print the sentences that it has for a person."""
+        for sink in self.sinks:
+            sink.write(record)
+        for sentence in record.get("said", ()):
+            self._notify(sentence)
+
+    def _notify(self, words: str) -> None:
+        self.console.print(words, soft_wrap=True, markup=False)
+
+    def _interrupt(self, signal_number: int) -> None:
+        if self._sound():
+            self._save()
+            self.world.settle()
+        self.run.record_stop(f"stopped by a signal at step {self.done}")
+        raise Interrupted(f"stopped by a signal at step {self.done}; {self._how_to_resume()}.", signal_number)
+
+    def _stop_if(self, reason: str | None) -> None:
+        if reason is not None:
+            lower = "Lower the learning rate (train.optimizer.lr) or raise train.schedule.warmup, then start again or"
+            self._stop(reason, f"{lower} {self._how_to_resume()}.")
+
+    def _start_again_if(self, reason: str | None) -> None:
+        if reason is not None:
+            rate = f"train.optimizer.lr = {self.config.train.optimizer.lr:g}"
+            self._stop(reason, f"Try a learning rate other than {rate}, usually a lower one, in a new run.")
+
+    def _stop(self, reason: str, advice: str) -> NoReturn:
+        """End the run for the sake of its losses, and keep the reason for those who watch."""
+        self.run.record_stop(reason)
+        raise TrainingStopped(f"{reason}; {what_is_left(self.run.folder)}. {advice}")
+
+    def _how_to_resume(self) -> str:
+        return f"continue with: {self.world.command(self.config)} --resume --out {self.run.folder}"
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Stop in a sentence that names what is left when the disk or the memory is full, or forbidden."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not is_expected(error):
+                raise
+            what, advice = explain(error)
+            raise TrainingStopped(
+                f"{what}; {what_is_left(self.run.folder)}: {advice}, then {self._how_to_resume()}."
+            ) from None
+        except (MemoryError, RuntimeError) as error:
+            device = out_of_memory(error)
+            if device is None:
+                raise
+            raise TrainingStopped(
+                f"{device} ran out of memory after step {self.done}; {what_is_left(self.run.folder)}. Lower "
+                f"train.micro_batch = {self.config.train.micro_batch} and raise train.accumulate, or set "
+                "train.recompute=sublayers."
+            ) from None

@@ -5,6 +5,8 @@ Under torchrun the trainer is given `residua.distributed.world.Ranks` instead, w
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from residua.config.run import RunConfig
+from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError
 from residua.data import Dataset, Loader, validation_batches
 from residua.data.loader import Batch
@@ -20,14 +22,14 @@ from residua.data.source import find_data
 from residua.machine import choose_device
 from residua.reading import counted
 from residua.storage.checkpoint import model_tensors, save_checkpoint
-from residua.storage.finite import nonfinite
 from residua.storage.load import restore
 from residua.storage.run import Run, failed_early
-from residua.train.clock import Stages
+from residua.storage.tensors import nonfinite
+from residua.train.compile.graphs import WARM_UP
 from residua.train.start import starting_model
-from residua.train.step import Step, build_step
+from residua.train.step import Step, arithmetic, build_step
 from residua.train.summary import check_memory
-from residua.train.throughput import reset_peak_memory
+from residua.train.timing import Stages, reset_peak_memory
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -152,3 +154,75 @@ def check_processes(config: RunConfig) -> None:
             f"parallel asks for {counted(asked, 'process', 'processes')} ({sizes}) and {started} {were} started: use "
             f"torchrun --nproc-per-node {asked}, or change parallel.data, parallel.shard and parallel.pipeline."
         )
+
+
+_FREE = (
+    "data.seed", "train.seed", "train.steps", "train.optimizer.", "train.schedule.", "train.clip_norm",
+    "train.log_every", "train.validate_every", "train.save_every", "train.keep",
+    "train.divergence_", "train.telemetry", "train.track", "train.profile",
+)  # fmt: skip
+"""What runs of one graph may differ in: nothing that `train.step.Step` compiles."""
+
+
+def graph_of(config: RunConfig) -> str:
+    """Equal for runs that can share a step."""
+    return json.dumps(settings(config, without=_FREE), sort_keys=True)
+
+
+class SharedWorld(World):
+    """One process that trains runs one after the other, on one step as long as they have the same graph.
+
+    Two runs have the same graph if they differ only in seeds, rates, schedule, length and how often they log and save.
+    The second starts at once: its weights are built as in a process of its own and copied into the tensors that the
+    compiled code and the CUDA graphs use; optimizer, data order and random states start anew. So a run gives the same
+    bits wherever it trains.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._step: Step | None = None
+        self._graph = ""
+        self._texts: dict[str, Dataset] = {}
+
+    def open_data(self, config: RunConfig) -> Dataset:
+        key = config.data.path or config.data.tokenizer
+        if key not in self._texts:
+            self._texts[key] = super().open_data(config)
+        return self._texts[key]
+
+    def build_step(self, config: RunConfig) -> Step:
+        if self._step is not None and self._graph == graph_of(config):
+            self._step.restart(starting_model(config), config.train)
+            return self._step
+        self.forget()
+        super().reset_peak_memory()
+        self._step, self._graph = super().build_step(config), graph_of(config)
+        return self._step
+
+    def reset_peak_memory(self) -> None:
+        """Only when a step is built: replays of its CUDA graphs allocate nothing, so its first run's peak holds."""
+
+    def rehearse(self, config: RunConfig) -> None:
+        """Build the step of a run and let it compile: on a few steps and a validation whose results are dropped."""
+        with self.stages.measure("data"):
+            dataset = self.open_data(config)
+        with self.stages.measure("build"):
+            step = self.build_step(config)
+        if not step.compiled:
+            return
+        with self.stages.measure("compile"), arithmetic(config.train):
+            loader, validation = self.open_batches(config, dataset)
+            try:
+                for _ in range(WARM_UP + 1):
+                    step([next(loader) for _ in range(config.train.accumulate)])
+                step.evaluate(validation)
+                step.totals()  # waits for the device
+            finally:
+                loader.close()
+
+    def forget(self) -> None:
+        """Free the step and its memory."""
+        self._step = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

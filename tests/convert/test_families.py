@@ -18,7 +18,7 @@ from residua.data.tokenizer import Tokenizer
 from residua.export import export
 from residua.model.rope import rotary_table
 from residua.model.size import measure
-from residua.storage.imported import import_folder
+from residua.storage.hugging_face import import_folder
 from residua.storage.load import load
 from tests.convert.tiny import EXPERTS, FAMILIES, ROTARY, SIZES, logits, saved, tokens
 from tests.model.small import small

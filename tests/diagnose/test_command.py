@@ -18,7 +18,7 @@ from residua.data import Dataset, Tokenizer, open_corpus, prepare
 from residua.diagnose import Diagnosis, diagnose
 from residua.diagnose.folder import first_sentences
 from residua.diagnose.text import open_text, sample
-from residua.storage.imported import AGAIN
+from residua.storage.hugging_face import AGAIN
 from tests.diagnose import planted
 
 pytestmark = pytest.mark.slow

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from residua.storage.companions import stop_ids
 from rich.console import Console
 
 import residua
@@ -15,7 +16,6 @@ from residua.config.run import RunConfig
 from residua.distributed.convert import convert
 from residua.integrations.torchtitan import convert as titan
 from residua.storage.checkpoint import checkpoints
-from residua.storage.companions import stop_ids
 from residua.train.trainer import train
 from tests.train.conftest import config, data  # noqa: F401
 

@@ -7,11 +7,6 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-
-from residua import ops
-from residua.config.run import RunConfig
-from residua.data.loader import IGNORED
-from residua.distributed.pipeline import head
 from residua.distributed.pipeline.deal import (
     DIVIDED,
     head_ranks,
@@ -20,6 +15,11 @@ from residua.distributed.pipeline.deal import (
     shares_of,
     stage_work,
 )
+
+from residua import ops
+from residua.config.run import RunConfig
+from residua.data.loader import IGNORED
+from residua.distributed.pipeline import head
 from residua.model.size import Work, measure, measure_work
 from residua.ops.linear_cross_entropy import autograd, head_piece, launch
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from residua.distributed.terminations import Terminations
 
 from residua.distributed import heartbeat
 from residua.distributed.heartbeat import HURRIED, MISSED, Heartbeat, lost_a_peer
-from residua.distributed.terminations import Terminations
 
 PATIENCE = 10
 

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-
 from residua.distributed.times import MOST, Stopwatch, slow_ranks
 
 HOSTS = ["node-a", "node-a", "node-b", "node-b"]

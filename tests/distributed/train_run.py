@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from residua.distributed.times import Stopwatch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from residua.cli.main import fail
 from residua.config.run import RunConfig
 from residua.distributed import heartbeat, nodes
 from residua.distributed.heartbeat import Heartbeat
-from residua.distributed.times import Stopwatch
 from residua.distributed.world import open_world
 from residua.files import AppendedFile, WriteError
 from residua.train.health import TrainingStopped

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from residua.distributed.pipeline.deal import cut, shares_of
 from safetensors.torch import save_file
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -22,7 +23,6 @@ from residua.distributed import optimizer, units
 from residua.distributed.mesh import Mesh, Processes
 from residua.distributed.pipeline import stage
 from residua.distributed.pipeline import step as pipeline_step
-from residua.distributed.pipeline.deal import cut, shares_of
 from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.world import build_ranked_step
 from residua.model.moe import mixtures

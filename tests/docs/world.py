@@ -95,7 +95,7 @@ class World:
                 shutil.copytree(self.run, path)
 
     def _imported(self, run: Path) -> None:
-        from residua.storage.imported import import_folder
+        from residua.storage.hugging_face import import_folder
 
         if not run.exists():
             import_folder(self.model, run)

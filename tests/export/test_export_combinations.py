@@ -8,7 +8,7 @@ from torch import Tensor
 
 import residua
 from residua.model.decoder import Decoder
-from residua.storage.exported import exported_name
+from residua.storage.hugging_face import exported_name
 from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
 from tests.model.combinations import config_of, fits, name_of
 from tests.model.pairwise import covering_array

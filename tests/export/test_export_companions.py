@@ -8,8 +8,7 @@ import pytest
 
 from residua.data.tokenizer import Tokenizer
 from residua.export import export
-from residua.storage.companions import companions, stop_ids
-from residua.storage.imported import import_folder
+from residua.storage.hugging_face import companions, import_folder, stop_ids
 from tests.convert.tiny import saved
 
 pytest.importorskip("transformers")

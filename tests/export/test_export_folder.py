@@ -10,9 +10,7 @@ from safetensors.torch import load_file, save_file
 import residua
 from residua.data.tokenizer import Tokenizer
 from residua.export.folder import Precision, write_folder
-from residua.storage.companions import companions
-from residua.storage.exported import is_export
-from residua.storage.imported import import_folder
+from residua.storage.hugging_face import companions, import_folder, is_export
 from tests.export.exported import bytes_config, in_transformers, trained_like, write
 from tests.model.small import small
 

@@ -13,7 +13,7 @@ import pytest
 import residua as library
 from residua.generate.generator import Generator, Request
 from residua.generate.sample import Sampling
-from residua.storage.opening import open_model
+from residua.storage.model_folder import open_model
 from tests.trained import residua, train_run
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from residua.model.fold import fold_mixing
 from residua.model.topology.fused import FEW, FusedAdditive, FusedBlock, FusedMultiGate, FusedTopology
 from residua.ops import decode
 from residua.ops._runtime.backend import Operator
-from residua.storage.opening import place
+from residua.storage.model_folder import place
 from tests.model.small import small
 from tests.nightly import only_nightly
 

@@ -17,7 +17,7 @@ from residua.generate.text import TextStream
 from residua.model.decoder import Decoder
 from residua.model.fold import fold_mixing
 from residua.model.moe import MoE
-from residua.storage.opening import place
+from residua.storage.model_folder import place
 from tests.model.combinations import ROWS, config_of, name_of
 from tests.model.pairwise import Row
 from tests.model.small import small

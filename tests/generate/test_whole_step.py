@@ -25,7 +25,7 @@ from residua.model.fold import fold_mixing
 from residua.model.topology import fused
 from residua.ops.decode import launch_layers
 from residua.ops.decode.launch_layers import Layers
-from residua.storage.opening import place
+from residua.storage.model_folder import place
 from tests.generate.test_generate_fused import BLOCK, TOPOLOGIES, model
 from tests.nightly import only_nightly
 

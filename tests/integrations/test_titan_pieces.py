@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from residua.integrations.torchtitan.packed import pack, unpack
+from residua.integrations.torchtitan.run import find_run, parse_run
+from residua.integrations.torchtitan.tensor import find_splits, narrow, pieces
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.integrations.torchtitan.packed import pack, unpack
 from residua.integrations.torchtitan.refusals import refuse_engine, refuse_run
-from residua.integrations.torchtitan.run import find_run, parse_run
-from residua.integrations.torchtitan.tensor import find_splits, narrow, pieces
 from residua.model.decoder import Decoder
 from tests.integrations.cases import MODELS
 from tests.model.small import small

@@ -5,7 +5,7 @@ import torch
 
 from residua.ops import symmetric_product
 from residua.ops._runtime.backend import backend
-from residua.train.polar import polar_express
+from residua.train.optimizer import polar_express
 
 triton = pytest.importorskip("triton")
 

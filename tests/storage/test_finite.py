@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from residua.storage.finite import nonfinite
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +17,6 @@ import residua as package
 from residua.config.run import RunConfig
 from residua.distributed.convert import convert
 from residua.storage.checkpoint import checkpoints
-from residua.storage.finite import nonfinite
 from residua.train.health import TrainingStopped
 from residua.train.step import Step
 from residua.train.trainer import train

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+from residua.storage.imported import import_folder
+from residua.storage.opening import open_model
+from residua.storage.stream import Entry, write_tensors
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -21,11 +24,8 @@ from residua.data.tokenizer import Tokenizer
 from residua.export import export
 from residua.generate.generator import Generator, Request
 from residua.quantize.run import stored_bytes
-from residua.storage.imported import import_folder
 from residua.storage.load import load
-from residua.storage.opening import open_model
 from residua.storage.run import Run
-from residua.storage.stream import Entry, write_tensors
 from tests.convert.tiny import logits, saved, tokens
 
 pytest.importorskip("transformers")

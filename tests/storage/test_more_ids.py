@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from residua.storage.imported import import_folder
+from residua.storage.opening import open_model
+from residua.storage.text import open_text
 
 from residua.config.run import RunConfig
 from residua.data import Dataset, Tokenizer, open_corpus, prepare
@@ -16,9 +19,6 @@ from residua.data.shards import HEADER_BYTES
 from residua.data.source import open_data
 from residua.evaluate.perplexity import score_text
 from residua.evaluate.score import Scorer
-from residua.storage.imported import import_folder
-from residua.storage.opening import open_model
-from residua.storage.text import open_text
 from residua.train.start import check_tokenizer
 from tests.convert.tiny import GEMMA, saved
 from tests.trained import residua

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from residua.storage.text import open_text
 
 import residua
 from residua.config.run import RunConfig
@@ -18,7 +19,6 @@ from residua.data.tokenizer import Tokenizer
 from residua.quantize import quantize
 from residua.storage.checkpoint import FOLDER
 from residua.storage.tensors import save_tensors
-from residua.storage.text import open_text
 from tests.model.small import small
 from tests.trained import residua as command
 

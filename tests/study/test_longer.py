@@ -11,7 +11,7 @@ from residua.study.conduct import show_saved
 from residua.study.inference import loses, pays
 from residua.study.longer import with_longer
 from residua.study.saved import SavedStudy
-from residua.train.final_validation import FinalValidation
+from residua.train.result import FinalValidation
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

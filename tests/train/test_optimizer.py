@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from residua.train.polar import polar_express
 
 from residua.config.run import AdamW, Muon
 from residua.train.optimizer import build_optimizer, hidden_matrices
-from residua.train.polar import polar_express
 
 from .standin import StandIn
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from residua.train.inspect import inspect_model
+from residua.train.progress import Display, duration, short
+from residua.train.throughput import mfu, peak_flops
 from rich.console import Console
 
 import residua
@@ -23,9 +26,6 @@ from residua.data import Dataset
 from residua.storage.run import read_metrics
 from residua.train import environment
 from residua.train.environment import code_commit
-from residua.train.inspect import inspect_model
-from residua.train.progress import Display, duration, short
-from residua.train.throughput import mfu, peak_flops
 from residua.train.trainer import train
 
 from .test_step import batch

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from residua.train.shared import SharedWorld, graph_of
 from rich.console import Console
 
 from residua.config.run import RunConfig
 from residua.train.health import Interrupted, TrainingStopped
-from residua.train.shared import SharedWorld, graph_of
 from residua.train.step import Step
 from residua.train.trainer import train
 from tests.distributed.launch import start

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from residua.storage.companions import companions
+from residua.train.shared import SharedWorld
 
 from residua.cli.train import _retrofit
 from residua.config.run import RunConfig
@@ -14,12 +16,10 @@ from residua.config.settings import ConfigError
 from residua.data import open_corpus, prepare
 from residua.model.init_fidelity import InitFidelity
 from residua.quantize import quantize
-from residua.storage.companions import companions
 from residua.storage.load import load, weights_fingerprint
 from residua.storage.run import read_metrics, saved_config
 from residua.study.given import started
 from residua.train.environment import START
-from residua.train.shared import SharedWorld
 from residua.train.start import check_model, start_lines, starting_model, what_is_kept
 from residua.train.trainer import train
 from tests.trained import residua
@@ -179,6 +179,7 @@ def test_an_imported_run_is_trained_from_not_resumed(
 ) -> None:
     pytest.importorskip("transformers")
     from residua.storage.imported import import_folder
+
     from tests.convert.tiny import saved
 
     saved(tmp_path / "hf", "Llama", vocab_size=320, rms_norm_eps=1e-5)
@@ -212,6 +213,7 @@ def test_an_imported_router_with_one_expert_stays_as_it_is_unless_balanced(
 ) -> None:
     pytest.importorskip("transformers")
     from residua.storage.imported import import_folder
+
     from tests.convert.tiny import saved
 
     saved(tmp_path / "hf", "Mixtral", vocab_size=320, num_local_experts=4, num_experts_per_tok=1)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from residua.train.track import scalars
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from residua.storage.run import read_metrics
 from residua.train.step import Step, build_step
 from residua.train.telemetry import Gauges, Growth, first_tokens, interval, measured_tokens
 from residua.train.telemetry_curves import FAMILIES, by_place, measured, over_places, telemetry_of, whole_model
-from residua.train.track import scalars
 from residua.train.trainer import train
 from tests.model.small import small, tokens_and_targets
 

@@ -1,9 +1,17 @@
-"""A slice of a decoder as one stage of a pipeline."""
+"""A slice of a decoder as one stage of a pipeline.
+
+Several stages may share the head: each multiplies with some rows of the vocabulary and hands on two numbers. With the
+logits ℓ_v = w_v·h of its rows, a stage adds to what it received, for every token,
+
+    lse ← log(exp(lse) + Σ_v exp ℓ_v),     picked ← picked + ℓ_target, if the target is one of its rows,
+
+and the last one computes the loss, mean(lse − picked), and the z-term from them. Gradients take the same way back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +21,23 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from residua import ops
-from residua.distributed.pipeline.deal import Share
-from residua.distributed.pipeline.head import losses_of, piece_of_head
-from residua.distributed.pipeline.stage_boundary import EMBEDDING, HIDDEN, LSE, PICKED
+from residua.data.loader import IGNORED
+from residua.distributed.pipeline.shares import EMBEDDING, HIDDEN, LSE, PICKED, Share
 from residua.distributed.pipeline.transport import Route, StageCache, hold, with_loss
 from residua.distributed.units import Unit, divide, pass_through
 from residua.model.moe import Routing
 from residua.model.topology.base import Boundary, Items
+from residua.ops.linear_cross_entropy import head_piece
 from residua.train.compile.rewrites import compile_rewritten
+from residua.train.step import autocast
 
 if TYPE_CHECKING:
-    from residua.distributed.times import Stopwatch
     from residua.model.decoder import Decoder
+    from residua.train.timing import Stopwatch
 
 # Names of tensors that a stage may receive without reading them.
 PASSIVE = ("anchor.", "output.", EMBEDDING)
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -93,11 +103,11 @@ class Slice(nn.Module):
         made, routed = self.body(items, tokens, **given)
         loss = self.balance(Routing.stack(routed)) if routed else None
         if self.last:
-            return _carrying(made["losses"], loss)
+            return with_loss(made["losses"], loss)
         held = [value for name, value in items.items() if name.startswith(PASSIVE)]
         made = {name: value if name in items else self._cached(number, name, value) for name, value in made.items()}
         sent = [made[name].contiguous() for name in self.route.sends]
-        return (_carrying(hold(sent[0], held), loss), *sent[1:])
+        return (with_loss(hold(sent[0], held), loss), *sent[1:])
 
     def compile_parts(self, *, whole: bool) -> None:
         """Compile the `whole` computation, or each unit if FSDP2 gathers them one at a time."""
@@ -121,7 +131,7 @@ class Slice(nn.Module):
         positions: Tensor | None = None,
     ) -> tuple[Items, list[Routing]]:
         """The computation itself, without communication: it can be compiled."""
-        with self._autocast():
+        with autocast(self.settings.device, self.settings.precision):
             if self.share.head.start > 0:
                 return self._headed(items[HIDDEN], targets, items), []
             h, state, anchors, constant = self._begin(items, tokens)
@@ -135,7 +145,8 @@ class Slice(nn.Module):
     def _begin(self, items: Items, tokens: Tensor | None) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
         """The input of the first sublayer, the state, the anchors, and the embedding if it must be sent on."""
         if tokens is not None:
-            x = self._embedded(tokens)
+            assert self.embed is not None
+            x = self.embed(tokens).to(self.settings.precision)
             h, state = self.topology.open(x) if self.heads else self.boundary.begin(x)
             return h, state, self.anchors.open(x), x
         h, state = self.boundary.enter(self.range.start - 1, items)
@@ -169,20 +180,6 @@ class Slice(nn.Module):
             return {HIDDEN: hidden, f"{LSE}.{after}": lse, f"{PICKED}.{after}": picked}
         return {"losses": hold(torch.stack(losses_of(lse, picked, targets, self.settings.z_loss)), held)}
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        assert self.embed is not None
-        x: Tensor = self.embed(tokens)
-        return x.to(self.settings.precision)
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.settings.precision is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.settings.device, dtype=self.settings.precision)
-
-
-def _carrying(x: Tensor, loss: Tensor | None) -> Tensor:
-    return x if loss is None else with_loss(x, loss)
-
 
 class Stage(PipelineStage):
     """PyTorch's stage with three additions: it counts the bytes it sends, times its forward passes, and frees receive
@@ -195,24 +192,24 @@ class Stage(PipelineStage):
     watch: Stopwatch | None = None
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._fill(self.args_recv_info[fwd_chunk_id])
+        self._remake(self.args_recv_info[fwd_chunk_id], self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
-            self._fill(self.grad_recv_info[bwd_chunk_id])
+            self._remake(self.grad_recv_info[bwd_chunk_id], self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self.watch is None else self.watch.measure():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._drop(self.args_recv_info[fwd_chunk_id])
+        self._remake(self.args_recv_info[fwd_chunk_id], META)
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if self.has_backward and not self.is_last:
-            self._drop(self.grad_recv_info[bwd_chunk_id])
+            self._remake(self.grad_recv_info[bwd_chunk_id], META)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops_list = super().get_fwd_send_ops(fwd_chunk_id)
@@ -224,14 +221,8 @@ class Stage(PipelineStage):
         self.sent_backward += _bytes(ops_list)
         return ops_list
 
-    def _fill(self, infos: Sequence[Any]) -> None:
-        self._remake(infos, self.device)
-
-    def _drop(self, infos: Sequence[Any]) -> None:
-        # a tensor without memory, not None: PyTorch 2.11 clears the gradients of all buffers
-        self._remake(infos, torch.device("meta"))
-
     def _remake(self, infos: Sequence[Any], device: torch.device) -> None:
+        """Move the buffers; to drop them is to leave tensors without memory, which PyTorch 2.11 needs to clear them."""
         for info in infos:
             old = getattr(info, "buffer", None)  # the first stage has none: it is given its tokens
             if old is not None and old.device.type != device.type:
@@ -240,3 +231,20 @@ class Stage(PipelineStage):
 
 def _bytes(operations: Sequence[dist.P2POp]) -> int:
     return sum(operation.tensor.numel() * operation.tensor.element_size() for operation in operations)
+
+
+def piece_of_head(hidden: Tensor, weight: Tensor, targets: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """lse and picked of one piece, [...] each, at least in float32.
+
+    hidden [..., C], weight [R, C] (rows `start` … of the head), targets [...].
+    """
+    lse, picked = head_piece(hidden.flatten(0, -2), weight, (targets - start).flatten())
+    return lse.view(targets.shape), picked.view(targets.shape)
+
+
+def losses_of(lse: Tensor, picked: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and z-term, as `ops.linear_cross_entropy` returns them."""
+    counted = targets != IGNORED
+    count = counted.sum().clamp(min=1)
+    loss = (lse - picked).where(counted, 0).sum() / count
+    return loss, z_loss * lse.square().where(counted, 0).sum() / count

@@ -13,7 +13,7 @@ A step, on every rank at the same time (compare `distributed.step`):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,18 +24,13 @@ from torch.nn.functional import pad
 
 from residua.config.run import RunConfig, TrainConfig
 from residua.data.loader import IGNORED, Batch
-from residua.distributed.construct import Parts, construct
-from residua.distributed.experts import divide_experts
 from residua.distributed.mesh import Mesh
-from residua.distributed.pipeline.deal import head_ranks, shares_of, work_of
-from residua.distributed.pipeline.shared_parameters import SharedParameters
-from residua.distributed.pipeline.stage import Settings, Slice, Stage
-from residua.distributed.pipeline.stage_boundary import boundaries_of, recomputes_anchors
-from residua.distributed.pipeline.traffic import formulas, hop_bytes, mib
-from residua.distributed.pipeline.transport import StageCache, plan_routes
-from residua.distributed.shard import shard_slice
+from residua.distributed.pipeline.part import Part
+from residua.distributed.pipeline.shares import head_ranks
+from residua.distributed.pipeline.transport import formulas, hop_bytes, mib, plan_routes
+from residua.distributed.shard import Parts, construct, shard_slice
 from residua.distributed.step import RankedStep
-from residua.model.moe import Routing, mixtures
+from residua.model.moe import Routing
 from residua.train.balance import Balancer
 from residua.train.step import recompute_sublayers, resolve
 
@@ -48,7 +43,7 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 class PipelinedStep(RankedStep):
     """A part of the layers on every rank; each part may also be replicated (data) or sharded.
 
-    Parameters that several stages use (see `shared_parameters`) are on each of these ranks, and their gradients are
+    Parameters that several stages use (see `part`) are on each of these ranks, and their gradients are
     summed.
     """
 
@@ -57,74 +52,43 @@ class PipelinedStep(RankedStep):
         parallel, recipe = config.parallel, config.train
         self.flowing = recipe.accumulate // parallel.batch_ranks
         precision, _ = resolve(recipe, mesh.device)
-        shares = shares_of(config, work_of(config))
-        heads = head_ranks(shares, parallel.pipeline)
-        self.heads = mesh.pipeline_rank in heads
         shape = (recipe.micro_batch, config.sequence, config.model.width)
-        self.boundaries = boundaries_of(config.model, shares, shape, precision, parallel.anchors)
-        self.routes = plan_routes([list(items) for items in self.boundaries], parallel.pipeline, parallel.transport)
         self.element_bytes = torch.empty(0, dtype=precision).element_size()
-        own = range(mesh.pipeline_rank, parallel.stages, parallel.pipeline)
-        again = recomputes_anchors(config.model, parallel.anchors)
-        settings = Settings(recipe.z_loss, precision, mesh.device.type, again)
-
+        self.blocks = model.topology.blocks
         if recipe.recompute == "sublayers":
             recompute_sublayers(model)
-        self.blocks = model.topology.blocks
-        divided = divide_experts(model, mesh, precision, recipe.recompute)
-        boundary, cache = model.topology.boundary(), StageCache()
-        modules = [Slice(model, boundary, shares, i, self.routes[i], cache, settings) for i in own]
-        self.shared = SharedParameters(model, mesh, again, shares)
-        self._mixtures = mixtures(model)
-        for module in modules:
-            own_mixtures = mixtures(module)
-            first = self._mixtures.index(own_mixtures[0]) if own_mixtures else 0
-            module.balance = partial(self._balance, first)
-        keep_only(model, modules)
-        left = divided | self.shared.unsharded
-        if parallel.shard > 1:
-            for module in modules:
-                shard_slice(module, mesh, precision, left)
+        self.part = Part(
+            model, config, mesh, precision, shape, stages=parallel.stages, recompute=recipe.recompute,
+            balance=self._balance,
+        )  # fmt: skip
+        self.heads = mesh.pipeline_rank in head_ranks(self.part.shares, parallel.pipeline)
+        for module in self.part.slices if parallel.shard > 1 else ():
+            shard_slice(module, mesh, precision, self.part.unsharded)
         construct(model, parts, mesh)
-        self.modules, self.own = modules, own
-        super().__init__(model, config.model_copy(update={"train": _plain(recipe)}), mesh)
+        # recomputation was applied before the model was divided and sharded
+        plain = recipe.model_copy(update={"recompute": "none"})
+        super().__init__(model, config.model_copy(update={"train": plain}), mesh)
 
     def _build_losses(self, config: TrainConfig) -> Callable[..., Any]:
         """Build the stages and their schedule, which runs instead of the function that is returned."""
-        for module in self.modules if self.compiled else ():
+        for module in self.part.slices if self.compiled else ():
             module.compile_parts(whole=self.parallel.shard == 1 or self.parallel.unit == "model")
-        self.stages = [
-            Stage(module, i, self.parallel.stages, self.device, *self._examples(i), group=self.mesh.pipeline)
-            for module, i in zip(self.modules, self.own, strict=True)
-        ]
+        self.stages = self.part.build_stages()
         for stage in self.stages:
             stage.watch = self.watch
         several = self.parallel.schedule == "interleaved"
         kind = ScheduleInterleaved1F1B if several else SCHEDULES[self.parallel.schedule]
-        given: Any = self.stages if several else self.stages[0]
-        self.schedule = kind(given, self.flowing, loss_fn=self._loss, scale_grads=False)
+        driven: Any = self.stages if several else self.stages[0]
+        self.schedule = kind(driven, self.flowing, loss_fn=self._loss, scale_grads=False)
         self._validation: Tensor | None = None
         return lambda *_, **__: None
-
-    def _examples(self, i: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Tensors without memory, shaped like what stage i receives and returns."""
-        shape = (self.config.train.micro_batch, self.config.sequence)
-
-        def outlines(names: Sequence[str], boundary: int) -> tuple[Tensor, ...]:
-            return tuple(torch.empty_like(self.boundaries[boundary][name]).requires_grad_() for name in names)
-
-        tokens = (torch.empty(shape, dtype=torch.long, device="meta"),)
-        losses = (torch.empty(2, device="meta").requires_grad_(),)
-        route = self.routes[i]
-        received = tokens if i == 0 else outlines(route.receives, i - 1)
-        return received, losses if i == self.parallel.stages - 1 else outlines(route.sends, i)
 
     def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
         counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
         total = self._over_ranks(counts.sum())
         if self.balancer is not None:
             routed = cache(lambda: self._routing(batches))  # of all micro-batches at once, if it is asked for
-            self.balancer.begin(batches, [self._part] * len(batches), lambda _: routed())
+            self.balancer.begin(batches, [self._share] * len(batches), lambda _: routed())
         for stage in self.stages:
             stage.sent_forward = stage.sent_backward = 0
         self._flow(batches, self._move(counts) / total, self.schedule.step)
@@ -159,10 +123,10 @@ class PipelinedStep(RankedStep):
         """A sentence on the bytes sent in a step, and what they would be without the cache."""
         sent = self.traffic()
         pipelines = self.flowing * self.ranks
-        every = plan_routes([list(items) for items in self.boundaries], self.parallel.pipeline, "naive")
+        every = plan_routes([list(items) for items in self.part.boundaries], self.parallel.pipeline, "naive")
         words = (
             f"pipeline sent {mib(sent['forward'])} forward and {mib(sent['backward'])} backward in a step; every "
-            f"tensor at every hop would be {mib(sum(hop_bytes(self.boundaries, every)) * pipelines)}"
+            f"tensor at every hop would be {mib(sum(hop_bytes(self.part.boundaries, every)) * pipelines)}"
         )
         micro = self.config.train.micro_batch * self.config.sequence * self.config.model.width
         expected = formulas(self.blocks, self.parallel, micro * self.element_bytes)
@@ -186,26 +150,25 @@ class PipelinedStep(RankedStep):
 
     def _build_balancer(self, config: TrainConfig) -> Balancer | None:
         """A balancer of all layers on every rank: each adds what its own layers did, and knows the load of all."""
-        self._part = 1 / (self.flowing * self.ranks)
+        self._share = 1 / (self.flowing * self.ranks)
         self._measured: Tensor | None = None
-        if not self._mixtures:
+        if not self.part.mixtures:
             return None
-        return Balancer(config.balance, self._mixtures, self.device, lambda t: self.mesh.over_all(t.clone()))
+        return Balancer(config.balance, self.part.mixtures, self.device, lambda t: self.mesh.over_all(t.clone()))
 
-    def _balance(self, first: int, routing: Routing) -> Tensor | None:
-        """The balance loss of a stage's layers, the mixtures from number `first` on, in one micro-batch."""
+    def _balance(self, routing: Routing) -> Tensor | None:
+        """The balance loss of a stage's layers in one micro-batch."""
         assert self.balancer is not None
-        whole = among_all(routing, first, len(self._mixtures))
         if torch.is_grad_enabled():
-            return self.balancer.loss(whole, self._part) * self.ranks
+            return self.balancer.loss(routing, self._share) * self.ranks
         if self._measured is not None:
-            self._measured += whole.load
+            self._measured += routing.load
         return None
 
     @torch.no_grad()
     def _routing(self, batches: Sequence[Batch]) -> Routing:
         """The mean load of the experts of this rank's layers over its micro-batches; zero for other layers."""
-        self._measured = torch.zeros(len(self._mixtures), self._mixtures[0].count, device=self.device)
+        self._measured = torch.zeros(len(self.part.mixtures), self.part.mixtures[0].count, device=self.device)
         self._flow(batches, torch.ones(len(batches), device=self.device), self.schedule.eval)
         load, self._measured = self._measured / len(batches), None
         return Routing(load, torch.zeros_like(load), torch.zeros_like(load[:, 0]))
@@ -233,27 +196,7 @@ class PipelinedStep(RankedStep):
 
     def _complete_gradients(self) -> None:
         whole = [p for p in self._parameters if not isinstance(p, DTensor)]
-        self.shared.complete(whole, self.ranks)
+        self.part.shared.complete(whole, self.ranks)
 
-    def _counts(self, parameter: Tensor) -> bool:
-        return super()._counts(parameter) and self.shared.counts(cast(nn.Parameter, parameter))
-
-
-def _plain(recipe: TrainConfig) -> TrainConfig:
-    """The recipe without recomputation, which was applied before the model was divided and sharded."""
-    return recipe.model_copy(update={"recompute": "none"})
-
-
-def among_all(routing: Routing, first: int, count: int) -> Routing:
-    """The routing of a stage's mixtures, from number `first` of the model's `count` on, with zeros for the others."""
-    after = count - first - len(routing.load)
-    return Routing(*(pad(part, (*(0, 0) * (part.dim() - 1), first, after)) for part in routing))
-
-
-def keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
-    """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
-    kept = {key: layer for module in modules for key, layer in module.sublayers.items()}
-    model.sublayers = nn.ModuleDict(kept)  # type: ignore[assignment]
-    for name in ("embed", "norm", "unembed"):
-        if all(getattr(module, name) is None for module in modules):
-            setattr(model, name, None)
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        return super()._counts(parameter) and self.part.shared.counts(parameter)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from residua.config.run import ParallelConfig
+
 
 @dataclass(frozen=True)
 class Route:
@@ -145,9 +147,9 @@ class _WithLoss(torch.autograd.Function):
         return gradient, torch.ones_like(loss)
 
 
-def with_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x, whose backward pass also runs that of a loss of this stage alone."""
-    carrying: Tensor = _WithLoss.apply(x, loss)
+def with_loss(x: Tensor, loss: Tensor | None) -> Tensor:
+    """x, whose backward pass also runs that of a loss of this stage alone, if there is one."""
+    carrying: Tensor = x if loss is None else _WithLoss.apply(x, loss)
     return carrying
 
 
@@ -171,3 +173,32 @@ def hold(x: Tensor, held: Sequence[Tensor]) -> Tensor:
     received = [t for t in held if t.requires_grad]
     holding: Tensor = _Hold.apply(x, *received) if received and x.requires_grad else x
     return holding
+
+
+def hop_bytes(boundaries: Sequence[dict[str, Tensor]], routes: Sequence[Route]) -> list[int]:
+    """For each hop, the bytes that one micro-batch sends in one direction."""
+    return [
+        sum(items[name].numel() * items[name].element_size() for name in route.sends)
+        for items, route in zip(boundaries, routes, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Bytes that one micro-batch sends over all hops in one direction, blocks only, by the formulas of `transport`."""
+
+    naive: float
+    cached: float
+
+
+def formulas(blocks: float | None, parallel: ParallelConfig, block: int) -> Formulas | None:
+    """For Attention Residuals with so many blocks of `block` bytes (`Topology.blocks`); None for other topologies."""
+    if blocks is None:
+        return None
+    arguments = parallel.pipeline, parallel.stages_per_rank, blocks / parallel.stages
+    return Formulas(naive_blocks(*arguments) * block, cached_blocks(*arguments) * block)
+
+
+def mib(size: float) -> str:
+    """Bytes as people read them."""
+    return f"{size / 2**20:.3g} MiB"

@@ -7,12 +7,11 @@ model, data order, loss, Muon, schedule, stages and their cached transport. In r
 
 - `config_registry`: turns a run into torchtitan's configuration; torchtitan finds it by this name.
 - `refusals`: what the two cannot do together, each in one sentence.
-- `trainer`: torchtitan's trainer with Residua's loss and one gradient norm over all kinds of parameters.
+- `trainer`: torchtitan's trainer with Residua's text and loss, and one gradient norm over all kinds of parameters.
 - `model`: a decoder that returns its losses, with the bits that `residua train` starts from on any mesh.
-- `grid`: torchtitan's device mesh under the names that `residua.distributed` uses.
-- `parallelize`, `pipeline`: recomputation, FSDP2, compilation; stages.
-- `tensor`, `context`: heads on different ranks, positions on different ranks; `checkpoint`: what such ranks save.
-- `optimizer`, `muon`, `data`: Muon and AdamW, the schedule; prepared text in its global order.
+- `parallelize`, `pipeline`: torchtitan's mesh under our names; recomputation, FSDP2, compilation; stages.
+- `division`: heads on different ranks, positions on different ranks; `checkpoint`: what such ranks save.
+- `optimizer`: Muon and AdamW, the schedule.
 - `convert`: torchtitan's checkpoints from and to run folders. It needs no torchtitan.
-- `compat`: what torchtitan expects of a newer PyTorch, and of an accelerator where there is none.
+- `compat`: what torchtitan expects of a newer PyTorch, and of an accelerator where there is none; runs as text.
 """

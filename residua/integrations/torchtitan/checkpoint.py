@@ -1,7 +1,11 @@
-"""What a tensor-parallel rank has of a parameter, in checkpoints by its place in the whole one: any mesh reads it."""
+"""What a tensor-parallel rank has of a parameter, in checkpoints by its place in the whole one: any mesh reads it.
+
+torch.distributed.checkpoint pickles whatever is not a tensor, so small JSON is packed into one.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+
+from residua.reading import parse_json
 
 Placed = tuple[tuple[int, ...], Tensor]
 """Where a piece begins in the whole parameter, and the piece."""
@@ -63,3 +69,18 @@ def copy_share(into: Tensor, value: Tensor) -> None:
             into.to_local().copy_(value[rows])
     else:
         into.copy_(value)
+
+
+SIZE = 1024
+
+
+def pack(value: dict[str, Any]) -> Tensor:
+    """JSON as bytes [SIZE], filled up with spaces."""
+    text = json.dumps(value).encode()
+    assert len(text) <= SIZE, f"{len(text)} bytes do not fit"
+    return torch.tensor(list(text.ljust(SIZE)), dtype=torch.uint8)
+
+
+def unpack(tensor: Tensor, where: str = "the checkpoint's data position") -> Any:
+    """What `pack` was given."""
+    return parse_json(bytes(tensor.tolist()).decode(), where, "restore the checkpoint from a copy")

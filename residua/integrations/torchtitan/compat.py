@@ -1,8 +1,13 @@
-"""What torchtitan 0.3.0 expects of a newer PyTorch, and of an accelerator where there is none."""
+"""What torchtitan 0.3.0 expects of a newer PyTorch, and of an accelerator where there is none.
+
+And the run that a name stands for, which goes through torchtitan's configuration as text.
+"""
 
 from __future__ import annotations
 
+import shlex
 import sys
+import tomllib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from residua.config.run import RunConfig
+from residua.data.source import names_vocabulary, vocabulary
 from residua.machine import free_memory
 
 
@@ -43,3 +50,17 @@ def _use_cpu() -> None:
             for key, value in replaced.items():
                 if key in vars(module):
                     setattr(module, key, value)
+
+
+def find_run(name: str) -> RunConfig:
+    """The run of `--config NAME`: a preset or a TOML file, followed by changes: "mini train.steps=50"."""
+    source, *changes = shlex.split(name)
+    config = RunConfig.find(source).override(changes)
+    if names_vocabulary(source, changes):
+        return config
+    return config.override([f"model.vocab_size={vocabulary(config.data)}"])
+
+
+def parse_run(text: str) -> RunConfig:
+    """A run from what `RunConfig.to_toml` returned."""
+    return RunConfig(**tomllib.loads(text))

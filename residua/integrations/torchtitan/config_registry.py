@@ -19,14 +19,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from residua.config.run import ParallelConfig
 from residua.integrations.torchtitan import compat
-from residua.integrations.torchtitan.data import NoTokenizer, PreparedText
+from residua.integrations.torchtitan.compat import find_run
 from residua.integrations.torchtitan.model import OwnNames, ResiduaModel
 from residua.integrations.torchtitan.optimizer import ResiduaOptimizers, ResiduaSchedule, schedule_fields
 from residua.integrations.torchtitan.parallelize import parallelize
 from residua.integrations.torchtitan.pipeline import pipeline
 from residua.integrations.torchtitan.refusals import SCHEDULES, plainly, refuse_run
-from residua.integrations.torchtitan.run import find_run
-from residua.integrations.torchtitan.trainer import ResiduaLoss, ResiduaTrainer
+from residua.integrations.torchtitan.trainer import NoTokenizer, PreparedText, ResiduaLoss, ResiduaTrainer
 
 compat.prepare()
 

@@ -12,35 +12,31 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import shutil
 import sys
-import warnings
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
-from residua.config.run import ParallelConfig, RunConfig
-from residua.data.tokenizer import SETTINGS
+from residua.config.run import RunConfig
+from residua.distributed.convert import TOKENIZER, copy_files, new_run, read_finite, require_checkpoints
 from residua.errors import UserError
 from residua.files import atomic_folder, write_atomically
-from residua.integrations.torchtitan.packed import SIZE, pack, unpack
+from residua.integrations.torchtitan.checkpoint import SIZE, pack, unpack
 from residua.model.size import build_if_it_fits
 from residua.reading import ReadError, inside, reason
 from residua.report.failure import ending
-from residua.storage.checkpoint import FOLDER, STATE, Checkpoint, checkpoints, model_tensors
-from residua.storage.companions import keep_companions
-from residua.storage.finite import require_finite
-from residua.storage.load import restore
-from residua.storage.run import Run, saved_config
-from residua.storage.tensors import save_tensors
-from residua.train.clock import random_states
+from residua.storage.checkpoint import FOLDER, STATE, Checkpoint, model_tensors
+from residua.storage.run import saved_config
+from residua.storage.sharded import quietly, require_held
+from residua.storage.tensors import require_finite, save_tensors
 from residua.train.optimizer import HybridOptimizer, build_optimizer
+from residua.train.state import random_states
 
 DUMP = "checkpoint"
 """The folder of torchtitan's checkpoints in its dump folder."""
@@ -77,19 +73,14 @@ class _Reader(FileSystemReader):
         file = inside(Path(self.path), ".metadata")
         try:
             with file.open("rb") as stream:
-                metadata = _load(stream)
+                metadata = _Names(stream).load()
+            if not isinstance(metadata, Metadata):
+                raise ReadError("it describes no checkpoint")
         except (OSError, ReadError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
             raise ReadError(f"{file} cannot be read ({reason(error)}): {_HINT}.") from None
         for part in (metadata.storage_data or {}).values():
             inside(Path(self.path), str(part.relative_path))
         return metadata
-
-
-def _load(stream: IO[bytes]) -> Metadata:
-    metadata = _Names(stream).load()
-    if not isinstance(metadata, Metadata):
-        raise ReadError("it describes no checkpoint")
-    return metadata
 
 
 def dump_checkpoints(dump: Path) -> list[Checkpoint]:
@@ -119,37 +110,21 @@ def to_run(dump: Path, out: Path) -> Path:
         wanted[LOAD] = torch.zeros(load.size, dtype=torch.float64)
     _read(reader, last.path, described, wanted)
     require_finite(wanted, last.path, f"move {last.path} elsewhere to convert another")
-    alone = config.model_copy(update={"parallel": ParallelConfig()})
     tensors = {"model": model_tensors(model)}
     if trained:
         optimizer.set_steps({name.removeprefix(OPTIMIZER): tensor for name, tensor in wanted.items()})
         tensors["optimizer"] = optimizer.tensors()
-    run = Run.create(out, alone, "name a new folder")
-    try:
-        _copy_companions(dump, out)
-        write_atomically(out / "config.toml", alone.to_toml())
-        with atomic_folder(out / FOLDER / f"step-{last.step}") as folder:
-            for name, content in tensors.items():
-                save_tensors(content, folder / f"{name}.safetensors")
-            (folder / STATE).write_text(json.dumps(_state(last.step, wanted), indent=1), encoding="utf-8")
-    finally:
-        run.close()
+    with new_run(dump, out, config, TOKENIZER), atomic_folder(out / FOLDER / f"step-{last.step}") as folder:
+        for name, content in tensors.items():
+            save_tensors(content, folder / f"{name}.safetensors")
+        (folder / STATE).write_text(json.dumps(_state(last.step, wanted), indent=1), encoding="utf-8")
     return out / FOLDER / f"step-{last.step}"
 
 
 def _read(reader: _Reader, path: Path, described: Any, wanted: dict[str, Tensor]) -> None:
-    blame = "it was written by another configuration than config.toml."
-    for name, tensor in wanted.items():
-        held = described.get(name)
-        if not isinstance(held, TensorStorageMetadata):
-            raise UserError(f"{path} lacks tensor {name!r}: {blame}")
-        if held.size != tensor.shape:
-            raise UserError(
-                f"{path} holds {name!r} with shape {list(held.size)} where the model has {list(tensor.shape)}: {blame}"
-            )
+    require_held(path, described, wanted)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quietly():
             dcp.load({name: t.detach() for name, t in wanted.items()}, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
@@ -181,24 +156,18 @@ def _state(step: int, read: dict[str, Tensor]) -> dict[str, Any]:
 
 def to_dump(run: Path, out: Path) -> Path:
     """Write the last checkpoint of a run to a new dump folder of torchtitan."""
-    found = checkpoints(run)
-    if not found:
-        raise UserError(f"{run} holds no checkpoint: train it first.")
+    last = require_checkpoints(run)[-1]
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: name a new folder.")
-    config, last = saved_config(run), found[-1]
+    config = saved_config(run)
     model = build_if_it_fits(config.model, run)
     optimizer = build_optimizer(model, config.train.optimizer)
-    restore(last.path, model, optimizer)
-    require_finite(
-        model_tensors(model) | optimizer.tensors(), last.path, f"move {last.path} elsewhere to convert another"
-    )
+    read_finite(last, model, optimizer)
     final = out / DUMP / f"step-{last.step}"
     final.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "config.toml", config.to_toml())
-    _copy_companions(run, out)
-    with atomic_folder(final) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    copy_files(run, out, TOKENIZER)
+    with atomic_folder(final) as folder, quietly():
         dcp.save(_states(config, last, model, optimizer), checkpoint_id=str(folder), no_dist=True)
     return final
 
@@ -216,14 +185,6 @@ def _states(config: RunConfig, last: Checkpoint, model: Any, optimizer: HybridOp
         "dataloader": {"place": pack(state["loader"])},
         "train_state": trained,
     }
-
-
-def _copy_companions(source: Path, out: Path) -> None:
-    """What a model's folder holds beside it: the tokenizer, and the settings of an imported one."""
-    keep_companions(source, out)
-    for name in ("tokenizer.json", SETTINGS):
-        if inside(source, name).exists():
-            shutil.copy(source / name, out / name)
 
 
 def convert(source: Path, out: Path) -> Path:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -14,12 +12,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
-from residua.distributed.construct import materialise
-from residua.distributed.pipeline.shared_parameters import SharedParameters
+from residua.distributed.pipeline.part import SharedParameters
+from residua.distributed.shard import fill, materialise
 from residua.integrations.torchtitan.checkpoint import Pieces, copy_share
-from residua.integrations.torchtitan.context import Across
-from residua.integrations.torchtitan.run import parse_run
-from residua.integrations.torchtitan.tensor import find_splits, narrow, pieces
+from residua.integrations.torchtitan.compat import parse_run
+from residua.integrations.torchtitan.division import Across, find_splits, narrow, pieces
 from residua.model.cache import Now
 from residua.model.context import Context
 from residua.model.decoder import Decoder
@@ -31,9 +28,10 @@ from residua.train.compile.rewrites import compile_rewritten
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.losses import LossFunction, eager_losses
 from residua.train.start import starting_parts
+from residua.train.step import autocast
 
 if TYPE_CHECKING:
-    from residua.integrations.torchtitan.grid import Grid
+    from residua.integrations.torchtitan.parallelize import Grid
 
 
 class ResiduaModel(Decoder, BaseModel):
@@ -87,7 +85,7 @@ class ResiduaModel(Decoder, BaseModel):
         self.compute_with(compile_rewritten(losses) if self.compiled else losses)
 
     def forward(self, tokens: Tensor, *, targets: Tensor, **given: Tensor) -> Tensor:  # type: ignore[override]
-        with self._autocast():
+        with autocast(self.device_type, self.precision):
             cross_entropy, z, routing = self._losses[0](tokens, targets, **given)
         if self.balancer is None:
             return torch.stack([cross_entropy, z])
@@ -102,13 +100,8 @@ class ResiduaModel(Decoder, BaseModel):
     def init_states(self, *, buffer_device: Any = None) -> None:
         """Fill what this rank holds, a layer at a time, with the weights that `residua train` starts from."""
         torch.manual_seed(self.seed)
-        places = self.state_dict()
         with torch.device("cpu"):
-            for prefix, part in starting_parts(self.run):
-                for name, value in chain(part.named_parameters(prefix), part.named_buffers(prefix)):
-                    if (place := places.pop(name, None)) is not None:
-                        copy_share(place, value)
-        assert not places, f"no part has {sorted(places)[:3]}"
+            fill(self.state_dict(), starting_parts(self.run), copy_share)
         if self.grid.ranks == 1 and self.shared is None:
             self.compute_alone()
 
@@ -146,11 +139,6 @@ class ResiduaModel(Decoder, BaseModel):
 
     def verify_module_protocol(self) -> None:
         """torchtitan's own models are made of its modules; Residua's of plain PyTorch's."""
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.precision is torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device_type, dtype=self.precision)
 
 
 class OwnNames(StateDictAdapter):

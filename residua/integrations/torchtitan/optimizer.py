@@ -1,11 +1,15 @@
-"""Residua's optimizer and learning-rate schedules in torchtitan's containers."""
+"""Residua's optimizer and learning-rate schedules in torchtitan's containers, and Muon on tensor-parallel ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any
 
+import torch
+import torch.distributed as dist
 import tyro
 from torch import Tensor, nn
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
@@ -13,10 +17,20 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from residua.config.schedule import Cosine, LinearDecay, WarmUp
 from residua.config.settings import ConfigError
 from residua.distributed.experts import expert_matrices
-from residua.distributed.optimizer import RankedOptimizer
-from residua.integrations.torchtitan.muon import DividedOptimizer
-from residua.integrations.torchtitan.run import parse_run
-from residua.train.optimizer import build_optimizer
+from residua.distributed.optimizer import (
+    Matrices,
+    Owners,
+    RankedOptimizer,
+    local_updates,
+    remaining_updates,
+    shared_updates,
+    whole_matrices,
+)
+from residua.integrations.torchtitan.compat import parse_run
+from residua.train.optimizer import Parts, Rows, Updates, build_optimizer
+
+if TYPE_CHECKING:
+    from residua.integrations.torchtitan.model import ResiduaModel
 
 
 class ResiduaOptimizers(OptimizersContainer):
@@ -106,3 +120,68 @@ def schedule_of(settings: Any) -> WarmUp:
         f"--lr_scheduler.decay_type {settings.decay_type} with decay_ratio {settings.decay_ratio}: Residua's schedules "
         "are linear with a decay_ratio, and cosine without one."
     )
+
+
+class DividedOptimizer(RankedOptimizer):
+    """The optimizer on ranks that divide matrices among them, with the updates of one process.
+
+    A direction that the ranks divide is gathered from them first. If they divide its rows, those of one place on all
+    ranks are put side by side: each part of a fused projection stays together, and the order of the rows in a part does
+    not change how it is orthogonalised. Every tensor-parallel rank then does the same work and keeps its share.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], model: ResiduaModel) -> None:
+        super().__init__(groups, model.grid)
+        self.grid = model.grid
+        named = model.named_parameters()
+        self.dims: dict[Tensor, int] = {p: model.splits[name].dim for name, p in named if name in model.splits}
+
+    def orthogonalise(
+        self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]
+    ) -> Iterator[Updates]:
+        grid, config = self.grid, self.grid.config
+        ranks = grid.tensor_ranks
+        split = [i for i, p in enumerate(parameters) if p in self.dims]
+        shapes = [p.shape for p in parameters]
+        joined, counts = list(directions), list(parts)
+        for i in split:
+            rows, columns = shapes[i]
+            if self.dims[parameters[i]] == 0:
+                self._check(rows, config.shard)
+                shapes[i], counts[i] = torch.Size((rows * ranks, columns)), tuple(n * ranks for n in parts[i])
+            else:
+                shapes[i] = torch.Size((rows, columns * ranks))
+            joined[i] = self._gathered(directions[i]).reshape(-1, shapes[i][1])
+        whole = whole_matrices(parameters, config.shard)
+        same = Owners(config.data, config.shard, grid.data_rank, grid.shard_rank, grid.data, grid.shard)
+        matrices = Matrices(shapes, joined, counts)
+        updates = [local_updates([i for i in split if i in whole], matrices)]
+        if sharded := [i for i in split if i not in whole]:
+            updates.append(shared_updates(same, sharded, matrices))
+        for rows_list, values, scale in chain.from_iterable(updates):
+            pairs = zip(rows_list, values, strict=True)
+            shares = [self._share(parameters[row.matrix], row, value) for row, value in pairs]
+            yield [row for row, _ in shares], [value for _, value in shares], scale
+        shards = config.shard * ranks
+        everyone = Owners(config.data, shards, grid.data_rank, grid.tokens_rank, grid.data, grid.tokens)
+        yield from remaining_updates(everyone, split, parameters, matrices)
+
+    def _gathered(self, direction: Tensor) -> Tensor:
+        """[rows, ranks, columns]."""
+        found = [torch.empty_like(direction) for _ in range(self.grid.tensor_ranks)]
+        dist.all_gather(found, direction.contiguous(), group=self.grid.tensor)
+        return torch.stack(found, 1)
+
+    def _share(self, parameter: Tensor, row: Rows, value: Tensor) -> tuple[Rows, Tensor]:
+        """The part of an update that belongs to this rank."""
+        ranks, rank = self.grid.tensor_ranks, self.grid.tensor_rank
+        if self.dims[parameter] == 1:
+            return row, value.chunk(ranks, 1)[rank]
+        return Rows(row.matrix, row.start // ranks, row.stop // ranks), value.unflatten(0, (-1, ranks))[:, rank]
+
+    def _check(self, rows: int, shards: int) -> None:
+        if rows % shards:
+            raise ConfigError(
+                f"train.optimizer.kind = 'muon' on tensor-parallel ranks needs rows that "
+                f"--parallelism.data_parallel_shard_degree {shards} divides, and a matrix has {rows}: use a divisor."
+            )

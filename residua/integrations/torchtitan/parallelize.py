@@ -1,4 +1,7 @@
-"""Recomputation, FSDP2 and compilation of a model, in the order in which they must be applied."""
+"""Recomputation, FSDP2 and compilation of a model, in the order in which they must be applied.
+
+`Grid` is torchtitan's device mesh under the names that `residua.distributed` uses: pipeline, data, shard.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,22 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.fsdp import disable_fsdp_gradient_division, enable_fsdp_symm_mem
 from torchtitan.tools.utils import get_local_device
 
+from residua.config.run import ParallelConfig
 from residua.distributed.experts import divide_experts
-from residua.distributed.shard import shard_model, sharded_losses, whole
+from residua.distributed.mesh import Mesh
+from residua.distributed.shard import precisions, shard_model, sharded_losses, whole
 from residua.distributed.units import LayeredLosses
-from residua.integrations.torchtitan.context import divide_states
-from residua.integrations.torchtitan.grid import Grid
+from residua.integrations.torchtitan.division import communicate, divide_states
 from residua.integrations.torchtitan.model import ResiduaModel
-from residua.integrations.torchtitan.tensor import communicate
 from residua.model.anchor_source import ExoSource
 from residua.model.moe import mixtures
 from residua.train.step import recompute_sublayers
@@ -44,11 +49,12 @@ def parallelize(
     recompute(model, ac_config, dump_folder)
     if grid.ranks > 1:
         divided = divide_experts(model, grid, model.precision, "sublayers" if model.recomputes else "none")
-        root = (
-            shard_model(model, grid, model.precision, model.run.train.z_loss, divided)
-            if grid.tensor_ranks == 1
-            else _layered(model)
-        )
+        root: Any
+        if grid.tensor_ranks == 1:
+            root = shard_model(model, grid, model.precision, model.run.train.z_loss, divided)
+        else:
+            root = LayeredLosses(model, model.run.train.z_loss)
+            shard_divided(root, root.units, model, set())
         sum_gradients(root, parallelism, device)
         model.compute_with(sharded_losses(root, model.compiled, model.run.train.z_loss, None))
     return model
@@ -63,12 +69,6 @@ def divide(model: ResiduaModel) -> None:
         divide_states(model, grid.context_rank, grid.context_ranks)
 
 
-def _layered(model: ResiduaModel) -> nn.Module:
-    root = LayeredLosses(model, model.run.train.z_loss)
-    shard_divided(root, root.units, model, set())
-    return root
-
-
 def shard_divided(root: nn.Module, units: Iterable[nn.Module], model: ResiduaModel, left: set[nn.Parameter]) -> None:
     """FSDP2 for tensor-parallel ranks, in the groups of `distributed.shard`; `left` stays whole.
 
@@ -76,19 +76,17 @@ def shard_divided(root: nn.Module, units: Iterable[nn.Module], model: ResiduaMod
     them, sees other tokens on each, and is sharded over all. Vectors that the ranks divide are small and stay whole.
     """
     grid = model.grid
-    narrow = MixedPrecisionPolicy(param_dtype=model.precision, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    wide = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    narrow, wide = precisions(model.precision)
     split = {parameter for name, parameter in model.named_parameters() if name in model.splits}
     left = left | {p for p in root.parameters() if whole(p) or (p in split and p.dim() == 1)}
     vectors = {p for p in root.parameters() if p.dim() == 1}
     for mixture in mixtures(root):
         fully_shard(mixture, mesh=grid.joined, mp_policy=narrow, ignored_params=left | vectors)
-    own = grid.grid["shard"] if grid.config.data == 1 else grid.grid["data", "shard"]
     matrices = split - left
     for unit in units:
-        fully_shard(unit, mesh=own, mp_policy=narrow, ignored_params=set(unit.parameters()) - matrices)
+        fully_shard(unit, mesh=grid.shards, mp_policy=narrow, ignored_params=set(unit.parameters()) - matrices)
     if isinstance(model.anchors, ExoSource) and model.anchors.project.weight in matrices:
-        fully_shard(model.anchors.project, mesh=own, mp_policy=wide)
+        fully_shard(model.anchors.project, mesh=grid.shards, mp_policy=wide)
     sharded = {p for p in root.parameters() if isinstance(p, DTensor)}
     fully_shard(root, mesh=grid.joined, mp_policy=wide, ignored_params=left | sharded, reshard_after_forward=False)
 
@@ -118,3 +116,50 @@ def sum_gradients(root: nn.Module, parallelism: Any, device: torch.device) -> No
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
+
+
+class Grid(Mesh):
+    """The place of this rank in a mesh that torchtitan made, with its groups."""
+
+    def __init__(self, dims: Any, parallel: ParallelConfig, device: torch.device) -> None:
+        self.device = device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        axes = {"pipeline": "pp", "data": "dp_replicate", "shard": "fsdp", "tensor": "tp", "context": "cp"}
+        meshes = {name: dims.get_optional_mesh(axis, include_singleton_axes=True) for name, axis in axes.items()}
+        self.pipeline, self.data, self.shard, self.tensor, self.context = (meshes[n].get_group() for n in axes)
+        places = (meshes[name].get_local_rank() for name in axes)
+        self.pipeline_rank, self.data_rank, self.shard_rank, self.tensor_rank, self.context_rank = places
+        self.tensor_ranks: int = meshes["tensor"].size()
+        self.context_ranks: int = meshes["context"].size()
+        sizes = {name: meshes[name].size() for name in ("pipeline", "data", "shard")} | {"experts": dims.ep}
+        self.config = parallel.model_copy(update=sizes)
+        grid: dict[Any, Any] = {"shard": meshes["shard"]}
+        if self.config.data > 1:
+            grid["data", "shard"] = dims.get_mesh(["dp_replicate", "fsdp"])
+        self.grid = grid  # type: ignore[assignment]
+        if self.config.experts > 1:
+            self._divide_experts()
+        if self.tensor_ranks > 1:
+            self._join_tokens()
+
+    def _join_tokens(self) -> None:
+        """The ranks that have different tokens of a copy of the model, along one axis: shard × tensor."""
+        sizes = (self.config.pipeline, self.config.data, self.config.shard * self.tensor_ranks)
+        joined = init_device_mesh(self.device.type, sizes, mesh_dim_names=("stage", "copy", "token"))
+        self.tokens, self.tokens_rank = joined.get_group("token"), joined.get_local_rank("token")
+        self.joined = joined["token"] if self.config.data == 1 else joined["copy", "token"]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that hold different tokens of a step."""
+        return self.config.data * self.config.shard * self.tensor_ranks
+
+    def over_batch(self, tensor: Tensor) -> Tensor:
+        super().over_batch(tensor)
+        if self.tensor_ranks > 1:
+            dist.all_reduce(tensor, group=self.tensor)
+        return tensor
+
+    def over_copies(self, tensor: Tensor) -> Tensor:
+        """Sum over the ranks that have the same heads and other sequences, in place."""
+        return super().over_batch(tensor)

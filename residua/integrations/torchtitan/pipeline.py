@@ -13,20 +13,12 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.distributed.experts import divide_experts
-from residua.distributed.pipeline.deal import shares_of
-from residua.distributed.pipeline.shared_parameters import SharedParameters
-from residua.distributed.pipeline.stage import Settings, Slice, Stage
-from residua.distributed.pipeline.stage_boundary import boundaries_of, recomputes_anchors
-from residua.distributed.pipeline.step import among_all, keep_only
-from residua.distributed.pipeline.transport import Route, StageCache, plan_routes
+from residua.distributed.pipeline.part import Part
 from residua.distributed.shard import shard_slice
-from residua.integrations.torchtitan.grid import Grid
 from residua.integrations.torchtitan.model import ResiduaModel
-from residua.integrations.torchtitan.parallelize import compiles, divide, recompute, shard_divided, sum_gradients
+from residua.integrations.torchtitan.parallelize import Grid, compiles, divide, recompute, shard_divided, sum_gradients
 from residua.integrations.torchtitan.refusals import SCHEDULES
-from residua.model.moe import Routing, mixtures
-from residua.model.topology.base import Items
+from residua.model.moe import Routing
 
 
 def pipeline(
@@ -51,63 +43,43 @@ def pipeline(
     model.grid = grid
     model.precision, model.device_type = TORCH_DTYPE_MAP[training.mixed_precision_param], device.type
     per_rank = stages_per_rank(run, parallelism)
-    stages, ranks = grid.config.pipeline * per_rank, grid.config.pipeline
-    precision = model.precision
-    shares = shares_of(run, stages=stages)
+    stages = grid.config.pipeline * per_rank
     tokens = training.seq_len // (grid.tensor_ranks * grid.context_ranks)
-    shape = (parallelism.pipeline_parallel_microbatch_size, tokens, run.model.width)
-    boundaries = boundaries_of(model.config, shares, shape, precision, run.parallel.anchors)
-    boundaries = [_with_all_tokens(items, grid.tensor_ranks) for items in boundaries]
-    routes = plan_routes([list(items) for items in boundaries], ranks, run.parallel.transport)
-    again = recomputes_anchors(model.config, run.parallel.anchors)
-    model.shared = SharedParameters(model, grid, again, shares)
     divide(model)
     recompute(model, ac_config, dump_folder)
-    settings = Settings(run.train.z_loss, precision, device.type, again)
-    divided = divide_experts(model, grid, precision, "sublayers" if model.recomputes else "none")
-    boundary, cache = model.topology.boundary(), StageCache()
-    own = range(grid.pipeline_rank, stages, ranks)
-    slices = [Slice(model, boundary, shares, i, routes[i], cache, settings) for i in own]
-    model.mixtures = mixtures(model)
-    for part in slices:
-        inside = mixtures(part)
-        part.balance = partial(_balance, model, model.mixtures.index(inside[0]) if inside else 0)
-    keep_only(model, slices)
-    for part in slices if grid.ranks > 1 else ():
-        left = divided | model.shared.unsharded
+    part = Part(
+        model,
+        run,
+        grid,
+        model.precision,
+        (parallelism.pipeline_parallel_microbatch_size, tokens, run.model.width),
+        stages=stages,
+        recompute="sublayers" if model.recomputes else "none",
+        balance=partial(_balance, model),
+        tensor_ranks=grid.tensor_ranks,
+    )
+    model.shared, model.mixtures = part.shared, part.mixtures
+    for module in part.slices if grid.ranks > 1 else ():
         if grid.tensor_ranks == 1:
-            shard_slice(part, grid, precision, left)
+            shard_slice(module, grid, model.precision, part.unsharded)
         else:
-            shard_divided(part, part.units, model, left)
-        sum_gradients(part, parallelism, device)
-    for part in slices if compiles(compile_config) else ():
-        part.compile_parts(whole=grid.ranks == 1)
+            shard_divided(module, module.units, model, part.unsharded)
+        sum_gradients(module, parallelism, device)
+    for module in part.slices if compiles(compile_config) else ():
+        module.compile_parts(whole=grid.ranks == 1)
 
-    made = [
-        Stage(part, i, stages, device, *_examples(i, routes[i], boundaries, shape[:2]), group=grid.pipeline)
-        for part, i in zip(slices, own, strict=True)
-    ]
+    built = part.build_stages()
     kind = get_schedule_class(parallelism.pipeline_parallel_schedule)
     count = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-    schedule = kind(made if per_rank > 1 else made[0], count, loss_fn=_first(loss_fn), scale_grads=False)
+    schedule = kind(built if per_rank > 1 else built[0], count, loss_fn=_first(loss_fn), scale_grads=False)
     schedule.step = _taking_micro_batches(schedule.step)
-    return schedule, [model], 0 in own, stages - 1 in own
+    return schedule, [model], 0 in part.numbers, stages - 1 in part.numbers
 
 
-def _with_all_tokens(items: Items, ranks: int) -> Items:
-    """Anchors are divided by heads, not by tokens."""
-    return {
-        name: item.new_empty((len(item), item.shape[1] * ranks, *item.shape[2:]))
-        if name.startswith("anchor.")
-        else item
-        for name, item in items.items()
-    }
-
-
-def _balance(model: ResiduaModel, first: int, routing: Routing) -> Tensor:
-    """The balance loss of a stage's layers, the mixtures from number `first` on, in one micro-batch."""
+def _balance(model: ResiduaModel, routing: Routing) -> Tensor:
+    """The balance loss of a stage's layers in one micro-batch."""
     assert model.balancer is not None
-    return model.balancer.loss(among_all(routing, first, len(model.mixtures)), model.part)
+    return model.balancer.loss(routing, model.part)
 
 
 def stages_per_rank(run: RunConfig, parallelism: Any) -> int:
@@ -128,18 +100,6 @@ def stages_per_rank(run: RunConfig, parallelism: Any) -> int:
             f"or more, and the model has {layers}: use 1F1B or fewer ranks."
         )
     return count
-
-
-def _examples(i: int, route: Route, boundaries: Sequence[Items], shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Tensors without memory, shaped like what stage i receives and returns."""
-
-    def outlines(names: Sequence[str], boundary: int) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(boundaries[boundary][name]).requires_grad_() for name in names)
-
-    tokens = (torch.empty(shape, dtype=torch.long, device="meta"),)
-    losses = (torch.empty(2, device="meta").requires_grad_(),)
-    received = tokens if i == 0 else outlines(route.receives, i - 1)
-    return received, losses if i == len(boundaries) else outlines(route.sends, i)
 
 
 def _first(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:

@@ -10,8 +10,7 @@ from typing import Any
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.integrations.torchtitan.context import refuse_mixers
-from residua.integrations.torchtitan.tensor import narrow
+from residua.integrations.torchtitan.division import narrow, refuse_mixers
 from residua.report.failure import describe, show
 from residua.train.start import check_model
 
@@ -54,7 +53,6 @@ def refuse_engine(config: Any, run: RunConfig) -> None:
     if config.parallelism.pipeline_parallel_degree > 1:
         _refuse_pipeline(config.parallelism)
     _refuse_features(config)
-    _refuse_rounding(config.training)
     if config.training.steps < 1 and not config.lr_scheduler.total_steps:
         raise ConfigError(
             f"--training.steps {config.training.steps} gives Residua's schedule no length: train at least one step."
@@ -144,10 +142,8 @@ def _refuse_features(config: Any) -> None:
     if config.training.enable_cpu_offload:
         raise ConfigError("--training.enable_cpu_offload does not go with Residua's Muon: leave it out.")
 
-
-def _refuse_rounding(training: Any) -> None:
-    if training.dtype != "float32":
+    if config.training.dtype != "float32":
         raise ConfigError(
-            f"--training.dtype {training.dtype} would train rounded weights, and Residua's optimizer keeps them in "
-            "float32: use --training.mixed_precision_param."
+            f"--training.dtype {config.training.dtype} would train rounded weights, and Residua's optimizer keeps them "
+            "in float32: use --training.mixed_precision_param."
         )

@@ -1,4 +1,4 @@
-"""torchtitan's trainer for a Residua run: its loss and gradients, and what turns its checkpoints into run folders."""
+"""torchtitan's trainer for a Residua run: its text, loss and gradients, and what makes its checkpoints run folders."""
 
 from __future__ import annotations
 
@@ -14,20 +14,28 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.distributed import utils as engine
 from torchtitan.trainer import Trainer
 
 from residua.config.run import RunConfig
+from residua.data.loader import Loader
+from residua.data.source import open_data
 from residua.data.tokenizer import SETTINGS
+from residua.distributed.experts import expert_matrices
+from residua.distributed.step import clip_together
 from residua.files import write_atomically
-from residua.integrations.torchtitan.gradients import Gradients
+from residua.integrations.torchtitan.checkpoint import pack, unpack
+from residua.integrations.torchtitan.compat import parse_run
 from residua.integrations.torchtitan.model import ResiduaModel
 from residua.integrations.torchtitan.optimizer import schedule_of
 from residua.integrations.torchtitan.refusals import plainly, refuse_engine
-from residua.integrations.torchtitan.run import parse_run
 from residua.model.moe import mixtures
-from residua.storage.companions import keep_companions
+from residua.storage.hugging_face import keep_companions
+from residua.storage.sharded import local
 from residua.train.balance import Balancer
 
 
@@ -186,3 +194,108 @@ def _fill_pipeline(config: Any, run: RunConfig) -> None:
     ranks = world // (mesh.pipeline_parallel_degree * mesh.tensor_parallel_degree * mesh.context_parallel_degree)
     if training.global_batch_size > 0 and training.global_batch_size % ranks == 0:
         training.local_batch_size = training.global_batch_size // ranks
+
+
+class Gradients:
+    """The gradients of this rank's model part, built when its parameters have their final form.
+
+    FSDP2 has added up those of its parameters. Others are whole on every rank: scalars, and in a pipeline what several
+    stages use.
+    """
+
+    def __init__(self, model: ResiduaModel) -> None:
+        self.grid, self.shared = model.grid, model.shared
+        self.parameters = list(model.parameters())
+        self.split = {parameter for name, parameter in model.named_parameters() if name in model.splits}
+        self.experts: list[Any] = expert_matrices(model, model.grid)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float) -> Tensor:
+        """Add up over the ranks what is not yet, and scale all to a common norm of at most `max_norm`."""
+        self.complete()
+        groups = (self.grid.shard, self.grid.tensor, self.grid.pipeline)
+        return clip_together(self.parameters, self._counts, groups, max_norm, self.grid.device)
+
+    def complete(self) -> None:
+        """Add up the gradients of shared parameters over stages, and of whole ones over ranks with other tokens."""
+        if self.shared is not None:
+            self.shared.complete([], ranks=1)
+        if self.grid.ranks == 1:
+            return
+        for parameter in self.experts if self.grid.config.data > 1 else ():
+            dist.all_reduce(local(parameter.grad), group=self.grid.data)
+        for parameter in self.parameters:
+            if not isinstance(parameter, DTensor):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                split = parameter in self.split
+                self.grid.over_copies(parameter.grad) if split else self.grid.over_batch(parameter.grad)
+
+    def _counts(self, parameter: Any) -> bool:
+        """Whether this rank adds its part of a parameter to the norm: of equal copies, one rank does."""
+        if not isinstance(parameter, DTensor):
+            first = self.grid.shard_rank == 0 and (self.grid.tensor_rank == 0 or parameter in self.split)
+            if not first:
+                return False
+        return self.shared is None or self.shared.counts(parameter)
+
+
+class PreparedText(BaseDataLoader):
+    """The run's windows in their one global order: a step has the same ones on any mesh."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """The run, as TOML."""
+
+        run: Annotated[str, tyro.conf.Suppress] = ""
+
+    def __init__(
+        self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int, local_batch_size: int, **_: Any
+    ) -> None:
+        run = parse_run(config.run)
+        if dist.get_rank() == 0:
+            open_data(run)  # which prepares the embedded text if it must
+        dist.barrier()
+        self.dataset = open_data(run)
+        self.loader = Loader(
+            self.dataset.split("train"),
+            seq_len,
+            local_batch_size,
+            run.data.seed,
+            dp_rank,
+            dp_world_size,
+            segments=run.data.masking == "documents",
+        )
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        for batch in self.loader:
+            documents = {} if batch.segments is None else {"segments": batch.segments}
+            yield {"input": batch.tokens, **documents}, batch.targets
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the global order, which is the same on all ranks, so that any number of them can go on."""
+        return {"place": pack(self.loader.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict:
+            self.loader.load_state_dict(unpack(state_dict["place"]))
+
+
+class NoTokenizer(BaseTokenizer):
+    """Prepared text needs no tokenizer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """Nothing to choose."""
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        raise NotImplementedError("the text of a run is prepared: it is read as tokens")
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError("the text of a run is prepared: it is read as tokens")
+
+    def get_vocab_size(self) -> int:
+        raise NotImplementedError("the model knows its vocabulary")

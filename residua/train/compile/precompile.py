@@ -19,6 +19,7 @@ from importlib import import_module
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -137,6 +138,10 @@ def _begin(command: list[str], environment: dict[str, str], count: int) -> Itera
             yield subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
 
 
+def _is_leaf(x: object) -> bool:
+    return isinstance(x, StandIn)
+
+
 def serve(requests: Iterator[Request], capability: int, multiprocessors: int) -> list[str]:
     """Call each request's operator, with kernels compiled and not launched; returns the names of the kernels."""
     compiled = _compile_only(capability)
@@ -144,13 +149,11 @@ def serve(requests: Iterator[Request], capability: int, multiprocessors: int) ->
     for module, name, args, settings in requests:
         with suppress(Exception):  # the launch itself will report it
             import_module(module)
-            tensors, named = tree_map_only(StandIn, StandIn.make, (args, settings), is_leaf=_is_stand_in)
+            tensors, named = tree_map_only(
+                StandIn, StandIn.make, (args, settings), is_leaf=lambda x: isinstance(x, StandIn)
+            )
             getattr(torch.ops.residua, name)(*tensors, **named)
     return compiled
-
-
-def _is_stand_in(x: object) -> bool:
-    return isinstance(x, StandIn)
 
 
 def _compile_only(capability: int) -> list[str]:
@@ -159,17 +162,12 @@ def _compile_only(capability: int) -> list[str]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    class Absent:
-        def get_current_target(self) -> Any:
-            return GPUTarget("cuda", capability, 32)
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    driver.set_active(Absent())
+    absent = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    driver.set_active(absent)
     run, compiled = JITFunction.run, []
 
     def only_compile(fn: Any, *args: Any, warmup: bool, **settings: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from residua.train.inspect import inspect_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -22,7 +23,6 @@ from residua.model.decoder import Decoder, build
 from residua.train import summary
 from residua.train.compile.layers import structure
 from residua.train.compile.precompile import Helpers
-from residua.train.inspect import inspect_model
 from residua.train.step import Step, build_step
 from tests.nightly import only_nightly
 from tests.train.test_step import CPU, batch, make, weights

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from residua.train.compile.rewrites.norm_additions import VIEWS, fuse_additions
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from residua import ops
 from residua.ops._runtime import fused
-from residua.train.compile.rewrites.norm_additions import VIEWS, fuse_additions
 from tests.train.compile.rewriting import calls, differentiated, model_loss
 
 pytestmark = [

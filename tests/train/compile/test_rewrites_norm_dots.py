@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from residua.train.compile.rewrites.norm_dots import take_dots
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from residua.ops._runtime import fused
-from residua.train.compile.rewrites.norm_dots import take_dots
 from tests.nightly import only_nightly
 from tests.train.compile.rewriting import calls, differentiated, model_loss
 

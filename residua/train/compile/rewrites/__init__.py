@@ -43,8 +43,7 @@ def allow_recompiling(sublayers: int) -> None:
 def _rewrites() -> Any:
     # inductor takes a second to import, and is needed only for compiling
     from residua.train.compile.rewrites.graphs import Rewrites
-    from residua.train.compile.rewrites.norm_additions import fuse_additions
-    from residua.train.compile.rewrites.norm_dots import take_dots
+    from residua.train.compile.rewrites.norms import fuse_additions, take_dots
     from residua.train.compile.rewrites.packed_heads import pack_head_gradients
     from residua.train.compile.rewrites.weight_gradients import split_weight_gradients
 

@@ -19,13 +19,7 @@ from residua.ops._runtime import fused
 from residua.train.compile.rewrites.graphs import call, value
 
 aten = torch.ops.aten
-RESHAPES = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    aten.alias.default,
-)
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.clone.default, aten.alias.default)
 """Operators that keep a tensor's elements in order."""
 
 

@@ -2,7 +2,9 @@
 
 A stage has neighbouring sublayers; it may end inside a layer, between attention and feed-forward. The first stage also
 embeds. The head of a large vocabulary costs as much as several layers. The last stage has it alone if that leaves the
-stages even; otherwise the head is cut along the vocabulary into pieces that the last stages share (`head`).
+stages even; otherwise the head is cut along the vocabulary into pieces that the last stages share (`stage`).
+
+Between stages cross the topology's state (`Topology.boundary`), the anchors, and the numbers of a divided head.
 """
 
 from __future__ import annotations
@@ -12,9 +14,24 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import inf
+from typing import TYPE_CHECKING
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
+from residua.model.attention import head_shape
 from residua.model.size import Work, measure_work
+from residua.model.topology import build_topology
+from residua.model.topology.base import Items
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+EMBEDDING, HIDDEN, LSE, PICKED = "embedding", "head.hidden", "head.lse", "head.picked"
+"""Names of tensors that cross between stages."""
 
 EVEN = 1.10
 """Work of the most expensive stage over the mean, up to which the head stays in one piece."""
@@ -153,3 +170,74 @@ def _best(
         return found
 
     return best(0, stages)
+
+
+def _anchor_items(config: ModelConfig, k: int, shape: Sequence[int], dtype: torch.dtype) -> Items:
+    """The anchors that exist after sublayer k."""
+    anchors = config.anchors
+    if not anchors.mixed or config.softmax is None:
+        return {}
+    written = -1 if anchors.from_embedding else 2 * config.softmax_layers[0]
+    if k < written:
+        return {}
+    heads = head_shape(config.softmax, config.width)
+    sizes = [(*shape[:-1], heads.heads[s], heads.head_dim) for s in anchors.mixed]
+    return {f"anchor.{i}": torch.empty(size, dtype=dtype) for i, size in enumerate(sizes)}
+
+
+def recomputes_anchors(config: ModelConfig, how: str) -> bool:
+    """Whether slices compute anchors from the embedding (ExoFormer's) instead of receiving them.
+
+    The embedding costs one width per token, and nothing if it crosses anyway; the anchors cost up to four.
+    """
+    if not config.anchors.from_embedding or config.softmax is None:
+        return False
+    heads = head_shape(config.softmax, config.width)
+    fewer = sum(heads.rows(s) for s in config.anchors.mixed) > config.width
+    return {"auto": fewer, "send": False, "recompute": True}[how]
+
+
+def crossing(
+    config: ModelConfig, ends: Sequence[int], shape: Sequence[int], dtype: torch.dtype, anchors: str
+) -> list[Items]:
+    """What crosses after each sublayer of `ends`, as tensors without memory; `shape` is [B, T, C]."""
+    found: list[Items] = []
+    with FakeTensorMode(), torch.no_grad():
+        boundary = build_topology(config.topology, config.sublayers, config.width).boundary()
+        x = torch.empty(*shape, dtype=dtype)
+        _, state = boundary.begin(x)
+        y = torch.empty_like(x)
+        for k in range(max(ends, default=-1) + 1):
+            if k in ends:
+                items = boundary.close(k, y, state)
+                if not recomputes_anchors(config, anchors):
+                    items |= _anchor_items(config, k, x.shape, x.dtype)
+                elif boundary.embedding() is None:
+                    items |= {EMBEDDING: x}
+                found.append(items)
+            state = boundary.after(k, y, state)
+    return [{name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in items.items()} for items in found]
+
+
+def boundaries_of(
+    config: ModelConfig,
+    shares: Sequence[Share],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    anchors: str,
+    known: Mapping[int, Items] | None = None,
+) -> list[Items]:
+    """What crosses between the stages of a pipeline, as tensors without memory; `shape` is [B, T, C].
+
+    `known` may hold what crosses after each sublayer.
+    """
+    ends = [share.sublayers.stop - 1 for share, after in pairwise(shares) if after.head.start == 0]
+    items = crossing(config, ends, shape, dtype, anchors) if known is None else [known[end] for end in ends]
+    return items + [head_items(share, shape, dtype) for share in shares[len(ends) : -1]]
+
+
+def head_items(share: Share, shape: Sequence[int], dtype: torch.dtype) -> Items:
+    """What crosses inside a head that is cut: its input, which stays the same, and two numbers per token."""
+    numbers = torch.empty(*shape[:-1], dtype=torch.promote_types(dtype, torch.float32), device="meta")
+    hidden = torch.empty(*shape, dtype=dtype, device="meta")
+    return {HIDDEN: hidden, f"{LSE}.{share.head.stop}": numbers, f"{PICKED}.{share.head.stop}": numbers.clone()}
