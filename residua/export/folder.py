@@ -1,6 +1,6 @@
 """Writing a Hugging Face folder, whole or not at all, in one of two layouts.
 
-Residua's own has its code (`residua.storage.hugging_face` reads it back). That of one of transformers' families has none,
+Residua's own has its code (`residua.storage.hugging_face` reads it back). That of a family of transformers has none,
 and any tool that knows the family reads it.
 
 config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from residua.storage.companions import stop_ids
 from rich.console import Console
 
 import residua
@@ -16,14 +15,14 @@ from residua.config.run import RunConfig
 from residua.distributed.convert import convert
 from residua.integrations.torchtitan import convert as titan
 from residua.storage.checkpoint import checkpoints
+from residua.storage.hugging_face import stop_ids
 from residua.train.trainer import train
-from tests.train.conftest import config, data  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps with checkpoints of steps 2 and 4, the first with the lower loss; begun from an imported model."""
     folder = tmp_path_factory.mktemp("convert") / "run"
     train(config.override(["train.steps=4", "train.save_every=2"]), folder, console=Console(quiet=True))
@@ -49,9 +48,7 @@ def test_the_settings_of_an_imported_model_are_kept(run: Path, tmp_path: Path) -
     assert [stop_ids(tmp_path / name) for name in ("files", "dump", "back")] == [{3, 5}] * 3
 
 
-def test_a_best_checkpoint_that_cannot_be_read_is_told_and_left_out(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unreadable_best_checkpoint_is_reported_and_left_out(run: Path, tmp_path: Path, capsys) -> None:
     copied = shutil.copytree(run, tmp_path / "run")
     (copied / "checkpoints/step-2/model.safetensors").write_bytes(b"cut short")
     convert(copied, tmp_path / "files")

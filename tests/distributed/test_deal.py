@@ -7,19 +7,12 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from residua.distributed.pipeline.deal import (
-    DIVIDED,
-    head_ranks,
-    share_layers,
-    share_work,
-    shares_of,
-    stage_work,
-)
 
 from residua import ops
 from residua.config.run import RunConfig
 from residua.data.loader import IGNORED
-from residua.distributed.pipeline import head
+from residua.distributed.pipeline import stage
+from residua.distributed.pipeline.shares import DIVIDED, head_ranks, share_layers, share_work, shares_of, stage_work
 from residua.model.size import Work, measure, measure_work
 from residua.ops.linear_cross_entropy import autograd, head_piece, launch
 
@@ -38,22 +31,20 @@ def slowest(preset: str, stages: int, *, split: str = "work") -> float:
 
 @pytest.mark.parametrize("stages", [4, 8, 16])
 @pytest.mark.parametrize("preset", ["mgr-l-prenorm", "mgr-l-competitive4"])
-def test_no_stage_of_the_large_model_has_much_more_work_than_the_mean(preset: str, stages: int) -> None:
+def test_no_stage_of_a_large_model_has_much_more_than_mean_work(preset: str, stages: int) -> None:
     assert slowest(preset, stages) <= 1.10
     assert slowest(preset, stages, split="layers") >= 1.2
 
 
 @pytest.mark.parametrize(("preset", "stages"), [("mgr-l-full", 16), ("mgr-l-block8", 16), ("mgr-l-prenorm", 32)])
-def test_where_sublayers_are_too_large_to_be_even_the_stages_are_as_even_as_they_can_be(
-    preset: str, stages: int
-) -> None:
+def test_stages_of_large_sublayers_are_as_even_as_they_can_be(preset: str, stages) -> None:
     assert slowest(preset, stages) <= 1.34
     assert slowest(preset, stages, split="layers") >= 1.9
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stages", [4, 8, 16])
-def test_measured_on_gloo_no_stage_takes_much_longer_than_the_mean(stages: int) -> None:
+def test_measured_stages_take_little_longer_than_the_mean(stages: int) -> None:
     """In CPU seconds, which depend little on what else runs; still, one of three attempts is enough."""
     from tests.distributed.stage_times import timed
 
@@ -75,7 +66,7 @@ def test_the_work_of_an_additive_model_is_its_flops() -> None:
     assert measure_work(model).total == pytest.approx(measure(model).flops_per_token, rel=1e-6)
 
 
-def test_every_sublayer_and_every_row_of_the_head_belongs_to_one_stage() -> None:
+def test_every_sublayer_and_head_row_belongs_to_one_stage() -> None:
     work = Work(0.5, tuple(1.0 + k % 3 for k in range(11)), 20.0)
     for stages in (2, 3, 5, 8):
         shares = share_work(work, stages, 7)
@@ -107,14 +98,12 @@ def test_stages_may_be_whole_layers_divided_equally() -> None:
 
 @pytest.mark.parametrize("bounds", [(0, 7, 23), (0, 1, 2, 22, 23)])
 @pytest.mark.parametrize("path", ["reference", "kept", "fused"])
-def test_pieces_of_a_head_give_the_losses_and_gradients_of_the_whole(
-    bounds: tuple[int, ...], path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_a_head_give_losses_and_gradients_of_the_whole(bounds, path, monkeypatch) -> None:
     """In float64; the fused path keeps the softmax, or makes it again three tokens at a time."""
     monkeypatch.setattr(autograd, "PIECE_BYTES", 2**30 if path == "kept" else 0)
     monkeypatch.setattr(launch, "CHUNK_BYTES", 3 * 8 * 16)
     monkeypatch.setattr(launch, "TILE", 1)
-    monkeypatch.setattr(head, "head_piece", head_piece.reference if path == "reference" else head_piece.fused)
+    monkeypatch.setattr(stage, "head_piece", head_piece.reference if path == "reference" else head_piece.fused)
     hidden = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(23, 8, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(23, (2, 5))
@@ -124,9 +113,9 @@ def test_pieces_of_a_head_give_the_losses_and_gradients_of_the_whole(
 
     lse, picked = torch.full(targets.shape, -torch.inf, dtype=torch.float64), torch.zeros(2, 5, dtype=torch.float64)
     for start, stop in pairwise(bounds):
-        more, found = head.piece_of_head(hidden, weight[start:stop], targets, start)
+        more, found = stage.piece_of_head(hidden, weight[start:stop], targets, start)
         lse, picked = torch.logaddexp(lse, more), picked + found
-    got = head.losses_of(lse, picked, targets, z_loss=0.1)
+    got = stage.losses_of(lse, picked, targets, z_loss=0.1)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(torch.autograd.grad(got[0] + 3 * got[1], (hidden, weight)), wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)

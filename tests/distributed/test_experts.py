@@ -27,7 +27,7 @@ def mesh() -> Iterator[Any]:
     """A mesh of one rank that exchanges tokens with itself, and gathers from itself."""
     with one_rank(torch.device("cpu"), ParallelConfig()) as mesh:
         config = SimpleNamespace(experts=1, slices=2, shard=1, data=1)
-        yield SimpleNamespace(config=config, grid=mesh.grid, experts=dist.group.WORLD, slices=dist.group.WORLD)
+        yield SimpleNamespace(config=config, shards=mesh.shards, experts=dist.group.WORLD, slices=dist.group.WORLD)
 
 
 def experts(activation: Any, hidden: int = 16) -> Experts:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
-from tests.distributed.cases import ACCUMULATE, LENGTH, MICRO_BATCH, MIXTURES, STEPS
-from tests.distributed.compare import TOLERANCE, WEIGHT_TOLERANCE, assert_same_training
-from tests.distributed.launch import launch
+from tests.distributed.traces import BLOCK, INTERLEAVED, Cases, Traces, by_day_and_night
 
 pytestmark = pytest.mark.slow
 
-INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 2}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+DAY: Cases = {
     "data-and-shard": ("mhc", {"data": 2, "shard": 2}),
     "data-and-shard-in-turns": ("moe", {"data": 2, "shard": 2, "experts": 2, "turn": 1}),
     "shard-and-interleaved": ("block", {"shard": 2, **INTERLEAVED}),
@@ -25,9 +17,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts-and-pipeline": ("biased", {"pipeline": 2, "shard": 2, "experts": 2}),
     "head-twice-on-a-rank": ("mhc", {"shard": 2, **INTERLEAVED, "cuts": [3, 8, 10], "pieces": 4}),
 }
-
-
-NIGHTLY: dict[str, tuple[str, dict[str, Any]]] = {
+NIGHT: Cases = {
     "shard-and-shared-anchors": ("exoformer", {"shard": 2, "pipeline": 2}),  # whole matrices beside sharded ones
     "data-and-pipeline": ("exoformer", {"data": 2, "pipeline": 2}),
     "sharded-heads": ("mhc", {"shard": 2, "pipeline": 2, "cuts": [10], "pieces": 4}),
@@ -50,44 +40,19 @@ NIGHTLY: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def train(out: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Tensor]]:
-    launch(4, "tests.distributed.worker", out, [(name, model, parallel) for name, (model, parallel) in cases.items()])
-    return {name: load_file(out / f"{name}.safetensors") for name in cases}
-
-
 @pytest.fixture(scope="module")
-def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    return train(tmp_path_factory.mktemp("traces"), CASES)
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
+    return Traces(4, tmp_path_factory.mktemp("traces"), DAY, NIGHT)
 
 
-@pytest.fixture(scope="module")
-def nightly_traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
-    return train(tmp_path_factory.mktemp("traces"), NIGHTLY)
+@pytest.mark.parametrize("name", by_day_and_night(DAY, NIGHT))
+def test_four_ranks_train_as_one(traces: Traces, name: str) -> None:
+    traces.assert_as_one(name)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_four_ranks_train_as_one(traces: Any, name: str) -> None:
-    from tests.distributed.worker import single
-
-    model, _ = CASES[name]
-    assert_same_training(traces[name], single(model), TOLERANCE if model in MIXTURES else WEIGHT_TOLERANCE)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", NIGHTLY)
-def test_four_ranks_train_as_one_in_other_ways(nightly_traces: Any, name: str) -> None:
-    from tests.distributed.worker import single
-
-    model, parallel = NIGHTLY[name]
-    recipe = {key: parallel[key] for key in ("recompute", "layers") if key in parallel}
-    weights = TOLERANCE if model in MIXTURES else WEIGHT_TOLERANCE
-    assert_same_training(nightly_traces[name], single(model, **recipe), weights)
-
-
-def test_a_longer_pipeline_sends_every_block_to_every_later_rank(traces: Any) -> None:
+def test_longer_pipeline_sends_every_block_to_every_later_rank(traces: Traces) -> None:
     """P = 4, V = 1, N_p = 2: P(P−1)/2 · N_p blocks, and the embedding three times."""
-    block = MICRO_BATCH * LENGTH * 16 * 4 * ACCUMULATE
-    assert traces["four-stages"]["bytes/forward"] == (4 * 3 / 2 * 2 + 3) * block
+    assert traces["four-stages"]["bytes/forward"] == (4 * 3 / 2 * 2 + 3) * BLOCK
 
 
 # experts are orthogonalised in turns of their own, by the ranks that have them: 8 matrices by 2, and 16 others by 4
@@ -95,14 +60,10 @@ TURNS = [("data-and-shard", 1), ("data-and-shard-in-turns", 4 + 4), ("experts-an
 
 
 @pytest.mark.parametrize(("name", "turns"), TURNS)
-def test_each_matrix_is_orthogonalised_once(traces: Any, name: str, turns: int) -> None:
-    from tests.distributed.worker import orthogonalised, single
-
-    with orthogonalised() as matrices:
-        single(CASES[name][0])
-    assert (traces[name]["matrices"], traces[name]["turns"]) == (sum(matrices), turns * STEPS)
+def test_each_matrix_is_orthogonalised_once(traces: Traces, name: str, turns: int) -> None:
+    traces.assert_orthogonalised_once(name, turns)
 
 
-def test_cache_and_receive_buffers_are_freed(traces: Any) -> None:
-    left = {name: int(trace["kept"]) for name, trace in traces.items() if "kept" in trace}
-    assert left == {name: 0 for name, (_, parallel) in CASES.items() if "pipeline" in parallel}
+def test_cache_and_receive_buffers_are_freed(traces: Traces) -> None:
+    left = {name: int(traces[name]["kept"]) for name in DAY if "kept" in traces[name]}
+    assert left == {name: 0 for name, (_, parallel) in DAY.items() if "pipeline" in parallel}

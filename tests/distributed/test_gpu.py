@@ -47,7 +47,7 @@ def test_one_rank_trains_as_no_ranks(preset: str, way: Any) -> None:
     assert got == pytest.approx(expected, rel=2e-3)
 
 
-def test_the_host_holds_one_layer_while_a_model_is_built_on_the_gpu() -> None:
+def test_host_holds_one_layer_while_a_gpu_model_is_built() -> None:
     """481 M parameters in 12 layers of 153 MiB. A process that held more before shows a smaller rise."""
     from residua.distributed.mesh import one_rank
     from residua.distributed.world import build_ranked_step
@@ -77,7 +77,7 @@ def test_divided_experts_compute_what_experts_do(rows: int) -> None:
     ends = (torch.arange(1, 9, device="cuda") * (rows // 8)).int()
     with one_rank(torch.device("cuda"), ParallelConfig()) as mesh:
         alone: Any = SimpleNamespace(
-            config=SimpleNamespace(experts=1, slices=1, shard=1, data=1), grid=mesh.grid, experts=dist.group.WORLD
+            config=SimpleNamespace(experts=1, slices=1, shard=1, data=1), shards=mesh.shards, experts=dist.group.WORLD
         )
         apart = DividedExperts(whole, alone, torch.bfloat16)
         found = []

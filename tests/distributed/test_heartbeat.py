@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from residua.distributed.terminations import Terminations
 
 from residua.distributed import heartbeat
-from residua.distributed.heartbeat import HURRIED, MISSED, Heartbeat, lost_a_peer
+from residua.distributed.heartbeat import HURRIED, MISSED, Heartbeat, Terminations, lost_a_peer
 
 PATIENCE = 10
 
@@ -104,7 +103,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 64])
-def test_a_beat_costs_three_requests_however_many_ranks_there_are(job: Any, ranks: int) -> None:
+def test_beat_costs_three_requests_for_any_number_of_ranks(job: Any, ranks: int) -> None:
     simulated = job(ranks)
     simulated.store.requests = 0
     for _ in range(10):
@@ -112,9 +111,7 @@ def test_a_beat_costs_three_requests_however_many_ranks_there_are(job: Any, rank
     assert simulated.store.requests <= 3 * ranks * 10
 
 
-def test_the_requests_of_running_threads_grow_with_ranks_not_with_their_square(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_of_running_threads_grow_linearly_with_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with real threads: requests per beat, so that a slow machine changes nothing."""
     monkeypatch.setattr(heartbeat, "BEAT", 0.02)
     store, ranks = CountingStore(), 16
@@ -289,7 +286,7 @@ def test_after_a_failed_collective_a_reason_is_found_at_once(job: Any) -> None:
     assert simulated.now == asked
 
 
-def test_after_a_failed_collective_nobody_is_accused_when_all_are_alive(job: Any) -> None:
+def test_failed_collective_accuses_nobody_when_all_are_alive(job: Any) -> None:
     simulated = job(3)
     assert simulated.alive.pop(0).who_died() is None
 
@@ -300,7 +297,7 @@ def test_who_died_asks_a_store_that_is_gone(job: Any) -> None:
     assert simulated.alive.pop(1).who_died().startswith("the store that torchrun keeps is gone")
 
 
-def test_outlasting_a_rank_ends_with_its_beat_and_after_12_seconds_at_most(job: Any) -> None:
+def test_outlasting_a_rank_ends_with_its_beat_or_in_12_seconds(job: Any) -> None:
     simulated = job(2)
     waiting, asked = simulated.alive.pop(1), simulated.now
     waiting.outlast(rank=0)

@@ -15,7 +15,7 @@ from residua.distributed import shard, units
 from residua.distributed.mesh import one_rank
 from residua.distributed.world import build_ranked_step
 from tests.distributed.cases import ACCUMULATE, batches, run_config
-from tests.distributed.compare import assert_same_training
+from tests.distributed.traces import assert_same_training
 from tests.distributed.worker import made, single, trace
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The key-value store in which the ranks of a job meet."""
+"""The store in which the ranks of a job meet, the parts they build their share from, and which are called slow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import residua
 from residua.distributed import mesh, nodes
+from residua.distributed.world import slow_ranks
+from residua.train.start import starting_parts
+from residua.train.timing import Stopwatch
+from tests.distributed.cases import run_config
 
 LIMIT = timedelta(seconds=60)
 
@@ -97,3 +103,60 @@ def test_a_probe_finds_ranks_that_see_or_write_other_files(tmp_path: Path, monke
     for probe in probes:
         probe.remove()
     assert not list((tmp_path / "run").iterdir())
+
+
+HOSTS = ["node-a", "node-a", "node-b", "node-b"]
+
+
+def test_a_rank_is_slow_compared_with_the_median_for_its_work() -> None:
+    assert slow_ranks([1.0, 1.1, 1.0, 1.2], [0] * 4, HOSTS) == {}
+    found = slow_ranks([1.0, 1.0, 1.0, 2.0], [0] * 4, HOSTS)
+    assert list(found) == [3] and found[3].startswith("rank 3 on node-b computes slowly: 2.00 × the median rank's time")
+    assert list(slow_ranks([1.0, 2.0], [0, 0], HOSTS)) == [1]
+    assert slow_ranks([0.0, 0.0], [0, 0], HOSTS) == {}
+
+
+def test_ranks_with_other_stages_of_a_pipeline_are_not_compared() -> None:
+    assert slow_ranks([1.0, 9.0], [0, 1], HOSTS) == {}
+    assert slow_ranks([1.0, 1.0, 9.0, 9.5], [0, 0, 1, 1], HOSTS) == {}
+    found = slow_ranks([1.0, 2.0, 9.0, 9.0], [0, 0, 1, 1], HOSTS)
+    assert list(found) == [1] and "2.00 × the median" in found[1]
+
+
+def test_stopwatch_takes_the_mean_of_the_first_training_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(float(number**2) for number in range(10_000))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    watch = Stopwatch(torch.device("cpu"))
+    assert watch.take() == 0.0
+    for _ in range(2):
+        with watch.measure():
+            pass
+    assert watch.take() == (1 + 5) / 2
+    with torch.no_grad(), watch.measure():
+        pass
+    assert watch.take() == 0.0
+    for _ in range(2 * Stopwatch.MOST):
+        with watch.measure():
+            pass
+    assert next(ticks) == (4 + 2 * Stopwatch.MOST) ** 2
+
+
+def test_the_parts_of_a_new_run_are_those_of_one_process() -> None:
+    config = run_config("exoformer")
+    torch.manual_seed(0)
+    whole = residua.build(config.model).state_dict()
+    torch.manual_seed(0)
+    parts = {
+        f"{name}.{key}": value for name, part in starting_parts(config) for key, value in part.state_dict().items()
+    }
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], value) for name, value in whole.items())
+
+
+def test_parts_of_a_resumed_run_draw_nothing() -> None:
+    config = run_config("mhc").override(["model.topology.kind=mhc_lite"])
+    before = torch.get_rng_state()
+    parts = dict(starting_parts(config, resumed=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    # checkpoints hold all that a part needs (tests/model/test_initial.py)
+    assert not dict(parts["topology"].named_buffers())

@@ -44,16 +44,8 @@ def test_a_mesh_that_does_not_fit_the_run_is_refused(name: str) -> None:
 WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "shards": ("moe", {"shard": 2, "experts": 4}, "parallel.experts = 4 does not divide parallel.shard = 2"),
     "unit": ("moe", {"shard": 2, "experts": 2, "unit": "model"}, "does not go with parallel.unit = 'model'"),
-    "dense": (
-        "additive",
-        {"shard": 2, "experts": 2},
-        "does not go with model.ffn.kind = 'swiglu'",
-    ),
-    "shares": (
-        "three",
-        {"shard": 2, "experts": 2},
-        "model.ffn.experts = 3 cannot be shared equally by parallel",
-    ),
+    "dense": ("additive", {"shard": 2, "experts": 2}, "does not go with model.ffn.kind = 'swiglu'"),
+    "shares": ("three", {"shard": 2, "experts": 2}, "model.ffn.experts = 3 cannot be shared equally by parallel"),
     "slices": ("three", {"shard": 9, "experts": 3}, "model.ffn.hidden = 8 rows each, cannot be sharded equally"),
 }
 
@@ -89,10 +81,7 @@ def test_a_process_alone_does_not_train_a_mesh(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            ["parallel.shard=2"],
-            "residua: parallel asks for 2 processes (data 1 × shard 2 × pipeline 1) and 3",
-        ),
+        (["parallel.shard=2"], "residua: parallel asks for 2 processes (data 1 × shard 2 × pipeline 1) and 3"),
         pytest.param(
             ["parallel.shard=5"],
             "residua: train.accumulate = 4 micro-batches cannot be shared by",
@@ -134,7 +123,7 @@ def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: py
     assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU of its own.\n"
 
 
-def test_a_rank_that_ends_while_they_connect_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_ends_while_connecting_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with timed out connecting: Connection refused\nat pair.cc:152")
 
@@ -159,7 +148,7 @@ def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, 
     World(torch.device("cpu")).open_run(tmp_path / "run", config, resume=False).close()
 
 
-def test_the_command_that_starts_a_run_again_starts_as_many_processes() -> None:
+def test_command_that_starts_a_run_again_has_as_many_processes() -> None:
     assert run_config("additive").parallel.command_on() == "residua train"
     parallel = run_config("additive", {"data": 2, "pipeline": 2}).parallel
     assert parallel.command_on() == "torchrun --nproc-per-node 4 --no-python residua train"

@@ -7,18 +7,13 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from residua.config.run import RunConfig
 from residua.model.size import shapes
-from residua.storage.checkpoint import checkpoints
-from residua.storage.run import read_metrics
 from residua.train.trainer import train
-from tests.distributed.launch import LIMIT, nodes, start
-from tests.distributed.test_runs import TRAIN, curve, recipe, spec  # noqa: F401
-from tests.train.conftest import config, data  # noqa: F401
+from tests.distributed.conftest import TRAIN, Ranks, curve
+from tests.distributed.launch import LIMIT, nodes
 
 pytestmark = pytest.mark.slow
 
@@ -31,16 +26,12 @@ def places(folder: Path) -> list[Path]:
     return found
 
 
-def test_nodes_that_do_not_share_the_folder_are_refused_in_one_sentence(
-    recipe: RunConfig,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_nodes_that_do_not_share_the_folder_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     """A relative --out in two working folders. Each node would write its half of every checkpoint."""
     one, other = places(tmp_path)
-    asked = spec(tmp_path / "asked", recipe, out="runs/mine", changes=["parallel.shard=2"], beat=0.25)
-    ranks = start(2, TRAIN, asked, places=[one, other])
-    said = [rank.wait() for rank in ranks]
-    assert [rank.process.exitcode for rank in ranks] == [2, 2], said
+    ranks.start(2, "parallel.shard=2", out="runs/mine", beat=0.25, places=[one, other])
+    said = ranks.wait()
+    assert ranks.codes == [2, 2], said
     assert re.fullmatch(
         rf"residua: the ranks do not share the run's folder: {other}/runs/mine on \S+ \(rank 1\) does not hold what "
         rf"rank 0 wrote there \({one}/runs/mine on \S+\): give --out a path on a disk that all nodes share, .*\n",
@@ -50,33 +41,26 @@ def test_nodes_that_do_not_share_the_folder_are_refused_in_one_sentence(
     assert not list(one.iterdir()) and not list(other.iterdir())
 
 
-def test_a_checkpoint_whose_parts_lie_on_two_disks_does_not_get_its_name(
-    recipe: RunConfig,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_with_parts_on_two_disks_gets_no_name(ranks: Ranks, tmp_path: Path) -> None:
     """The second save: by then a node has lost the shared disk."""
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    asked: dict[str, Any] = {"changes": ["parallel.shard=2"], "astray": ["step-4", 1, str(elsewhere)], "beat": 0.25}
-    ranks = start(2, TRAIN, spec(tmp_path / "asked", recipe, out=str(run), **asked))
-    said = [rank.wait() for rank in ranks]
-    assert all(rank.process.exitcode for rank in ranks)
+    (tmp_path / "elsewhere").mkdir()
+    ranks.start(2, "parallel.shard=2", astray=["step-4", 1, str(tmp_path / "elsewhere")], beat=0.25)
+    said = ranks.wait()
+    assert all(ranks.codes)
     assert re.search(
         r"residua: could not write \S+step-4: shard-00002-model-00001-of-00001.safetensors, which rank 1 wrote, is not "
         r"whole in the folder of rank 0, so the nodes do not share its disk any more; the last good checkpoint is "
         r"\S+step-2",
         said[0],
     ), said
-    assert [found.step for found in checkpoints(run)] == [2]
+    assert ranks.saved() == [2]
 
 
 @pytest.mark.parametrize("by", ["node", pytest.param("SIGKILL", marks=pytest.mark.nightly)])
-def test_a_run_on_two_nodes_survives_the_death_of_one(recipe: RunConfig, tmp_path: Path, by: str) -> None:  # noqa: F811
+def test_run_on_two_nodes_survives_the_death_of_one(ranks: Ranks, tmp_path: Path, by: str) -> None:
     """A rank is killed, or its node with the agent of torchrun: then another takes its place. The run goes on."""
-    run, alone = tmp_path / "shared" / "run", tmp_path / "alone"
-    train(recipe, alone)
-    dies = {"rank": 1, "after": 5, "by": by}
-    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.shard=2"], dies=dies, beat=0.25)
+    train(ranks.recipe, tmp_path / "alone")
+    asked = ranks.spec("parallel.shard=2", dies={"rank": 1, "after": 5, "by": by}, beat=0.25)
     one, other = places(tmp_path)
     with nodes() as node:
         agents = [node(one, 2, TRAIN, asked), node(other, 2, TRAIN, asked)]
@@ -87,20 +71,15 @@ def test_a_run_on_two_nodes_survives_the_death_of_one(recipe: RunConfig, tmp_pat
         assert [agent.process.exitcode for agent in agents] == [0, 0], said
     named = r"residua: rank 1 \(process \d+ on .*\) died, .* `torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint "
     assert re.search(named, "".join(said)), said
-    sessions = json.loads((run / "environment.json").read_text())["sessions"]
-    assert [session["from_step"] for session in sessions] == [0, 4]
-    assert curve(run) == pytest.approx(curve(alone), abs=1e-4)
+    assert ranks.from_steps() == [0, 4]
+    assert curve(ranks.run) == pytest.approx(curve(tmp_path / "alone"), abs=1e-4)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dead", [0, 3])
-def test_a_dead_rank_is_named_once_on_each_node(recipe: RunConfig, tmp_path: Path, dead: int) -> None:  # noqa: F811
-    dies = {"rank": dead, "after": 3}
-    asked = spec(
-        tmp_path / "asked", recipe, out=str(tmp_path / "run"), changes=["parallel.data=4"], dies=dies, beat=0.5
-    )
-    ranks = start(4, TRAIN, asked, per_node=2)
-    said = [rank.wait() for rank in ranks]
+def test_dead_rank_is_named_once_on_each_node(ranks: Ranks, dead: int) -> None:
+    ranks.start(4, "parallel.data=4", dies={"rank": dead, "after": 3}, beat=0.5, per_node=2)
+    said = ranks.wait()
     for node in (said[:2], said[2:]):
         named = re.findall(r"residua: rank (\d) \(.*\) died, last heard of after step (\d);", "".join(node))
         assert named == [(str(dead), "3")] and "".join(node).count("residua: ") == 1, said
@@ -110,56 +89,44 @@ SHORT = "data.validation_tokens=1"
 """The slow rank of these tests waits in the last validation too."""
 
 
-def test_a_run_traces_chosen_steps_and_names_a_slow_rank(recipe: RunConfig, tmp_path: Path) -> None:  # noqa: F811
-    run = tmp_path / "run"
-    changes = ["parallel.shard=2", "train.steps=3", "train.profile=[2]", SHORT]
-    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=changes, slow=[1, 0.3])
-    leader, other = start(2, TRAIN, asked)
-    said = [leader.wait(), other.wait()]
-    assert [leader.process.exitcode, other.process.exitcode] == [0, 0], said
+def test_run_traces_chosen_steps_and_names_a_slow_rank(ranks: Ranks) -> None:
+    ranks.start(2, "parallel.shard=2", "train.steps=3", "train.profile=[2]", SHORT, slow=[1, 0.3])
+    said = ranks.wait()
+    assert ranks.codes == [0, 0], said
     assert said[0].count("computes slowly") == 1 and "rank 1 on" in said[0], said
-    assert f"step 2 was traced: open {run}/profile/step-2-rank-0.json.gz in" in said[0]
+    assert f"step 2 was traced: open {ranks.run}/profile/step-2-rank-0.json.gz in" in said[0]
     for rank in (0, 1):
-        trace = json.loads(gzip.decompress((run / f"profile/step-2-rank-{rank}.json.gz").read_bytes()))
+        trace = json.loads(gzip.decompress((ranks.run / f"profile/step-2-rank-{rank}.json.gz").read_bytes()))
         assert {event["name"] for event in trace["traceEvents"]} >= {"aten::mm", "gloo:all_reduce"}
-    assert len(list((run / "profile").iterdir())) == 2
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "ranks"]
+    assert len(list((ranks.run / "profile").iterdir())) == 2
+    lines = ranks.records("ranks")
     assert [line["step"] for line in lines] == [1, 2, 3] and {tuple(line["slow"]) for line in lines} == {(1,)}
     assert all(300 <= line["forward_ms"][1] < 1e5 for line in lines)
 
 
-def test_a_pipeline_of_unlike_stages_names_no_slow_rank_and_counts_the_whole_model(
-    recipe: RunConfig,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    run, changes = tmp_path / "run", ["parallel.pipeline=2", "train.steps=3", SHORT]
-    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=changes, slow=[1, 0.3])
-    leader, other = start(2, TRAIN, asked)
-    said = [leader.wait(), other.wait()]
-    assert [leader.process.exitcode, other.process.exitcode] == [0, 0], said
+def test_pipeline_of_unlike_stages_names_no_slow_rank(ranks: Ranks) -> None:
+    """And its summary counts the whole model."""
+    ranks.start(2, "parallel.pipeline=2", "train.steps=3", SHORT, slow=[1, 0.3])
+    said = ranks.wait()
+    assert ranks.codes == [0, 0], said
     assert "computes slowly" not in said[0]
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "ranks"]
+    lines = ranks.records("ranks")
     assert len(lines) == 3 and all(line["slow"] == [] and line["forward_ms"][1] >= 300 for line in lines)
     counts = [int(count) for count in re.findall(r" in (\d+) tensors", said[0])]
-    assert sum(counts) == len(list(shapes(recipe.model).parameters())), said[0]
+    assert sum(counts) == len(list(shapes(ranks.recipe.model).parameters())), said[0]
 
 
-def test_a_step_that_hangs_is_reported_with_the_last_collectives(recipe: RunConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_step_that_hangs_is_reported_with_the_last_collectives(ranks: Ranks) -> None:
     """All ranks are alive, and one does not compute. What each sent last shows which."""
-    run, dies = tmp_path / "run", {"rank": 1, "after": 3, "by": "hang", "patience": 1}
-    asked = spec(tmp_path / "asked", recipe, out=str(run), changes=["parallel.data=2"], dies=dies, beat=0.25)
-    ranks = start(2, TRAIN, asked)
-    records, until = [run / f"collectives-rank-{rank}.json" for rank in (0, 1)], time.monotonic() + LIMIT
-    try:
-        while "no step was finished" not in ranks[0].said() or not all(path.exists() for path in records):
-            assert time.monotonic() < until, [rank.said() for rank in ranks]
-            time.sleep(0.05)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    where = (
-        f"no step was finished in 1 seconds after step 3; the last collectives of each rank are in {run}/collectives-"
-    )
-    assert where in ranks[0].said() and "no step was finished" not in ranks[1].said()
+    dies = {"rank": 1, "after": 3, "by": "hang", "patience": 1}
+    ranks.start(2, "parallel.data=2", dies=dies, beat=0.25)
+    leader, other = ranks.started
+    records, until = [ranks.run / f"collectives-rank-{rank}.json" for rank in (0, 1)], time.monotonic() + LIMIT
+    while "no step was finished" not in leader.said() or not all(path.exists() for path in records):
+        assert time.monotonic() < until, [leader.said(), other.said()]
+        time.sleep(0.05)
+    where = f"after step 3; the last collectives of each rank are in {ranks.run}/collectives-"
+    assert f"no step was finished in 1 seconds {where}" in leader.said()
+    assert "no step was finished" not in other.said()
     ahead, behind = (json.loads(path.read_text())["gloo"]["entries"] for path in records)
     assert len(ahead) > len(behind) and ahead[-1]["profiling_name"].startswith("gloo:")

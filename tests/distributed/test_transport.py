@@ -53,7 +53,7 @@ def test_every_cached_tensor_is_read_as_often_as_planned() -> None:
         assert put == {name: taken.count(name) for name in set(taken)}
 
 
-def test_a_cached_tensor_is_no_copy_and_is_freed_after_its_last_reader() -> None:
+def test_cached_tensor_is_freed_after_its_last_reader() -> None:
     cache, x = StageCache(), torch.randn(4, requires_grad=True)
     cached = cache.put(0, "a", x * 1.0, readers=2)
     first, second = cache.get(0, "a"), cache.get(0, "a")

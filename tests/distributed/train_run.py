@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from residua.distributed.times import Stopwatch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from residua.cli.main import fail
@@ -24,6 +23,7 @@ from residua.distributed.heartbeat import Heartbeat
 from residua.distributed.world import open_world
 from residua.files import AppendedFile, WriteError
 from residua.train.health import TrainingStopped
+from residua.train.timing import Stopwatch
 from residua.train.trainer import Trainer, train
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from residua.distributed.pipeline.deal import cut, shares_of
 from safetensors.torch import save_file
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -21,8 +20,8 @@ import residua.train.optimizer
 import residua.train.step
 from residua.distributed import optimizer, units
 from residua.distributed.mesh import Mesh, Processes
-from residua.distributed.pipeline import stage
-from residua.distributed.pipeline import step as pipeline_step
+from residua.distributed.pipeline import part, stage
+from residua.distributed.pipeline.shares import cut, shares_of
 from residua.distributed.pipeline.step import PipelinedStep
 from residua.distributed.world import build_ranked_step
 from residua.model.moe import mixtures
@@ -119,9 +118,7 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     compiler = partial(torch.compile, dynamic=False, backend=parallel.pop("backend", None))
     stage.compile_rewritten = units.compile_rewritten = compiler
     cuts, pieces = parallel.pop("cuts", None), parallel.pop("pieces", 1)
-    pipeline_step.shares_of = (
-        shares_of if cuts is None else lambda config, work: cut(cuts, config.model.sublayers, pieces)
-    )
+    part.shares_of = shares_of if cuts is None else lambda config, **_: cut(cuts, config.model.sublayers, pieces)
     recipe = {
         key: parallel.pop(key) for key in ("layers", "precision", "recompute", "compile", "balance") if key in parallel
     }
@@ -164,7 +161,7 @@ def built(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
 
 def of_pipeline(step: PipelinedStep) -> dict[str, Tensor]:
     """The bytes sent, the sentence about them, and how many cached or received tensors are still there."""
-    kept = len(step.modules[0].cache.entries)
+    kept = len(step.part.slices[0].cache.entries)
     chunks = [way for one in step.stages for way in (one.args_recv_info, one.grad_recv_info)]
     buffers = [getattr(info, "buffer", None) for way in chunks for infos in way.values() for info in infos]
     kept += sum(buffer is not None and not buffer.is_meta for buffer in buffers)

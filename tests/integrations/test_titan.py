@@ -92,15 +92,11 @@ def test_torchtitan_trains_as_one_process_does(titan: Engine, text: Path, tmp_pa
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("model", "way"), NIGHTLY, ids=lambda value: value)
-def test_torchtitan_trains_as_one_process_does_nightly(
-    titan: Engine, text: Path, tmp_path: Path, model: str, way: str
-) -> None:
+def test_torchtitan_trains_as_one_process_does_nightly(titan: Engine, text: Path, tmp_path, model: str, way) -> None:
     check(titan, text, tmp_path, model, way)
 
 
-def test_after_a_killed_rank_another_mesh_goes_on_and_the_result_becomes_a_run(
-    titan: Engine, text: Path, tmp_path: Path
-) -> None:
+def test_after_a_killed_rank_another_mesh_ends_as_a_run(titan: Engine, text, tmp_path) -> None:
     """FSDP2 dies in step 3, tensor-parallel ranks go on from the checkpoint of step 2, whose last one becomes a run."""
     from residua.integrations.torchtitan.convert import convert, dump_checkpoints
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from residua.integrations.torchtitan.packed import pack, unpack
-from residua.integrations.torchtitan.run import find_run, parse_run
-from residua.integrations.torchtitan.tensor import find_splits, narrow, pieces
 
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
+from residua.integrations.torchtitan.checkpoint import pack, unpack
+from residua.integrations.torchtitan.compat import find_run, parse_run
+from residua.integrations.torchtitan.division import find_splits, narrow, pieces
 from residua.integrations.torchtitan.refusals import refuse_engine, refuse_run
 from residua.model.decoder import Decoder
 from tests.integrations.cases import MODELS
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_engine_cannot_do_is_refused_in_one_sentence_that_names_both(case: str) -> None:
+def test_what_the_engine_cannot_do_is_refused_by_name(case: str) -> None:
     changes, words = REFUSED[case]
     run = RunConfig.find("tiny")
     refuse_engine(settings(activation_checkpoint=FullAC.Config()), run)
@@ -168,9 +168,7 @@ class Evil:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_names_a_function_is_refused_and_not_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_checkpoint_that_names_a_function_is_refused_not_run(tmp_path: Path, capsys) -> None:
     from residua.integrations.torchtitan.convert import convert
 
     step = tmp_path / "dump/checkpoint/step-2"

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and loading a trained model from them."""
+"""Which checkpoints stay, loading a trained model from them, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 
 import residua
 from residua.config.run import ParallelConfig, RunConfig
+from residua.config.settings import ConfigError
 from residua.distributed.mesh import one_rank
 from residua.files import WriteError
 from residua.storage.checkpoint import best, checkpoints, prune
 from residua.storage.load import load
+from residua.storage.run import Run, failed_early
 from residua.storage.sharded import Saver, load_shards
 from residua.train.trainer import train
 from tests.train.conftest import small_run
@@ -54,9 +56,7 @@ def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
     assert winner is not None and winner.step == 10
 
 
-def test_a_kill_while_old_checkpoints_go_leaves_only_whole_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_old_checkpoints_go_leaves_only_whole_ones(tmp_path: Path, monkeypatch) -> None:
     fake(tmp_path, {1: 3.0, 2: 2.0, 3: 2.5})
 
     def killed(path: Path, ignore_errors: bool = False) -> None:
@@ -115,7 +115,7 @@ def edit(run: Path, change: str) -> None:
         ("surplus", r"holds tensor 'extra\.weight', which the model of config\.toml does not have"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_in_one_sentence(run: Path, change: str, sentence: str) -> None:
+def test_checkpoint_of_another_model_is_refused_in_one_sentence(run: Path, change: str, sentence: str) -> None:
     edit(run, change)
     with pytest.raises(ValueError, match=sentence):
         load(run)
@@ -186,9 +186,7 @@ def test_a_list_of_rows_that_makes_no_sense_is_named(tmp_path: Path, rows: str, 
         load_shards(shards.parent, torch.nn.Linear(2, 2))
 
 
-def test_a_sharded_checkpoint_that_cannot_be_begun_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sharded_checkpoint_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
     """A disk may have room for a folder and not for the first file in it."""
 
     def full(path: Path, *arguments: object, **settings: object) -> None:
@@ -201,3 +199,61 @@ def test_a_sharded_checkpoint_that_cannot_be_begun_leaves_nothing(
         with pytest.raises(WriteError, match="No space left on device"):
             Saver().save(tmp_path, 4, model, optimizer, {"step": 4}, keep=1)  # type: ignore[arg-type]
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_files_that_a_killed_session_left_are_removed(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / ".unfinished-7-abcdef-config.toml").write_text("half")
+    (tmp_path / ".unfinished-fp8").mkdir()
+    run = Run.create(tmp_path, config)
+    run.begin({}, 0)
+    run.close()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", ".unfinished-fp8", "config.toml", "environment.json"}
+
+
+@pytest.mark.parametrize(
+    "valuable", ["checkpoints/step-3/state.json", "checkpoints/step-3-not-finite-1/state.json", "result.json", "thesis"]
+)
+def test_folder_with_anything_of_value_is_not_started_again(config: RunConfig, tmp_path: Path, valuable: str) -> None:
+    run = Run.create(tmp_path / "run", config)
+    run.begin({}, 0)
+    assert failed_early(tmp_path / "run")
+    with pytest.raises(ConfigError, match="in use by another process"):
+        Run.start_again(tmp_path / "run", config)
+    run.close()
+    Run.start_again(tmp_path / "run", config.override(["model.layers=3"])).close()
+    path = tmp_path / "run" / valuable
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+    assert not failed_early(tmp_path / "run")
+    with pytest.raises(ConfigError, match="is not empty"):
+        Run.start_again(tmp_path / "run", config)
+
+
+def test_run_that_starts_again_drops_what_the_failed_one_took(config: RunConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = Run.create(folder, config)
+    run.begin({}, 0)
+    run.close()
+    (folder / "source").mkdir()
+    (folder / "source" / "generation_config.json").write_text("{}")
+    (folder / "wandb-id").write_text("old")
+    again = Run.start_again(folder, config)
+    assert (folder / "source").exists()  # until the run begins, nothing is changed
+    again.begin({}, 0)
+    again.close()
+    assert not (folder / "source").exists() and not (folder / "wandb-id").exists()
+
+
+def test_branch_waits_until_somebody_trains_it(config: RunConfig, tmp_path: Path) -> None:
+    trunk = Run.create(tmp_path / "long", config)
+    trunk.begin({}, 0)
+    (tmp_path / "long" / "metrics.jsonl").write_text("")
+    trunk.branch(tmp_path / "short", config, 4, lambda folder: (folder / "checkpoints").mkdir())
+    trunk.close()
+    session = json.loads((tmp_path / "short" / "environment.json").read_text())["sessions"][-1]
+    assert (session["branch_of"], session["until_step"]) == ("long", 4) and "process" not in session
+
+
+def test_configuration_without_record_of_training_is_kept(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(config.to_toml())
+    assert not failed_early(tmp_path)

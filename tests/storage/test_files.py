@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 
 from residua import files
 from residua.files import atomic_folder, refuse_used, write_atomically
-from residua.storage.tensors import save_tensors
+from residua.reading import ReadError
+from residua.storage.tensors import check_header, read_tensors, save_tensors
 
 
 def test_a_folder_appears_whole_and_may_replace_an_empty_one(tmp_path: Path) -> None:
@@ -105,9 +108,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monke
     assert done == ["inside", ".unfinished-out", "named out", tmp_path.name]
 
 
-def test_used_folders_files_and_the_working_directory_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_used_folders_and_the_working_directory_are_refused(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="exists and is not an empty folder: choose another --engine"):
         refuse_used(tmp_path, "--engine")
@@ -127,3 +128,22 @@ def test_others_may_read_weights_as_any_other_file(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     save_tensors({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def header_only(path: Path, header: bytes) -> Path:
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    return path
+
+
+@pytest.mark.parametrize("read", [check_header, read_tensors])
+def test_headers_that_take_long_are_refused_unread(tmp_path, read: Callable[[Path, str], object], monkeypatch) -> None:
+    monkeypatch.setattr("residua.storage.tensors.safe_open", lambda *_, **__: pytest.fail("opened"))
+    monkeypatch.setattr("residua.storage.tensors.load_file", lambda *_, **__: pytest.fail("opened"))
+    empty = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
+    many = "{" + ",".join(f'"{number}":{empty}' for number in range(100_001)) + "}"
+    with pytest.raises(
+        ReadError, match=r"many\.safetensors holds 100,001 tensors, and 100,000 are the most: restore it"
+    ):
+        read(header_only(tmp_path / "many.safetensors", many.encode()), "restore it")
+    with pytest.raises(ReadError, match="has a header of 33 MiB, and 32 MiB are the most"):
+        read(header_only(tmp_path / "long.safetensors", b" " * (33 << 20)), "restore it")

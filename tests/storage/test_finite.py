@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from residua.storage.finite import nonfinite
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +16,7 @@ import residua as package
 from residua.config.run import RunConfig
 from residua.distributed.convert import convert
 from residua.storage.checkpoint import checkpoints
+from residua.storage.tensors import nonfinite
 from residua.train.health import TrainingStopped
 from residua.train.step import Step
 from residua.train.trainer import train
@@ -45,7 +45,7 @@ def test_one_value_anywhere_is_found_in_every_type(dtype: torch.dtype) -> None:
                 assert nonfinite(tensors) == ["broken"]
 
 
-def test_the_largest_numbers_integers_and_empty_tensors_are_finite() -> None:
+def test_largest_numbers_integers_and_empty_tensors_are_finite() -> None:
     largest = torch.full((9,), torch.finfo(torch.float64).max, dtype=torch.float64)
     assert nonfinite({"a": largest, "b": torch.arange(3), "c": torch.empty(0), "d": -largest.new_ones(1)}) == []
 
@@ -72,9 +72,7 @@ VERBS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "infinite"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_names_the_tensor_and_writes_nothing(
-    verb: str, value: float, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_every_verb_names_the_tensor_and_writes_nothing(verb: str, value, run, tmp_path, monkeypatch, capsys) -> None:
     spoil(run / "checkpoints/step-4/model.safetensors", "norm.weight", value)
     before = sorted(run.rglob("*"))
     arguments = [str(tmp_path / "out") if word == "OUT" else word for word in VERBS[verb]]
@@ -127,9 +125,7 @@ def test_exported_and_quantized_folders_are_checked_too(run: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_weights_too_large_for_the_arithmetic_are_refused_as_such(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_weights_too_large_for_the_arithmetic_are_refused(run: Path, tmp_path, monkeypatch, capsys) -> None:
     path = run / "checkpoints/step-4/model.safetensors"
     tensors = load_file(path)
     tensors["norm.weight"].fill_(3.4e38)
@@ -162,7 +158,7 @@ def test_a_run_to_convert_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["model", "optimizer"])
-def test_resume_goes_on_from_the_newest_checkpoint_that_is_finite(config: RunConfig, stopped: Path, file: str) -> None:
+def test_resume_goes_on_from_the_newest_finite_checkpoint(config: RunConfig, stopped: Path, file: str) -> None:
     for step in (4, 6):
         name = spoil(stopped / f"checkpoints/step-{step}/{file}.safetensors")
     said = StringIO()
@@ -178,7 +174,7 @@ def test_resume_goes_on_from_the_newest_checkpoint_that_is_finite(config: RunCon
 
 
 @pytest.mark.slow
-def test_a_run_without_a_finite_checkpoint_is_not_resumed_and_stays_as_it_was(config: RunConfig, stopped: Path) -> None:
+def test_run_without_a_finite_checkpoint_is_not_resumed(config: RunConfig, stopped: Path) -> None:
     for step in (2, 4, 6):
         spoil(stopped / f"checkpoints/step-{step}/model.safetensors", "norm.weight")
     before = sorted(stopped.rglob("*"))
@@ -190,9 +186,7 @@ def test_a_run_without_a_finite_checkpoint_is_not_resumed_and_stays_as_it_was(co
 
 
 @pytest.mark.slow
-def test_an_optimizer_state_that_is_not_finite_is_not_saved(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_state_that_is_not_finite_is_not_saved(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
     call, done = Step.__call__, 0
 
     def spoiled(self: Step, *arguments: object) -> None:

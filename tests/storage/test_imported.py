@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from residua.storage.imported import import_folder
-from residua.storage.opening import open_model
-from residua.storage.stream import Entry, write_tensors
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -24,8 +21,11 @@ from residua.data.tokenizer import Tokenizer
 from residua.export import export
 from residua.generate.generator import Generator, Request
 from residua.quantize.run import stored_bytes
+from residua.storage.hugging_face import import_folder
 from residua.storage.load import load
+from residua.storage.model_folder import open_model
 from residua.storage.run import Run
+from residua.storage.tensors import Entry, write_tensors
 from tests.convert.tiny import logits, saved, tokens
 
 pytest.importorskip("transformers")
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_tokenizer_chat_template_and_settings_come_along_and_go_back(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_template_and_settings_come_along_and_go_back(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     made = import_folder(folder, tmp_path / "run")
@@ -86,9 +86,7 @@ def test_a_run_is_not_imported_and_a_missing_folder_is_named(folder: Path, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("architecture", ["Qwen3", "Llama", "Gemma3"])
-def test_without_a_precision_an_import_is_exported_as_it_is_stored(
-    architecture: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_import_is_exported_as_stored_without_a_precision(architecture: str, dtype, tmp_path) -> None:
     model = saved(tmp_path / "hf", architecture, vocab_size=300, num_hidden_layers=1).to(dtype)
     model.save_pretrained(tmp_path / "hf")
     Tokenizer.bytes().save(tmp_path / "hf" / "tokenizer.json")
@@ -109,7 +107,7 @@ def test_without_a_precision_an_import_is_exported_as_it_is_stored(
 
 
 @pytest.mark.slow
-def test_in_residuas_layout_an_import_keeps_the_dtypes_of_its_run(folder: Path, tmp_path: Path) -> None:
+def test_import_in_residuas_layout_keeps_the_dtypes_of_its_run(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "run")
     export(tmp_path / "run", tmp_path / "own")
     export(tmp_path / "own", tmp_path / "again")
@@ -209,9 +207,7 @@ def test_texts_of_an_imported_model_end_in_its_own_token(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("content", ["{}", None])
-def test_a_tokenizer_that_the_model_cannot_use_is_refused_before_anything_is_written(
-    content: str | None, folder: Path, tmp_path: Path
-) -> None:
+def test_tokenizer_that_the_model_cannot_use_is_refused_first(content, folder, tmp_path) -> None:
     ending_in(folder, "[EOS]")
     (folder / "tokenizer_config.json").write_text("{}")
     if content is not None:
@@ -223,12 +219,10 @@ def test_a_tokenizer_that_the_model_cannot_use_is_refused_before_anything_is_wri
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_a_head_beside_a_tied_configuration_is_kept_if_it_differs(
-    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_beside_a_tied_configuration_is_kept_if_it_differs(own: bool, tmp_path: Path, monkeypatch) -> None:
     from transformers import LlamaForCausalLM
 
-    monkeypatch.setattr("residua.storage.imported.COMPARED", 3 * 32)  # the last rows are compared too
+    monkeypatch.setattr("residua.storage.hugging_face.COMPARED", 3 * 32)  # the last rows are compared too
     folder = tmp_path / "hf"
     saved(folder, "Llama", tie_word_embeddings=True)
     content = load_file(folder / "model.safetensors")
@@ -243,7 +237,7 @@ def test_a_head_beside_a_tied_configuration_is_kept_if_it_differs(
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_model_saved_without_its_head_is_read_if_the_head_is_the_embedding(tied: bool, tmp_path: Path) -> None:
+def test_model_saved_without_its_head_is_read_if_it_is_tied(tied: bool, tmp_path: Path) -> None:
     theirs = saved(tmp_path / "whole", "Llama", tie_word_embeddings=tied)
     theirs.model.save_pretrained(tmp_path / "body")
     if not tied:
@@ -265,7 +259,7 @@ def test_a_tensor_that_is_not_finite_is_named_with_its_folder(folder: Path, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_tensors_are_written_one_by_one_as_safetensors_writes_them(tmp_path: Path) -> None:
+def test_tensors_are_written_as_safetensors_writes_them(tmp_path: Path) -> None:
     given = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.zeros(0, 2), "d": torch.randn(2, 2).T}
     entries = [Entry(name, t.dtype, t.shape) for name, t in given.items()]
     write_tensors(tmp_path / "x.safetensors", entries, given.values())
@@ -368,7 +362,7 @@ def test_a_mixture_with_one_expert_for_a_token_is_used_as_it_is(tmp_path: Path) 
         assert difference is not None and difference < 1e-5
 
 
-def test_weights_that_are_not_numbers_are_neither_loaded_nor_imported(folder: Path, tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_loaded_or_imported(folder: Path, tmp_path: Path) -> None:
     content = load_file(folder / "model.safetensors")
     content["model.norm.weight"][3] = float("inf")
     save_file(content, folder / "model.safetensors", metadata={"format": "pt"})

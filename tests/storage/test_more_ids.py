@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from residua.storage.imported import import_folder
-from residua.storage.opening import open_model
-from residua.storage.text import open_text
 
 from residua.config.run import RunConfig
 from residua.data import Dataset, Tokenizer, open_corpus, prepare
@@ -19,6 +16,8 @@ from residua.data.shards import HEADER_BYTES
 from residua.data.source import open_data
 from residua.evaluate.perplexity import score_text
 from residua.evaluate.score import Scorer
+from residua.storage.hugging_face import import_folder
+from residua.storage.model_folder import open_model, open_text
 from residua.train.start import check_tokenizer
 from tests.convert.tiny import GEMMA, saved
 from tests.trained import residua
@@ -53,9 +52,7 @@ def prepared(text: str, tokenizer: Path, out: Path) -> Dataset:
 
 
 @pytest.mark.slow
-def test_every_command_takes_such_a_model(
-    folder: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_takes_such_a_model(folder: Path, run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     data, text = tmp_path / "data", tmp_path / "text.txt"
     text.write_text(f"{WORDS} <image_soft_token>")  # special tokens inside a text are text
 
@@ -77,30 +74,26 @@ def test_every_command_takes_such_a_model(
         do("generate", model, "--prompt", "<image_soft_token>", "--tokens", 2)
 
 
-def test_a_prompt_with_an_id_that_the_model_does_not_have_is_one_sentence(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompt_with_an_unknown_id_is_one_sentence(run: Path, monkeypatch, capsys) -> None:
     assert residua(monkeypatch, "generate", run, "--prompt", "The <extra> fox") == 2
     assert capsys.readouterr().err == f"residua: the prompt {UNKNOWN}leave it out.\n"
 
 
-def test_a_file_to_diagnose_on_with_such_an_id_is_one_sentence(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_to_diagnose_on_with_such_an_id_is_one_sentence(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "text.txt").write_text(f"<extra> {WORDS}")
     arguments = ("--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokens", 64)
     assert residua(monkeypatch, "diagnose", run, *arguments) == 2
     assert f"text.txt {UNKNOWN}name text without it with --text" in capsys.readouterr().err
 
 
-def test_a_question_with_such_an_id_is_refused_before_any_is_scored(run: Path) -> None:
+def test_question_with_such_an_id_is_refused_before_any_score(run: Path) -> None:
     scorer = Scorer(*open_model(run))
     assert len(scorer.score(scorer.pairs([("The quick", " brown fox")]))) == 1
     with pytest.raises(ValueError, match=f"^a text to score {UNKNOWN}"):
         scorer.score(scorer.pairs([("The quick", " brown fox"), ("The", " <extra>")]))
 
 
-def test_prepared_text_may_lack_ids_that_the_model_does_not_have_but_not_hold_one(run: Path, tmp_path: Path) -> None:
+def test_prepared_text_may_know_but_not_hold_unknown_ids(run: Path, tmp_path: Path) -> None:
     config = RunConfig.from_toml(run / "config.toml").override([f"train.start='{run}'"])
     model, _ = open_model(run)
     plain = prepared(WORDS, run / "tokenizer.json", tmp_path / "plain")
@@ -141,9 +134,7 @@ def test_a_new_model_has_every_id_of_its_text(run: Path, tmp_path: Path) -> None
     ],
     ids=["end", "plain"],
 )
-def test_only_added_tokens_that_end_no_text_may_be_beyond_the_model(
-    change: dict, message: str, folder: Path, run: Path, tmp_path: Path
-) -> None:
+def test_only_added_tokens_may_be_beyond_the_model(change, message, folder, run, tmp_path) -> None:
     content = json.loads(Tokenizer.bytes().backend.to_str())
     content["model"]["vocab"] |= {name: n for n, name in enumerate(["<|endoftext|>", *change.get("vocab", [])], 256)}
     backend = tokenizers.Tokenizer.from_str(json.dumps(content))

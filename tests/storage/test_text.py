@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from residua.storage.text import open_text
 
 import residua
 from residua.config.run import RunConfig
@@ -18,6 +17,7 @@ from residua.data.source import open_data
 from residua.data.tokenizer import Tokenizer
 from residua.quantize import quantize
 from residua.storage.checkpoint import FOLDER
+from residua.storage.model_folder import open_text
 from residua.storage.tensors import save_tensors
 from tests.model.small import small
 from tests.trained import residua as command
@@ -50,9 +50,7 @@ def imported(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_an_imported_model_is_measured_on_the_embedded_corpus_in_its_own_tokens(
-    imported: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imported_model_is_measured_in_its_own_tokens(imported: Path, corpus, tmp_path, monkeypatch, capsys) -> None:
     result = quantize(imported, tmp_path / "low", scheme="fp8-row", probes=0)
     assert Dataset.open(result.text).tokenizer_hash == Tokenizer.bytes().hash
     for folder in (imported, tmp_path / "low"):
@@ -110,9 +108,7 @@ def refused(
     return run
 
 
-def test_training_from_an_import_without_a_tokenizer_needs_text_in_its_tokens(
-    imported: Path, corpus: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_import_without_a_tokenizer_needs_text_in_its_tokens(imported: Path, corpus: Path, tmp_path, refused) -> None:
     (imported / "tokenizer.json").unlink()
     config = RunConfig(model=small(vocab_size=2048, context=16))  # has room for the default tokens
     (imported / "config.toml").write_text(config.to_toml())
@@ -123,9 +119,7 @@ def test_training_from_an_import_without_a_tokenizer_needs_text_in_its_tokens(
     assert not (tmp_path / "cache").exists()
 
 
-def test_text_or_a_tokenizer_that_is_named_is_taken_for_an_import_without_one(
-    imported: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_import_without_a_tokenizer_takes_text_that_is_named(imported: Path, corpus, tmp_path) -> None:
     (imported / "tokenizer.json").unlink()
     config = RunConfig.from_toml(imported / "config.toml").override([f"train.start='{imported}'"])
     data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bytes", workers=1)
@@ -133,9 +127,7 @@ def test_text_or_a_tokenizer_that_is_named_is_taken_for_an_import_without_one(
         assert open_data(config.override([change])).tokenizer_hash == data.tokenizer_hash
 
 
-def test_text_in_other_tokens_than_the_model_to_start_from_is_refused_before_anything_is_written(
-    imported: Path, corpus: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_text_in_other_tokens_than_the_start_is_refused_first(imported: Path, corpus: Path, tmp_path, refused) -> None:
     data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bpe:260", workers=1)
     assert refused("--data", data.path) == (
         f"residua: {data.path} was prepared with another tokenizer than {imported} has: prepare it with "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import residua
@@ -21,12 +19,11 @@ from residua.model.router import Router
 from residua.storage.run import read_metrics
 from residua.train.balance import Balancer, build_balancer
 from residua.train.step import Step, build_step
-from residua.train.trainer import train
-from tests.train.test_resume import assert_same_run, stop_after
+from tests.train.conftest import Lab
+from tests.train.test_resume import assert_same_run
 from tests.train.test_step import CPU, batch, weights
 
 LOADS = ["previous_step", "same_step"]
-QUIET = Console(quiet=True)
 pytestmark = pytest.mark.slow
 EXPERTS = 4
 
@@ -51,9 +48,7 @@ def cut(whole: Batch, pieces: int) -> list[Batch]:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("pieces", [2, 4])
-def test_a_step_learns_the_same_however_it_is_cut_into_micro_batches(
-    mixture: RunConfig, load: str, pieces: int
-) -> None:
+def test_step_learns_the_same_however_it_is_cut(mixture: RunConfig, load: str, pieces) -> None:
     big, small = (made(mixture, f"train.balance.load={load}") for _ in range(2))
     for seed in range(3):
         whole = batch(4, seed)
@@ -66,7 +61,7 @@ def test_a_step_learns_the_same_however_it_is_cut_into_micro_batches(
     torch.testing.assert_close(torch.tensor(one.load), torch.tensor(other.load))
 
 
-def test_micro_batches_balanced_each_for_itself_would_learn_something_else(mixture: RunConfig) -> None:
+def test_micro_batches_balanced_apart_would_learn_something_else(mixture: RunConfig) -> None:
     """The test above can fail: with f of each micro-batch by itself, the loss is different."""
     right, wrong = (made(mixture, "train.balance.load=same_step") for _ in range(2))
     wrong.balancer.begin = lambda *arguments: wrong.balancer._alone.fill_(True)
@@ -75,7 +70,7 @@ def test_micro_batches_balanced_each_for_itself_would_learn_something_else(mixtu
     assert (weights(right.model) - weights(wrong.model)).abs().max() > 1e-4
 
 
-def test_same_step_is_the_gradient_of_the_loss_of_the_whole_batch(mixture: RunConfig) -> None:
+def test_same_step_has_the_gradient_of_the_whole_batch(mixture: RunConfig) -> None:
     step, whole = made(mixture, "train.balance.load=same_step"), batch(4)
     model = step.model
     ce, z, routing = model.routed_losses(whole.tokens, whole.targets, z_loss=1e-5)
@@ -240,7 +235,7 @@ def test_the_bias_evens_the_load_out_without_a_loss(mixture: RunConfig) -> None:
 
 
 @pytest.mark.gpu
-def test_a_compiled_hybrid_mixture_learns_on_a_gpu_as_its_reference_does() -> None:
+def test_compiled_hybrid_mixture_learns_as_its_reference() -> None:
     """All in bfloat16: first losses differ by rounding; later ones by what the optimizer makes of that."""
     config = RunConfig.find("tiny-hybrid-moe").override(["train.device=cuda", "model.context=128"])
     given = [batch(16, seed) for seed in range(20)]
@@ -277,25 +272,23 @@ def test_a_dense_model_has_no_balancer(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("changes", [*([f"train.balance.load={load}"] for load in LOADS), BIASED])
-def test_a_resumed_mixture_equals_the_uninterrupted_one(mixture: RunConfig, changes: list[str], tmp_path: Path) -> None:
-    config = mixture.override(changes)
-    train(config, tmp_path / "whole", console=QUIET)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Exception, match="--resume"):
-        stop_after(patch, 3)
-        train(config, tmp_path / "stopped", console=QUIET)
-    train(config, tmp_path / "stopped", resume=True, console=QUIET)
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+def test_resumed_mixture_equals_the_uninterrupted_one(mixture: RunConfig, changes: list[str], tmp_path: Path) -> None:
+    lab = Lab(mixture.override(changes), tmp_path)
+    lab.train(out="whole")
+    lab.stop(3)
+    lab.resume()
+    assert_same_run(lab / "whole", lab / "run")
 
 
-def test_a_run_logs_the_load_of_every_expert_and_shows_its_spread(mixture: RunConfig, tmp_path: Path) -> None:
-    shown = io.StringIO()
-    train(mixture, tmp_path / "run", console=Console(file=shown, width=200))
-    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "experts"]
+def test_run_logs_the_load_of_every_expert_and_shows_its_spread(mixture: RunConfig, tmp_path: Path) -> None:
+    lab = Lab(mixture, tmp_path)
+    lab.train()
+    lines = [line for line in read_metrics(lab / "run" / "metrics.jsonl") if line["kind"] == "experts"]
     assert [line["step"] for line in lines] == [1, 2, 4, 6]
     for line in lines:
         assert len(line["load"]) == 2 and all(sum(layer) == pytest.approx(1, abs=1e-3) for layer in line["load"])
         assert line["lightest"] <= 1 <= line["heaviest"]
         assert line["balance"] > 0.9 and line["router_z"] > 0
-    assert "experts" in shown.getvalue() and "for any one token" in shown.getvalue()
+    assert "experts" in lab.printed and "for any one token" in lab.printed
     inspection = (tmp_path / "run" / "inspection.json").read_text()
     assert '"experts"' in inspection

@@ -12,8 +12,7 @@ import pytest
 from residua.cli.main import main
 from residua.config.run import RunConfig
 from residua.data.source import find_data
-
-from .test_resume import stop_after
+from tests.train.conftest import stop_after
 
 Call = Callable[..., tuple[int, str]]
 
@@ -48,9 +47,7 @@ def test_a_file_is_trained_with_changes(call: Call, file: str, data: Path, tmp_p
     assert (config.train.steps, config.model.layers, config.data.path) == (4, 1, str(data))
 
 
-def test_a_folder_whose_name_is_markup_or_a_command_for_the_terminal(
-    call: Call, file: str, data: Path, tmp_path: Path
-) -> None:
+def test_folder_named_like_terminal_codes_is_shown_plainly(call: Call, file: str, data, tmp_path) -> None:
     odd = tmp_path / "[/red]\x1b[31m"
     shutil.copytree(data, odd)
     code, output = call(file, "train.steps=3", "--data", odd, "--out", tmp_path / "[bold]run")
@@ -59,9 +56,7 @@ def test_a_folder_whose_name_is_markup_or_a_command_for_the_terminal(
     assert code == 2 and "\x1b" not in output
 
 
-def test_a_file_without_a_name_does_not_choose_the_folder(
-    call: Call, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_without_a_name_does_not_choose_the_folder(call: Call, file: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path(file).rename(tmp_path / "...toml")
     code, output = call("...toml")
@@ -69,9 +64,7 @@ def test_a_file_without_a_name_does_not_choose_the_folder(
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_how_to_resume_and_resume_needs_only_the_folder(
-    call: Call, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_says_how_to_resume_which_needs_only_the_folder(call: Call, file, tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         stop_after(patch, 3, signal.SIGINT)
         code, output = call(file, "--out", tmp_path / "run")
@@ -94,9 +87,7 @@ def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, d
     assert code == 0 and "step 7/7" in output
 
 
-def test_a_path_that_is_relative_to_the_working_folder_is_kept_whole(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_path_relative_to_the_working_folder_is_kept_whole(call: Call, data, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(data.parent)
     (tmp_path / "mine.toml").write_text(f'extends = "tiny"\n[data]\npath = "{data.name}"\n')
     assert call(tmp_path / "mine.toml", "--out", tmp_path / "run", *SMALL)[0] == 0
@@ -107,9 +98,7 @@ def test_a_path_that_is_relative_to_the_working_folder_is_kept_whole(
         assert call("--resume", "--out", run, "train.steps=3")[0] == 0
 
 
-def test_a_relative_path_of_an_old_run_is_looked_for_in_the_working_folder(
-    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relative_path_of_an_old_run_is_in_the_working_folder(call, data, tmp_path, monkeypatch) -> None:
     assert call("tiny", "--data", data, "--out", tmp_path / "run", *SMALL)[0] == 0
     written = tmp_path / "run" / "config.toml"
     written.write_text(written.read_text().replace(str(data), data.name))
@@ -136,9 +125,7 @@ def test_a_relative_path_of_an_old_run_is_looked_for_in_the_working_folder(
         (["tiny", "train.lr=3"], "train.lr = 3 is not a known key"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    call: Call, arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_is_one_sentence(call: Call, arguments: list[str], sentence: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, output = call(*arguments)
     assert code == 2 and sentence in output and "Traceback" not in output
@@ -155,7 +142,7 @@ def vocabulary(run: Path) -> int:
     return RunConfig.from_toml(run / "config.toml").model.vocab_size
 
 
-def test_the_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, data: Path, tmp_path: Path) -> None:
+def test_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, data: Path, tmp_path: Path) -> None:
     code, output = call("tiny", "--data", data, "--out", tmp_path / "a", *SMALL)
     assert code == 0 and vocabulary(tmp_path / "a") == 384
     assert f"residua compare prenorm mgr --base {tmp_path / 'a'}/config.toml\n" in output
@@ -166,9 +153,7 @@ def test_the_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, 
     assert "640 token ids, of which the text has 257: model.vocab_size=384 would be enough\n" in output
 
 
-def test_the_vocabulary_of_a_file_is_kept_and_that_of_the_preset_it_extends_is_not(
-    call: Call, data: Path, tmp_path: Path
-) -> None:
+def test_vocabulary_of_a_file_is_kept_that_of_its_preset_is_not(call: Call, data, tmp_path) -> None:
     for written, size in (("", 384), ("[model]\nvocab_size = 300\n", 300)):
         (tmp_path / "mine.toml").write_text(f'extends = "tiny"\n{written}')
         out = tmp_path / f"run{size}"
@@ -176,7 +161,7 @@ def test_the_vocabulary_of_a_file_is_kept_and_that_of_the_preset_it_extends_is_n
         assert vocabulary(out) == size
 
 
-def test_a_resumed_run_keeps_its_vocabulary_also_if_its_preset_is_named(call: Call, data: Path, tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_vocabulary_if_its_preset_is_named(call: Call, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert call("tiny", "--data", data, "--out", out, *SMALL, "model.vocab_size=640")[0] == 0
     code, output = call("tiny", "--resume", "--data", data, "--out", out, *SMALL, "train.steps=3")

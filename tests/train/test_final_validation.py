@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from residua.train.final_validation import (
+
+import residua
+from residua.config import presets
+from residua.config.run import DataConfig, RunConfig
+from residua.data import Dataset, open_corpus, prepare, validation_batches
+from residua.train.result import (
     FINAL_LIMIT,
     GROUPS,
     TOY_FACTOR,
@@ -17,11 +22,6 @@ from residua.train.final_validation import (
     final_batches,
     final_tokens,
 )
-
-import residua
-from residua.config import presets
-from residua.config.run import DataConfig, RunConfig
-from residua.data import Dataset, open_corpus, prepare, validation_batches
 from residua.train.step import build_step
 from residua.train.trainer import train
 from tests.train.conftest import small_run

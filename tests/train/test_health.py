@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 
@@ -10,40 +9,31 @@ import pytest
 
 from residua.config.run import RunConfig
 from residua.data import Dataset, unigram_entropy
-from residua.report.plain import PlainConsole
-from residua.storage.checkpoint import checkpoints
 from residua.train.health import STRETCH, Frequencies, TrainingStopped, Watch, had_fair_steps, token_frequencies
-from residua.train.trainer import train
+from tests.train.conftest import Lab
 
 TEXT = Frequencies(guessing=6.9, unigram=5.9, warmup=20)
 
 
-def run(config: RunConfig, out: Path, *changes: str) -> str:
-    said = io.StringIO()
-    train(config.override(list(changes)), out, console=PlainConsole(file=said, width=200))
-    return said.getvalue()
-
-
 @pytest.mark.slow
-def test_a_huge_learning_rate_is_not_called_finished(config: RunConfig, tmp_path: Path) -> None:
+def test_huge_learning_rate_is_not_called_finished(lab: Lab) -> None:
     changes = ["train.steps=24", "train.optimizer.lr=1e6", "train.save_every=100"]
     expected = r"has learned nothing: after 24 steps .* train\.optimizer\.lr = 1e\+06"
-    with pytest.raises(TrainingStopped, match=expected) as end:
-        run(config, tmp_path / "run", *changes)
-    assert end.value.exit_code == 1 and "token frequencies alone" in str(end.value)
-    assert checkpoints(tmp_path / "run") == [] and not (tmp_path / "run" / "result.json").exists()
+    assert "token frequencies alone" in lab.refuse(expected, *changes, error=TrainingStopped)
+    assert TrainingStopped.exit_code == 1 and lab.saved() == [] and not (lab / "run" / "result.json").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [3, 24])
-def test_a_healthy_run_finishes_however_short(config: RunConfig, tmp_path: Path, steps: int) -> None:
-    said = run(config, tmp_path / "run", f"train.steps={steps}")
-    assert "Finished" in said and "It is no better than the frequencies of tokens alone" in said
+def test_healthy_run_finishes_however_short(lab: Lab, steps: int) -> None:
+    lab.train(f"train.steps={steps}")
+    assert "Finished" in lab.printed and "It is no better than the frequencies of tokens alone" in lab.printed
 
 
 @pytest.mark.slow
-def test_a_slow_run_that_still_falls_finishes(config: RunConfig, tmp_path: Path) -> None:
-    assert "Finished" in run(config, tmp_path / "run", "train.steps=24", "train.optimizer={kind='adamw', lr=1e-3}")
+def test_slow_run_that_still_falls_finishes(lab: Lab) -> None:
+    lab.train("train.steps=24", "train.optimizer={kind='adamw', lr=1e-3}")
+    assert "Finished" in lab.printed
 
 
 def test_short_runs_and_warm_up_are_not_judged(config: RunConfig) -> None:
@@ -70,7 +60,7 @@ def checked(losses: list[float], every: int = 100) -> Watch:
     return watch
 
 
-def test_a_loss_that_does_not_fall_for_a_long_stretch_stops_the_run() -> None:
+def test_loss_that_does_not_fall_for_a_long_stretch_stops_a_run() -> None:
     watch = checked([6.92, 6.91] + [6.93] * 9)
     assert "has not fallen for 1,000 steps" in (watch.stuck(1100, 6.93, TEXT) or "")
     assert watch.stuck(1100, 5.8, TEXT) is None  # better than token frequencies: a plateau like any other
@@ -86,7 +76,7 @@ def test_tokens_without_common_and_rare_ones_tell_nothing() -> None:
     assert watch.stuck(5000, 6.9, random) is None and watch.unlearned(5000, 6.9, random) is None
 
 
-def test_a_run_that_loses_what_it_had_learned_is_not_finished_either() -> None:
+def test_run_that_loses_what_it_had_learned_is_not_finished() -> None:
     watch = checked([6.9, 5.0, 4.0, 4.8])
     assert "was 4.000 at step 300 and is 6.200 at the end" in (watch.unlearned(500, 6.2, TEXT) or "")
     assert watch.unlearned(500, 5.8, TEXT) is None

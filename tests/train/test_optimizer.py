@@ -1,16 +1,43 @@
-"""Muon, AdamW and cautious decay against a float64 reference written here from the equations, matrix by matrix."""
+"""Muon, AdamW, cautious and plain decay against a float64 reference written here from the equations."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from residua.train.polar import polar_express
+from torch import Tensor, nn
 
-from residua.config.run import AdamW, Muon
-from residua.train.optimizer import build_optimizer, hidden_matrices
+from residua.config.run import AdamW, Muon, RunConfig
+from residua.config.settings import ConfigError
+from residua.model.decoder import Decoder
+from residua.train.optimizer import build_optimizer, hidden_matrices, polar_express
 
-from .standin import StandIn
+
+class Declared(nn.Module):
+    def __init__(self, rows: int, columns: int, parts: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns) / columns**0.5)
+        self.hidden_matrices = {"weight": parts}
+
+
+class StandIn(nn.Module):
+    """Two matrices, one fused of three parts and one whole, and a gain that nobody declares."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.fused = Declared(3 * width, width, (width, width, width))
+        self.out = Declared(width, 2 * width, (width,))
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def set_gradients(self, seed: int) -> None:
+        """Random gradients, the same for the same seed."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
 
 PUBLISHED = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -167,7 +194,7 @@ def decayed(dtype: torch.dtype, config: Muon | AdamW) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("config", [Muon(lr=0.01), AdamW(lr=0.01)], ids=["muon", "adamw"])
-def test_cautious_decay_acts_exactly_where_the_update_shrinks_the_weight(config: Muon | AdamW) -> None:
+def test_cautious_decay_acts_where_the_update_shrinks_the_weight(config: Muon | AdamW) -> None:
     before, plain, decayed_weight = decayed(torch.float32, config)
     shrinking = (before - plain) * before >= 0
     assert 0.2 < shrinking.float().mean() < 0.8
@@ -186,7 +213,7 @@ def test_the_same_decay_would_be_lost_in_bf16_weights() -> None:
 
 
 @pytest.mark.parametrize("config", [Muon(), AdamW()], ids=["muon", "adamw"])
-def test_a_closure_computes_the_gradients_and_its_loss_comes_back(config: Muon | AdamW) -> None:
+def test_closure_computes_the_gradients_and_returns_its_loss(config: Muon | AdamW) -> None:
     """As torch's own optimizers call it: with gradients enabled, once, before the update."""
     given, alone = StandIn(), StandIn()
     alone.load_state_dict(given.state_dict())
@@ -235,3 +262,68 @@ def test_saved_state_continues_bit_for_bit(config: Muon | AdamW) -> None:
         its_optimizer.step()
     for name, weight in model.weights().items():
         assert torch.equal(weight, copy.weights()[name]), name
+
+
+@pytest.mark.slow  # torch's own optimizers import its compiler
+def test_plain_decay_makes_adamw_the_one_of_torch_in_float64() -> None:
+    ours, theirs = StandIn().double(), StandIn().double()
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer(ours, AdamW(lr=0.02, weight_decay=0.5, decay="plain"))
+    groups = [
+        {"params": [theirs.fused.weight, theirs.out.weight], "weight_decay": 0.5},
+        {"params": [theirs.gain], "weight_decay": 0.0},
+    ]
+    torchs = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
+    for seed in range(4):
+        for model, its in ((ours, optimizer), (theirs, torchs)):
+            model.set_gradients(seed)
+            its.step()
+    for name, weight in theirs.weights().items():
+        torch.testing.assert_close(ours.weights()[name], weight, rtol=1e-10, atol=1e-12)
+
+
+def test_plain_decay_with_muon_shrinks_every_weight_alike() -> None:
+    """Muon's update does not depend on the weight: with decay the step differs by η·wd·x, at every element."""
+    moved = {}
+    for decay in (0.0, 0.3):
+        torch.manual_seed(0)
+        model = StandIn().double()
+        before = model.weights()
+        optimizer = build_optimizer(model, Muon(lr=0.05, weight_decay=decay, decay="plain"))
+        model.set_gradients(0)
+        optimizer.step()
+        moved[decay] = model.weights()
+    for name in ("fused.weight", "out.weight"):
+        shrunk = moved[0.0][name] - moved[0.3][name]
+        torch.testing.assert_close(shrunk, 0.05 * 0.3 * before[name], rtol=1e-9, atol=1e-12)
+    assert torch.equal(moved[0.0]["gain"], moved[0.3]["gain"])
+
+
+def test_mgr_presets_decay_matrices_and_embedding_only() -> None:
+    """The paper's table 3 has one weight decay, 0.1; nanoGPT, which its code is based on, decays no vectors."""
+    small = ["layers=5", "width=32", "attention.heads=2", "ffn.hidden=32", "vocab_size=64"]
+    for preset in ("mgr-s-competitive4", "mgr-m-full", "mgr-l-block8"):
+        run = RunConfig.find(preset).override([f"model.{change}" for change in small])
+        model = Decoder(run.model)
+        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        optimizer = build_optimizer(model, run.train.optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        moved = {name: not torch.equal(before[name], parameter) for name, parameter in model.named_parameters()}
+        matrices = {"embed.weight", *hidden_matrices(model)}
+        assert moved == {name: name in matrices for name in moved}
+        rate = run.train.optimizer.rest.lr
+        torch.testing.assert_close(model.embed.weight, (1 - 0.1 * rate) * before["embed.weight"])
+
+
+@pytest.mark.parametrize("table", [Muon(), AdamW()], ids=["muon", "adamw"])
+def test_a_configuration_that_names_no_rule_decays_cautiously(table: Muon | AdamW) -> None:
+    assert table.decay == "cautious"
+    assert RunConfig.find("tiny").train.optimizer.decay == "cautious"
+    assert RunConfig.find("exoformer-base").train.optimizer.decay == "cautious"
+
+
+def test_an_unknown_rule_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"train\.optimizer\.decay = 'plane' is not a choice: did you mean 'plain'"):
+        RunConfig.find("tiny").override(["train.optimizer.decay=plane"])

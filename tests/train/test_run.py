@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from residua.train.inspect import inspect_model
-from residua.train.progress import Display, duration, short
-from residua.train.throughput import mfu, peak_flops
 from rich.console import Console
 
 import residua
@@ -26,17 +23,18 @@ from residua.data import Dataset
 from residua.storage.run import read_metrics
 from residua.train import environment
 from residua.train.environment import code_commit
-from residua.train.trainer import train
+from residua.train.result import inspect_model
+from residua.train.sinks import Display, duration, short
+from residua.train.timing import mfu, peak_flops
+from tests.train.conftest import Lab
 
 from .test_step import batch
 
 
 @pytest.fixture
-def seen(config: RunConfig, tmp_path: Path) -> str:
-    console = Console(file=io.StringIO(), width=200)
-    train(config, tmp_path / "run", console=console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def seen(lab: Lab) -> str:
+    lab.train()
+    return lab.printed
 
 
 @pytest.mark.slow
@@ -107,37 +105,42 @@ def test_tensorboard_is_written_where_it_is_installed(seen: str, tmp_path: Path)
     assert losses == pytest.approx({r["step"]: r["loss"] for r in records})
 
 
-def test_a_run_trains_where_tensorboard_is_not_installed(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_trains_where_tensorboard_is_not_installed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
-    train(config, tmp_path / "run", console=Console(quiet=True))
-    assert not (tmp_path / "run" / "tensorboard").exists()
+    lab.train()
+    assert not (lab / "run" / "tensorboard").exists()
 
 
-def test_asking_for_wandb_without_it_is_refused(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asking_for_wandb_without_it_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="pip install wandb"):
-        train(config.override(["train.track=wandb"]), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    lab.refuse("pip install wandb", "train.track=wandb")
+    assert not (lab / "run").exists()
 
 
 @pytest.mark.slow
-def test_wandb_gets_every_record_under_one_identity(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_gets_every_record_under_one_identity(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
     logged: list[int] = []
     run = SimpleNamespace(log=lambda values, step: logged.append(step), finish=lambda: None)
     wandb = SimpleNamespace(init=lambda **options: started.append(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config = config.override(["train.track=wandb"])
-    train(config, tmp_path / "run", console=Console(quiet=True))
-    train(config.override(["train.steps=7"]), tmp_path / "run", resume=True, console=Console(quiet=True))
+    lab.train("train.track=wandb")
+    lab.resume("train.track=wandb", "train.steps=7")
     assert started[0]["name"] == "run" and started[0]["id"] == started[1]["id"]
-    assert logged == [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert logged == [r["step"] for r in read_metrics(lab / "run" / "metrics.jsonl")]
+
+
+def test_failing_wandb_is_one_sentence_and_the_run_goes_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError("api key not configured (no-tty). call wandb.login\nmore")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail))
+    lab.train("train.track=wandb")
+    assert (
+        "Weights & Biases is off from here on: api key not configured (no-tty). call wandb.login; the run and "
+        "metrics.jsonl go on\n"
+    ) in lab.printed
+    assert "Finished" in lab.printed
 
 
 def test_inspection_shows_depth_weights_gates_and_gradients(config: RunConfig) -> None:
@@ -203,9 +206,7 @@ def test_asking_git_leaves_the_index_alone(tmp_path: Path) -> None:
     ],
     ids=["x86", "arm", "unknown"],
 )
-def test_a_processor_without_a_name_is_known_by_its_kind(
-    cpuinfo: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_processor_without_a_name_is_known_by_its_kind(cpuinfo: str, name: str, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(environment.platform, "processor", lambda: "")
@@ -260,7 +261,7 @@ def test_a_wrong_word_in_a_configuration_is_one_sentence(config: RunConfig, chan
         config.override([change])
 
 
-def test_words_of_other_toolkits_name_keys_of_a_run_and_are_none_themselves(config: RunConfig) -> None:
+def test_words_of_other_toolkits_name_keys_and_are_none(config: RunConfig) -> None:
     taken = {key for table in (ModelConfig, DataConfig, TrainConfig) for key in table.model_fields}
     for key, words in KEY_ALIASES.items():
         table: object = config.model_dump()
@@ -274,19 +275,3 @@ def test_a_file_may_extend_a_preset(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "tiny"\n[train]\nsteps = 77\n')
     mine = RunConfig.find(str(tmp_path / "mine.toml"))
     assert mine.train.steps == 77 and mine.model == RunConfig.find("tiny").model
-
-
-def test_a_failing_wandb_is_one_sentence_and_the_run_goes_on(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(**_: Any) -> None:
-        raise RuntimeError("api key not configured (no-tty). call wandb.login\nmore")
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail))
-    printed = io.StringIO()
-    train(config.override(["train.track=wandb"]), tmp_path / "run", console=Console(file=printed, width=300))
-    assert (
-        "Weights & Biases is off from here on: api key not configured (no-tty). call wandb.login; the run and "
-        "metrics.jsonl go on\n"
-    ) in printed.getvalue()
-    assert "Finished" in printed.getvalue()

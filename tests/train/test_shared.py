@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from functools import partial
 from pathlib import Path
@@ -10,19 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from residua.train.shared import SharedWorld, graph_of
-from rich.console import Console
 
 from residua.config.run import RunConfig
-from residua.train.health import Interrupted, TrainingStopped
+from residua.train.health import TrainingStopped
 from residua.train.step import Step
-from residua.train.trainer import train
+from residua.train.world import SharedWorld, graph_of
 from tests.distributed.launch import start
-from tests.train.test_resume import assert_same_run, stop_after
+from tests.train.conftest import Lab
+from tests.train.test_resume import assert_same_run
 
 pytestmark = pytest.mark.slow
 
-QUIET = Console(quiet=True)
 # Seeds, rates and lengths that one graph serves.
 RUNS = {
     "zero": [],
@@ -38,83 +35,73 @@ MODELS = [
 ]
 
 
-def shared(config: RunConfig, order: list[str], out: Path, world: SharedWorld | None = None) -> SharedWorld:
+def shared(lab: Lab, order: str, out: str, world: SharedWorld | None = None, **settings: Any) -> SharedWorld:
     """Train the named runs one after the other in one world."""
     world = world or SharedWorld(torch.device("cpu"))
-    for name in order:
-        train(config.override(RUNS[name]), out / name, console=QUIET, world=world)
+    for name in order.split():
+        lab.train(*RUNS[name], out=f"{out}/{name}", world=world, **settings)
     return world
 
 
-def separate(config: RunConfig, name: str, out: Path) -> Path:
+def separate(lab: Lab, name: str) -> Path:
     """The same run with everything built anew."""
     torch.compiler.reset()
-    train(config.override(RUNS[name]), out / name, console=QUIET)
-    return out / name
+    lab.train(*RUNS[name], out=f"alone/{name}")
+    return lab / "alone" / name
 
 
 @pytest.mark.parametrize("changes", MODELS)
-def test_runs_that_share_a_step_equal_separate_ones_in_any_order(
-    config: RunConfig, changes: list[str], tmp_path: Path
-) -> None:
-    config = config.override([*changes, "train.steps=4"])
-    shared(config, ["fast", "long"], tmp_path / "shared")
-    shared(config, ["long", "fast"], tmp_path / "turned")
+def test_runs_that_share_a_step_equal_separate_ones_in_any_order(lab: Lab, changes: list[str]) -> None:
+    lab.config = lab.config.override([*changes, "train.steps=4"])
+    shared(lab, "fast long", "shared")
+    shared(lab, "long fast", "turned")
     for name in ("fast", "long"):
-        alone = separate(config, name, tmp_path / "alone")
-        assert_same_run(tmp_path / "shared" / name, alone)
-        assert_same_run(tmp_path / "turned" / name, alone)
+        alone = separate(lab, name)
+        assert_same_run(lab / "shared" / name, alone)
+        assert_same_run(lab / "turned" / name, alone)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_runs_on_one_compiled_step_equal_runs_that_compile_themselves(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_runs_on_one_compiled_step_equal_separate_ones(lab: Lab, monkeypatch, backend: str) -> None:
     if backend != "inductor":  # traced and guarded in the same way, without minutes of C++
         plain = partial(torch.compile, dynamic=False, backend=backend)
         monkeypatch.setattr("residua.train.losses.compile_rewritten", plain)
-    config = config.override(["train.compile=on", "train.steps=2", "train.schedule.warmup=1", "model.layers=1"])
+    changes = ["train.compile=on", "train.steps=2", "train.schedule.warmup=1", "model.layers=1"]
+    lab.config = lab.config.override(changes)
     world = SharedWorld(torch.device("cpu"))
-    world.rehearse(config)
+    world.rehearse(lab.config)
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert compiled > 0
-    shared(config, ["one", "zero"], tmp_path / "shared", world)
+    shared(lab, "one zero", "shared", world)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
-    assert_same_run(tmp_path / "shared" / "zero", separate(config, "zero", tmp_path / "alone"))
+    assert_same_run(lab / "shared" / "zero", separate(lab, "zero"))
 
 
-def test_a_shared_run_equals_one_in_a_process_of_its_own(config: RunConfig, tmp_path: Path) -> None:
-    shared(config, ["one", "zero"], tmp_path / "shared")
-    source, out = tmp_path / "run.toml", tmp_path / "own"
-    source.write_text(config.to_toml())
+def test_shared_run_equals_one_in_a_process_of_its_own(lab: Lab) -> None:
+    shared(lab, "one zero", "shared")
+    source, out = lab / "run.toml", lab / "own"
+    source.write_text(lab.config.to_toml())
     (own,) = start(1, "tests.soak.rank", "train", str(source), "--out", str(out))
     said = own.wait()
     assert own.process.exitcode == 0, said
-    assert_same_run(tmp_path / "shared" / "zero", out)
+    assert_same_run(lab / "shared" / "zero", out)
 
 
-def test_a_run_that_diverges_or_is_interrupted_leaves_nothing_to_the_next(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = separate(config, "one", tmp_path / "alone")
-    world = SharedWorld(torch.device("cpu"))
-    broken = config.override(["train.optimizer.lr=1e30", "train.log_every=1"])
-    with pytest.raises(TrainingStopped):
-        train(broken, tmp_path / "broken", console=QUIET, world=world)
-    shared(config, ["one"], tmp_path / "after", world)
-    assert_same_run(tmp_path / "after" / "one", alone)
+def test_broken_or_interrupted_run_leaves_nothing_to_the_next(lab: Lab) -> None:
+    alone, world = separate(lab, "one"), SharedWorld(torch.device("cpu"))
+    broken = ["train.optimizer.lr=1e30", "train.log_every=1"]
+    lab.refuse("", *broken, error=TrainingStopped, out="broken", world=world)
+    shared(lab, "one", "after", world)
+    assert_same_run(lab / "after" / "one", alone)
 
-    with monkeypatch.context() as patched:
-        stop_after(patched, 3, signal.SIGTERM)
-        with pytest.raises(Interrupted):
-            shared(config, ["one"], tmp_path / "resumed", world)
-    shared(config, ["zero"], tmp_path / "between", world)
-    train(config.override(RUNS["one"]), tmp_path / "resumed" / "one", resume=True, console=QUIET, world=world)
-    assert_same_run(tmp_path / "resumed" / "one", alone)
+    lab.stop(3, *RUNS["one"], out="resumed/one", number=signal.SIGTERM, world=world)
+    shared(lab, "zero", "between", world)
+    shared(lab, "one", "resumed", world, resume=True)
+    assert_same_run(lab / "resumed" / "one", alone)
 
 
-def test_the_step_is_built_once_for_a_graph_and_again_for_another(config: RunConfig) -> None:
+def test_step_is_built_once_for_a_graph_and_again_for_another(config: RunConfig) -> None:
     world = SharedWorld(torch.device("cpu"))
     first = world.build_step(config)
     assert all(world.build_step(config.override(changes)) is first for changes in RUNS.values())
@@ -129,17 +116,16 @@ def test_what_the_compiler_sees_is_part_of_the_graph(config: RunConfig, change: 
     assert graph_of(config.override([change])) != graph_of(config)
 
 
-def test_a_run_says_where_the_time_before_its_first_step_went(config: RunConfig, tmp_path: Path) -> None:
-    shared(config.override(["train.steps=3"]), ["zero"], tmp_path)
-    session: dict[str, Any] = json.loads((tmp_path / "zero" / "environment.json").read_text())["sessions"][0]
-    assert session["startup"].keys() == {"data", "build"}
-    assert all(seconds >= 0 for seconds in session["startup"].values())
+def test_run_says_where_the_time_before_its_first_step_went(lab: Lab) -> None:
+    shared(lab, "zero", ".")
+    startup = lab.sessions("zero")[0]["startup"]
+    assert startup.keys() == {"data", "build"} and all(seconds >= 0 for seconds in startup.values())
 
 
-def test_the_world_tells_when_a_run_is_trained_and_saved(config: RunConfig, tmp_path: Path) -> None:
+def test_world_tells_when_a_run_is_trained_and_saved(lab: Lab) -> None:
     world = SharedWorld(torch.device("cpu"))
     saved: list[list[str]] = []
-    world.trained = lambda: saved.append(sorted(path.name for path in (tmp_path / "zero" / "checkpoints").iterdir()))
-    shared(config, ["zero"], tmp_path, world)
+    world.trained = lambda: saved.append(sorted(path.name for path in (lab / "zero" / "checkpoints").iterdir()))
+    shared(lab, "zero", ".", world)
     assert saved == [["step-4", "step-6"]]
-    assert isinstance(world.build_step(config), Step)
+    assert isinstance(world.build_step(lab.config), Step)

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from residua.storage.companions import companions
-from residua.train.shared import SharedWorld
 
 from residua.cli.train import _retrofit
 from residua.config.run import RunConfig
@@ -16,12 +14,14 @@ from residua.config.settings import ConfigError
 from residua.data import open_corpus, prepare
 from residua.model.init_fidelity import InitFidelity
 from residua.quantize import quantize
+from residua.storage.hugging_face import companions
 from residua.storage.load import load, weights_fingerprint
 from residua.storage.run import read_metrics, saved_config
 from residua.study.given import started
 from residua.train.environment import START
 from residua.train.start import check_model, start_lines, starting_model, what_is_kept
 from residua.train.trainer import train
+from residua.train.world import SharedWorld
 from tests.trained import residua
 
 
@@ -49,9 +49,7 @@ def validations(run: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["model.topology=block_attnres", "model.norm=gatednorm", "train.seed=1"])
-def test_a_run_begins_where_the_other_ended(
-    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str
-) -> None:
+def test_a_run_begins_where_the_other_ended(old: Path, tmp_path: Path, monkeypatch, capsys, change: str) -> None:
     extra = ["model.topology.sublayers_per_block=2"] if "block" in change else []
     assert residua(monkeypatch, "train", "--from", old, change, *extra, "--out", tmp_path / "new") == 0
     losses = validations(tmp_path / "new")
@@ -63,7 +61,7 @@ def test_a_run_begins_where_the_other_ended(
 
 
 @pytest.mark.slow
-def test_a_start_from_a_quantized_model_does_not_claim_to_be_exact(old: Path, data: Path, tmp_path: Path) -> None:
+def test_start_from_a_quantized_model_does_not_claim_to_be_exact(old: Path, data: Path, tmp_path: Path) -> None:
     quantize(old, tmp_path / "q", scheme="fp8-row", calibration=1, probes=0)
     (line, *_) = start_lines(of(data).override([f"train.start={tmp_path / 'q'}"]))
     assert "kept exactly, but for the quantization" in line
@@ -76,7 +74,7 @@ def test_a_rate_that_rises_again_is_mentioned(old: Path, data: Path, rate: float
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_begins_again_with_the_same_weights(old: Path, tmp_path: Path, data: Path) -> None:
+def test_killed_run_begins_again_with_the_same_weights(old: Path, tmp_path: Path, data: Path) -> None:
     """Its configuration remembers the start, so --resume needs no --from."""
     config = of(data).override([f"train.start='{old}'"])
     train(config, tmp_path / "new")
@@ -121,9 +119,7 @@ def test_what_is_kept_is_known_without_the_weights(old: Path, data: Path) -> Non
         (["norm.kind=gatednorm"], "norm.rank=17", "what it computes is kept exactly"),
     ],
 )
-def test_start_line_names_the_settings_that_are_not_kept(
-    tmp_path: Path, data: Path, before: list[str], after: str, said: str
-) -> None:
+def test_start_line_names_the_settings_that_are_not_kept(tmp_path, data: Path, before: list[str], after, said) -> None:
     config = of(data).override([f"model.{key}" for key in before])
     (tmp_path / "config.toml").write_text(config.to_toml())
     line, *_ = start_lines(config.override([f"model.{after}", f"train.start='{tmp_path}'"]))
@@ -153,33 +149,18 @@ def test_mistakes_are_refused_before_anything_is_written(old: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["tiny"], "leave tiny out"),
-        (["--resume"], "leave --from out"),
-        ([], "--out"),
-    ],
+    ("arguments", "message"), [(["tiny"], "leave tiny out"), (["--resume"], "leave --from out"), ([], "--out")]
 )
-def test_from_goes_with_a_new_folder_only(
-    old: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_from_goes_with_a_new_folder_only(old: Path, tmp_path, monkeypatch, capsys, arguments, message) -> None:
     out = ["--out", tmp_path / "new"] if arguments else []
     assert residua(monkeypatch, "train", *arguments, "--from", old, *out) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_an_imported_run_is_trained_from_not_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path
-) -> None:
+def test_an_imported_run_is_trained_from_not_resumed(tmp_path: Path, monkeypatch, capsys, data: Path) -> None:
     pytest.importorskip("transformers")
-    from residua.storage.imported import import_folder
-
+    from residua.storage.hugging_face import import_folder
     from tests.convert.tiny import saved
 
     saved(tmp_path / "hf", "Llama", vocab_size=320, rms_norm_eps=1e-5)
@@ -208,12 +189,9 @@ def test_a_new_router_that_the_loss_cannot_teach_is_refused(data: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_an_imported_router_with_one_expert_stays_as_it_is_unless_balanced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path
-) -> None:
+def test_imported_router_with_one_expert_stays_unless_balanced(tmp_path, monkeypatch, capsys, data) -> None:
     pytest.importorskip("transformers")
-    from residua.storage.imported import import_folder
-
+    from residua.storage.hugging_face import import_folder
     from tests.convert.tiny import saved
 
     saved(tmp_path / "hf", "Mixtral", vocab_size=320, num_local_experts=4, num_experts_per_tok=1)
@@ -231,9 +209,7 @@ def test_an_imported_router_with_one_expert_stays_as_it_is_unless_balanced(
 
 
 @pytest.mark.slow
-def test_an_export_is_trained_from_after_an_import(
-    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: Path
-) -> None:
+def test_an_export_is_trained_from_after_an_import(old: Path, tmp_path: Path, monkeypatch, capsys, data: Path) -> None:
     folder, run, options = tmp_path / "export", tmp_path / "run", ["--data", data, "--out", tmp_path / "new"]
     assert residua(monkeypatch, "export", old, "--out", folder) == 0
     assert residua(monkeypatch, "train", "--from", folder, *options) == 2
@@ -244,7 +220,7 @@ def test_an_export_is_trained_from_after_an_import(
     assert validations(tmp_path / "new")[0] == pytest.approx(validations(old)[4], abs=2e-6)
 
 
-def test_a_run_records_the_weights_that_it_began_with_also_when_it_goes_on(data: Path, tmp_path: Path) -> None:
+def test_run_records_the_weights_it_began_with_when_it_goes_on(data: Path, tmp_path: Path) -> None:
     train(of(data), tmp_path / "old")
     config = of(data).override([f"train.start='{tmp_path / 'old'}'"])
     began = weights_fingerprint(tmp_path / "old")

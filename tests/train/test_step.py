@@ -176,7 +176,7 @@ def test_working_copies_are_compiled_into_one_graph(config: RunConfig, monkeypat
     torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-4, atol=1e-5)
 
 
-def test_evaluation_is_the_mean_over_all_targets_and_changes_nothing(config: RunConfig) -> None:
+def test_evaluation_is_the_mean_over_targets_and_changes_nothing(config: RunConfig) -> None:
     step = make(config)
     before = weights(step.model).clone()
     batches = [batch(2, 1), batch(2, 2, ignored=12)]

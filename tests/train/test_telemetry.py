@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import shutil
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from residua.train.track import scalars
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,14 +20,14 @@ from residua.data.loader import Batch
 from residua.model import taps
 from residua.model.decoder import Decoder
 from residua.ops.multi_gate import inversion
-from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import checkpoints
 from residua.storage.run import read_metrics
+from residua.train.sinks import scalars
 from residua.train.step import Step, build_step
 from residua.train.telemetry import Gauges, Growth, first_tokens, interval, measured_tokens
 from residua.train.telemetry_curves import FAMILIES, by_place, measured, over_places, telemetry_of, whole_model
-from residua.train.trainer import train
 from tests.model.small import small, tokens_and_targets
+from tests.train.conftest import Lab, after_each_step
 
 MODELS: dict[str, dict[str, Any]] = {
     "multi-gate": {
@@ -180,12 +178,6 @@ def test_tenfold_within_a_tenth_of_the_run_is_said_once(config: RunConfig) -> No
     assert grown(long.override(["train.schedule.warmup=300"]), {200: 2.0, 250: 30.0}) == {}
 
 
-def run(config: RunConfig, out: Path, *changes: str, resume: bool = False) -> str:
-    said = io.StringIO()
-    train(config.override(list(changes)), out, resume=resume, console=PlainConsole(file=said, width=400))
-    return said.getvalue()
-
-
 def telemetry(folder: Path) -> list[dict[str, Any]]:
     """The records, without what depends on the clock."""
     records = telemetry_of(read_metrics(folder / "metrics.jsonl"))
@@ -193,41 +185,32 @@ def telemetry(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_an_outlier_planted_while_training_is_found_and_said(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call, done = Step.__call__, 0
+def test_outlier_planted_while_training_is_found_and_said(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    @torch.no_grad()
+    def plant(step: Step, done: int) -> None:  # taken back two steps later, so that the run can finish
+        step.model.sublayers[1].body.out.weight[5] += {8: 30.0, 10: -30.0}.get(done, 0.0)
 
-    def planting(step: Step, *given: Any) -> None:
-        nonlocal done
-        call(step, *given)
-        done += 1
-        with torch.no_grad():  # taken back two steps later, so that the run can finish
-            step.model.sublayers[1].body.out.weight[5] += {8: 30.0, 10: -30.0}.get(done, 0.0)
-
-    monkeypatch.setattr(Step, "__call__", planting)
+    after_each_step(monkeypatch, plant)
     steps = ("train.steps=12", "train.log_every=1", "train.validate_every=12", "train.save_every=12")
-    said = run(config, tmp_path / "run", *steps, "train.telemetry=on")
-    lines = [line for line in said.splitlines() if "-fold in" in line]
-    assert len(lines) == 1 and lines[0].startswith("step 8: the largest |h| before "), said
-    records = telemetry(tmp_path / "run")
+    lab.train(*steps, "train.telemetry=on")
+    lines = [line for line in lab.printed.splitlines() if "-fold in" in line]
+    assert len(lines) == 1 and lines[0].startswith("step 8: the largest |h| before "), lab.printed
+    records = telemetry(lab / "run")
     assert [record["step"] for record in records] == list(range(1, 13))
     assert [record["said"] for record in records if "said" in record] == [lines]
     assert records[7]["peak"] > 10 * records[6]["peak"] == 10 * max(records[6]["figures"]["peak"])
 
 
 @pytest.mark.slow
-def test_off_writes_nothing_and_runs_nothing_and_changes_nothing(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(config, tmp_path / "on", "train.telemetry=on", "train.telemetry_every=3")
+def test_off_writes_nothing_and_runs_nothing_and_changes_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.train("train.telemetry=on", "train.telemetry_every=3", out="on")
     monkeypatch.setattr(Step, "observe", None)
     monkeypatch.setattr(taps, "record", None)
     monkeypatch.setattr("residua.train.trainer.inspect_model", lambda *_: {})
-    run(config, tmp_path / "off", "train.telemetry=off")
-    assert [record["step"] for record in telemetry(tmp_path / "on")] == [1, 3, 6]
-    assert telemetry(tmp_path / "off") == []
-    on, off = checkpoints(tmp_path / "on")[-1], checkpoints(tmp_path / "off")[-1]
+    lab.train("train.telemetry=off", out="off")
+    assert [record["step"] for record in telemetry(lab / "on")] == [1, 3, 6]
+    assert telemetry(lab / "off") == []
+    on, off = (checkpoints(lab / name)[-1] for name in ("on", "off"))
     weights, others = (load_file(checkpoint.path / "model.safetensors") for checkpoint in (on, off))
     assert all(torch.equal(tensor, others[name]) for name, tensor in weights.items())
     for key in ("rng", "loader", "totals", "watch"):
@@ -235,19 +218,16 @@ def test_off_writes_nothing_and_runs_nothing_and_changes_nothing(
 
 
 @pytest.mark.slow
-def test_a_junction_that_inversion_does_not_bear_keeps_its_streams_and_a_resumed_run_too(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        inversion, "MAX_AMPLIFIED_ERROR", 1.2 * torch.finfo(torch.float32).eps / 2
-    )  # Π 1/(1 − β) up to 1.2
+def test_junction_that_inversion_does_not_bear_keeps_its_streams(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so does a resumed run."""
+    bearable = 1.2 * torch.finfo(torch.float32).eps / 2  # Π 1/(1 − β) up to 1.2
+    monkeypatch.setattr(inversion, "MAX_AMPLIFIED_ERROR", bearable)
     monkeypatch.setattr(inversion, "ERROR_HEADROOM", 1.0)
-    mgr = config.override(
-        ["model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}", "train.telemetry=on", "train.steps=4"]
-    )
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    said = run(mgr, whole)
-    (line,) = [line for line in said.splitlines() if "inversion bears" in line]
+    mgr = "model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}"
+    lab.config = lab.config.override([mgr, "train.telemetry=on", "train.steps=4"])
+    whole, cut = lab / "whole", lab / "cut"
+    lab.train(out="whole")
+    (line,) = [line for line in lab.printed.splitlines() if "inversion bears" in line]
     assert line == (
         "step 1: the gates after sublayer 1 overwrite more than inversion bears, so the streams there are kept from "
         "now on (0.0 MiB more memory)."
@@ -257,22 +237,15 @@ def test_a_junction_that_inversion_does_not_bear_keeps_its_streams_and_a_resumed
     shutil.copytree(whole, cut)
     shutil.rmtree(checkpoints(cut)[-1].path)
     kept: list[tuple[int, ...]] = []
-    monkeypatch.setattr(Step, "_update", _noting(Step._update, kept))
-    assert "inversion bears" not in run(mgr, cut, resume=True)
+    after_each_step(monkeypatch, lambda step, done: kept.append(step.model.topology.kept))
+    lab.resume(out="cut")
+    assert "inversion bears" not in lab.printed
     assert set(kept) == {(1,)} and telemetry(cut) == telemetry(whole)
     ended = [load_file(checkpoints(folder)[-1].path / "model.safetensors") for folder in (whole, cut)]
     assert all(torch.equal(tensor, ended[1][name]) for name, tensor in ended[0].items())
 
 
-def _noting(update: Any, kept: list[tuple[int, ...]]) -> Any:
-    def noted(step: Step, rate: float) -> None:
-        kept.append(step.model.topology.kept)
-        update(step, rate)
-
-    return noted
-
-
-def test_a_switch_makes_captured_graphs_anew_and_another_run_starts_without_it(config: RunConfig) -> None:
+def test_switch_captures_graphs_anew_and_ends_with_the_run(config: RunConfig) -> None:
     mgr = config.override(["model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}"])
     step = build_step(residua.build(mgr.model), mgr.train, torch.device("cpu"))
     made: list[tuple[int, ...]] = []

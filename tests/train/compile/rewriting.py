@@ -78,12 +78,7 @@ def graphs_backend(
     def boxed(module: GraphModule, _: Any) -> Any:
         return make_boxed_func(compile(module))
 
-    return aot_autograd(
-        fw_compiler=boxed,
-        bw_compiler=boxed,
-        decompositions=select_decomp_table(),
-        partition_fn=divide,
-    )
+    return aot_autograd(fw_compiler=boxed, bw_compiler=boxed, decompositions=select_decomp_table(), partition_fn=divide)
 
 
 def calls(module: GraphModule) -> Counter[str]:

@@ -80,7 +80,7 @@ def _exact():
     ],
     ids=["additive", "one micro-batch", "full", "multi-gate", "recomputed", "experts", "same step", "alone"],
 )
-def test_replayed_passes_give_the_gradients_of_ordinary_ones_bit_for_bit(changes):
+def test_replayed_passes_give_the_bits_of_ordinary_ones(changes):
     config, step = warmed_up(*changes)
     new = batches(config, 99)
     replayed = gradients(step, new, step._graphed)
@@ -146,7 +146,7 @@ def test_working_copies_change_nothing(monkeypatch):
     same([torch.as_tensor(x) for x in without], [torch.as_tensor(x) for x in copied])
 
 
-def test_working_copies_round_only_the_sum_of_the_heads_gradients_differently(monkeypatch):
+def test_working_copies_change_the_rounding_of_the_head_only(monkeypatch):
     """The head's are scaled and added to those of earlier micro-batches in one operation, which rounds once."""
 
     def differentiate():

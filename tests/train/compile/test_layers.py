@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from residua.train.inspect import inspect_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -23,6 +22,7 @@ from residua.model.decoder import Decoder, build
 from residua.train import summary
 from residua.train.compile.layers import structure
 from residua.train.compile.precompile import Helpers
+from residua.train.result import inspect_model
 from residua.train.step import Step, build_step
 from tests.nightly import only_nightly
 from tests.train.test_step import CPU, batch, make, weights
@@ -87,9 +87,7 @@ def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", only_nightly(GRAPHS, but={"block_attnres"}))
-def test_layers_that_share_code_step_as_plain_ones_do(
-    config: RunConfig, counter: CompileCounterWithBackend, variant: str
-) -> None:
+def test_layers_that_share_code_step_as_plain_ones_do(config: RunConfig, counter, variant) -> None:
     plain, compiled = _pair(config, EXACT.get(variant, ROUNDED), *_changes(config, variant))
     for seed in range(2):
         for step in (plain, compiled):
@@ -100,9 +98,7 @@ def test_layers_that_share_code_step_as_plain_ones_do(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", GRAPHS)
-def test_layers_that_share_code_evaluate_as_plain_ones_do(
-    config: RunConfig, counter: CompileCounterWithBackend, variant: str
-) -> None:
+def test_layers_that_share_code_evaluate_as_plain_ones_do(config: RunConfig, counter, variant) -> None:
     """`make test` evaluates one variant, in the turns of two steps."""
     plain, compiled = _pair(config, EXACT.get(variant, ROUNDED), *_changes(config, variant))
     for step in (plain, compiled):
@@ -135,7 +131,7 @@ def test_two_steps_on_one_model_train_it_in_turns(config: RunConfig, counter: Co
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-def test_code_may_be_compiled_more_often_than_there_are_sublayers(config: RunConfig, shared: None) -> None:
+def test_code_may_be_compiled_more_often_than_sublayers(config: RunConfig, shared: None) -> None:
     with torch._dynamo.config.patch(recompile_limit=8):
         step = make(config, LAYERED)
         assert torch._dynamo.config.recompile_limit == 8 + len(step.model.sublayers)
@@ -154,9 +150,7 @@ def _pickled(model: Decoder) -> Any:
 
 @pytest.mark.parametrize("copied", [_copied, _pickled])
 @pytest.mark.parametrize("recompute", ["none", "sublayers"])
-def test_a_copy_of_the_model_is_a_plain_one_on_its_own_weights(
-    config: RunConfig, shared: None, copied: Callable[[Decoder], Any], recompute: str
-) -> None:
+def test_a_copy_of_the_model_is_a_plain_one_on_its_own_weights(config: RunConfig, shared, copied, recompute) -> None:
     plain, compiled = _pair(config, f"train.recompute={recompute}")
     twin, tokens, targets = copied(compiled.model), batch(2).tokens, batch(2).targets
     with torch.no_grad():
@@ -203,9 +197,7 @@ def test_a_hook_on_a_sublayer_runs_for_that_one(config: RunConfig, shared: None)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "heard"), [("prenorm", True), ("moe", False)])
-def test_a_rehearsal_leaves_nothing_behind(
-    config: RunConfig, shared: None, caplog: pytest.LogCaptureFixture, variant: str, heard: bool
-) -> None:
+def test_a_rehearsal_leaves_nothing_behind(config: RunConfig, shared: None, caplog, variant: str, heard: bool) -> None:
     """Experts in a loop need data, so the rehearsal fails: it is only logged at debug level."""
     changes = [ROUNDED, LAYERED, *_changes(config, variant)]
     first, second = (make(config, *changes) for _ in range(2))
@@ -237,9 +229,7 @@ class _Heard:
 
 
 @pytest.mark.parametrize(("compiled", "forward_passes"), [("on", 1), (LAYERED.partition("=")[2], 2), ("off", 1)])
-def test_helpers_hear_the_first_step_of_compiled_code(
-    config: RunConfig, shared: None, monkeypatch: pytest.MonkeyPatch, compiled: str, forward_passes: int
-) -> None:
+def test_helpers_hear_the_first_step_of_compiled_code(config, shared, monkeypatch, compiled, forward_passes) -> None:
     """A whole graph tells them what it calls while it is traced, so only layers have a forward pass without data."""
     helpers = _Heard()
     monkeypatch.setattr(Helpers, "start", lambda device: helpers)
@@ -274,7 +264,7 @@ def test_sublayers_of_a_kind_have_one_structure(config: RunConfig) -> None:
     assert len(set(_structures(config, "prenorm"))) == 2
 
 
-def test_a_layer_that_writes_the_anchors_has_a_structure_of_its_own(config: RunConfig) -> None:
+def test_layer_that_writes_the_anchors_has_its_own_structure(config: RunConfig) -> None:
     found = _structures(config, "nuresformer")
     assert found[0] not in found[1:] and len(set(found)) == 3
 

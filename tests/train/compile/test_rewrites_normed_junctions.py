@@ -18,10 +18,7 @@ from residua.train.compile.rewrites.graphs import Rewrite, Rewrites
 from residua.train.compile.rewrites.normed_junctions import norm_in_junctions
 from tests.train.compile.rewriting import Differentiated, calls, graphs_backend, model_loss
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
 
 
 def compiled(function: Callable[[], Tensor], leaves: list[Tensor], *rewritten: Rewrite) -> Differentiated:
@@ -81,7 +78,7 @@ def test_a_junction_takes_the_norm_if_nothing_else_reads_h():
 
 
 @pytest.mark.parametrize("norm", ["all", "each"])
-def test_a_hyper_connection_takes_the_norm_if_nothing_else_reads_h(norm):
+def test_hyper_connection_takes_the_norm_if_it_alone_reads_h(norm):
     generator = torch.Generator().manual_seed(5)
     n, width = 2, 8
     phi = (n * (n + 2), n * width) if norm == "all" else (n + 2, width)
@@ -127,7 +124,7 @@ MODELS = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "normed", "forward"), MODELS)
-def test_a_model_keeps_its_loss_and_gradients_but_no_input_of_a_norm(kind, normed, forward):
+def test_model_keeps_its_gradients_but_no_input_of_a_norm(kind, normed, forward):
     loss, parameters = model_loss(layers=2, topology={"kind": kind, "streams": 2})
     plain, ours = compiled(loss, parameters), compiled(loss, parameters, norm_in_junctions)
     for a, b in zip(ours.values, plain.values, strict=True):

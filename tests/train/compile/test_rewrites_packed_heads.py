@@ -22,10 +22,7 @@ from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
 from tests.train.compile.rewriting import Differentiated, calls, differentiated
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
 aten = torch.ops.aten
 BACKWARD, PACKED = "residua.norm_rotate_backward.default", "residua.packed_heads_backward.default"
 
@@ -58,7 +55,7 @@ def fused_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fused_heads")
 @pytest.mark.parametrize("kv_heads", only_nightly([4, 2], but=[2]), ids=["as many", "grouped"])
-def test_one_operator_a_layer_gives_the_gradients_of_the_plain_graph(kv_heads: int) -> None:
+def test_one_operator_a_layer_gives_the_plain_gradients(kv_heads: int) -> None:
     attention = {"kind": "softmax", "heads": 4, "kv_heads": kv_heads}
     plain, packed = trained(attention, layers=2)
     before, after = (calls(run.graphs[1]) for run in (plain, packed))

@@ -1,4 +1,4 @@
-"""Additions next to a norm move into its kernels, and nothing else changes."""
+"""Additions next to a norm and the δ of a read before it move into its kernels, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from residua.train.compile.rewrites.norm_additions import VIEWS, fuse_additions
 from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from residua import ops
 from residua.ops._runtime import fused
+from residua.train.compile.rewrites.norms import VIEWS, fuse_additions, take_dots
+from tests.nightly import only_nightly
 from tests.train.compile.rewriting import calls, differentiated, model_loss
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ ARGUMENTS = {"gated_norm": 8, "rms_norm": 4, "scaled_rms_norm": 5}
         pytest.param("rms_norm", 2, marks=pytest.mark.nightly),
     ],
 )
-def test_a_model_keeps_its_loss_and_gradients_and_every_sum_of_its_residual_stream_is_taken(name, layers):
+def test_model_keeps_its_gradients_and_every_sum_is_taken(name, layers):
     loss, parameters = model_loss(layers=layers, norm=NORMS[name])
     plain, ours = differentiated(loss, parameters, rewrite=fuse_additions)
     assert torch.equal(ours.values[0], plain.values[0])
@@ -77,9 +76,10 @@ def additions_next_to(name: str, module: GraphModule) -> list[Node]:
     return [s for s in sums if any(source(n.args[0]) is s for n in norms) or any(source(a) in norms for a in s.args)]
 
 
-def test_a_model_without_such_norms_is_left_alone():
-    loss, parameters = model_loss(layers=1, norm={"kind": "dyt"})
-    plain, ours = differentiated(loss, parameters, rewrite=fuse_additions)
+@pytest.mark.parametrize(("rewrite", "norm"), [(fuse_additions, "dyt"), (take_dots, "rmsnorm")])
+def test_model_without_such_norms_or_reads_is_left_alone(rewrite, norm):
+    loss, parameters = model_loss(layers=1, norm={"kind": norm})
+    plain, ours = differentiated(loss, parameters, rewrite=rewrite)
     assert [str(m.graph) for m in ours.graphs] == [str(m.graph) for m in plain.graphs]
 
 
@@ -142,3 +142,79 @@ def test_which_sums_a_gradient_takes(read, taken):
     assert (len(node.args) == 9) == taken
     for a, b in zip(module(y), function(y), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+TAKEN = "residua.rms_norm_backward_dotted.default"
+FULL, BLOCK = {"kind": "full_attnres"}, {"kind": "block_attnres", "sublayers_per_block": 2}
+
+
+@pytest.mark.parametrize("topology", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
+def test_model_keeps_its_gradients_and_every_read_gets_its_dots(topology):
+    loss, parameters = model_loss(layers=2, topology=topology)
+    plain, ours = differentiated(loss, parameters, rewrite=take_dots)
+    assert torch.equal(ours.values[0], plain.values[0])
+    for a, b in zip(ours.values[1:], plain.values[1:], strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+    before, found = (calls(run.graphs[1]) for run in (plain, ours))
+    assert found[TAKEN] == 4 and found["residua.rms_norm_backward.default"] == 1, "the embedding's norm follows no read"
+    sums = "aten.sum.dim_IntList"
+    assert found[sums] == before[sums] - 4
+
+
+DOTS = {
+    "plain": (lambda g_x, x, y: (g_x * x).sum(-1), True),
+    "turned": (lambda g_x, x, y: (x.float() * g_x.float()).sum(1), True),
+    "in another shape": (lambda g_x, x, y: (g_x.view(3, 2, 8) * x.view(3, 2, 8)).sum(-1), True),
+    "kept axis": (lambda g_x, x, y: (g_x * x).sum(-1, keepdim=True), False),
+    "other axis": (lambda g_x, x, y: (g_x * x).sum(0), False),
+    "other input": (lambda g_x, x, y: (g_x * y).sum(-1), False),
+    "norm": (lambda g_x, x, y: (g_x * g_x).sum(-1), False),
+    "input": (lambda g_x, x, y: (x * x).sum(-1), False),
+    "more": (lambda g_x, x, y: (g_x.sin() * x).sum(-1), False),
+    "cut": (lambda g_x, x, y: (g_x.view(6, 2, 4) * x.view(6, 2, 4)).sum(-1), False),
+}
+
+
+@pytest.mark.parametrize(("read", "taken"), DOTS.values(), ids=DOTS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_which_sums_are_taken(read, taken, residual):
+    generator = torch.Generator().manual_seed(3)
+    g, x, y, weight = (torch.randn(shape, generator=generator) for shape in ((6, 8), (6, 8), (6, 8), (8,)))
+    operators = torch.ops.residua
+    _, rstd = operators.rms_norm(x, weight, 1e-6)
+    more = (y,) if residual else ()
+
+    def function(g: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        g_x, g_weight = operators.rms_norm_backward(g, x, weight, rstd, *(y,) * residual)
+        return g_x, g_weight, read(g_x, x, y)
+
+    module = make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(g, x, y)
+    take_dots(module.graph)
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    assert (calls(module)[TAKEN] == 1) == (taken and not more)
+    for a, b in zip(module(g, x, y), function(g, x, y), strict=True):
+        assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("widened", [True, False])
+@pytest.mark.parametrize("asked", [{}, {"dtype": torch.float32}], ids=["plain", "autocast on a GPU"])
+def test_half_precision_sum_is_taken_if_of_widened_factors(widened, asked):
+    """As reads take it. A sum that is rounded at every product is another number; the interpreter cannot run either."""
+    g, x = (torch.randn(6, 8, dtype=torch.bfloat16) for _ in range(2))
+    operators, weight, rstd = torch.ops.residua, torch.ones(8), torch.ones(6)
+
+    def function(g: Tensor, x: Tensor) -> Tensor:
+        g_x, _ = operators.rms_norm_backward(g, x, weight, rstd)
+        return ((g_x.float() * x.float()) if widened else g_x * x).sum(-1, **asked)
+
+    module = make_fx(
+        function, tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=select_decomp_table()
+    )
+    graph = module(g, x).graph
+    take_dots(graph)
+    graph.eliminate_dead_code()
+    graph.lint()
+    found = [n for n in graph.nodes if str(n.target) == TAKEN]
+    assert len(found) == widened
