@@ -83,6 +83,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
         """Sublayers keep their inputs only and run again in the backward pass, in one of every `every_n_layers`."""
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
         decoder: Any = self.base_model.decoder
+        decoder.anchors.shares_gradient = not enable
         for k, sublayer in enumerate(decoder.sublayers):
             sublayer.__dict__.pop("forward", None)
             if enable and k // 2 % kwargs.get("every_n_layers", 1) == 0:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
-from residua.model.context import Anchors
+from residua.model.context import Anchors, Context
 from residua.model.init_fidelity import InitFidelity
 from residua.model.projection import Projection
 
@@ -53,17 +53,24 @@ class AnchorNorm(nn.Module):
         return InitFidelity.EXACTLY if alike else InitFidelity.NOT
 
 
-class NoSource(nn.Module):
-    """Projects nothing from the embedding: anchors, if any, come from the first attention layer."""
+class AnchorSource(nn.Module):
+    """Makes the first anchors from the embedding. This one makes none: the first attention layer may."""
 
-    def open(self, x: Tensor) -> Anchors:
+    shares_gradient = True
+    """Whether one backward pass serves all layers that mix the anchors (`anchors.Sharing`).
+
+    Off where sublayers run in a way of their own: recomputed, they keep nothing whose place the gradients could take.
+    """
+
+    def open(self, x: Tensor, context: Context | None = None) -> Anchors:
+        """The anchors of the embedding x [B, T, C]; without a context, for layers that share no gradient pass."""
         return ()
 
-    def begin_as(self, old: NoSource | ExoSource) -> InitFidelity:
+    def begin_as(self, old: AnchorSource) -> InitFidelity:
         return InitFidelity.EXACTLY
 
 
-class ExoSource(nn.Module):
+class ExoSource(AnchorSource):
     """ExoFormer's anchors (arXiv 2601.08131): dedicated projections of the raw embedding, fused in one matrix."""
 
     def __init__(self, config: choices.ExoFormer, shape: HeadShape, width: int, *, std: float) -> None:
@@ -73,19 +80,17 @@ class ExoSource(nn.Module):
         self.project = Projection(width, sum(self.parts), std=std, parts=self.parts)
         self.norm = AnchorNorm(config.pathways, config.norm, shape.head_dim)
 
-    def open(self, x: Tensor) -> Anchors:
-        return self.split(self.project(x))
-
-    def split(self, projected: Tensor) -> Anchors:
-        """The anchors out of their fused projection."""
-        split = projected.split(self.parts, -1)
-        heads = [s.unflatten(-1, (-1, self.shape.head_dim)) for s in split]
-        return tuple(self.norm(s, a) for s, a in zip(self.pathways, heads, strict=True))
+    def open(self, x: Tensor, context: Context | None = None) -> Anchors:
+        projected = self.project(x)
+        heads = [part.unflatten(-1, (-1, self.shape.head_dim)) for part in projected.split(self.parts, -1)]
+        anchors = tuple(self.norm(s, a) for s, a in zip(self.pathways, heads, strict=True))
+        sharing = None if context is None else context.sharing
+        return anchors if sharing is None else sharing.share(anchors, projected, self.norm)
 
     @torch.no_grad()
-    def begin_as(self, old: NoSource | ExoSource) -> InitFidelity:
+    def begin_as(self, old: AnchorSource) -> InitFidelity:
         """Take the projections of the pathways that both have. The layers read nothing of a new one at first."""
-        if isinstance(old, NoSource):
+        if not isinstance(old, ExoSource):
             return InitFidelity.EXACTLY
         ours, theirs = (
             dict(zip(source.pathways, source.project.weight.split(source.parts), strict=True)) for source in (self, old)
@@ -96,9 +101,9 @@ class ExoSource(nn.Module):
         return self.norm.begin_as(old.norm, both)
 
 
-def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *, std: float) -> NoSource | ExoSource:
+def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *, std: float) -> AnchorSource:
     """The module that makes a model's first anchors."""
     if isinstance(config, choices.ExoFormer):
         assert shape is not None
         return ExoSource(config, shape, width, std=std)
-    return NoSource()
+    return AnchorSource()

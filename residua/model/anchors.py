@@ -7,8 +7,9 @@ The anchors are normalised once, when they are written, because every layer read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +149,8 @@ class Mix(Unmixed):
 
     WHOLE = 1.0
     """The λ that leaves a projection as it is."""
+    HANDLES = 1
+    """Handles of a layer that shares the anchors' gradient pass."""
 
     def __init__(
         self,
@@ -174,7 +177,7 @@ class Mix(Unmixed):
         return None
 
     def project(self, project: Projection, x: Tensor, anchors: Anchors) -> Tensor:
-        """With shared anchors (`share_anchors`) λ2 ⊙ S, by folded weights."""
+        """With shared anchors (`Sharing`) λ2 ⊙ S, by folded weights."""
         if not self._shares(anchors):
             return super().project(project, x, anchors)
         return linear(x, self.folded(project.weight))
@@ -194,7 +197,7 @@ class Mix(Unmixed):
         return over_values(self.sections, self.anchor_scale, self.current_scale)
 
     def _shares(self, anchors: Anchors) -> bool:
-        """Whether there are handles behind the anchors."""
+        """Whether there are handles behind the anchors; the first are this layer's."""
         return len(anchors) > len(self.pathways)
 
     @torch.no_grad()
@@ -225,12 +228,13 @@ class Mix(Unmixed):
     ) -> tuple[Projections, Anchors]:
         named, scales = dict(zip(self.pathways, anchors, strict=False)), dict(self.anchor_scale.items())
         if self._shares(anchors):
-            count, gamma = len(self.pathways), self.factors(x)
-            made = shared.mix_heads(
-                projected, anchors[count:], self.sections, named, scales, table,
-                gains=qk_norm.gains, gamma=gamma, eps=qk_norm.eps,
+            first = len(self.pathways)
+            rest = first + self.HANDLES
+            heads = shared.mix_heads(
+                projected, anchors[first:rest], self.sections, named, scales, table,
+                gains=qk_norm.gains, gamma=self.factors(x), eps=qk_norm.eps,
             )  # fmt: skip
-            return made, anchors[:count]
+            return heads, (*anchors[:first], *anchors[rest:])
         return ops.mix_heads(
             projected,
             self.sections,
@@ -302,6 +306,7 @@ class DynamicMix(Mix):
     """
 
     WHOLE = 2.0
+    HANDLES = 2
 
     def __init__(
         self, sections: ops.Sections, pathways: tuple[str, ...], granularity: str, shape: HeadShape,
@@ -346,32 +351,31 @@ def over_values(
     return first, second
 
 
-def share_anchors(
-    anchors: Anchors,
-    readers: Mapping[int, tuple[Mix, Projection]],
-    source: Tensor | None = None,
-    norm: AnchorNorm | None = None,
-) -> dict[int, Anchors]:
-    """What each reader takes in place of the anchors: these and handles, by which one pass has all their gradients.
+class Sharing(NamedTuple):
+    """The layers that mix the anchors, each with the projection that takes λ2 (`ops/mix_projection/shared`)."""
 
-    `readers` are the layers that mix the anchors, each with the projection that takes λ2 (`ops/mix_projection/shared`).
-    `source` and `norm` are the fused projection that the anchors were made from, and how.
-    Empty where the anchors go from layer to layer instead: outside of training, with sharded weights or some on another
-    device, with a hook on a mixture or a projection.
-    """
-    plain = all(not is_watched(mix) and is_plain(own) for mix, own in readers.values())
-    if not fused.INSTALLED or not plain or len(readers) < 2:
-        return {}
-    scales = [dict(mix.anchor_scale.items()) for mix, _ in readers.values()]
-    weights = [project.weight for _, project in readers.values()]
-    if not shared.serves(anchors, [*weights, *(scale for own in scales for scale in own.values())]):
-        return {}
-    mix, _ = next(iter(readers.values()))
-    gains = None if norm is None else dict(norm.gains.items())
-    named = dict(zip(mix.pathways, anchors, strict=True))
-    dynamic = isinstance(mix, DynamicMix)
-    handles = shared.share(named, scales, mix.sections, source=source, gains=gains, dynamic=dynamic)
-    return {k: (*anchors, *own) for k, own in zip(readers, handles, strict=True)}
+    readers: tuple[tuple[Mix, Projection], ...]
+
+    def share(self, anchors: Anchors, source: Tensor | None = None, norm: AnchorNorm | None = None) -> Anchors:
+        """The anchors and the handles of each reader, by which one pass has all their gradients.
+
+        `source` and `norm` are the fused projection that the anchors were made from, and how. There are no handles
+        where the anchors' gradient goes from layer to layer instead: outside of training, with sharded weights or some
+        on another device, with a hook on a mixture or a projection.
+        """
+        plain = all(not is_watched(mix) and is_plain(own) for mix, own in self.readers)
+        if not fused.INSTALLED or not plain or len(self.readers) < 2:
+            return anchors
+        scales = [dict(mix.anchor_scale.items()) for mix, _ in self.readers]
+        weights = [project.weight for _, project in self.readers]
+        if not shared.serves(anchors, [*weights, *(scale for own in scales for scale in own.values())]):
+            return anchors
+        mix, _ = self.readers[0]
+        gains = None if norm is None else dict(norm.gains.items())
+        named = dict(zip(mix.pathways, anchors, strict=True))
+        dynamic = isinstance(mix, DynamicMix)
+        handles = shared.share(named, scales, mix.sections, source=source, gains=gains, dynamic=dynamic)
+        return (*anchors, *chain.from_iterable(handles))
 
 
 def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from residua import ops
 from residua.config import choices
 from residua.errors import UserError
 from residua.model.anchor_source import HeadShape
-from residua.model.anchors import DynamicMix, build_mix
+from residua.model.anchors import DynamicMix, Write, build_mix
 from residua.model.attend import attend
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
@@ -201,6 +201,8 @@ class SoftmaxAttention(nn.Module):
         cos, sin = context.rotary[self.table]
         projected = self.mix.project(self.project, x, anchors)
         own, anchors = self.mix(projected, anchors, x, self.qk_norm, (cos, sin))
+        if context.sharing is not None and isinstance(self.mix, Write):
+            anchors = context.sharing.share(anchors)
         if isinstance(self.mix, DynamicMix):
             tap(f"attention.{self.layer}.gamma", partial(self.mix.factors, x))
         q, k = own["q"], own["k"]

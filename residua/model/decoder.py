@@ -13,8 +13,8 @@ from torch.nn.functional import embedding, linear
 from residua import ops
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.model.anchor_source import AnchorNorm, ExoSource, NoSource, build_source
-from residua.model.anchors import Mix, share_anchors
+from residua.model.anchor_source import AnchorSource, build_source
+from residua.model.anchors import Mix, Sharing
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
@@ -25,7 +25,6 @@ from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, Norm, build_norm
-from residua.model.projection import is_watched
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import Topology, build_topology
@@ -79,7 +78,7 @@ class Decoder(nn.Module):
         parts: dict[str, Any] = dict(build_parts(config))
         self.embed: Embedding = parts["embed"]
         self.topology: Topology = parts["topology"]
-        self.anchors: NoSource | ExoSource = parts["anchors"]
+        self.anchors: AnchorSource = parts["anchors"]
         self.sublayers = nn.ModuleList(parts[f"sublayers.{k}"] for k in range(config.sublayers))
         self.norm: Norm = parts["norm"]
         self.unembed: Embedding | None = parts.get("unembed")
@@ -136,48 +135,38 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Routing]]:
         """`hidden`, and how each mixture of experts routed."""
         check_given(tokens, segments, cache, self.config.width)
-        routed: list[Routing] = []
         now = None if cache is None else cache.now(tokens.shape[1], counts)
         if now is not None:
             tokens = for_rows(tokens, now.positions.shape[0])
         x = self._embedded(tokens)
         context = self._context(self._rotary(tokens, now, positions), segments, now, positions)
-        h, state = self.topology.open(x)
-        anchors, given = self._open_anchors(x)
-        for k, sublayer in enumerate(self.sublayers):
-            tap(f"sublayer.{k}.input", h)
-            own = context if cache is None else context._replace(cache=cache.sublayers[k])
-            if given is None and anchors:
-                given = self._share(anchors)
-            y, anchors, *routing = sublayer(h, given.get(k, anchors) if given else anchors, own)
-            routed += routing
-            tap(f"sublayer.{k}.output", y)
-            h, state = self.topology.step(k, y, state)
-        tap("final.input", h)
+        caches = None if cache is None else cache.sublayers
+        h, routed = self._pass(x, context._replace(caches=caches, sharing=self._sharing()))
         if cache is not None:
             cache.advance(tokens.shape[1], counts)
+        return h, routed
+
+    def _pass(self, x: Tensor, context: Context) -> tuple[Tensor, list[Routing]]:
+        """The forward pass: the embedding in, the final normed state and the routing out."""
+        routed: list[Routing] = []
+        h, state = self.topology.open(x)
+        anchors = self.anchors.open(x, context)
+        for k, sublayer in enumerate(self.sublayers):
+            tap(f"sublayer.{k}.input", h)
+            y, anchors, *routing = sublayer(h, anchors, context.at(k))
+            tap(f"sublayer.{k}.output", y)
+            h, state = self.topology.step(k, y, state)
+            routed += routing
+        tap("final.input", h)
         return self.norm(h), routed
 
-    def _open_anchors(self, x: Tensor) -> tuple[Anchors, dict[int, Anchors] | None]:
-        """The anchors made from the embedding, and what `_share` gives for them; None if a sublayer makes them."""
-        if not isinstance(self.anchors, ExoSource):
-            return self.anchors.open(x), None
-        projected = self.anchors.project(x)
-        anchors = self.anchors.split(projected)
-        return anchors, self._share(anchors, projected, self.anchors.norm)
-
-    def _share(
-        self, anchors: Anchors, source: Tensor | None = None, norm: AnchorNorm | None = None
-    ) -> dict[int, Anchors]:
-        """What each sublayer that mixes the anchors takes in their place; empty if they go from one to the next."""
-        # With a forward of its own, a sublayer may keep nothing whose place the gradients could take (recomputation),
-        # or load its weights when it is called.
-        if not torch.is_grad_enabled() or any(map(is_watched, self.sublayers)):
-            return {}
-        bodies = {k: sublayer.body for k, sublayer in enumerate(self.sublayers)}
-        softmax = {k: body for k, body in bodies.items() if isinstance(body, SoftmaxAttention)}
-        readers = {k: (body.mix, body.project) for k, body in softmax.items() if isinstance(body.mix, Mix)}
-        return share_anchors(anchors, readers, source, norm)
+    def _sharing(self) -> Sharing | None:
+        """The layers that mix the anchors, if one backward pass serves them all."""
+        if not self.anchors.shares_gradient or not torch.is_grad_enabled():
+            return None
+        bodies = (sublayer.body for sublayer in self.sublayers)
+        softmax = [body for body in bodies if isinstance(body, SoftmaxAttention)]
+        return Sharing(tuple((body.mix, body.project) for body in softmax if isinstance(body.mix, Mix)))
 
     def logits(self, h: Tensor) -> Tensor:
         """[..., V] from final states [..., C]."""
@@ -313,7 +302,7 @@ def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> nn.Mod
     return GatedDeltaNet(mixer, width, std=std, output_std=output_std)
 
 
-def build_anchor_source(config: ModelConfig) -> NoSource | ExoSource:
+def build_anchor_source(config: ModelConfig) -> AnchorSource:
     """The module that makes the first anchors."""
     shape = None if config.softmax is None else head_shape(config.softmax, config.width)
     return build_source(config.anchors, shape, config.width, std=config.init.std)

@@ -334,5 +334,6 @@ def resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, boo
 
 def recompute_sublayers(model: Decoder) -> None:
     """Activation checkpointing: each sublayer keeps only its inputs and is recomputed in the backward pass."""
+    model.anchors.shares_gradient = False
     for sublayer in model.sublayers:
         sublayer.forward = partial(checkpoint, sublayer.forward, use_reentrant=False, preserve_rng_state=False)

@@ -103,6 +103,7 @@ def _plain(sublayer: nn.Module) -> Callable[..., Any]:
 def compile_sublayers(model: Decoder) -> None:
     """Replace the forward pass of every sublayer by compiled code; modules, weights and names stay as they are."""
     allow_recompiling(len(model.sublayers))
+    model.anchors.shares_gradient = False
     shared: dict[str, Callable[..., Any]] = {}
     for sublayer in model.sublayers:
         kind = structure(sublayer)
