@@ -1,7 +1,7 @@
 """What `residua bench ops` times: each operator at one shape, with the least bytes and arithmetic it needs.
 
 Bytes count what an operator must read from memory once and write once. A depth path counts its junctions one by one
-(`Topology.floor`), each reading its state from memory and writing it back, because a sublayer runs in between; kernels
+(`Costs.floor`), each reading its state from memory and writing it back, because a sublayer runs in between; kernels
 that evaluate several reads together can move less. Backward, every tensor that forward read is still stored.
 """
 
@@ -310,9 +310,10 @@ def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch
             read.append(h)
         return read
 
-    moved = _bytes(topology.floor(shape.sublayers, shape.width), shape)
+    costs = topology.costs(shape.sublayers, shape.width)
+    moved = _bytes(costs.floor(), shape)
     inputs = (embedding, *outputs, *topology.parameters())
-    return Case(name, path, inputs, *moved, by_reads=topology.by_reads())
+    return Case(name, path, inputs, *moved, by_reads=costs.by_reads)
 
 
 def _bytes(floor: Rows, shape: Shape) -> tuple[int, int]:

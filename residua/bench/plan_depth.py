@@ -1,6 +1,6 @@
 """What the topology's junctions add to a training step, estimated: bytes over the bandwidth they reach.
 
-A topology states the rows of C two-byte elements that its junctions move (`Topology.step_rows`) and the share of the
+A topology states the rows of C two-byte elements that its junctions move (`Topology.costs`) and the share of the
 bandwidth they reach. The rate that an additive model's step reaches was measured with its additions, so their rows are
 subtracted.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from residua.config.model import ModelConfig
-from residua.model.topology import Topology, build_topology
-from residua.model.topology.facts import ADDED_IN_NORM
+from residua.model.topology import build_topology
+from residua.model.topology.facts import ADDED_IN_NORM, Costs
 
 
 def depth_bytes(model: ModelConfig, *, pipelined: bool = False) -> float:
@@ -19,17 +19,18 @@ def depth_bytes(model: ModelConfig, *, pipelined: bool = False) -> float:
 
     Junctions that reach less of the bandwidth count for more. `pipelined`: as in the stages of a pipeline.
     """
-    topology = _shapes(model)
-    rows = topology.step_rows(model.sublayers, model.width, pipelined=pipelined)
+    costs = _costs(model)
+    rows = sum(costs.in_stages(model.sublayers)) if pipelined else costs.step
     beyond = max(0.0, rows - ADDED_IN_NORM * model.sublayers)
-    return 2 * model.width * beyond / topology.bandwidth_share
+    return 2 * model.width * beyond / costs.bandwidth_share
 
 
 def kept_widths(model: ModelConfig) -> float:
     """Widths that a junction keeps for the backward pass, besides the next sublayer's input."""
-    return _shapes(model).kept_widths(model.sublayers, model.width)
+    return _costs(model).kept_widths
 
 
-def _shapes(model: ModelConfig) -> Topology:
+def _costs(model: ModelConfig) -> Costs:
     with torch.device("meta"):
-        return build_topology(model.topology, model.sublayers, model.width)
+        topology = build_topology(model.topology, model.sublayers, model.width)
+    return topology.costs(model.sublayers, model.width)

@@ -9,24 +9,24 @@ from collections.abc import Callable
 from functools import partial
 
 from residua.diagnose.observe import Ablation
-from residua.model.topology import Topology
+from residua.model.topology.facts import Ablations
 
 
-def sources(topology: Topology, name: Callable[[int, int], str]) -> list[Ablation]:
+def sources(ablations: Ablations, name: Callable[[int, int], str]) -> list[Ablation]:
     """Each source hidden from every reader; a reader's only source stays."""
     named: dict[str, dict[int, int]] = {}
-    for k, seen in enumerate(topology.sources_seen()):
+    for k, seen in enumerate(ablations.sources):
         for position in range(len(seen)):
             named.setdefault(name(k + 1, position), {})[k] = position
     return [
-        Ablation("source", index, label, partial(topology.without_source, positions))
+        Ablation("source", index, label, partial(ablations.without_source, positions))
         for index, (label, positions) in enumerate(named.items())
     ]
 
 
-def uniform(topology: Topology) -> list[Ablation]:
+def uniform(ablations: Ablations) -> list[Ablation]:
     """Each reader's weights made equal, and then all readers' at once."""
-    readers, equal = topology.weighing_readers(), topology.with_equal_weights
+    readers, equal = ablations.weighing_readers, ablations.with_equal_weights
     made = [
         Ablation("uniform", reader, f"uniform weights at reader {reader}", partial(equal, (reader,)))
         for reader in readers
@@ -36,9 +36,8 @@ def uniform(topology: Topology) -> list[Ablation]:
     return made
 
 
-def streams(topology: Topology) -> list[Ablation]:
+def streams(ablations: Ablations) -> list[Ablation]:
     """Each stream hidden from every sublayer; it is still written."""
     return [
-        Ablation("stream", i, f"stream {i}", partial(topology.without_stream, i))
-        for i in range(topology.stream_count())
+        Ablation("stream", i, f"stream {i}", partial(ablations.without_stream, i)) for i in range(ablations.streams)
     ]

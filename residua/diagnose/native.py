@@ -16,6 +16,7 @@ from residua.diagnose.attention import AttentionSums, Scores, attention_sums
 from residua.diagnose.interventions import hooked, on_each, silenced
 from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
 from residua.model import taps
+from residua.model.body import Body
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.forward import for_sequences
 from residua.reading import counted
@@ -32,17 +33,17 @@ class NativeSubject(Subject):
         self.model, self._decoder, self.name = model, model, name
         self.width, self.vocabulary, self.context = config.width, config.vocab_size, config.context
         self.layers = config.layers
-        bodies: list[Any] = [cast(Sublayer, s).body for s in model.sublayers]
-        roles: list[SiteKind] = [getattr(body, "role", "feed-forward") for body in bodies]
+        roles = [cast(SiteKind, cast(Sublayer, s).body.role) for s in model.sublayers]
         self.sites = [Site(k, k // 2, role) for k, role in enumerate(roles)]
         self.description = (
             f"{counted(config.layers, 'layer')} of width {config.width}, {config.topology.kind} topology, "
             f"{config.attention.kind} attention, {config.ffn.kind} feed-forward, "
             f"{config.norm.kind}, anchors {config.anchors.kind}"
         )
-        self.state_name = "residual stream" if model.topology.one_stream else "sublayer input"
-        self._norms: list[Any] = [*(cast(Sublayer, s).norm for s in model.sublayers), model.norm]
-        self.gains = {k: gain for k, norm in enumerate(self._norms) if (gain := _gain(norm)) is not None}
+        self._names = model.topology.source_names([site.name for site in self.sites])
+        self.state_name = "residual stream" if self._names.one_stream else "sublayer input"
+        self._norms = [*(cast(Sublayer, s).norm for s in model.sublayers), model.norm]
+        self.gains = {k: gain for k, norm in enumerate(self._norms) if (gain := norm.gain()) is not None}
         self.skipped = [] if config.softmax_layers else [
             "Attention metrics: no layer of this model has a softmax, so there are no attention weights to look at."
         ]  # fmt: skip
@@ -54,14 +55,10 @@ class NativeSubject(Subject):
         return seen
 
     def norm_gate(self, state: int, h: Tensor) -> tuple[Tensor, Tensor] | None:
-        gate_of: Any = getattr(self._norms[state], "gate_of", None)
-        return None if gate_of is None else gate_of(h)
+        return self._norms[state].gate_of(h)
 
     def norm_parts(self) -> dict[int, dict[str, Tensor]]:
-        found: dict[int, dict[str, Tensor]] = {
-            k: getattr(norm, "gain_parts", dict)() for k, norm in enumerate(self._norms)
-        }
-        return {k: parts for k, parts in found.items() if parts}
+        return {k: parts for k, norm in enumerate(self._norms) if (parts := norm.gain_parts())}
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         model = self._decoder
@@ -77,21 +74,22 @@ class NativeSubject(Subject):
         return self._decoder.sublayers[site.index].parameters()
 
     def source_name(self, reader: int, source: int) -> str:
-        return self._decoder.topology.source_name(reader, source, [site.name for site in self.sites])
+        return self._names.source(reader, source)
 
     def initial_source(self, reader: int) -> int | None:
-        return self._decoder.topology.initial_source(reader)
+        return self._names.initial(reader)
 
     def block_of_reader(self, reader: int) -> str | None:
-        return self._decoder.topology.block_of_reader(reader)
+        return None if self._names.block_of_reader is None else self._names.block_of_reader(reader)
 
     def block_of_source(self, reader: int, source: int) -> str:
-        return self._decoder.topology.block_of_source(reader, source)
+        assert self._names.block_of_source is not None
+        return self._names.block_of_source(reader, source)
 
     def anchor_scales(self) -> list[AnchorScales]:
         found = []
         for site in self.sites:
-            mix: Any = getattr(self._body(site), "mix", None)
+            mix = self._body(site).anchor_mix()
             for pathway, (anchor, current) in mix.scales().items() if mix is not None else ():
                 near = float((anchor.abs() < NEAR_ZERO).double().mean())
                 found.append(AnchorScales(
@@ -101,18 +99,19 @@ class NativeSubject(Subject):
         return found
 
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
-        made = {
+        depth = self._decoder.topology.ablations()
+        makers = {
             "layer": self._layer_ablations,
             "sublayer": self._sublayer_ablations,
             "head": self._head_ablations,
-            "source": lambda: depth_ablations.sources(self._decoder.topology, self.source_name),
-            "stream": lambda: depth_ablations.streams(self._decoder.topology),
-            "uniform": lambda: depth_ablations.uniform(self._decoder.topology),
+            "source": lambda: depth_ablations.sources(depth, self.source_name),
+            "stream": lambda: depth_ablations.streams(depth),
+            "uniform": lambda: depth_ablations.uniform(depth),
         }
-        return [ablation for kind in kinds for ablation in made[kind]()]
+        return [ablation for kind in kinds for ablation in makers[kind]()]
 
     def _layer_ablations(self) -> list[Ablation]:
-        filling = -(-self._decoder.topology.fill_phase() // 2)
+        filling = -(-self._decoder.topology.ablations().fill_phase // 2)
         return [
             Ablation("layer", n, f"layer {n}", partial(self.without_layers, [n]), note=FILL if n < filling else "")
             for n in range(self.layers)
@@ -125,11 +124,11 @@ class NativeSubject(Subject):
     def _without_sublayers(self, sublayers: Sequence[int]) -> Iterator[None]:
         """Their outputs are zero, and the topology writes nothing of them where it can."""
         modules = [self._decoder.sublayers[k] for k in sublayers]
-        with hooked(on_each(modules, silenced)), self._decoder.topology.without_writes(sublayers):
+        with hooked(on_each(modules, silenced)), self._decoder.topology.ablations().without_writes(sublayers):
             yield
 
     def _sublayer_ablations(self) -> list[Ablation]:
-        filling = self._decoder.topology.fill_phase()
+        filling = self._decoder.topology.ablations().fill_phase
         return [
             Ablation(
                 "sublayer", k, site.name, partial(self._without_sublayers, [k]), note=FILL if k < filling else ""
@@ -141,7 +140,7 @@ class NativeSubject(Subject):
         found = []
         for site in self.sites:
             body: Any = self._body(site)
-            heads, width = getattr(body, "query_heads", (0, 0))
+            heads, width = body.query_heads
             for head in range(heads):
                 part = slice(head * width, (head + 1) * width)
                 found.append(
@@ -149,7 +148,7 @@ class NativeSubject(Subject):
                 )
         return found
 
-    def _body(self, site: Site) -> nn.Module:
+    def _body(self, site: Site) -> Body:
         return cast(Sublayer, self._decoder.sublayers[site.index]).body
 
 
@@ -211,12 +210,6 @@ class _Collector(dict[str, Tensor]):
         body: Any = self.subject._body(self.subject.sites[2 * layer])
         how = Scores(scale=query.shape[-1] ** -0.5, window=body.window, sink=body.sink)
         return attention_sums(query.transpose(1, 2), key.transpose(1, 2), how)
-
-
-def _gain(norm: nn.Module) -> Tensor | None:
-    """The norm's factor on each dimension; None if it states none."""
-    stated: Any = getattr(norm, "gain", None)
-    return stated() if callable(stated) else None
 
 
 def _by_head(scale: Tensor) -> list[float]:

@@ -46,7 +46,6 @@ CHOOSING = ("residua.model.decoder", "residua.model.topology")
 STAYING = (
     "residua.model.edges",
     "residua.model.init_fidelity",
-    "residua.model.topology.ablation",
     "residua.model.topology.facts",
     "residua.model.topology.fused",
     "residua.model.topology.normed",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from residua.model.anchors import mix_values
 from residua.model.attention import SoftmaxAttention
+from residua.model.body import Body
 from residua.model.cache import Now
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder, Sublayer
@@ -27,7 +28,7 @@ from residua.ops import decode
 from residua.ops.mix_projection.reference import Mixing
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(Body):
     """Softmax attention of one token per row: project → into the cache → attend → gate → out.
 
     `context.rotary` is the table of all positions (`FusedDecoder`).
@@ -101,7 +102,7 @@ def fuse(model: Decoder, positions: int) -> Decoder:
     return rewritten.eval()
 
 
-def _sublayer(norm: nn.Module, body: nn.Module, after: nn.Module | None) -> Sublayer:
+def _sublayer(norm: nn.Module, body: Body, after: nn.Module | None) -> Sublayer:
     fusable = getattr(body, "activation", None) is not None and not is_watched(body)
     return FusedFFN(norm, cast(FeedForward, body), after) if fusable else Sublayer(norm, body, after)
 

@@ -12,8 +12,9 @@ from residua import ops
 from residua.config import choices
 from residua.errors import UserError
 from residua.model.anchor_source import HeadShape
-from residua.model.anchors import DynamicMix, Write, build_mix
+from residua.model.anchors import DynamicMix, Unmixed, Write, build_mix
 from residua.model.attend import attend
+from residua.model.body import Body
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows
@@ -147,7 +148,7 @@ QK_NORMS: dict[str, type[QKNorm] | type[TanhQKNorm] | type[NoQKNorm]] = {
 }
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(Body):
     """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
 
     a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708); a learned sink, one logit per head in
@@ -192,7 +193,6 @@ class SoftmaxAttention(nn.Module):
             nn.init.zeros_(self.sink)
 
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> KeyValueCache:
-        """Room for the keys and values of `capacity` tokens in each of `batch` rows; `like` gives dtype and device."""
         heads, head_dim = self.rows[1] // self.head_width["k"], self.head_width["k"]
         return KeyValueCache(batch, capacity, heads, head_dim, like)
 
@@ -286,14 +286,15 @@ class SoftmaxAttention(nn.Module):
         own: Tensor = projected[..., first : first + self.rows[2]].unflatten(-1, (-1, self.head_width["v"]))
         return own
 
+    def anchor_mix(self) -> Unmixed:
+        return self.mix
+
     @property
     def query_heads(self) -> tuple[int, int]:
-        """The number of query heads and their width."""
         width = self.head_width["q"]
         return self.rows[0] // width, width
 
     def readers(self) -> tuple[Tensor, ...]:
-        """Every matrix [R, C] that reads the input."""
         return (self.project.weight, *self.mix.readers())
 
     def inner_edges(self, name: str) -> list[Edge]:

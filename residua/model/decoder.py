@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,13 @@ from residua.config.model import ModelConfig
 from residua.model.anchor_source import AnchorSource, build_source
 from residua.model.anchors import Mix, Sharing
 from residua.model.attention import SoftmaxAttention, head_shape
+from residua.model.body import Body, reset
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
 from residua.model.ffn import build_ffn
 from residua.model.given import check_given, for_rows, number_documents
-from residua.model.kimi_delta import KimiDeltaAttention
 from residua.model.latent_attention import LatentAttention
-from residua.model.linear_attention import GatedDeltaNet
+from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, Norm, build_norm
 from residua.model.rope import rotary_table
@@ -53,9 +53,12 @@ class Sublayer(nn.Module):
     `after` is the norm of the output, if it has one: y = after(f(h)) (OLMo 2), y = after(f(norm(h))) (Gemma 3).
     """
 
+    norm: Norm
+    body: Body
+
     def __init__(self, norm: nn.Module, body: nn.Module, after: nn.Module | None = None) -> None:
         super().__init__()
-        self.norm, self.body, self.after = norm, body, after
+        self.norm, self.body, self.after = cast(Norm, norm), cast(Body, body), after
 
     def forward(self, h: Tensor, anchors: Anchors, context: Context) -> tuple[Any, ...]:
         """y and the anchors; a mixture of experts adds its `Routing`."""
@@ -87,9 +90,10 @@ class Decoder(nn.Module):
 
     def _scale_eps(self) -> None:
         """Give the norm of each reader the eps with which c times the sum is normed as the sum is."""
-        norms: list[Any] = [*(sublayer.norm for sublayer in self.sublayers), self.norm]
-        for norm, factor in zip(norms, self.topology.sum_factors(self.config.sublayers), strict=True):
-            if hasattr(norm, "eps"):
+        norms = [*(cast(Sublayer, sublayer).norm for sublayer in self.sublayers), self.norm]
+        factors = self.topology.initialization().factors(self.config.sublayers)
+        for norm, factor in zip(norms, factors, strict=True):
+            if norm.eps is not None:
                 norm.eps *= factor**2
 
     def reset_parameters(self) -> None:
@@ -105,9 +109,8 @@ class Decoder(nn.Module):
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, by default in the embedding's dtype."""
         like = self.embed.weight.new_empty(0, dtype=dtype)
-        makers = (getattr(sublayer.body, "new_cache", None) for sublayer in self.sublayers)
-        parts = [make(batch, capacity, like) if make else None for make in makers]
-        return Cache(parts, batch, capacity, like.device)
+        bodies = (cast(Sublayer, sublayer).body for sublayer in self.sublayers)
+        return Cache([body.new_cache(batch, capacity, like) for body in bodies], batch, capacity, like.device)
 
     def hidden(
         self,
@@ -164,7 +167,7 @@ class Decoder(nn.Module):
         """The layers that mix the anchors, if one backward pass serves them all."""
         if not self.anchors.shares_gradient or not torch.is_grad_enabled():
             return None
-        bodies = (sublayer.body for sublayer in self.sublayers)
+        bodies = (cast(Sublayer, sublayer).body for sublayer in self.sublayers)
         softmax = [body for body in bodies if isinstance(body, SoftmaxAttention)]
         return Sharing(tuple((body.mix, body.project) for body in softmax if isinstance(body.mix, Mix)))
 
@@ -236,14 +239,6 @@ class Decoder(nn.Module):
         return *table, *rotary_table(positions, turned, mixer.local_rope_theta)
 
 
-def reset(part: nn.Module) -> None:
-    """Initialise every module of a part of a model in place."""
-    for module in part.modules():
-        again = getattr(module, "reset_parameters", None)
-        if callable(again):
-            again()
-
-
 def build(config: ModelConfig) -> Decoder:
     """Build the model a configuration describes, initialised."""
     if not isinstance(config, ModelConfig):
@@ -258,7 +253,7 @@ def build_parts(config: ModelConfig) -> Iterator[tuple[str, nn.Module]]:
     """
     yield "embed", Embedding(config.vocab_size, config.width, std=config.init.std, scale=config.embed_scale)
     topology = build_topology(config.topology, config.sublayers, config.width)
-    gain = topology.output_gain
+    gain = topology.initialization().output_gain
     yield "topology", topology
     del topology
     yield "anchors", build_anchor_source(config)
@@ -274,13 +269,13 @@ def _layer_parts(config: ModelConfig, layer: int, std: float) -> Iterator[tuple[
         yield f"sublayers.{k}", build_sublayer(config, body)
 
 
-def build_sublayer(config: ModelConfig, body: nn.Module) -> Sublayer:
+def build_sublayer(config: ModelConfig, body: Body) -> Sublayer:
     """A body with its norms where the configuration places them."""
     before = NoNorm() if config.placement == "output" else build_norm(config.norm, config.width)
     return Sublayer(before, body, None if config.placement == "input" else build_norm(config.norm, config.width))
 
 
-def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[nn.Module, nn.Module]:
+def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[Body, Body]:
     """The bodies of one transformer layer: its attention and its feed-forward."""
     ffn, std = config.ffn.at(layer), config.init.std
     attention = build_mixer(config, layer, output_std=output_std)
@@ -289,7 +284,7 @@ def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[
     return attention, build_ffn(ffn, config.width, std=std, output_std=output_std)
 
 
-def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> nn.Module:
+def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> Body:
     """The sequence mixer of one layer."""
     mixer, width, std = config.attention.at(layer), config.width, config.init.std
     if isinstance(mixer, choices.SoftmaxAttention):

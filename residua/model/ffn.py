@@ -6,11 +6,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import gelu, relu, sigmoid, silu
 
 from residua import ops
 from residua.config import choices
+from residua.model.body import Body
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows, divide_square
 from residua.model.projection import BiasedProjection, Projection, is_plain, projection
@@ -27,10 +28,8 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return gelu(x, approximate="tanh")
 
 
-class FeedForward(nn.Module):
+class FeedForward(Body):
     """A dense feed-forward: y = W_out act(W x), gated or not. The methods besides `forward` are facts for tools."""
-
-    role = "feed-forward"
 
     act: Callable[[Tensor], Tensor]
     out: Projection
@@ -46,7 +45,6 @@ class FeedForward(nn.Module):
         return next((kind for kind in ACTIVATIONS if FFNS[kind] == (type(self), self.act)), None)
 
     def readers(self) -> tuple[Tensor, ...]:
-        """Every matrix [R, C] that reads the input."""
         return (self.entry.weight,)
 
 
@@ -140,7 +138,7 @@ FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor
 }
 
 
-def build_ffn(config: choices.DenseFFN, width: int, *, std: float, output_std: float) -> nn.Module:
+def build_ffn(config: choices.DenseFFN, width: int, *, std: float, output_std: float) -> FeedForward:
     """The dense feed-forward sublayer a configuration describes."""
     shape, act = FFNS[config.kind]
     return shape(act, width, config.hidden, std=std, output_std=output_std, bias=config.bias)

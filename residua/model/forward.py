@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from residua.model.anchors import mix_values
 from residua.model.attend import attend
 from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
+from residua.model.body import Body
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder, Sublayer
@@ -42,7 +43,7 @@ COMPILED_TOKENS = 2048
 """Most tokens of the batch that kernels are compiled with; those of larger batches are the same."""
 
 
-class SequenceAttention(nn.Module):
+class SequenceAttention(Body):
     """Softmax attention without anchors but the first layer's values: project → norm, rotate, mix and store → attend →
     gate → out."""
 
@@ -94,7 +95,7 @@ class SequenceAttention(nn.Module):
         return q, k, v
 
 
-class SequenceFFN(nn.Module):
+class SequenceFFN(Body):
     """A feed-forward whose activation, gate included, is one kernel."""
 
     def __init__(self, body: FeedForward) -> None:
@@ -145,7 +146,7 @@ def for_sequences(model: Decoder, *, junctions: bool = True) -> Decoder:
     return rewritten.eval()
 
 
-def _body(body: nn.Module) -> nn.Module:
+def _body(body: Body) -> Body:
     if SequenceAttention.serves(body):
         return SequenceAttention(cast(SoftmaxAttention, body))
     return SequenceFFN(cast(FeedForward, body)) if SequenceFFN.serves(body) else body

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from residua import ops
 from residua.config import choices
 from residua.model.attend import attend, attend_cached, attend_latents
+from residua.model.body import Body
 from residua.model.cache import KeyValueCache, Now
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge
@@ -18,7 +19,7 @@ from residua.model.projection import Projection, is_plain
 from residua.model.taps import tap
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Body):
     """MLA (DeepSeek-V2, arXiv 2405.04434), with rotary positions or, as in Kimi Linear, with none.
 
         c = RMSNorm(W_c x),   s = R W_s x                       rank and shared elements: all that is cached
@@ -104,16 +105,14 @@ class LatentAttention(nn.Module):
         return by_head
 
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> KeyValueCache:
-        """Latents and shared parts of `batch` rows of up to `capacity` tokens; `like` gives dtype and device."""
+        """Latents and the parts that all heads share."""
         return KeyValueCache(batch, capacity, 1, self.rank, like, value_dim=self.shared_dim)
 
     @property
     def query_heads(self) -> tuple[int, int]:
-        """The number of query heads and the width of their outputs."""
         return self.heads, self.value_dim
 
     def readers(self) -> tuple[Tensor, ...]:
-        """Every matrix [R, C] that reads the input."""
         return (self.project.weight,)
 
     def inner_edges(self, name: str) -> list[Edge]:

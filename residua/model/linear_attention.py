@@ -1,8 +1,12 @@
-"""Gated DeltaNet, linear attention by the gated delta rule: project → convolve → delta rule → norm, gate → out."""
+"""Linear attention by the delta rule, with a decay per head (Gated DeltaNet) or per channel (Kimi Delta Attention).
+
+Both: project → convolve → delta rule → norm, gate → out.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from residua.config import choices
+from residua.model.body import Body
 from residua.model.cache import RecurrentCache
 from residua.model.context import Anchors, Context
-from residua.model.edges import Edge
+from residua.model.edges import Edge, divide_rows
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
 from residua.ops._runtime.numeric import begins, wide
-from residua.ops.delta_rule import delta_mixer, gated_delta, gated_delta_step
+from residua.ops.delta_rule import delta_mixer, gated_delta, gated_delta_step, kimi_delta, step
 from residua.ops.gated_output import gated_output
 from residua.ops.short_convolution import short_convolution, unit
 
@@ -77,37 +82,30 @@ class ShortConvolution(nn.Module):
         return known.gather(1, last[..., None].expand(-1, -1, x.shape[-1]))
 
 
-class GatedDeltaNet(nn.Module):
-    """The sequence mixer of Gated Delta Networks (arXiv 2412.06464), with the details of Qwen3-Next.
-
-        q, k, v = conv(W_q x), conv(W_k x), conv(W_v x)         short causal convolutions with silu
-        q ← q / (‖q‖ √D),   k ← k / ‖k‖                         per head; each key head serves a run of value heads
-        g = −exp(A_log) softplus(W_a x + dt_bias),   β = σ(W_b x)          one of each per value head
-        S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
-        y = W_out (RMSNorm(o) ⊙ silu(W_z x))                    the norm per head, one gain for all
+class DeltaMixer(Body):
+    """What both mixers share: a state of fixed size, a short convolution, Mamba-2's decay, an output norm per head.
 
     State and convolution start over with each document. The recurrence knows the order: no rotary positions.
     """
 
     role = "linear attention"
 
-    def __init__(self, config: choices.GatedDeltaNet, width: int, *, std: float, output_std: float) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        keys, values = config.key_heads * config.head_dim, config.value_heads * config.head_dim
-        self.rows = (keys, keys, values, values)
-        self.other_parts = {("convolve.weight", 1): self.rows[:3]}  # of a parameter, along an axis
-        self.project = Projection(width, sum(self.rows), std=std, parts=self.rows)
-        self.gates = Projection(width, 2 * config.value_heads, std=std, parts=(config.value_heads,) * 2)
-        self.convolve = ShortConvolution(2 * keys + values, config.convolution)
-        self.A_log = nn.Parameter(torch.empty(config.value_heads))
-        self.dt_bias = nn.Parameter(torch.empty(config.value_heads))
-        self.norm = RMSNorm(choices.RMSNorm(), config.head_dim)
-        self.out = Projection(values, width, std=output_std)
-        self.reset_parameters()
+    heads: int
+    """Value heads, each with a state [D, D]."""
+    head_dim: int
+    convolve: ShortConvolution
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+    project: Projection
+    gates: Projection
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        start_decay(self.A_log, self.dt_bias)
+        """Decay rates exp(A_log) uniform, time steps softplus(dt_bias) log-uniform: Mamba-2's (arXiv 2405.21060)."""
+        nn.init.uniform_(self.A_log, *DECAY_RATES).log_()
+        least, most = (math.log(dt) for dt in TIME_STEPS)
+        dt = nn.init.uniform_(self.dt_bias, least, most).exp()
+        self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         if context.now is None:
@@ -115,13 +113,6 @@ class GatedDeltaNet(nn.Module):
         y, after = self.advance(x, DeltaCache(*context.cache.state), real=context.now.real, ends=context.now.ends)
         context.cache.keep(after)
         return y, anchors
-
-    def new_cache(self, batch: int, capacity: int, like: Tensor) -> RecurrentCache:
-        """The state of `batch` rows, whose size does not depend on `capacity`; `like` gives dtype and device."""
-        past, channels = self.convolve.weight.shape[0] - 1, self.convolve.weight.shape[1]
-        heads = self.rows[2] // self.head_dim
-        shapes = (batch, past, channels), (batch, heads, self.head_dim, self.head_dim)
-        return RecurrentCache(*shapes, like=(like, wide(like)))
 
     def advance(
         self,
@@ -136,6 +127,58 @@ class GatedDeltaNet(nn.Module):
         Serves prefill and decoding; a single token takes the recurrent step. The first token of x continues the cached
         document. Padding, where `real` [B, T] is False and from ends [B] on, does not change the cache.
         """
+        raise NotImplementedError
+
+    def new_cache(self, batch: int, capacity: int, like: Tensor) -> RecurrentCache:
+        """The state, whose size does not depend on `capacity`."""
+        past, channels = self.convolve.weight.shape[0] - 1, self.convolve.weight.shape[1]
+        shapes = (batch, past, channels), (batch, self.heads, self.head_dim, self.head_dim)
+        return RecurrentCache(*shapes, like=(like, wide(like)))
+
+    def readers(self) -> tuple[Tensor, ...]:
+        return self.project.weight, self.gates.weight
+
+    def _norm_edge(self, name: str, norm: RMSNorm, out: Projection) -> Edge:
+        """From the norm's gain, which all heads share, to the output."""
+        channel = torch.arange(self.heads * self.head_dim) % self.head_dim
+        return Edge(f"{name}.norm", (out.weight,), channel, norm.divide, out)
+
+
+class GatedDeltaNet(DeltaMixer):
+    """The sequence mixer of Gated Delta Networks (arXiv 2412.06464), with the details of Qwen3-Next.
+
+        q, k, v = conv(W_q x), conv(W_k x), conv(W_v x)         short causal convolutions with silu
+        q ← q / (‖q‖ √D),   k ← k / ‖k‖                         per head; each key head serves a run of value heads
+        g = −exp(A_log) softplus(W_a x + dt_bias),   β = σ(W_b x)          one of each per value head
+        S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
+        y = W_out (RMSNorm(o) ⊙ silu(W_z x))                    the norm per head, one gain for all
+
+    `project` holds W_q, W_k, W_v and W_z, `gates` W_a and W_b.
+    """
+
+    def __init__(self, config: choices.GatedDeltaNet, width: int, *, std: float, output_std: float) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.value_heads, config.head_dim
+        keys, values = config.key_heads * config.head_dim, config.value_heads * config.head_dim
+        self.rows = (keys, keys, values, values)
+        self.other_parts = {("convolve.weight", 1): self.rows[:3]}  # of a parameter, along an axis
+        self.project = Projection(width, sum(self.rows), std=std, parts=self.rows)
+        self.gates = Projection(width, 2 * config.value_heads, std=std, parts=(config.value_heads,) * 2)
+        self.convolve = ShortConvolution(2 * keys + values, config.convolution)
+        self.A_log = nn.Parameter(torch.empty(config.value_heads))
+        self.dt_bias = nn.Parameter(torch.empty(config.value_heads))
+        self.norm = RMSNorm(choices.RMSNorm(), config.head_dim)
+        self.out = Projection(values, width, std=output_std)
+        self.reset_parameters()
+
+    def advance(
+        self,
+        x: Tensor,
+        cache: DeltaCache | None = None,
+        segments: Tensor | None = None,
+        real: Tensor | None = None,
+        ends: Tensor | None = None,
+    ) -> tuple[Tensor, DeltaCache]:
         projected = self.project(x)
         qkv, z = projected.split([sum(self.rows[:3]), self.rows[3]], -1)
         a, b = (wide(part) for part in self.gates(x).chunk(2, -1))
@@ -160,20 +203,78 @@ class GatedDeltaNet(nn.Module):
         y: Tensor = self.out(gated_output(o, z, self.norm.weight, eps=self.norm.eps).flatten(-2))
         return y, DeltaCache(recent, state)
 
-    def readers(self) -> tuple[Tensor, ...]:
-        """Every matrix [R, C] that reads the input."""
-        return self.project.weight, self.gates.weight
+    def inner_edges(self, name: str) -> list[Edge]:
+        """The gate multiplies channel by channel."""
+        return [self._norm_edge(name, self.norm, self.out)]
+
+
+class KimiDeltaAttention(DeltaMixer):
+    """The sequence mixer of most layers of Kimi Linear (arXiv 2510.26692).
+
+        q, k, v = conv(W_q x), conv(W_k x), conv(W_v x)         short causal convolutions with silu
+        q ← q / (‖q‖ √D),   k ← k / ‖k‖                         per head
+        g = −exp(A_log) softplus(W_f↑ W_f↓ x + dt_bias)         per channel of each head; A_log one per head
+        β = σ(W_b x)                                            one per head
+        S_t = (I − β_t k_t k_tᵀ) Diag(exp(g_t)) S_{t−1} + β_t k_t v_tᵀ,   o_t = S_tᵀ q_t
+        y = W_out (RMSNorm(o) ⊙ σ(W_g↑ W_g↓ x))                 the norm per head, one gain for all
+
+    W_f and W_g have the rank of one head. `gates` holds W_b, W_f↓ and W_g↓, `decay` W_f↑, `gate` W_g↑.
+    """
+
+    def __init__(self, config: choices.KimiDelta, width: int, *, std: float, output_std: float) -> None:
+        super().__init__()
+        self.heads, self.head_dim = config.heads, config.head_dim
+        inner = config.heads * config.head_dim
+        self.parts = (config.heads, config.head_dim, config.head_dim)
+        self.project = Projection(width, 3 * inner, std=std, parts=(inner,) * 3)
+        self.gates = Projection(width, sum(self.parts), std=std, parts=self.parts)
+        self.decay = Projection(config.head_dim, inner, std=std)
+        self.gate = Projection(config.head_dim, inner, std=std)
+        self.convolve = ShortConvolution(3 * inner, config.convolution)
+        self.A_log = nn.Parameter(torch.empty(config.heads))
+        self.dt_bias = nn.Parameter(torch.empty(inner))
+        self.norm = RMSNorm(choices.RMSNorm(eps=config.eps), config.head_dim)
+        self.out = Projection(inner, width, std=output_std)
+        self.reset_parameters()
+
+    def advance(
+        self,
+        x: Tensor,
+        cache: DeltaCache | None = None,
+        segments: Tensor | None = None,
+        real: Tensor | None = None,
+        ends: Tensor | None = None,
+    ) -> tuple[Tensor, DeltaCache]:
+        recent, state = cache or (None, None)
+        qkv = self.project(x)
+        if real is not None:
+            qkv = qkv.masked_fill(~real[..., None], 0)
+        qkv, recent = self.convolve(qkv, recent, segments, ends)
+        q, k, v = (self._by_head(part) for part in qkv.chunk(3, -1))
+        q, k = unit(q) * self.head_dim**-0.5, unit(k)
+        b, decay, gate = self.gates(x).split(self.parts, -1)
+        beta, g = torch.sigmoid(wide(b)), self._log_decay(decay)
+        if real is not None:
+            beta, g = beta.masked_fill(~real[..., None], 0), g.masked_fill(~real[..., None, None], 0)
+        if x.shape[1] == 1:
+            o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+            o = o[:, None]
+        else:
+            o, state = kimi_delta(q, k, v, g, beta, segments=segments, state=state)
+        y: Tensor = self.out((self.norm(o) * torch.sigmoid(self._by_head(self.gate(gate)))).flatten(-2))
+        return y, DeltaCache(recent, state)
+
+    def _log_decay(self, low: Tensor) -> Tensor:
+        """g [B, T, H, D] in at least float32, of the low-rank map's middle [B, T, D]."""
+        steps = softplus(wide(self.decay(low)) + wide(self.dt_bias))
+        return -wide(self.A_log).exp()[:, None] * self._by_head(steps)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        by_head: Tensor = x.unflatten(-1, (self.heads, self.head_dim))
+        return by_head
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """From the norm's gain, which all heads share, to the output; the gate multiplies channel by channel."""
-        channel = torch.arange(self.rows[2]) % self.head_dim
-        return [Edge(f"{name}.norm", (self.out.weight,), channel, self.norm.divide, self.out)]
-
-
-@torch.no_grad()
-def start_decay(A_log: Tensor, dt_bias: Tensor) -> None:
-    """Decay rates exp(A_log) uniform, time steps softplus(dt_bias) log-uniform: Mamba-2's (arXiv 2405.21060)."""
-    nn.init.uniform_(A_log, *DECAY_RATES).log_()
-    least, most = (math.log(dt) for dt in TIME_STEPS)
-    dt = nn.init.uniform_(dt_bias, least, most).exp()
-    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        """From the norm's gain to the output, and through the low-rank gate."""
+        divide = partial(divide_rows, self.gates, self.heads + self.head_dim, self.head_dim)
+        gate = Edge(f"{name}.gate", (self.gate.weight,), torch.arange(self.head_dim), divide, self.gate)
+        return [gate, self._norm_edge(name, self.norm, self.out)]

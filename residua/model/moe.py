@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from residua import ops
 from residua.config import choices
+from residua.model.body import Body
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_square
 from residua.model.ffn import FFNS, GatedFFN
@@ -146,7 +147,7 @@ class SharedGate(nn.Module):
         return torch.sigmoid(linear(x, self.weight.to(x.dtype)))
 
 
-class MoE(nn.Module):
+class MoE(Body):
     """The feed-forward of a layer as a mixture; besides y it returns how it routed (`Routing`)."""
 
     role = "mixture of experts"

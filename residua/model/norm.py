@@ -23,8 +23,8 @@ class Norm(nn.Module):
 
     def gain(self) -> Tensor | None:
         """The factor [C] on each output channel, by default the parameter `weight`; None if there is none."""
-        weight = getattr(self, "weight", None)
-        return weight.detach() if isinstance(weight, Tensor) else None
+        weight = self._parameters.get("weight")
+        return None if weight is None else weight.detach()
 
     def gain_parts(self) -> dict[str, Tensor]:
         """The factors [C] that the gain is made of, by the paper's name: λ on what it returns; empty if it has none."""
@@ -48,6 +48,9 @@ class Norm(nn.Module):
 
     scale_invariant = False
     """Whether a positive factor on x changes nothing, but for eps."""
+
+    eps: float | None = None
+    """What is added to the mean square of x; None if nothing is."""
 
     def begin_as(self, old: Norm) -> InitFidelity:
         """Start as a norm with other settings and the same eps, by changing parameters in place.
@@ -73,6 +76,7 @@ class RMSNorm(Norm):
     """y = weight ⊙ x / sqrt(mean(x²) + eps)."""
 
     scale_invariant = True
+    eps: float
 
     def __init__(self, config: choices.RMSNorm, width: int) -> None:
         super().__init__()
@@ -99,6 +103,7 @@ class PreAffine(Norm):
     """y = RMSNorm(affine ⊙ x) (arXiv 2601.22966): `affine` can hold the outliers instead of x."""
 
     scale_invariant = True
+    eps: float
 
     def __init__(self, config: choices.PreAffine, width: int) -> None:
         super().__init__()
@@ -186,6 +191,7 @@ class GatedNorm(Norm):
     """y = RMSNorm(x), y' = y ⊙ σ(up · silu(down · y)) (arXiv 2601.22966)."""
 
     scale_invariant = True
+    eps: float
 
     def __init__(self, config: choices.GatedNorm, width: int) -> None:
         super().__init__()

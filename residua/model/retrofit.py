@@ -1,7 +1,7 @@
 """Retrofit: a model that starts with the weights of another and, where the mathematics allows it, as its function.
 
 Every part states its own way to start as another (`begin_as` of topologies, norms, attention and anchors,
-`begin_as_sum` of topologies) and how well that keeps the function. Nothing here knows which kinds there are. A part
+`Topology.initialization`) and how well that keeps the function. Nothing here knows which kinds there are. A part
 with the same settings takes the parameters of the other; a setting is compared unless its table says that it matters
 to training only (`training_only`).
 """
@@ -21,6 +21,7 @@ from residua.errors import UserError
 from residua.model.attention import SoftmaxAttention
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.init_fidelity import InitFidelity, WeightsMismatch, take_parameters
+from residua.model.norm import Norm
 
 SHAPES = ("vocab_size", "layers", "width", "ffn", "placement")
 ANSWERED = ("gate", "sink", "bias", "qk_norm", "qk_eps", "heads", "kv_heads", "head_dim")
@@ -116,20 +117,28 @@ class _Retrofit:
             take_parameters(new, theirs)
             return InitFidelity.EXACTLY
         if self._same_kind("topology"):
-            return new.begin_as(theirs)
-        if not theirs.adds:
+            return self._begin_same_topology()
+        if not theirs.initialization().is_additive:
             raise UserError(
                 f"the model to start from has topology.kind = '{self.before.topology.kind}', and only one that adds up "
                 "its outputs ('additive') can be given another topology: keep it, or start from another run."
             )
-        kept = new.begin_as_sum()
+        start = new.initialization()
+        kept = start.init_as_additive()
         if kept is not InitFidelity.UP_TO_EPS:
             return kept
-        factors = new.sum_factors(self.after.sublayers)
-        takes_out = (getattr(norm, "scale_invariant", False) for norm in _reader_norms(self.model))
+        factors = start.factors(self.after.sublayers)
+        takes_out = (norm.scale_invariant for norm in _reader_norms(self.model))
         if not all(factor == 1 or taken for factor, taken in zip(factors, takes_out, strict=True)):
             return InitFidelity.NOT
         return InitFidelity.EXACTLY if self.after.reader_eps == "sum" else InitFidelity.UP_TO_EPS
+
+    def _begin_same_topology(self) -> InitFidelity:
+        new, theirs = self.model.topology, self.old.topology
+        if (begin_as := new.initialization().begin_as) is not None:
+            return begin_as(theirs)
+        take_parameters(new, theirs)
+        return InitFidelity.NOT
 
     def _same_eps(self) -> bool:
         old, new = (getattr(config.norm, "eps", None) for config in (self.before, self.after))
@@ -137,9 +146,9 @@ class _Retrofit:
 
     def _eps_factors(self, model: Decoder) -> list[float]:
         """The factors on the eps of the readers' norms, without those that have none."""
-        factors = model.topology.sum_factors(self.after.sublayers)
+        factors = model.topology.initialization().factors(self.after.sublayers)
         norms = zip(_reader_norms(self.model), factors, strict=True)
-        return [c if model.config.reader_eps == "sum" else 1.0 for norm, c in norms if hasattr(norm, "eps")]
+        return [c if model.config.reader_eps == "sum" else 1.0 for norm, c in norms if norm.eps is not None]
 
     def _unanswered(self) -> list[str]:
         """Changed keys that enter the function without parameters of their own: positions, windows, scales."""
@@ -166,6 +175,6 @@ def _norms(model: Decoder) -> list[nn.Module]:
     return [*_reader_norms(model), *(norm for norm in outputs if norm is not None)]
 
 
-def _reader_norms(model: Decoder) -> list[nn.Module]:
+def _reader_norms(model: Decoder) -> list[Norm]:
     """What is in front of each reader of the topology: the sublayers, and the head."""
     return [*(cast(Sublayer, sublayer).norm for sublayer in model.sublayers), model.norm]

@@ -159,9 +159,10 @@ def measure_work(config: ModelConfig) -> Work:
 
 def _junction_bytes(model: Decoder) -> tuple[float, ...]:
     """Bytes that each junction moves beyond an addition; those that reach less of the bandwidth count for more."""
-    topology, width = model.topology, model.config.width
-    rows = topology.junction_rows(model.config.sublayers, width, pipelined=True)
-    return tuple(2 * width * max(0.0, row - ADDED_IN_NORM) / topology.bandwidth_share for row in rows)
+    sublayers, width = model.config.sublayers, model.config.width
+    costs = model.topology.costs(sublayers, width)
+    rows = costs.in_stages(sublayers)
+    return tuple(2 * width * max(0.0, row - ADDED_IN_NORM) / costs.bandwidth_share for row in rows)
 
 
 def _idle(mixture: MoE) -> int:

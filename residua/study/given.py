@@ -29,7 +29,8 @@ def started(study: Mapping[str, Any], run: Path) -> dict[str, Any]:
     base, changes = start_changes(run)
     own = study.get("set", [])
     if _is_list(own):
-        if shapes(RunConfig.from_toml(base).model).topology.adds:  # others cannot be given another topology
+        topology = shapes(RunConfig.from_toml(base).model).topology
+        if topology.initialization().is_additive:  # others cannot be given another topology
             changes.append("model.reader_eps=sum")
         own = [*changes, *(change for change in own if _key(change) not in _OF_A_START)]
     kept = {key: value for key, value in study.items() if key != "bases"}

@@ -194,9 +194,10 @@ class Step:
 
         They are then part of the graph: what is compiled is compiled again, and CUDA graphs are captured again.
         """
-        if tuple(junctions) == self.model.topology.kept:
+        recovery = self.model.topology.recovery()
+        if recovery is None or tuple(junctions) == recovery.kept:
             return
-        self.model.topology.kept = tuple(junctions)
+        recovery.kept = tuple(junctions)
         if self.compiled:
             allow_recompiling(len(self.model.sublayers))
         self._graphed = self._build_graphed()

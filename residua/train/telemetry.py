@@ -99,9 +99,10 @@ class Gauges(dict[str, Tensor]):
 
     def _take_beta(self, k: int, beta: Tensor) -> None:
         self._betas[k] = beta
-        recovery = self.model.topology.recovery(k, beta)
-        if recovery is not None:
-            self._figures["recovery", k] = recovery
+        recovery = self.model.topology.recovery()
+        amplification = None if recovery is None else recovery.amplification(k, beta)
+        if amplification is not None:
+            self._figures["recovery", k] = amplification
 
     def _take_gate(self, layer: int, gate: Tensor) -> None:
         self._figures["gate_mean", layer] = gate.double().mean()
@@ -119,9 +120,8 @@ class Gauges(dict[str, Tensor]):
         """Residual-sink ratios, and the gain that each norm gives its largest dimension."""
         sizes = torch.stack([self._sizes[reader] for reader in self._sizes])
         self._note("sink_ratio", self._sizes, gauges.relative_sizes(sizes).amax(-1))
-        norms: list[Any] = [*(cast("Sublayer", sublayer).norm for sublayer in self.model.sublayers), self.model.norm]
-        stated = {k: norm.gain() for k, norm in enumerate(norms) if callable(getattr(norm, "gain", None))}
-        gains = {k: gain for k, gain in stated.items() if gain is not None}
+        norms = [*(cast("Sublayer", sublayer).norm for sublayer in self.model.sublayers), self.model.norm]
+        gains = {k: gain for k, norm in enumerate(norms) if (gain := norm.gain()) is not None}
         if gains:
             size = torch.stack(list(gains.values())).abs()
             largest = sizes[list(gains)].argmax(-1, keepdim=True)
@@ -138,7 +138,7 @@ class Gauges(dict[str, Tensor]):
     def _anchors(self) -> None:
         """λ is a parameter, and γ, where there is one, was seen."""
         for k, sublayer in enumerate(self.model.sublayers):
-            mix: Any = getattr(cast("Sublayer", sublayer).body, "mix", None)
+            mix = cast("Sublayer", sublayer).body.anchor_mix()
             scales = {} if mix is None else mix.scales(self._gammas.get(k // 2))
             for pathway, (anchor, current) in scales.items():
                 self._figures[f"anchor.{pathway}", k // 2] = anchor.mean()
@@ -251,14 +251,17 @@ class Telemetry:
 
     def _kept(self, step: Step, table: Table) -> tuple[list[int], Sequence[int]]:
         """The junctions that keep their streams, and those that begin to."""
-        topology, epsilon = step.model.topology, torch.finfo(step.precision).eps / 2
-        recovery = {k: value for k, value in enumerate(table.get("recovery", ())) if value is not None}
-        new = topology.needs_keeping(recovery, epsilon)
-        return sorted({*topology.kept, *new}), new
+        recovery, epsilon = step.model.topology.recovery(), torch.finfo(step.precision).eps / 2
+        if recovery is None:
+            return [], []
+        measured = {k: value for k, value in enumerate(table.get("recovery", ())) if value is not None}
+        new = recovery.needs_keeping(measured, epsilon)
+        return sorted({*recovery.kept, *new}), new
 
     def _switched(self, step: Step, done: int, new: Sequence[int]) -> str:
-        recipe, model = self.config.train, step.model
-        each = recipe.micro_batch * self.config.sequence * model.topology.stream_count() * model.config.width
+        recipe, model, recovery = self.config.train, step.model, step.model.topology.recovery()
+        assert recovery is not None
+        each = recipe.micro_batch * self.config.sequence * recovery.streams * model.config.width
         size = len(new) * each * torch.finfo(step.precision).bits // 8
         which = f"sublayer {new[0]}" if len(new) == 1 else f"sublayers {', '.join(map(str, new))}"
         return (

@@ -354,7 +354,7 @@ class Trainer:
             "watch": asdict(self.watch),
             "smoothed": self.smoothed,
             "lines": self.lines,
-            "kept": list(self.step.model.topology.kept),
+            "kept": list(recovery.kept) if (recovery := self.step.model.topology.recovery()) else [],
             "rng": random_states(self.device),
         }
 

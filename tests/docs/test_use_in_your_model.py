@@ -183,7 +183,7 @@ def test_the_compiled_rewrites_give_the_same_loss_and_gradients(depth):
     torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-4, atol=1e-6)
 
 
-# What the table of the page says: for a new topology, and after `begin_as_sum`.
+# What the table of the page says: for a new topology, and after `init_as_additive`.
 SUM, MULTIPLE, ELSE = "the sum", "a multiple", "something else"
 BEGIN = {
     "additive": (SUM, SUM),
@@ -211,11 +211,11 @@ def test_topologies_begin_as_the_page_says(name):
     x, y = embedding_and_outputs(6, 8)
     sums = [x + sum(y[:k]) for k in range(7)]
     found = [kind_of(drive(topology, x, y), sums)]
-    kept = topology.begin_as_sum()
+    kept = topology.initialization().init_as_additive()
     found.append(kind_of(drive(topology, x, y), sums))
     assert tuple(found) == BEGIN[name]
     assert (
-        topology.adds
+        topology.initialization().is_additive
         or {SUM: InitFidelity.EXACTLY, MULTIPLE: InitFidelity.UP_TO_EPS, ELSE: InitFidelity.NOT}[found[1]] is kept
     )
 
@@ -229,7 +229,8 @@ def kind_of(inputs, sums) -> str:
 
 def test_topology_is_built_from_a_table_or_refused():
     made = residua.build_topology({"kind": "multi_gate", "streams": 3}, 6, 8)
-    assert made.stream_count() == 3 and type(made) is type(build_topology(residua.choices.MultiGate(streams=3), 6, 8))
+    same = build_topology(residua.choices.MultiGate(streams=3), 6, 8)
+    assert made.ablations().streams == 3 and type(made) is type(same)
     for table, sentence in (({"kind": "multigate"}, "multi_gate"), ({"kind": "multi_gate", "streems": 3}, "streems")):
         with pytest.raises(ConfigError, match=sentence) as caught:
             residua.build_topology(table, 6, 8)

@@ -130,7 +130,7 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.model.topology import State, Topology
+from residua.model.topology import Initialization, State, Topology
 
 START = 0.5
 _SHAPES = {"tanh": torch.tanh, "none": lambda y: y}
@@ -141,11 +141,12 @@ def _bounded(y: Tensor, kind: str = "tanh") -> Tensor:
 
 
 class Mine(Topology):
-    output_gain = START
-
     def __init__(self, config, sublayers: int, width: int) -> None:
         super().__init__()
         self.gains = nn.ParameterList(nn.Parameter(torch.full((width,), START)) for _ in range(sublayers))
+
+    def initialization(self) -> Initialization:
+        return Initialization(output_gain=START)
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
         return x, (x,)

@@ -16,8 +16,8 @@ from residua.model.cache import KeyValueCache, Now, RecurrentCache
 from residua.model.context import Context
 from residua.model.decoder import build
 from residua.model.init_fidelity import InitFidelity
-from residua.model.kimi_delta import KimiDeltaAttention
 from residua.model.latent_attention import LatentAttention
+from residua.model.linear_attention import KimiDeltaAttention
 from residua.model.retrofit import retrofit
 from residua.model.size import measure
 from residua.ops.decode import decode_attention

@@ -12,9 +12,8 @@ from pydantic_core import PydanticUndefined
 from residua.config import choices, mixers, topologies
 from residua.model.attention import SoftmaxAttention
 from residua.model.ffn import GatedFFN, PlainFFN, SquaredReluFFN
-from residua.model.kimi_delta import KimiDeltaAttention
 from residua.model.latent_attention import LatentAttention
-from residua.model.linear_attention import GatedDeltaNet
+from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.model.moe import MoE
 from residua.model.norm import NORMS
 from residua.model.topology import TOPOLOGIES

@@ -194,12 +194,12 @@ def test_weights_at_boundaries_are_published_and_can_be_made_equal() -> None:
         model(tokens)
     assert {name for name in seen if name.startswith("depth.")} == {"depth.1.weights", "depth.3.weights"}
     assert seen["depth.3.weights"].shape[-1] == 3
-    assert list(model.topology.weighing_readers()) == [2, 4]
-    with model.topology.with_equal_weights([4]), taps.record() as seen:
+    assert list(model.topology.ablations().weighing_readers) == [2, 4]
+    with model.topology.ablations().with_equal_weights([4]), taps.record() as seen:
         model(tokens)
     torch.testing.assert_close(seen["depth.3.weights"], torch.full_like(seen["depth.3.weights"], 1 / 3))
     assert (seen["depth.1.weights"] - 0.5).abs().max() > 0.01
-    assert [model.topology.source_name(4, i, []) for i in range(3)] == ["embedding", "block 1", "block 2"]
+    assert [model.topology.source_names([]).source(4, i) for i in range(3)] == ["embedding", "block 1", "block 2"]
 
 
 def test_blocks_longer_than_the_model_are_refused() -> None:

@@ -242,8 +242,10 @@ def test_a_topology_that_states_no_cost_is_counted_by_running_it() -> None:
     streams, highway = (
         build_topology(c, 6, 32) for c in (choices.HyperConnections(weights="static"), choices.Highway())
     )
-    assert Topology.floor(streams, 6, 32) == streams.floor(6, 32) == (10 * 6, 15 * 6)
-    assert highway.floor(6, 32) == (3 * 6, 5 * 6) and highway.kept_widths(6, 32) == 2
+    assert Topology.costs(streams, 6, 32).floor() == streams.costs(6, 32).floor() == (10 * 6, 15 * 6)
+    costs = highway.costs(6, 32)
+    assert costs.floor() == (3 * 6, 5 * 6) and costs.kept_widths == 2
     with torch.device("meta"):
         shapes = build_topology(choices.ManifoldHyper(), 6, 32)
-    assert Topology.floor(shapes, 6, 32).forward > shapes.floor(6, 32).forward  # it also carries logits
+    traced, stated = Topology.costs(shapes, 6, 32).floor(), shapes.costs(6, 32).floor()
+    assert traced.forward > stated.forward  # it also carries logits

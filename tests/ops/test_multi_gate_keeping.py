@@ -87,5 +87,5 @@ def test_compiled_code_follows_what_is_kept() -> None:
     step = torch.compile(lambda k, y, state: topology.step(k, y, state), backend="eager")
     streams, y = torch.randn(1, 3, 2, WIDTH, requires_grad=True), torch.randn(1, 3, WIDTH)
     assert len(step(2, y, (streams,))[1]) == 2  # the streams, and the link to the next junction
-    topology.kept = (2,)
+    topology.recovery().kept = (2,)
     assert len(step(2, y, (streams,))[1]) == 1

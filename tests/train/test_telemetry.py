@@ -237,7 +237,7 @@ def test_junction_that_inversion_does_not_bear_keeps_its_streams(lab: Lab, monke
     shutil.copytree(whole, cut)
     shutil.rmtree(checkpoints(cut)[-1].path)
     kept: list[tuple[int, ...]] = []
-    after_each_step(monkeypatch, lambda step, done: kept.append(step.model.topology.kept))
+    after_each_step(monkeypatch, lambda step, done: kept.append(step.model.topology.recovery().kept))
     lab.resume(out="cut")
     assert "inversion bears" not in lab.printed
     assert set(kept) == {(1,)} and telemetry(cut) == telemetry(whole)
@@ -249,12 +249,12 @@ def test_switch_captures_graphs_anew_and_ends_with_the_run(config: RunConfig) ->
     mgr = config.override(["model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}"])
     step = build_step(residua.build(mgr.model), mgr.train, torch.device("cpu"))
     made: list[tuple[int, ...]] = []
-    step._build_graphed = lambda: made.append(step.model.topology.kept)  # type: ignore[method-assign]
+    step._build_graphed = lambda: made.append(step.model.topology.recovery().kept)  # type: ignore[method-assign]
     step.keep_streams([1, 2])
     step.keep_streams((1, 2))
     assert made == [(1, 2)]
     step.restart(residua.build(mgr.model), mgr.train)
-    assert made == [(1, 2), ()] and step.model.topology.kept == ()
+    assert made == [(1, 2), ()] and step.model.topology.recovery().kept == ()
 
 
 def test_trackers_and_pages_get_every_figure_over_tokens() -> None:

@@ -54,7 +54,7 @@ class PipelinedStep(RankedStep):
         precision, _ = resolve(recipe, mesh.device)
         shape = (recipe.micro_batch, config.sequence, config.model.width)
         self.element_bytes = torch.empty(0, dtype=precision).element_size()
-        self.blocks = model.topology.blocks
+        self.blocks = model.topology.boundary().blocks
         if recipe.recompute == "sublayers":
             recompute_sublayers(model)
         self.part = Part(

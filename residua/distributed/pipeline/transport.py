@@ -192,7 +192,7 @@ class Formulas:
 
 
 def formulas(blocks: float | None, parallel: ParallelConfig, block: int) -> Formulas | None:
-    """For Attention Residuals with so many blocks of `block` bytes (`Topology.blocks`); None for other topologies."""
+    """For Attention Residuals with so many blocks of `block` bytes (`Boundary.blocks`); None for other topologies."""
     if blocks is None:
         return None
     arguments = parallel.pipeline, parallel.stages_per_rank, blocks / parallel.stages

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from residua.config import choices
 from residua.model.topology.additive import Additive, Clipped
 from residua.model.topology.attnres import BlockAttnRes, BoundaryAttnRes, FullAttnRes
-from residua.model.topology.base import State, Topology
+from residua.model.topology.base import Boundary, Initialization, State, Topology
 from residua.model.topology.dense import DenseFormer
+from residua.model.topology.facts import Ablations, Costs, SourceNames
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
 from residua.model.topology.multigate import Highway, MultiGate
 
@@ -38,4 +39,15 @@ def build_topology(config: choices.TopologyChoice, sublayers: int, width: int) -
     return TOPOLOGIES[type(config)](config, sublayers, width)
 
 
-__all__ = ["TOPOLOGIES", "State", "Topology", "build_topology", "register_topology"]
+__all__ = [
+    "TOPOLOGIES",
+    "Ablations",
+    "Boundary",
+    "Costs",
+    "Initialization",
+    "SourceNames",
+    "State",
+    "Topology",
+    "build_topology",
+    "register_topology",
+]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from residua.config import choices
 from residua.model.init_fidelity import InitFidelity
-from residua.model.topology.base import State, Topology
-from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Rows
+from residua.model.topology.base import Initialization, State, Topology
+from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Costs, add_rows
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 class Additive(Topology):
     """h_{k+1} = h_k + y_k, the pre-norm baseline."""
-
-    adds = True
 
     def __init__(self, config: choices.Additive | choices.Clipped, sublayers: int, width: int) -> None:
         super().__init__()
@@ -41,20 +39,15 @@ class Additive(Topology):
 
         return NormedAdditive(norms) if type(self) is Additive else None
 
-    def floor(self, sublayers: int, width: int) -> Rows:
-        return Rows(ADDITION.forward * sublayers, ADDITION.backward * sublayers)
+    def initialization(self) -> Initialization:
+        return Initialization(is_additive=True)
 
-    def step_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> float:
-        return ADDED_IN_NORM * sublayers
-
-    def kept_widths(self, sublayers: int, width: int) -> float:
-        return 0.0
+    def costs(self, sublayers: int, width: int) -> Costs:
+        return Costs(lambda: add_rows([ADDITION] * sublayers), step=ADDED_IN_NORM * sublayers, kept_widths=0.0)
 
 
 class Clipped(Additive):
     """h_{k+1} = clip(h_k + y_k, ±limit): outliers cut off by force (arXiv 2601.22966, rows 10–14)."""
-
-    adds = False
 
     def __init__(self, config: choices.Clipped, sublayers: int, width: int) -> None:
         super().__init__(config, sublayers, width)
@@ -64,6 +57,6 @@ class Clipped(Additive):
         h = (state[0] + y).clamp(-self.limit, self.limit)
         return h, (h,)
 
-    def begin_as_sum(self) -> InitFidelity:
-        """Exactly where no element of the sum exceeds the limit."""
-        return InitFidelity.NEARLY
+    def initialization(self) -> Initialization:
+        """It starts as a sum exactly where no element of the sum exceeds the limit."""
+        return Initialization(init_as_additive=lambda: InitFidelity.NEARLY)

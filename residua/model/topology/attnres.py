@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,9 +14,8 @@ from residua import ops
 from residua.config import choices
 from residua.model.init_fidelity import InitFidelity, take_parameters
 from residua.model.taps import tap
-from residua.model.topology.ablation import parameters_set, sources_dropped
-from residua.model.topology.base import Boundary, Items, Junctions, State, Topology
-from residua.model.topology.facts import Rows, read_rows
+from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
+from residua.model.topology.facts import Ablations, Costs, Rows, SourceNames, parameters_set, read_rows, sources_dropped
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 
@@ -80,9 +80,6 @@ class BlockAttnRes(Topology):
     The first sublayer has one source, whose softmax is 1 for any query: it reads the embedding and has no query.
     """
 
-    one_stream = False
-    bandwidth_share = 0.63  # measured in steps on an H200, docs/scale.md
-
     def __init__(self, config: choices.AttentionResidual, sublayers: int, width: int) -> None:
         super().__init__()
         self.config, self.block_size = config, self._block_size(config)
@@ -127,7 +124,12 @@ class BlockAttnRes(Topology):
         g = torch.stack([cast(Tensor, read.gain) for read in self.reads])
         return self.config.scale * w.float() * g.float()
 
-    def begin_as_sum(self) -> InitFidelity:
+    def initialization(self) -> Initialization:
+        weigh: Callable[[int], float] = {"softmax": lambda n: 1 / n, "sigmoid": lambda n: 0.5}[self.config.activation]
+        factors = None if self.block_size is None else [1.0, *(weigh(len(seen)) for seen in self.plan.sees)]
+        return Initialization(init_as_additive=self._init_as_additive, sum_factors=factors, begin_as=self._begin_as)
+
+    def _init_as_additive(self) -> InitFidelity:
         """Queries of zero weigh all sources alike: a reader gets the sum, divided by their number.
 
         Not if a window hides sources.
@@ -136,17 +138,10 @@ class BlockAttnRes(Topology):
             cast(Read, read).reset_parameters()
         return InitFidelity.NOT if self.block_size is None else InitFidelity.UP_TO_EPS
 
-    def begin_as(self, old: Topology) -> InitFidelity:
+    def _begin_as(self, old: BlockAttnRes) -> InitFidelity:
         """Another `scale` goes into the queries. Kept if every read sees the sources that it saw."""
-        assert isinstance(old, BlockAttnRes)
         same = begin_reads(self, old) and (self.plan.sees, self.plan.grows) == (old.plan.sees, old.plan.grows)
         return InitFidelity.EXACTLY if same else InitFidelity.NOT
-
-    def sum_factors(self, sublayers: int) -> Sequence[float]:
-        if self.block_size is None:
-            return super().sum_factors(sublayers)
-        weigh: Callable[[int], float] = {"softmax": lambda n: 1 / n, "sigmoid": lambda n: 0.5}[self.config.activation]
-        return [1.0, *(weigh(len(seen)) for seen in self.plan.sees)]
 
     def boundary(self) -> Boundary:
         return SourcesBoundary(self)
@@ -169,7 +164,19 @@ class BlockAttnRes(Topology):
         softmax = self.config.key_norm == "rms" and self.config.activation == "softmax"
         return softmax and type(self) in (BlockAttnRes, FullAttnRes)
 
-    def floor(self, sublayers: int, width: int) -> Rows:
+    def costs(self, sublayers: int, width: int) -> Costs:
+        """What the plan of grouped reads and gradients moves; pipeline stages read one by one."""
+        pairs = zip(self.plan.sees, self.plan.grows[1:], strict=False)
+        return Costs(
+            self._floor,
+            self.plan.rows,
+            kept_widths=1.12,
+            junctions=[read_rows(len(seen)).total + 3 * grows for seen, grows in pairs],
+            bandwidth_share=0.63,  # measured in steps on an H200, docs/scale.md
+            by_reads=lambda read: partial(self._read_all, read),
+        )
+
+    def _floor(self) -> Rows:
         """Every read over depth, one by one, and the gradient of each source once.
 
         Forward: a read's sources → h; a source that grows is made in passing, p, y → p'. Backward: a source and the dh
@@ -180,33 +187,7 @@ class BlockAttnRes(Topology):
         backward = sum(len(readers) + 2 for readers in plan.readers) + sum(plan.grows)
         return Rows(forward, backward)
 
-    def step_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> float:
-        """What the plan of grouped reads and gradients moves; pipeline stages read one by one."""
-        return sum(self.junction_rows(sublayers, width, pipelined=True)) if pipelined else self.plan.rows
-
-    def junction_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> Sequence[float]:
-        """Read by read; grouped reads are divided in the same proportion."""
-        reads = [
-            read_rows(len(seen)).total + 3 * grows
-            for seen, grows in zip(self.plan.sees, self.plan.grows[1:], strict=False)
-        ]
-        share = 1.0 if pipelined else self.plan.rows / sum(reads)
-        return [share * rows for rows in reads]
-
-    def kept_widths(self, sublayers: int, width: int) -> float:
-        return 1.12
-
-    @property
-    def blocks(self) -> float | None:
-        return None if self.block_size is None else len(self.reads) / self.block_size
-
-    def by_reads(self) -> Callable[[Callable[..., Sequence[Tensor]]], Junctions] | None:
-        def junctions(read: Callable[..., Sequence[Tensor]]) -> Junctions:
-            return lambda embedding, *outputs: self._read_all(read, embedding, outputs)
-
-        return junctions
-
-    def _read_all(self, read: Callable[..., Sequence[Tensor]], x: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+    def _read_all(self, read: Callable[..., Sequence[Tensor]], x: Tensor, *outputs: Tensor) -> list[Tensor]:
         sources: State = (x,)
         inputs: list[Tensor] = []
         for k, (y, weights) in enumerate(zip(outputs, self.reads, strict=False)):
@@ -214,23 +195,21 @@ class BlockAttnRes(Topology):
             inputs += read(weights.query, weights.gain, *sources)
         return inputs
 
-    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
-        return "embedding" if source == 0 else f"block {source}"
-
-    def block_of_reader(self, reader: int) -> str | None:
+    def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         assert self.block_size is not None
-        return f"block {reader // self.block_size + 1}"
+        return _block_names(self.block_size)
 
-    def block_of_source(self, reader: int, source: int) -> str:
-        return self.source_name(reader, source, ())
+    def ablations(self) -> Ablations:
+        reads = cast("list[Read]", list(self.reads))
+        return Ablations(
+            sources=self.plan.sees,
+            without_source=lambda positions: sources_dropped(reads, {k: (at,) for k, at in positions.items()}),
+            weighing_readers=range(1, len(reads) + 1),
+            with_equal_weights=lambda readers: _equal_weights([reads[reader - 1] for reader in readers]),
+            without_writes=self._without_writes,
+        )
 
-    def sources_seen(self) -> Sequence[Sequence[int]]:
-        return self.plan.sees
-
-    def without_source(self, positions: Mapping[int, int]) -> AbstractContextManager[Any]:
-        return sources_dropped(list(self.reads), {k: (position,) for k, position in positions.items()})
-
-    def without_writes(self, sublayers: Sequence[int]) -> AbstractContextManager[Any]:
+    def _without_writes(self, sublayers: Sequence[int]) -> AbstractContextManager[None]:
         """No read sees a source that these sublayers alone wrote."""
         empty: list[bool] = [False]
         for k in range(len(self.reads)):
@@ -238,13 +217,19 @@ class BlockAttnRes(Topology):
         positions = {k: [i for i, source in enumerate(seen) if empty[source]] for k, seen in enumerate(self.plan.sees)}
         return sources_dropped(list(self.reads), positions)
 
-    def weighing_readers(self) -> Sequence[int]:
-        return range(1, len(self.reads) + 1)
 
-    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
-        """A query of zero scores all sources alike."""
-        queries = [cast(Read, self.reads[reader - 1]).query for reader in readers]
-        return parameters_set(queries, torch.zeros_like)
+def _block_names(size: int) -> SourceNames:
+    """The embedding and blocks of `size` sublayers."""
+
+    def source(reader: int, source: int) -> str:
+        return "embedding" if source == 0 else f"block {source}"
+
+    return SourceNames(False, source, block_of_reader=lambda r: f"block {r // size + 1}", block_of_source=source)
+
+
+def _equal_weights(reads: Sequence[Read]) -> AbstractContextManager[None]:
+    """A query of zero scores all sources alike."""
+    return parameters_set([read.query for read in reads], torch.zeros_like)
 
 
 class FullAttnRes(BlockAttnRes):
@@ -269,16 +254,17 @@ class FullAttnRes(BlockAttnRes):
         assert isinstance(config, choices.FullAttnRes)
         return 1 if config.window is None else None
 
-    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
-        number = self.plan.sees[reader - 1][source]
-        return "embedding" if number == 0 else sublayers[number - 1]
-
-    def block_of_reader(self, reader: int) -> str | None:
+    def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         """A block is a Transformer layer: attention and feed-forward."""
-        return f"layer {reader // 2}"
 
-    def block_of_source(self, reader: int, source: int) -> str:
-        return "embedding" if source == 0 else f"layer {(self.plan.sees[reader - 1][source] - 1) // 2}"
+        def source(reader: int, source: int) -> str:
+            number = self.plan.sees[reader - 1][source]
+            return "embedding" if number == 0 else sublayers[number - 1]
+
+        def block(reader: int, source: int) -> str:
+            return "embedding" if source == 0 else f"layer {(self.plan.sees[reader - 1][source] - 1) // 2}"
+
+        return SourceNames(False, source, block_of_reader=lambda r: f"layer {r // 2}", block_of_source=block)
 
 
 class BoundaryAttnRes(Topology):
@@ -291,8 +277,6 @@ class BoundaryAttnRes(Topology):
     block's sum starts from zero, so that it holds its own outputs and not what the block started from; and there is a
     read before the head. The article's code also weighs normalised values; here values are raw, as in the paper.
     """
-
-    one_stream = False
 
     def __init__(self, config: choices.BoundaryAttnRes, sublayers: int, width: int) -> None:
         super().__init__()
@@ -312,28 +296,23 @@ class BoundaryAttnRes(Topology):
             h = self.reads[block - 1](sources)
         return h, (h, *sources)
 
-    def begin_as(self, old: Topology) -> InitFidelity:
+    def initialization(self) -> Initialization:
+        return Initialization(begin_as=self._begin_as)
+
+    def _begin_as(self, old: BoundaryAttnRes) -> InitFidelity:
         """Another `scale` goes into the queries."""
-        assert isinstance(old, BoundaryAttnRes)
         same = begin_reads(self, old) and (not self.reads or self.block_size == old.block_size)
         return InitFidelity.EXACTLY if same else InitFidelity.NOT
 
-    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
-        return "embedding" if source == 0 else f"block {source}"
+    def source_names(self, sublayers: Sequence[str]) -> SourceNames:
+        return _block_names(self.block_size)
 
-    def block_of_reader(self, reader: int) -> str | None:
-        return f"block {reader // self.block_size + 1}"
-
-    def block_of_source(self, reader: int, source: int) -> str:
-        return self.source_name(reader, source, ())
-
-    def weighing_readers(self) -> Sequence[int]:
-        return range(self.block_size, self.block_size * len(self.reads) + 1, self.block_size)
-
-    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
-        """A query of zero scores all sources alike."""
-        queries = [cast(Read, self.reads[reader // self.block_size - 1]).query for reader in readers]
-        return parameters_set(queries, torch.zeros_like)
+    def ablations(self) -> Ablations:
+        reads, size = cast("list[Read]", list(self.reads)), self.block_size
+        return Ablations(
+            weighing_readers=range(size, size * len(reads) + 1, size),
+            with_equal_weights=lambda readers: _equal_weights([reads[reader // size - 1] for reader in readers]),
+        )
 
 
 class SourcesBoundary(Boundary):
@@ -344,6 +323,10 @@ class SourcesBoundary(Boundary):
 
     plain = False
     topology: BlockAttnRes
+
+    def __init__(self, topology: BlockAttnRes) -> None:
+        super().__init__(topology)
+        self.blocks = None if topology.block_size is None else len(topology.reads) / topology.block_size
 
     def begin(self, x: Tensor) -> tuple[Tensor, State]:
         return x, (x,)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
-from residua.model.init_fidelity import InitFidelity, take_parameters
-from residua.model.topology.facts import Rows, trace_rows
-from residua.model.topology.reentrant import keeps_gradients
+from residua.errors import UserError
+from residua.model.init_fidelity import InitFidelity
+from residua.model.topology.facts import Ablations, Costs, SourceNames, trace_rows
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
@@ -22,10 +27,14 @@ State = tuple[Tensor, ...]
 Items = dict[str, Tensor]
 """Tensors that cross a stage boundary, by name, in the order they are sent."""
 
-Read = Callable[..., Sequence[Tensor]]
-"""query [C], gain [C] and the sources in; [h] out."""
-Junctions = Callable[..., Sequence[Tensor]]
-"""The embedding and all sublayers' outputs in; the inputs of all later readers out."""
+MOVED = {
+    "costs": "floor step_rows kept_widths bandwidth_share",
+    "source_names": "source_name initial_source one_stream block_of_reader block_of_source",
+    "ablations": "sources_seen without_source weighing_readers with_equal_weights stream_count without_stream "
+    "without_writes fill_phase",
+    "initialization": "begin_as_sum sum_factors begin_as output_gain",
+}
+"""What plugins of Residua 0.1 may state, by the method whose object has it now."""
 
 
 class Topology(nn.Module):
@@ -39,20 +48,14 @@ class Topology(nn.Module):
     after sublayer k makes the input of reader k+1.
     """
 
-    output_gain = 1.0
-    """Factor on the initial std of every sublayer's output projection."""
-
-    one_stream = True
-    """Whether a sublayer's input is the one residual stream, and not a mixture of several."""
-
-    bandwidth_share = 0.7
-    """Share of the copy bandwidth that the junctions reach in a training step; the default where none was measured."""
-
-    kept: tuple[int, ...] = ()
-    """Sublayers after which the junction keeps what its backward pass would recover inexactly (`needs_keeping`)."""
-
     def __init_subclass__(cls, **keys: Any) -> None:
         super().__init_subclass__(**keys)
+        for method, names in MOVED.items():
+            if stated := [name for name in names.split() if name in vars(cls)]:
+                raise UserError(
+                    f"{cls.__name__} states {', '.join(stated)}, which nothing reads: return it in the object of "
+                    f"`{method}` (docs/extend.md)."
+                )
         for name in ("open", "step"):
             if name in vars(cls):
                 setattr(cls, name, keeps_gradients(vars(cls)[name]))
@@ -65,44 +68,30 @@ class Topology(nn.Module):
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         """Turn the output of sublayer k into the input of sublayer k+1 (after the last: of the final norm)."""
 
-    adds = False
-    """Whether every reader gets the sum of the embedding and all outputs so far, so that others can start as it."""
-
-    def begin_as_sum(self) -> InitFidelity:
-        """Start as a model that adds up its outputs, by changing parameters in place.
-
-        EXACTLY: every reader gets the sum of the embedding and all outputs so far. UP_TO_EPS: a positive multiple of
-        it, `sum_factors`, which a norm in front of every reader takes out. By default the topology starts as in a new
-        model.
-        """
-        return InitFidelity.NOT
-
-    def begin_as(self, old: Topology) -> InitFidelity:
-        """Start as a topology of the same kind with other settings, by changing parameters in place.
-
-        By default it takes the other's parameters, if they fit, and the function is not kept.
-        """
-        take_parameters(self, old)
-        return InitFidelity.NOT
-
-    def sum_factors(self, sublayers: int) -> Sequence[float]:
-        """After `begin_as_sum`, the factors on the sum that readers 0, 1, … get; 1 if it is not UP_TO_EPS."""
-        return [1.0] * (sublayers + 1)
+    def initialization(self) -> Initialization:
+        """What a new model starts from, and how this topology starts as another."""
+        return Initialization()
 
     def boundary(self) -> Boundary:
         """How the state crosses from one pipeline stage to the next."""
         return Boundary(self)
 
-    def recovery(self, k: int, beta: Tensor) -> Tensor | None:
-        """By how much the backward pass amplifies rounding when it recovers what the junction after sublayer k read.
-
-        `beta` [B, T, n] are the junction's write gates. None if it recovers nothing, or exactly.
-        """
+    def recovery(self) -> Recovery | None:
+        """How the backward pass recovers states that the forward pass did not keep; None if it recovers none."""
         return None
 
-    def needs_keeping(self, recovery: Mapping[int, float], epsilon: float) -> Sequence[int]:
-        """Sublayers to add to `kept`, by the `recovery` of each junction; `epsilon` is the rounding of the streams."""
-        return ()
+    def costs(self, sublayers: int, width: int) -> Costs:
+        """What the junctions cost in training, by default found by running them on tensors without memory."""
+        floor = trace_rows(self, sublayers, width)
+        return Costs(lambda: floor, floor.total, floor.forward / sublayers - 1)
+
+    def source_names(self, sublayers: Sequence[str]) -> SourceNames:
+        """How diagnoses call what readers weigh; `sublayers` are the names of those."""
+        return SourceNames()
+
+    def ablations(self) -> Ablations:
+        """What diagnoses can switch off."""
+        return Ablations()
 
     def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         """The same topology with norms[k] applied to the input of reader k, for decoding; None if there is none.
@@ -115,81 +104,53 @@ class Topology(nn.Module):
         """As `fused`, but for whole sequences without gradients (`normed.py`)."""
         return None
 
-    def floor(self, sublayers: int, width: int) -> Rows:
-        """The least that all junctions move, each reading its state from memory and writing it back."""
-        return trace_rows(self, sublayers, width)
 
-    def step_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> float:
-        """Rows that the junctions move in a training step, on one rank or in a pipeline's stages."""
-        return self.floor(sublayers, width).total
+@dataclass(frozen=True)
+class Initialization:
+    """What a topology and the model around it start from, also where they start as another model (`retrofit`).
 
-    def junction_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> Sequence[float]:
-        """`step_rows` of each junction; by default all have the same."""
-        return [self.step_rows(sublayers, width, pipelined=pipelined) / sublayers] * sublayers
+    output_gain: factor on the initial std of every sublayer's output projection. is_additive: whether every reader gets
+    the sum of the embedding and all outputs so far, so that others can start as this one.
 
-    def kept_widths(self, sublayers: int, width: int) -> float:
-        """Widths that a junction keeps for the backward pass, besides the next sublayer's input."""
-        return self.floor(sublayers, width).forward / sublayers - 1
+    init_as_additive(): start as such a model, by changing parameters in place. EXACTLY: every reader gets the sum.
+    UP_TO_EPS: a positive multiple of it, `sum_factors`, which a norm in front of every reader takes out. By default the
+    topology starts as in a new model. sum_factors: what readers 0, 1, … then get of the sum; None if all get the whole.
 
-    @property
-    def blocks(self) -> float | None:
-        """Blocks in the traffic formulas of Attention Residuals; None if they do not apply."""
-        return None
+    begin_as(old): start as a topology of the same kind with other settings, by changing parameters in place. None: it
+    takes the other's parameters, if they fit, and the function is not kept.
+    """
 
-    def by_reads(self) -> Callable[[Read], Junctions] | None:
-        """Makes junctions that call `read` for each read, to time other kernels; None if there are no such reads."""
-        return None
+    output_gain: float = 1.0
+    is_additive: bool = False
+    init_as_additive: Callable[[], InitFidelity] = lambda: InitFidelity.NOT
+    sum_factors: Sequence[float] | None = None
+    begin_as: Callable[[Any], InitFidelity] | None = None
 
-    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
-        """What the source-th of the reader's depth weights belongs to; `sublayers` are the names of those."""
-        return f"source {source}"
+    def factors(self, sublayers: int) -> Sequence[float]:
+        """`sum_factors`, spelled out."""
+        return [1.0] * (sublayers + 1) if self.sum_factors is None else self.sum_factors
 
-    def initial_source(self, reader: int) -> int | None:
-        """The only source that an untrained model reads; None if it reads all alike."""
-        return None
 
-    def block_of_reader(self, reader: int) -> str | None:
-        """The name of the block that sublayer `reader` is in; None if depth weights have no view by block."""
-        return None
+class Recovery:
+    """Junctions that recover what they read from what they wrote, in the backward pass.
 
-    def block_of_source(self, reader: int, source: int) -> str:
-        """The name of the block that the source-th of the reader's depth weights belongs to, or "embedding"."""
-        raise NotImplementedError(f"{type(self).__name__} has no blocks")
+    kept: sublayers after which the junction keeps it instead, because it would recover it inexactly.
+    """
 
-    def sources_seen(self) -> Sequence[Sequence[int]]:
-        """For readers 1, 2, …, the numbers of the sources they see; empty if no source can be removed."""
-        return ()
+    def __init__(self, streams: int) -> None:
+        self.streams = streams
+        self.kept: tuple[int, ...] = ()
 
-    def without_source(self, positions: Mapping[int, int]) -> AbstractContextManager[Any]:
-        """A context in which reader k+1 does not see its source at positions[k]; an only source stays."""
-        raise NotImplementedError(f"{type(self).__name__} has no sources to remove")
+    def amplification(self, k: int, beta: Tensor) -> Tensor | None:
+        """By how much the junction after sublayer k amplifies rounding; None if it recovers nothing, or exactly.
 
-    def weighing_readers(self) -> Sequence[int]:
-        """Readers whose weights over several sources can be made equal."""
-        return ()
-
-    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
-        """A context in which these readers weigh all their sources alike."""
-        raise NotImplementedError(f"{type(self).__name__} has no weights to make equal")
-
-    def stream_count(self) -> int:
-        """Streams that can be hidden from all readers; 0 if none can."""
-        return 0
-
-    def without_stream(self, stream: int) -> AbstractContextManager[Any]:
-        """A context in which no sublayer reads this stream; it is still written."""
-        raise NotImplementedError(f"{type(self).__name__} has no streams to hide")
-
-    def without_writes(self, sublayers: Sequence[int]) -> AbstractContextManager[Any]:
-        """A context in which these sublayers, whose outputs are zero, write nothing, as if they did not exist.
-
-        By default it changes nothing: an output of zero adds nothing to a sum.
+        `beta` [B, T, n] are its write gates.
         """
-        return nullcontext()
+        raise NotImplementedError
 
-    def fill_phase(self) -> int:
-        """How many sublayers, from the first, cannot be left out: their outputs become streams."""
-        return 0
+    def needs_keeping(self, amplification: Mapping[int, float], epsilon: float) -> Sequence[int]:
+        """Sublayers to add to `kept`; `epsilon` is the rounding of the streams."""
+        raise NotImplementedError
 
 
 class Boundary:
@@ -203,6 +164,9 @@ class Boundary:
 
     plain = True
     """Whether the state inside a slice consists of ordinary tensors, to which only gradients come back."""
+
+    blocks: float | None = None
+    """Blocks in the traffic formulas of Attention Residuals; None if they do not apply."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -235,3 +199,53 @@ class Boundary:
 
     def _plain(self, state: State) -> State:
         return state
+
+
+# `torch.utils.checkpoint` with `use_reentrant=True` follows the tensors that it is given and that it returns, but none
+# inside a tuple: to autograd those are constants. A state that comes out in a tuple would train wrongly without a word.
+
+_FORWARD = CheckpointFunction.forward.__code__
+_MADE_IN = "_residua_made_in"
+
+
+def keeps_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`open` or `step`, which raises an error if a reentrant checkpoint cuts its tensors off."""
+
+    @wraps(method)
+    def call(self: Any, *given: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return method(self, *given, **options)
+        tensors = [t for item in given for t in (item if isinstance(item, tuple) else (item,)) if isinstance(t, Tensor)]
+        frame = reentrant_checkpoint(tensors)
+        made_in = None if frame is None else id(frame.f_locals["ctx"])
+        followed = () if frame is None else frame.f_locals["args"]
+        if any(_is_cut_off(tensor, made_in, followed) for tensor in tensors):
+            raise UserError(
+                "the state of a topology goes through a reentrant checkpoint in a tuple, where it gets no gradient: "
+                "pass and return its tensors one by one, or use use_reentrant=False (docs/use-in-your-model.md)."
+            )
+        returned = method(self, *given, **options)
+        if made_in is not None:
+            for tensor in returned[1]:
+                if all(tensor is not old for old in tensors):
+                    setattr(tensor, _MADE_IN, made_in)
+        return returned
+
+    return call
+
+
+def reentrant_checkpoint(tensors: Sequence[Tensor]) -> FrameType | None:
+    """The reentrant checkpoint whose forward pass this is, which has gradients off; None if there is none."""
+    if torch.is_grad_enabled() or not any(tensor.requires_grad or hasattr(tensor, _MADE_IN) for tensor in tensors):
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _FORWARD:
+        frame = frame.f_back
+    return frame
+
+
+def _is_cut_off(tensor: Tensor, made_in: int | None, followed: Sequence[Any]) -> bool:
+    """Whether it came into this checkpoint, or out of another, without being followed."""
+    if tensor.requires_grad:
+        return made_in is not None and not tensor.is_leaf and all(tensor is not other for other in followed)
+    return tensor.is_floating_point() and vars(tensor).get(_MADE_IN, made_in) != made_in

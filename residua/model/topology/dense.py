@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from residua.config import choices
 from residua.model.init_fidelity import InitFidelity
 from residua.model.taps import tap
-from residua.model.topology.ablation import parameters_set
-from residua.model.topology.base import Boundary, Items, State, Topology
-from residua.model.topology.facts import ADDED_IN_NORM
+from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
+from residua.model.topology.facts import ADDED_IN_NORM, Ablations, Costs, SourceNames, parameters_set, trace_rows
 from residua.ops._runtime.numeric import wide
 
 
@@ -65,15 +63,17 @@ class DenseFormer(Topology):
             mixed = mixed + a * wide(outputs[j])
         return mixed.to(outputs[-1].dtype)
 
-    def begin_as_sum(self) -> InitFidelity:
+    def initialization(self) -> Initialization:
+        return Initialization(init_as_additive=self._init_as_additive, begin_as=self._begin_as)
+
+    def _init_as_additive(self) -> InitFidelity:
         """α_ii = 1 and the others 0, as in a new model."""
         self.reset_parameters()
         return InitFidelity.EXACTLY
 
     @torch.no_grad()
-    def begin_as(self, old: Topology) -> InitFidelity:
+    def _begin_as(self, old: DenseFormer) -> InitFidelity:
         """The weights that both have; new ones are 0, and 1 for a layer's own output. Kept if none is left out."""
-        assert isinstance(old, DenseFormer)
         self.reset_parameters()
         lost = False
         for layer, theirs in old.alphas.items():
@@ -88,29 +88,24 @@ class DenseFormer(Topology):
     def boundary(self) -> Boundary:
         return OutputsBoundary(self)
 
-    def step_rows(self, sublayers: int, width: int, *, pipelined: bool = False) -> float:
+    def costs(self, sublayers: int, width: int) -> Costs:
         """Additions, and after some layers a sum over earlier ones: X → Y; X, dY, dX → dX."""
-        return ADDED_IN_NORM * sublayers + sum(4 * len(alpha) + 2 for alpha in self.alphas.values())
+        step = ADDED_IN_NORM * sublayers + sum(4 * len(alpha) + 2 for alpha in self.alphas.values())
+        return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=0.5)
 
-    def kept_widths(self, sublayers: int, width: int) -> float:
-        return 0.5
+    def source_names(self, sublayers: Sequence[str]) -> SourceNames:
+        def source(reader: int, source: int) -> str:
+            layer = self._sources(reader // 2)[source]
+            return "embedding" if layer == 0 else f"layer {layer - 1}"
 
-    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
-        layer = self._sources(reader // 2)[source]
-        return "embedding" if layer == 0 else f"layer {layer - 1}"
+        return SourceNames(source=source, initial=lambda reader: len(self._sources(reader // 2)) - 1)
 
-    def initial_source(self, reader: int) -> int | None:
-        return len(self._sources(reader // 2)) - 1
+    def ablations(self) -> Ablations:
+        def equal(readers: Sequence[int]) -> AbstractContextManager[None]:
+            alphas = [self.alphas[str(reader // 2)] for reader in readers]
+            return parameters_set(alphas, lambda weights: weights.mean().expand_as(weights))
 
-    def weighing_readers(self) -> Sequence[int]:
-        return [2 * int(layer) for layer in self.alphas]
-
-    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
-        return parameters_set([self.alphas[str(reader // 2)] for reader in readers], _averaged)
-
-
-def _averaged(weights: Tensor) -> Tensor:
-    return weights.mean().expand_as(weights)
+        return Ablations(weighing_readers=[2 * int(layer) for layer in self.alphas], with_equal_weights=equal)
 
 
 class OutputsBoundary(Boundary):

@@ -1,16 +1,27 @@
-"""What a topology's junctions move through memory, counted in rows of C elements per token."""
+"""What a topology can tell the tools: what its junctions cost, how its sources are called, what can be switched off."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from residua import ops
+from residua.model import taps
+
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from residua.model.topology.base import State, Topology
+
+Read = Callable[..., Sequence[Tensor]]
+"""query [C], gain [C] and the sources in; [h] out."""
+Junctions = Callable[..., Sequence[Tensor]]
+"""The embedding and all sublayers' outputs in; the inputs of all later readers out."""
 
 
 class Rows(NamedTuple):
@@ -24,10 +35,33 @@ class Rows(NamedTuple):
         return self.forward + self.backward
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What all junctions of a topology cost in training.
+
+    floor: the least that they move, each reading its state from memory and writing it back. step: the rows that they
+    move in a training step. kept_widths: widths that a junction keeps for the backward pass, besides the next
+    sublayer's input. junctions: the rows of each in a pipeline's stages; None if all have the same share of `step`.
+    bandwidth_share: of the copy bandwidth that they reach in a step; the default where none was measured. by_reads:
+    makes junctions that call a given `Read`, to time other kernels; None if there are no such reads.
+    """
+
+    floor: Callable[[], Rows]
+    step: float
+    kept_widths: float
+    junctions: Sequence[float] | None = None
+    bandwidth_share: float = 0.7
+    by_reads: Callable[[Read], Junctions] | None = None
+
+    def in_stages(self, sublayers: int) -> Sequence[float]:
+        """The rows that the junction after each sublayer moves in a pipeline's stages."""
+        return [self.step / sublayers] * sublayers if self.junctions is None else self.junctions
+
+
 def add_rows(parts: Iterable[Rows]) -> Rows:
     """The rows of several junctions together."""
-    found = list(parts)
-    return Rows(sum(part.forward for part in found), sum(part.backward for part in found))
+    forward, backward = zip(*parts, strict=True)
+    return Rows(sum(forward), sum(backward))
 
 
 ADDITION = Rows(3, 3)
@@ -65,14 +99,134 @@ def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
         _, state = traced.open(x)
         for k in range(sublayers):
             y = torch.empty_like(x)
-            read = _distinct((*state, y))
+            read = {id(tensor): tensor for tensor in (*state, y)}
             h, state = traced.step(k, y, state)
-            written = _distinct((h, *state), without=read)
+            written = {id(tensor): tensor for tensor in (h, *state) if id(tensor) not in read}
             taken, made = (sum(t.numel() for t in tensors.values()) / width for tensors in (read, written))
             parts.append(Rows(taken + made, 2 * taken + made))
     return add_rows(parts)
 
 
-def _distinct(tensors: Iterable[Tensor], without: Iterable[int] = ()) -> dict[int, Tensor]:
-    known = set(without)
-    return {id(tensor): tensor for tensor in tensors if id(tensor) not in known}
+@dataclass(frozen=True)
+class SourceNames:
+    """How diagnoses call what a reader weighs.
+
+    one_stream: whether a sublayer's input is the one residual stream, and not a mixture of several. source: what the
+    source-th of a reader's depth weights belongs to. initial: the only source that a reader of an untrained model
+    reads; None if it reads all alike. block_of_reader: the block that sublayer `reader` is in; None if depth weights
+    have no view by block. block_of_source: the block that a reader's source belongs to, or "embedding".
+    """
+
+    one_stream: bool = True
+    source: Callable[[int, int], str] = lambda reader, source: f"source {source}"
+    initial: Callable[[int], int | None] = lambda reader: None
+    block_of_reader: Callable[[int], str] | None = None
+    block_of_source: Callable[[int, int], str] | None = None
+
+
+def _unsupported(*_: object) -> AbstractContextManager[Any]:
+    raise NotImplementedError("the topology states nothing that could be removed so")
+
+
+@dataclass(frozen=True)
+class Ablations:
+    """What `diagnose` can switch off; each context lasts for a `with` block.
+
+    sources: for readers 1, 2, …, the numbers of the sources they see; empty if no source can be removed.
+    without_source(positions): reader k+1 does not see its source at positions[k]; an only source stays.
+    weighing_readers: readers whose weights over several sources with_equal_weights(readers) makes equal.
+    streams: how many without_stream(i) can hide from all sublayers; a hidden one is still written.
+    without_writes(sublayers): these sublayers, whose outputs are zero, write nothing, as if they did not exist. By
+    default it changes nothing: an output of zero adds nothing to a sum.
+    fill_phase: how many sublayers, from the first, cannot be left out: their outputs become streams.
+    """
+
+    sources: Sequence[Sequence[int]] = ()
+    without_source: Callable[[Mapping[int, int]], AbstractContextManager[Any]] = _unsupported
+    weighing_readers: Sequence[int] = ()
+    with_equal_weights: Callable[[Sequence[int]], AbstractContextManager[Any]] = _unsupported
+    streams: int = 0
+    without_stream: Callable[[int], AbstractContextManager[Any]] = _unsupported
+    without_writes: Callable[[Sequence[int]], AbstractContextManager[Any]] = lambda sublayers: nullcontext()
+    fill_phase: int = 0
+
+
+Change = Callable[[int, Tensor, dict[str, Tensor]], Tensor]
+"""Turns the read after sublayer k, and what was tapped there, into the read to continue with."""
+
+
+@contextmanager
+def sources_dropped(reads: Sequence[nn.Module], positions: Mapping[int, Collection[int]]) -> Iterator[None]:
+    """reads[k] does not see its sources at positions[k], unless it has no others."""
+
+    def without(dropped: Collection[int]) -> Callable[..., Any]:
+        def drop(module: nn.Module, given: tuple[State]) -> tuple[State]:
+            seen = given[0]
+            return (tuple(source for i, source in enumerate(seen) if i not in dropped) or seen,)
+
+        return drop
+
+    handles = [reads[k].register_forward_pre_hook(without(dropped)) for k, dropped in positions.items()]
+    try:
+        with ops.backend("reference"):  # the fused path does not call the reads
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def parameters_set(parameters: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Parameters are changed inside the block and restored after it."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(change(parameter))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, old in zip(parameters, before, strict=True):
+                parameter.copy_(old)
+
+
+@contextmanager
+def reads_changed(topology: Topology, change: Change) -> Iterator[None]:
+    """Every read goes through `change`."""
+    plain = topology.step
+
+    def step(k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        with taps.record() as seen:
+            h, after = plain(k, y, state)
+        return change(k, h, seen), after
+
+    object.__setattr__(topology, "step", step)
+    try:
+        yield
+    finally:
+        object.__delattr__(topology, "step")
+
+
+@contextmanager
+def junctions_skipped(topology: Topology, sublayers: Collection[int]) -> Iterator[None]:
+    """The junctions after these sublayers do nothing: the state stays, and the next sublayer gets what they read."""
+    plain_open, plain_step = topology.open, topology.step
+    read: list[Tensor] = []
+
+    def noted(h: Tensor, state: State) -> tuple[Tensor, State]:
+        read[:] = [h]
+        return h, state
+
+    def open_(x: Tensor) -> tuple[Tensor, State]:
+        return noted(*plain_open(x))
+
+    def step(k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        return (read[0], state) if k in sublayers else noted(*plain_step(k, y, state))
+
+    object.__setattr__(topology, "open", open_)
+    object.__setattr__(topology, "step", step)
+    try:
+        yield
+    finally:
+        object.__delattr__(topology, "open")
+        object.__delattr__(topology, "step")

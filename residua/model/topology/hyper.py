@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple, cast
@@ -22,11 +21,11 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
+from residua.model.body import reset
 from residua.model.init_fidelity import InitFidelity, take_parameters
 from residua.model.taps import tap
-from residua.model.topology.ablation import reads_changed
-from residua.model.topology.base import State, Topology
-from residua.model.topology.facts import Rows, stream_rows
+from residua.model.topology.base import Initialization, State, Topology
+from residua.model.topology.facts import Ablations, Costs, SourceNames, add_rows, reads_changed, stream_rows
 from residua.ops._runtime.numeric import wide
 from residua.ops.hyper_connection import manifold_weights, read_weights
 
@@ -34,15 +33,11 @@ from residua.ops.hyper_connection import manifold_weights, read_weights
 class Streams(Topology):
     """The part that HC, mHC and mHC-lite share."""
 
-    one_stream = False
-
     junctions: nn.ModuleList
 
     def __init__(self, streams: int, sublayers: int) -> None:
         super().__init__()
         self.streams, self.last = streams, sublayers - 1
-        # of a junction's kernels on an H200, in two passes and single (docs/results/step.md)
-        self.bandwidth_share = 0.42 if streams <= 4 else 0.24
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
         # n copies: the embedding written once into each of n streams that keep nothing
@@ -73,28 +68,24 @@ class Streams(Topology):
         tap(f"depth.{k}.pre", lambda: weights.of(logits))
         return h, (X, logits) if weights.projection else (X,)
 
-    def floor(self, sublayers: int, width: int) -> Rows:
+    def costs(self, sublayers: int, width: int) -> Costs:
         junction = stream_rows(self.streams)
-        return Rows(junction.forward * sublayers, junction.backward * sublayers)
+        floor = add_rows([junction] * sublayers)
+        # of a junction's kernels on an H200, in two passes and single (docs/results/step.md)
+        share = 0.42 if self.streams <= 4 else 0.24
+        return Costs(lambda: floor, floor.total, kept_widths=junction.forward - 1, bandwidth_share=share)
 
-    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
-        return f"stream {source}"
+    def source_names(self, sublayers: Sequence[str]) -> SourceNames:
+        return SourceNames(False, lambda reader, source: f"stream {source}", lambda reader: reader % self.streams)
 
-    def initial_source(self, reader: int) -> int | None:
-        return reader % self.streams
-
-    def weighing_readers(self) -> Sequence[int]:
+    def ablations(self) -> Ablations:
         """The first reader's streams are copies of each other, and the last reader sums them."""
-        return range(1, self.last + 1)
-
-    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
-        return reads_changed(self, partial(_equal_read, readers))
-
-    def stream_count(self) -> int:
-        return self.streams
-
-    def without_stream(self, stream: int) -> AbstractContextManager[Any]:
-        return reads_changed(self, partial(_unread, stream))
+        return Ablations(
+            weighing_readers=range(1, self.last + 1),
+            with_equal_weights=lambda readers: reads_changed(self, partial(_equal_read, readers)),
+            streams=self.streams,
+            without_stream=lambda stream: reads_changed(self, partial(_unread, stream)),
+        )
 
 
 def _equal_read(readers: Sequence[int], k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
@@ -214,35 +205,32 @@ class HyperConnections(Streams):
 
     def __init__(self, config: choices.HyperConnections, sublayers: int, width: int) -> None:
         super().__init__(config.streams, sublayers)
-        self.output_gain = math.sqrt(config.streams)
         junction = {"static": StaticJunction, "dynamic": DynamicJunction}[config.weights]
         self.junctions = nn.ModuleList(junction(k, config.streams, width) for k in range(sublayers))
 
-    def begin_as_sum(self) -> InitFidelity:
+    def initialization(self) -> Initialization:
+        return Initialization(
+            output_gain=math.sqrt(self.streams),
+            init_as_additive=self._init_as_additive,
+            sum_factors=[1.0] * len(self.junctions) + [float(self.streams)],
+            begin_as=self._begin_as,
+        )
+
+    def _init_as_additive(self) -> InitFidelity:
         """Every stream holds the sum and each sublayer reads one of them; the final norm gets n times the sum."""
         for junction in self.junctions:
-            start_again(junction)
+            reset(junction)
         return InitFidelity.UP_TO_EPS
 
-    def sum_factors(self, sublayers: int) -> Sequence[float]:
-        return [1.0] * sublayers + [float(self.streams)]
-
-    def begin_as(self, old: Topology) -> InitFidelity:
+    def _begin_as(self, old: HyperConnections) -> InitFidelity:
         """Static weights become dynamic with maps of zero."""
-        pairs = list(zip(self.junctions, cast(HyperConnections, old).junctions, strict=True))
+        pairs = list(zip(self.junctions, old.junctions, strict=True))
         if not all(type(new) is DynamicJunction and type(theirs) is StaticJunction for new, theirs in pairs):
-            return super().begin_as(old)
+            take_parameters(self, old)
+            return InitFidelity.NOT
         for new, theirs in pairs:
             take_parameters(new, theirs, but="maps")
         return InitFidelity.EXACTLY
-
-
-def start_again(module: nn.Module) -> None:
-    """Initialise a module and all in it."""
-    for part in module.modules():
-        reset: Any = getattr(part, "reset_parameters", None)
-        if callable(reset):
-            reset()
 
 
 class SinkhornMixing(nn.Module):
@@ -325,12 +313,12 @@ class ManifoldJunction(Junction):
             self.bias.copy_(torch.cat([favour, favour, self.mixing.start()]))
 
     @torch.no_grad()
-    def begin_as_sum(self) -> None:
+    def init_as_additive(self) -> None:
         """post = 1 and Σ pre = 1, most of it on one stream in turn; any doubly stochastic mix keeps equal streams.
 
         A single stream is read with pre = ½.
         """
-        start_again(self)
+        reset(self)
         n, others = self.streams, self.OTHERS_READ
         nn.init.constant_(self.bias[: 2 * n], 0.0)
         if n > 1:
@@ -350,14 +338,16 @@ class ManifoldJunction(Junction):
 class Manifold(Streams):
     """What mHC and mHC-lite share."""
 
-    def begin_as_sum(self) -> InitFidelity:
+    def initialization(self) -> Initialization:
+        read = 1.0 if self.streams > 1 else 0.5
+        factors = [read] * len(self.junctions) + [float(self.streams)]
+        return Initialization(init_as_additive=self._init_as_additive, sum_factors=factors)
+
+    def _init_as_additive(self) -> InitFidelity:
         """Every stream holds the sum; the final norm gets n times the sum."""
         for junction in self.junctions:
-            cast(ManifoldJunction, junction).begin_as_sum()
+            cast(ManifoldJunction, junction).init_as_additive()
         return InitFidelity.UP_TO_EPS
-
-    def sum_factors(self, sublayers: int) -> Sequence[float]:
-        return [1.0 if self.streams > 1 else 0.5] * sublayers + [float(self.streams)]
 
 
 class ManifoldHyper(Manifold):

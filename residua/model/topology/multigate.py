@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +16,18 @@ from residua.config.topologies import depth_bias, gate_bias, lerping_sublayers
 from residua.errors import UserError
 from residua.model.init_fidelity import InitFidelity
 from residua.model.taps import tap
-from residua.model.topology.ablation import junctions_skipped, parameters_set, reads_changed
-from residua.model.topology.base import Boundary, State, Topology
-from residua.model.topology.facts import Rows, add_rows, pool_rows, stream_rows
-from residua.model.topology.reentrant import reentrant_checkpoint
+from residua.model.topology.base import Boundary, Initialization, Recovery, State, Topology, reentrant_checkpoint
+from residua.model.topology.facts import (
+    Ablations,
+    Costs,
+    SourceNames,
+    add_rows,
+    junctions_skipped,
+    parameters_set,
+    pool_rows,
+    reads_changed,
+    stream_rows,
+)
 from residua.ops._runtime.numeric import wide
 from residua.ops.multi_gate.inversion import amplification, junctions_to_keep
 
@@ -76,14 +83,14 @@ class MultiGate(Topology):
     followed by tensors of the operator's own, if any.
     """
 
-    one_stream = False
-
     def __init__(self, config: choices.MultiGate, sublayers: int, width: int) -> None:
         super().__init__()
         lerping = lerping_sublayers(sublayers, config.streams)
         bias = gate_bias(config, lerping)
         self.fill = sublayers - lerping
         self.competitive, self.memory, self.last = config.gate == "competitive", config.memory, sublayers - 1
+        invert = config.memory if isinstance(config.memory, choices.Invert) else None
+        self._recovery = None if invert is None else StreamRecovery(self.fill + 1, self.last, invert.share)
         self.pools = nn.ModuleList(Pool(width) for _ in range(sublayers))
         self.gates = nn.ModuleList(Gates(width, bias) for _ in range(lerping))
 
@@ -95,7 +102,7 @@ class MultiGate(Topology):
         if k < self.fill:
             return self._append(k, y, state)
         gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
-        keeps = ends or k == self.last or k in self.kept
+        keeps = ends or k == self.last or (self._recovery is not None and k in self._recovery.kept)
         h, after = self._write(keeps, state, y, gates.query, gates.bias, pool.query)
         tap(f"depth.{k}.beta", lambda: self._beta(gates, _stacked(state, y)))
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(after[0], pool.query))
@@ -120,14 +127,17 @@ class MultiGate(Topology):
         tap(f"depth.{k}.streams", lambda: torch.stack(streams, -2))
         return h, streams
 
-    def begin_as_sum(self) -> InitFidelity:
+    def initialization(self) -> Initialization:
+        return Initialization(init_as_additive=self._init_as_additive, sum_factors=averaging(len(self.pools)))
+
+    def _init_as_additive(self) -> InitFidelity:
         """The streams' mean stays a multiple of the sum if the j-th gated write has β = 1/(n + j) for every stream.
 
         After the fill phase the n streams add up to the sum S. Writing y with β keeps Σ s' = (1 − β) Σ s + n β y, and
         with Σ s = c S this is a multiple of S + y if (1 − β) c = n β: β_j = 1/(n + j), c_j = n/(n + j). The pools
         weigh all streams alike, so that a reader gets S/(n + j).
         """
-        n = self.stream_count()
+        n = self.fill + 1
         for pool in self.pools:
             cast(Pool, pool).reset_parameters()
         for j, gate in enumerate(self.gates, 1):
@@ -136,19 +146,11 @@ class MultiGate(Topology):
             cast(Gates, gate).begin(bias)
         return InitFidelity.UP_TO_EPS
 
-    def sum_factors(self, sublayers: int) -> Sequence[float]:
-        return averaging(sublayers)
-
     def _beta(self, gates: Gates, streams: Tensor) -> Tensor:
         return ops.gates(streams, gates.query, gates.bias, competitive=self.competitive)
 
-    def recovery(self, k: int, beta: Tensor) -> Tensor | None:
-        if not isinstance(self.memory, choices.Invert) or k == self.last:
-            return None
-        return amplification(beta, self.memory.share)
-
-    def needs_keeping(self, recovery: Mapping[int, float], epsilon: float) -> Sequence[int]:
-        return junctions_to_keep(recovery, self.kept, epsilon)
+    def recovery(self) -> Recovery | None:
+        return self._recovery
 
     def boundary(self) -> Boundary:
         return StreamsBoundary(self)
@@ -156,7 +158,7 @@ class MultiGate(Topology):
     def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
         from residua.model.topology.fused import FusedMultiGate  # training does not need the decoding kernels
 
-        if type(self) is not MultiGate or not FusedMultiGate.serves(self.stream_count()):
+        if type(self) is not MultiGate or not FusedMultiGate.serves(self.fill + 1):
             return None
         return FusedMultiGate(*self._weights(), norms, competitive=self.competitive)
 
@@ -172,37 +174,31 @@ class MultiGate(Topology):
         gates: list[tuple[Tensor, Tensor]] = [(g.query, g.bias) for g in cast("list[Gates]", self.gates)]
         return gates, [cast(Pool, pool).query.detach() for pool in self.pools]
 
-    def floor(self, sublayers: int, width: int) -> Rows:
+    def costs(self, sublayers: int, width: int) -> Costs:
+        """Kept are the streams at every second junction, and each update."""
+        streams = self.fill + 1
         filling = [pool_rows(k + 2) for k in range(self.fill)]
-        return add_rows([*filling, *[stream_rows(self.fill + 1)] * (sublayers - self.fill)])
+        floor = add_rows([*filling, *[stream_rows(streams)] * (sublayers - self.fill)])
+        return Costs(lambda: floor, floor.total, kept_widths=streams / 2 + 1)
 
-    def kept_widths(self, sublayers: int, width: int) -> float:
-        """The streams at every second junction, and each update."""
-        return self.stream_count() / 2 + 1
+    def source_names(self, sublayers: Sequence[str]) -> SourceNames:
+        return SourceNames(False, lambda reader, source: f"stream {source}")
 
-    def source_name(self, reader: int, source: int, sublayers: Sequence[str]) -> str:
-        return f"stream {source}"
+    def ablations(self) -> Ablations:
+        """A query of zero scores all streams alike.
 
-    def weighing_readers(self) -> Sequence[int]:
-        return range(1, len(self.pools) + 1)
-
-    def with_equal_weights(self, readers: Sequence[int]) -> AbstractContextManager[Any]:
-        """A query of zero scores all streams alike."""
-        queries = [cast(Pool, self.pools[reader - 1]).query for reader in readers]
-        return parameters_set(queries, torch.zeros_like)
-
-    def stream_count(self) -> int:
-        return self.fill + 1
-
-    def without_stream(self, stream: int) -> AbstractContextManager[Any]:
-        return reads_changed(self, partial(_unread, stream))
-
-    def without_writes(self, sublayers: Sequence[int]) -> AbstractContextManager[Any]:
-        """A gate would write zeros and fade the streams, so its junction is skipped; outputs of the fill phase stay."""
-        return junctions_skipped(self, [k for k in sublayers if k >= self.fill])
-
-    def fill_phase(self) -> int:
-        return self.fill
+        A gate would write zeros and fade the streams, so without writes its junction is skipped; outputs of the fill
+        phase stay.
+        """
+        queries = [cast(Pool, pool).query for pool in self.pools]
+        return Ablations(
+            weighing_readers=range(1, len(queries) + 1),
+            with_equal_weights=lambda readers: parameters_set([queries[r - 1] for r in readers], torch.zeros_like),
+            streams=self.fill + 1,
+            without_stream=lambda stream: reads_changed(self, partial(_unread, stream)),
+            without_writes=lambda sublayers: junctions_skipped(self, [k for k in sublayers if k >= self.fill]),
+            fill_phase=self.fill,
+        )
 
 
 def _stacked(state: State, y: Tensor) -> Tensor:
@@ -223,6 +219,20 @@ def _unread(index: int, k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
     stream = streams[..., index, :]
     weight = seen[f"depth.{k}.weights"][..., index, None].to(stream.dtype)
     return (h - weight * stream) / (1 - weight.clamp(max=1 - 1e-6))
+
+
+class StreamRecovery(Recovery):
+    """Inversion (EQUATIONS §3.2): s = (s' − β f) / (1 − β) amplifies rounding where a gate overwrites much."""
+
+    def __init__(self, streams: int, last: int, share: float) -> None:
+        super().__init__(streams)
+        self.last, self.share = last, share
+
+    def amplification(self, k: int, beta: Tensor) -> Tensor | None:
+        return None if k == self.last else amplification(beta, self.share)
+
+    def needs_keeping(self, amplification: Mapping[int, float], epsilon: float) -> Sequence[int]:
+        return junctions_to_keep(amplification, self.kept, epsilon)
 
 
 class StreamsBoundary(Boundary):
@@ -261,14 +271,14 @@ class Highway(Topology):
         h = (wide(h) + wide(gate) * (wide(y) - wide(h))).to(h.dtype)
         return h, (h,)
 
-    def begin_as_sum(self) -> InitFidelity:
+    def initialization(self) -> Initialization:
+        return Initialization(init_as_additive=self._init_as_additive, sum_factors=averaging(len(self.gates)))
+
+    def _init_as_additive(self) -> InitFidelity:
         """T_k = 1/(k + 2) makes h the mean of the embedding and all outputs so far."""
         for k, gate in enumerate(self.gates):
             cast(ScalarGate | ElementGate, gate).begin(-math.log(k + 1))
         return InitFidelity.UP_TO_EPS
-
-    def sum_factors(self, sublayers: int) -> Sequence[float]:
-        return averaging(sublayers)
 
 
 class ScalarGate(nn.Module):

@@ -1,0 +1,61 @@
+"""What the bodies of sublayers have in common: attention, feed-forwards and mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from residua.model.anchors import Unmixed
+    from residua.model.cache import SublayerCache
+    from residua.model.edges import Edge
+
+
+class Body(nn.Module):
+    """What a sublayer computes between its norms.
+
+    `forward(x, anchors, context)` returns y and the anchors, a mixture of experts also its `Routing`; it is all that a
+    model calls. Every other method is a fact for tools, with a default.
+    """
+
+    role = "feed-forward"
+    """What diagnoses call it."""
+
+    def new_cache(self, batch: int, capacity: int, like: Tensor) -> SublayerCache | None:
+        """Room for what decoding keeps of up to `capacity` tokens in each of `batch` rows; None if it keeps nothing.
+
+        `like` gives dtype and device.
+        """
+        return None
+
+    def anchor_mix(self) -> Unmixed | None:
+        """What it does with the anchors; None if it passes them on."""
+        return None
+
+    @property
+    def query_heads(self) -> tuple[int, int]:
+        """The number of query heads and the width of their outputs."""
+        return 0, 0
+
+    def readers(self) -> tuple[Tensor, ...]:
+        """Every matrix [R, C] that reads the input."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which maps read its input")
+
+    def inner_edges(self, name: str) -> list[Edge]:
+        """Where a factor per channel can move inside it, for SmoothQuant."""
+        return []
+
+
+@runtime_checkable
+class Resettable(Protocol):
+    """A module with parameters or buffers of its own, which it fills."""
+
+    def reset_parameters(self) -> None: ...
+
+
+def reset(part: nn.Module) -> None:
+    """Initialise every module of a part of a model in place."""
+    for module in part.modules():
+        if isinstance(module, Resettable):
+            module.reset_parameters()

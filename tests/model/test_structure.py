@@ -1,0 +1,65 @@
+"""What keeps the model small: few members of a topology, a short forward pass, no path chosen by a misspelt name."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from residua.errors import UserError
+from residua.model.decoder import Decoder
+from residua.model.topology import Topology
+
+PACKAGE = Path(__file__).parents[2] / "residua"
+MOST_MEMBERS, MOST_LINES = 10, 12
+PROBED = {
+    "model/retrofit.py": {"eps"},  # a plugin's table need not have one
+    "model/plugin_rules.py": {"__name__"},  # of any torch function
+    "ops/_runtime/fused.py": {"shared_memory_per_block_optin"},  # torch for other devices
+    "ops/symmetric_product/__init__.py": {"shared_memory_per_block_optin"},
+    "ops/grouped_linear/launch.py": {"grouped_mm"},  # of newer versions of torch
+}
+"""Names of other libraries that may be missing: the only ones that are asked for with a default."""
+INFERENCE = {"generate/fused_decoder.py", "generate/whole_step.py", "model/forward.py"}
+"""Files that still choose a path so."""
+
+
+def probes(source: str) -> Iterator[str]:
+    """What a file asks for by `getattr` with a default."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Name("getattr"), args=[_, name, _]):
+                yield name.value if isinstance(name, ast.Constant) else ast.unparse(name)
+
+
+def test_a_topology_has_two_verbs_and_at_most_eight_more_members() -> None:
+    members = [name for name in vars(Topology) if not name.startswith("_")]
+    assert {"open", "step"} <= set(members) and len(members) <= MOST_MEMBERS, members
+
+
+def test_the_forward_pass_has_at_most_twelve_lines() -> None:
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(Decoder._pass))).body
+    assert isinstance(function, ast.FunctionDef)
+    first = function.body[1]  # after the docstring
+    assert function.end_lineno is not None and function.end_lineno - first.lineno + 1 <= MOST_LINES
+
+
+@pytest.mark.parametrize("folder", ["model", "ops", "generate"])
+def test_no_path_is_chosen_by_getattr_with_a_default(folder: str) -> None:
+    for file in sorted((PACKAGE / folder).rglob("*.py")):
+        name = file.relative_to(PACKAGE).as_posix()
+        if name not in INFERENCE:
+            assert set(probes(file.read_text(encoding="utf-8"))) <= PROBED.get(name, set()), name
+
+
+def test_a_probe_is_found() -> None:
+    assert list(probes('fast = getattr(body, "plain_heads", False)\ngetattr(body, "heads")')) == ["plain_heads"]
+
+
+def test_a_topology_that_states_a_fact_by_an_old_name_is_refused() -> None:
+    with pytest.raises(UserError, match=r"Old states source_name, which nothing reads: .* `source_names`"):
+        type("Old", (Topology,), {"source_name": lambda *_: "stream"})
