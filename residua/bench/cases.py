@@ -8,34 +8,26 @@ that evaluate several reads together can move less. Backward, every tensor that 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from residua import ops
 from residua.config import choices
 from residua.model.topology import build_topology
 from residua.model.topology.facts import Rows, read_rows, stream_rows
+from residua.ops._runtime.backend import declared_operators
+from residua.ops._runtime.cases import Draw, Sizes
 from residua.ops.expert_ffn.reference import ACTIVATIONS, GATED
 from residua.ops.expert_slots import combine, dispatch, slots_of
 from residua.ops.grouped_linear import grouped_product
 from residua.ops.hyper_connection import manifold_weights
 
 Function = Callable[..., Sequence[Tensor]]
-
-GATED_NORM = Rows(2, 3)
-"""x → y; x, dy → dx."""
-ADD_NORM = Rows(4, 4)
-"""x, y → x + y, its norm; x + y and the gradients of both → the gradient of x, which is also y's."""
-MIX = Rows(3, 5)
-"""The projection and its anchor → the mix; both and the mix's gradient → their gradients."""
-DELTA = Rows(4, 7)
-"""q, k, v → o; those and do → their gradients. The gates are a hundredth of that."""
-CHANNEL_DELTA = Rows(6, 11)
-"""The same with log decays in float32, one per channel, and their gradients."""
 
 
 @dataclass(frozen=True)
@@ -75,20 +67,21 @@ class Case:
 
 def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
     """The cases by name; their tensors are made when one is called."""
+    long = _sizes(shape, 8192)
     made: dict[str, Callable[[Shape, torch.device], Case]] = {
-        "multi_gate": _multi_gate,
-        "gated_norm": _gated_norm,
-        "add_norm": _add_norm,
+        "multi_gate": partial(_declared, "multi_gate", f"multi_gate, {shape.streams} streams"),
+        "gated_norm": partial(_declared, "gated_norm", f"gated_norm, rank {shape.rank}"),
+        "add_norm": partial(_declared, "add_norm", "add_norm"),
         "depth_attention": _depth_attention,
-        "mix_projection": _mix_projection,
-        "mix_heads": _mix_heads,
+        "mix_projection": partial(_declared, "mix_projection", "mix_projection, elementwise"),
+        "mix_heads": partial(_declared, "mix_heads", "mix_heads, elementwise"),
         "manifold_hyper": _manifold_hyper,
-        "gated_delta": partial(_gated_delta, length=1024),
-        "gated_delta_long": partial(_gated_delta, length=8192),
-        "kimi_delta": _kimi_delta,
+        "gated_delta": partial(_declared, "gated_delta", f"gated_delta, {_sequences(_sizes(shape))}"),
+        "gated_delta_long": partial(_declared, "gated_delta", f"gated_delta, {_sequences(long)}", sizes=long),
+        "kimi_delta": partial(_declared, "kimi_delta", f"kimi_delta, {_sequences(_sizes(shape))}"),
         "linear_cross_entropy": partial(_cross_entropy, "linear_cross_entropy"),
         "training_cross_entropy": partial(_cross_entropy, "training_cross_entropy"),
-        "route": _route,
+        "route": partial(_declared, "route", f"route, {shape.top_k} of {shape.experts} experts"),
         "expert_ffn": partial(_expert_ffn, "relu2"),
         "expert_ffn_swiglu": partial(_expert_ffn, "swiglu"),
     }
@@ -109,29 +102,40 @@ def depth_paths(shape: Shape, device: torch.device) -> dict[str, Callable[[], Ca
     return {title: partial(_depth_path, title, config, shape, device) for title, config in titles.items()}
 
 
-def _multi_gate(shape: Shape, device: torch.device) -> Case:
-    n = shape.streams
-    streams, update = _random(shape, device, n), _random(shape, device)
-    weights = (_vector(shape, device), torch.randn(n + 1, device=device), _vector(shape, device))
-    moved = _bytes(stream_rows(n), shape)
-    return Case(f"multi_gate, {n} streams", ops.multi_gate, (streams, update, *weights), *moved)
+def _sizes(shape: Shape, length: int = 1024) -> Sizes:
+    """Heads of 128, in sequences of `length` tokens."""
+    heads = shape.width // 128 if shape.width % 128 == 0 else 1
+    counts = (shape.streams, shape.sources, shape.rank, shape.vocabulary, shape.experts, shape.top_k)
+    return Sizes(shape.tokens, shape.width, heads, min(length, shape.tokens), *counts)
 
 
-def _gated_norm(shape: Shape, device: torch.device) -> Case:
-    x, weight = _random(shape, device), _vector(shape, device)
-    down = torch.randn(shape.rank, shape.width, device=device) / shape.width**0.5
-    up = torch.randn(shape.width, shape.rank, device=device)
-    return Case(
-        f"gated_norm, rank {shape.rank}",
-        lambda *inputs: [ops.gated_norm(*inputs)],
-        (x, weight, down, up),
-        *_bytes(GATED_NORM, shape),
-    )
+def _sequences(sizes: Sizes) -> str:
+    return " × ".join(map(str, sizes.batch))
 
 
-def _add_norm(shape: Shape, device: torch.device) -> Case:
-    inputs = (_random(shape, device), _random(shape, device), _vector(shape, device))
-    return Case("add_norm", ops.add_norm, inputs, *_bytes(ADD_NORM, shape))
+def _declared(
+    operator: str, title: str, shape: Shape, device: torch.device, *, sizes: Sizes | None = None, label: str = ""
+) -> Case:
+    """The example that an operator declares, at this size; its inputs are the tensors in it, one after the other."""
+    run = declared_operators()[operator]
+    examples = run.cases(Draw(device, shape.dtype, sizes or _sizes(shape), same_everywhere=False))
+    example = next(case for case in examples if case.label == label)
+    leaves, form = tree_flatten((tuple(example.args), example.settings))
+    places = [
+        i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not any(x is fixed for fixed in example.fixed)
+    ]
+
+    def function(*inputs: Tensor) -> Sequence[Tensor]:
+        given = list(leaves)
+        for i, x in zip(places, inputs, strict=True):
+            given[i] = x
+        args, settings = tree_unflatten(given, form)
+        results = run(*args, **settings)
+        outputs = tree_leaves(results[0] if example.first else results)
+        return [y for y in outputs if y.requires_grad] or outputs
+
+    moved = _bytes(Rows(*example.moved), shape) if example.moved else (0, 0)
+    return Case(title, function, tuple(leaves[i] for i in places), *moved)
 
 
 def _depth_attention(shape: Shape, device: torch.device) -> Case:
@@ -143,43 +147,6 @@ def _depth_attention(shape: Shape, device: torch.device) -> Case:
     inputs = (_vector(shape, device), _vector(shape, device), *sources)
     name = f"depth_attention, {shape.sources} sources"
     return Case(name, attend, inputs, *_bytes(read_rows(shape.sources), shape))
-
-
-def _mix_projection(shape: Shape, device: torch.device) -> Case:
-    head = 128 if shape.width % 128 == 0 else shape.width
-    heads = shape.width // head
-    current, anchor = (_random(shape, device).view(shape.tokens, heads, head) for _ in range(2))
-    scales = [torch.randn(heads, head, device=device) for _ in range(2)]
-    gain = torch.randn(head, device=device)
-
-    def mix(current: Tensor, anchor: Tensor, own: Tensor, other: Tensor, gain: Tensor) -> Sequence[Tensor]:
-        return [ops.mix_projection(current, anchor, own, other, norm_weight=gain)]
-
-    inputs = (current, anchor, *scales, gain)
-    return Case("mix_projection, elementwise", mix, inputs, *_bytes(MIX, shape))
-
-
-def _mix_heads(shape: Shape, device: torch.device) -> Case:
-    """All that an ExoFormer layer does between its projection and its attention."""
-    head = 128 if shape.width % 128 == 0 else shape.width
-    sections = dict.fromkeys("qkvg", (shape.width // head, head))
-    size = (max(1, shape.tokens // 1024), min(shape.tokens, 1024))
-    projected = torch.randn(*size, 4 * shape.width, device=device, dtype=shape.dtype)
-    anchors = [torch.randn(*size, *sections["q"], device=device, dtype=shape.dtype) for _ in sections]
-    weights = [torch.randn(sections["q"], device=device) for _ in range(8)] + [
-        torch.ones(head, device=device) for _ in range(2)
-    ]
-    angles = torch.arange(size[1], device=device)[:, None] / torch.arange(1, head // 2 + 1, device=device)
-    table = angles.cos(), angles.sin()
-
-    def mix(projected: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-        anchors, other, own = (dict(zip(sections, rest[i : i + 4], strict=True)) for i in (0, 4, 8))
-        heads, _ = ops.mix_heads(projected, sections, anchors, other, own, table, gains=(rest[12], rest[13]))
-        return list(heads.values())
-
-    inputs = (projected, *anchors, *weights)
-    forward, backward = (int(rows) * projected.nbytes for rows in MIX)
-    return Case("mix_heads, elementwise", mix, inputs, forward, backward)
 
 
 def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
@@ -199,33 +166,6 @@ def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
     return Case(f"mhc junction, {n} streams", junction, inputs, *_bytes(stream_rows(n), shape))
 
 
-def _kimi_delta(shape: Shape, device: torch.device) -> Case:
-    """As `_gated_delta` at 1,024 tokens, with a decay per channel."""
-    plain = _gated_delta(shape, device, 1024)
-    q, k, v, _, share = plain.inputs
-
-    def rule(*inputs: Tensor) -> Sequence[Tensor]:
-        return [ops.kimi_delta(*inputs)[0]]
-
-    inputs = (q, k, v, -torch.rand(q.shape, device=device) / 8, share)
-    return Case(plain.name.replace("gated", "kimi"), rule, inputs, *_bytes(CHANNEL_DELTA, shape))
-
-
-def _gated_delta(shape: Shape, device: torch.device, length: int) -> Case:
-    """Heads of 128, in sequences of `length` tokens."""
-    length, heads = min(length, shape.tokens), max(1, shape.width // 128)
-    lead = (shape.tokens // length, length, heads)
-    q, k, v = (torch.randn(*lead, shape.width // heads, device=device) for _ in range(3))
-    q, k = (torch.nn.functional.normalize(x, dim=-1).to(shape.dtype) for x in (q, k))
-    decay, share = -torch.rand(lead, device=device) / 8, torch.rand(lead, device=device)
-
-    def rule(*inputs: Tensor) -> Sequence[Tensor]:
-        return [ops.gated_delta(*inputs)[0]]
-
-    inputs = (q, k, v.to(shape.dtype), decay, share)
-    return Case(f"gated_delta, {lead[0]} × {length}", rule, inputs, *_bytes(DELTA, shape))
-
-
 def _cross_entropy(name: str, shape: Shape, device: torch.device) -> Case:
     hidden = _random(shape, device)
     weight = torch.randn(shape.vocabulary, shape.width, device=device) / shape.width**0.5
@@ -241,46 +181,25 @@ def _cross_entropy(name: str, shape: Shape, device: torch.device) -> Case:
     return Case(f"{name}, {shape.vocabulary}", loss, (hidden, weight, targets), moved, 2 * moved, flops)
 
 
-def _route(shape: Shape, device: torch.device) -> Case:
-    x, weight = _random(shape, device), torch.randn(shape.experts, shape.width, device=device) / shape.width**0.5
-
-    def route(x: Tensor, weight: Tensor) -> Sequence[Tensor]:
-        routed = ops.route(x, weight, shape.top_k)
-        return [routed.weights, routed.probability, routed.z]
-
-    # x; x → dx: logits and choices are few
-    name = f"route, {shape.top_k} of {shape.experts} experts"
-    return Case(name, route, (x, weight), x.nbytes, 2 * x.nbytes)
-
-
 def _expert_ffn(activation: str, shape: Shape, device: torch.device) -> Case:
     """Experts as wide as the model, on tokens that were routed at random."""
-    x, hidden = _random(shape, device), shape.width
-    up_rows = 2 * hidden if activation in GATED else hidden
-    up, out = (
-        torch.randn(shape.experts, *matrix, device=device, dtype=shape.dtype) / shape.width**0.5
-        for matrix in ((up_rows, shape.width), (shape.width, hidden))
-    )
-    router = torch.randn(shape.experts, shape.width, device=device) / shape.width**0.5
-    routed = ops.route(x, router, shape.top_k)
+    name = f"expert_ffn, {activation}, {shape.top_k} of {shape.experts} experts"
+    case = _declared("expert_ffn", name, shape, device, label=f"routed, {activation}")
+    x, up, out, *_ = case.inputs
 
-    def experts(x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
-        return [ops.expert_ffn(x, up, out, routed.ends, activation, order=routed.order, weights=weights)]
+    def grouped(x: Tensor, up: Tensor, out: Tensor, ends: Tensor, order: Tensor, weights: Tensor) -> Sequence[Tensor]:
+        slots = slots_of(order, ends, shape.top_k)
+        parts = grouped_product(dispatch(x, slots), up, ends).chunk(2 if activation in GATED else 1, -1)
+        return [combine(grouped_product(ACTIVATIONS[activation](*parts), out, ends), weights, slots)]
 
-    def grouped(x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
-        slots = slots_of(routed.order, routed.ends, shape.top_k)
-        parts = grouped_product(dispatch(x, slots), up, routed.ends).chunk(2 if activation in GATED else 1, -1)
-        return [combine(grouped_product(ACTIVATIONS[activation](*parts), out, routed.ends), weights, slots)]
-
-    peers = {"torch.grouped_mm": grouped}
+    peers: dict[str, Function] = {"torch.grouped_mm": grouped}
     if activation == "swiglu" and find_spec("liger_kernel") is not None:
-        peers["liger_kernel"] = partial(_liger_experts, _chosen(routed.order, routed.ends, shape.top_k))
-    flops = 3 * 2 * shape.tokens * shape.top_k * shape.width * (up_rows + hidden)
+        peers["liger_kernel"] = partial(_liger_experts, shape.top_k)
+    flops = 3 * 2 * shape.tokens * shape.top_k * shape.width * (up.shape[1] + out.shape[2])
     # x, W → y; x, dy, W → dx, dW
     weights, moved = up.nbytes + out.nbytes, 2 * x.nbytes
-    name = f"expert_ffn, {activation}, {shape.top_k} of {shape.experts} experts"
-    inputs = (x, up, out, routed.weights)
-    return Case(name, experts, inputs, moved + weights, moved + x.nbytes + 2 * weights, flops, peers=peers)
+    forward, backward = moved + weights, moved + x.nbytes + 2 * weights
+    return replace(case, forward_bytes=forward, backward_bytes=backward, flops=flops, peers=peers)
 
 
 def _chosen(order: Tensor, ends: Tensor, top_k: int) -> Tensor:
@@ -291,10 +210,12 @@ def _chosen(order: Tensor, ends: Tensor, top_k: int) -> Tensor:
     return experts.view(-1, top_k)
 
 
-def _liger_experts(chosen: Tensor, x: Tensor, up: Tensor, out: Tensor, weights: Tensor) -> Sequence[Tensor]:
+def _liger_experts(
+    top_k: int, x: Tensor, up: Tensor, out: Tensor, ends: Tensor, order: Tensor, weights: Tensor
+) -> Sequence[Tensor]:
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
-    return [LigerFusedMoEFunction.apply(x, up, out, chosen.int(), weights)]
+    return [LigerFusedMoEFunction.apply(x, up, out, _chosen(order, ends, top_k).int(), weights)]
 
 
 def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch.device) -> Case:

@@ -246,7 +246,7 @@ def test_a_defect_of_ours_does_not_take_the_rows_before_it(tmp_path, monkeypatch
     def breaks(*arguments: object) -> list[torch.Tensor]:
         raise RuntimeError("defect")
 
-    monkeypatch.setattr(ops, "multi_gate", breaks)
+    monkeypatch.setattr(ops.multi_gate, "reference", breaks)
     done = CliRunner().invoke(app, ["ops", "add_norm", "multi_gate", *QUICK])
     assert isinstance(done.exception, RuntimeError)
     assert re.search(r"add_norm +reference +\d", done.stdout) and "1 of 2 rows" in done.stdout

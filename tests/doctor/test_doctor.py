@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from residua.doctor.findings import Finding
 from residua.doctor.installed import Requirement
 from residua.machine import python_command
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Draw, Sizes, example_cases
 from tests.nightly import only_nightly
 from tests.trained import residua
 
@@ -30,38 +30,33 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 CPU = torch.device("cpu")
 
 
-def calls(draw: kernels.Draw) -> dict[str, kernels.Call]:
-    return {**kernels._depth(draw), **kernels._sublayers(draw), **kernels._decoding(draw)}
+def examples(**sizes: int) -> dict[str, tuple[Operator, Case]]:
+    draw = Draw(CPU, torch.float32, Sizes(**sizes))
+    cases = [*example_cases(CPU, torch.float32, draw.sizes), *kernels.decoding(draw)]
+    return {name: (operator, case) for name, operator, case in cases}
 
 
-CALLS = calls(kernels.Draw(CPU, torch.float32))
-
-
-def test_every_public_operator_with_a_fused_path_is_checked() -> None:
-    fused = [o for name in ops.__all__ if isinstance(o := getattr(ops, name), Operator) and o.fused is not None]
-    assert len(fused) > 15
-    checked = [call.operator for call in CALLS.values()]
-    assert [o.__name__ for o in fused if o not in checked] == []
+CASES = examples()
 
 
 @pytest.mark.slow
 def test_on_a_cpu_the_references_run_and_agree_with_float64() -> None:
     found = list(kernels.self_test(CPU))
-    assert [f.name for f in found] == [*CALLS, "a small model"]
+    assert [f.name for f in found] == [*CASES, "a small model"]
     assert [f for f in found if f.state != "ok"] == []
     assert all("PyTorch reference, relative error" in f.words for f in found[:-1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", only_nightly(CALLS, but=["decode.activate", "norm_rotate", "mix_heads"]))
+@pytest.mark.parametrize("name", only_nightly(CASES, but=["decode.activate", "norm_rotate", "mix_heads"]))
 def test_the_kernels_take_the_self_tests_inputs_and_pass(name: str) -> None:
     """In Triton's interpreter; on a GPU the same calls run compiled."""
     if name == "grouped_linear":
         pytest.skip("PyTorch's grouped product needs bfloat16")
-    call = calls(kernels.Draw(CPU, torch.float32, tokens=12, width=64))[name]  # the interpreter is slow
+    operator, case = examples(tokens=12, width=64)[name]  # the interpreter is slow
     with ops.backend("triton"):
-        found = kernels.check(name, call, 1e-4)
-    assert found.state == "ok" and "fused" in found.words, found
+        finding = kernels.check(name, operator, case, 1e-4)
+    assert finding.state == "ok" and "fused" in finding.words, finding
 
 
 HELPER = """
@@ -131,13 +126,13 @@ def test_helpers_need_cores_and_a_gpu_with_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_checks_that_helpers_begin_with_exist() -> None:
-    assert set(kernels.LONGEST) <= {*CALLS, "a small model"}
+    assert set(kernels.longest_to_compile()) <= {*CASES, "a small model"}
 
 
 @pytest.mark.nightly
 def test_helpers_make_the_self_test_itself() -> None:
     found = list(kernels.self_test(CPU, helpers=2))
-    assert [f.name for f in found] == [*CALLS, "a small model"]
+    assert [f.name for f in found] == [*CASES, "a small model"]
     assert [f for f in found if f.state != "ok"] == []
 
 
@@ -150,7 +145,7 @@ def test_a_wrong_kernel_fails_its_check(fault: str) -> None:
 
     operator: Operator = Operator(ops.rms_norm.reference)
     operator.register_fused(broken, lambda *_: True)
-    found = kernels.check("rms_norm", replace(CALLS["rms_norm"], operator=operator), 1e-4)
+    found = kernels.check("rms_norm", operator, CASES["rms_norm"][1], 1e-4)
     assert found.state == "failed"
     assert found.fix == "apt-get install gcc" if fault == "raises" else "backend('reference')" in found.fix
     assert "\n" not in found.words

@@ -19,15 +19,11 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from residua import ops
-from residua.ops._runtime import fused
+from residua.ops._runtime.absent_gpu import AbsentGPU
 from tests.ops.offline_cases import Case, small_cases, wide_cases
 
 HOPPER = "sm_90"
@@ -36,45 +32,24 @@ MOST_SHARED = {"sm_80": 166_912, "sm_89": 101_376, HOPPER: 232_448, "sm_100": 23
 MULTIPROCESSORS = 132
 
 
-class Absent:
-    """A GPU that Triton compiles for, and on which nothing runs."""
+class Kernels:
+    """What is compiled: reports each kernel once, with what it needs."""
 
-    def __init__(self, name: str) -> None:
-        self.capability = int(name.removeprefix("sm_"))
+    def __init__(self, usage: bool) -> None:
+        self.binaries, self.usage, self.began = set[bytes](), usage, time.perf_counter()
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+    def report(self, name: str, binary: bytes, shared: int) -> None:
+        if binary not in self.binaries:
+            self.binaries.add(binary)
+            took, self.began = time.perf_counter() - self.began, time.perf_counter()
+            print(f"  {name}: {took:.1f} s, {shared} B shared{spills(binary) if self.usage else ''}", flush=True)
 
 
-class Compiler:
-    """Stands in for `JITFunction.run`: compiles, and reports each kernel once."""
-
-    def __init__(self, usage: bool, gpu: str) -> None:
-        self.run, self.seen, self.usage, self.gpu = JITFunction.run, set[str](), usage, gpu
-
-    def __call__(self, fn: Any, *args: Any, grid: Any, warmup: bool, **settings: Any) -> Any:
-        began = time.perf_counter()
-        kernel = self.run(fn, *args, grid=grid, warmup=True, **settings)
-        if kernel.hash not in self.seen:
-            self.seen.add(kernel.hash)
-            took, shared = time.perf_counter() - began, kernel.metadata.shared
-            print(f"  {fn.__name__}: {took:.1f} s, {shared} B shared{spills(kernel) if self.usage else ''}", flush=True)
-            if shared > (most := MOST_SHARED[self.gpu]):
-                raise RuntimeError(f"{fn.__name__} needs {shared} bytes of shared memory and {self.gpu} has {most}")
-        return kernel
-
-
-def spills(kernel: Any) -> str:
+def spills(binary: bytes) -> str:
     """Registers per thread, and bytes of stack, to which registers spill."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(binary)
         file.flush()
         made = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     found = dict(re.findall(r"(REG|STACK):(\d+)", made.stdout))
@@ -83,12 +58,8 @@ def spills(kernel: Any) -> str:
 
 def compiled(cases: Iterable[Case], usage: bool, gpu: str = HOPPER) -> list[str]:
     """Compile what the cases launch; returns those that failed."""
-    driver.set_active(Absent(gpu))
-    compiler = Compiler(usage, gpu)
-    JITFunction.run = lambda fn, *args, **settings: compiler(fn, *args, **settings)
-    fused.serves = lambda *tensors: all(x.dtype in fused.DTYPES for x in tensors)
-    fused.multiprocessors = lambda x: MULTIPROCESSORS
-    fused.shared_memory = lambda x: MOST_SHARED[gpu]
+    kernels = Kernels(usage)
+    AbsentGPU(int(gpu.removeprefix("sm_")), MULTIPROCESSORS, MOST_SHARED[gpu], kernels.report).install()
     failed = []
     with ops.backend("triton"):
         for name, run in cases:
@@ -98,7 +69,7 @@ def compiled(cases: Iterable[Case], usage: bool, gpu: str = HOPPER) -> list[str]
             except Exception as error:  # the other kernels are tried, too
                 failed.append(name)
                 print(f"  FAILED: {type(error).__name__}: {error}", flush=True)
-    print(f"{len(compiler.seen)} kernels, {len(failed)} cases failed: {', '.join(failed) or 'none'}", flush=True)
+    print(f"{len(kernels.binaries)} kernels, {len(failed)} cases failed: {', '.join(failed) or 'none'}", flush=True)
     return failed
 
 

@@ -7,8 +7,7 @@ import torch
 
 from residua.ops._runtime import ahead
 from residua.ops._runtime.library import Call, dry_run
-from residua.ops.depth_attention.autograd import depth_parts
-from residua.ops.depth_attention.launch import parts
+from residua.ops.depth_attention.launch import depth_parts, parts
 
 
 def test_a_dry_run_collects_calls_and_returns_results_of_the_right_shape() -> None:

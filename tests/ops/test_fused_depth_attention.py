@@ -4,18 +4,9 @@ import pytest
 import torch
 
 from residua import ops
+from tests.ops.harness import assert_close, assert_equal, relative
 
 pytestmark = pytest.mark.slow
-
-pytest.importorskip("triton")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned():
-    """Fill every output buffer with NaN before the kernel runs."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(count, width, shape=(2, 9), device="cpu", dtype=torch.float32):
@@ -36,19 +27,10 @@ def doubled(sources, *others):
     return [v.double() for v in sources], *(t.double() for t in others)
 
 
-def relative(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-
-
-def agree(ours, truth, tolerance):
-    for fused, exact in zip(ours, truth, strict=True):
-        assert relative(fused, exact) < tolerance
-
-
 @pytest.mark.parametrize("count, width", [(1, 33), (2, 100), (5, 1), (3, 768), (33, 24), (73, 8)])
 def test_output_and_every_gradient_equal_the_reference_in_float64(count, width):
     case = inputs(count, width, shape=(2, 9) if count < 10 else (5,))
-    agree(run("triton", *case, scale=0.7), run("reference", *doubled(*case), scale=0.7), 3e-6)
+    assert_close(run("triton", *case, scale=0.7), run("reference", *doubled(*case), scale=0.7), 3e-6)
 
 
 def test_the_query_of_a_single_source_has_exactly_no_gradient():
@@ -58,7 +40,7 @@ def test_the_query_of_a_single_source_has_exactly_no_gradient():
 
 def test_bfloat16_comes_near_even_where_stores_are_rounded_towards_zero():
     case = inputs(4, 40, dtype=torch.bfloat16)
-    agree(run("triton", *case), run("reference", *doubled(*case)), 6e-2)
+    assert_close(run("triton", *case), run("reference", *doubled(*case)), 6e-2)
 
 
 def test_sources_and_gradient_may_lie_anyhow_in_memory():
@@ -71,7 +53,7 @@ def test_sources_and_gradient_may_lie_anyhow_in_memory():
     with ops.backend("triton"):
         h = ops.depth_attention(leaves, query, norm_weight=gain)
     ours = [h.detach(), *torch.autograd.grad(h, leaves, dh)]
-    agree(ours, run("reference", *doubled(sources, query, gain, dh))[:4], 3e-6)
+    assert_close(ours, run("reference", *doubled(sources, query, gain, dh))[:4], 3e-6)
 
 
 def test_a_source_at_an_odd_address_is_read_right():
@@ -97,8 +79,7 @@ def test_scores_as_large_as_they_come_do_not_overflow():
 
 def test_two_runs_give_the_same_bits():
     case = inputs(5, 40)
-    for first, second in zip(run("triton", *case), run("triton", *case), strict=True):
-        assert torch.equal(first, second)
+    assert_equal(run("triton", *case), run("triton", *case))
 
 
 def test_the_fused_read_compiles_whole():
@@ -130,7 +111,7 @@ SHAPES = [(1, 768), (2, 1000), (5, 1280), (9, 2048), (33, 768), (73, 768), (3, 4
 @pytest.mark.parametrize("count, width", SHAPES)
 def test_gpu_read_equals_the_reference_in_float64(count, width):
     case = inputs(count, width, shape=(3, 101), device="cuda")
-    agree(run("triton", *case), run("reference", *doubled(*case)), 5e-6)
+    assert_close(run("triton", *case), run("reference", *doubled(*case)), 5e-6)
 
 
 @pytest.mark.gpu

@@ -11,28 +11,20 @@ from residua import ops
 from residua.config import choices
 from residua.model import taps
 from residua.model.topology import build_topology
-from residua.ops.depth_attention import autograd, deferred, launch
+from residua.ops.depth_attention import deferred, launch
 from residua.ops.depth_attention.plan import BLOCK as BLOCK_SIZE
 from residua.ops.depth_attention.plan import GROUP, MAX_FUSED_READERS, ReadPlan, cheapest
 from tests.nightly import only_nightly
+from tests.ops.harness import assert_close, relative
 
-from .test_fused_depth_attention import as_near, relative
+from .test_fused_depth_attention import as_near
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("triton")
 
 FULL = choices.FullAttnRes(scale=0.7)
 WINDOW = choices.FullAttnRes(window=2)
 BLOCK = choices.BlockAttnRes(sublayers_per_block=3)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned():
-    """Fill every output buffer with NaN before the kernel runs."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def topology_of(config, sublayers, width):
@@ -76,12 +68,6 @@ def truth_of(topology, outputs, upstream, **options):
     return run("reference", topology.double(), [y.double() for y in outputs], [g.double() for g in upstream], **options)
 
 
-def agree(ours, truth, tolerance):
-    assert len(ours) == len(truth)
-    for i, (fast, exact) in enumerate(zip(ours, truth, strict=True)):
-        assert relative(fast, exact) < tolerance, f"tensor {i} of shape {tuple(exact.shape)}"
-
-
 WALKED = {
     "full, one sublayer": (FULL, 1),
     "full": (FULL, 5),
@@ -103,27 +89,27 @@ BY_NIGHT = {("full, groups", 100), ("full, window", 33), ("block of one", 100)}
 )
 def test_reads_and_every_gradient_equal_the_plain_topology_in_float64(walked, width):
     case = case_of(*WALKED[walked], width)
-    agree(run("triton", *case), truth_of(*case), 2e-5)
+    assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
 def test_blocks_that_are_read_in_groups_equal_the_plain_topology_in_float64():
     case = case_of(choices.BlockAttnRes(sublayers_per_block=3), 13, 24, shape=(2, 16))
     assert any(size > 1 for _, size in case[0].plan.group)
-    agree(run("triton", *case), truth_of(*case), 2e-5)
+    assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
 @pytest.mark.nightly
 def test_a_deep_model_equals_the_plain_topology_in_float64():
     """73 sources: groups and blocks of every size, and readers in three chunks."""
     case = case_of(FULL, 72, 8, shape=(3,))
-    agree(run("triton", *case), truth_of(*case), 2e-5)
+    assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
 def test_warps_that_share_a_row_find_the_same_sums(monkeypatch):
     tile = launch.piece_tile
     monkeypatch.setattr(launch, "piece_tile", lambda *a, **b: {**tile(*a, **b), "TOKENS": 2, "TOGETHER": True})
     case = case_of(FULL, 5, 24, shape=(3,))
-    agree(run("triton", *case), truth_of(*case), 2e-5)
+    assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
 def test_neighbours_share_the_backward_of_their_common_readers():
@@ -186,12 +172,12 @@ def test_a_source_with_many_readers_needs_no_other_kernel():
         return [ops.depth_attention([x, y], topology.u[k]) for k, y in enumerate(outputs)]
 
     case = Fan(), outputs_of(40, 8, (3,)), outputs_of(39, 8, (3,))
-    agree(run("triton", *case), truth_of(*case, walk=plainly), 2e-5)
+    assert_close(run("triton", *case), truth_of(*case, walk=plainly), 2e-5)
 
 
 def test_a_read_of_many_sources_needs_no_other_kernel():
     values, scores = torch.randn(73, 5, 8), torch.randn(73, 2, 16)
-    h, lse = autograd.depth_mix([*values], [*scores], [i % 2 for i in range(73)])
+    h, lse = launch.depth_mix([*values], [*scores], [i % 2 for i in range(73)])
     z = torch.stack([scores[i, i % 2, :5] for i in range(73)]).double()
     assert relative(h, (z.softmax(0)[..., None] * values.double()).sum(0)) < 1e-6
     assert relative(lse[:5], z.logsumexp(0)) < 1e-6
@@ -206,7 +192,7 @@ def test_sublayers_that_depend_on_their_inputs_get_the_same_gradients():
 
     for config, sublayers in ((FULL, 8), (BLOCK, 5)):
         case = case_of(config, sublayers, 24)
-        agree(run("triton", *case, walk=chained), truth_of(*case, walk=chained), 2e-5)
+        assert_close(run("triton", *case, walk=chained), truth_of(*case, walk=chained), 2e-5)
 
 
 @pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
@@ -227,7 +213,7 @@ def test_a_loss_that_skips_some_reads_is_differentiated_right(config):
 def test_frozen_inputs_and_frozen_queries_leave_the_other_gradients_alone():
     case = case_of(BLOCK, 4, 24)
     case[0].reads[1].query.requires_grad_(False)
-    agree(run("triton", *case, frozen=(0, 3)), truth_of(*case, frozen=(0, 3)), 2e-5)
+    assert_close(run("triton", *case, frozen=(0, 3)), truth_of(*case, frozen=(0, 3)), 2e-5)
 
 
 def test_no_tokens_give_empty_reads_and_no_gradient():
@@ -241,12 +227,12 @@ def test_outputs_and_gradients_may_lie_anyhow_in_memory():
     truth = truth_of(topology, outputs, upstream)
     outputs = [y.transpose(0, 1).contiguous().transpose(0, 1) for y in outputs]
     upstream = [torch.stack([g, g], -1)[..., 0] for g in upstream]
-    agree(run("triton", topology.float(), outputs, upstream), truth, 2e-5)
+    assert_close(run("triton", topology.float(), outputs, upstream), truth, 2e-5)
 
 
 def test_bfloat16_comes_near_even_where_stores_are_rounded_towards_zero():
     case = case_of(BLOCK, 4, 40, dtype=torch.bfloat16)
-    agree(run("triton", *case), truth_of(*case), 6e-2)
+    assert_close(run("triton", *case), truth_of(*case), 6e-2)
 
 
 @pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
@@ -284,7 +270,7 @@ def test_the_whole_walk_compiles_and_agrees(config):
     torch._dynamo.reset()
     case = case_of(config, 5, 24)
     compiled = torch.compile(walk, backend="aot_eager", fullgraph=True)
-    agree(run("triton", *case, walk=compiled), run("triton", *case), 1e-5)
+    assert_close(run("triton", *case, walk=compiled), run("triton", *case), 1e-5)
 
 
 def test_handles_leave_no_trace_in_a_compiled_graph():
@@ -325,7 +311,7 @@ def test_without_gradients_the_state_is_the_plain_list_of_sources():
 
 def test_queries_in_two_parts_keep_sixteen_bits():
     u = torch.randn(3, 24)
-    parts = autograd.depth_parts(u)
+    parts = launch.depth_parts(u)
     assert parts.shape == (3, 2, 24) and parts.dtype == torch.bfloat16
     assert (parts.double().sum(1) - u).abs().le(2.0**-17 * u.abs()).all()
 
@@ -333,26 +319,26 @@ def test_queries_in_two_parts_keep_sixteen_bits():
 def test_the_last_tokens_of_a_block_get_no_slopes_from_beyond():
     case = case_of(FULL, 12, 16, shape=(19,))
     assert case[0].plan.leads
-    agree(run("triton", *case), truth_of(*case), 2e-5)
+    assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
 def test_kernels_describe_their_outputs_truly():
     v, u = torch.randn(2, 5, 24), torch.randn(3, 24)
-    z, rstd = autograd.depth_scores(v, u, 1, 2, 1e-6)
-    h, lse = autograd.depth_mix([v, v], [z, z], [0, 1])
-    stats = autograd.depth_stats(v, h, lse)
+    z, rstd = launch.depth_scores(v, u, 1, 2, 1e-6)
+    h, lse = launch.depth_mix([v, v], [z, z], [0, 1])
+    stats = launch.depth_stats(v, h, lse)
     for operator, arguments in [
-        (autograd.depth_parts, (u,)),
-        (autograd.depth_scores, (v, u, 1, 2, 1e-6)),
-        (autograd.depth_sum_scores, (v, v, u, 0, 3, 1e-6)),
-        (autograd.depth_mix, ([v, v], [z, z], [0, 1])),
-        (autograd.depth_stats, (v, h, lse)),
-        (autograd.depth_mix_group, ([v, v], [z, z], [0, 0], 2)),
-        (autograd.depth_sum_read, (v, v, u, 1, [v, v], [z, z], [0, 1], 1e-6)),
-        (autograd.depth_source_gradient, (v, z, rstd, u, 1, None, [v, v], [stats, stats], None)),
-        (autograd.depth_source_gradient, (v, z, rstd, u, 1, v, [v], [stats], u)),
-        (autograd.depth_block_gradient, ([v, v, v], [z, z, z], [rstd, rstd, rstd], u, 1, [v, v], [stats, stats], None)),
-        (autograd.depth_attend, ([v, v], u[0], 1e-6)),
+        (launch.depth_parts, (u,)),
+        (launch.depth_scores, (v, u, 1, 2, 1e-6)),
+        (launch.depth_sum_scores, (v, v, u, 0, 3, 1e-6)),
+        (launch.depth_mix, ([v, v], [z, z], [0, 1])),
+        (launch.depth_stats, (v, h, lse)),
+        (launch.depth_mix_group, ([v, v], [z, z], [0, 0], 2)),
+        (launch.depth_sum_read, (v, v, u, 1, [v, v], [z, z], [0, 1], 1e-6)),
+        (launch.depth_source_gradient, (v, z, rstd, u, 1, None, [v, v], [stats, stats], None)),
+        (launch.depth_source_gradient, (v, z, rstd, u, 1, v, [v], [stats], u)),
+        (launch.depth_block_gradient, ([v, v, v], [z, z, z], [rstd, rstd, rstd], u, 1, [v, v], [stats, stats], None)),
+        (launch.depth_attend, ([v, v], u[0], 1e-6)),
     ]:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
@@ -367,7 +353,7 @@ WALKS = pytest.mark.parametrize(
 @WALKS
 def test_gpu_walk_equals_the_plain_topology_in_float64(config, sublayers, width):
     case = case_of(config, sublayers, width, shape=(3, 101), device="cuda")
-    agree(run("triton", *case), truth_of(*case), 1e-5)
+    assert_close(run("triton", *case), truth_of(*case), 1e-5)
 
 
 @pytest.mark.gpu
@@ -403,4 +389,4 @@ def test_gpu_runs_with_more_readers_than_a_tile_give_the_same_bits(readers, dtyp
 def test_gpu_walk_compiles_and_agrees(config):
     torch._dynamo.reset()
     case = case_of(config, 4, 768, shape=(4, 64), device="cuda", dtype=torch.bfloat16)
-    agree(run("auto", *case, walk=torch.compile(walk, fullgraph=True)), run("auto", *case), 5e-3)
+    assert_close(run("auto", *case, walk=torch.compile(walk, fullgraph=True)), run("auto", *case), 5e-3)

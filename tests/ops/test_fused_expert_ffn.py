@@ -12,15 +12,11 @@ from residua import ops
 from residua.config import choices
 from residua.model.context import Context
 from residua.model.moe import MoE
-from residua.ops._runtime import fused
 from residua.ops.expert_slots import sort_slots
 from tests.golden.compare import agree
+from tests.ops.harness import assert_close, assert_equal, interpreter, on_gpu, relative
 
 pytestmark = pytest.mark.slow
-triton = pytest.importorskip("triton")
-
-interpreted = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
-on_gpu = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 
 GATED = ("swiglu", "glu", "geglu")
 
@@ -88,10 +84,6 @@ def ours(made: dict[str, Tensor], order: Tensor, ends: Tensor, activation: str) 
         return ops.expert_ffn(x, up, out, ends, activation, order=order, weights=weights)
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
 @pytest.mark.parametrize("activation", ["swiglu", "glu", "geglu", "relu2", "gelu"])
 def test_reference_is_its_equations(activation: str) -> None:
     made, order, ends = inputs(7, 2, 4, 8, 6, activation)
@@ -111,17 +103,16 @@ SHAPES = [
 ]
 
 
-@interpreted
+@interpreter
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape)))
 def test_interpreted_products_equal_float64_with_every_gradient(shape) -> None:
     *sizes, activation, crowd = shape
     made, order, ends = inputs(*sizes, activation, crowd=crowd)
     exact = run(all_at_once, {name: t.double() for name, t in made.items()}, order, ends, activation)
-    for found, truth in zip(run(ours, made, order, ends, activation), exact, strict=True):
-        assert relative(found, truth) < 2e-6
+    assert_close(run(ours, made, order, ends, activation), exact, 2e-6)
 
 
-@interpreted
+@interpreter
 @pytest.mark.parametrize("activation", ["relu2", "gelu"])
 def test_interpreted_weights_may_be_negative_or_zero(activation: str) -> None:
     made, order, ends = inputs(20, 2, 3, 16, 16, activation)
@@ -129,12 +120,12 @@ def test_interpreted_weights_may_be_negative_or_zero(activation: str) -> None:
     made["weights"][4:6] = 0
     exact = run(all_at_once, {name: t.double() for name, t in made.items()}, order, ends, activation)
     found = run(ours, made, order, ends, activation)
-    assert all(relative(a, b) < 2e-6 for a, b in zip(found[:4], exact[:4], strict=True))
+    assert_close(found[:4], exact[:4], 2e-6)
     there = made["weights"] != 0  # relu² gives a weight of zero no gradient
     assert relative(found[4][there], exact[4][there]) < 2e-6 and found[4].isfinite().all()
 
 
-@interpreted
+@interpreter
 def test_interpreted_rows_that_are_sorted_already_stay_so() -> None:
     made, order, ends = inputs(24, 2, 4, 16, 24, "swiglu")
     made["x"] = made["x"].repeat_interleave(2, 0)[order.long()]
@@ -146,10 +137,10 @@ def test_interpreted_rows_that_are_sorted_already_stay_so() -> None:
 
     found = run(lambda leaves: sorted_rows("triton", leaves), made)
     exact = run(lambda leaves: sorted_rows("reference", leaves), {name: t.double() for name, t in made.items()})
-    assert all(relative(a, b) < 2e-6 for a, b in zip(found, exact, strict=True))
+    assert_close(found, exact, 2e-6)
 
 
-@interpreted
+@interpreter
 def test_broken_numbers_stay_with_the_experts_that_have_them() -> None:
     made, order, ends = inputs(20, 1, 4, 16, 16, "relu2")
     made["x"][3] = float("nan")
@@ -158,7 +149,6 @@ def test_broken_numbers_stay_with_the_experts_that_have_them() -> None:
     assert g_up.isnan().flatten(1).any(1).sum() == 1
 
 
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize(
     "shape",
@@ -175,13 +165,11 @@ def test_on_a_gpu_bfloat16_products_are_near_float64_and_repeat_themselves(shape
     made, order, ends = inputs(*sizes, activation, crowd=crowd, device="cuda", dtype=torch.bfloat16)
     exact = run(all_at_once, {name: t.double() for name, t in made.items()}, order, ends, activation)
     first = run(ours, made, order, ends, activation)
-    for found, truth in zip(first, exact, strict=True):
-        assert relative(found, truth) < 1e-2
+    assert_close(first, exact, 1e-2)
     for _ in range(3):
-        assert all(map(torch.equal, first, run(ours, made, order, ends, activation)))
+        assert_equal(first, run(ours, made, order, ends, activation))
 
 
-@pytest.mark.gpu
 @on_gpu
 def test_on_a_gpu_autocast_rounds_the_result_and_leaves_gradients_of_masters_wide() -> None:
     made, order, ends = inputs(300, 2, 4, 64, 64, "swiglu", device="cuda")
@@ -189,10 +177,10 @@ def test_on_a_gpu_autocast_rounds_the_result_and_leaves_gradients_of_masters_wid
         found = run(ours, made, order, ends, "swiglu")
     exact = run(all_at_once, {name: t.double() for name, t in made.items()}, order, ends, "swiglu")
     assert [t.dtype for t in found] == [torch.bfloat16, *[torch.float32] * 4]
-    assert all(relative(a, b) < 2e-2 for a, b in zip(found, exact, strict=True))
+    assert_close(found, exact, 2e-2)
 
 
-@interpreted
+@interpreter
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 def test_compiled_mixtures_are_one_graph_with_the_numbers_of_eager_ones(activation: str) -> None:
     torch.manual_seed(0)

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops._runtime import fused
 from tests.golden.compare import agree
+from tests.ops.harness import interpreter, on_gpu, relative
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("triton")
-
-interpreted = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
-on_gpu = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 
 
 def inputs(
@@ -68,10 +64,6 @@ def graded(routed: ops.Routed, leaves: list[Tensor]) -> list[Tensor]:
     return [*(v.detach() for v in values), *torch.autograd.grad(values, leaves, goals)]
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double().cpu() - b.double().cpu()).norm() / b.double().norm().cpu()).item()
-
-
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"normalize": False},
@@ -94,7 +86,7 @@ def test_reference_is_its_equations(settings: dict[str, Any]) -> None:
     agree([found.weights, found.probability, found.z], [truth.weights, truth.probability, truth.z], leaves)
 
 
-@interpreted
+@interpreter
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("tokens, experts, width, top_k", [(37, 5, 24, 2), (50, 17, 33, 8), (1, 2, 8, 1)])
 def test_interpreted_kernels_equal_float64_with_every_gradient(settings, tokens, experts, width, top_k) -> None:
@@ -109,7 +101,7 @@ def test_interpreted_kernels_equal_float64_with_every_gradient(settings, tokens,
         assert relative(a, b) < 1e-5 or (a - b).abs().max() < 1e-7
 
 
-@interpreted
+@interpreter
 def test_all_tokens_may_choose_the_same_experts_and_ties_go_to_the_first() -> None:
     x, weight = torch.randn(40, 8), torch.zeros(6, 8)
     with ops.backend("triton"):
@@ -119,7 +111,7 @@ def test_all_tokens_may_choose_the_same_experts_and_ties_go_to_the_first() -> No
     assert routed.order.sort().values.tolist() == list(range(80))
 
 
-@interpreted
+@interpreter
 def test_broken_numbers_still_give_every_slot_a_place() -> None:
     """Kernels that follow the order must not read outside of it, however broken the logits are."""
     made = inputs(40, 6, 8)
@@ -130,7 +122,6 @@ def test_broken_numbers_still_give_every_slot_a_place() -> None:
     assert routed.chosen.min() >= 0 and routed.chosen.max() < 6 and routed.weights[3].isnan().all()
 
 
-@pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("tokens, experts, width, top_k", [(4097, 16, 512, 3), (1000, 256, 264, 8), (3, 64, 128, 6)])

@@ -9,21 +9,10 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops._runtime import fused
 from residua.ops.hyper_connection import launch, manifold_weights
+from tests.ops.harness import assert_close, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
-
-pytest.importorskip("triton")
-interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fill uninitialised memory with NaN, so that an unwritten output shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def drawn(norm: str, n: int, width: int, *lead: int, per_token: bool = True, device: str = "cpu") -> dict[str, Tensor]:
@@ -53,12 +42,6 @@ def results(choice: str, inputs: dict[str, Tensor], norm: str, dtype: torch.dtyp
         # one number, a sum over tokens that may cancel: measured with the sums beside it, not by itself
         named["g bias"] = torch.cat([named["g bias"], named.pop("g scale")[None]])
     return named
-
-
-def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
-    for name, b in exact.items():
-        error = (ours[name].double() - b.double()).norm() / b.double().norm().clamp(min=1e-12)
-        assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
 @interpreter
@@ -210,10 +193,6 @@ def test_write_weights_of_streams_far_below_the_others_and_of_no_tokens():
     torch.testing.assert_close(mix, torch.full((2, 4, 4), 0.25))
 
 
-gpu = pytest.mark.gpu
-compiled_only = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
-
-
 FP32, BF16 = torch.float32, torch.bfloat16
 # Each row is two kernels to compile, so not every combination: every norm and n in both dtypes and on a width that ends
 # inside a block of channels (ragged), every width in both dtypes. 768 and 1280 are the same code in more turns.
@@ -230,8 +209,7 @@ ON_A_GPU = {
 }
 
 
-@gpu
-@compiled_only
+@on_gpu
 @pytest.mark.parametrize(("norm", "n", "width", "dtype", "per_token"), ON_A_GPU.values(), ids=ON_A_GPU)
 def test_on_a_gpu_every_gradient_is_right(norm, n, width, dtype, per_token):
     inputs = drawn(norm, n, width, 2, 700, per_token=per_token, device="cuda")
@@ -242,8 +220,7 @@ def test_on_a_gpu_every_gradient_is_right(norm, n, width, dtype, per_token):
     assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 
-@gpu
-@compiled_only
+@on_gpu
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_on_a_gpu_sinkhorn_is_right(n):
     logits = 2 * torch.randn(3000, n, n, device="cuda")
@@ -252,8 +229,7 @@ def test_on_a_gpu_sinkhorn_is_right(n):
         assert (ours - truth).norm() <= 1e-5 * truth.norm()
 
 
-@gpu
-@compiled_only
+@on_gpu
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_on_a_gpu_write_weights_are_right(n):
     exact = write_weights("reference", n, 20, torch.float64, "cuda")

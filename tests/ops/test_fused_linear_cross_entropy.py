@@ -13,25 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from residua import ops
-from residua.ops._runtime import fused
 from residua.ops._runtime.library import launchers
 from residua.ops.linear_cross_entropy import autograd, launch, token_likelihoods
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
+from tests.ops.harness import assert_close, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
 
-interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 TOKENS, WIDTH, VOCABULARY = 11, 12, 37
 Z = 0.05
 GRADIENTS = {"loss + z": (0.7, 0.7), "loss only": (1.3, 0.0), "z only": (0.0, 2.0), "both apart": (0.4, -1.1)}
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fill uninitialised memory with NaN, so that an unwritten output shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def inputs(dtype: torch.dtype = torch.float32, weight_dtype: torch.dtype | None = None, device: str = "cpu", **sizes):
@@ -55,12 +46,6 @@ def trained(operator: Callable, hidden: Tensor, weight: Tensor, targets: Tensor,
     leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
     loss, z = operator(*leaves, targets, z_loss=Z)
     return [loss, z, *torch.autograd.grad(g * (loss + z), leaves)]
-
-
-def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    for name, a, b in zip(("loss", "z", "hidden", "weight"), ours, exact, strict=True):
-        error = (a.double() - b).norm() / b.norm().clamp(min=1e-12)
-        assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
 def fused_operator(*args: Tensor, **kwargs: float) -> tuple[Tensor, Tensor]:
@@ -140,7 +125,7 @@ def refused(monkeypatch):
     def backward(*args: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(autograd, "_backward", backward)
+    monkeypatch.setattr(launch, "backward", backward)
 
 
 def test_gradients_of_a_sum_are_made_in_the_forward_pass(chunks, refused):
@@ -248,8 +233,8 @@ def test_no_gradients_are_made_when_none_is_wanted(operator, chunks, monkeypatch
     def forward(*args: object) -> None:
         raise AssertionError("makes gradients")
 
-    for name in ("_forward", "_trained"):
-        monkeypatch.setattr(autograd, name, forward)
+    for name in ("forward", "training_forward"):
+        monkeypatch.setattr(launch, name, forward)
     plain = operator(hidden, weight, targets, z_loss=Z)
     with torch.no_grad():
         same = operator(hidden.requires_grad_(), weight, targets, z_loss=Z)
@@ -329,8 +314,7 @@ def test_the_logits_of_some_tokens_are_there_at_a_time(operator, finish, bound, 
     assert seen.elements[torch.bfloat16] <= 4 * VOCABULARY and seen.elements[torch.float32] <= 4 * VOCABULARY
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize("width", [768, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
@@ -342,8 +326,7 @@ def test_on_a_gpu_every_gradient_is_right(dtype, g, width, chunks):
     assert_close(results(fused_operator, hidden, weight, targets, g), exact, tolerance)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize("width", [768, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_a_gpu_gradients_in_training_are_right(dtype, width, monkeypatch):
@@ -356,8 +339,7 @@ def test_on_a_gpu_gradients_in_training_are_right(dtype, width, monkeypatch):
     assert_close(trained(fused_training, hidden, weight, targets, 0.7), exact, tolerance)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize("operator", [fused_training, fused_operator])
 @pytest.mark.parametrize("z_loss", [0.0, Z])
 @pytest.mark.parametrize("vocabulary", [50304, 262144])
@@ -373,8 +355,7 @@ def test_on_a_gpu_training_takes_less_than_a_gibibyte_beyond_inputs_and_outputs(
     assert beyond <= 2**30, beyond
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize("vocabulary", [16, 1024])
 def test_on_a_gpu_no_target_is_overwritten_before_it_is_read(vocabulary):
     """Warps run independently: one may overwrite what another has not read yet."""

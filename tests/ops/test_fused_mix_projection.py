@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops._runtime import fused
 from tests.nightly import only_nightly
+from tests.ops.harness import assert_close, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("triton")
-interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 HEADS = {"q": (2, 6), "k": (1, 6), "v": (1, 6), "g": (2, 6)}
 CASES = {
@@ -31,14 +29,6 @@ CASES = {
     "a table for each row": {"per_row": True},
     "wide heads, more than a tile of tokens": {"sections": {s: (1, 130) for s in "qkvg"}, "size": (2, 11)},
 }
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fill uninitialised memory with NaN, so that an unwritten output shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Layers:
@@ -146,12 +136,6 @@ class SourcedLayers(SharedLayers):
 
     def origin(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
         return {"source": leaves["source"], "gains": {s: leaves[f"norm {s}"] for s in self.pathways[:-1]}}
-
-
-def assert_close(ours: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
-    for name, b in exact.items():
-        error = (ours[name].double() - b).norm() / b.norm().clamp(min=1e-12)
-        assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
 @interpreter
@@ -280,12 +264,7 @@ def test_scales_per_token_are_left_to_the_reference():
         ops.mix_projection(x, x, scale, scale)
 
 
-gpu = pytest.mark.gpu
-compiled_only = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
-
-
-@gpu
-@compiled_only
+@on_gpu
 @pytest.mark.parametrize("head", [64, 96, 128, 256])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
@@ -298,8 +277,7 @@ def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, head):
     assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 
-@gpu
-@compiled_only
+@on_gpu
 @pytest.mark.parametrize("head", [64, 96, 128])
 @pytest.mark.parametrize("kind", [SharedLayers, SourcedLayers])
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -312,8 +290,7 @@ def test_on_a_gpu_every_gradient_of_shared_anchors_is_right(dtype, tolerance, dy
     assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 
-@gpu
-@compiled_only
+@on_gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
 @pytest.mark.parametrize("shape", [(6, 128), (1, 1000), (10, 128), (1, 1280), (3, 333)], ids=str)
 def test_on_a_gpu_one_projection_of_any_width_is_right(shape, dtype, tolerance):

@@ -10,23 +10,14 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops._runtime import fused
 from residua.ops.multi_gate import multi_gate_chain, reference
 from tests.nightly import only_nightly
+from tests.ops.harness import assert_close, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
 
-interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 FP32, BF16 = torch.float32, torch.bfloat16
 NAMES = ("hidden", "streams", "g streams", "g update", "g gate_query", "g gate_bias", "g pool_query")
-
-
-@pytest.fixture(autouse=True)
-def _poison():
-    """Fill uninitialised memory with NaN, so that an unwritten output shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def junction(tokens: int, n: int, width: int, competitive: bool, device: str = "cpu") -> list[Tensor]:
@@ -44,12 +35,6 @@ def with_gradients(operator: Callable, inputs: list[Tensor], dtype: torch.dtype,
     probes = [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in outputs]
     total = sum((probe * y).sum() for probe, y in zip(probes, outputs, strict=True))
     return [*outputs, *torch.autograd.grad(total, leaves)]
-
-
-def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    for name, a, b in zip(NAMES, ours, exact, strict=True):
-        error = (a.double() - b).norm() / b.norm().clamp(min=1e-12)
-        assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
 def triton(*args: Tensor, **settings: bool) -> tuple[Tensor, Tensor]:
@@ -259,8 +244,7 @@ ON_A_GPU = {
 TOLERANCE = {FP32: 2e-5, BF16: 1e-2}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize(("n", "width", "dtype", "competitive"), ON_A_GPU.values(), ids=ON_A_GPU)
 def test_on_a_gpu_every_gradient_is_right(n, width, dtype, competitive):
     inputs = [t.to(dtype) if t.dim() > 1 else t for t in junction(700, n, width, competitive, "cuda")]
@@ -273,8 +257,7 @@ def test_on_a_gpu_every_gradient_is_right(n, width, dtype, competitive):
     assert_close(ours, exact, TOLERANCE[dtype])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize(
     ("n", "width", "dtype", "passes_on"), [(2, 768, BF16, True), (4, 768, BF16, True), (3, 1000, FP32, False)], ids=str
 )
@@ -282,8 +265,7 @@ def test_on_a_gpu_the_fill_phase_equals_the_reference_in_every_gradient(n, width
     assert_the_fill_phase_is_right(700, n, width, dtype, passes_on, TOLERANCE[dtype], "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize("segment", [1, 2])
 def test_on_a_gpu_two_runs_are_bit_identical(segment):
     torch.manual_seed(0)

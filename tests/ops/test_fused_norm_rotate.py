@@ -1,17 +1,14 @@
 """The fused QK-norm and rotation against the reference in float64, in the Triton interpreter and on a GPU."""
 
-import importlib
-
 import pytest
 import torch
 
 from residua import ops
+from residua.ops.norm_rotate import launch as host
 from residua.ops.norm_rotate import reference
+from tests.ops.harness import assert_close, assert_equal, relative
 
 pytestmark = pytest.mark.slow
-
-pytest.importorskip("triton")
-host = importlib.import_module("residua.ops.norm_rotate.launch")
 
 
 def inputs(batch=2, length=5, heads=3, width=8, device="cpu", dtype=torch.float32, strided=False):
@@ -32,26 +29,21 @@ def run(choice, x, weight, cos, sin, seed=1):
     return y.detach(), x.grad, weight.grad
 
 
-def relative(a, b):
-    return float((a.double().cpu() - b.double().cpu()).norm() / b.double().cpu().norm().clamp(min=1e-30))
+def assert_exact(*case):
+    assert_close(run("triton", *case), run("reference", *(t.double() for t in case)), 1e-6)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 1, 1, 2), (3, 7, 2, 12), (2, 9, 5, 96)])
 @pytest.mark.parametrize("strided", [False, True])
 def test_interpreted_kernel_equals_float64_reference_with_every_gradient(shape, strided):
-    case = inputs(*shape, strided=strided)
-    truth = run("reference", *(t.double() for t in case))
-    for fused, exact in zip(run("triton", *case), truth, strict=True):
-        assert relative(fused, exact) < 1e-6
+    assert_exact(*inputs(*shape, strided=strided))
 
 
 def test_every_row_may_have_a_table_of_its_own():
     x, weight, *_ = inputs(3, 4, 2, 8)
     angles = torch.randn(3, 4, 4)
     case = (x, weight, angles.cos(), angles.sin())
-    truth = run("reference", *(t.double() for t in case))
-    for fused, exact in zip(run("triton", *case), truth, strict=True):
-        assert relative(fused, exact) < 1e-6
+    assert_exact(*case)
     alone = run("reference", x[1:2], weight, angles[1].cos(), angles[1].sin())[0]
     assert relative(run("triton", *case)[0][1:2], alone) < 1e-6
 
@@ -60,10 +52,7 @@ def test_every_row_may_have_a_table_of_its_own():
 def test_tiles_and_groups_of_heads_share_programs(plan, monkeypatch):
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(host, name, host.HeadsPlan(*plan))
-    case = inputs(3, 5, 6, 8, strided=True)
-    truth = run("reference", *(t.double() for t in case))
-    for fused, exact in zip(run("triton", *case), truth, strict=True):
-        assert relative(fused, exact) < 1e-6
+    assert_exact(*inputs(3, 5, 6, 8, strided=True))
 
 
 def projection(batch=2, length=5, heads=4, kv_heads=2, width=8, device="cpu", dtype=torch.float32, per_row=False):
@@ -125,10 +114,7 @@ def test_the_packed_gradient_takes_values_in_any_order():
     projected, gains, table, (dq, dk, dv) = projection()
     scattered = dv.transpose(1, 3).contiguous().transpose(1, 3)
     assert scattered.stride(-1) != 1
-    for ours, plain in zip(
-        packed(projected, gains, table, [dq, dk, scattered]), packed(projected, gains, table, [dq, dk, dv]), strict=True
-    ):
-        assert torch.equal(ours, plain)
+    assert_equal(packed(projected, gains, table, [dq, dk, scattered]), packed(projected, gains, table, [dq, dk, dv]))
 
 
 def test_nothing_in_gives_nothing_out():
@@ -154,9 +140,7 @@ def test_gradients_come_through_a_transposed_incoming_gradient():
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
 def test_gpu_kernel_equals_float64_reference(dtype, tolerance, width):
     case = inputs(2, 300, 6, width, device="cuda", dtype=dtype, strided=True)
-    truth = run("reference", *(t.double() for t in case))
-    for fused, exact in zip(run("triton", *case), truth, strict=True):
-        assert relative(fused, exact) < tolerance
+    assert_close(run("triton", *case), run("reference", *(t.double() for t in case)), tolerance)
 
 
 @pytest.mark.gpu
@@ -166,6 +150,5 @@ def test_gpu_kernel_equals_float64_reference(dtype, tolerance, width):
 def test_gpu_packed_gradient_is_that_of_the_projection(dtype, tolerance, width):
     case = projection(2, 300, 6, 2, width, device="cuda", dtype=dtype)
     ours, again = packed(*case), packed(*case)
-    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
-    for found, exact in zip(ours, unpacked(*case), strict=True):
-        assert relative(found, exact) < tolerance
+    assert_equal(ours, again)
+    assert_close(ours, unpacked(*case), tolerance)

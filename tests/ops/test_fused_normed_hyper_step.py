@@ -6,21 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops.hyper_connection import launch, reference
 from residua.ops.rms_norm.reference import rms_norm
-from tests.ops.test_fused_hyper_connection import (  # noqa: F401  (_poison is a fixture)
-    BF16,
-    FP32,
-    _poison,
-    assert_close,
-    drawn,
-)
+from tests.ops.harness import assert_close, interpreter, on_gpu
+from tests.ops.test_fused_hyper_connection import BF16, FP32, drawn
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("triton")
-interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
-on_a_gpu = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 EPS, NORM_EPS = 1e-3, 1e-2
 
 Tensors = dict[str, Tensor]
@@ -102,18 +93,16 @@ def written_out(given: Tensors, norm: str) -> Tensors:
 
 def ours(given: Tensors, norm: str, used: int = 3) -> Tensors:
     """The same from the operators; the gradients of scale and φ as `autograd.py` computes them."""
-    from residua.ops.hyper_connection import autograd
-
     X, y, post, mix, bias, scale, phi, gain, g_x, g_after, g_z = given.values()
     flat, n = mix.flatten(1), X.shape[1]
     weights = (post, flat, bias, scale, phi, gain)
-    after, x, z, rstd, pre, stats = autograd.normed_step(X, y, *weights, norm, EPS, NORM_EPS)
+    after, x, z, rstd, pre, stats = launch.normed_step(X, y, *weights, norm, EPS, NORM_EPS)
     through = (g_x, g_after if used > 1 else None, g_z.flatten(1) if used > 2 else None)
-    g_streams, g_update, g_post, g_mix, g_pre, dz, g_gain = autograd.normed_backward(
+    g_streams, g_update, g_post, g_mix, g_pre, dz, g_gain = launch.normed_backward(
         *through, X, y, post, flat, scale, phi, gain, z, rstd, pre, stats, norm
     )
     seen = z[:, :n] if norm == "all" else torch.tanh(z[:, :: len(phi)])
-    g_phi = autograd._phi_gradient(dz.reshape(-1, len(phi)), after.reshape(-1, phi.shape[1]))
+    g_phi = launch.phi_gradient(dz.reshape(-1, len(phi)), after.reshape(-1, phi.shape[1]))
     grads = {
         "streams": g_streams, "update": g_update, "post": g_post, "mix": g_mix.view(mix.shape), "bias": g_pre,
         "scale": (g_pre * seen).sum(), "phi": g_phi, "gain": g_gain,
@@ -183,8 +172,7 @@ ON_A_GPU = {
 }
 
 
-@pytest.mark.gpu
-@on_a_gpu
+@on_gpu
 @pytest.mark.parametrize(("norm", "n", "width", "dtype"), ON_A_GPU.values(), ids=ON_A_GPU)
 def test_on_a_gpu_every_gradient_is_right_and_two_runs_are_bit_identical(norm, n, width, dtype):
     """Rounding of 1400 tokens does not cancel where their gradients do: in bfloat16 the bias is measured by token."""

@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops.multi_gate import reference
 from residua.ops.rms_norm.reference import rms_norm
-from tests.ops.test_fused_multi_gate import BF16, FP32, TOLERANCE, _poison, junction  # noqa: F401  (a fixture)
+from tests.ops.harness import assert_close, interpreter, on_gpu
+from tests.ops.test_fused_multi_gate import BF16, FP32, TOLERANCE, junction
 
 pytestmark = pytest.mark.slow
-interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
-on_a_gpu = pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 NAMES = ("normed", "streams", "g streams", "g update", "g gate_query", "g gate_bias", "g pool_query", "g gain")
 EPS, NORM_EPS = 1e-6, 1e-3
 
@@ -21,7 +19,7 @@ EPS, NORM_EPS = 1e-6, 1e-3
 @pytest.fixture(autouse=True)
 def _registered():
     pytest.importorskip("triton")
-    import residua.ops.multi_gate.autograd  # noqa: F401  (its operators)
+    import residua.ops.multi_gate.launch  # noqa: F401  (its operators)
 
 
 def inputs(tokens: int, n: int, width: int, competitive: bool, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -55,12 +53,6 @@ def ours(drawn: list[Tensor], competitive: bool, passes_on: bool = True, apart: 
     g_w1, g_w2, g_bias, g_gain = row.split([width, width, streams.shape[-2] + 1, width])
     g_s = torch.stack(g_streams, -2) if apart else g_streams[0]
     return [x, after, g_s, g_f, g_w1, g_bias[0 if competitive else 1 :], g_w2, g_gain]
-
-
-def assert_close(made: list[Tensor], truth: list[Tensor], tolerance: float) -> None:
-    for name, a, b in zip(NAMES, made, truth, strict=True):
-        error = (a.double() - b).norm() / b.norm().clamp(min=1e-12)
-        assert error <= tolerance, f"{name}: relative error {error:.2e}"
 
 
 SIZES = {
@@ -115,8 +107,7 @@ ON_A_GPU = {
 }
 
 
-@pytest.mark.gpu
-@on_a_gpu
+@on_gpu
 @pytest.mark.parametrize(("n", "width", "dtype", "competitive"), ON_A_GPU.values(), ids=ON_A_GPU)
 def test_on_a_gpu_every_gradient_is_right_and_two_runs_are_bit_identical(n, width, dtype, competitive):
     drawn = inputs(700, n, width, competitive, dtype, "cuda")

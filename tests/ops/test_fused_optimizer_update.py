@@ -8,7 +8,6 @@ from residua.ops.optimizer_update import cautious_descent, momentum_directions, 
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("triton")
 
 SHAPES = [(3, 5), (8, 16), (3, 5), (7,), (0, 4), (2, 3, 8)]
 

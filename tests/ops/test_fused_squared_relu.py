@@ -17,12 +17,11 @@ from residua.model.context import Context
 from residua.model.ffn import SquaredReluFFN, build_ffn
 from residua.ops import squared_relu
 from residua.ops._runtime import fused
+from tests.ops.harness import interpreter, on_gpu, relative
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("triton")
 host = importlib.import_module("residua.ops.squared_relu.launch")
-autograd = importlib.import_module("residua.ops.squared_relu.autograd")
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +45,7 @@ def run(choice: str, x: Tensor, w_in: Tensor, w_out: Tensor, g: Tensor) -> list[
     return [y.detach(), *torch.autograd.grad(y, leaves, g)]
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-interpreted = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
-
-
-@interpreted
+@interpreter
 @pytest.mark.parametrize("shape", [(48, 32), (1, 8), (3, 7, 40), (2, 33, 72)], ids=str)
 @pytest.mark.parametrize("hidden", [64, 24, 136])
 def test_interpreted_products_equal_float64_reference_with_every_gradient(shape, hidden):
@@ -71,18 +63,17 @@ def assert_broken_numbers_stay(device: str, dtype: torch.dtype) -> None:
         assert torch.equal(ours.isnan(), exact.isnan())
 
 
-@interpreted
+@interpreter
 def test_interpreted_products_keep_broken_numbers():
     assert_broken_numbers_stay("cpu", torch.float32)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 def test_on_a_gpu_broken_numbers_stay():
     assert_broken_numbers_stay("cuda", torch.bfloat16)
 
 
-@interpreted
+@interpreter
 @pytest.mark.parametrize(
     "plan", [(16, 16, 16, 1, 1, 4, 1), (32, 64, 32, 8, 4, 4, 1), (64, 16, 16, 3, 2, 4, 1)], ids=str
 )
@@ -95,25 +86,25 @@ def test_tiles_are_walked_over_in_any_plan(plan, monkeypatch):
         assert relative(ours, exact) < 1e-6
 
 
-@interpreted
+@interpreter
 def test_a_gradient_that_is_not_contiguous_is_read_right():
     x, w_in, w_out, g = inputs(40, 32, hidden=64)
     strided = g.t().contiguous().t()
     assert all(map(torch.equal, run("triton", x, w_in, w_out, g), run("triton", x, w_in, w_out, strided)))
 
 
-@interpreted
+@interpreter
 @pytest.mark.parametrize("width, hidden", [(9, 16), (16, 12)])
 def test_rows_that_descriptors_cannot_have_are_left_to_the_reference(width, hidden, monkeypatch):
-    monkeypatch.setattr(autograd, "_apply", None)
+    monkeypatch.setattr(host, "_squared_relu_ffn", None)
     case = inputs(5, width, hidden=hidden)
     assert torch.equal(run("triton", *case)[0], run("reference", *case)[0])
 
 
-@interpreted
+@interpreter
 def test_few_tokens_are_left_to_the_reference(monkeypatch):
     monkeypatch.setattr(squared_relu, "FEWEST_TOKENS", 6)
-    monkeypatch.setattr(autograd, "_apply", None)
+    monkeypatch.setattr(host, "_squared_relu_ffn", None)
     case = inputs(5, 8, hidden=16)
     assert torch.equal(run("triton", *case)[0], run("reference", *case)[0])
 
@@ -224,8 +215,7 @@ def test_projections_that_something_looks_into_or_replaces_are_called(which, cha
     assert torch.equal(before, after)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize("plan", ["chosen", "flat"])
 @pytest.mark.parametrize(
     "tokens, width, hidden", [(4096, 768, 3072), (2048, 1280, 5120), (2500, 136, 1000), (40, 72, 264)]

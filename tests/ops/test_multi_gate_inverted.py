@@ -112,10 +112,10 @@ def test_a_junction_is_inverted_and_beyond_the_floor_stays_finite(kernel: bool) 
     beta = torch.linspace(0.1, 0.9, 6 * N).view(2, 3, N)
     beta[1, 2, 3] = 1.0
     if kernel:
-        from residua.ops.multi_gate import autograd
+        from residua.ops.multi_gate import launch
 
         stats = torch.cat([beta, torch.full((2, 3, 4 * N + 2), float("nan"))], -1)
-        found = autograd.junction_invert(after, update, stats, inversion.FLOOR)
+        found = launch.invert(after, update, stats, inversion.FLOOR)
     else:
         found = inversion.Plain(True, 1e-6).invert(after, update, beta)
     b, f = beta[..., None], update[..., None, :]

@@ -39,6 +39,13 @@ def test_gated_norm_is_its_equation(activation: str, width: int, outputs: str) -
     agree([ours], golden, leaves)
 
 
+def test_scaled_rms_norm_is_its_equation() -> None:
+    leaves = {"x": random(2, 3, 7), "weight": random(7, seed=1), "affine": random(7, seed=2)}
+    x, weight, affine = leaves.values()
+    golden = each_token(lambda v, _: [parts.preaffine(v, affine, weight, 0.1)], x)
+    agree([ops.rms_norm(x, weight, affine=affine, eps=0.1)], golden, leaves)
+
+
 def test_norm_rotate_is_its_equation() -> None:
     """QK-norm, then the rotation by position."""
     leaves = {"x": random(2, 3, 4, 6), "weight": random(6, seed=1)}

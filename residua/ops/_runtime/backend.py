@@ -9,12 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Generic, ParamSpec, TypeVar
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from residua.ops._runtime.cases import Cases, Draw
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 CHOICES = ("auto", "reference", "triton")
+INFERENCE = ("decode", "prefill")
+"""Folders whose operators may be called as those of training are."""
 _choice = "auto"
 
 
@@ -48,10 +55,15 @@ def chosen_backend() -> str:
 
 
 class Operator(Generic[P, R]):
-    """One operator of the public surface: calls the reference or the fused path, as `backend` says."""
+    """The declaration of one operator. Called, it runs the reference or the fused path, as `backend` says.
 
-    def __init__(self, reference: Callable[P, R]) -> None:
-        self.reference = reference
+    `cases` draws examples of its inputs; `compile_seconds` is how long its kernels take to compile, where that is long.
+    """
+
+    def __init__(
+        self, reference: Callable[P, R], cases: Callable[[Draw], Cases] = lambda draw: (), *, compile_seconds: int = 0
+    ) -> None:
+        self.reference, self.cases, self.compile_seconds = reference, cases, compile_seconds
         self.fused: Callable[P, R] | None = None
         self._serves: Callable[..., bool] | None = None
         self.__name__ = reference.__name__
@@ -82,3 +94,15 @@ class Operator(Generic[P, R]):
     def fuses(self, *args: P.args, **kwargs: P.kwargs) -> bool:
         """Whether a call with these inputs takes the fused path."""
         return _choice != "reference" and self._serves is not None and self._serves(*args, **kwargs)
+
+
+def declared_operators() -> dict[str, Operator[..., Any]]:
+    """Every operator by its name; that of the folder stands before it in `INFERENCE`."""
+    folders = import_module("residua.ops")
+    operators: dict[str, Operator[..., Any]] = {}
+    for folder in sorted(module.name for module in iter_modules(folders.__path__) if module.ispkg):
+        package = import_module(f"residua.ops.{folder}")
+        for name, value in vars(package).items():
+            if isinstance(value, Operator) and value.reference.__module__.startswith(f"{package.__name__}."):
+                operators[f"{folder}.{name}" if folder in INFERENCE else name] = value
+    return operators

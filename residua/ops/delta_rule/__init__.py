@@ -10,6 +10,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops.delta_rule import reference
 from residua.ops.delta_rule.reference import step
 from residua.ops.short_convolution import MOST_TAPS
@@ -17,13 +18,47 @@ from residua.ops.short_convolution import MOST_TAPS
 HEAD_WIDTHS = (16, 32, 64, 128)
 WIDEST_CHANNEL_HEAD = 256
 
-gated_delta = Operator(reference.gated_delta)
-gated_delta_step = Operator(reference.step)
-kimi_delta = Operator(reference.kimi_delta)
+
+def _heads(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys of length 1, and values."""
+    q, k = (torch.nn.functional.normalize(d.heads().float(), dim=-1).to(d.dtype) for _ in range(2))
+    return q, k, d.heads()
+
+
+def _gates(d: Draw) -> tuple[Tensor, Tensor]:
+    """A log decay and a write strength for each head and token."""
+    shape = (*d.sizes.batch, d.sizes.heads)
+    return -d.w(*shape).exp() / 8, d.w(*shape).sigmoid()
+
+
+def _gated(d: Draw) -> Cases:
+    yield Case((*_heads(d), *_gates(d)), first=True, moved=(4, 7))
+
+
+def _steps(d: Draw) -> Cases:
+    one = [x[:, 0] for x in (*_heads(d), *_gates(d))]
+    state = d.w(len(one[0]), d.sizes.heads, d.sizes.head_dim, d.sizes.head_dim)
+    yield Case((*one, state), gradients=False)
+
+
+def _by_channel(d: Draw) -> Cases:
+    decay = -d.w(*d.sizes.batch, d.sizes.heads, d.sizes.head_dim).exp() / 8
+    yield Case((*_heads(d), decay, _gates(d)[1]), first=True, moved=(6, 11))
+
+
+def _mixers(d: Draw) -> Cases:
+    width, (decay, share) = d.sizes.head_dim, _gates(d)
+    projected, convolution = d.x(*d.sizes.batch, 6 * width), d.w(4, 4 * width)
+    yield Case((projected, decay[..., :2], share[..., :2], convolution, d.w(width), 1), first=True)
+
+
+gated_delta = Operator(reference.gated_delta, _gated, compile_seconds=10)
+gated_delta_step = Operator(reference.step, _steps)
+kimi_delta = Operator(reference.kimi_delta, _by_channel, compile_seconds=3)
 
 from residua.ops.delta_rule import mixer  # noqa: E402  (it calls `gated_delta`)
 
-delta_mixer = Operator(mixer.delta_mixer)
+delta_mixer = Operator(mixer.delta_mixer, _mixers, compile_seconds=11)
 
 
 def _takes(x: Tensor, key_width: int, value_width: int) -> bool:

@@ -17,51 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.library import differentiate, operator
+from residua.ops._runtime.library import differentiate
 from residua.ops._runtime.numeric import begins
-from residua.ops._runtime.tracing import in_graph
+from residua.ops._runtime.tracing import opaque
 from residua.ops.delta_rule import launch
 from residua.ops.delta_rule.reference import PerChannel, check_shapes, in_chunks, initial_state
-
-_forward = operator(
-    "gated_delta(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? begins, Tensor? state, bool keep) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.forward,
-    launch.forward_outputs,
-)
-_backward = operator(
-    "gated_delta_backward(Tensor d_o, Tensor? d_last, Tensor q, Tensor k, Tensor v, Tensor inverse, Tensor reads, "
-    "Tensor rates, Tensor states, Tensor u, bool from_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.backward,
-    launch.backward_outputs,
-)
-
-_step = operator(
-    "gated_delta_step(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state) -> Tensor",
-    launch.step,
-    launch.step_outputs,
-)
-_PAIRS = "Tensor k, Tensor q, Tensor total"
-_products = operator(f"decayed_products({_PAIRS}) -> (Tensor, Tensor)", launch.products, launch.products_outputs)
-_products_backward = operator(
-    f"decayed_products_backward(Tensor d_keys, Tensor d_queries, {_PAIRS}) -> (Tensor, Tensor, Tensor)",
-    launch.products_backward,
-    launch.products_gradients,
-)
-_mixer = operator(
-    "delta_mixer(Tensor projected, Tensor g, Tensor beta, Tensor convolution, Tensor gain, Tensor? begins, "
-    "int key_heads, float eps, bool keep) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.mixer,
-    launch.mixer_outputs,
-)
-_mixer_backward = operator(
-    "delta_mixer_backward(Tensor dy, Tensor? d_last, Tensor projected, Tensor convolution, Tensor gain, "
-    "Tensor? begins, Tensor q, Tensor k, Tensor v, Tensor o, Tensor inverse, Tensor reads, Tensor rates, "
-    "Tensor states, Tensor u, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.mixer_backward,
-    launch.mixer_gradients,
-)
 
 
 def gated_delta(
@@ -79,7 +39,8 @@ def gated_delta(
     first = None if segments is None else begins(v, segments).to(torch.uint8)
     given = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    return _apply(*given, first, keep)
+    o, last = _gated_delta(*given, first, keep)
+    return o, last
 
 
 def step(
@@ -87,7 +48,7 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of `reference.step`, without gradients; a state that is float32 and dense is overwritten."""
     state = initial_state(k, v, state).contiguous()
-    o: Tensor = _step(q, k, v, g.float(), beta.float(), state)
+    o: Tensor = launch.step(q, k, v, g.float(), beta.float(), state)
     return o, state
 
 
@@ -97,7 +58,7 @@ class _GatedDelta(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
         first: Tensor | None, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, last, *kept = _forward(q, k, v, g, beta, first, state, keep)
+        o, last, *kept = launch.forward(q, k, v, g, beta, first, state, keep)
         ctx.from_state = state is not None
         ctx.save_for_backward(q, k, v, *kept)
         ctx.set_materialize_grads(False)
@@ -110,18 +71,13 @@ class _GatedDelta(torch.autograd.Function):
         if d_o is None and d_last is None:
             return (None,) * 8
         d_o = torch.zeros_like(v) if d_o is None else d_o
-        dq, dk, dv, dg, dbeta, d_state = _backward(d_o, d_last, q, k, v, *kept, ctx.from_state)
+        dq, dk, dv, dg, dbeta, d_state = launch.backward(d_o, d_last, q, k, v, *kept, ctx.from_state)
         # each key head serves a run of value heads
         dq, dk = (d.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) if d.shape != k.shape else d for d in (dq, dk))
         return dq, dk, dv, dg, dbeta, d_state if ctx.from_state else None, None, None
 
 
-@in_graph
-def _apply(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None, first: Tensor | None, keep: bool
-) -> tuple[Tensor, Tensor]:
-    made: tuple[Tensor, Tensor] = _GatedDelta.apply(q, k, v, g, beta, state, first, keep)
-    return made
+_gated_delta = opaque(_GatedDelta)
 
 
 def kimi_delta(
@@ -140,7 +96,7 @@ def kimi_delta(
 
 
 def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    of_keys, of_queries = _products(k.contiguous(), q.contiguous(), total.contiguous())
+    of_keys, of_queries = launch.products(k.contiguous(), q.contiguous(), total.contiguous())
     return of_keys, of_queries
 
 
@@ -153,11 +109,11 @@ def _save_products(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, T
 
 
 def _differentiate_products(ctx: Any, d_keys: Tensor, d_queries: Tensor) -> tuple[Tensor, ...]:
-    gradients: tuple[Tensor, ...] = _products_backward(d_keys, d_queries, *ctx.saved_tensors)
+    gradients: tuple[Tensor, ...] = launch.products_backward(d_keys, d_queries, *ctx.saved_tensors)
     return gradients
 
 
-differentiate(_products, _differentiate_products, _save_products)
+differentiate(launch.products, _differentiate_products, _save_products)
 
 
 def delta_mixer(
@@ -175,7 +131,8 @@ def delta_mixer(
     first = None if segments is None else begins(projected, segments).to(torch.uint8)
     given = projected, g.float(), beta.float(), convolution, gain
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    return _mix(*given, first, key_heads, eps, keep)
+    y, last = _delta_mixer(*given, first, key_heads, eps, keep)
+    return y, last
 
 
 class _DeltaMixer(torch.autograd.Function):
@@ -184,7 +141,7 @@ class _DeltaMixer(torch.autograd.Function):
         ctx: Any, projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, first: Tensor | None,
         key_heads: int, eps: float, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, *kept = _mixer(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
+        y, last, *kept = launch.mixer(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
         ctx.save_for_backward(projected, convolution, gain, first, *kept)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
@@ -197,17 +154,11 @@ class _DeltaMixer(torch.autograd.Function):
             return (None,) * 9
         projected, convolution, gain, first, *kept = ctx.saved_tensors
         dy = torch.zeros_like(kept[3]) if dy is None else dy
-        *gradients, d_convolution, d_gain = _mixer_backward(
+        *gradients, d_convolution, d_gain = launch.mixer_backward(
             dy, d_last, projected, convolution, gain, first, *kept, ctx.eps
         )
         d_weights = d_convolution.to(convolution.dtype), d_gain.to(gain.dtype)
         return *gradients, *d_weights, None, None, None, None
 
 
-@in_graph
-def _mix(
-    projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, first: Tensor | None,
-    key_heads: int, eps: float, keep: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    made: tuple[Tensor, Tensor] = _DeltaMixer.apply(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
-    return made
+_delta_mixer = opaque(_DeltaMixer)

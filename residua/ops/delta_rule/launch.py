@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, on, power
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, on, power
+from residua.ops._runtime.library import launcher
 from residua.ops.delta_rule import kernels, kernels_backward, kernels_channels
 from residua.ops.delta_rule.reference import BLOCKS, CHUNK
 from residua.ops.gated_output import launch as output_launch
@@ -75,9 +77,23 @@ class Sizes(NamedTuple):
         return (*sizes, *(stride for x in strided for stride in x.stride()[:3]))
 
 
-def forward_outputs(
+Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""o and the last state; then what backward needs: inverse, reads, rates, the Sᵀ that each chunk meets, and u."""
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Of q and k, for each value head, and of v, g, beta and the first state."""
+
+
+@launcher("gated_delta")
+def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
-) -> tuple[Tensor, ...]:
+) -> Iterator[Rule]:
+    """g, beta and states are float32; begins [B, T] is uint8. `keep`: there will be a backward pass."""
+    outputs = _empty_rule(k, v, g, keep)
+    yield outputs
+    _launch_rule(q, k, v, g, beta, begins, state, keep, outputs)
+
+
+def _empty_rule(k: Tensor, v: Tensor, g: Tensor, keep: bool) -> Rule:
     s = Sizes.of(k, v)
     square = (s.rows, s.chunks, CHUNK, CHUNK)
     return (
@@ -91,14 +107,10 @@ def forward_outputs(
     )
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
-) -> tuple[Tensor, ...]:
-    """o and the last state; then what backward needs: inverse, reads, rates, the Sᵀ that each chunk meets, and u.
-
-    g, beta and states are float32; begins [B, T] is uint8. `keep`: there will be a backward pass.
-    """
-    outputs = forward_outputs(q, k, v, g, beta, begins, state, keep)
+def _launch_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool,
+    outputs: Rule,
+) -> None:  # fmt: skip
     o, last, inverse, reads, rates, states, u = outputs
     s = Sizes.of(k, v)
     q, k, v = (_dense(x) for x in (q, k, v))
@@ -113,13 +125,19 @@ def forward(
             *s.arguments(q, k, v), K=s.key_width, V=s.value_width, C=CHUNK,
             STATE=state is not None, KEEP=keep, **plan.settings(s.value_width),
         )  # fmt: skip
-    return outputs
 
 
-def backward_outputs(
+@launcher("gated_delta_backward")
+def backward(
     d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
     states: Tensor, u: Tensor, from_state: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Iterator[Gradients]:  # fmt: skip
+    outputs = _empty_gradients(q, k, v, rates, from_state)
+    yield outputs
+    _launch_backward(d_o, d_last, q, k, v, (inverse, reads, rates, states, u), from_state, outputs)
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, from_state: bool) -> Gradients:
     s = Sizes.of(k, v)
     per_head = q.new_empty((s.batch, s.length, s.heads, s.key_width))
     gate = rates.new_empty((s.batch, s.length, s.heads))
@@ -127,20 +145,19 @@ def backward_outputs(
     return per_head, torch.empty_like(per_head), v.new_empty(v.shape), gate, torch.empty_like(gate), d_state
 
 
-def backward(
-    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
-    states: Tensor, u: Tensor, from_state: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of q and k, for each value head, and of v, g, beta and the first state."""
-    outputs = backward_outputs(d_o, d_last, q, k, v, inverse, reads, rates, states, u, from_state)
+def _launch_backward(
+    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Tensor], from_state: bool,
+    outputs: Gradients,
+) -> None:  # fmt: skip
     *gradients, d_state = outputs
+    inverse, reads, rates, states, u = kept
     s = Sizes.of(k, v)
     q, k, v, d_o = (_dense(x) for x in (q, k, v, d_o))
     d_states, dr = torch.empty_like(states), v.new_empty((s.rows, s.length, s.value_width))
-    kept, plan = (inverse, reads, rates), scan_plan(v)
+    plan = scan_plan(v)
     with on(v):
         kernels_backward.scan_kernel[plan.programs(s.rows, s.value_width)](
-            q, k, d_o, *kept, rates if d_last is None else d_last.contiguous(), dr, d_state, d_states,
+            q, k, d_o, inverse, reads, rates, rates if d_last is None else d_last.contiguous(), dr, d_state, d_states,
             *s.arguments(q, k, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
             LAST=d_last is not None, STATE=from_state, **plan.settings(s.value_width),
         )  # fmt: skip
@@ -148,7 +165,6 @@ def backward(
             q, k, v, d_o, reads, rates, states, u, d_states, dr, *gradients,
             *s.arguments(q, k, v, d_o), K=s.key_width, V=s.value_width, C=CHUNK, **GRADIENTS.settings(s.key_width),
         )  # fmt: skip
-    return outputs
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -161,13 +177,11 @@ def _precision(x: Tensor) -> str:
     return "tf32" if x.dtype is torch.bfloat16 and not fused.INTERPRETED else "ieee"
 
 
-def step_outputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+@launcher("gated_delta_step", mutates=("state",))
+def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Iterator[Tensor]:
     """o [B, H, V] of one token; the state [B, H, K, V], float32 and contiguous, is overwritten."""
-    o = step_outputs(q, k, v, g, beta, state)
+    o = v.new_empty(v.shape)
+    yield o
     q, k, v = (_dense(x) for x in (q, k, v))
     (_, heads, value_width), (_, key_heads, key_width) = v.shape, k.shape
     strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
@@ -176,43 +190,33 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
             q, k, v, g.contiguous(), beta.contiguous(), state, o, heads, heads // key_heads, *strides,
             K=key_width, V=value_width, BLOCK=min(STEP.block, value_width), num_warps=STEP.warps,
         )  # fmt: skip
-    return o
 
 
-def products_outputs(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    shape = *k.shape[:-1], CHUNK
-    return k.new_empty(shape), k.new_empty(shape)
-
-
-def products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+@launcher("decayed_products")
+def products(k: Tensor, q: Tensor, total: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """(k, k) and (q, k) [..., 64, 64] of k, q and G [..., 64, K], in float32."""
-    outputs = products_outputs(k, q, total)
+    outputs = k.new_empty((*k.shape[:-1], CHUNK)), k.new_empty((*k.shape[:-1], CHUNK))
+    yield outputs
     if k.numel():
         with on(k):
             kernels_channels.forward_kernel[_products_grid(k)](
                 *(aligned(x) for x in (k, q, total)), *outputs, **_products_sizes(k, PRODUCT_WARPS)
             )
-    return outputs
 
 
-def products_gradients(
-    d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return k.new_empty(k.shape), k.new_empty(k.shape), k.new_empty(k.shape)
-
-
+@launcher("decayed_products_backward")
 def products_backward(
     d_keys: Tensor, d_queries: Tensor, k: Tensor, q: Tensor, total: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The gradients of k, q and G."""
-    outputs = products_gradients(d_keys, d_queries, k, q, total)
+    outputs = k.new_empty(k.shape), k.new_empty(k.shape), k.new_empty(k.shape)
+    yield outputs
     if k.numel():
         with on(k):
-            given = (aligned(x) for x in (d_keys, d_queries, k, q, total))
+            inputs = (aligned(x) for x in (d_keys, d_queries, k, q, total))
             kernels_channels.backward_kernel[_products_grid(k)](
-                *given, *outputs, **_products_sizes(k, PRODUCT_BACKWARD_WARPS)
+                *inputs, *outputs, **_products_sizes(k, PRODUCT_BACKWARD_WARPS)
             )
-    return outputs
 
 
 def _products_grid(k: Tensor) -> tuple[int]:
@@ -224,55 +228,44 @@ def _products_sizes(k: Tensor, warps: int) -> dict[str, int]:
     return {"K": k.shape[-1], "BLOCK": max(16, power(k.shape[-1])), "C": CHUNK, "num_warps": warps}
 
 
-def mixer_outputs(
-    projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
-    key_heads: int, eps: float, keep: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    made = convolution_launch.forward_outputs(projected, convolution, begins, key_heads, g.shape[-1], NORM_EPS)
-    o, last, *kept = forward_outputs(*made, g, beta, begins, None, keep)
-    return o.new_empty(o.shape), last, *made, o, *kept
-
-
+@launcher("delta_mixer")
 def mixer(
     projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
     key_heads: int, eps: float, keep: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Iterator[
+    tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+]:  # fmt: skip
     """y and the last state; then what backward needs: q, k, v, o and what the delta rule keeps.
 
     Apart, the gate's gradient would be copied beside those of q, k and v, and the gradients of a key head, one for each
     value head that it serves, would be added in a pass of their own.
     """
-    made = convolution_launch.empty_heads(projected, convolution, key_heads, g.shape[-1])
-    convolution_launch.launch_forward(projected, convolution, begins, NORM_EPS, *made)
-    o, last, *kept = forward(*made, g, beta, begins, None, keep)
+    q, k, v = convolution_launch.empty_heads(projected, convolution, key_heads, g.shape[-1])
+    rule = o, last, inverse, reads, rates, states, u = _empty_rule(k, v, g, keep)
+    y = o.new_empty(o.shape)
+    yield y, last, q, k, v, o, inverse, reads, rates, states, u
+    convolution_launch.launch_forward(projected, convolution, begins, NORM_EPS, q, k, v)
+    _launch_rule(q, k, v, g, beta, begins, None, keep, rule)
     z = projected[..., convolution.shape[1] :].unflatten(-1, o.shape[2:])
-    return output_launch.forward(o, z, gain, eps), last, *made, o, *kept
+    output_launch.launch_forward(o, z, gain, eps, y)
 
 
-def mixer_gradients(
-    dy: Tensor, d_last: Tensor | None, projected: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor, states: Tensor,
-    u: Tensor, eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    gate = rates.new_empty(v.shape[:3])
-    weights = (rates.new_empty(w.shape) for w in (convolution, gain))
-    return projected.new_empty(projected.shape), gate, rates.new_empty(v.shape[:3]), *weights
-
-
+@launcher("delta_mixer_backward")
 def mixer_backward(
     dy: Tensor, d_last: Tensor | None, projected: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor, states: Tensor,
     u: Tensor, eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """The gradients of the projection, g, beta, the convolution and the gain."""
-    d_projected, _, _, d_convolution, d_gain = mixer_gradients(
-        dy, d_last, projected, convolution, gain, begins, q, k, v, o, inverse, reads, rates, states, u, eps
-    )
+    d_projected, dg, dbeta = dense_like(projected), rates.new_empty(v.shape[:3]), rates.new_empty(v.shape[:3])
+    d_convolution, d_gain = rates.new_empty(convolution.shape), rates.new_empty(gain.shape)
+    yield d_projected, dg, dbeta, d_convolution, d_gain
     d_o = o.new_empty(o.shape)
     z, d_z = (x[..., convolution.shape[1] :].unflatten(-1, o.shape[2:]) for x in (projected, d_projected))
     output_launch.launch_backward(dy, o, z, gain, eps, d_o, d_z, d_gain)
-    dq, dk, dv, dg, dbeta, _ = backward(d_o, d_last, q, k, v, inverse, reads, rates, states, u, False)
+    dq, dk, dv, _, _, d_state = _empty_gradients(q, k, v, rates, False)
+    kept = (inverse, reads, rates, states, u)
+    _launch_backward(d_o, d_last, q, k, v, kept, False, (dq, dk, dv, dg, dbeta, d_state))
     convolution_launch.launch_backward(
         dq, dk, dv, projected, convolution, begins, NORM_EPS, k.shape[2], d_projected, d_convolution
     )
-    return d_projected, dg, dbeta, d_convolution, d_gain

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops.depth_attention import autograd, reference
 from residua.ops.depth_attention.reference import attend_finished, attend_partial
 
@@ -28,7 +29,12 @@ def _serves(
     return alike and query.shape == first.shape[-1:] and fused.serves(first)
 
 
-depth_attention = Operator(reference.depth_attention)
+def _cases(d: Draw) -> Cases:
+    sources = [d.x() for _ in range(d.sizes.sources)]
+    yield Case((sources, d.gain()), {"norm_weight": d.gain()}, moved=(len(sources) + 1, 2 * len(sources) + 1))
+
+
+depth_attention = Operator(reference.depth_attention, _cases, compile_seconds=8)
 depth_attention.register_fused(autograd.depth_attention, _serves)
 
 __all__ = ["attend_finished", "attend_partial", "depth_attention"]

@@ -11,70 +11,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from residua.ops._runtime.handles import handle
-from residua.ops._runtime.library import operator
-from residua.ops._runtime.tracing import in_graph
+from residua.ops._runtime.tracing import in_graph, opaque
 from residua.ops.depth_attention import launch, reference
 from residua.ops.depth_attention.reference import Activation, KeyNorm
-
-depth_parts = operator(
-    "depth_parts(Tensor u) -> Tensor",
-    launch.parts,
-    launch.parts_output,
-)
-depth_scores = operator(
-    "depth_scores(Tensor v, Tensor u, int first, int count, float eps) -> (Tensor, Tensor)",
-    launch.scores,
-    launch.scores_outputs,
-)
-depth_sum_scores = operator(
-    "depth_sum_scores(Tensor base, Tensor y, Tensor u, int first, int count, float eps) -> (Tensor, Tensor, Tensor)",
-    launch.sum_scores,
-    launch.sum_outputs,
-)
-depth_mix = operator(
-    "depth_mix(Tensor[] sources, Tensor[] scores, int[] rows) -> (Tensor, Tensor)",
-    launch.mix,
-    launch.mix_outputs,
-)
-depth_mix_group = operator(
-    "depth_mix_group(Tensor[] sources, Tensor[] scores, int[] rows, int readers) -> Tensor[]",
-    launch.mix_group,
-    launch.group_outputs,
-)
-depth_sum_read = operator(
-    "depth_sum_read(Tensor base, Tensor y, Tensor u, int reader, Tensor[] sources, Tensor[] scores, int[] rows,"
-    " float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.sum_read,
-    launch.sum_read_outputs,
-)
-depth_stats = operator(
-    "depth_stats(Tensor dh, Tensor h, Tensor lse) -> Tensor",
-    launch.stats,
-    launch.stats_output,
-)
-depth_source_gradient = operator(
-    "depth_source_gradient(Tensor v, Tensor z, Tensor rstd, Tensor u, int first, Tensor? onward, Tensor[] dh,"
-    " Tensor[] stats, Tensor? du) -> (Tensor, Tensor)",
-    launch.source_gradient,
-    launch.gradient_outputs,
-)
-depth_block_gradient = operator(
-    "depth_block_gradient(Tensor[] values, Tensor[] scores, Tensor[] rstds, Tensor u, int first, Tensor[] dh,"
-    " Tensor[] stats, Tensor? du) -> Tensor[]",
-    launch.block_gradient,
-    launch.block_outputs,
-)
-depth_attend = operator(
-    "depth_attend(Tensor[] sources, Tensor u, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    launch.attend,
-    launch.attend_outputs,
-)
-depth_attend_backward = operator(
-    "depth_attend_backward(Tensor[] sources, Tensor u, Tensor dh, Tensor h, Tensor lse, Tensor scores, Tensor"
-    " rstd) -> Tensor[]",
-    launch.attend_backward,
-    launch.attend_gradients,
-)
 
 
 def depth_attention(
@@ -96,14 +35,15 @@ def depth_attention(
     if len(sources) == 1:
         return reference.depth_attention(sources, query, norm_weight=norm_weight, scale=scale, eps=eps)
     u = scale * query.float() * (1.0 if norm_weight is None else norm_weight.float())
-    return _attend(eps, u, *sources)
+    h: Tensor = _attend(eps, u, *sources)
+    return h
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, eps: float, u: Tensor, *sources: Tensor) -> Tensor:
         values = [v.contiguous() for v in sources]
-        h, lse, scores, rstd = depth_attend(values, u, eps)
+        h, lse, scores, rstd = launch.depth_attend(values, u, eps)
         ctx.save_for_backward(u, h, lse, scores, rstd, *values)
         return h
 
@@ -111,14 +51,11 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         u, h, lse, scores, rstd, *values = ctx.saved_tensors
-        du, *dv = depth_attend_backward(values, u, dh.contiguous(), h, lse, scores, rstd)
+        du, *dv = launch.depth_attend_backward(values, u, dh.contiguous(), h, lse, scores, rstd)
         return None, du, *dv
 
 
-@in_graph
-def _attend(eps: float, u: Tensor, *sources: Tensor) -> Tensor:
-    h: Tensor = _Attend.apply(eps, u, *sources)
-    return h
+_attend = opaque(_Attend)
 
 
 class _Fork(torch.autograd.Function):
@@ -150,9 +87,9 @@ class _Fork(torch.autograd.Function):
         stats = [scores.new_zeros(2, scores.shape[1]) if g is None else g for g in of_reads[ctx.own :]]
         if led:
             block = [[own, *led[i::3]] for i, own in enumerate((value, scores, rstd))]
-            du, dv, *handed = depth_block_gradient(*block, u, ctx.first, dh, stats, du)
+            du, dv, *handed = launch.depth_block_gradient(*block, u, ctx.first, dh, stats, du)
             return (dv, du, *frozen, *handed, *[None] * len(led))
-        dv, du = depth_source_gradient(value, scores, rstd, u, ctx.first, onward, dh, stats, du)
+        dv, du = launch.depth_source_gradient(value, scores, rstd, u, ctx.first, onward, dh, stats, du)
         return (dv, du, *frozen, *[dv] * grown)
 
 
@@ -167,7 +104,7 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         dh = dh.contiguous()
-        stats = (_plain_stats if ctx.compiled else depth_stats)(dh, *ctx.saved_tensors)
+        stats = (_plain_stats if ctx.compiled else launch.depth_stats)(dh, *ctx.saved_tensors)
         return (None, None, None, *[dh] * ctx.count, *[stats] * ctx.count)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import chosen_backend
-from residua.ops.depth_attention import autograd
+from residua.ops.depth_attention import autograd, launch
 from residua.ops.depth_attention.plan import FRONT, ReadPlan
 from residua.ops.depth_attention.tiles import narrow
 
@@ -51,8 +51,8 @@ def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State
     """
     u = queries.detach().contiguous()
     value = x.detach().contiguous()
-    parts = autograd.depth_parts(u) if narrow(value) else u
-    made = value, *autograd.depth_scores(value, parts, 0, len(plan.readers[0]), eps)
+    parts = launch.depth_parts(u) if narrow(value) else u
+    made = value, *launch.depth_scores(value, parts, 0, len(plan.readers[0]), eps)
     chain, *handles = _fork(plan, 0, x, made, [], u, queries)
     return u, parts, chain, *made, *handles
 
@@ -109,17 +109,17 @@ def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tu
         partial = (partial[0], *partial[2:]) if len(partial) > 2 else ()
     base = state[table.newest] if plan.grows[k + 1] else None
     if base is not None and plan.fuses(k):
-        *made, h, lse = autograd.depth_sum_read(base, y, u, k, values, scores, rows, eps)
+        *made, h, lse = launch.depth_sum_read(base, y, u, k, values, scores, rows, eps)
         return (made[0], made[1], made[2]), h, lse, partial
     if base is None:
-        new: Made = (y, *autograd.depth_scores(y, parts, first, count, eps))
+        new: Made = (y, *launch.depth_scores(y, parts, first, count, eps))
     else:
-        new = autograd.depth_sum_scores(base, y, parts, first, count, eps)
+        new = launch.depth_sum_scores(base, y, parts, first, count, eps)
     values, scores, rows = [*values, new[0]], [*scores, new[1]], [*rows, k - first]
     if k == start and size > 1:
-        every_lse, h, *later = autograd.depth_mix_group(values, scores, rows, size)
+        every_lse, h, *later = launch.depth_mix_group(values, scores, rows, size)
         return new, h, every_lse[0], (every_lse, *later)
-    h, lse = autograd.depth_mix(values, scores, rows)
+    h, lse = launch.depth_mix(values, scores, rows)
     return new, h, lse, partial
 
 

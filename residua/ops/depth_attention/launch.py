@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import addresses, aligned, cdiv, extent, on, power
+from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, extent, on, power
+from residua.ops._runtime.library import launcher
 from residua.ops.depth_attention.plan import MAX_FUSED_READERS
 from residua.ops.depth_attention.tiles import (
     NUMBERS,
@@ -46,39 +47,39 @@ def row_address(scores: Tensor, index: int) -> int:
     return scores.data_ptr() + index * scores.stride(0) * scores.element_size()
 
 
-def parts_output(u: Tensor) -> Tensor:
-    return u.new_empty(len(u), 2, u.shape[1], dtype=torch.bfloat16)
-
-
 def parts(u: Tensor) -> Tensor:
-    """u [reads, C] as the sum of two bf16 parts [reads, 2, C]; opaque, for a compiler may skip the rounding."""
+    """u [reads, C] as the sum of two bf16 parts [reads, 2, C]."""
     coarse = u.bfloat16()
     return torch.stack([coarse, (u - coarse).bfloat16()], 1)
 
 
-def scores_outputs(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
+@launcher("depth_parts")
+def depth_parts(u: Tensor) -> Iterator[Tensor]:
+    """`parts` as an operator, for a compiler may skip the rounding."""
+    yield parts(u)
+
+
+@launcher("depth_scores")
+def depth_scores(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """z_l = rstd (u_l · v) [count, pitch] for the readers from `first` on, and rstd [pitch]; u may be in parts."""
+    outputs = _empty_scores(v, count)
+    yield outputs
+    _launch_scores(None, v, None, u, *outputs, first, eps)
+
+
+def _empty_scores(v: Tensor, count: int) -> tuple[Tensor, Tensor]:
     length = pitch(extent(v)[1])
     return v.new_empty(count, length, dtype=torch.float32), v.new_empty(length, dtype=torch.float32)
 
 
-def scores(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor]:
-    """z_l = rstd (u_l · v) [count, pitch] for the readers from `first` on, and rstd [pitch]; u may be in parts."""
-    z, rstd = scores_outputs(v, u, first, count, eps)
-    _launch_scores(None, v, None, u, z, rstd, first, eps)
-    return z, rstd
-
-
-def sum_outputs(
+@launcher("depth_sum_scores")
+def depth_sum_scores(
     base: Tensor, y: Tensor, u: Tensor, first: int, count: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(y), *scores_outputs(y, u, first, count, eps)
-
-
-def sum_scores(base: Tensor, y: Tensor, u: Tensor, first: int, count: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """v = base + y, and `scores` of v."""
-    v, z, rstd = sum_outputs(base, y, u, first, count, eps)
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """v = base + y, and `depth_scores` of v."""
+    v, (z, rstd) = torch.empty_like(y), _empty_scores(y, count)
+    yield v, z, rstd
     _launch_scores(base, y, v, u, z, rstd, first, eps)
-    return v, z, rstd
 
 
 def _launch_scores(
@@ -96,14 +97,13 @@ def _launch_scores(
         )  # fmt: skip
 
 
-def mix_outputs(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-    h = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
-    return h, scores[0].new_empty(scores[0].shape[1])
-
-
-def mix(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+@launcher("depth_mix")
+def depth_mix(
+    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """h = Σ_i softmax(z)_i v_i and lse [pitch]; source i's score is scores[i][rows[i]]."""
-    h, lse = mix_outputs(sources, scores, rows)
+    h, lse = dense_like(sources[0]), scores[0].new_empty(scores[0].shape[1])
+    yield h, lse
     width, tokens = extent(h)
     if tokens:
         tile = mix_tile(width)
@@ -113,20 +113,15 @@ def mix(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int]
                 addresses(sources, [*map(row_address, scores, rows)]), h, lse,
                 tokens, len(sources), LANES=32, UNROLL=UNROLL, **tile,
             )  # fmt: skip
-    return h, lse
 
 
-def group_outputs(
+@launcher("depth_mix_group")
+def depth_mix_group(
     sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int
-) -> list[Tensor]:
-    like = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
-    others = [torch.empty_like(like) for _ in range(readers - 1)]
-    return [scores[0].new_empty(readers, scores[0].shape[1]), like, *others]
-
-
-def mix_group(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int) -> list[Tensor]:
-    """`mix` for consecutive readers, the first one's scores in rows[i]: lse [readers, pitch], then each h."""
-    lse, *h = outputs = group_outputs(sources, scores, rows, readers)
+) -> Iterator[list[Tensor]]:
+    """`depth_mix` for consecutive readers, the first one's scores in rows[i]: lse [readers, pitch], then each h."""
+    lse, h = scores[0].new_empty(readers, scores[0].shape[1]), [dense_like(sources[0]) for _ in range(readers)]
+    yield [lse, *h]
     width, tokens = extent(h[0])
     if tokens:
         count, length, tile = len(sources), lse.stride(0), stack_tile(h[0], readers, columns=128, stages=2)
@@ -140,23 +135,17 @@ def mix_group(sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequenc
             _kernels().forward.mix_group_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
                 table, weights, h[0], tokens, count, length, READERS=readers, **tile
             )
-    return outputs
 
 
-def sum_read_outputs(
+@launcher("depth_sum_read")
+def depth_sum_read(
     base: Tensor, y: Tensor, u: Tensor, reader: int,
     sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    v, z, rstd = sum_outputs(base, y, u, reader, 1, eps)
-    return v, z, rstd, torch.empty_like(v), torch.empty_like(rstd)
-
-
-def sum_read(
-    base: Tensor, y: Tensor, u: Tensor, reader: int,
-    sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`sum_scores` for one reader, then `mix` of the sources and v: v, z, rstd, h, lse."""
-    v, z, rstd, h, lse = outputs = sum_read_outputs(base, y, u, reader, sources, scores, rows, eps)
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """`depth_sum_scores` for one reader, then `depth_mix` of the sources and v: v, z, rstd, h, lse."""
+    v, (z, rstd) = torch.empty_like(y), _empty_scores(y, 1)
+    h, lse = torch.empty_like(v), torch.empty_like(rstd)
+    yield v, z, rstd, h, lse
     width, tokens = extent(v)
     if tokens:
         tile = row_tile(width)
@@ -166,16 +155,13 @@ def sum_read(
                 addresses(sources, [*map(row_address, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
                 v, z, rstd, h, lse, tokens, len(sources), eps, LANES=8, UNROLL=UNROLL, **tile,
             )  # fmt: skip
-    return outputs
 
 
-def stats_output(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
-    return lse.new_empty(2, len(lse))
-
-
-def stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
+@launcher("depth_stats")
+def depth_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Iterator[Tensor]:
     """[2, pitch]: a read's lse and δ = dh · h."""
-    stats = stats_output(dh, h, lse)
+    stats = lse.new_empty(2, len(lse))
+    yield stats
     width, tokens = extent(h)
     if tokens:
         tile = row_tile(width)
@@ -183,34 +169,28 @@ def stats(dh: Tensor, h: Tensor, lse: Tensor) -> Tensor:
             _kernels().backward.stats_kernel[(cdiv(tokens, tile["TOKENS"]),)](
                 aligned(dh), aligned(h), lse, stats, tokens, len(lse), **tile
             )
-    return stats
 
 
-def gradient_outputs(
+@launcher("depth_source_gradient")
+def depth_source_gradient(
     v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
     onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(v), torch.empty_like(u)
-
-
-def source_gradient(
-    v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
-    onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """A source's gradient [..., C] from the readers from `first` on, and du [readers of the model, C] so far.
 
     z's first len(dh) rows are theirs; `onward` is the gradient that reaches the source on other paths.
     """
-    dv, new_du = gradient_outputs(v, z, rstd, u, first, onward, dh, stats, du)
+    dv, new_du = torch.empty_like(v), torch.empty_like(u)
+    yield dv, new_du
     if extent(v)[1] == 0:
-        return dv, new_du.zero_() if du is None else new_du.copy_(du)
+        new_du.zero_() if du is None else new_du.copy_(du)
+        return
     v, onward = aligned(v), None if onward is None else aligned(onward)
     dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
     with on(v):
         how = _few_readers_gradient if len(dh) <= MAX_FUSED_READERS else _many_readers_gradient
         du_parts = how(v, z, rstd, u, first, onward, dh, stats, dv)
         _add_parts(du_parts, du, new_du, first)
-    return dv, new_du
 
 
 def _few_readers_gradient(
@@ -244,24 +224,18 @@ def _many_readers_gradient(
     return _scores_gradient(table, v, slopes, pull, u, first)
 
 
-def block_outputs(
+@launcher("depth_block_gradient")
+def depth_block_gradient(
     values: Sequence[Tensor], scores: Sequence[Tensor], rstds: Sequence[Tensor],
     u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    new_du = torch.empty_like(u)
-    return [new_du, *[torch.empty_like(v) for v in values]]
-
-
-def block_gradient(
-    values: Sequence[Tensor], scores: Sequence[Tensor], rstds: Sequence[Tensor],
-    u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """du, then `source_gradient` of several sources from the same readers, the last rows of each one's scores."""
-    new_du, *dv = outputs = block_outputs(values, scores, rstds, u, first, dh, stats, du)
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """du, then `depth_source_gradient` of several sources from the same readers, the last rows of each one's scores."""
+    new_du, dv = torch.empty_like(u), [torch.empty_like(v) for v in values]
+    yield [new_du, *dv]
     width, tokens = extent(dv[0])
     if tokens == 0:
         new_du.zero_() if du is None else new_du.copy_(du)
-        return outputs
+        return
     values, count, length = [aligned(v) for v in values], len(dh), rstds[0].shape[0]
     dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
     size = len(values)
@@ -287,7 +261,6 @@ def block_gradient(
             C=width, PARTS=parts, SOURCES=size, PADDED=power(size), **SLOPES,
         )  # fmt: skip
         _add_parts(_scores_gradient(table, values[0], slopes, pull, u, first), du, new_du, first)
-    return outputs
 
 
 def _numbers(each: int) -> int:
@@ -317,16 +290,14 @@ def _add_parts(du_parts: Tensor, du: Tensor | None, new_du: Tensor, first: int) 
     )  # fmt: skip
 
 
-def attend_outputs(sources: Sequence[Tensor], u: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    h = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
-    row = pitch(extent(h)[1])
-    return h, u.new_empty(row), u.new_empty(len(sources), row), u.new_empty(len(sources), row)
-
-
-def attend(sources: Sequence[Tensor], u: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@launcher("depth_attend")
+def depth_attend(sources: Sequence[Tensor], u: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """h [..., C], lse [pitch], scores and rstd [sources, pitch] of one query u [C]."""
-    h, lse, scores, rstd = attend_outputs(sources, u, eps)
+    h = dense_like(sources[0])
     width, tokens = extent(h)
+    count, row = len(sources), pitch(tokens)
+    lse, scores, rstd = u.new_empty(row), u.new_empty(count, row), u.new_empty(count, row)
+    yield h, lse, scores, rstd
     if tokens:
         sources = [aligned(v) for v in sources]
         tile = row_tile(width)
@@ -335,23 +306,19 @@ def attend(sources: Sequence[Tensor], u: Tensor, eps: float) -> tuple[Tensor, Te
                 addresses(sources, ()), aligned(u), h, lse, scores, rstd,
                 tokens, len(sources), pitch(tokens), eps, UNROLL=UNROLL, **tile,
             )  # fmt: skip
-    return h, lse, scores, rstd
 
 
-def attend_gradients(
+@launcher("depth_attend_backward")
+def depth_attend_backward(
     sources: Sequence[Tensor], u: Tensor, dh: Tensor, h: Tensor, lse: Tensor, scores: Tensor, rstd: Tensor
-) -> list[Tensor]:
-    return [torch.empty_like(u), *(torch.empty_like(v) for v in sources)]
-
-
-def attend_backward(
-    sources: Sequence[Tensor], u: Tensor, dh: Tensor, h: Tensor, lse: Tensor, scores: Tensor, rstd: Tensor
-) -> list[Tensor]:
+) -> Iterator[list[Tensor]]:
     """du [C], then the gradient of each source."""
-    grads = [torch.empty_like(v) for v in sources]
+    du, grads = torch.empty_like(u), [torch.empty_like(v) for v in sources]
+    yield [du, *grads]
     width, tokens = extent(h)
     if tokens == 0:
-        return [torch.zeros_like(u), *grads]
+        du.zero_()
+        return
     sources = [aligned(v) for v in sources]
     tile = row_tile(width)
     parts, tiles = shares(h, cdiv(tokens, tile["TOKENS"]), per_core=16)
@@ -361,4 +328,4 @@ def attend_backward(
             addresses(sources, [g.data_ptr() for g in grads]), aligned(u), aligned(dh), h, lse, scores, rstd, du_parts,
             tokens, len(sources), pitch(tokens), tiles, **tile,
         )  # fmt: skip
-    return [du_parts.sum(0), *grads]
+    torch.sum(du_parts, 0, out=du)

@@ -6,9 +6,11 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.numeric import working_dtype
 from residua.ops.expert_ffn import reference
 from residua.ops.expert_ffn.reference import expert_hidden
+from residua.ops.expert_routing import route
 
 ALIGNMENT = 8
 """Rows are read 16 bytes at a time: this many elements in bfloat16."""
@@ -19,7 +21,18 @@ def _serves(x: Tensor, up: Tensor, out: Tensor, ends: Tensor, activation: str, *
     return whole and len(x) > 0 and working_dtype(x) in fused.DTYPES and fused.serves(x, up, out)
 
 
-expert_ffn = Operator(reference.expert_ffn)
+def _cases(d: Draw) -> Cases:
+    """Rows that are sorted already, then tokens that were routed at random to experts as wide as the model."""
+    width, experts = d.sizes.width, d.sizes.experts
+    yield Case((d.x(), d.matrix(3, 2 * width, width), d.matrix(3, width, width), d.thirds(), "swiglu"))
+    routed = route.reference(d.x(), d.linear(experts, width), d.sizes.top_k)
+    for activation in ("relu2", "swiglu"):
+        up = d.matrix(experts, width * (2 if activation in reference.GATED else 1), width)
+        args = (d.x(), up, d.matrix(experts, width, width), routed.ends, activation)
+        yield Case(args, {"order": routed.order, "weights": routed.weights.detach()}, f"routed, {activation}")
+
+
+expert_ffn = Operator(reference.expert_ffn, _cases, compile_seconds=7)
 
 if fused.INSTALLED:
     from residua.ops.expert_ffn import launch

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops.expert_routing import reference
 from residua.ops.expert_routing.reference import Routed
 
@@ -17,7 +18,11 @@ def _serves(x: Tensor, weight: Tensor, top_k: int, **_: Any) -> bool:
     return len(x) > 0 and len(weight) <= MOST_EXPERTS and top_k <= MOST_CHOICES and fused.serves(x, weight)
 
 
-route = Operator(reference.route)
+def _cases(d: Draw) -> Cases:
+    yield Case((d.x(), d.linear(d.sizes.experts, d.sizes.width), d.sizes.top_k), moved=(1, 2))
+
+
+route = Operator(reference.route, _cases, compile_seconds=4)
 
 if fused.INSTALLED:
     from residua.ops.expert_routing import launch

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops.gated_norm import reference
 from residua.ops.gated_norm.reference import gate_scores, low_rank_gate
 
@@ -18,7 +19,12 @@ def _serves(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, activation: 
     return per_channel and down.shape[0] <= HIGHEST_RANK and fused.serves(x, weight, down, up)
 
 
-gated_norm = Operator(reference.gated_norm)
+def _cases(d: Draw) -> Cases:
+    rank, width = d.sizes.rank, d.sizes.width
+    yield Case((d.x(), d.gain(), d.linear(rank, width), d.w(width, rank)), moved=(2, 3))
+
+
+gated_norm = Operator(reference.gated_norm, _cases, compile_seconds=6)
 
 if fused.INSTALLED:
     from residua.ops.gated_norm import launch

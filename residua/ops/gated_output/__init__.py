@@ -6,9 +6,13 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case
 from residua.ops.gated_output import reference
 
-gated_output = Operator(reference.gated_output)
+gated_output = Operator(
+    reference.gated_output,
+    lambda d: [Case((d.heads(), d.heads(), d.w(d.sizes.head_dim)))],
+)
 
 
 def _serves(o: Tensor, z: Tensor, weight: Tensor, **_: Any) -> bool:

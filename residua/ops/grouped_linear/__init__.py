@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case
 from residua.ops._runtime.numeric import working_dtype
 from residua.ops.grouped_linear import reference
 
@@ -30,7 +31,10 @@ def _serves(x: Tensor, weight: Tensor, ends: Tensor) -> bool:
     return x.is_cuda and takes(x, weight)
 
 
-grouped_linear = Operator(reference.grouped_linear)
+grouped_linear = Operator(
+    reference.grouped_linear,
+    lambda d: [Case((d.x(), d.matrix(3, d.sizes.width, d.sizes.width), d.thirds()))],
+)
 grouped_linear.register_fused(grouped_product, _serves)
 
 __all__ = ["grouped_linear", "grouped_product", "takes"]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops.hyper_connection import reference
 from residua.ops.hyper_connection.reference import Norm, read_weights
 
@@ -29,9 +30,25 @@ def _serves_weights(logits: Tensor, scale: Tensor, bias: Tensor, streams: int, i
     return iterations > 0 and streams <= MOST_STREAMS and fused.serves(logits, scale, bias)
 
 
-hyper_step = Operator(reference.hyper_step)
-manifold_weights = Operator(reference.manifold_weights)
-sinkhorn = Operator(reference.sinkhorn)
+def _steps(d: Draw) -> Cases:
+    tokens, width, n = d.sizes.tokens, d.sizes.width, d.sizes.streams
+    weights = (d.w(tokens, n).softmax(-1), d.w(tokens, n, n).softmax(-1), d.w(n))
+    projection = {"scale": d.w(), "phi": d.linear(n * (n + 2), n * width), "norm": "all"}
+    yield Case((d.x(tokens, n, width), d.x(), *weights), projection)
+
+
+def _manifold_weights(d: Draw) -> Cases:
+    n = d.sizes.streams
+    yield Case((d.w(d.sizes.tokens, n * (n + 2)), d.w(3), d.w(n * (n + 2)), n, 20))
+
+
+def _squares(d: Draw) -> Cases:
+    yield Case((d.w(d.sizes.tokens, d.sizes.streams, d.sizes.streams), 20))
+
+
+hyper_step = Operator(reference.hyper_step, _steps, compile_seconds=5)
+manifold_weights = Operator(reference.manifold_weights, _manifold_weights)
+sinkhorn = Operator(reference.sinkhorn, _squares)
 
 if fused.INSTALLED:
     from residua.ops.hyper_connection import autograd

@@ -2,8 +2,8 @@
 
 A step keeps X, y and X' for the backward pass; X' is the next step's X. Write weights keep the logits.
 
-`normed_step` and `normed_backward` are a junction with the norm after it. Only a compiled step sees that nothing else
-reads h: it puts them in the place of junction and norm (`train/compile/rewrites/normed_junctions.py`).
+`launch.normed_step` and `launch.normed_backward` are a junction with the norm after it. Only a compiled step sees that
+nothing else reads h: it puts them in the place of junction and norm (`train/compile/rewrites/normed_junctions.py`).
 """
 
 from __future__ import annotations
@@ -14,50 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.ops._runtime.library import differentiate, operator
+from residua.ops._runtime.library import differentiate
 from residua.ops.hyper_connection import launch
 from residua.ops.hyper_connection.reference import Norm
-
-_step = operator(
-    "hyper_step(Tensor streams, Tensor update, Tensor post, Tensor mix, Tensor bias, Tensor scale, Tensor phi,"
-    " str norm, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.step,
-    launch.step_outputs,
-)
-_step_backward = operator(
-    "hyper_step_backward(Tensor g_hidden, Tensor? g_after, Tensor? g_logits, Tensor streams, Tensor update,"
-    " Tensor post, Tensor mix, Tensor scale, Tensor phi, Tensor logits, Tensor rstd, Tensor weights, str norm)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.step_backward,
-    launch.step_gradients,
-)
-normed_step = operator(
-    "hyper_step_normed(Tensor streams, Tensor update, Tensor post, Tensor mix, Tensor bias, Tensor scale, Tensor phi,"
-    " Tensor gain, str norm, float eps, float norm_eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.normed_step,
-    launch.normed_outputs,
-)
-normed_backward = operator(
-    "hyper_step_normed_backward(Tensor g_normed, Tensor? g_after, Tensor? g_logits, Tensor streams, Tensor update,"
-    " Tensor post, Tensor mix, Tensor scale, Tensor phi, Tensor gain, Tensor logits, Tensor rstd, Tensor weights,"
-    " Tensor hidden_stats, str norm) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    launch.normed_backward,
-    launch.normed_gradients,
-)
-_phi_gradient = operator(
-    "hyper_phi_gradient(Tensor g_z, Tensor normed) -> Tensor", launch.phi_gradient, launch.phi_output
-)
-_weights = operator(
-    "manifold_weights(Tensor logits, Tensor scale, Tensor bias, SymInt streams, SymInt iterations) -> (Tensor, Tensor)",
-    launch.write_weights,
-    launch.weights_outputs,
-)
-_weights_backward = operator(
-    "manifold_weights_backward(Tensor? g_post, Tensor? g_mix, Tensor logits, Tensor scale, Tensor bias, SymInt streams,"
-    " SymInt iterations) -> (Tensor, Tensor)",
-    launch.weights_backward,
-    launch.weights_gradients,
-)
 
 
 def hyper_step(
@@ -78,7 +37,7 @@ def hyper_step(
     post, mix = post.expand(*lead, n).reshape(-1, n), mix.expand(*lead, n, n).reshape(-1, n * n)
     scale = bias.new_zeros(()) if scale is None else scale
     phi = bias.new_zeros((0, width)) if phi is None else phi.contiguous()
-    after, hidden, logits, *_ = _step(flat, y.to(flat.dtype), post, mix, bias, scale, phi, norm, eps)
+    after, hidden, logits, *_ = launch.step(flat, y.to(flat.dtype), post, mix, bias, scale, phi, norm, eps)
     shape = {"all": (*lead, len(phi)), "each": (*lead, n, len(phi)), "none": (*lead, 0)}[norm]
     return hidden.reshape(update.shape), after.reshape(streams.shape), logits.reshape(shape)
 
@@ -87,7 +46,7 @@ def manifold_weights(
     logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of `reference.manifold_weights`."""
-    post, mix = _weights(logits.contiguous(), scale.contiguous(), bias.contiguous(), streams, iterations)
+    post, mix = launch.write_weights(logits.contiguous(), scale.contiguous(), bias.contiguous(), streams, iterations)
     return post, mix
 
 
@@ -111,21 +70,22 @@ def _differentiate_step(
     streams, update, post, mix, bias, scale, phi, after, logits, rstd, weights = ctx.saved_tensors
     g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
     g_logits = None if ctx.norm == "none" else g_logits
-    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
-    g_streams, g_update, g_post, g_mix, g_pre, g_z = _step_backward(g_hidden, g_after, g_logits, *inputs, ctx.norm)
+    g_streams, g_update, g_post, g_mix, g_pre, g_z = launch.step_backward(
+        g_hidden, g_after, g_logits, streams, update, post, mix, scale, phi, logits, rstd, weights, ctx.norm
+    )
     g_scale, g_phi = None, None
     if ctx.norm != "none":
         seen = logits[:, : len(bias)] if ctx.norm == "all" else torch.tanh(logits[:, :: len(phi)])
         g_scale = (g_pre * seen).sum().to(scale.dtype)
         normed, dz = after.reshape(-1, phi.shape[1]), g_z.reshape(-1, len(phi))
-        g_phi = _phi_gradient(dz, normed).to(phi.dtype)
+        g_phi = launch.phi_gradient(dz, normed).to(phi.dtype)
     return (
         g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_pre.sum(0).to(bias.dtype), g_scale, g_phi,
         None, None,
     )  # fmt: skip
 
 
-differentiate(_step, _differentiate_step, _save_step)
+differentiate(launch.step, _differentiate_step, _save_step)
 
 
 def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -136,9 +96,9 @@ def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _differentiate_weights(ctx: Any, g_post: Tensor | None, g_mix: Tensor | None) -> tuple[Tensor | None, ...]:
     logits, scale, bias = ctx.saved_tensors
-    g_logits, total = _weights_backward(g_post, g_mix, logits, scale, bias, ctx.streams, ctx.iterations)
+    g_logits, total = launch.weights_backward(g_post, g_mix, logits, scale, bias, ctx.streams, ctx.iterations)
     g_scale, g_bias = total.split((len(scale), len(bias)))
     return g_logits, g_scale.to(scale.dtype), g_bias.to(bias.dtype), None, None
 
 
-differentiate(_weights, _differentiate_weights, _save_weights)
+differentiate(launch.write_weights, _differentiate_weights, _save_weights)

@@ -9,7 +9,7 @@ more than `step`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import cdiv, on, power, sum_rows
+from residua.ops._runtime.library import launcher
 from residua.ops.hyper_connection import kernels, kernels_backward, kernels_weights
 
 
@@ -68,93 +69,74 @@ WEIGHTS_TOKENS = 32
 """Tokens of a program that makes write weights: a warp, and one to a thread."""
 
 
-def step_outputs(
+Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], and pre [M, N]."""
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Of X and y; of post, mix and what makes pre, per token; and rstd · dz."""
+
+
+@launcher("hyper_step")
+def step(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, norm: str,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    logits, rstd = (
-        streams.new_empty((streams.shape[0], _numbers(streams, phi, norm)), dtype=torch.float32) for _ in "zr"
-    )
+) -> Iterator[Step]:  # fmt: skip
+    outputs = _empty_step(streams, update, phi, norm)
+    yield outputs
+    _write_and_read(streams, update, post, mix, bias, scale, phi, outputs, norm, eps)
+
+
+def _empty_step(streams: Tensor, update: Tensor, phi: Tensor, norm: str) -> Step:
+    numbers = (streams.shape[0], _numbers(streams, phi, norm))
+    logits, rstd = (streams.new_empty(numbers, dtype=torch.float32) for _ in "zr")
     weights = streams.new_empty(streams.shape[:2], dtype=torch.float32)
     return torch.empty_like(streams), torch.empty_like(update), logits, rstd, weights
 
 
-def step(
-    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, norm: str,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], and pre [M, N]."""
-    made = step_outputs(streams, update, post, mix, bias, scale, phi, norm, eps)
-    _write_and_read(streams, update, post, mix, bias, scale, phi, made, norm, eps)
-    return made
-
-
-def step_gradients(
+@launcher("hyper_step_backward")
+def step_backward(
     g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
     mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, norm: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Iterator[Gradients]:  # fmt: skip
+    outputs = _empty_gradients(streams, update, logits)
+    yield outputs
+    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
+    _sum_and_spread(g_hidden, g_after, g_logits, *inputs, outputs, norm)
+
+
+def _empty_gradients(streams: Tensor, update: Tensor, logits: Tensor) -> Gradients:
     tokens, n, _ = streams.shape
     g_post, g_mix, g_pre = (streams.new_empty((tokens, size), dtype=torch.float32) for size in (n, n * n, n))
     return torch.empty_like(streams), torch.empty_like(update), g_post, g_mix, g_pre, torch.empty_like(logits)
 
 
-def step_backward(
-    g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
-    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, norm: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of X and y; of post, mix and what makes pre, per token; and rstd · dz."""
-    made = step_gradients(
-        g_hidden, g_after, g_logits, streams, update, post, mix, scale, phi, logits, rstd, weights, norm
-    )
-    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
-    _sum_and_spread(g_hidden, g_after, g_logits, *inputs, made, norm)
-    return made
-
-
-def normed_outputs(
-    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, gain: Tensor,
-    norm: str, eps: float, norm_eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    made = step_outputs(streams, update, post, mix, bias, scale, phi, norm, eps)
-    tokens, n, _ = streams.shape
-    return *made, streams.new_empty((tokens, n + 1), dtype=torch.float32)
-
-
+@launcher("hyper_step_normed")
 def normed_step(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, gain: Tensor,
     norm: str, eps: float, norm_eps: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """As `step`, with x = gain ⊙ RMS(h) [M, C] in place of h; then h·X'_i and 1/rms(h) of each token [M, N + 1]."""
-    *made, stats = normed_outputs(streams, update, post, mix, bias, scale, phi, gain, norm, eps, norm_eps)
+    outputs = _empty_step(streams, update, phi, norm)
+    stats = streams.new_empty((streams.shape[0], streams.shape[1] + 1), dtype=torch.float32)
+    yield *outputs, stats
     after_it = Norm(gain, stats, norm_eps)
-    _write_and_read(streams, update, post, mix, bias, scale, phi, made, norm, eps, after_it)
-    return *made, stats
+    _write_and_read(streams, update, post, mix, bias, scale, phi, outputs, norm, eps, after_it)
 
 
-def normed_gradients(
-    g_normed: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
-    mix: Tensor, scale: Tensor, phi: Tensor, gain: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor,
-    hidden_stats: Tensor, norm: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
-    return *step_gradients(g_normed, g_after, g_logits, *inputs, norm), hidden_stats.new_empty(len(gain))
-
-
+@launcher("hyper_step_normed_backward")
 def normed_backward(
     g_normed: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
     mix: Tensor, scale: Tensor, phi: Tensor, gain: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor,
     hidden_stats: Tensor, norm: str,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """`step_backward` from the gradient of x; then the gradient of the gain in float32."""
-    kept = (logits, rstd, weights)
-    inputs = (streams, update, post, mix, scale, phi)
-    *made, total = normed_gradients(g_normed, g_after, g_logits, *inputs, gain, *kept, hidden_stats, norm)
+    outputs, total = _empty_gradients(streams, update, logits), hidden_stats.new_empty(len(gain))
+    yield *outputs, total
     partial = total.new_empty((cdiv(len(streams), _tile("spread", streams).tokens), len(total)))
     after_it = Norm(gain, hidden_stats, partial=partial)
-    _sum_and_spread(g_normed, g_after, g_logits, *inputs, *kept, made, norm, after_it)
+    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
+    _sum_and_spread(g_normed, g_after, g_logits, *inputs, outputs, norm, after_it)
     with on(streams):
         sum_rows(partial, total)
-    return *made, total
 
 
 def _write_and_read(
@@ -216,13 +198,11 @@ def _sum_and_spread(
         )  # fmt: skip
 
 
-def phi_output(g_z: Tensor, normed: Tensor) -> Tensor:
-    return g_z.new_empty((g_z.shape[1], normed.shape[1]))
-
-
-def phi_gradient(g_z: Tensor, normed: Tensor) -> Tensor:
+@launcher("hyper_phi_gradient")
+def phi_gradient(g_z: Tensor, normed: Tensor) -> Iterator[Tensor]:
     """g_zᵀ normed [K, W] in float32, of g_z [M, K] and normed [M, W]; in parts of a fixed number of rows."""
-    total = phi_output(g_z, normed)
+    total = g_z.new_empty((g_z.shape[1], normed.shape[1]))
+    yield total
     (rows, size), width, tile = g_z.shape, normed.shape[1], _tile("phi", normed)
     columns = cdiv(width, tile.block)
     parts = max(1, PHI_PROGRAMS * fused.multiprocessors(normed) // columns)
@@ -235,41 +215,32 @@ def phi_gradient(g_z: Tensor, normed: Tensor) -> Tensor:
                 BLOCK=tile.block, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         sum_rows(partial, total.view(-1))
-    return total
 
 
-def weights_outputs(
+@launcher("manifold_weights")
+def write_weights(
     logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
-) -> tuple[Tensor, Tensor]:
-    post = logits.new_empty((*logits.shape[:-1], streams), dtype=torch.float32)
-    return post, post.new_empty((*post.shape, streams))
-
-
-def write_weights(logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int) -> tuple[Tensor, Tensor]:
+) -> Iterator[tuple[Tensor, Tensor]]:
     """post [..., N] and mix [..., N, N]."""
-    made = weights_outputs(logits, scale, bias, streams, iterations)
+    post = logits.new_empty((*logits.shape[:-1], streams), dtype=torch.float32)
+    mix = post.new_empty((*post.shape, streams))
+    yield post, mix
     tokens = logits.shape[:-1].numel()
     if tokens:
         with on(logits):
             kernels_weights.forward_kernel[(cdiv(tokens, WEIGHTS_TOKENS),)](
-                logits, scale, bias, *made, tokens, iterations, **_weights_sizes(streams)
+                logits, scale, bias, post, mix, tokens, iterations, **_weights_sizes(streams)
             )
-    return made
 
 
-def weights_gradients(
-    g_post: Tensor | None, g_mix: Tensor | None, logits: Tensor, scale: Tensor, bias: Tensor, streams: int,
-    iterations: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return torch.empty_like(logits), scale.new_empty(len(scale) + len(bias), dtype=torch.float32)
-
-
+@launcher("manifold_weights_backward")
 def weights_backward(
     g_post: Tensor | None, g_mix: Tensor | None, logits: Tensor, scale: Tensor, bias: Tensor, streams: int,
     iterations: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
     """The gradients of z, and of scale and bias in one row."""
-    g_logits, total = weights_gradients(g_post, g_mix, logits, scale, bias, streams, iterations)
+    g_logits, total = torch.empty_like(logits), scale.new_empty(len(scale) + len(bias), dtype=torch.float32)
+    yield g_logits, total
     tokens = logits.shape[:-1].numel()
     programs = cdiv(tokens, WEIGHTS_TOKENS)
     partial = total.new_empty((programs, len(total)))
@@ -282,7 +253,6 @@ def weights_backward(
                 HAS_POST=g_post is not None, HAS_MIX=g_mix is not None, **_weights_sizes(streams),
             )  # fmt: skip
         sum_rows(partial, total)
-    return g_logits, total
 
 
 def _weights_sizes(n: int) -> dict[str, int]:

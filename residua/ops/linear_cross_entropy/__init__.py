@@ -6,23 +6,31 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Draw
 from residua.ops.linear_cross_entropy import autograd, launch, reference
-
-linear_cross_entropy = Operator(reference.linear_cross_entropy)
-training_cross_entropy = Operator(reference.training_cross_entropy)
 
 
 def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> bool:
     return fused.serves(hidden, weight)
 
 
+def _head(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
+    """Final states, the head's matrix, targets."""
+    vocabulary = d.sizes.vocabulary
+    return d.x(), d.linear(vocabulary, d.sizes.width), d.below(vocabulary, d.sizes.tokens)
+
+
+linear_cross_entropy = Operator(reference.linear_cross_entropy, lambda d: [Case(_head(d), {"z_loss": 1e-4})])
 linear_cross_entropy.register_fused(autograd.linear_cross_entropy, _serves)
+
+# only loss + z has a right gradient: without z, the loss
+training_cross_entropy = Operator(reference.training_cross_entropy, lambda d: [Case(_head(d), first=True)])
 training_cross_entropy.register_fused(autograd.training_cross_entropy, _serves)
 
-token_likelihoods = Operator(reference.token_likelihoods)
+token_likelihoods = Operator(reference.token_likelihoods, lambda d: [Case(_head(d), gradients=False, first=True)])
 token_likelihoods.register_fused(launch.token_likelihoods, _serves)
 
-head_piece = Operator(reference.head_piece)
+head_piece = Operator(reference.head_piece, lambda d: [Case(_head(d))])
 head_piece.register_fused(autograd.head_piece, _serves)
 
 __all__ = ["head_piece", "linear_cross_entropy", "token_likelihoods", "training_cross_entropy"]

@@ -45,22 +45,24 @@ def backward(
     weight_dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The gradients of hidden [N, C] and of weight [V, C], from probabilities that are computed again."""
-    g_hidden = torch.empty_like(hidden)
-    yield g_hidden, torch.empty_like(cast, dtype=weight_dtype)
+    g_hidden, g_weight = torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
+    yield g_hidden, g_weight
     counted = (targets != ignore_index)[:, None]
     target = torch.where(counted, targets[:, None], 0)
     count = counted.sum().clamp(min=1)
     share = g_loss / count
-    g_weight = torch.empty_like(cast, dtype=wide(cast[:0]).dtype)
+    single = wide(cast[:0]).dtype
+    total = g_weight if weight_dtype is single else torch.empty_like(cast, dtype=single)
     for rows, p, lse, nll in _softmaxes(hidden, cast, targets, ignore_index, CHUNK_BYTES, write=True):
         scale = share + 2 * z_loss * g_z * lse[:, None] / count
         scale = torch.where(scale == 0, TINY, scale)
         entry = torch.exp(-nll[:, None]) - share / scale
         scale = torch.where(counted[rows], scale, 0)
-        _multiply(p, target[rows], entry, hidden[rows], scale, cast, g_hidden[rows], g_weight, first=rows.start == 0)
+        _multiply(p, target[rows], entry, hidden[rows], scale, cast, g_hidden[rows], total, first=rows.start == 0)
         g_hidden[rows].mul_(scale)
         del p  # before the next is made
-    yield g_hidden, g_weight.to(weight_dtype)
+    if total is not g_weight:
+        g_weight.copy_(total)
 
 
 def trained(
@@ -140,22 +142,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         else:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif first:
-        total.copy_(torch.mm(a, b))
+        total.copy_(torch.mm(a, b)) if total.dtype != a.dtype else torch.mm(a, b, out=total)
     else:
         total.add_(torch.mm(a, b))
-
-
-def _products(
-    p: Tensor, hidden: Tensor, cast: Tensor, scale: Tensor, entry: Tensor, target: Tensor, weight_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """scale·(p·W) and pᵀ·(scale·hidden), the target's entry of each row of p being `entry`."""
-    # Through .data, which does not bump the version: each backward pass rewrites these entries before it uses them.
-    p.data.scatter_(1, target, entry)
-    g_hidden = torch.mm(p, cast).mul_(scale)
-    scaled = torch.mul(hidden, scale, out=torch.empty_like(hidden))
-    if p.is_cuda and weight_dtype != p.dtype:
-        return g_hidden, torch.mm(p.t(), scaled, out_dtype=weight_dtype)
-    return g_hidden, torch.mm(p.t(), scaled).to(weight_dtype)
 
 
 def _chunks(tokens: int, cast: Tensor, most: int) -> list[slice]:
@@ -199,27 +188,32 @@ def piece_backward(
     weight_dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The gradients of hidden [N, C] and of the rows [R, C]; that of a token's logits is g_lse·p + g_picked·onehot."""
-    yield torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
+    g_hidden, g_weight = torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
+    yield g_hidden, g_weight
     inside = _inside(targets, cast)[:, None]
     local, target = targets.where(inside[:, 0], -1), targets[:, None].where(inside, 0)
     nonzero = torch.where(g_lse == 0, TINY, g_lse)[:, None]
     scale = nonzero.where((g_lse != 0)[:, None] | (g_picked != 0)[:, None], 0)
     entry = torch.exp(picked - lse)[:, None] + g_picked[:, None] / nonzero
 
-    def products(p: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def multiply(p: Tensor, rows: slice, total: Tensor) -> None:
+        """g_hidden of the rows = scale·(p·W), total = pᵀ·(scale·hidden), with `entry` as p of the target."""
         # p at the target; of a token whose target is elsewhere, the first entry is written back as it is
         written = torch.where(inside[rows], entry[rows], p[:, :1]).to(p.dtype)
-        return _products(p, hidden[rows], cast, scale[rows], written, target[rows], weight_dtype)
+        # Through .data, which does not bump the version: each backward pass rewrites these entries before it uses them.
+        p.data.scatter_(1, target[rows], written)
+        torch.mm(p, cast, out=g_hidden[rows]).mul_(scale[rows])
+        scaled = torch.mul(hidden[rows], scale[rows], out=torch.empty_like(hidden[rows]))
+        _add_product(total, p.t(), scaled, first=True)
 
     if kept.shape[0] == hidden.shape[0]:
-        yield products(kept, slice(None))
+        multiply(kept, slice(None), g_weight)
         return
-    g_hidden = torch.empty_like(hidden)
-    g_weight = torch.zeros(cast.shape, dtype=weight_dtype, device=cast.device)
+    part = torch.empty_like(g_weight.zero_())
     for rows, p, _, _ in _softmaxes(hidden, cast, local, -1, CHUNK_BYTES, write=True):
-        g_hidden[rows], g = products(p, rows)
-        g_weight += g
-    yield g_hidden, g_weight
+        multiply(p, rows, part)
+        g_weight += part
+        del p  # before the next is made
 
 
 def _inside(targets: Tensor, cast: Tensor) -> Tensor:

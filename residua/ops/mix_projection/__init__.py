@@ -7,6 +7,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops.mix_projection import reference
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
 
@@ -30,8 +31,23 @@ def _serves_heads(projected: Tensor, sections: Sections, anchors: Mapping[str, T
     return widest <= WIDEST_HEAD and fused.serves(projected, *anchors.values())
 
 
-mix_projection = Operator(reference.mix_projection)
-mix_heads = Operator(reference.mix_heads)
+def _mixtures(d: Draw) -> Cases:
+    shape = d.sizes.heads, d.sizes.head_dim
+    yield Case((d.heads(), d.heads(), d.w(*shape), d.w(*shape)), {"norm_weight": d.w(shape[1])}, moved=(3, 5))
+
+
+def _layers(d: Draw) -> Cases:
+    """All that an ExoFormer layer does between its projection and its attention."""
+    sections = dict.fromkeys("qkvg", (d.sizes.heads, d.sizes.head_dim))
+    anchors = {s: d.heads() for s in sections}
+    scales = [{s: d.w(*shape) for s, shape in sections.items()} for _ in range(2)]
+    projected, gains = d.x(*d.sizes.batch, 4 * d.sizes.width), (d.w(d.sizes.head_dim), d.w(d.sizes.head_dim))
+    args = (projected, sections, anchors, *scales, d.table)
+    yield Case(args, {"gains": gains}, fixed=d.table, moved=(4 * 3, 4 * 5))
+
+
+mix_projection = Operator(reference.mix_projection, _mixtures)
+mix_heads = Operator(reference.mix_heads, _layers)
 
 if fused.INSTALLED:
     from residua.ops.mix_projection import autograd

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops.multi_gate import inversion, reference
 from residua.ops.multi_gate.reference import gates, pool, pool_weights
 
@@ -33,10 +34,34 @@ def _alike(streams: Sequence[Tensor]) -> bool:
     return all(s.shape == first.shape and s.dtype == first.dtype and s.device == first.device for s in streams)
 
 
-multi_gate = Operator(reference.multi_gate)
-multi_gate_chain = Operator(reference.multi_gate_chain)
-multi_gate_inverted = Operator(inversion.multi_gate_inverted)
-pool_streams = Operator(reference.pool_streams)
+def _junction(d: Draw) -> tuple[Tensor, ...]:
+    """The streams, an update, the gates' query and biases, and the pool's query."""
+    streams = d.x(d.sizes.tokens, d.sizes.streams, d.sizes.width)
+    return streams, d.x(), d.gain(), d.w(d.sizes.streams + 1), d.gain()
+
+
+def _junctions(d: Draw) -> Cases:
+    yield Case(_junction(d), moved=(2 * d.sizes.streams + 2, 3 * d.sizes.streams + 3))
+
+
+def _chains(d: Draw) -> Cases:
+    streams, *rest = _junction(d)
+    yield Case(([streams], *rest), first=True)
+
+
+def _inverted_chains(d: Draw) -> Cases:
+    streams, *rest = _junction(d)
+    yield Case(([streams], *rest), {"last": True}, first=True)
+
+
+def _pools(d: Draw) -> Cases:
+    yield Case(([d.x() for _ in range(d.sizes.streams)], d.gain()), first=True)
+
+
+multi_gate = Operator(reference.multi_gate, _junctions, compile_seconds=5)
+multi_gate_chain = Operator(reference.multi_gate_chain, _chains)
+multi_gate_inverted = Operator(inversion.multi_gate_inverted, _inverted_chains)
+pool_streams = Operator(reference.pool_streams, _pools)
 
 if fused.INSTALLED:
     from residua.ops.multi_gate import autograd

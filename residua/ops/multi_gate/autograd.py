@@ -4,8 +4,8 @@ A junction need not keep its streams. In a chain of junctions only the first of 
 and β, and their backward pass repeats s ← s + β(f − s) from there, in registers and with the same rounding: bit for
 bit the same streams, for C more values to read per repeated junction instead of n·C more to keep.
 
-`normed_forward` and `normed_backward` are a junction with the norm after it. Only a compiled step sees that nothing
-else reads h: it puts them in the place of junction and norm (`train/compile/rewrites/normed_junctions.py`).
+`launch.normed_forward` and `launch.normed_backward` are a junction with the norm after it. Only a compiled step sees
+that nothing else reads h: it puts them in their place (`train/compile/rewrites/normed_junctions.py`).
 """
 
 from __future__ import annotations
@@ -17,50 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.library import operator
-from residua.ops._runtime.tracing import in_graph
+from residua.ops._runtime.tracing import opaque
 from residua.ops.multi_gate import inversion, launch
 from residua.ops.multi_gate.reference import SEGMENT, check, shape, split
-
-junction_forward = operator(
-    "multi_gate_forward(Tensor[] streams, Tensor update, Tensor gate_query, Tensor gate_bias, Tensor pool_query,"
-    " bool competitive, float eps) -> (Tensor, Tensor, Tensor)",
-    launch.forward,
-    launch.forward_outputs,
-)
-junction_backward = operator(
-    "multi_gate_backward(Tensor g_hidden, Tensor[] g_after, Tensor[] start, Tensor[] updates, Tensor[] stats,"
-    " Tensor gate_query, Tensor pool_query, bool apart, bool competitive, float eps) -> Tensor[]",
-    launch.backward,
-    launch.backward_outputs,
-)
-normed_forward = operator(
-    "multi_gate_normed_forward(Tensor[] streams, Tensor update, Tensor gate_query, Tensor gate_bias, Tensor pool_query,"
-    " Tensor gain, bool competitive, float eps, float norm_eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    launch.normed_forward,
-    launch.normed_outputs,
-)
-normed_backward = operator(
-    "multi_gate_normed_backward(Tensor g_normed, Tensor[] g_after, Tensor[] start, Tensor[] updates, Tensor[] stats,"
-    " Tensor hidden_stats, Tensor gate_query, Tensor pool_query, Tensor gain, bool apart, bool competitive, float eps)"
-    " -> Tensor[]",
-    launch.normed_backward,
-    launch.normed_gradients,
-)
-junction_invert = operator(
-    "multi_gate_invert(Tensor after, Tensor update, Tensor stats, float floor) -> Tensor",
-    launch.invert,
-    launch.invert_output,
-)
-pool_forward = operator(
-    "multi_gate_pool(Tensor[] streams, Tensor query, float eps) -> (Tensor, Tensor)", launch.pool, launch.pool_outputs
-)
-pool_backward = operator(
-    "multi_gate_pool_backward(Tensor g_hidden, Tensor[] g_after, Tensor[] streams, Tensor query, Tensor stats,"
-    " float eps) -> Tensor[]",
-    launch.pool_backward,
-    launch.pool_gradients,
-)
 
 
 def multi_gate(
@@ -127,7 +86,7 @@ class _Junction(torch.autograd.Function):
         streams themselves are kept."""
         streams, past = tensors[:count], tensors[count:]
         weights = (gate_query, gate_bias, pool_query)
-        hidden, after, stats = junction_forward(streams, update, *weights, competitive, eps)
+        hidden, after, stats = launch.forward(streams, update, *weights, competitive, eps)
         ctx.competitive, ctx.eps, ctx.count, ctx.bias_dtype = competitive, eps, count, gate_bias.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats)
@@ -143,7 +102,7 @@ class _Junction(torch.autograd.Function):
         junction = starts(kept, g_hidden)
         start, since = kept[:junction], kept[junction:]
         given = [] if g_after is None else [g_after]
-        *g_streams, g_update, g_rest = junction_backward(
+        *g_streams, g_update, g_rest = launch.backward(
             g_hidden, given, start, since[::2], since[1::2], gate_query, pool_query,
             ctx.count > 1, ctx.competitive, ctx.eps,
         )  # fmt: skip
@@ -167,11 +126,11 @@ class Fused:
         self.competitive, self.eps = competitive, eps
 
     def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out: tuple[Tensor, Tensor, Tensor] = junction_forward(streams, update, *weights, self.competitive, self.eps)
+        out: tuple[Tensor, Tensor, Tensor] = launch.forward(streams, update, *weights, self.competitive, self.eps)
         return out
 
     def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
-        found: Tensor = junction_invert(after, update, stats, inversion.FLOOR)
+        found: Tensor = launch.invert(after, update, stats, inversion.FLOOR)
         return found
 
     def backward(
@@ -179,7 +138,7 @@ class Fused:
     ) -> tuple[Tensor, ...]:
         gate_query, _, pool_query = weights
         given = [] if g_after is None else [g_after]
-        g_streams, g_update, g_rest = junction_backward(
+        g_streams, g_update, g_rest = launch.backward(
             g_hidden, given, [streams], [update], [stats], gate_query, pool_query, False, self.competitive, self.eps
         )
         return g_streams, g_update, *_apart(g_rest, [w.dtype for w in weights], g_hidden.shape[-1], self.competitive)
@@ -208,7 +167,7 @@ def multi_gate_inverted(
 class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, eps: float, query: Tensor, *streams: Tensor) -> tuple[Tensor, ...]:
-        hidden, stats = pool_forward(streams, query, eps)
+        hidden, stats = launch.pool(streams, query, eps)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, stats, *streams)
@@ -222,17 +181,8 @@ class _Pool(torch.autograd.Function):
             return None, None, *g_after
         given = [torch.zeros_like(g_hidden) if g is None else g for g in g_after]
         given = [] if all(g is None for g in g_after) else given
-        *g_streams, g_query = pool_backward(g_hidden, given, streams, query, stats, ctx.eps)
+        *g_streams, g_query = launch.pool_backward(g_hidden, given, streams, query, stats, ctx.eps)
         return None, g_query.to(query.dtype), *g_streams
 
 
-@in_graph
-def _junction(competitive: bool, eps: float, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    out: tuple[Tensor, Tensor, Tensor] = _Junction.apply(competitive, eps, count, *tensors)
-    return out
-
-
-@in_graph
-def _pool(eps: float, query: Tensor, *streams: Tensor) -> tuple[Tensor, ...]:
-    out: tuple[Tensor, ...] = _Pool.apply(eps, query, *streams)
-    return out
+_junction, _pool = opaque(_Junction), opaque(_Pool)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residua.ops._runtime.numeric import wide
-from residua.ops._runtime.tracing import in_graph
+from residua.ops._runtime.tracing import opaque
 from residua.ops.multi_gate import reference
 from residua.ops.multi_gate.reference import check, shape, split
 
@@ -196,12 +196,7 @@ class _Inverted(torch.autograd.Function):
         return None, None, None, None, None, *gradients, *apart, *([streams] if ctx.linked else [])
 
 
-@in_graph
-def _inverted(
-    halves: str, competitive: bool, eps: float, kept: int, count: int, *tensors: Tensor
-) -> tuple[Tensor, ...]:
-    out: tuple[Tensor, ...] = _Inverted.apply(halves, competitive, eps, kept, count, *tensors)
-    return out
+_inverted = opaque(_Inverted)
 
 
 def _rows(streams: Sequence[Tensor], where: Tensor) -> Tensor:

@@ -5,14 +5,15 @@ A list of streams is one tensor [..., N, C] or N of [..., C]; tokens are all the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, extent, on, power, sum_rows
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, extent, on, power, sum_rows
+from residua.ops._runtime.library import launcher
 from residua.ops.multi_gate import kernels, kernels_backward
 
 
@@ -69,24 +70,22 @@ def streams_in(streams: Sequence[Tensor]) -> int:
     return streams[0].shape[-2] if len(streams) == 1 else len(streams)
 
 
-def forward_outputs(
-    streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor,
-    competitive: bool, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n, lead = streams_in(streams), update.shape[:-1]
-    stats = update.new_empty((*lead, 5 * n + 2), dtype=torch.float32)
-    return streams[0].new_empty(update.shape), streams[0].new_empty((*lead, n, update.shape[-1])), stats
-
-
+@launcher("multi_gate_forward")
 def forward(
     streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor,
     competitive: bool, eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """h [..., C], s' [..., N, C] and the scalars [..., 5N + 2] (β, then the 4N + 2)."""
-    weights = (gate_query, gate_bias, pool_query)
-    hidden, after, stats = forward_outputs(streams, update, *weights, competitive, eps)
-    _launch_forward(streams, update, (*weights, None), (hidden, after, stats, None), competitive, eps)
-    return hidden, after, stats
+    outputs = _empty_junction(streams, update)
+    yield outputs
+    weights = (gate_query, gate_bias, pool_query, None)
+    _launch_forward(streams, update, weights, (*outputs, None), competitive, eps)
+
+
+def _empty_junction(streams: Sequence[Tensor], update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, lead = streams_in(streams), update.shape[:-1]
+    stats = update.new_empty((*lead, 5 * n + 2), dtype=torch.float32)
+    return streams[0].new_empty(update.shape), streams[0].new_empty((*lead, n, update.shape[-1])), stats
 
 
 def _launch_forward(
@@ -104,30 +103,31 @@ def _launch_forward(
             )  # fmt: skip
 
 
-def backward_outputs(
-    g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
-    stats: Sequence[Tensor], gate_query: Tensor, pool_query: Tensor, apart: bool, competitive: bool, eps: float,
-) -> list[Tensor]:  # fmt: skip
-    n, (*lead, width) = streams_in(start), g_hidden.shape
-    shapes = [(*lead, width)] * n if apart else [(*lead, n, width)]
-    g_streams = [start[0].new_empty(shape) for shape in shapes]
-    return [*g_streams, torch.empty_like(updates[-1]), stats[0].new_empty(2 * width + n + 1)]
-
-
+@launcher("multi_gate_backward")
 def backward(
     g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
     stats: Sequence[Tensor], gate_query: Tensor, pool_query: Tensor, apart: bool, competitive: bool, eps: float,
-) -> list[Tensor]:  # fmt: skip
+) -> Iterator[list[Tensor]]:  # fmt: skip
     """The gradients of s, of f, and of w1, w2 and the biases in one row [2C + N + 1] of float32.
 
     `updates` and `stats` are those of the junctions since `start`, this one last. `apart`: the streams were N tensors,
     and so are their gradients.
     """
-    weights = (gate_query, pool_query)
-    outputs = backward_outputs(g_hidden, g_after, start, updates, stats, *weights, apart, competitive, eps)
-    kept = (updates, stats, None)
-    _launch_backward(backward_plan, g_hidden, g_after, start, kept, (*weights, None), outputs, competitive, eps)
-    return outputs
+    outputs = _empty_gradients(g_hidden, start, updates, stats, apart)
+    yield outputs
+    kept, weights = (updates, stats, None), (gate_query, pool_query, None)
+    _launch_backward(backward_plan, g_hidden, g_after, start, kept, weights, outputs, competitive, eps)
+
+
+def _empty_gradients(
+    g_hidden: Tensor, start: Sequence[Tensor], updates: Sequence[Tensor], stats: Sequence[Tensor], apart: bool,
+    more: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    """`more` is the length of the gain's gradient at the end of the row."""
+    n, (*lead, width) = streams_in(start), g_hidden.shape
+    shapes = [(*lead, width)] * n if apart else [(*lead, n, width)]
+    g_streams = [start[0].new_empty(shape) for shape in shapes]
+    return [*g_streams, torch.empty_like(updates[-1]), stats[0].new_empty(2 * width + n + 1 + more)]
 
 
 def _launch_backward(
@@ -163,74 +163,50 @@ def normed_backward_plan(n: int, width: int, size: int) -> TilePlan:
     return plan._replace(registers=168) if n <= 4 and plan.warps <= 8 else plan
 
 
-def normed_outputs(
-    streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, gain: Tensor,
-    competitive: bool, eps: float, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    hidden, after, stats = forward_outputs(streams, update, gate_query, gate_bias, pool_query, competitive, eps)
-    return hidden, after, stats, stats.new_empty((*update.shape[:-1], streams_in(streams) + 2))
-
-
+@launcher("multi_gate_normed_forward")
 def normed_forward(
     streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, gain: Tensor,
     competitive: bool, eps: float, norm_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """x = gain ⊙ RMS(h) [..., C] in place of `forward`'s h, s', its scalars, and the scalars of h [..., N + 2]."""
+    hidden, after, stats = _empty_junction(streams, update)
+    outputs = hidden, after, stats, stats.new_empty((*update.shape[:-1], streams_in(streams) + 2))
+    yield outputs
     weights = (gate_query, gate_bias, pool_query, gain)
-    outputs = normed_outputs(streams, update, *weights, competitive, eps, norm_eps)
     _launch_forward(streams, update, weights, outputs, competitive, eps, norm_eps)
-    return outputs
 
 
-def normed_gradients(
-    g_normed: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
-    stats: Sequence[Tensor], hidden_stats: Tensor, gate_query: Tensor, pool_query: Tensor, gain: Tensor,
-    apart: bool, competitive: bool, eps: float,
-) -> list[Tensor]:  # fmt: skip
-    weights = (gate_query, pool_query)
-    *made, row = backward_outputs(g_normed, g_after, start, updates, stats, *weights, apart, competitive, eps)
-    return [*made, row.new_empty(len(row) + len(gain))]
-
-
+@launcher("multi_gate_normed_backward")
 def normed_backward(
     g_normed: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
     stats: Sequence[Tensor], hidden_stats: Tensor, gate_query: Tensor, pool_query: Tensor, gain: Tensor,
     apart: bool, competitive: bool, eps: float,
-) -> list[Tensor]:  # fmt: skip
+) -> Iterator[list[Tensor]]:  # fmt: skip
     """`backward` from the gradient of x; the row [3C + N + 1] ends with the gradient of the gain."""
-    weights = (gate_query, pool_query, gain)
-    outputs = normed_gradients(
-        g_normed, g_after, start, updates, stats, hidden_stats, *weights, apart, competitive, eps
-    )  # fmt: skip
-    kept = (updates, stats, hidden_stats)
+    outputs = _empty_gradients(g_normed, start, updates, stats, apart, len(gain))
+    yield outputs
+    kept, weights = (updates, stats, hidden_stats), (gate_query, pool_query, gain)
     _launch_backward(normed_backward_plan, g_normed, g_after, start, kept, weights, outputs, competitive, eps)
-    return outputs
 
 
-def invert_output(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Tensor:
-    return torch.empty_like(after, memory_format=torch.contiguous_format)
-
-
-def invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Tensor:
+@launcher("multi_gate_invert")
+def invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Iterator[Tensor]:
     """s [..., N, C] from s', f and the scalars of the junction between; 1 − β is at least `floor`."""
-    streams = invert_output(after, update, stats, floor)
+    streams = dense_like(after)
+    yield streams
     _, tokens = extent(update)
     if tokens:
         _, tile = _tile(forward_plan, after.shape[-2], after)
         with on(after):
             kernels.invert_kernel[(tokens,)](aligned(after), aligned(update), stats, streams, floor, **tile)
-    return streams
 
 
-def pool_outputs(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    first = streams[0]
-    hidden = torch.empty_like(first, memory_format=torch.contiguous_format)
-    return hidden, first.new_empty((*first.shape[:-1], 2 * len(streams)), dtype=torch.float32)
-
-
-def pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@launcher("multi_gate_pool")
+def pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor]]:
     """h [..., C] of two or more streams [..., C], and the scalars [..., 2N]."""
-    hidden, stats = pool_outputs(streams, query, eps)
+    hidden = dense_like(streams[0])
+    stats = hidden.new_empty((*hidden.shape[:-1], 2 * len(streams)), dtype=torch.float32)
+    yield hidden, stats
     width, tokens = extent(hidden)
     if tokens:
         _, tile = _tile(forward_plan, len(streams), hidden)
@@ -238,22 +214,16 @@ def pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> tuple[Tensor, 
             kernels.pool_forward_kernel[(tokens,)](
                 tuple(aligned(s) for s in streams), query, hidden, stats, *_numbers(width, eps), **tile
             )
-    return hidden, stats
 
 
-def pool_gradients(
-    g_hidden: Tensor, g_after: Sequence[Tensor], streams: Sequence[Tensor], query: Tensor, stats: Tensor, eps: float
-) -> list[Tensor]:
-    return [torch.empty_like(s) for s in streams] + [stats.new_empty(query.shape)]
-
-
+@launcher("multi_gate_pool_backward")
 def pool_backward(
     g_hidden: Tensor, g_after: Sequence[Tensor], streams: Sequence[Tensor], query: Tensor, stats: Tensor, eps: float
-) -> list[Tensor]:
+) -> Iterator[list[Tensor]]:
     """The gradient of each stream, `g_after` (N or none) included, and that of the query."""
+    g_streams, total = [dense_like(s) for s in streams], stats.new_empty(query.shape)
+    yield [*g_streams, total]
     streams = [aligned(s) for s in streams]
-    outputs = pool_gradients(g_hidden, g_after, streams, query, stats, eps)
-    *g_streams, total = outputs
     width, tokens = extent(g_hidden)
     plan, tile = _tile(backward_plan, len(streams), g_hidden)
     partial = _partial(total, plan, tokens)
@@ -264,7 +234,6 @@ def pool_backward(
                 tuple(g_streams), partial, tokens, *_numbers(width, eps), **tile,
             )  # fmt: skip
         sum_rows(partial, total)
-    return outputs
 
 
 def _partial(total: Tensor, plan: TilePlan, tokens: int) -> Tensor:

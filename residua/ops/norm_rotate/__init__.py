@@ -6,10 +6,14 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case
 from residua.ops.norm_rotate import reference
 from residua.ops.norm_rotate.reference import rotate
 
-norm_rotate = Operator(reference.norm_rotate)
+norm_rotate = Operator(
+    reference.norm_rotate,
+    lambda d: [Case((d.heads(), d.w(d.sizes.head_dim), *d.table), fixed=d.table)],
+)
 
 if fused.INSTALLED:
     from residua.ops.norm_rotate import launch

@@ -3,15 +3,26 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case
 from residua.ops.optimizer_update import reference
 
-momentum_directions = Operator(reference.momentum_directions)
-cautious_descent = Operator(reference.cautious_descent)
-plain_descent = Operator(reference.plain_descent)
+momentum_directions = Operator(
+    reference.momentum_directions,
+    lambda d: [Case(([d.w(40, 24), d.w(7)], [d.w(40, 24), d.w(7)], 0.9, torch.float32), gradients=False, in_place=0)],
+)
+cautious_descent = Operator(
+    reference.cautious_descent,
+    lambda d: [Case(([d.w(40, 24), d.w(7)], [d.x(40, 24), d.x(7)], 0.1, 0.2), gradients=False, in_place=0)],
+)
+plain_descent = Operator(
+    reference.plain_descent,
+    lambda d: [Case(([d.w(40, 24), d.w(7)], [d.x(40, 24), d.x(7)], 0.1, 0.2), gradients=False, in_place=0)],
+)
 
 if fused.INSTALLED:
     from residua.ops.optimizer_update import launch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from residua.ops._runtime.library import operator
-from residua.ops.depth_attention.autograd import depth_mix_group, depth_scores, depth_sum_scores
+from residua.ops.depth_attention.launch import depth_mix_group, depth_scores, depth_sum_scores
 from residua.ops.depth_attention.tiles import narrow
 from residua.ops.mix_projection.reference import Mixing
 from residua.ops.prefill import launch

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case
 from residua.ops.rms_norm import reference
 
 WIDEST = 16_384
@@ -19,8 +20,14 @@ def _serves_sum(h: Tensor, y: Tensor, weight: Tensor, **_: Any) -> bool:
     return h.shape == y.shape and h.dtype == y.dtype and _serves(h, weight) and fused.serves(y)
 
 
-rms_norm = Operator(reference.rms_norm)
-add_norm = Operator(reference.add_norm)
+rms_norm = Operator(
+    reference.rms_norm,
+    lambda d: [Case((d.x(), d.gain())), Case((d.x(), d.gain()), {"affine": d.gain()}, "scaled")],
+)
+add_norm = Operator(
+    reference.add_norm,
+    lambda d: [Case((d.x(), d.x(), d.gain()), moved=(4, 4))],
+)
 
 if fused.INSTALLED:
     from residua.ops.rms_norm import launch

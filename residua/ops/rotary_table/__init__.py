@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case
 from residua.ops._runtime.library import launcher
 from residua.ops.rotary_table import reference
 
@@ -36,9 +37,15 @@ def _scaled_rotary_table(positions: Tensor, frequencies: Tensor, factor: float) 
     return cos, sin
 
 
-rotary_table = Operator(reference.rotary_table)
+rotary_table = Operator(
+    reference.rotary_table,
+    lambda d: [Case((d.positions(), d.sizes.head_dim, 10_000.0), gradients=False)],
+)
 rotary_table.register_fused(_rotary_table, lambda *_: True)
-scaled_rotary_table = Operator(reference.scaled_rotary_table)
+scaled_rotary_table = Operator(
+    reference.scaled_rotary_table,
+    lambda d: [Case((d.positions(), d.w(d.sizes.head_dim // 2), 1.5), gradients=False)],
+)
 scaled_rotary_table.register_fused(_scaled_rotary_table, lambda *_: True)
 
 __all__ = ["rotary_table", "scaled_rotary_table"]

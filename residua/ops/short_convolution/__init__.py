@@ -6,12 +6,17 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case
 from residua.ops.short_convolution import reference
 from residua.ops.short_convolution.reference import short_convolution, unit
 
 MOST_TAPS = 4
 
-convolve_heads = Operator(reference.convolve_heads)
+convolve_heads = Operator(
+    reference.convolve_heads,
+    lambda d: [Case((d.x(*d.sizes.batch, 6 * d.sizes.head_dim), d.w(4, 4 * d.sizes.head_dim), 1, 2))],
+    compile_seconds=2,
+)
 
 
 def _serves(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int, **_: Any) -> bool:

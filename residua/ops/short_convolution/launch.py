@@ -71,12 +71,6 @@ def empty_heads(projected: Tensor, weight: Tensor, key_heads: int, value_heads: 
     return q, k, v
 
 
-def forward_outputs(
-    projected: Tensor, weight: Tensor, begins: Tensor | None, key_heads: int, value_heads: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_heads(projected, weight, key_heads, value_heads)
-
-
 @launcher("convolve_heads")
 def forward(
     projected: Tensor, weight: Tensor, begins: Tensor | None, key_heads: int, value_heads: int, eps: float

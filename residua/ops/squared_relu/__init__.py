@@ -5,6 +5,7 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.numeric import constant, working_dtype
 from residua.ops.squared_relu import reference
 
@@ -35,13 +36,19 @@ def _serves(x: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
     return fused.serves(x, w_in, w_out)
 
 
-squared_relu_ffn = Operator(reference.squared_relu_ffn)
+def _cases(d: Draw) -> Cases:
+    width = d.sizes.width
+    args = (d.x(FEWEST_TOKENS, width), d.matrix(512, width), d.matrix(width, 512))
+    yield Case(args, note="; its kernel needs Hopper")
+
+
+squared_relu_ffn = Operator(reference.squared_relu_ffn, _cases, compile_seconds=3)
 
 if fused.INSTALLED:
-    from residua.ops.squared_relu import autograd
+    from residua.ops.squared_relu import launch
 
     def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-        run = autograd.squared_relu_ffn if _pays(x, w_in) else reference.squared_relu_ffn
+        run = launch.squared_relu_ffn if _pays(x, w_in) else reference.squared_relu_ffn
         return run(x, w_in, w_out)
 
     squared_relu_ffn.register_fused(_fused, _serves)

@@ -1,15 +1,30 @@
-"""Tiles and launches of the two products: y = relu(x wᵀ)², or if `a` is given y = (x w) ⊙ 2√a."""
+"""The feed-forward with a squared ReLU, fused: relu(·)² and its slope are in the kernels of two of its six products.
+
+With a = relu(x W_inᵀ)², and so relu(x W_inᵀ) = √a:
+
+    y = a W_outᵀ,   p = (g W_out) ⊙ 2√a,   g_x = p W_in,   g_W_in = pᵀ x,   g_W_out = gᵀ a
+
+Only a is written and kept for the backward pass. The other four products are the matrix library's, where a compiler
+sees them.
+
+The two products are y = relu(x wᵀ)² and, if `a` is given, y = (x w) ⊙ 2√a.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, on
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, on
+from residua.ops._runtime.library import launcher
+from residua.ops._runtime.numeric import working_dtype
+from residua.ops._runtime.tracing import opaque
 from residua.ops.squared_relu import kernels
 
 try:  # Triton calls it experimental: where it is gone or has moved, `FlatPlan` serves
@@ -101,25 +116,45 @@ FORWARD = _plan(FLAT_FORWARD, SpecializedPlan(256, 64, 4, 2, 1, 8))
 BACKWARD = _plan(FLAT_BACKWARD, SpecializedPlan(256, 32, 6, 4, 4, 8))
 
 
-def forward_output(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-def forward(x: Tensor, weight: Tensor) -> Tensor:
+@launcher("squared_relu_linear")
+def squared_relu_linear(x: Tensor, weight: Tensor) -> Iterator[Tensor]:
     """a = relu(x weightᵀ)² [M, N] of x [M, K] and weight [N, K], summed in float32."""
-    a = forward_output(x, weight)
+    a = x.new_empty((x.shape[0], weight.shape[0]))
+    yield a
     with on(x):
         FORWARD.launch(aligned(x), aligned(weight), None, a)
-    return a
 
 
-def backward_output(g: Tensor, weight: Tensor, a: Tensor) -> Tensor:
-    return torch.empty_like(a, memory_format=torch.contiguous_format)
-
-
-def backward(g: Tensor, weight: Tensor, a: Tensor) -> Tensor:
+@launcher("squared_relu_linear_backward")
+def squared_relu_linear_backward(g: Tensor, weight: Tensor, a: Tensor) -> Iterator[Tensor]:
     """p = (g weight) ⊙ 2√a [M, N] of g [M, K], weight [K, N] and a [M, N], summed in float32."""
-    p = backward_output(g, weight, a)
+    p = dense_like(a)
+    yield p
     with on(g):
         BACKWARD.launch(aligned(g), aligned(weight), aligned(a), p)
-    return p
+
+
+def squared_relu_ffn(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+    """The fused twin of `reference.squared_relu_ffn`; weights are brought to the products' dtype, as autocast does."""
+    dtype = working_dtype(x)
+    rows = x.reshape(-1, x.shape[-1]).to(dtype)
+    y: Tensor = _squared_relu_ffn(rows, w_in.to(dtype), w_out.to(dtype))
+    return y.reshape(x.shape)
+
+
+class _SquaredReluFFN(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+        a = squared_relu_linear(x, w_in)
+        ctx.save_for_backward(x, w_in, w_out, a)
+        return a @ w_out.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, ...]:
+        x, w_in, w_out, a = ctx.saved_tensors
+        p = squared_relu_linear_backward(g, w_out, a)
+        return p @ w_in, p.t() @ x, g.t() @ a
+
+
+_squared_relu_ffn = opaque(_SquaredReluFFN)

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator, chosen_backend
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops.symmetric_product import reference
 
 SMALLEST = 512
 """Rows from which half the tiles are faster than cuBLAS with all tiles."""
-SHARED_BYTES = 232_448
+SHARED_BYTES = fused.HOPPER_SHARED_MEMORY
 """Shared memory that the tiles need; compute capability 9.0 and 10.0 have it."""
 
 
@@ -21,20 +22,17 @@ def _serves(x: Tensor, c: Tensor | None = None, **_: Any) -> bool:
     return chosen_backend() == "triton" or (x.dtype == torch.bfloat16 and x.shape[1] >= SMALLEST)
 
 
-def _fits(x: Tensor) -> bool:
-    if not x.is_cuda:
-        return True
-    properties = torch.cuda.get_device_properties(x.device)
-    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= SHARED_BYTES)
+def _cases(d: Draw) -> Cases:
+    yield Case((d.matrix(2, SMALLEST, d.sizes.width),), gradients=False, note="; its kernel needs Hopper or Blackwell")
 
 
-symmetric_product = Operator(reference.symmetric_product)
+symmetric_product = Operator(reference.symmetric_product, _cases)
 
 if fused.INSTALLED:
     from residua.ops.symmetric_product import launch
 
     def _fused(x: Tensor, *args: Any, **settings: Any) -> Tensor:
-        run = launch.symmetric_product if _fits(x) else reference.symmetric_product
+        run = launch.symmetric_product if fused.shared_memory(x) >= SHARED_BYTES else reference.symmetric_product
         return run(x, *args, **settings)
 
     symmetric_product.register_fused(_fused, _serves)

@@ -19,7 +19,6 @@ from importlib import import_module
 from itertools import cycle
 from queue import SimpleQueue
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import finalize
 
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from residua.machine import available_cores, python_command, python_environment
 from residua.ops._runtime import fused, library
+from residua.ops._runtime.absent_gpu import AbsentGPU
 
 MOST_HELPERS = 8
 
@@ -144,8 +144,8 @@ def _is_leaf(x: object) -> bool:
 
 def serve(requests: Iterator[Request], capability: int, multiprocessors: int) -> list[str]:
     """Call each request's operator, with kernels compiled and not launched; returns the names of the kernels."""
-    compiled = _compile_only(capability)
-    fused.multiprocessors = lambda x: multiprocessors  # type: ignore[assignment]
+    compiled: list[str] = []
+    AbsentGPU(capability, multiprocessors, loaded=lambda name, *_: compiled.append(name)).install()
     for module, name, args, settings in requests:
         with suppress(Exception):  # the launch itself will report it
             import_module(module)
@@ -153,28 +153,6 @@ def serve(requests: Iterator[Request], capability: int, multiprocessors: int) ->
                 StandIn, StandIn.make, (args, settings), is_leaf=lambda x: isinstance(x, StandIn)
             )
             getattr(torch.ops.residua, name)(*tensors, **named)
-    return compiled
-
-
-def _compile_only(capability: int) -> list[str]:
-    """From here on Triton compiles for a GPU that is absent, and launches nothing."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    absent = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-    )
-    driver.set_active(absent)
-    run, compiled = JITFunction.run, []
-
-    def only_compile(fn: Any, *args: Any, warmup: bool, **settings: Any) -> Any:
-        compiled.append(fn.__name__)
-        return run(fn, *args, warmup=True, **settings)
-
-    JITFunction.run = only_compile
     return compiled
 
 

@@ -17,12 +17,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from residua.ops._runtime import fused, library
-from residua.ops.depth_attention import autograd
+from residua.ops.depth_attention import launch
 from residua.train.compile import precompile
 
 pytestmark = pytest.mark.skipif(not fused.INSTALLED, reason="Triton is not installed")
 
-DEPTH = "residua.ops.depth_attention.autograd"
+DEPTH = "residua.ops.depth_attention.launch"
 ROOT = Path(__file__).parents[3]
 
 
@@ -31,7 +31,7 @@ def test_what_is_traced_is_heard_with_shapes_and_numbers() -> None:
     library.listeners.append(lambda *call: heard.append(call))
     try:
         with FakeTensorMode():
-            autograd.depth_scores(torch.empty(2, 3, 8), torch.empty(5, 8), 1, 4, 1e-6)
+            launch.depth_scores(torch.empty(2, 3, 8), torch.empty(5, 8), 1, 4, 1e-6)
     finally:
         library.listeners.pop()
     (module, name, args, settings) = heard[0]
@@ -78,7 +78,7 @@ def test_helpers_that_cannot_be_started_are_done_without(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with precompile.Helpers(90, 132, 3).listening(), FakeTensorMode():
-        autograd.depth_scores(torch.empty(2, 3, 8), torch.empty(5, 8), 1, 4, 1e-6)
+        launch.depth_scores(torch.empty(2, 3, 8), torch.empty(5, 8), 1, 4, 1e-6)
     assert len(started) == able and not library.listeners
 
 
@@ -102,7 +102,7 @@ def test_a_helper_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) 
 
 LAUNCH = """
 import torch
-from residua.ops.depth_attention import autograd
+from residua.ops.depth_attention import launch
 from tests.ops.offline import compiled
 
 v, u = torch.randn(64, 256, dtype=torch.bfloat16), torch.randn(4, 256)
@@ -140,7 +140,7 @@ def test_a_helper_compiles_what_a_launch_looks_for_and_ends(environment: Path, m
         v, u = torch.empty(64, 256, dtype=torch.bfloat16), torch.empty(4, 256)
         helpers.hear(DEPTH, "depth_scores", (v,), {})
         for _ in range(2):
-            autograd.depth_scores(v, u, 0, 4, 1e-6)
+            launch.depth_scores(v, u, 0, 4, 1e-6)
     assert not library.listeners and len(helpers._seen) == 2
 
     own = {**os.environ, "TRITON_CACHE_DIR": str(environment / "launched"), "PYTHONPATH": str(ROOT)}

@@ -77,8 +77,8 @@ def norm_in_junctions(graph: Graph) -> None:
     """Replace every junction whose h only a plain norm reads, in a joint graph of forward and backward pass."""
     if not fused.INSTALLED:
         return
-    import residua.ops.hyper_connection.autograd
-    import residua.ops.multi_gate.autograd
+    import residua.ops.hyper_connection.launch
+    import residua.ops.multi_gate.launch
     import residua.ops.rms_norm.launch  # noqa: F401  (they register operators)
 
     for kind in KINDS:

@@ -1,0 +1,68 @@
+"""What the tests of fused operators share: where they run, outputs with every gradient, and one measure of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua import ops
+from residua.ops._runtime import fused
+
+interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+
+
+def on_gpu(test: Any) -> Any:
+    """Compiled kernels, on a GPU only."""
+    return pytest.mark.gpu(pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")(test))
+
+
+def choose(choice: str, operator: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    """The operator on a backend."""
+
+    def run(*args: Any) -> Any:
+        with ops.backend(choice):
+            return operator(*args, **settings)
+
+    return run
+
+
+def results(run: Callable[..., Any], inputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Outputs of a function and gradients of all inputs, in `dtype` if there is one, for the same probes each time."""
+    leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs]
+    made = run(*leaves)
+    outputs = [made] if isinstance(made, Tensor) else list(made)
+    source = torch.Generator().manual_seed(1)
+    probes = [torch.randn(y.shape, generator=source).to(y) for y in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, probes)]
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """‖a − b‖ / ‖b‖."""
+    a, b = (x.detach().double().cpu() for x in (a, b))
+    return float((a - b).norm() / b.norm().clamp(min=1e-30))
+
+
+def assert_close(ours: Any, exact: Any, tolerance: float, names: Sequence[str] = ()) -> None:
+    """Every tensor of a list, or of a dictionary, has at most this relative error."""
+    if isinstance(exact, Mapping):
+        names, ours, exact = list(exact), [ours[name] for name in exact], list(exact.values())
+    assert len(ours) == len(exact)
+    for i, (a, b) in enumerate(zip(ours, exact, strict=True)):
+        error = relative(a, b)
+        assert error <= tolerance, f"{names[i] if names else f'tensor {i}'}: relative error {error:.2e}"
+
+
+def assert_equal(ours: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """The same bits."""
+    assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
+
+
+def gradients(run: Callable[..., Tensor], inputs: Sequence[Tensor], compiled: bool = False) -> tuple[Tensor, ...]:
+    """Of the sum of squares of a function's result, which may be one compiled graph."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    function = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    return torch.autograd.grad(function(*leaves).square().sum(), leaves)

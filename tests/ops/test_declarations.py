@@ -1,0 +1,64 @@
+"""One declaration for each operator, with examples of its inputs; tracing knows the shapes of all results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from residua import ops
+from residua.ops._runtime.backend import Operator, declared_operators
+from residua.ops._runtime.cases import Sizes, example_cases
+from residua.ops._runtime.library import launchers
+
+SMALL = Sizes(tokens=12, width=64, length=12)  # the interpreter is slow
+EXAMPLES = {name: (operator, case) for name, operator, case in example_cases(torch.device("cpu"), torch.float32, SMALL)}
+SLOW = ("squared_relu_ffn", "symmetric_product")  # they fuse large products only
+
+
+def test_every_operator_is_declared_once_and_has_a_case() -> None:
+    operators = {name: o for name, o in declared_operators().items() if "." not in name}
+    assert len({id(operator) for operator in operators.values()}) == len(operators)
+    assert [name for name in operators if not any(example.split(",")[0] == name for example in EXAMPLES)] == []
+    public = [name for name in ops.__all__ if isinstance(getattr(ops, name), Operator)]
+    assert set(public) <= set(operators)
+
+
+class Shapes(TorchDispatchMode):
+    """Calls each of our operators on fake tensors, too, and compares what comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("residua::")
+        if name in launchers:
+            self.called.add(name)
+            with FakeTensorMode() as mode:
+                fake_args, fake_kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs or {}))
+                fakes = func(*fake_args, **fake_kwargs)
+            assert list(map(layout, tree_leaves(fakes))) == list(map(layout, tree_leaves(made))), name
+        return made
+
+
+def layout(x: Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in SLOW])
+def test_tracing_knows_the_shapes_of_all_results(name: str) -> None:
+    operator, case = EXAMPLES[name]
+    with ops.backend("triton"):
+        if not case.is_fused(operator):
+            pytest.skip("has no kernel for these inputs")
+        with Shapes() as shapes:
+            case.results(operator)
+    assert shapes.called or name in ("token_likelihoods",)
