@@ -20,8 +20,7 @@ from residua import ops
 from residua.config import choices
 from residua.model.topology import build_topology
 from residua.model.topology.facts import Rows, read_rows, stream_rows
-from residua.ops._runtime.backend import declared_operators
-from residua.ops._runtime.cases import Draw, Sizes
+from residua.ops._runtime.cases import Draw, Sizes, declared_operators
 from residua.ops.expert_ffn.reference import ACTIVATIONS, GATED
 from residua.ops.expert_slots import combine, dispatch, slots_of
 from residua.ops.grouped_linear import grouped_product

@@ -16,8 +16,8 @@ from residua.doctor.helpers import run_beside
 from residua.machine import available_cores, free_memory, python_command
 from residua.model.decoder import build
 from residua.ops import decode
-from residua.ops._runtime.backend import Operator, backend, declared_operators
-from residua.ops._runtime.cases import Case, Draw, example_cases
+from residua.ops._runtime.backend import Operator, backend
+from residua.ops._runtime.cases import Case, Draw, declared_operators, example_cases
 from residua.report.terminal import Progress
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}

@@ -22,12 +22,12 @@ from residua.model.anchor_source import AnchorNorm, HeadShape
 from residua.model.context import Anchors
 from residua.model.init_fidelity import InitFidelity
 from residua.model.projection import Projection, is_plain, is_watched
-from residua.ops._runtime import fused
 from residua.ops._runtime.numeric import wide
+from residua.ops._runtime.triton_support import INSTALLED
 from residua.ops.mix_projection import per_head
 from residua.ops.mix_projection.reference import Mixing
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.mix_projection import shared
 
 Projections = dict[str, Tensor]
@@ -364,7 +364,7 @@ class Sharing(NamedTuple):
         on another device, with a hook on a mixture or a projection.
         """
         plain = all(not is_watched(mix) and is_plain(own) for mix, own in self.readers)
-        if not fused.INSTALLED or not plain or len(self.readers) < 2:
+        if not INSTALLED or not plain or len(self.readers) < 2:
             return anchors
         scales = [dict(mix.anchor_scale.items()) for mix, _ in self.readers]
         weights = [project.weight for _, project in self.readers]

@@ -14,7 +14,7 @@ from residua.data.loader import IGNORED
 from residua.distributed.pipeline import stage
 from residua.distributed.pipeline.shares import DIVIDED, head_ranks, share_layers, share_work, shares_of, stage_work
 from residua.model.size import Work, measure, measure_work
-from residua.ops.linear_cross_entropy import autograd, head_piece, launch
+from residua.ops.linear_cross_entropy import head_piece, launch
 
 pytestmark = pytest.mark.slow  # torch.distributed takes a second to import
 
@@ -100,7 +100,7 @@ def test_stages_may_be_whole_layers_divided_equally() -> None:
 @pytest.mark.parametrize("path", ["reference", "kept", "fused"])
 def test_pieces_of_a_head_give_losses_and_gradients_of_the_whole(bounds, path, monkeypatch) -> None:
     """In float64; the fused path keeps the softmax, or makes it again three tokens at a time."""
-    monkeypatch.setattr(autograd, "PIECE_BYTES", 2**30 if path == "kept" else 0)
+    monkeypatch.setattr(launch, "PIECE_BYTES", 2**30 if path == "kept" else 0)
     monkeypatch.setattr(launch, "CHUNK_BYTES", 3 * 8 * 16)
     monkeypatch.setattr(launch, "TILE", 1)
     monkeypatch.setattr(stage, "head_piece", head_piece.reference if path == "reference" else head_piece.fused)
@@ -124,7 +124,7 @@ def test_pieces_of_a_head_give_losses_and_gradients_of_the_whole(bounds, path, m
 @pytest.mark.parametrize("kept", [0, 2**30])
 def test_a_piece_on_kernels_in_float32_is_close_to_float64(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets inside and outside of the rows, gradients of one output or both, and tokens without any."""
-    monkeypatch.setattr(autograd, "PIECE_BYTES", kept)
+    monkeypatch.setattr(launch, "PIECE_BYTES", kept)
     hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)
     targets, grads = torch.tensor([0, 39, 5, -1, 40, 7]), (torch.randn(6), torch.randn(6))
     grads[0][1] = grads[1][2] = grads[0][5] = grads[1][5] = 0

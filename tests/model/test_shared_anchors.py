@@ -12,7 +12,7 @@ import residua
 from residua import ops
 from residua.model.context import Context
 from residua.model.decoder import Decoder
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 from residua.ops.mix_projection import shared
 from residua.train.step import recompute_sublayers
 from tests.golden.compare import randomise
@@ -22,7 +22,7 @@ from tests.nightly import only_nightly
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
 ]
 
 GATED = {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "elementwise"}

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 
-interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+interpreter = pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 def on_gpu(test: Any) -> Any:
     """Compiled kernels, on a GPU only."""
-    return pytest.mark.gpu(pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")(test))
+    return pytest.mark.gpu(pytest.mark.skipif(triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=0")(test))
 
 
 def choose(choice: str, operator: Callable[..., Any], **settings: Any) -> Callable[..., Any]:

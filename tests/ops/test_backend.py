@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from residua import ops
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 from residua.ops._runtime.backend import Operator
 
 
@@ -118,7 +118,7 @@ def test_the_public_surface_is_there() -> None:
         assert operator.__name__ == name and operator.__doc__
 
 
-@pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_forward_mode_derivatives_come_from_the_reference() -> None:
     """To them the result of some kernels is a constant: that of the cross-entropy had the derivative 0."""
     x, weight, tangent = torch.randn(3, 16), torch.rand(16), torch.randn(3, 16)
@@ -131,7 +131,7 @@ def test_forward_mode_derivatives_come_from_the_reference() -> None:
             torch.func.jvp(norm, (x,), (tangent,))
 
 
-@pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_forward_mode_through_the_cross_entropy_is_refused_too() -> None:
     hidden, weight, targets = torch.randn(3, 16), torch.randn(9, 16), torch.tensor([1, 0, 8])
     with ops.backend("triton"), pytest.raises(ValueError, match="has no fused linear_cross_entropy"):

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from residua import ops
-from residua.ops._runtime.backend import Operator, declared_operators
-from residua.ops._runtime.cases import Sizes, example_cases
+from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Sizes, declared_operators, example_cases
 from residua.ops._runtime.library import launchers
 
 SMALL = Sizes(tokens=12, width=64, length=12)  # the interpreter is slow

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from residua import ops
 from residua.ops._runtime.library import launchers
-from residua.ops.linear_cross_entropy import autograd, launch, token_likelihoods
+from residua.ops.linear_cross_entropy import launch, token_likelihoods
 from residua.ops.linear_cross_entropy.reference import linear_cross_entropy as reference
 from tests.ops.harness import assert_close, interpreter, on_gpu
 
@@ -68,7 +68,7 @@ def chunks(request, monkeypatch):
 
 def test_in_training_gradients_of_the_sum_equal_the_references(chunks):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
-    ours = trained(autograd.training_cross_entropy, *drawn, 0.7)
+    ours = trained(launch.training_cross_entropy, *drawn, 0.7)
     assert_close(ours, results(reference, *drawn, (0.7, 0.7)), 1e-12)
 
 
@@ -81,8 +81,8 @@ def test_in_training_the_kernel_equals_the_reference(chunks):
 
 def test_in_training_ignored_and_absent_tokens_cost_nothing(chunks):
     hidden, weight, targets = inputs()
-    ignored = trained(autograd.training_cross_entropy, hidden, weight, torch.full_like(targets, -100), 1.0)
-    absent = trained(autograd.training_cross_entropy, hidden[:0], weight, targets[:0], 1.0)
+    ignored = trained(launch.training_cross_entropy, hidden, weight, torch.full_like(targets, -100), 1.0)
+    absent = trained(launch.training_cross_entropy, hidden[:0], weight, targets[:0], 1.0)
     assert all(t.count_nonzero() == 0 for t in [*ignored, *absent])
 
 
@@ -91,7 +91,7 @@ def test_in_training_a_coefficient_of_zero_still_teaches_the_target():
     weight = torch.tensor([[-5.0], [-5.0]], dtype=torch.float64)
     hidden = torch.full((1, 1), (torch.tensor(2.0).double().log() + 1 / (2 * Z)).item() / 5, dtype=torch.float64)
     drawn = (hidden, weight, torch.tensor([1]))
-    ours = trained(autograd.training_cross_entropy, *drawn, 1.0)
+    ours = trained(launch.training_cross_entropy, *drawn, 1.0)
     assert_close(ours, results(reference, *drawn, (1.0, 1.0)), 1e-12)
 
 
@@ -100,7 +100,7 @@ def test_in_training_one_graph_and_masters_in_float32():
 
     def step(h: Tensor, w: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss, z = autograd.training_cross_entropy(h * 2, w, targets, z_loss=Z)
+            loss, z = launch.training_cross_entropy(h * 2, w, targets, z_loss=Z)
         return loss + z
 
     outcomes = []
@@ -131,20 +131,20 @@ def refused(monkeypatch):
 def test_gradients_of_a_sum_are_made_in_the_forward_pass(chunks, refused):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
     exact = results(reference, *drawn, (0.7, 0.7))
-    assert_close(trained(autograd.linear_cross_entropy, *drawn, 0.7), exact, 1e-12)
+    assert_close(trained(launch.linear_cross_entropy, *drawn, 0.7), exact, 1e-12)
 
 
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
 def test_without_a_z_term_any_gradients_are_made_in_the_forward_pass(chunks, refused, g):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
-    ours, exact = (results(operator, *drawn, g, 0.0) for operator in (autograd.linear_cross_entropy, reference))
+    ours, exact = (results(operator, *drawn, g, 0.0) for operator in (launch.linear_cross_entropy, reference))
     assert_close(ours, exact, 1e-12)
 
 
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
 def test_plain_chunks_equal_the_reference_for_any_incoming_gradients(chunks, g):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
-    assert_close(results(autograd.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
+    assert_close(results(launch.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
 @interpreter
@@ -172,13 +172,13 @@ def test_a_coefficient_that_cancels_to_zero_still_teaches_the_target():
     lse = torch.tensor(2.0, dtype=torch.float64).log()
     g = (1.0, float(-1 / (2 * Z * lse)))
     drawn = (hidden, weight, torch.tensor([1]))
-    assert_close(results(autograd.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
+    assert_close(results(launch.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
 def test_ignored_and_absent_tokens_cost_nothing(chunks):
     hidden, weight, targets = inputs()
-    ignored = results(autograd.linear_cross_entropy, hidden, weight, torch.full_like(targets, -100), (1.0, 1.0))
-    absent = results(autograd.linear_cross_entropy, hidden[:0], weight, targets[:0], (1.0, 1.0))
+    ignored = results(launch.linear_cross_entropy, hidden, weight, torch.full_like(targets, -100), (1.0, 1.0))
+    absent = results(launch.linear_cross_entropy, hidden[:0], weight, targets[:0], (1.0, 1.0))
     assert all(t.count_nonzero() == 0 for t in [*ignored, *absent])
     assert absent[2].shape == (0, WIDTH)
 
@@ -187,7 +187,7 @@ def test_non_contiguous_batches_are_taken(chunks):
     hidden, weight, targets = inputs()
     leaf = hidden.t().contiguous().requires_grad_()
     batch = leaf.t()[:10].reshape(5, 2, WIDTH).transpose(0, 1)
-    loss, z = autograd.linear_cross_entropy(batch, weight, targets[:10].reshape(5, 2).t(), z_loss=Z)
+    loss, z = launch.linear_cross_entropy(batch, weight, targets[:10].reshape(5, 2).t(), z_loss=Z)
     (g,) = torch.autograd.grad(loss + z, leaf)
     expected = results(reference, hidden[:10].double(), weight.double(), targets[:10], (1.0, 1.0))
     assert_close([loss, z, g.t()[:10], torch.ones(1)], [*expected[:3], torch.ones(1)], 2e-6)
@@ -196,7 +196,7 @@ def test_non_contiguous_batches_are_taken(chunks):
 def test_a_second_backward_pass_may_bring_other_gradients(chunks):
     drawn = inputs()
     leaves = [t.clone().requires_grad_() for t in drawn[:2]]
-    loss, z = autograd.linear_cross_entropy(*leaves, drawn[2], z_loss=Z)
+    loss, z = launch.linear_cross_entropy(*leaves, drawn[2], z_loss=Z)
     for g in GRADIENTS.values():
         again = torch.autograd.grad(g[0] * loss + g[1] * z, leaves, retain_graph=True)
         assert_close([loss, z, *again], results(reference, *(t.double() for t in drawn[:2]), drawn[2], g), 2e-6)
@@ -206,7 +206,7 @@ def test_under_autocast_the_masters_get_float32_gradients():
     hidden, weight, targets = inputs()
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = autograd.linear_cross_entropy(hidden, weight, targets)
+        loss, _ = launch.linear_cross_entropy(hidden, weight, targets)
     loss.backward()
     assert loss.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.float32
 
@@ -215,7 +215,7 @@ def test_compiles_into_one_graph(refused):
     hidden, weight, targets = inputs()
 
     def step(h: Tensor, w: Tensor) -> Tensor:
-        loss, z = autograd.linear_cross_entropy(h * 2, w, targets, z_loss=Z)
+        loss, z = launch.linear_cross_entropy(h * 2, w, targets, z_loss=Z)
         return loss + z
 
     outcomes = []
@@ -225,7 +225,7 @@ def test_compiles_into_one_graph(refused):
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
-@pytest.mark.parametrize("operator", [autograd.linear_cross_entropy, autograd.training_cross_entropy])
+@pytest.mark.parametrize("operator", [launch.linear_cross_entropy, launch.training_cross_entropy])
 def test_no_gradients_are_made_when_none_is_wanted(operator, chunks, monkeypatch):
     hidden, weight, targets = inputs()
     wanted = operator(hidden.clone().requires_grad_(), weight, targets, z_loss=Z)
@@ -242,7 +242,7 @@ def test_no_gradients_are_made_when_none_is_wanted(operator, chunks, monkeypatch
     assert all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(plain, wanted, strict=True))
 
 
-@pytest.mark.parametrize("operator", [autograd.linear_cross_entropy, autograd.training_cross_entropy])
+@pytest.mark.parametrize("operator", [launch.linear_cross_entropy, launch.training_cross_entropy])
 def test_a_second_derivative_is_refused(operator):
     hidden, weight, targets = inputs()
     hidden.requires_grad_()
@@ -257,13 +257,13 @@ def test_without_a_z_term_no_input_is_kept():
     hidden, weight, targets = inputs()
     hidden.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = autograd.linear_cross_entropy(hidden, weight, targets)
+        loss, _ = launch.linear_cross_entropy(hidden, weight, targets)
     weight.zero_()
     assert torch.autograd.grad(loss, hidden)[0].count_nonzero() > 0
 
 
 OPERATORS = [
-    autograd.linear_cross_entropy, autograd.training_cross_entropy, pytest.param(fused_operator, marks=interpreter),
+    launch.linear_cross_entropy, launch.training_cross_entropy, pytest.param(fused_operator, marks=interpreter),
 ]  # fmt: skip
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 import residua
 from residua import ops
 from residua.model.decoder import Decoder
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 from residua.train.step import recompute_sublayers
 from tests.nightly import only_nightly
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
+    pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1"),
 ]
 
 

@@ -9,12 +9,12 @@ import torch
 
 import residua
 from residua import ops
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
-    pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0"),
+    pytest.mark.skipif(triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=0"),
 ]
 
 GATED = ["attention.gate=elementwise"]

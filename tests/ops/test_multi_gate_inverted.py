@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 from residua.ops.multi_gate import inversion, multi_gate_inverted
 from residua.ops.multi_gate import reference as plain
 from tests.nightly import only_nightly
 
 TOKENS, N, WIDTH = 24, 4, 12
-interpreter = pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+interpreter = pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 
 
 def drawn(
@@ -222,7 +222,7 @@ def on_gpu(chain: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.skipif(triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 @pytest.mark.parametrize("width", [768, 1280])
 def test_on_a_gpu_inversion_agrees_with_kept_streams(width: int) -> None:
     chain = on_gpu(drawn(12, bias=4.0, dtype=torch.bfloat16, tokens=700, width=width))
@@ -232,7 +232,7 @@ def test_on_a_gpu_inversion_agrees_with_kept_streams(width: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(fused.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@pytest.mark.skipif(triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=0")
 def test_on_a_gpu_inversion_keeps_less_than_half_of_what_recomputation_keeps() -> None:
     """21 junctions of 12 layers: in multiples of f, 1.1 to keep per junction against 3. Prints MiB and milliseconds."""
     chain = on_gpu(drawn(21, bias=3.0, dtype=torch.bfloat16, tokens=8200, width=768))

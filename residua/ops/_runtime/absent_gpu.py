@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 
 THREADS = 1024
 """Most threads of a program."""
@@ -25,7 +25,7 @@ class AbsentGPU:
         self,
         capability: int,
         multiprocessors: int,
-        shared_memory: int = fused.HOPPER_SHARED_MEMORY,
+        shared_memory: int = triton_support.HOPPER_SHARED_MEMORY,
         loaded: Callable[[str, bytes, int], None] = lambda name, binary, shared: None,
     ) -> None:
         self.capability, self.multiprocessors, self.shared_memory = capability, multiprocessors, shared_memory
@@ -37,7 +37,7 @@ class AbsentGPU:
         from triton.runtime import driver
 
         driver.set_active(self)
-        fused.absent = self
+        triton_support.absent = triton_support.Gpu(self.multiprocessors, self.shared_memory)
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

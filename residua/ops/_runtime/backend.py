@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib import import_module
-from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from residua.ops._runtime.cases import Cases, Draw
@@ -20,8 +18,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CHOICES = ("auto", "reference", "triton")
-INFERENCE = ("decode", "prefill")
-"""Folders whose operators may be called as those of training are."""
 _choice = "auto"
 
 
@@ -94,15 +90,3 @@ class Operator(Generic[P, R]):
     def fuses(self, *args: P.args, **kwargs: P.kwargs) -> bool:
         """Whether a call with these inputs takes the fused path."""
         return _choice != "reference" and self._serves is not None and self._serves(*args, **kwargs)
-
-
-def declared_operators() -> dict[str, Operator[..., Any]]:
-    """Every operator by its name; that of the folder stands before it in `INFERENCE`."""
-    folders = import_module("residua.ops")
-    operators: dict[str, Operator[..., Any]] = {}
-    for folder in sorted(module.name for module in iter_modules(folders.__path__) if module.ispkg):
-        package = import_module(f"residua.ops.{folder}")
-        for name, value in vars(package).items():
-            if isinstance(value, Operator) and value.reference.__module__.startswith(f"{package.__name__}."):
-                operators[f"{folder}.{name}" if folder in INFERENCE else name] = value
-    return operators

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from residua.ops._runtime.backend import Operator, declared_operators
+from residua.ops._runtime.backend import Operator
+
+INFERENCE = ("decode", "prefill")
+"""Folders whose operators may be called as those of training are."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,18 @@ class Case:
 
 
 Cases = Iterable[Case]
+
+
+def declared_operators() -> dict[str, Operator[..., Any]]:
+    """Every operator by its name; that of the folder stands before it in `INFERENCE`."""
+    folders = import_module("residua.ops")
+    operators: dict[str, Operator[..., Any]] = {}
+    for folder in sorted(module.name for module in iter_modules(folders.__path__) if module.ispkg):
+        package = import_module(f"residua.ops.{folder}")
+        for name, value in vars(package).items():
+            if isinstance(value, Operator) and value.reference.__module__.startswith(f"{package.__name__}."):
+                operators[f"{folder}.{name}" if folder in INFERENCE else name] = value
+    return operators
 
 
 def example_cases(

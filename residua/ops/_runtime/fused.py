@@ -1,53 +1,6 @@
-"""Where Triton kernels can run, and which tensors the fused paths take."""
+"""The former name of `triton_support`."""
 
-from __future__ import annotations
+from residua.ops._runtime.triton_support import DTYPES, INSTALLED, INTERPRETED, multiprocessors, shared_memory
+from residua.ops._runtime.triton_support import supports as serves
 
-import os
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
-from torch.autograd import forward_ad
-
-from residua.ops._runtime.backend import chosen_backend
-
-if TYPE_CHECKING:
-    from residua.ops._runtime.absent_gpu import AbsentGPU
-
-DTYPES = (torch.float32, torch.bfloat16)
-INSTALLED = find_spec("triton") is not None
-# Triton's interpreter runs kernels in Python on a CPU: for tests, thousands of times slower.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HOPPER_SHARED_MEMORY = 232_448
-"""Most bytes of a program."""
-
-absent: AbsentGPU | None = None
-"""The GPU that kernels are compiled for in a process that launches none."""
-
-
-def serves(*tensors: Tensor) -> bool:
-    """Whether the fused path takes these tensors: all on a GPU, float32 or bfloat16, with Triton installed.
-
-    On a CPU it takes them only in the interpreter or for an absent GPU, and only if `backend("triton")` asks for it.
-    Inside `torch.func.jvp` it takes none: kernels have no forward-mode derivative, and what some return would count as
-    constant.
-    """
-    if not INSTALLED or forward_ad._current_level >= 0:
-        return False
-    asked = (INTERPRETED or absent is not None) and chosen_backend() == "triton"
-    return all((x.is_cuda or asked) and x.dtype in DTYPES for x in tensors)
-
-
-def multiprocessors(x: Tensor) -> int:
-    """How many multiprocessors the tensor's GPU has. The interpreter gets 3, so that tests have programs share work."""
-    if x.is_cuda:
-        return torch.cuda.get_device_properties(x.device).multi_processor_count
-    return 3 if absent is None else absent.multiprocessors
-
-
-def shared_memory(x: Tensor) -> int:
-    """Most bytes of shared memory per program on the tensor's GPU; without one, Hopper's."""
-    if x.is_cuda:
-        return torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    return HOPPER_SHARED_MEMORY if absent is None else absent.shared_memory
+__all__ = ["DTYPES", "INSTALLED", "INTERPRETED", "multiprocessors", "serves", "shared_memory"]

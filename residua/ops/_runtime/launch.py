@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
+from residua.ops._runtime.triton_support import INTERPRETED
 
 
 def cdiv(n: int, size: int) -> int:
@@ -18,7 +18,7 @@ def cdiv(n: int, size: int) -> int:
     return -(-n // size)
 
 
-def power(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """The next power of two, at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
@@ -44,7 +44,15 @@ def either(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
-def on(x: Tensor) -> Any:
+def handle(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor without memory, by which one backward pass sends tensors to another that runs after it.
+
+    It has stride 0 and the dtype and device of another. Its value means nothing, its gradient everything.
+    """
+    return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=like.dtype, device=like.device)
+
+
+def device_guard(x: Tensor) -> Any:
     """Launch on the GPU that holds x."""
     return torch.cuda.device_of(x)
 
@@ -80,14 +88,14 @@ def _write(entries: Sequence[int], device: torch.device) -> Tensor:
     for start in range(0, len(entries), MOST_ADDRESSES):
         part = tuple(entries[start : start + MOST_ADDRESSES])
         padded = part + part[:1] * (MOST_ADDRESSES - len(part))
-        with on(table):
+        with device_guard(table):
             _kernels().address_kernel[(1,)](padded, table, start, len(entries), MOST=MOST_ADDRESSES, num_warps=1)
     return table
 
 
 def sum_rows(partial: Tensor, total: Tensor) -> None:
     """total [LENGTH] = the sum of the rows of partial [parts, LENGTH], in a fixed order; float32 and contiguous."""
-    block = 4096 if fused.INTERPRETED else 32
+    block = 4096 if INTERPRETED else 32
     _kernels().sum_kernel[(cdiv(len(total), block),)](
         partial, total, len(partial), LENGTH=len(total), PARTS=64, BLOCK=block
     )
@@ -98,3 +106,6 @@ def _kernels() -> Any:
     from residua.ops._runtime import kernels
 
     return kernels
+
+
+on, power = device_guard, next_power_of_2

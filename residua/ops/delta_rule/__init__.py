@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.delta_rule import reference
 from residua.ops.delta_rule.reference import step
 from residua.ops.short_convolution import MOST_TAPS
@@ -67,7 +67,7 @@ def _takes(x: Tensor, key_width: int, value_width: int) -> bool:
     On a GPU float32 needs more shared memory than there is.
     """
     fits = key_width in HEAD_WIDTHS and value_width in HEAD_WIDTHS and x.numel() > 0
-    return fits and fused.serves(x) and (x.dtype is torch.bfloat16 or not x.is_cuda)
+    return fits and supports(x) and (x.dtype is torch.bfloat16 or not x.is_cuda)
 
 
 def _serves_gated(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Tensor | None) -> bool:
@@ -77,11 +77,11 @@ def _serves_gated(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Tensor | No
 def _serves_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None) -> bool:
     """Also in float32, where no gradient is wanted; one decay per head."""
     fits = k.shape[-1] in HEAD_WIDTHS and v.shape[-1] in HEAD_WIDTHS and v.numel() > 0 and g.dim() == beta.dim()
-    return fits and fused.serves(v) and not torch.is_grad_enabled()
+    return fits and supports(v) and not torch.is_grad_enabled()
 
 
 def _serves_kimi(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **_: Any) -> bool:
-    return k.shape[-1] <= WIDEST_CHANNEL_HEAD and fused.serves(q, k, v, *rest)
+    return k.shape[-1] <= WIDEST_CHANNEL_HEAD and supports(q, k, v, *rest)
 
 
 def _serves_mixer(
@@ -89,10 +89,10 @@ def _serves_mixer(
 ) -> bool:
     """What all three kernels take."""
     width = gain.shape[0]
-    return convolution.shape[0] <= MOST_TAPS and _takes(projected, width, width) and fused.serves(convolution, gain)
+    return convolution.shape[0] <= MOST_TAPS and _takes(projected, width, width) and supports(convolution, gain)
 
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.delta_rule import autograd
 
     gated_delta.register_fused(autograd.gated_delta, _serves_gated)

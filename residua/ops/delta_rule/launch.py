@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, on, power
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, device_guard, next_power_of_2
 from residua.ops._runtime.library import launcher
+from residua.ops._runtime.triton_support import INTERPRETED, shared_memory
 from residua.ops.delta_rule import kernels, kernels_backward, kernels_channels
 from residua.ops.delta_rule.reference import BLOCKS, CHUNK
 from residua.ops.gated_output import launch as output_launch
@@ -46,7 +46,7 @@ NORM_EPS = 1e-6
 
 def scan_plan(x: Tensor) -> BlockPlan:
     """Of both scans. Two stages of heads of 128 need 132 KB of shared memory."""
-    return BlockPlan(64, stages=2 if fused.shared_memory(x) >= 140_000 else 1)
+    return BlockPlan(64, stages=2 if shared_memory(x) >= 140_000 else 1)
 
 
 class Sizes(NamedTuple):
@@ -115,7 +115,7 @@ def _launch_rule(
     s = Sizes.of(k, v)
     q, k, v = (_dense(x) for x in (q, k, v))
     g, plan = g.contiguous(), scan_plan(v)
-    with on(v):
+    with device_guard(v):
         kernels.chunk_kernel[(s.rows * s.chunks,)](
             q, k, g, beta.contiguous(), g if begins is None else begins.contiguous(), inverse, reads, rates,
             *s.arguments(q, k), K=s.key_width, C=CHUNK, DOCUMENTS=begins is not None, PRECISION=_precision(v), **CHUNKS,
@@ -155,7 +155,7 @@ def _launch_backward(
     q, k, v, d_o = (_dense(x) for x in (q, k, v, d_o))
     d_states, dr = torch.empty_like(states), v.new_empty((s.rows, s.length, s.value_width))
     plan = scan_plan(v)
-    with on(v):
+    with device_guard(v):
         kernels_backward.scan_kernel[plan.programs(s.rows, s.value_width)](
             q, k, d_o, inverse, reads, rates, rates if d_last is None else d_last.contiguous(), dr, d_state, d_states,
             *s.arguments(q, k, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
@@ -174,7 +174,7 @@ def _dense(x: Tensor) -> Tensor:
 
 def _precision(x: Tensor) -> str:
     """Of the products that invert: a result in bfloat16 has no use for more than TensorFloat-32."""
-    return "tf32" if x.dtype is torch.bfloat16 and not fused.INTERPRETED else "ieee"
+    return "tf32" if x.dtype is torch.bfloat16 and not INTERPRETED else "ieee"
 
 
 @launcher("gated_delta_step", mutates=("state",))
@@ -185,7 +185,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     q, k, v = (_dense(x) for x in (q, k, v))
     (_, heads, value_width), (_, key_heads, key_width) = v.shape, k.shape
     strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
-    with on(v):
+    with device_guard(v):
         kernels.step_kernel[STEP.programs(v.shape[0] * heads, value_width)](
             q, k, v, g.contiguous(), beta.contiguous(), state, o, heads, heads // key_heads, *strides,
             K=key_width, V=value_width, BLOCK=min(STEP.block, value_width), num_warps=STEP.warps,
@@ -198,7 +198,7 @@ def products(k: Tensor, q: Tensor, total: Tensor) -> Iterator[tuple[Tensor, Tens
     outputs = k.new_empty((*k.shape[:-1], CHUNK)), k.new_empty((*k.shape[:-1], CHUNK))
     yield outputs
     if k.numel():
-        with on(k):
+        with device_guard(k):
             kernels_channels.forward_kernel[_products_grid(k)](
                 *(aligned(x) for x in (k, q, total)), *outputs, **_products_sizes(k, PRODUCT_WARPS)
             )
@@ -212,7 +212,7 @@ def products_backward(
     outputs = k.new_empty(k.shape), k.new_empty(k.shape), k.new_empty(k.shape)
     yield outputs
     if k.numel():
-        with on(k):
+        with device_guard(k):
             inputs = (aligned(x) for x in (d_keys, d_queries, k, q, total))
             kernels_channels.backward_kernel[_products_grid(k)](
                 *inputs, *outputs, **_products_sizes(k, PRODUCT_BACKWARD_WARPS)
@@ -225,7 +225,7 @@ def _products_grid(k: Tensor) -> tuple[int]:
 
 
 def _products_sizes(k: Tensor, warps: int) -> dict[str, int]:
-    return {"K": k.shape[-1], "BLOCK": max(16, power(k.shape[-1])), "C": CHUNK, "num_warps": warps}
+    return {"K": k.shape[-1], "BLOCK": max(16, next_power_of_2(k.shape[-1])), "C": CHUNK, "num_warps": warps}
 
 
 @launcher("delta_mixer")

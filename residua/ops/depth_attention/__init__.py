@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.triton_support import supports
 from residua.ops.depth_attention import autograd, reference
 from residua.ops.depth_attention.reference import attend_finished, attend_partial
 
@@ -26,7 +26,7 @@ def _serves(
         return False
     first = sources[0]
     alike = all(v.shape == first.shape and v.dtype == first.dtype and v.device == first.device for v in sources)
-    return alike and query.shape == first.shape[-1:] and fused.serves(first)
+    return alike and query.shape == first.shape[-1:] and supports(first)
 
 
 def _cases(d: Draw) -> Cases:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from residua.ops._runtime.handles import handle
+from residua.ops._runtime.launch import handle
 from residua.ops._runtime.tracing import in_graph, opaque
 from residua.ops.depth_attention import launch, reference
 from residua.ops.depth_attention.reference import Activation, KeyNorm

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import chosen_backend
+from residua.ops._runtime.triton_support import supports
 from residua.ops.depth_attention import autograd, launch
 from residua.ops.depth_attention.plan import FRONT, ReadPlan
 from residua.ops.depth_attention.tiles import narrow
@@ -38,7 +38,7 @@ State = tuple[Tensor, ...]
 def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
     """Whether a model that starts from x should run deferred: in training, where kernels can run."""
     able = key_norm == "rms" and activation == "softmax" and torch.is_grad_enabled() and chosen_backend() != "reference"
-    return able and fused.serves(x)
+    return able and supports(x)
 
 
 def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, extent, on, power
+from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, device_guard, extent, next_power_of_2
 from residua.ops._runtime.library import launcher
+from residua.ops._runtime.triton_support import INTERPRETED
 from residua.ops.depth_attention.plan import MAX_FUSED_READERS
 from residua.ops.depth_attention.tiles import (
     NUMBERS,
@@ -90,7 +90,7 @@ def _launch_scores(
         return
     y = aligned(y)
     tile = scores_tile(width, len(z), u, tokens)
-    with on(y):
+    with device_guard(y):
         _kernels().forward.scores_kernel[(cdiv(tokens, tile["TOKENS"]),)](
             y if base is None else aligned(base), y, y if v is None else v, u, z, rstd,
             tokens, first, len(z), z.stride(0), eps, ADD=base is not None, **tile,
@@ -108,7 +108,7 @@ def depth_mix(
     if tokens:
         tile = mix_tile(width)
         sources = [aligned(v) for v in sources]
-        with on(h):
+        with device_guard(h):
             _kernels().forward.mix_kernel[(cdiv(tokens, tile["TOKENS"]), cdiv(width, tile["COLUMNS"]))](
                 addresses(sources, [*map(row_address, scores, rows)]), h, lse,
                 tokens, len(sources), LANES=32, UNROLL=UNROLL, **tile,
@@ -128,7 +128,7 @@ def depth_mix_group(
         sources, weights = [aligned(v) for v in sources], lse.new_empty(count, length, readers)
         first = [*map(row_address, scores, rows)]
         table = addresses(sources, [*(o.data_ptr() for o in h), *first])
-        with on(lse):
+        with device_guard(lse):
             _kernels().forward.weights_kernel[(cdiv(tokens, NUMBERS["TOKENS"]),)](
                 table, weights, lse, tokens, count, length, READERS=readers, SIZE=_numbers(readers), **NUMBERS
             )
@@ -150,7 +150,7 @@ def depth_sum_read(
     if tokens:
         tile = row_tile(width)
         sources = [aligned(s) for s in sources]
-        with on(v):
+        with device_guard(v):
             _kernels().forward.sum_read_kernel[(cdiv(tokens, tile["TOKENS"]),)](
                 addresses(sources, [*map(row_address, scores, rows)]), aligned(base), aligned(y), aligned(u[reader]),
                 v, z, rstd, h, lse, tokens, len(sources), eps, LANES=8, UNROLL=UNROLL, **tile,
@@ -165,7 +165,7 @@ def depth_stats(dh: Tensor, h: Tensor, lse: Tensor) -> Iterator[Tensor]:
     width, tokens = extent(h)
     if tokens:
         tile = row_tile(width)
-        with on(h):
+        with device_guard(h):
             _kernels().backward.stats_kernel[(cdiv(tokens, tile["TOKENS"]),)](
                 aligned(dh), aligned(h), lse, stats, tokens, len(lse), **tile
             )
@@ -187,7 +187,7 @@ def depth_source_gradient(
         return
     v, onward = aligned(v), None if onward is None else aligned(onward)
     dh, stats = [aligned(g) for g in dh], [aligned(s) for s in stats]
-    with on(v):
+    with device_guard(v):
         how = _few_readers_gradient if len(dh) <= MAX_FUSED_READERS else _many_readers_gradient
         du_parts = how(v, z, rstd, u, first, onward, dh, stats, dv)
         _add_parts(du_parts, du, new_du, first)
@@ -245,7 +245,7 @@ def depth_block_gradient(
     weights, dots = u.new_empty(count, length, size), u.new_empty(parts, count, length, size)
     held = [t.data_ptr() for t in (*stats, *values, *dv)]
     few = cdiv(tokens, NUMBERS["TOKENS"])
-    with on(u):
+    with device_guard(u):
         table = addresses(
             dh, [*held, *(row_address(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)]
         )
@@ -258,14 +258,14 @@ def depth_block_gradient(
         )
         run.block_slopes_kernel[(cdiv(tokens, SLOPES["TOKENS"]),)](
             table, weights, dots, slopes, pull, tokens, count, length,
-            C=width, PARTS=parts, SOURCES=size, PADDED=power(size), **SLOPES,
+            C=width, PARTS=parts, SOURCES=size, PADDED=next_power_of_2(size), **SLOPES,
         )  # fmt: skip
         _add_parts(_scores_gradient(table, values[0], slopes, pull, u, first), du, new_du, first)
 
 
 def _numbers(each: int) -> int:
     """How many numbers a program with `NUMBERS` tokens works on at once, `each` per token."""
-    return NUMBERS["TOKENS"] * power(each)
+    return NUMBERS["TOKENS"] * next_power_of_2(each)
 
 
 def _scores_gradient(table: Tensor, v: Tensor, slopes: Tensor, pull: Tensor, u: Tensor, first: int) -> Tensor:
@@ -283,7 +283,7 @@ def _scores_gradient(table: Tensor, v: Tensor, slopes: Tensor, pull: Tensor, u: 
 
 def _add_parts(du_parts: Tensor, du: Tensor | None, new_du: Tensor, first: int) -> None:
     parts, count, width = du_parts.shape
-    block = 4096 if fused.INTERPRETED else 32
+    block = 4096 if INTERPRETED else 32
     _kernels().backward.add_parts_kernel[(cdiv(new_du.numel(), block),)](
         du_parts, du_parts if du is None else du, new_du, new_du.numel(), first * width, count * width, parts,
         ADD=du is not None, PARTS=64 if parts <= 64 else 256, BLOCK=block,
@@ -301,7 +301,7 @@ def depth_attend(sources: Sequence[Tensor], u: Tensor, eps: float) -> Iterator[t
     if tokens:
         sources = [aligned(v) for v in sources]
         tile = row_tile(width)
-        with on(h):
+        with device_guard(h):
             _kernels().forward.attend_kernel[(cdiv(tokens, tile["TOKENS"]),)](
                 addresses(sources, ()), aligned(u), h, lse, scores, rstd,
                 tokens, len(sources), pitch(tokens), eps, UNROLL=UNROLL, **tile,
@@ -323,7 +323,7 @@ def depth_attend_backward(
     tile = row_tile(width)
     parts, tiles = shares(h, cdiv(tokens, tile["TOKENS"]), per_core=16)
     du_parts = u.new_empty(parts, width)
-    with on(h):
+    with device_guard(h):
         _kernels().backward.attend_backward_kernel[(parts,)](
             addresses(sources, [g.data_ptr() for g in grads]), aligned(u), aligned(dh), h, lse, scores, rstd, du_parts,
             tokens, len(sources), pitch(tokens), tiles, **tile,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, power
+from residua.ops._runtime.launch import cdiv, next_power_of_2
+from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
 
 CHUNK = 32
 """Most readers to one matrix product; see `product_tile`."""
@@ -24,7 +24,7 @@ def pitch(tokens: int) -> int:
 
 def narrow(x: Tensor) -> bool:
     """Whether products are taken in bf16, as x is; the interpreter has none."""
-    return x.dtype == torch.bfloat16 and not fused.INTERPRETED
+    return x.dtype == torch.bfloat16 and not INTERPRETED
 
 
 UNROLL = 2
@@ -42,9 +42,9 @@ SLOPES = {"TOKENS": 64, "LANES": 4, "num_warps": 8}
 def row_tile(width: int) -> dict[str, Any]:
     """For kernels that reduce over whole rows: a row in two pieces and one warp per token, so no barriers."""
     low = 1 << max(0, (width - 1).bit_length() - 1)
-    high = max(power(width - low), min(256, low))
+    high = max(next_power_of_2(width - low), min(256, low))
     tile = {"C": width, "LOW": low, "HIGH": high}
-    if fused.INTERPRETED:
+    if INTERPRETED:
         return {**tile, "TOKENS": 16}
     return {**tile, "TOKENS": 1, "num_warps": 1 if width <= 1536 else 4}
 
@@ -56,12 +56,12 @@ def piece_tile(v: Tensor, readers: int) -> dict[str, Any]:
     ahead, if they fit.
     """
     width = v.shape[-1]
-    if fused.INTERPRETED:
-        piece = min(64, max(16, power(width)))
+    if INTERPRETED:
+        piece = min(64, max(16, next_power_of_2(width)))
         tile = {"C": width, "PIECE": piece, "PIECES": cdiv(width, piece), "TOKENS": 16}
         return {**tile, "TOGETHER": False, "STAGES": 1}
     warps = next(n for n in (1, 2, 4, 8, 16) if (3 * readers + 2) * width <= n * 32 * 220 or n == 16)
-    piece = min(power(width), 256 if width % 512 else 256 * max(1, warps // 2))
+    piece = min(next_power_of_2(width), 256 if width % 512 else 256 * max(1, warps // 2))
     tile = {"C": width, "PIECE": piece, "PIECES": cdiv(width, piece), "TOKENS": 1}
     ahead = 2 * (readers + 2) * tile["PIECES"] * piece * v.element_size()
     return {**tile, "TOGETHER": warps > 1, "STAGES": 3 if ahead <= 100_000 else 1, "num_warps": warps}
@@ -69,7 +69,7 @@ def piece_tile(v: Tensor, readers: int) -> dict[str, Any]:
 
 def mix_tile(width: int) -> dict[str, Any]:
     """For kernels that do not reduce over a row."""
-    columns = min(256, max(16, power(width)))
+    columns = min(256, max(16, next_power_of_2(width)))
     return {"C": width, "TOKENS": 2048 // columns, "COLUMNS": columns}
 
 
@@ -79,10 +79,10 @@ def stack_tile(v: Tensor, results: int, columns: int, stages: int) -> dict[str, 
     `columns` and `stages` were the fastest on an H200 from 768 to 2,048 channels; float32 has room for fewer columns.
     """
     width = v.shape[-1]
-    tile = {"C": width, "NARROW": narrow(v), "ROWS": 16, "PADDED": max(8, power(results))}
-    if fused.INTERPRETED:
-        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
-    columns = min(columns if narrow(v) else 64, max(16, power(width)))
+    tile = {"C": width, "NARROW": narrow(v), "ROWS": 16, "PADDED": max(8, next_power_of_2(results))}
+    if INTERPRETED:
+        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, next_power_of_2(width)))}
+    columns = min(columns if narrow(v) else 64, max(16, next_power_of_2(width)))
     return {**tile, "TOKENS": 1, "COLUMNS": columns, "num_warps": 1, "num_stages": stages}
 
 
@@ -109,20 +109,20 @@ def product_tile(
     The sums of all chunks stay in registers: where there is no `room` for them, tiles are smaller.
     """
     chunks = cdiv(readers, CHUNK)
-    tile = {"C": width, "READERS": min(CHUNK, max(16, power(readers))), "CHUNKS": chunks}
+    tile = {"C": width, "READERS": min(CHUNK, max(16, next_power_of_2(readers))), "CHUNKS": chunks}
     tile["NARROW"] = narrow(factor)
-    if fused.INTERPRETED:
-        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, power(width)))}
+    if INTERPRETED:
+        return {**tile, "TOKENS": 16, "COLUMNS": min(64, max(16, next_power_of_2(width)))}
     if not tile["NARROW"]:
         most, warps = (64, 4) if chunks == 1 else (32, 8)
         tokens, columns, stages, room = min(tokens, most), 64, 3, 3
-    smaller = power(cdiv(chunks, room))
-    tokens, columns = max(16, tokens // smaller), max(16, min(columns // smaller, power(width)))
+    smaller = next_power_of_2(cdiv(chunks, room))
+    tokens, columns = max(16, tokens // smaller), max(16, min(columns // smaller, next_power_of_2(width)))
     warps = max(4, warps // smaller)
     return {**tile, "TOKENS": tokens, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
 
 
 def shares(x: Tensor, blocks: int, per_core: float) -> tuple[int, int]:
     """Split `blocks` among programs that loop: how many programs, and how many blocks each."""
-    tiles = cdiv(blocks, max(2, round(fused.multiprocessors(x) * per_core)))
+    tiles = cdiv(blocks, max(2, round(multiprocessors(x) * per_core)))
     return cdiv(blocks, tiles), tiles

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.numeric import working_dtype
+from residua.ops._runtime.triton_support import DTYPES, INSTALLED, supports
 from residua.ops.expert_ffn import reference
 from residua.ops.expert_ffn.reference import expert_hidden
 from residua.ops.expert_routing import route
@@ -18,7 +18,7 @@ ALIGNMENT = 8
 
 def _serves(x: Tensor, up: Tensor, out: Tensor, ends: Tensor, activation: str, **_: Any) -> bool:
     whole = all(size % ALIGNMENT == 0 for size in out.shape[1:])
-    return whole and len(x) > 0 and working_dtype(x) in fused.DTYPES and fused.serves(x, up, out)
+    return whole and len(x) > 0 and working_dtype(x) in DTYPES and supports(x, up, out)
 
 
 def _cases(d: Draw) -> Cases:
@@ -34,7 +34,7 @@ def _cases(d: Draw) -> Cases:
 
 expert_ffn = Operator(reference.expert_ffn, _cases, compile_seconds=7)
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.expert_ffn import launch
 
     expert_ffn.register_fused(launch.expert_ffn, _serves)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, either, on, power
+from residua.ops._runtime import triton_support
+from residua.ops._runtime.launch import aligned, cdiv, device_guard, either, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import working_dtype
 from residua.ops._runtime.tracing import opaque
@@ -82,14 +82,14 @@ MANY_ROWS_PLAN = Plans(
 )
 FEW_ROWS_PLAN = _same(TilePlan(16, 64, 64, 4, 4))
 """Decoding and small batches: the weights' bytes are the limit, not arithmetic."""
-PART, GATED_PART = (8, 8) if fused.INTERPRETED else (64, 32)
+PART, GATED_PART = (8, 8) if triton_support.INTERPRETED else (64, 32)
 """Columns of gradients that are computed from a tile's sums at a time, without and with a gate."""
 FEW_ROWS = 16
 """Rows per expert, in the mean, up to which `FEW_ROWS_PLAN` is used."""
 
 
 def plans(dtype: torch.dtype, slots: int, experts: int) -> Plans:
-    if fused.INTERPRETED:
+    if triton_support.INTERPRETED:
         return INTERPRETED
     if dtype is not torch.bfloat16:
         return SINGLE
@@ -102,9 +102,9 @@ def expert_tiles(x: Tensor, ends: Tensor, slots: int) -> Iterator[Tensor]:
     rows, experts, block = plans(x.dtype, slots, len(ends)).up.rows, len(ends), 64
     table = ends.new_empty((slots // rows + min(slots, experts), 3))
     yield table
-    with on(x):
+    with device_guard(x):
         kernels.tiles_kernel[(cdiv(len(table), block),)](
-            ends, table, len(table), E=experts, WIDE=power(experts), ROWS=rows, BLOCK=block, num_warps=4
+            ends, table, len(table), E=experts, WIDE=next_power_of_2(experts), ROWS=rows, BLOCK=block, num_warps=4
         )
 
 
@@ -123,7 +123,7 @@ def expert_up(
     yield a, z
     chosen = plans(x.dtype, len(a), len(weight))
     plan = chosen.gated if gated else chosen.product(a.shape[1])
-    with on(x):
+    with device_guard(x):
         kernels.up_kernel[(len(tiles) * cdiv(a.shape[1], plan.columns),)](
             aligned(x), aligned(weight), either(order, tiles), tiles, either(weights, x), z, a,
             K=x.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=gated, GATHERED=order is not None,
@@ -137,7 +137,7 @@ def expert_product(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tenso
     y = x.new_empty((len(x), weight.shape[2 if turned else 1]))
     yield y
     plan = plans(x.dtype, len(x), len(weight)).product(y.shape[1])
-    with on(x):
+    with device_guard(x):
         kernels.product_kernel[(len(tiles) * cdiv(y.shape[1], plan.columns),)](
             aligned(x), aligned(weight), either(order, tiles), tiles, y, K=x.shape[1],
             N=y.shape[1], TURNED=turned, SCATTERED=order is not None, **plan.sizes(),
@@ -156,7 +156,7 @@ def expert_slope(
     columns = cdiv(hidden, plan.columns)
     dots = g.new_empty((columns if weights is not None else 0, slots), dtype=torch.float32)
     yield g_z, a, dots
-    with on(g):
+    with device_guard(g):
         kernels.slope_kernel[(len(tiles) * columns,)](
             aligned(g), aligned(weight), either(order, tiles), tiles, either(weights, g), kept, g_z, a,
             dots, len(kept), K=g.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=activation in GATED,
@@ -175,7 +175,7 @@ def expert_weight_gradients(
     yield g_out, g_up
     plan = plans(x.dtype, len(a), len(ends)).weight
     tiles = cdiv(width, plan.rows) * cdiv(hidden, plan.columns) + cdiv(wide, plan.rows) * cdiv(width, plan.columns)
-    with on(x):
+    with device_guard(x):
         kernels.weight_kernel[(len(ends) * tiles,)](
             aligned(g), aligned(a), aligned(g_z), aligned(x), either(order, ends), ends, g_out, g_up, C=width, H=hidden,
             R=wide, CHOICES=choices, GATHERED=order is not None,

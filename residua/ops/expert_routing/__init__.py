@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.expert_routing import reference
 from residua.ops.expert_routing.reference import Routed
 
@@ -15,7 +15,7 @@ MOST_EXPERTS, MOST_CHOICES = 256, 8
 
 
 def _serves(x: Tensor, weight: Tensor, top_k: int, **_: Any) -> bool:
-    return len(x) > 0 and len(weight) <= MOST_EXPERTS and top_k <= MOST_CHOICES and fused.serves(x, weight)
+    return len(x) > 0 and len(weight) <= MOST_EXPERTS and top_k <= MOST_CHOICES and supports(x, weight)
 
 
 def _cases(d: Draw) -> Cases:
@@ -24,7 +24,7 @@ def _cases(d: Draw) -> Cases:
 
 route = Operator(reference.route, _cases, compile_seconds=4)
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.expert_routing import launch
 
     route.register_fused(launch.route, _serves)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, on, power, sum_rows
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, device_guard, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
 from residua.ops.expert_routing import kernels
 from residua.ops.expert_routing.reference import Routed
 
@@ -24,7 +24,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def lanes(experts: int) -> int:
     """Experts as a power of two; products have 16 columns at least."""
-    return max(16, power(experts))
+    return max(16, next_power_of_2(experts))
 
 
 def _tokens(x: Tensor, experts: int) -> int:
@@ -36,7 +36,7 @@ def _columns(x: Tensor, experts: int) -> int:
     """Columns of a tile of gradients."""
     if x.dtype is torch.bfloat16:
         return 128 if lanes(experts) <= 64 else 64
-    return 16 if fused.INTERPRETED else 32
+    return 16 if INTERPRETED else 32
 
 
 @launcher("expert_routing")
@@ -56,7 +56,7 @@ def forward(
     counts, before = ends.new_empty((2, blocks, experts))
     totals, sums, squares = torch.empty_like(ends), z.new_empty((blocks, experts)), z.new_empty(blocks)
     warps = 8 if wide > 64 else 4
-    with on(x):
+    with device_guard(x):
         kernels.route_kernel[(blocks,)](
             aligned(x), weight.contiguous(), weight if bias is None else bias, logits, weights, chosen, counts, sums,
             squares, tokens, float(scale), C=width, E=experts, WIDE=wide, CHOICES=top_k, SIGMOID=sigmoid,
@@ -68,8 +68,8 @@ def forward(
             EXPERTS=16, BLOCK=128, num_warps=4,
         )  # fmt: skip
         kernels.place_kernel[(blocks,)](
-            chosen, before, totals, order, ends, tokens, E=experts, WIDE=power(experts), CHOICES=top_k, TOKENS=block,
-            num_warps=warps,
+            chosen, before, totals, order, ends, tokens, E=experts, WIDE=next_power_of_2(experts), CHOICES=top_k,
+            TOKENS=block, num_warps=warps,
         )  # fmt: skip
 
 
@@ -86,10 +86,10 @@ def backward(
     columns, block = _columns(x, experts), _tokens(x, experts)
     tiles = cdiv(width, columns)
     # a program's tokens: whole blocks, and about two programs to a multiprocessor
-    share = block * cdiv(cdiv(tokens, block), max(1, 2 * fused.multiprocessors(x) // tiles))
+    share = block * cdiv(cdiv(tokens, block), max(1, 2 * multiprocessors(x) // tiles))
     shares = cdiv(tokens, share)
     partial = logits.new_empty((shares, experts * width))
-    with on(x):
+    with device_guard(x):
         kernels.backward_kernel[(shares, tiles)](
             g_weights.contiguous(), g_probability.contiguous(), g_z, aligned(x), weight.contiguous(), logits, chosen,
             g_x, partial, tokens, share, float(scale), C=width, E=experts, WIDE=wide, CHOICES=chosen.shape[1],

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.gated_norm import reference
 from residua.ops.gated_norm.reference import gate_scores, low_rank_gate
 
@@ -16,7 +16,7 @@ HIGHEST_RANK = 64
 def _serves(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, activation: str = "sigmoid", **_: Any) -> bool:
     """One sigmoid per channel, and a low rank."""
     per_channel = up.shape[0] == x.shape[-1] and activation == "sigmoid"
-    return per_channel and down.shape[0] <= HIGHEST_RANK and fused.serves(x, weight, down, up)
+    return per_channel and down.shape[0] <= HIGHEST_RANK and supports(x, weight, down, up)
 
 
 def _cases(d: Draw) -> Cases:
@@ -26,7 +26,7 @@ def _cases(d: Draw) -> Cases:
 
 gated_norm = Operator(reference.gated_norm, _cases, compile_seconds=6)
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.gated_norm import launch
 
     gated_norm.register_fused(launch.gated_norm, _serves)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, dense_like, on, power
+from residua.ops._runtime.launch import cdiv, dense_like, device_guard, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.tracing import opaque
-from residua.ops.gated_norm import kernels, kernels_backward
+from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
+from residua.ops.gated_norm import kernels
 
 PITCH = 256
 """Rows of the prepared matrices are padded to a multiple of this, so that no block needs a mask."""
@@ -35,7 +35,7 @@ class TilePlan(NamedTuple):
     def settings(self) -> dict[str, Any]:
         tile = {"TOKENS": self.tokens, "BLOCK": self.block, "STAGES": self.stages, "num_warps": self.warps}
         limit = {"maxnreg": self.registers} if self.registers else {}
-        return {**tile, **limit, "FAST": not fused.INTERPRETED}
+        return {**tile, **limit, "FAST": not INTERPRETED}
 
     def tiles(self, tokens: int) -> int:
         return cdiv(tokens, self.tokens)
@@ -43,7 +43,7 @@ class TilePlan(NamedTuple):
     def shares(self, x: Tensor) -> tuple[int, int]:
         """The grid of a kernel that goes over tokens: blocks of channels, and programs that share the tiles of each."""
         blocks = cdiv(x.shape[1], self.block)
-        most = self.programs * fused.multiprocessors(x) // blocks
+        most = self.programs * multiprocessors(x) // blocks
         return blocks, max(1, min(most, self.tiles(x.shape[0])))
 
 
@@ -116,7 +116,7 @@ def _launch_forward(
     sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
     project, gate = forward_plan(width, sizes["RANK"], x.element_size())
     weight = weight.contiguous()
-    with on(x):
+    with device_guard(x):
         kernels.prepare_kernel[(small.shape[2] // 64,)](
             weight, down.contiguous(), up.contiguous(), small, R=down.shape[0], BLOCK=64, **sizes
         )
@@ -147,23 +147,23 @@ def backward(
     partial = torch.empty((parts, 1 + 2 * rank, width), dtype=torch.float32, device=x.device)
     weight = weight.contiguous()
     sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
-    with on(x):
+    with device_guard(x):
         if tokens:
-            kernels_backward.reduce_kernel[(reduce.tiles(tokens),)](
+            kernels.reduce_kernel[(reduce.tiles(tokens),)](
                 g, x, weight, small, rstd, bottleneck, hidden, slope, pull, tokens, **sizes, **reduce.settings()
             )
-        kernels_backward.spread_kernel[(blocks, parts)](
+        kernels.spread_kernel[(blocks, parts)](
             g, x, g if residual is None else residual.contiguous(), weight, small, rstd, hidden, slope, pull,
             outputs[0], partial, tokens, R=rank, ADDED=residual is not None, **sizes, **spread.settings(),
         )  # fmt: skip
-        kernels_backward.finish_kernel[(1 + 2 * rank, cdiv(width, 128))](
+        kernels.finish_kernel[(1 + 2 * rank, cdiv(width, 128))](
             partial, weight, *outputs[1:], parts, C=width, R=rank, PARTS=32, BLOCK=128
         )
 
 
 def padded(down: Tensor) -> int:
     """The rank, padded to a size that matrix products take."""
-    return max(16, power(down.shape[0]))
+    return max(16, next_power_of_2(down.shape[0]))
 
 
 def gated_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, eps: float = 1e-6, **_: str) -> Tensor:

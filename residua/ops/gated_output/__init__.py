@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.gated_output import reference
 
 gated_output = Operator(
@@ -19,10 +19,10 @@ def _serves(o: Tensor, z: Tensor, weight: Tensor, **_: Any) -> bool:
     """[B, T, H, D] with D a power of two."""
     width = o.shape[-1]
     fits = o.dim() == 4 and 16 <= width <= 1024 and width & (width - 1) == 0
-    return fits and o.numel() > 0 and fused.serves(o, z, weight)
+    return fits and o.numel() > 0 and supports(o, z, weight)
 
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.gated_output import launch
 
     gated_output.register_fused(launch.gated_output, _serves)

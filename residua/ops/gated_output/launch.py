@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, on, sum_rows
+from residua.ops._runtime.launch import cdiv, device_guard, sum_rows
 from residua.ops._runtime.library import differentiate, launcher
+from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.gated_output import kernels
 
 
@@ -40,7 +40,7 @@ def launch_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor) 
     o, z = _dense(o), _dense(z)
     rows, width = o.shape[:3].numel(), o.shape[3]
     tile = FORWARD.rows(width)
-    with on(o):
+    with device_guard(o):
         kernels.forward_kernel[(cdiv(rows, tile),)](
             o, z, weight.contiguous(), y, rows, *o.shape[1:3], *o.stride()[:2], *z.stride()[:2], eps,
             D=width, ROWS=tile, num_warps=FORWARD.warps,
@@ -63,9 +63,9 @@ def launch_backward(
     rows, width = o.shape[:3].numel(), o.shape[3]
     tile = BACKWARD.rows(width)
     tiles = cdiv(rows, tile)
-    programs = min(tiles, BACKWARD.programs * fused.multiprocessors(o))
+    programs = min(tiles, BACKWARD.programs * multiprocessors(o))
     partial = d_weight.new_empty((programs, width))
-    with on(o):
+    with device_guard(o):
         kernels.backward_kernel[(programs,)](
             dy, o, z, weight.contiguous(), d_o, d_z, partial, rows, o.shape[1], tiles, o.shape[2],
             *dy.stride()[:2], *o.stride()[:2], *z.stride()[:2], *d_z.stride()[:2], eps,

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.hyper_connection import reference
 from residua.ops.hyper_connection.reference import Norm, read_weights
 
@@ -19,15 +19,15 @@ def _serves(
     scale: Tensor | None = None, phi: Tensor | None = None, **_: Any,
 ) -> bool:  # fmt: skip
     projection = [t for t in (scale, phi) if t is not None]
-    return streams.shape[-2] <= MOST_STREAMS and fused.serves(streams, update, *weights, *projection)
+    return streams.shape[-2] <= MOST_STREAMS and supports(streams, update, *weights, *projection)
 
 
 def _serves_sinkhorn(logits: Tensor, iterations: int) -> bool:
-    return iterations > 0 and logits.shape[-1] <= MOST_STREAMS and fused.serves(logits)
+    return iterations > 0 and logits.shape[-1] <= MOST_STREAMS and supports(logits)
 
 
 def _serves_weights(logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int) -> bool:
-    return iterations > 0 and streams <= MOST_STREAMS and fused.serves(logits, scale, bias)
+    return iterations > 0 and streams <= MOST_STREAMS and supports(logits, scale, bias)
 
 
 def _steps(d: Draw) -> Cases:
@@ -50,7 +50,7 @@ hyper_step = Operator(reference.hyper_step, _steps, compile_seconds=5)
 manifold_weights = Operator(reference.manifold_weights, _manifold_weights)
 sinkhorn = Operator(reference.sinkhorn, _squares)
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.hyper_connection import autograd
 
     hyper_step.register_fused(autograd.hyper_step, _serves)

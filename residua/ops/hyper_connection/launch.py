@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, on, power, sum_rows
+from residua.ops._runtime.launch import cdiv, device_guard, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
+from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.hyper_connection import kernels, kernels_backward, kernels_weights
 
 
@@ -135,7 +135,7 @@ def normed_backward(
     after_it = Norm(gain, hidden_stats, partial=partial)
     inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
     _sum_and_spread(g_normed, g_after, g_logits, *inputs, outputs, norm, after_it)
-    with on(streams):
+    with device_guard(streams):
         sum_rows(partial, total)
 
 
@@ -154,7 +154,7 @@ def _write_and_read(
     share = cdiv(cdiv(width, SHARES), write.block) * write.block
     shares = cdiv(width, share)
     sums = logits.new_empty((shares, tokens, columns))
-    with on(streams):
+    with device_guard(streams):
         kernels.write_kernel[(shares, cdiv(tokens, write.tokens))](
             streams, update, post, mix, bias, parts, after, hidden, weights, sums,
             tokens, post.stride(0), mix.stride(0), SUMS=columns, SHARE=share, PARTS=len(parts), **sizes,
@@ -183,7 +183,7 @@ def _sum_and_spread(
     normed = after_it.gain is not None
     shrink, pull = torch.empty_like(g_pre), g_pre.new_empty(tokens) if normed else None
     strides = (post.stride(0), mix.stride(0))
-    with on(streams):
+    with device_guard(streams):
         if norm != "none":
             kernels_backward.sums_kernel[(cdiv(tokens, sums.tokens),)](
                 g_hidden, g_hidden if g_logits is None else g_logits.contiguous(), streams, update, post, mix, scale,
@@ -205,14 +205,14 @@ def phi_gradient(g_z: Tensor, normed: Tensor) -> Iterator[Tensor]:
     yield total
     (rows, size), width, tile = g_z.shape, normed.shape[1], _tile("phi", normed)
     columns = cdiv(width, tile.block)
-    parts = max(1, PHI_PROGRAMS * fused.multiprocessors(normed) // columns)
+    parts = max(1, PHI_PROGRAMS * multiprocessors(normed) // columns)
     each = cdiv(cdiv(rows, parts), tile.tokens) * tile.tokens
     partial = total.new_empty((cdiv(rows, each) if rows else 0, total.numel()))
-    with on(normed):
+    with device_guard(normed):
         if rows:
             kernels_backward.phi_kernel[(columns, len(partial))](
-                g_z, normed, partial, rows, each, W=width, K=size, RANK=max(16, power(size)), ROWS=tile.tokens,
-                BLOCK=tile.block, num_warps=tile.warps, num_stages=tile.stages,
+                g_z, normed, partial, rows, each, W=width, K=size, RANK=max(16, next_power_of_2(size)),
+                ROWS=tile.tokens, BLOCK=tile.block, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         sum_rows(partial, total.view(-1))
 
@@ -227,7 +227,7 @@ def write_weights(
     yield post, mix
     tokens = logits.shape[:-1].numel()
     if tokens:
-        with on(logits):
+        with device_guard(logits):
             kernels_weights.forward_kernel[(cdiv(tokens, WEIGHTS_TOKENS),)](
                 logits, scale, bias, post, mix, tokens, iterations, **_weights_sizes(streams)
             )
@@ -245,7 +245,7 @@ def weights_backward(
     programs = cdiv(tokens, WEIGHTS_TOKENS)
     partial = total.new_empty((programs, len(total)))
     scratch = total.new_empty((iterations - 1, 2 * streams * tokens))
-    with on(logits):
+    with device_guard(logits):
         if tokens:
             kernels_weights.backward_kernel[(programs,)](
                 logits if g_post is None else g_post.contiguous(), logits if g_mix is None else g_mix.contiguous(),
@@ -256,7 +256,7 @@ def weights_backward(
 
 
 def _weights_sizes(n: int) -> dict[str, int]:
-    return {"N": n, "SIDE": power(n), "K": n * (n + 2), "TOKENS": WEIGHTS_TOKENS, "num_warps": 1}
+    return {"N": n, "SIDE": next_power_of_2(n), "K": n * (n + 2), "TOKENS": WEIGHTS_TOKENS, "num_warps": 1}
 
 
 def _parts(phi: Tensor, dtype: torch.dtype) -> Tensor:
@@ -276,7 +276,7 @@ def _tile(kernel: str, x: Tensor) -> Tile:
 def _whole_rows(kernel: str, streams: Tensor) -> Tile:
     """A tile of the same size that has whole rows of few tokens, held in registers."""
     tile = _tile(kernel, streams)
-    tokens = min(tile.tokens, max(1, 4096 // power(streams.shape[-1])))
+    tokens = min(tile.tokens, max(1, 4096 // next_power_of_2(streams.shape[-1])))
     return tile._replace(tokens=tokens, block=tile.tokens * tile.block // tokens)
 
 
@@ -293,4 +293,4 @@ def _dense(x: Tensor) -> Tensor:
 def _numbers_of(streams: Tensor, phi: Tensor, norm: str) -> dict[str, Any]:
     _, n, width = streams.shape
     numbers = _numbers(streams, phi, norm)
-    return {"C": width, "N": n, "K": len(phi), "Z": numbers, "RANK": max(16, power(numbers)), "NORM": norm}
+    return {"C": width, "N": n, "K": len(phi), "Z": numbers, "RANK": max(16, next_power_of_2(numbers)), "NORM": norm}

@@ -4,14 +4,14 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Draw
-from residua.ops.linear_cross_entropy import autograd, launch, reference
+from residua.ops._runtime.triton_support import supports
+from residua.ops.linear_cross_entropy import launch, reference
 
 
 def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> bool:
-    return fused.serves(hidden, weight)
+    return supports(hidden, weight)
 
 
 def _head(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,16 +21,16 @@ def _head(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
 
 
 linear_cross_entropy = Operator(reference.linear_cross_entropy, lambda d: [Case(_head(d), {"z_loss": 1e-4})])
-linear_cross_entropy.register_fused(autograd.linear_cross_entropy, _serves)
+linear_cross_entropy.register_fused(launch.linear_cross_entropy, _serves)
 
 # only loss + z has a right gradient: without z, the loss
 training_cross_entropy = Operator(reference.training_cross_entropy, lambda d: [Case(_head(d), first=True)])
-training_cross_entropy.register_fused(autograd.training_cross_entropy, _serves)
+training_cross_entropy.register_fused(launch.training_cross_entropy, _serves)
 
 token_likelihoods = Operator(reference.token_likelihoods, lambda d: [Case(_head(d), gradients=False, first=True)])
 token_likelihoods.register_fused(launch.token_likelihoods, _serves)
 
 head_piece = Operator(reference.head_piece, lambda d: [Case(_head(d))])
-head_piece.register_fused(autograd.head_piece, _serves)
+head_piece.register_fused(launch.head_piece, _serves)
 
 __all__ = ["head_piece", "linear_cross_entropy", "token_likelihoods", "training_cross_entropy"]

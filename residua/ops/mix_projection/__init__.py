@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.mix_projection import reference
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
 
@@ -22,13 +22,13 @@ def _serves(
     scales = (current_scale, anchor_scale)
     static = all(scale.dim() <= 2 for scale in scales) and current.shape == anchor.shape
     gain = () if norm_weight is None else (norm_weight,)
-    return static and current.shape[-1] <= WIDEST_HEAD and fused.serves(current, anchor, *scales, *gain)
+    return static and current.shape[-1] <= WIDEST_HEAD and supports(current, anchor, *scales, *gain)
 
 
 def _serves_heads(projected: Tensor, sections: Sections, anchors: Mapping[str, Tensor], *_: Any, **__: Any) -> bool:
     """Heads that fit into a tile."""
     widest = max(width for _, width in sections.values())
-    return widest <= WIDEST_HEAD and fused.serves(projected, *anchors.values())
+    return widest <= WIDEST_HEAD and supports(projected, *anchors.values())
 
 
 def _mixtures(d: Draw) -> Cases:
@@ -49,7 +49,7 @@ def _layers(d: Draw) -> Cases:
 mix_projection = Operator(reference.mix_projection, _mixtures)
 mix_heads = Operator(reference.mix_heads, _layers)
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.mix_projection import autograd
 
     mix_projection.register_fused(autograd.mix_projection, _serves)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import addresses, aligned, cdiv, on, power
+from residua.ops._runtime.launch import addresses, aligned, cdiv, device_guard, next_power_of_2
 from residua.ops._runtime.library import launcher
+from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.mix_projection import kernels
 from residua.ops.norm_rotate.launch import sum_rows
 
@@ -28,7 +28,7 @@ class Tiling(NamedTuple):
 
     def sizes(self, width: int) -> dict[str, Any]:
         half = cdiv(width, 2)
-        lanes = power(half)
+        lanes = next_power_of_2(half)
         sizes = {"D": width, "HALF": half, "LANES": lanes, "ROWS": max(1, self.tile // lanes)}
         return sizes | {"STAGES": self.stages, "num_warps": self.warps, "maxnreg": self.registers}
 
@@ -164,7 +164,7 @@ def forward(
     for out, (section, arguments) in zip(made, inputs.arguments(plan, FORWARD), strict=True):
         chunks = _chunks([(section, arguments)], projected, FORWARD)
         if chunks:
-            with on(projected):
+            with device_guard(projected):
                 kernels.forward_kernel[(chunks * section.heads,)](**arguments, y_ptr=out, eps=eps)
 
 
@@ -205,7 +205,7 @@ def backward(
         if arguments["FOLDED"] and not (arguments["NORMED"] or arguments["DYNAMIC"]):
             arguments["MIXED"] = False  # dm does not depend on m: neither s nor the anchor is read
         if chunks:
-            with on(projected):
+            with device_guard(projected):
                 kernels.backward_kernel[(chunks * s.heads,)](
                     **arguments,
                     dy_ptr=g,
@@ -253,8 +253,8 @@ def gather(
     dm, gammas, scales = [aligned(d) for d in dm], [aligned(g) for g in gammas], scales.contiguous()
     mixed = sorted((s for s in sections(plan) if s.anchor >= 0), key=lambda s: s.anchor)
     tokens, fewest = d_anchors.shape[:2].numel(), min(s.heads for s in mixed)
-    lines = {s.width: max(1, GATHER.tile // power(s.width)) for s in mixed}
-    chunks = min(cdiv(tokens, max(lines.values())), cdiv(GATHER.programs * fused.multiprocessors(scales), fewest))
+    lines = {s.width: max(1, GATHER.tile // next_power_of_2(s.width)) for s in mixed}
+    chunks = min(cdiv(tokens, max(lines.values())), cdiv(GATHER.programs * multiprocessors(scales), fewest))
     partial = scales.new_empty((chunks, *sums.shape))
     groups = cdiv(layers, MOST_READERS)
     bounds = [layers * i // groups for i in range(groups + 1)]
@@ -263,14 +263,14 @@ def gather(
         factors = addresses(gammas[start:stop], ()) if gammas else table
         for s, anchor, gain in zip(mixed, anchors, gains, strict=True):
             flat = rows(anchor.flatten(-2))
-            with on(scales):
+            with device_guard(scales):
                 kernels.gather_kernel[(chunks * s.heads,)](
                     table, factors, gammas[0] if gammas else flat, flat, flat if gain is None else gain,
                     scales[start:, column:], d_anchors[..., column:], partial[:, start:, column:],
                     partial[:, -1, column:], tokens, cdiv(tokens, lines[s.width]), s.heads, s.first, 2 * s.anchor,
                     dm[0].shape[-1], 2 * len(mixed), flat.stride(0), scales.shape[1], scales.stride(0),
                     partial.stride(0), eps,
-                    D=s.width, LANES=power(s.width), ROWS=lines[s.width], READERS=stop - start,
+                    D=s.width, LANES=next_power_of_2(s.width), ROWS=lines[s.width], READERS=stop - start,
                     NORMED=gain is not None, DYNAMIC=len(gammas) > 0, ADD=start > 0, LAST=stop == layers,
                     STAGES=GATHER.stages, num_warps=GATHER.warps, maxnreg=GATHER.registers,
                 )  # fmt: skip
@@ -301,4 +301,4 @@ def _chunks(work: list[tuple[Section, dict[str, Any]]], projected: Tensor, tilin
     """Programs per head, the same for every section, so that one kernel sums all their parts."""
     tiles = max(arguments["batches"] * arguments["tiles"] for _, arguments in work)
     fewest = min(s.heads for s, _ in work)
-    return min(tiles, cdiv(tiling.programs * fused.multiprocessors(projected), fewest))
+    return min(tiles, cdiv(tiling.programs * multiprocessors(projected), fewest))

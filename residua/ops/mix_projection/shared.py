@@ -37,11 +37,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import chosen_backend
-from residua.ops._runtime.handles import handle
+from residua.ops._runtime.launch import handle
 from residua.ops._runtime.numeric import wide
 from residua.ops._runtime.tracing import in_graph
+from residua.ops._runtime.triton_support import supports
 from residua.ops.mix_projection import autograd, launch
 from residua.ops.mix_projection.reference import Heads, Sections, per_head
 
@@ -54,7 +54,7 @@ def serves(anchors: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
     place = anchors[0].device
     whole = all(type(w) in (Tensor, nn.Parameter) and w.device == place for w in weights)  # not sharded, not offloaded
     narrow = all(anchor.shape[-1] <= WIDEST_HEAD for anchor in anchors)
-    return whole and narrow and torch.is_grad_enabled() and chosen_backend() != "reference" and fused.serves(*anchors)
+    return whole and narrow and torch.is_grad_enabled() and chosen_backend() != "reference" and supports(*anchors)
 
 
 def share(

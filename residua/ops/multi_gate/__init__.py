@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.multi_gate import inversion, reference
 from residua.ops.multi_gate.reference import gates, pool, pool_weights
 
@@ -15,18 +15,18 @@ MOST_STREAMS = 16
 
 
 def _serves(streams: Tensor, update: Tensor, *weights: Tensor, **_: Any) -> bool:
-    return streams.shape[-2] <= MOST_STREAMS and fused.serves(streams, update, *weights)
+    return streams.shape[-2] <= MOST_STREAMS and supports(streams, update, *weights)
 
 
 def _serves_chain(state: Sequence[Tensor], update: Tensor, *weights: Tensor, **_: Any) -> bool:
     streams, _past = reference.split(state, update)
     if len(streams) > 1 and not _alike(streams):
         return False
-    return reference.shape(streams)[-2] <= MOST_STREAMS and fused.serves(streams[0], update, *weights)
+    return reference.shape(streams)[-2] <= MOST_STREAMS and supports(streams[0], update, *weights)
 
 
 def _serves_pool(streams: Sequence[Tensor], query: Tensor, **_: Any) -> bool:
-    return 1 < len(streams) <= MOST_STREAMS and _alike(streams) and fused.serves(streams[0], query)
+    return 1 < len(streams) <= MOST_STREAMS and _alike(streams) and supports(streams[0], query)
 
 
 def _alike(streams: Sequence[Tensor]) -> bool:
@@ -63,7 +63,7 @@ multi_gate_chain = Operator(reference.multi_gate_chain, _chains)
 multi_gate_inverted = Operator(inversion.multi_gate_inverted, _inverted_chains)
 pool_streams = Operator(reference.pool_streams, _pools)
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.multi_gate import autograd
 
     multi_gate.register_fused(autograd.multi_gate, _serves)

@@ -36,9 +36,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 
-INTERPRETED = tl.constexpr(fused.INTERPRETED)
+INTERPRETED = tl.constexpr(triton_support.INTERPRETED)
 
 
 @triton.jit

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, extent, on, power, sum_rows
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, device_guard, extent, next_power_of_2, sum_rows
 from residua.ops._runtime.library import launcher
+from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.multi_gate import kernels, kernels_backward
 
 
@@ -27,8 +27,8 @@ class TilePlan(NamedTuple):
     programs: int = 1
 
     def settings(self, n: int, width: int) -> dict[str, Any]:
-        block = min(32 * self.channels * self.warps, power(width))
-        tile = {"C": width, "N": n, "ROWS": power(n), "BLOCK": block, "TILES": cdiv(width, block)}
+        block = min(32 * self.channels * self.warps, next_power_of_2(width))
+        tile = {"C": width, "N": n, "ROWS": next_power_of_2(n), "BLOCK": block, "TILES": cdiv(width, block)}
         registers = {"maxnreg": self.registers} if self.registers else {}
         lanes = min(block, 32 * self.warps)
         return {**tile, "LANES": lanes, "num_warps": self.warps, "num_stages": 1, **registers}
@@ -54,7 +54,7 @@ def backward_plan(n: int, width: int, size: int) -> TilePlan:
 
 def _floor(wanted: float) -> int:
     """The power of two below, from 1 to 16."""
-    return min(16, power(int(wanted) + 1) // 2 or 1)
+    return min(16, next_power_of_2(int(wanted) + 1) // 2 or 1)
 
 
 def _tile(plan: Any, n: int, x: Tensor) -> tuple[TilePlan, dict[str, Any]]:
@@ -96,7 +96,7 @@ def _launch_forward(
     width, tokens = extent(update)
     if tokens:
         _, tile = _tile(forward_plan, streams_in(streams), streams[0])
-        with on(update):
+        with device_guard(update):
             kernels.forward_kernel[(tokens,)](
                 tuple(aligned(s) for s in streams), aligned(update), *weights, *outputs, norm_eps,
                 *_numbers(width, eps), COMPETITIVE=competitive, NORMED=weights[-1] is not None, **tile,
@@ -141,7 +141,7 @@ def _launch_backward(
     width, tokens = extent(g_hidden)
     plan, tile = _tile(plan_for, streams_in(start), start[0])
     partial = _partial(total, plan, tokens)
-    with on(g_hidden):
+    with device_guard(g_hidden):
         if tokens:
             kernels_backward.backward_kernel[(len(partial),)](
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
@@ -197,7 +197,7 @@ def invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Iterat
     _, tokens = extent(update)
     if tokens:
         _, tile = _tile(forward_plan, after.shape[-2], after)
-        with on(after):
+        with device_guard(after):
             kernels.invert_kernel[(tokens,)](aligned(after), aligned(update), stats, streams, floor, **tile)
 
 
@@ -210,7 +210,7 @@ def pool(streams: Sequence[Tensor], query: Tensor, eps: float) -> Iterator[tuple
     width, tokens = extent(hidden)
     if tokens:
         _, tile = _tile(forward_plan, len(streams), hidden)
-        with on(hidden):
+        with device_guard(hidden):
             kernels.pool_forward_kernel[(tokens,)](
                 tuple(aligned(s) for s in streams), query, hidden, stats, *_numbers(width, eps), **tile
             )
@@ -227,7 +227,7 @@ def pool_backward(
     width, tokens = extent(g_hidden)
     plan, tile = _tile(backward_plan, len(streams), g_hidden)
     partial = _partial(total, plan, tokens)
-    with on(g_hidden):
+    with device_guard(g_hidden):
         if tokens:
             kernels_backward.pool_backward_kernel[(len(partial),)](
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(streams), query, stats,
@@ -238,5 +238,5 @@ def pool_backward(
 
 def _partial(total: Tensor, plan: TilePlan, tokens: int) -> Tensor:
     """One row for each program; in the interpreter there are few, so that they share tokens."""
-    programs = fused.multiprocessors(total) * (plan.programs if total.is_cuda else 1)
+    programs = multiprocessors(total) * (plan.programs if total.is_cuda else 1)
     return total.new_empty((min(tokens, programs), len(total)))

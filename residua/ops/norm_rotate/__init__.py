@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.norm_rotate import reference
 from residua.ops.norm_rotate.reference import rotate
 
@@ -15,11 +15,11 @@ norm_rotate = Operator(
     lambda d: [Case((d.heads(), d.w(d.sizes.head_dim), *d.table), fixed=d.table)],
 )
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.norm_rotate import launch
 
     def _serves(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> bool:
-        return fused.serves(x, weight, cos, sin)
+        return supports(x, weight, cos, sin)
 
     norm_rotate.register_fused(launch.norm_rotate, _serves)
 

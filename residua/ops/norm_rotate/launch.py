@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, dense_like, on, power
+from residua.ops._runtime.launch import cdiv, dense_like, device_guard, next_power_of_2
 from residua.ops._runtime.library import differentiate, launcher
+from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.norm_rotate import kernels
 
 
@@ -38,7 +38,7 @@ class HeadsPlan(NamedTuple):
     def sizes(self, width: int, *heads: int) -> dict[str, int]:
         """The kernels' constants; GROUP is the largest common divisor of the heads that is at most `group`."""
         half = width // 2
-        lanes, shared = power(half), math.gcd(*heads)
+        lanes, shared = next_power_of_2(half), math.gcd(*heads)
         group = max(g for g in range(1, self.group + 1) if shared % g == 0)
         return {"HALF": half, "LANES": lanes, "ROWS": max(1, self.tile // lanes), "GROUP": group}
 
@@ -60,7 +60,7 @@ class Tokens(NamedTuple):
 
     def chunks(self, x: Tensor, plan: HeadsPlan, rows: int, groups: int) -> int:
         """Programs that share the tiles of each group of heads."""
-        return min(self.batches * self.tiles(rows), cdiv(plan.programs * fused.multiprocessors(x), groups))
+        return min(self.batches * self.tiles(rows), cdiv(plan.programs * multiprocessors(x), groups))
 
 
 def tokens(x: Tensor, cos: Tensor) -> Tokens:
@@ -86,7 +86,7 @@ def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> 
     if y.numel():
         sizes, walk = FORWARD.sizes(width, heads), tokens(x, cos)
         groups, tiles = heads // sizes["GROUP"], walk.tiles(sizes["ROWS"])
-        with on(x):
+        with device_guard(x):
             kernels.forward_kernel[(walk.batches * tiles * groups,)](
                 x, weight, cos.contiguous(), sin.contiguous(), y, walk.length, tiles, groups,
                 *strides(x, walk), *strides(y, walk)[:2], walk.turns, eps, **sizes, **FORWARD.settings,
@@ -105,7 +105,7 @@ def backward(
     rows = walk.chunks(x, BACKWARD, sizes["ROWS"], groups) * groups
     partial = torch.empty(rows, width, dtype=torch.float32, device=x.device)
     if rows:
-        with on(x):
+        with device_guard(x):
             kernels.backward_kernel[(rows,)](
                 dy, x, weight, cos.contiguous(), sin.contiguous(), dx, partial, walk.batches, walk.length,
                 walk.tiles(sizes["ROWS"]), groups, *strides(dy, walk), *strides(x, walk), *strides(dx, walk)[:2],
@@ -134,7 +134,7 @@ def packed_heads_backward(
     chunks = walk.chunks(q, PACKED, sizes["ROWS"], groups)
     partial = torch.empty(chunks * (query_groups + key_groups), q.shape[3], dtype=torch.float32, device=q.device)
     if chunks:
-        with on(q):
+        with device_guard(q):
             kernels.packed_kernel[(chunks * groups,)](
                 dq, dk, dv, q, k, query, key, cos.contiguous(), sin.contiguous(), packed, partial,
                 walk.batches, walk.length, walk.tiles(sizes["ROWS"]), query_groups, key_groups,
@@ -148,7 +148,7 @@ def packed_heads_backward(
 def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, rows: int) -> None:
     """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the others: one launch, a fixed order."""
     width, block = partial.shape[1], 16
-    with on(partial):
+    with device_guard(partial):
         kernels.sum_rows_kernel[(cdiv(width, block), 1 if second is None else 2)](
             partial, first, second, rows, len(partial) - rows, WIDTH=width, ROWS=256, BLOCK=block
         )

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.optimizer_update import reference
 
 momentum_directions = Operator(
@@ -24,11 +24,11 @@ plain_descent = Operator(
     lambda d: [Case(([d.w(40, 24), d.w(7)], [d.x(40, 24), d.x(7)], 0.1, 0.2), gradients=False, in_place=0)],
 )
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.optimizer_update import launch
 
     def _serves(tensors: Sequence[Tensor], others: Sequence[Tensor], *_: Any) -> bool:
-        return fused.serves(*tensors, *others) and all(_plain(t) for t in (*tensors, *others))
+        return supports(*tensors, *others) and all(_plain(t) for t in (*tensors, *others))
 
     def _plain(t: Tensor) -> bool:
         """Contiguous, and at an address that vector loads can take."""

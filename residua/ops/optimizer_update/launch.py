@@ -12,11 +12,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import addresses, cdiv, on
+from residua.ops._runtime.launch import addresses, cdiv, device_guard
+from residua.ops._runtime.triton_support import INTERPRETED
 from residua.ops.optimizer_update import kernels
 
-BLOCK = 65536 if fused.INTERPRETED else 4096
+BLOCK = 65536 if INTERPRETED else 4096
 
 
 def momentum_directions(
@@ -27,7 +27,7 @@ def momentum_directions(
     for m, g, d in _alike(momenta, gradients, directions):
         table, size = addresses(m, [t.data_ptr() for t in (*g, *d)]), m[0].numel()
         types = {"M": _TYPES[m[0].dtype], "G": _TYPES[g[0].dtype], "D": _TYPES[dtype]}
-        with on(m[0]):
+        with device_guard(m[0]):
             kernels.momentum_kernel[(cdiv(size, BLOCK), len(m))](
                 table, len(m), size, float(beta), **types, BLOCK=BLOCK, num_warps=8
             )
@@ -50,7 +50,7 @@ def _descend(
     for x, u in _alike(weights, updates):
         table, size = addresses(x, [t.data_ptr() for t in u]), x[0].numel()
         types = {"X": _TYPES[x[0].dtype], "U": _TYPES[u[0].dtype]}
-        with on(x[0]):
+        with device_guard(x[0]):
             kernels.descent_kernel[(cdiv(size, BLOCK), len(x))](
                 table, len(x), size, float(rate), float(decay), **types, CAUTIOUS=cautious, BLOCK=BLOCK, num_warps=8
             )

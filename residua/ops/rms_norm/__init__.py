@@ -4,20 +4,20 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.rms_norm import reference
 
 WIDEST = 16_384
 
 
 def _serves(x: Tensor, weight: Tensor, affine: Tensor | None = None, **_: Any) -> bool:
-    return x.shape[-1] <= WIDEST and fused.serves(x, weight, *(() if affine is None else (affine,)))
+    return x.shape[-1] <= WIDEST and supports(x, weight, *(() if affine is None else (affine,)))
 
 
 def _serves_sum(h: Tensor, y: Tensor, weight: Tensor, **_: Any) -> bool:
-    return h.shape == y.shape and h.dtype == y.dtype and _serves(h, weight) and fused.serves(y)
+    return h.shape == y.shape and h.dtype == y.dtype and _serves(h, weight) and supports(y)
 
 
 rms_norm = Operator(
@@ -29,7 +29,7 @@ add_norm = Operator(
     lambda d: [Case((d.x(), d.x(), d.gain()), moved=(4, 4))],
 )
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.rms_norm import launch
 
     rms_norm.register_fused(launch.rms_norm, _serves)

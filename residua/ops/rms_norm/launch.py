@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, dense_like, either, on, sum_rows
+from residua.ops._runtime.launch import cdiv, dense_like, device_guard, either, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.tracing import opaque
+from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.rms_norm import kernels
 
 
@@ -86,7 +86,7 @@ def _launch_forward(
 ) -> None:  # fmt: skip
     tokens, width = x.shape
     if tokens:
-        with on(x):
+        with device_guard(x):
             kernels.forward_kernel[(tokens,)](
                 x, either(update, x), weight.contiguous(), either(affine, weight).contiguous(), added, normed, rstd,
                 eps, ADDED=update is not None, SCALED=affine is not None, **forward_plan(width).sizes(width),
@@ -128,9 +128,9 @@ def _launch_backward(
     """`g_weights` are the gradients of the weight and, if there is one, of affine."""
     tokens, width = x.shape
     plan = backward_plan(width)
-    programs = min(tokens, plan.programs * fused.multiprocessors(x))
+    programs = min(tokens, plan.programs * multiprocessors(x))
     partial = x.new_empty((len(g_weights), programs, width), dtype=torch.float32)
-    with on(x):
+    with device_guard(x):
         if tokens:
             kernels.backward_kernel[(programs,)](
                 g, g if residual is None else residual.contiguous(), x, weight.contiguous(),

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case
+from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.short_convolution import reference
 from residua.ops.short_convolution.reference import short_convolution, unit
 
@@ -23,10 +23,10 @@ def _serves(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int,
     """Heads whose width is a power of two, and no more than four taps."""
     width = weight.shape[1] // (2 * key_heads + value_heads)
     fits = 16 <= width <= 256 and width & (width - 1) == 0 and weight.shape[0] <= MOST_TAPS
-    return fits and projected.numel() > 0 and fused.serves(projected, weight)
+    return fits and projected.numel() > 0 and supports(projected, weight)
 
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.short_convolution import launch
 
     convolve_heads.register_fused(launch.convolve_heads, _serves)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import cdiv, dense_like, on, sum_rows
+from residua.ops._runtime.launch import cdiv, dense_like, device_guard, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import begins as begin_documents
 from residua.ops._runtime.tracing import opaque
@@ -85,7 +85,7 @@ def launch_forward(
     projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
     s, x = Sizes.of(projected, weight, k.shape[2], v.shape[2]), _dense(projected)
-    with on(x):
+    with device_guard(x):
         kernels.forward_kernel[s.programs(FORWARD)](
             x, weight.contiguous(), x if begins is None else begins.contiguous(), q, k, v, *s.arguments(x, FORWARD),
             eps, **_constants(s, begins), **FORWARD.settings(),
@@ -110,7 +110,7 @@ def launch_backward(
     """Write into d_projected, but for the gate's columns, and d_weight. dq and dk may have more heads than q and k."""
     s, x = Sizes.of(projected, weight, key_heads, dv.shape[2]), _dense(projected)
     partial = d_weight.new_empty((s.batch * BACKWARD.tiles(s.length), weight.numel()))
-    with on(x):
+    with device_guard(x):
         kernels.backward_kernel[s.programs(BACKWARD)](
             x, weight.contiguous(), x if begins is None else begins.contiguous(),
             dq.contiguous(), dk.contiguous(), dv.contiguous(), d_projected, partial, *s.arguments(x, BACKWARD),

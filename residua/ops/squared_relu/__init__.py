@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.numeric import constant, working_dtype
+from residua.ops._runtime.triton_support import INSTALLED, INTERPRETED, supports
 from residua.ops.squared_relu import reference
 
 FEWEST_TOKENS = 2048
@@ -17,7 +17,7 @@ ALIGNMENT = 8
 
 def _pays(x: Tensor, w_in: Tensor) -> bool:
     """Many tokens and 16-bit products, on a GPU that has the instructions; in the interpreter, float32."""
-    kernel_dtype = torch.float32 if fused.INTERPRETED else torch.bfloat16
+    kernel_dtype = torch.float32 if INTERPRETED else torch.bfloat16
     hidden, width = w_in.shape
     return (
         working_dtype(x) is kernel_dtype
@@ -33,7 +33,7 @@ def _is_hopper() -> bool:
 
 
 def _serves(x: Tensor, w_in: Tensor, w_out: Tensor) -> bool:
-    return fused.serves(x, w_in, w_out)
+    return supports(x, w_in, w_out)
 
 
 def _cases(d: Draw) -> Cases:
@@ -44,7 +44,7 @@ def _cases(d: Draw) -> Cases:
 
 squared_relu_ffn = Operator(reference.squared_relu_ffn, _cases, compile_seconds=3)
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.squared_relu import launch
 
     def _fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, on
+from residua.ops._runtime import triton_support
+from residua.ops._runtime.launch import aligned, cdiv, dense_like, device_guard
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import working_dtype
 from residua.ops._runtime.tracing import opaque
@@ -98,7 +98,7 @@ class SpecializedPlan(NamedTuple):
 
 def _programs(y: Tensor, rows: int, columns: int) -> int:
     """One per multiprocessor, or one per tile if there are fewer."""
-    return min(fused.multiprocessors(y), cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns))
+    return min(triton_support.multiprocessors(y), cdiv(y.shape[0], rows) * cdiv(y.shape[1], columns))
 
 
 INTERPRETED = FlatPlan(16, 32, 16, 2, 2, 4, 1)
@@ -106,7 +106,7 @@ INTERPRETED = FlatPlan(16, 32, 16, 2, 2, 4, 1)
 
 
 def _plan(flat: FlatPlan, specialized: SpecializedPlan) -> FlatPlan | SpecializedPlan:
-    if fused.INTERPRETED:
+    if triton_support.INTERPRETED:
         return INTERPRETED
     return specialized if HAS_GLUON else flat
 
@@ -121,7 +121,7 @@ def squared_relu_linear(x: Tensor, weight: Tensor) -> Iterator[Tensor]:
     """a = relu(x weightᵀ)² [M, N] of x [M, K] and weight [N, K], summed in float32."""
     a = x.new_empty((x.shape[0], weight.shape[0]))
     yield a
-    with on(x):
+    with device_guard(x):
         FORWARD.launch(aligned(x), aligned(weight), None, a)
 
 
@@ -130,7 +130,7 @@ def squared_relu_linear_backward(g: Tensor, weight: Tensor, a: Tensor) -> Iterat
     """p = (g weight) ⊙ 2√a [M, N] of g [M, K], weight [K, N] and a [M, N], summed in float32."""
     p = dense_like(a)
     yield p
-    with on(g):
+    with device_guard(g):
         BACKWARD.launch(aligned(g), aligned(weight), aligned(a), p)
 
 

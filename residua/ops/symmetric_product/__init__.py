@@ -5,19 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator, chosen_backend
 from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.triton_support import HOPPER_SHARED_MEMORY, INSTALLED, shared_memory, supports
 from residua.ops.symmetric_product import reference
 
 SMALLEST = 512
 """Rows from which half the tiles are faster than cuBLAS with all tiles."""
-SHARED_BYTES = fused.HOPPER_SHARED_MEMORY
+SHARED_BYTES = HOPPER_SHARED_MEMORY
 """Shared memory that the tiles need; compute capability 9.0 and 10.0 have it."""
 
 
 def _serves(x: Tensor, c: Tensor | None = None, **_: Any) -> bool:
-    if not fused.serves(x) or x.shape[2] == 0 or (x.requires_grad and torch.is_grad_enabled()):
+    if not supports(x) or x.shape[2] == 0 or (x.requires_grad and torch.is_grad_enabled()):
         return False
     return chosen_backend() == "triton" or (x.dtype == torch.bfloat16 and x.shape[1] >= SMALLEST)
 
@@ -28,11 +28,11 @@ def _cases(d: Draw) -> Cases:
 
 symmetric_product = Operator(reference.symmetric_product, _cases)
 
-if fused.INSTALLED:
+if INSTALLED:
     from residua.ops.symmetric_product import launch
 
     def _fused(x: Tensor, *args: Any, **settings: Any) -> Tensor:
-        run = launch.symmetric_product if fused.shared_memory(x) >= SHARED_BYTES else reference.symmetric_product
+        run = launch.symmetric_product if shared_memory(x) >= SHARED_BYTES else reference.symmetric_product
         return run(x, *args, **settings)
 
     symmetric_product.register_fused(_fused, _serves)

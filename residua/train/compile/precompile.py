@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from residua.machine import available_cores, python_command, python_environment
-from residua.ops._runtime import fused, library
+from residua.ops._runtime import library, triton_support
 from residua.ops._runtime.absent_gpu import AbsentGPU
 
 MOST_HELPERS = 8
@@ -71,7 +71,7 @@ class Helpers:
     def start(cls, device: torch.device) -> Helpers | None:
         """Start as many as there are spare cores; None where no kernels run."""
         count = min(MOST_HELPERS, available_cores() // 2 - 1)
-        if device.type != "cuda" or not fused.INSTALLED or fused.INTERPRETED or count < 1:
+        if device.type != "cuda" or not triton_support.INSTALLED or triton_support.INTERPRETED or count < 1:
             return None
         properties = torch.cuda.get_device_properties(device)
         return cls(10 * properties.major + properties.minor, properties.multi_processor_count, count)

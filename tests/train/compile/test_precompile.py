@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from residua.ops._runtime import fused, library
+from residua.ops._runtime import library, triton_support
 from residua.ops.depth_attention import launch
 from residua.train.compile import precompile
 
-pytestmark = pytest.mark.skipif(not fused.INSTALLED, reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(not triton_support.INSTALLED, reason="Triton is not installed")
 
 DEPTH = "residua.ops.depth_attention.launch"
 ROOT = Path(__file__).parents[3]
@@ -49,7 +49,7 @@ def test_a_device_without_kernels_has_no_helpers() -> None:
 
 
 def test_helpers_take_no_more_cores_than_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "INTERPRETED", False)
+    monkeypatch.setattr(triton_support, "INTERPRETED", False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     assert precompile.Helpers.start(torch.device("cuda")) is None

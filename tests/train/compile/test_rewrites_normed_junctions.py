@@ -12,13 +12,13 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 
 from residua import ops
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 from residua.train.compile import rewrites
 from residua.train.compile.rewrites.graphs import Rewrite, Rewrites
 from residua.train.compile.rewrites.normed_junctions import norm_in_junctions
 from tests.train.compile.rewriting import Differentiated, calls, graphs_backend, model_loss
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
 
 
 def compiled(function: Callable[[], Tensor], leaves: list[Tensor], *rewritten: Rewrite) -> Differentiated:

@@ -13,12 +13,12 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from residua import ops
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 from residua.train.compile.rewrites.norms import VIEWS, fuse_additions, take_dots
 from tests.nightly import only_nightly
 from tests.train.compile.rewriting import calls, differentiated, model_loss
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
 
 
 @pytest.fixture(autouse=True)

@@ -15,14 +15,14 @@ from torch.nn.functional import cross_entropy
 
 import residua
 from residua import ops
-from residua.ops._runtime import fused
+from residua.ops._runtime import triton_support
 from residua.train.compile.rewrites.packed_heads import pack_head_gradients
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
 from tests.train.compile.rewriting import Differentiated, calls, differentiated
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not fused.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")]
 aten = torch.ops.aten
 BACKWARD, PACKED = "residua.norm_rotate_backward.default", "residua.packed_heads_backward.default"
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from residua.ops._runtime import fused
+from residua.ops._runtime.triton_support import INSTALLED
 from residua.train.compile.rewrites.graphs import VIEWS, call, like
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -75,7 +75,7 @@ KINDS = (
 
 def norm_in_junctions(graph: Graph) -> None:
     """Replace every junction whose h only a plain norm reads, in a joint graph of forward and backward pass."""
-    if not fused.INSTALLED:
+    if not INSTALLED:
         return
     import residua.ops.hyper_connection.launch
     import residua.ops.multi_gate.launch

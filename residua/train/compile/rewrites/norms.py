@@ -20,7 +20,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from residua.ops._runtime import fused
+from residua.ops._runtime.triton_support import INSTALLED
 from residua.train.compile.rewrites.graphs import VIEWS, call, erase, like, replace_outputs, source, value
 
 aten = torch.ops.aten
@@ -55,7 +55,7 @@ def fuse_additions(graph: Graph) -> None:
     Takes sums of two tensors of equal shape and dtype, unless one of them is elementwise work that inductor would
     compute within the addition.
     """
-    if not fused.INSTALLED:
+    if not INSTALLED:
         return
     for norm in _norms():
         for node in graph.find_nodes(op="call_function", target=norm.forward):
@@ -139,7 +139,7 @@ RESIDUAL = 4
 
 def take_dots(graph: Graph) -> None:
     """Let each norm of a backward graph return the dot products of its gradient and its input, where used."""
-    if not fused.INSTALLED:
+    if not INSTALLED:
         return
     import residua.ops.rms_norm.launch  # noqa: F401  (registers the operators)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from residua.ops._runtime import fused
+from residua.ops._runtime.triton_support import INSTALLED
 from residua.train.compile.rewrites.graphs import call, value
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ def pack_head_gradients(graph: Graph) -> None:
     Takes those that join, along the last axis, the gradients of queries and keys, which nothing else reads, and one
     more tensor with as many heads as the keys. Nodes left without readers are not erased here.
     """
-    if not fused.INSTALLED:
+    if not INSTALLED:
         return
     import residua.ops.norm_rotate.launch  # noqa: F401  (registers the operators)
 

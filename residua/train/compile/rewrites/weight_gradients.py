@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from residua.ops._runtime import fused
+from residua.ops._runtime.triton_support import multiprocessors
 from residua.train.compile.rewrites.graphs import call, value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -43,7 +43,7 @@ def split_weight_gradients(graph: Graph) -> None:
         g, x = (value(operand) for operand in operands)
         if g is None or x is None or not _suits(g, x):
             continue
-        splits = best_split(len(g), g.shape[1], x.shape[1], fused.multiprocessors(g))
+        splits = best_split(len(g), g.shape[1], x.shape[1], multiprocessors(g))
         if splits > 1:
             _split(graph, node, *operands, splits)
 
