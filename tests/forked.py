@@ -15,15 +15,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from residua.study import crew
+from residua.study import worker_pool
 
 
 def fork_workers(monkeypatch) -> None:
     """Fork the workers of studies in this test, unless there is a GPU: after a fork autograd refuses to use it."""
     if not torch.cuda.is_available():
-        import residua.study.worker  # noqa: F401 (once here, instead of in every worker)
+        import residua.study.worker_pool  # noqa: F401 (once here, instead of in every worker)
 
-        monkeypatch.setattr(crew, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
+        monkeypatch.setattr(worker_pool, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": Forked}))
 
 
 class Forked:

@@ -86,3 +86,17 @@ def test_leaves_import_nothing_but_the_error_class(name: str) -> None:
 def test_relative_imports_are_not_used() -> None:
     for name, tree in modules().items():
         assert not [n for n in statements(tree) if isinstance(n, ast.ImportFrom) and n.level], name
+
+
+def test_a_study_has_at_most_twenty_files() -> None:
+    """One idea should need at most five files; `residua/study/__init__.py` says which room has what."""
+    files = [name for name in modules() if name.startswith("residua.study")]
+    assert len(files) <= 20, "put it where a reader would look for it"
+    rooms = modules()["residua.study"].body[0]
+    assert isinstance(rooms, ast.Expr) and isinstance(rooms.value, ast.Constant)
+    assert all(f"`{name.rpartition('.')[2]}`" in str(rooms.value.value) for name in files if name != "residua.study")
+
+
+def test_what_runs_a_study_imports_at_most_ten_modules() -> None:
+    """It says what happens in which order; how stands elsewhere."""
+    assert len(imports(modules()["residua.study.run_study"])) <= 10

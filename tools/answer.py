@@ -10,16 +10,20 @@ against what its tokens are worth in tokens of the baseline: above the line it p
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from residua.study.conduct import show_saved
-from residua.study.inference import pays
-from residua.study.longer import with_longer
-from residua.study.results import Interval, StudyResult
-from residua.study.saved import SavedStudy
+from residua.study.gains import pays
+from residua.study.page import show_saved
+from residua.study.results import StudyResult
+from residua.study.results_file import SavedStudy
+from residua.study.statistics import Interval
+
+sys.path.append(str(Path(__file__).parent))
+from study_extras import with_external_ladder
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "img" / "answer.svg"
@@ -89,7 +93,7 @@ def measured() -> list[Row]:
         SavedStudy.read(ROOT / "docs" / "results" / f"{name}.json") for name in ("mini-39m", "main-s", "main-mini")
     )
     first = rows(show_saved(large), "124 M")
-    second = rows(with_longer(small, longer)[0], "51 M", len(COLOURS) - len(first))
+    second = rows(with_external_ladder(small, longer)[0], "51 M", len(COLOURS) - len(first))
     return sorted((*first, *second), key=lambda row: row.change)
 
 

@@ -44,21 +44,19 @@ from residua.report import Column, Value
 from residua.reproduce.comparison import claims_table
 from residua.reproduce.entry import Order
 from residua.reproduce.existing_study import NOT_THERE, share
-from residua.study.answer import comparisons_sentence
-from residua.study.conduct import show_saved
 from residua.study.config import Tasks
-from residua.study.entries import cells, columns, count
-from residua.study.extend import both_tasks, with_earlier
-from residua.study.longer import with_longer
-from residua.study.peaks import Peaks
-from residua.study.picture import depths_picture, peak_picture, picture, sizes_picture
+from residua.study.extend_study import both_tasks, with_earlier
+from residua.study.figures import picture
+from residua.study.page import show_saved
+from residua.study.records import Inspection, Peaks, both, read_run
 from residua.study.results import StudyResult, VariantResult
-from residua.study.runs import Inspection, both, read_run
-from residua.study.saved import FORMAT, SavedRun, SavedStudy
-from residua.study.sentences import validation_sentence
-from residua.study.side_tables import peak_table
-from residua.study.statistics import mean
-from residua.study.tables import markdown_table, markdown_tables
+from residua.study.results_file import FORMAT, SavedRun, SavedStudy
+from residua.study.statistics import count, mean
+from residua.study.tables import cells, columns, markdown_table, markdown_tables, peak_table
+from residua.study.verdicts import comparisons_sentence, validation_sentence
+
+sys.path.append(str(Path(__file__).parent))
+from study_extras import depths_picture, peak_picture, sizes_picture, with_external_ladder
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- study (\S+) (\S+)(?: (\S+))? -->\n).*?(<!-- end -->)", re.S)
@@ -294,7 +292,7 @@ def _ladder(other: str, name: str, studies: Studies, results: Results, up: str) 
     """Of the largest size, the largest gain per second first; speeds are those of the study's own table."""
     if other not in results:
         raise ValueError(f"the ladder of {name} asks for the study {other}: studies are {', '.join(results)}.")
-    result, rungs = with_longer(studies[name], studies[other])
+    result, rungs = with_external_ladder(studies[name], studies[other])
     found = sorted((row for row in result.rows(result.sizes[-1]) if row.wall_clock_gain is not None), key=_seconds)
     kept = [i for i, column in enumerate(columns(result)) if column.title.startswith(("variant", *GAINS))]
     cells_of = [cells(row, result) for row in found]

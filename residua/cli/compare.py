@@ -151,12 +151,13 @@ def compare(
     if what and len(what) == 1 and what[0].endswith(".json"):
         _show(Path(what[0]), out, console, [*chosen, *(["from"] * bool(start)), *(["results"] * bool(results))])
         return
-    from residua.study.named import named_study
+
+    from residua.cli.compare_study import resolve_study
 
     folder = Path(what[0]) if what and len(what) == 1 and Path(what[0]).is_dir() else None
     if folder is not None and results is None and out in (None, folder):
         results = _remembered(folder, console)
-    study = named_study(what or [], demo, chosen, start, folder, results)
+    study = resolve_study(what or [], demo, chosen, start, folder, results)
     _conduct(study, out or folder or Path("runs") / study.name, console, plan, results)
 
 
@@ -164,9 +165,9 @@ def _remembered(folder: Path, console: Console) -> Path | None:
     """The results file that a folder's study was extended by; tells if it is used, or is gone."""
     from rich.text import Text
 
-    from residua.study.remembered import remembered_results
+    from residua.study.extend_study import linked_results
 
-    found = remembered_results(folder)
+    found = linked_results(folder)
     if found is None:
         return None
     there = found.is_file()
@@ -183,8 +184,8 @@ def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> N
     """Print the tables of a results file; with --out, also write its page there."""
     from residua.config.settings import ConfigError
     from residua.files import refuse_used
-    from residua.study.conduct import show_saved
-    from residua.study.saved import SavedStudy
+    from residua.study.page import show_saved
+    from residua.study.results_file import SavedStudy
     from residua.study.tables import print_study
 
     if given:
@@ -199,17 +200,16 @@ def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> N
 def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
     from residua.files import keeping
     from residua.reading import counted
-    from residua.study.conduct import conduct
-    from residua.study.preview import preview
-    from residua.study.runner import StudyInterrupted
+    from residua.study.run_study import preview, run_study
     from residua.study.tables import print_study
+    from residua.study.train_runs import StudyInterrupted
 
     if plan_only:
         preview(study, out, console, results)
         return
     try:
         with keeping("trained runs are kept, and the same command goes on from them"):
-            outcome = conduct(study, out, console, results, command_line())
+            outcome = run_study(study, out, console, results, command_line())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None

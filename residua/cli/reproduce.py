@@ -129,7 +129,7 @@ def _refuse(given: Sequence[str], but: Sequence[str], sentence: str) -> None:
 def _conduct(entry: str, request: Request, folder: Path, results: Path | None, console: Console) -> None:
     from residua.files import keeping
     from residua.reproduce.conduct import reproduce as conduct
-    from residua.study.runner import StudyInterrupted
+    from residua.study.train_runs import StudyInterrupted
 
     try:
         with keeping("trained runs are kept, and the same command goes on from them"):

@@ -19,7 +19,7 @@ from typing import Literal
 from residua.reproduce.entry import Below, Diverges, Falls, Gain, Order, Study, Unmeasured
 from residua.reproduce.measures import MEASURES, Measure
 from residua.study.results import RunResult, StudyResult
-from residua.study.statistics import Estimate, estimate_ratio, paired_difference
+from residua.study.statistics import Interval, estimate_ratio, paired_difference
 
 DIVERGED = re.compile(r"the run diverged|the (loss|gradient norm) is (nan|-?inf)")
 """What the trainer says of a run that it stopped (`train/health.py`)."""
@@ -44,7 +44,7 @@ class PaperNumber:
     digits: str = "g"
     or_more: bool = False
 
-    def compare(self, found: Estimate | None) -> tuple[Magnitude, str]:
+    def compare(self, found: Interval | None) -> tuple[Magnitude, str]:
         """The verdict on our magnitude, and the paper's number in words with its place relative to our interval."""
         shown = ("more than " if self.or_more else "") + f"{self.value:{self.digits}}" + ("×" if self.ratio else "")
         if found is None:
@@ -53,7 +53,7 @@ class PaperNumber:
         near = magnitude == "agrees" and place != INSIDE and not self.or_more
         return magnitude, f"{shown}, {place}" + (f", but within {BAND:.0%}" if near else "")
 
-    def _magnitude(self, found: Estimate) -> Magnitude:
+    def _magnitude(self, found: Interval) -> Magnitude:
         """Effects are differences, or logarithms of ratios: 0 is none.
 
         Ours agrees if the paper's number lies inside our interval, or our number within `BAND` of the paper's effect.
@@ -78,7 +78,7 @@ class PaperNumber:
         return "agrees" if self.or_more else "larger"
 
 
-def _place(value: float, found: Estimate) -> str:
+def _place(value: float, found: Interval) -> str:
     if found.low is None and found.high is None:
         return "with one seed there is no interval to compare it with"
     if found.low is not None and value < found.low:
@@ -221,7 +221,7 @@ def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
     else:
         rows = [row for row in result.variants if (measured.size_of(row.size), row.name) == (size, claim.row)]
         found = getattr(rows[0], claim.measure) if rows else None
-    estimate = None if found is None else Estimate(found.value, found.count, found.error, found.low, found.high)
+    estimate = None if found is None else Interval(found.value, found.count, found.error, found.low, found.high)
     word = _side(estimate, 1.0, upward=claim.published > 1.0)
     title = {
         "step_gain": "tokens for the same loss, baseline / ours",
@@ -256,7 +256,7 @@ def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
     return Verdict(claim.text, size, word, None, told)
 
 
-def _compared(row: str, than: str, size: str, measure: Measure, measured: Measured) -> Estimate | None:
+def _compared(row: str, than: str, size: str, measure: Measure, measured: Measured) -> Interval | None:
     """row − than by seed, or row / than for measures that are compared by ratio."""
     ours, theirs = (measured.values(size, name, measure) for name in (row, than))
     level = measured.result.confidence
@@ -271,7 +271,7 @@ def _neutral(measure: Measure) -> float:
     return 1.0 if measure.ratio else 0.0
 
 
-def _side(found: Estimate | None, neutral: float, upward: bool = False) -> Direction:
+def _side(found: Interval | None, neutral: float, upward: bool = False) -> Direction:
     """Whether an interval lies wholly on the claimed side of `neutral`: below it, or with `upward` above it."""
     if found is None or (found.low is None and found.high is None):
         return "not shown"
@@ -295,7 +295,7 @@ def _paper_number(claim: Below, row: str, than: str, size: str, measured: Measur
     return PaperNumber(ours / theirs if measure.ratio else ours - theirs, measure.ratio, digits)
 
 
-def _in_words(found: Estimate | None, measure: Measure, what: str) -> str:
+def _in_words(found: Interval | None, measure: Measure, what: str) -> str:
     if found is None:
         return f"{what}: {measure.title} not measured"
     if measure.ratio:
@@ -305,7 +305,7 @@ def _in_words(found: Estimate | None, measure: Measure, what: str) -> str:
     return f"{what}: {measure.title} {found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
 
 
-def _ratio_text(found: Estimate, digits: str = ".2f") -> str:
+def _ratio_text(found: Interval, digits: str = ".2f") -> str:
     if found.low is None and found.high is None:
         return f"{found.value:{digits}}× (n = {found.count}, no interval)"
     low, high = ("…" if end is None else f"{end:{digits}}" for end in (found.low, found.high))

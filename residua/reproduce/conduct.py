@@ -19,11 +19,13 @@ from residua.reproduce.comparison import Comparison
 from residua.reproduce.entry import Inside, Nothing, Study, load
 from residua.reproduce.request import Cost, Request, build_study, selected, tasks_sentence
 from residua.reproduce.scale import sentence
-from residua.study.conduct import Outcome, announce, conduct, open_dataset
-from residua.study.entries import count
-from residua.study.plan import StudyPlan, make_plan, refuse_strangers
+from residua.study.extend_study import plan_study
+from residua.study.page import Outcome
+from residua.study.plan import StudyPlan, open_dataset
+from residua.study.run_study import run_study
+from residua.study.statistics import count
 from residua.study.tables import print_study
-from residua.study.tuning import known_rates
+from residua.study.train_runs import announce, refuse_strangers
 
 TRAINING_SHARE = 0.4
 """Training steps reach about this share of the rate of a large matrix product; it turns FLOPs into hours."""
@@ -54,7 +56,7 @@ def reproduce(
     if told := tasks_sentence(entry, study):
         console.print(Text(told), soft_wrap=True)
     comparison = Comparison(name, entry, sentence(request.scale), out)
-    outcome = conduct(study, out, console, results, command, supplement=comparison)
+    outcome = run_study(study, out, console, results, command, supplement=comparison)
     print_study(console, outcome.result)
     lines = [f"• {found.sentence}" for found in verdicts(Measured(entry, outcome.result, out))]
     return Reproduced(outcome, tuple(lines))
@@ -65,8 +67,7 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
     entry = selected(trained(name), request)
     refuse_strangers(out)
     study = build_study(name, entry, request)
-    dataset = open_dataset(study, console)
-    plan = make_plan(study, out, dataset, known_rates(out))
+    plan = plan_study(study, out, open_dataset(study, progress=console.is_terminal), None)
     console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
     announce(console, study, plan)
     if told := tasks_sentence(entry, study):

@@ -27,14 +27,13 @@ from residua.reproduce.comparison import Comparison
 from residua.reproduce.conduct import Reproduced, trained
 from residua.reproduce.entry import AnyClaim, Gain, Inside, Row, Size, Study, Unmeasured
 from residua.reproduce.request import Request, selected
-from residua.study.answer import provenance
-from residua.study.conduct import NOWHERE, REPORT, Outcome, show_saved
 from residua.study.config import StudyConfig
-from residua.study.entries import count
+from residua.study.page import REPORT, Outcome, provenance, show_saved
+from residua.study.plan import PLACE, TunedRate
 from residua.study.results import StudyResult
-from residua.study.saved import SavedModel, SavedRun, SavedStudy
+from residua.study.results_file import NOWHERE, SavedModel, SavedRun, SavedStudy
+from residua.study.statistics import count
 from residua.study.tables import print_study
-from residua.study.trials import PLACE, TunedRate
 
 Part = TypeVar("Part", SavedModel, SavedRun, TunedRate)
 RECIPE = (

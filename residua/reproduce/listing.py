@@ -13,8 +13,8 @@ from residua.reproduce.conduct import duration, training_rate
 from residua.reproduce.entry import DOCUMENTS, Inside, Nothing, Study, load, names
 from residua.reproduce.request import Cost, estimated_cost
 from residua.reproduce.scale import sentence
-from residua.study.entries import NONE, count
-from residua.study.tables import markdown_table
+from residua.study.statistics import count
+from residua.study.tables import NONE, markdown_table
 
 KINDS = {"study": "study", "inside": "inside a model", "none": "no"}
 NEEDS_MODELS = "--run FOLDER"

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from residua.study.peaks import HALF, Peaks, change
 from residua.study.plan import RUNS
+from residua.study.records import HALF, Peaks, change
 from residua.study.results import RunResult
 from residua.study.statistics import mean
 

@@ -1,4 +1,13 @@
-"""Matched-budget, multi-seed comparisons: does a depth architecture pay on this text, per step and per second?"""
+"""Matched-budget, multi-seed comparisons: does a depth architecture pay on this text, per step and per second?
+
+| room | files |
+|---|---|
+| configuration and plan | `config`, `plan` |
+| running | `run_study` (from start to end), `train_runs`, `worker_pool`, `extend_study` |
+| measuring | `records` (of a run), `results_file` (of a study), `measurements`, `score_tasks`, `timing` |
+| statistics | `statistics`, `ladder`, `gains`, `results` |
+| report | `verdicts`, `tables`, `figures`, `page` |
+"""
 
 from residua.study.config import StudyConfig
 

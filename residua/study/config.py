@@ -1,15 +1,22 @@
-"""The configuration of a study: variants × seeds (× sizes) of a base run, compared with a baseline."""
+"""The configuration of a study: variants × seeds (× sizes) of a base run, compared with a baseline.
+
+Parameters are matched: a variant that adds parameters elsewhere gets a narrower feed-forward network, and the reverse.
+The papers compare at equal parameters (ExoFormer drops layers; Attention Residuals change nothing, since they add
+almost no parameters). Here every variant is brought within a tolerance of the baseline, and the change is reported.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from residua.config.settings import Frozen, Positive, Seed, of_file, read_toml, refusal, to_toml
+from residua.config.model import ModelConfig
+from residua.config.settings import ConfigError, Frozen, Positive, Seed, of_file, read_toml, refusal, to_toml
 from residua.errors import UserError
 from residua.files import is_plain_name
 from residua.quantize.recipe import Recipe
@@ -103,9 +110,13 @@ class Tune(Frozen):
     @field_validator("lr")
     @classmethod
     def _rates_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if any(not 0 < factor < math.inf for factor in value) or len(set(value)) != len(value):
+        if not _differ(value):
             raise UserError(f"the learning rates to try are {list(value)}: use different positive multiples.")
         return tuple(sorted(value))
+
+
+def _differ(multiples: tuple[float, ...]) -> bool:
+    return all(0 < factor < math.inf for factor in multiples) and len(set(multiples)) == len(multiples)
 
 
 def _multiple(entry: Any) -> Any:
@@ -199,7 +210,7 @@ class StudyConfig(Frozen):
     @field_validator("ladder")
     @classmethod
     def _budgets_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if any(not 0 < budget < math.inf for budget in value) or len(set(value)) != len(value):
+        if not _differ(value):
             raise UserError(f"ladder = {list(value)} must be different positive multiples, as in [0.5, 1, 1.5, 2].")
         if value and set(value) == {1.0}:
             raise UserError("ladder = [1] adds no budget to the study's own: name others, as in [0.5, 1, 1.5, 2].")
@@ -266,3 +277,74 @@ class StudyConfig(Frozen):
         if len({Path(size).stem for size in self.sizes}) != len(self.sizes):
             raise UserError(f"scaling.sizes = {list(self.sizes)} uses a name twice: sizes name folders too.")
         return self
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A model, its parameter count, and what matching changed in it (empty if nothing)."""
+
+    model: ModelConfig
+    parameters: int
+    change: str
+
+
+def match(name: str, model: ModelConfig, target: int, rule: Match) -> Matched:
+    """Change `model` by `rule` until its parameters are within tolerance of `target`; ConfigError if it cannot be."""
+    parameters = _parameters(model)
+    if isinstance(rule, NoMatch) or _off(parameters, target) <= rule.tolerance:
+        return Matched(model, parameters, "")
+    candidate = _nearest_depth(model, target) if isinstance(rule, MatchDepth) else model
+    if _off(_parameters(candidate), target) > rule.tolerance:
+        candidate = _nearest_width(name, candidate, target, rule.tolerance)
+    return Matched(candidate, _parameters(candidate), _change(model, candidate))
+
+
+def _parameters(model: ModelConfig) -> int:
+    from residua.model.size import measure  # imports torch, which most readers of a study file need not
+
+    return measure(model).parameters
+
+
+def _off(parameters: int, target: int) -> float:
+    return abs(parameters / target - 1.0)
+
+
+def _nearest_depth(model: ModelConfig, target: int) -> ModelConfig:
+    """The number of layers with the nearest parameter count: add or remove layers while that brings it closer."""
+    step = 1 if _parameters(model) < target else -1
+    best = model
+    while best.layers + step >= 1:
+        candidate = best.override([f"layers={best.layers + step}"])
+        if _off(_parameters(candidate), target) >= _off(_parameters(best), target):
+            break
+        best = candidate
+    return best
+
+
+def _nearest_width(name: str, model: ModelConfig, target: int, tolerance: float) -> ModelConfig:
+    """Parameters are affine in the feed-forward width: solve, round to a multiple of 8, or of 1 if 8 is too coarse."""
+    hidden = model.ffn.hidden
+    parameters = _parameters(model)
+    per_unit = _parameters(_hidden(model, hidden + 1)) - parameters
+    exact = hidden + (target - parameters) / per_unit
+    for multiple in (8, 1):
+        rounded = multiple * round(exact / multiple)
+        if rounded < 1:
+            continue
+        candidate = _hidden(model, rounded)
+        if _off(_parameters(candidate), target) <= tolerance:
+            return candidate
+    raise ConfigError(
+        f"variant {name!r} has {parameters:,} parameters and cannot be brought within {100 * tolerance:.3g} % of the "
+        f"baseline's {target:,} by changing ffn.hidden = {hidden}: widen the base's ffn.hidden, or set match.kind "
+        "to 'none'."
+    )
+
+
+def _hidden(model: ModelConfig, hidden: int) -> ModelConfig:
+    return model.override([f"ffn.hidden={hidden}"])
+
+
+def _change(before: ModelConfig, after: ModelConfig) -> str:
+    pairs = {"layers": (before.layers, after.layers), "FFN width": (before.ffn.hidden, after.ffn.hidden)}
+    return ", ".join(f"{what} {old} → {new}" for what, (old, new) in pairs.items() if old != new)

@@ -3,31 +3,51 @@
 wall-clock gain = token gain × throughput. The token gain is in equivalent tokens if there is a ladder, else step-wise.
 Throughput is that of steps timed alone if both were, else that of the training runs. The interval of the product has
 the errors of both factors, so it is never narrower than that of either.
+
+A study states gains whose speeds are known, with intervals corrected for the number of variants, and the best shrunk.
+
+Holm (1979): of m variants the one with the smallest p is judged at α/m, the next at α/(m − 1), and so on to the first
+that is not clear; it and the rest are judged at its level. p is the smallest α at which the interval leaves out 1 (for
+Δ loss, 0). The chance that any variant without a gain is said to have one is at most α.
+
+The best of several was chosen after looking, so its estimate is too high. Partial pooling takes ln gains
+y ~ N(θ, s²) with θ ~ N(μ, τ²) and τ² = var(y) − mean(s²), at least 0: the shrunk ln gain is μ + τ²/(τ² + s²)·(y − μ).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from residua.study.ladder import Gain, equivalent_tokens
-from residua.study.runs import RunRecord
-from residua.study.statistics import Estimate, estimate_ratio, step_gain, t_quantile
+from residua.study.records import RunRecord
+from residua.study.statistics import Interval, estimate_ratio, mean, step_gain, t_quantile, variance
 from residua.study.timing import BLOCKS, StepTiming
+
+if TYPE_CHECKING:
+    from residua.study.results import StudyResult, VariantResult
 
 Runs = Mapping[int, RunRecord]  # by seed
 Timings = Mapping[str, StepTiming]  # by device
+ENOUGH_SEEDS = 3
+"""Without a ladder, a gain is shown by at least so many seeds."""
+SAYS_NOTHING = 2.0
+"""high / low of an interval around 1; from a wider one follows no verdict."""
+ENOUGH_TO_POOL = 3
+"""Variants from which on estimates are shrunk."""
+SMALLEST_P = 1e-16
 
 
 @dataclass(frozen=True)
 class Gains:
     """A variant against the baseline; None where it was not measured. `equivalent` is null without a ladder."""
 
-    step: Estimate | None
+    step: Interval | None
     equivalent: Gain | None
-    throughput: Estimate | None
-    wall_clock: Estimate | None
+    throughput: Interval | None
+    wall_clock: Interval | None
     timing: StepTiming | None
 
 
@@ -40,43 +60,34 @@ def compare(
     confidence: float,
 ) -> Gains:
     """The gains of a variant's complete runs; `ladder` has the baseline's losses by tokens and seed, or nothing."""
-    shared = sorted(ours.keys() & baseline.keys())
-    found = {seed: step_gain(ours[seed].loss_curve, baseline[seed].loss_curve) for seed in shared}
-    steps = {seed: gain for seed, gain in found.items() if gain is not None}
-    speeds = {seed: speed for seed in shared if (speed := _speed(ours[seed], baseline[seed])) is not None}
-    step = _mean(list(steps.values()), confidence)
+    pairs = [(ours[seed], baseline[seed]) for seed in sorted(ours.keys() & baseline.keys())]
+    steps = [gain for a, b in pairs if (gain := step_gain(a.loss_curve, b.loss_curve)) is not None]
+    step = estimate_ratio(steps, confidence) if steps else None
     alone = [(timings[device], baseline_timings[device]) for device in timings if device in baseline_timings]
-    timing = alone[-1][0] if alone else None
-    throughput = timed_ratio(*alone[-1], confidence) if alone else _mean(list(speeds.values()), confidence)
-    equivalent = _equivalent(ladder, ours, confidence)
-    return Gains(step, equivalent, throughput, product(equivalent or step, throughput), timing)
+    speeds = [a.tokens_per_second / b.tokens_per_second for a, b in pairs if a.hardware == b.hardware]
+    speeds = [speed for speed in speeds if math.isfinite(speed)]  # one may not be known
+    throughput = estimate_ratio(speeds, confidence) if speeds else None
+    equivalent = None
+    if ladder:
+        losses, tokens = {seed: run.final_loss for seed, run in ours.items()}, max(run.tokens for run in ours.values())
+        equivalent = equivalent_tokens(ladder, losses, tokens, confidence)
+    if alone:
+        throughput = timed_ratio(*alone[-1], confidence)
+    return Gains(step, equivalent, throughput, product(equivalent or step, throughput), alone[-1][0] if alone else None)
 
 
-def _speed(ours: RunRecord, baseline: RunRecord) -> float | None:
-    """The ratio of two runs' speeds; None if one is not known, or if they were trained on different hardware."""
-    ratio = ours.tokens_per_second / baseline.tokens_per_second
-    return ratio if math.isfinite(ratio) and ours.hardware == baseline.hardware else None
-
-
-def _equivalent(ladder: Mapping[float, Mapping[int, float]], ours: Runs, confidence: float) -> Gain | None:
-    if not ladder:
-        return None
-    tokens = max(run.tokens for run in ours.values())
-    return equivalent_tokens(ladder, {seed: run.final_loss for seed, run in ours.items()}, tokens, confidence)
-
-
-def timed_ratio(ours: StepTiming, baseline: StepTiming, confidence: float) -> Estimate:
+def timed_ratio(ours: StepTiming, baseline: StepTiming, confidence: float) -> Interval:
     """Our tokens per second over the baseline's, both timed alone: Welch's interval of the logarithms."""
     ratio = ours.tokens_per_second / baseline.tokens_per_second
     error = math.hypot(ours.error, baseline.error)
     if error == 0.0:
-        return Estimate(ratio, BLOCKS, 0.0, ratio, ratio)
+        return Interval(ratio, BLOCKS, 0.0, ratio, ratio)
     freedom = (BLOCKS - 1) * error**4 / (ours.error**4 + baseline.error**4)
     factor = math.exp(t_quantile(0.5 + confidence / 2, freedom) * error)
-    return Estimate(ratio, BLOCKS, error, ratio / factor, ratio * factor, freedom)
+    return Interval(ratio, BLOCKS, error, ratio / factor, ratio * factor, freedom)
 
 
-def product(gain: Estimate | Gain | None, speed: Estimate | None) -> Estimate | None:
+def product(gain: Interval | None, speed: Interval | None) -> Interval | None:
     """The product of two independent ratios. Its interval adds the squares of their half-widths in logarithms.
 
     Each side by itself (Zou and Donner, 2008), since the interval of a gain need not be symmetric; an open side stays
@@ -87,12 +98,19 @@ def product(gain: Estimate | Gain | None, speed: Estimate | None) -> Estimate | 
     value, count = gain.value * speed.value, gain.count
     error = None if gain.error is None or speed.error is None else math.hypot(gain.error, speed.error)
     freedom = _joint_freedom([gain, speed])
-    down, up = _width(gain, gain.low, speed, speed.low), _width(gain, gain.high, speed, speed.high)
+
+    def width(end: float | None, other: float | None) -> float | None:
+        """The distance in logarithms from the product to one end of its interval."""
+        if end is None or other is None:
+            return None
+        return math.hypot(math.log(end / gain.value), math.log(other / speed.value))
+
+    down, up = width(gain.low, speed.low), width(gain.high, speed.high)
     low, high = (None if down is None else value * math.exp(-down)), (None if up is None else value * math.exp(up))
-    return Estimate(value, count, error, low, high, freedom)
+    return Interval(value, count, error, low, high, freedom)
 
 
-def _joint_freedom(factors: Sequence[Estimate | Gain]) -> float | None:
+def _joint_freedom(factors: Sequence[Interval]) -> float | None:
     """Welch and Satterthwaite's degrees of freedom of a sum of logarithms; None if a factor's are not known."""
     known = [(factor.error, factor.freedom) for factor in factors if factor.error and factor.freedom]
     if len(known) < sum(factor.error != 0.0 for factor in factors) or not known:
@@ -100,12 +118,210 @@ def _joint_freedom(factors: Sequence[Estimate | Gain]) -> float | None:
     return math.fsum(error**2 for error, _ in known) ** 2 / math.fsum(error**4 / freedom for error, freedom in known)
 
 
-def _width(gain: Estimate | Gain, gain_end: float | None, speed: Estimate, speed_end: float | None) -> float | None:
-    """The distance in logarithms from a product to one end of its interval."""
-    if gain_end is None or speed_end is None:
-        return None
-    return math.hypot(math.log(gain_end / gain.value), math.log(speed_end / speed.value))
+def concluded(result: StudyResult) -> StudyResult:
+    """The study without the gains per second that it cannot state, and with corrected and shrunk intervals."""
+    rows = [_supported(row, result) for row in result.variants]
+    found: dict[int, dict[str, Interval]] = {index: {} for index in range(len(rows))}
+    for size in result.sizes:
+        own = {i: row for i, row in enumerate(rows) if row.size == size and row.name != result.baseline}
+        seconds = {i: row.wall_clock_gain for i, row in own.items() if _has_interval(row.wall_clock_gain)}
+        changes = {i: row.difference for i, row in own.items() if _has_interval(row.difference)}
+        alpha = 1.0 - result.confidence
+        for key, family in {
+            "corrected": {i: _of_ratio(gain, rows[i], alpha) for i, gain in seconds.items() if gain is not None},
+            "difference_corrected": {i: _of_change(change, alpha) for i, change in changes.items() if change},
+        }.items():
+            for i, value in corrected(family, alpha).items():
+                found[i][key] = value
+        for i, value in shrunk({i: gain for i, gain in seconds.items() if gain is not None}).items():
+            found[i]["shrunk"] = value
+    keys = ("corrected", "difference_corrected", "shrunk")
+    again = tuple(
+        row.model_copy(update=dict.fromkeys(keys) | found[index]) if row.name != result.baseline else row
+        for index, row in enumerate(rows)
+    )
+    return result.model_copy(update={"variants": again})
 
 
-def _mean(ratios: list[float], confidence: float) -> Estimate | None:
-    return estimate_ratio(ratios, confidence) if ratios else None
+def _supported(row: VariantResult, result: StudyResult) -> VariantResult:
+    return row if speed_is_shown(row, result) else row.model_copy(update={"wall_clock_gain": None})
+
+
+@dataclass(frozen=True)
+class Tested:
+    """An estimate and how its interval grows with the level: `parts` are (standard error, degrees of freedom).
+
+    The distances `down` and `up` to the ends, None if open, are those at `alpha`. Of a ratio, all are of logarithms.
+    """
+
+    __test__ = False  # pytest, this is not a class of tests
+
+    interval: Interval
+    value: float
+    down: float | None
+    up: float | None
+    parts: tuple[tuple[float, float], ...]
+    alpha: float
+    is_ratio: bool
+
+    def stretch(self, alpha: float) -> float:
+        """How much wider the interval is at another level."""
+        return self._width(alpha) / self._width(self.alpha)
+
+    def _width(self, alpha: float) -> float:
+        from scipy.special import stdtrit  # only a finished study needs it
+
+        return math.hypot(*(-error * float(stdtrit(freedom, alpha / 2)) for error, freedom in self.parts))
+
+    @property
+    def p(self) -> float:
+        """The smallest α at which the interval leaves out no difference; 1 if that side is open."""
+        width = self.down if self.value > 0 else self.up
+        if width is None or self.value == 0.0:
+            return 1.0
+        if width == 0.0:
+            return SMALLEST_P
+        target = abs(self.value) / width * self._width(self.alpha)
+        low, high = math.log(SMALLEST_P), 0.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self._width(math.exp(middle)) > target else (low, middle)
+        return math.exp(high)
+
+    def at(self, alpha: float) -> Interval:
+        """The estimate with its interval at this level."""
+        factor = self.stretch(alpha)
+        low = None if self.down is None else self.value - self.down * factor
+        high = None if self.up is None else self.value + self.up * factor
+        if self.is_ratio:
+            low, high = (None if end is None else math.exp(end) for end in (low, high))
+        return replace(self.interval, low=low, high=high)
+
+
+def _of_ratio(gain: Interval, row: VariantResult, alpha: float) -> Tested:
+    """A gain per second: its interval grows as those of its factors, each with its own degrees of freedom."""
+    value = math.log(gain.value)
+    factors = [factor for factor in (row.equivalent_tokens or row.step_gain, row.throughput_ratio) if factor]
+    parts = [
+        (half / t_quantile(1 - alpha / 2, _freedom(factor)), _freedom(factor))
+        for factor in factors
+        if (half := _half(factor, value > 0))
+    ]
+    down, up = (None if end is None else abs(math.log(end) - value) for end in (gain.low, gain.high))
+    return Tested(gain, value, down, up, tuple(parts) or ((1.0, _freedom(gain)),), alpha, is_ratio=True)
+
+
+def _half(factor: Interval, below: bool) -> float | None:
+    """The distance in logarithms to the end that decides, or if that is open to the other."""
+    ends = (factor.low, factor.high) if below else (factor.high, factor.low)
+    end = next((end for end in ends if end is not None), None)
+    return None if end is None else abs(math.log(factor.value / end))
+
+
+def _of_change(change: Interval, alpha: float) -> Tested:
+    down, up = (None if end is None else abs(end - change.value) for end in (change.low, change.high))
+    return Tested(change, change.value, down, up, ((1.0, _freedom(change)),), alpha, is_ratio=False)
+
+
+def _freedom(interval: Interval) -> float:
+    return interval.freedom or max(interval.count - 1.0, 1.0)
+
+
+def _has_interval(value: Interval | None) -> bool:
+    return value is not None and not (value.low is None and value.high is None)
+
+
+def corrected(family: Mapping[int, Tested], alpha: float) -> dict[int, Interval]:
+    """The intervals at the levels of Holm's procedure: each leaves out no difference just where it rejects that."""
+    ordered = sorted((tested.p, key) for key, tested in family.items())
+    found, level, going_on = {}, alpha, True
+    for place, (p, key) in enumerate(ordered):
+        if going_on:
+            level = alpha / (len(ordered) - place)
+            going_on = p <= level
+        found[key] = family[key].at(level)
+    return found
+
+
+def shrunk(gains: Mapping[int, Interval]) -> dict[int, Interval]:
+    """The gains pulled towards their mean, by as much as their errors and their spread say; nothing for a few.
+
+    Intervals move with them and stay as wide: of a few variants the spread is not known well enough to narrow them.
+    """
+    known = {key: gain for key, gain in gains.items() if gain.error}
+    if len(known) < ENOUGH_TO_POOL:
+        return {}
+    logs = [math.log(gain.value) for gain in known.values()]
+    variances = [gain.error**2 for gain in known.values() if gain.error]
+    between = max(0.0, variance(logs) - mean(variances))
+    weights = [1 / (own + between) for own in variances]
+    centre = math.fsum(w * y for w, y in zip(weights, logs, strict=True)) / math.fsum(weights)
+    found = {}
+    for (key, gain), y, own in zip(known.items(), logs, variances, strict=True):
+        moved = math.exp(own / (between + own) * (centre - y))
+        low, high = (None if end is None else end * moved for end in (gain.low, gain.high))
+        found[key] = replace(gain, value=gain.value * moved, low=low, high=high)
+    return found
+
+
+def comparisons(size: str, result: StudyResult) -> int:
+    """How many gains per second at a size are corrected for each other."""
+    return sum(row.corrected is not None for row in result.rows(size))
+
+
+def pays(row: VariantResult) -> bool:
+    """Whether a gain per second is shown, after correction."""
+    return enough_runs(row) and row.corrected is not None and row.corrected.low is not None and row.corrected.low > 1.0
+
+
+def loses(row: VariantResult) -> bool:
+    """Whether a loss per second is shown, after correction."""
+    return enough_runs(row) and row.corrected is not None and _below(row.corrected.high, 1.0)
+
+
+def is_lower(row: VariantResult) -> bool:
+    """Whether a lower loss is shown, after correction."""
+    return row.difference_corrected is not None and _below(row.difference_corrected.high, 0.0)
+
+
+def _below(end: float | None, value: float) -> bool:
+    return end is not None and end < value
+
+
+def enough_runs(row: VariantResult) -> bool:
+    """Whether a gain rests on three seeds, or on a ladder, whose runs it pools."""
+    gain = row.wall_clock_gain
+    return gain is not None and (gain.count >= ENOUGH_SEEDS or _has_interval(row.equivalent_tokens))
+
+
+def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
+    """Whether a variant's speed is known well enough to draw conclusions from it."""
+    shared = result.side_by_side > 1 and row.timing is None
+    return row.throughput_ratio is not None and not (
+        shared or was_busy(row, result) or says_nothing(row.throughput_ratio)
+    )
+
+
+def was_busy(row: VariantResult, result: StudyResult) -> bool:
+    """Whether a variant's step, or the baseline's with it, was timed while the machine was busy."""
+    return any(timing.busy for timing in _timings(row, result))
+
+
+def _timings(row: VariantResult, result: StudyResult) -> list[StepTiming]:
+    """The steps timed alone that a variant's speed is from: its own, and the baseline's on the same device."""
+    if row.timing is None:
+        return []
+    baseline = next((other.timing for other in result.rows(row.size) if other.name == result.baseline), None)
+    return [row.timing, *([baseline] if baseline is not None and baseline.device == row.timing.device else [])]
+
+
+def says_nothing(ratio: Interval) -> bool:
+    """Whether an interval of a ratio holds 1 and is so wide that no verdict follows from it."""
+    if not _has_interval(ratio):
+        return False  # one run: no interval was asked
+    return around_one(ratio) and (ratio.low is None or ratio.high is None or ratio.high > SAYS_NOTHING * ratio.low)
+
+
+def around_one(ratio: Interval) -> bool:
+    """Whether an interval holds 1."""
+    return (ratio.low is None or ratio.low <= 1.0) and (ratio.high is None or ratio.high >= 1.0)

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 
-from residua.study.statistics import t_quantile
+from residua.study.statistics import Interval, t_quantile
 
 Array = NDArray[np.float64]
 Losses = Mapping[int, float]  # final loss by seed
@@ -36,25 +37,26 @@ _PLACES = 1001
 
 
 @dataclass(frozen=True)
-class Gain:
+class Gain(Interval):
     """D'/D with its interval; `low` and `high` are None without an interval, or where it has no end within reach.
 
     `error` is the standard error of ln(D'/D), `freedom` its degrees of freedom. `extrapolated`: D' lies outside the
     budgets that were trained.
     """
 
-    value: float
-    count: int
-    extrapolated: bool
-    error: float | None = None
-    low: float | None = None
-    high: float | None = None
-    freedom: float | None = None
+    extrapolated: bool = False
+
+    @property
+    def interval(self) -> Interval:
+        """The same numbers, as results.json has them."""
+        return Interval(self.value, self.count, self.error, self.low, self.high, self.freedom)
 
 
 @dataclass(frozen=True)
-class Law:
+class FittedLaw:
     """L(D) = floor + scale·D^−exponent, D in tokens."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # results.json holds it
 
     floor: float
     scale: float
@@ -70,7 +72,7 @@ class Law:
         return (self.scale / above) ** (1 / self.exponent) if above > 0 else math.inf
 
 
-def fit_law(ladder: Mapping[float, Losses]) -> Law | None:
+def fit_law(ladder: Mapping[float, Losses]) -> FittedLaw | None:
     """The law through the baseline's losses by tokens and seed; None with two budgets, or if no law fits."""
     if len(ladder) < FEWEST_FOR_A_LAW:
         return None
@@ -81,7 +83,7 @@ def fit_law(ladder: Mapping[float, Losses]) -> Law | None:
         return None
     (level, slope), exponent = fitted.theta[0, :2], float(fitted.exponent[0])
     scale = slope / exponent
-    return Law(float(level - scale), float(scale * curve.centre**exponent), exponent)
+    return FittedLaw(float(level - scale), float(scale * curve.centre**exponent), exponent)
 
 
 def equivalent_tokens(
@@ -101,9 +103,9 @@ def equivalent_tokens(
         return None
     outside = not min(ladder) <= value * tokens <= max(ladder)
     if len(ours) < 2 or len(ladder) < FEWEST_FOR_A_LAW or found.freedom < 1:
-        return Gain(value, len(ours), outside)
+        return Gain(value, len(ours), extrapolated=outside)
     low, high = (None if math.isnan(edge) else float(edge) for edge in (found.low[0], found.high[0]))
-    return Gain(value, len(ours), outside, float(found.error[0]), low, high, float(found.freedom))
+    return Gain(value, len(ours), float(found.error[0]), low, high, float(found.freedom), outside)
 
 
 @dataclass(frozen=True)

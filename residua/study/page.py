@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from residua.files import write_atomically
 from residua.report import Cell, Column, Link, Page, Picture, Section, Series, Sorted, theme
 from residua.report.forest import height_of
-from residua.study import entries, plots, sentences
-from residua.study.answer import answer, best_row, by_gain, by_loss, comparisons_sentence, gain_key, provenance
+from residua.study import figures, tables, verdicts
 from residua.study.config import StudyConfig
-from residua.study.diagnosed import SIDE_BY_SIDE
-from residua.study.inference import speed_is_shown
-from residua.study.picture import break_even, ladder_scatter
-from residua.study.plan import RUNS
-from residua.study.plots import SECONDS, TOKENS, Records
-from residua.study.results import LadderResult, RunResult, StudyResult, VariantResult, compute_points
-from residua.study.side_tables import RATES, rate_sentence, side_tables
-from residua.study.verdict import at_size, verdict
+from residua.study.figures import SECONDS, TOKENS, Records
+from residua.study.gains import speed_is_shown
+from residua.study.measurements import SIDE_BY_SIDE
+from residua.study.plan import RUNS, PlannedRun
+from residua.study.records import RunRecord
+from residua.study.results import LadderResult, RunResult, StudyResult, compute_points
+from residua.study.results_file import NOWHERE, SavedStudy
+from residua.study.statistics import count
+from residua.study.tables import NONE, StudyTable
+from residua.study.verdicts import at_size, verdict
 from residua.train.telemetry_curves import said
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-NAMED = 4
+RESULTS, TABLE, REPORT, PICTURE = "results.json", "results.md", "report.html", "gains.svg"
+MAX_LEAD_NAMES = 4
 """The lead names at most so many variants."""
-SMALLEST = 320
-"""Height of the two pictures of the verdict, at least, in pixels."""
+MIN_PICTURE_HEIGHT = 320
+"""Of the two pictures of the verdict, in pixels."""
 FIRST = (
-    "variant",
-    "wall-clock gain",
-    "pays",
-    "equivalent tokens",
-    "step-wise gain",
-    "throughput",
-    "Δ loss",
-    "validation loss",
-)
+    "variant", "wall-clock gain", "pays", tables.EQUIVALENT, tables.STEPWISE, "throughput", "Δ loss", "validation loss",
+)  # fmt: skip
 """Columns of the table, in the order in which to look at them; the others follow."""
-
-
 SORTED_BY = {
-    "wall_clock_gain": "wall-clock gain", "equivalent_tokens": "equivalent tokens", "step_gain": "step-wise gain",
+    "wall_clock_gain": "wall-clock gain", "equivalent_tokens": tables.EQUIVALENT, "step_gain": tables.STEPWISE,
 }  # fmt: skip
 """The column of each gain."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a study: its results, its page, and the page of diagnoses if there is one."""
+
+    result: StudyResult
+    report: Path
+    diagnosis: Path | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every run completed."""
+        return all(run.status == "complete" for run in self.result.runs)
 
 
 class Supplement(Protocol):
@@ -53,6 +62,38 @@ class Supplement(Protocol):
     def draw(self, page: Page, result: StudyResult) -> None: ...
 
     def markdown(self, result: StudyResult) -> str: ...
+
+
+def write_report(
+    study: StudyConfig,
+    result: StudyResult,
+    records: Mapping[PlannedRun, RunRecord],
+    out: Path,
+    supplement: Supplement | None = None,
+    commands: Sequence[str] = (),
+) -> Outcome:
+    """Write results.json, results.md, gains.svg and report.html into `out`."""
+    write_atomically(out / RESULTS, result.model_dump_json(indent=1) + "\n")
+    added = "" if supplement is None else f"\n{supplement.markdown(result)}"
+    write_atomically(out / TABLE, tables.markdown(result) + added)
+    if (drawn := figures.picture(result)) is not None:
+        write_atomically(out / PICTURE, drawn)
+    by_size: dict[str, Records] = {size: {name: [] for name in study.variants} for size in study.sizes}
+    for run, record in records.items():
+        if run.budget == 1.0:
+            by_size[run.size][run.variant].append(record)
+    page = study_page(study, result, by_size, out, supplement, commands)
+    inside = out / SIDE_BY_SIDE / REPORT
+    return Outcome(result, page.write(out / REPORT), inside if inside.exists() else None)
+
+
+def show_saved(saved: SavedStudy, out: Path | None = None, supplement: Supplement | None = None) -> StudyResult:
+    """The results of a saved study; with `out`, also its files and page there, without folders of runs."""
+    result = saved.result(out or NOWHERE)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_report(saved.config, result, saved.records(saved.plan(out)), out, supplement, saved.commands)
+    return result
 
 
 def study_page(
@@ -67,7 +108,7 @@ def study_page(
 
     `commands` are those that made the study.
     """
-    tone, title = answer(result)
+    tone, title = verdicts.answer(result)
     page = Page(title, _lead(result), tone)
     if supplement is not None:
         supplement.draw(page, result)
@@ -80,7 +121,6 @@ def study_page(
         _telemetry(page, result, records[size], size)
     for size in result.sizes:
         _side_tables(page, result, size)
-        _low_precision(page, result, size)
     if result.scaling:
         _scaling(page, result)
     _inside(page, records[result.sizes[-1]])
@@ -94,14 +134,14 @@ def study_page(
 def _lead(result: StudyResult) -> str:
     others = [name for name in dict.fromkeys(row.name for row in result.variants) if name != result.baseline]
     seeds = f"{len(result.seeds)} seeds" if len(result.seeds) > 1 else "one seed"
-    unequal = sentences.unequal_seeds(result)
+    unequal = verdicts.unequal_seeds(result)
     seeds += f" ({unequal})" if unequal else ""
     done = sum(run.status == "complete" for run in result.runs)
     missing = f" {done} of {len(result.runs)} runs are complete."
-    who = ", ".join(others) if len(others) <= NAMED else f"{len(others)} variants"
+    who = ", ".join(others) if len(others) <= MAX_LEAD_NAMES else f"{len(others)} variants"
     return (
         f"{result.name}: {who} against {result.baseline}, {seeds}, the same tokens in the same order. "
-        f"Above 1 is a gain. {sentences.validation_sentence(result)}".rstrip()
+        f"Above 1 is a gain. {verdicts.validation_sentence(result)}".rstrip()
         + ("" if done == len(result.runs) else missing)
     )
 
@@ -109,39 +149,39 @@ def _lead(result: StudyResult) -> str:
 def _verdict(page: Page, result: StudyResult) -> None:
     section = page.section("Verdict")
     _pictures(section, result)
-    best = best_row(result)
+    best = verdicts.best_row(result)
     if best is not None:
-        section.verdict(" ".join([verdict(best, result), comparisons_sentence(result)]).strip())
+        section.verdict(" ".join([verdict(best, result), verdicts.comparisons_sentence(result)]).strip())
     _table(section, result, result.sizes[-1], explained=True)
-    notes = (" ".join(sentences.matching_sentences(result)), sentences.side_by_side_sentence(result))
-    for sentence in (*sentences.text_sentences(result), *notes, *sentences.ladder_sentences(result)):
+    notes = (" ".join(verdicts.matching_sentences(result)), verdicts.side_by_side_sentence(result))
+    for sentence in (*verdicts.text_sentences(result), *notes, *verdicts.ladder_sentences(result)):
         if sentence:
             section.note(sentence)
     for size in result.sizes[:-1]:
         with section.fold(f"The same at size {size}"):
             _table(section, result, size)
     last = result.rows(result.sizes[-1])
-    said = [verdict(row, result) for row in by_gain(last, result.baseline) if row.name != result.baseline]
+    said = [verdict(row, result) for row in verdicts.by_gain(last, result.baseline) if row.name != result.baseline]
     with section.fold("Every variant in a sentence"):
-        section.points([*said, *([facts] if (facts := sentences.dataset_sentence(result)) else [])])
+        section.points([*said, *([facts] if (facts := verdicts.dataset_sentence(result)) else [])])
 
 
 def _pictures(section: Section, result: StudyResult) -> None:
     """Loss against the baseline, and beside it what a step costs against what it is worth."""
-    rows, level = by_loss(result.rows(result.sizes[-1])), f"{result.confidence * 100:g} %"
+    rows, level = verdicts.by_loss(result.rows(result.sizes[-1])), f"{result.confidence * 100:g} %"
     size = at_size(result.sizes[-1], result)
-    height = max(SMALLEST, height_of(len(rows)))
+    height = max(MIN_PICTURE_HEIGHT, height_of(len(rows)))
     shown = []
     if rows:
         shown.append(
             Picture(
-                plots.forest_of_losses(rows, result, height),
+                figures.forest_of_losses(rows, result, height),
                 f"Is the loss lower{size}?",
                 f"The dashed line is {result.baseline}. An interval ({level}, paired by seed) that crosses it shows no "
                 f"difference; a hollow mark has none.{_not_drawn(result, [row.name for row in rows])}",
             )
         )
-    pays = break_even(result)
+    pays = figures.break_even(result)
     if pays is not None:
         shown.append(
             Picture(
@@ -176,17 +216,18 @@ def _table(section: Section, result: StudyResult, size: str, explained: bool = F
 
     With a ladder, the step-wise gain, which it replaces, is in results.md alone.
     """
-    columns, place = entries.columns(result), plots.places(result)
+    columns, place = tables.columns(result), figures.places(result)
     shown = [i for i, column in enumerate(columns) if not (result.ladder and column.title == SORTED_BY["step_gain"])]
-    order = sorted(shown, key=lambda i: _importance(columns[i].title))
-    rows = by_gain(result.rows(size), result.baseline)
+    first = {i: [columns[i].title.startswith(title) for title in FIRST] for i in shown}
+    order = sorted(shown, key=lambda i: first[i].index(True) if any(first[i]) else len(FIRST))
+    rows = verdicts.by_gain(result.rows(size), result.baseline)
     cells = []
     for row in rows:
-        values = entries.cells(row, result)
+        values = tables.cells(row, result)
         name = Series(row.name, theme.colour(place[row.name]), values[0].detail)
         cells.append([name if i == 0 else values[i] for i in order])
-    title = SORTED_BY[gain_key(rows)]
-    known = any(getattr(row, gain_key(rows)) is not None for row in rows)
+    title = SORTED_BY[verdicts.gain_key(rows)]
+    known = any(getattr(row, verdicts.gain_key(rows)) is not None for row in rows)
     gain = next((at for at, i in enumerate(order) if known and columns[i].title == title), 0)
     section.table(
         [columns[i] if explained else Column(columns[i].title, numeric=columns[i].numeric) for i in order],
@@ -196,10 +237,6 @@ def _table(section: Section, result: StudyResult, size: str, explained: bool = F
     )
 
 
-def _importance(title: str) -> int:
-    return next((place for place, known in enumerate(FIRST) if title.startswith(known)), len(FIRST))
-
-
 def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
     suffix = at_size(ladder.size, result)
     section = page.section(
@@ -207,7 +244,7 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
         f"How long {result.baseline} would have to train, with a full schedule of its own, to reach each variant's "
         "loss. Trust points between its budgets; those beyond them rest on the fitted law.",
     )
-    drawn = ladder_scatter(result, ladder)
+    drawn = figures.ladder_scatter(result, ladder)
     section.figure(
         drawn.figure(),
         f"Grey: {result.baseline} at its budgets, mean over seeds. Coloured: each variant where the law has its loss."
@@ -228,14 +265,14 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
     timed = {name: runs if name in stated else [] for name, runs in records.items()}
     views = {
         f"{kind}, by {words}": figure
-        for kind, curves in (("validation", plots.validation_curves), ("training", plots.training_curves))
+        for kind, curves in (("validation", figures.validation_curves), ("training", figures.training_curves))
         for words, found in (("tokens", records), ("seconds", timed))
         if (found is records or sum(map(bool, timed.values())) > 1)
         and (figure := curves(found, TOKENS if found is records else SECONDS)) is not None
     }
     if records.get(result.baseline) and sum(bool(runs) for runs in records.values()) > 1:
-        views = {f"difference to {result.baseline}": plots.difference_curves(records, result.baseline), **views}
-    spans = "the band spans all seeds" if len(records) <= plots.BANDS else "click a name to hide its curve"
+        views = {f"difference to {result.baseline}": figures.difference_curves(records, result.baseline), **views}
+    spans = "the band spans all seeds" if len(records) <= figures.MAX_BANDS else "click a name to hide its curve"
     left = _not_drawn(result, [name for name, runs in records.items() if runs], size)
     slow = [name for name, runs in records.items() if runs and name not in stated]
     left += f" Not drawn by seconds, since their speeds are not stated: {', '.join(slow)}." if slow else ""
@@ -243,7 +280,7 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
 
 
 def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> None:
-    views = plots.telemetry_curves(records)
+    views = figures.telemetry_curves(records)
     if not views:
         return
     suffix = at_size(size, result)
@@ -259,111 +296,78 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
 
 
 def _side_tables(page: Page, result: StudyResult, size: str) -> None:
-    """Accuracies, outliers and tried learning rates, those that were measured."""
-    suffix = at_size(size, result)
-    place = plots.places(result)
-    for table in side_tables(result, size):
-        section = page.section(f"{table.title.capitalize()}{suffix}", table.look_for)
-        cells: list[list[Cell]] = [[_named(place, row[0].main), *row[1:]] for row in table.rows]
-        section.table(table.columns, cells)
-        if table.title == RATES:
-            section.points([rate_sentence(rate, False) for rate in result.tuning if rate.size == size])
-
-
-def _low_precision(page: Page, result: StudyResult, size: str) -> None:
-    rows = [row for row in result.rows(size) if row.low_precision is not None]
-    if not rows or rows[0].low_precision is None:
+    """Accuracies, outliers, tried learning rates and low precision, those that were measured."""
+    for table in tables.side_tables(result, size):
+        section = _side_table(page, result, table, at_size(size, result))
+        if table.title == tables.RATES:
+            section.points([rate.sentence(False) for rate in result.tuning if rate.size == size])
+    if (low := tables.precision_table(result, size)) is None:
         return
-    suffix = at_size(size, result)
-    section = page.section(
-        f"Low precision{suffix}",
-        "The loss that low precision adds to each trained model. Healthy: little, with or without SmoothQuant. A large "
-        "peak or sink ratio means outliers, which leave fewer levels for all other values.",
-    )
-    recipes = list(rows[0].low_precision.losses)
-    place = plots.places(result)
-    cells: list[list[Cell]] = [[_named(place, row.name), *entries.precision_cells(row)[1:]] for row in rows]
-    section.table(entries.precision_columns(recipes), cells)
-    costs = plots.precision_costs(result, rows, recipes)
-    if costs:
+    section = _side_table(page, result, low, at_size(size, result))
+    costs = {row.name: row.low_precision.costs for row in result.rows(size) if row.low_precision is not None}
+    recipes = list(next(iter(costs.values())))
+    left = {recipe: ", ".join(name for name, cost in costs.items() if cost[recipe] is None) for recipe in recipes}
+    named = "; ".join(f"{recipe}: {names}" for recipe, names in left.items() if names)
+    if drawn := figures.precision_costs(result, result.rows(size), recipes):
         section.tabs(
-            costs,
+            drawn,
             f"Added to each variant's own loss, with {result.confidence * 100:g} % intervals over seeds."
-            f"{_not_finite(rows, recipes)}",
+            + (f" Not drawn, since the loss is not finite: {named}." if named else ""),
         )
 
 
-def _not_finite(rows: Sequence[VariantResult], recipes: Sequence[str]) -> str:
-    """Which variants a figure of costs leaves out, by recipe; empty if none."""
-    costs = {row.name: row.low_precision.costs for row in rows if row.low_precision is not None}
-    left = {recipe: [name for name, found in costs.items() if found[recipe] is None] for recipe in recipes}
-    named = "; ".join(f"{recipe}: {', '.join(names)}" for recipe, names in left.items() if names)
-    return f" Not drawn, since the loss is not finite: {named}." if named else ""
+def _side_table(page: Page, result: StudyResult, table: StudyTable, suffix: str = "") -> Section:
+    section = page.section(f"{table.title.capitalize()}{suffix}", table.look_for)
+    section.table(table.columns, _coloured(table, result))
+    return section
+
+
+def _coloured(table: StudyTable, result: StudyResult) -> list[list[Cell]]:
+    """The rows with their variants, which the first column names, in their colours."""
+    place = figures.places(result)
+    return [[Series(row[0].main, theme.colour(place[row[0].main])), *row[1:]] for row in table.rows]
 
 
 def _scaling(page: Page, result: StudyResult) -> None:
-    section = page.section(
-        "Compute scaling",
-        "If two lines are parallel, the advantage holds as models grow; if they meet, it disappears. Two sizes always "
-        "lie on a line: trust a fit over three or more.",
-    )
-    place = plots.places(result)
-    points = compute_points(result.runs, result.variants)
-    section.figure(plots.scaling_figure(points, result.scaling, list(place)), _not_drawn(result, points).strip())
-    section.table(
-        entries.scaling_columns(result.confidence),
-        [[_named(place, row.name), *entries.scaling_cells(row, result.baseline)[1:]] for row in result.scaling],
-    )
-
-
-def _named(place: dict[str, int], name: str) -> Series:
-    return Series(name, theme.colour(place[name]))
+    table, points = tables.scaling_table(result), compute_points(result.runs, result.variants)
+    section = page.section(table.title.capitalize(), table.look_for)
+    drawn = figures.scaling_figure(points, result.scaling, list(figures.places(result)))
+    section.figure(drawn, _not_drawn(result, points).strip())
+    section.table(table.columns, _coloured(table, result))
 
 
 def _inside(page: Page, records: Records) -> None:
     """What the trained models look like inside, from each run's inspection."""
-    magnitude = plots.sublayer_curves(records, "output_rms", "RMS of the output")
-    if magnitude is not None:
-        page.section(
-            "Magnitude per sublayer",
-            "Healthy: outputs of similar size from first to last. A steep climb means that late layers need larger "
-            "and larger outputs to change a growing stream, as in plain pre-norm.",
-        ).figure(magnitude)
-    gradient = plots.sublayer_curves(records, "gradient_rms", "RMS of the gradient")
-    if gradient is not None:
-        page.section(
-            "Gradient per layer",
-            "Healthy: a flat line. A first layer far above the rest means that layers train at very different rates.",
-        ).figure(gradient)
-    weights = plots.depth_weights(records)
-    if weights:
-        page.section(
-            "Depth weights",
-            "Each row is a reader and sums to 1. Healthy: structure (a strong diagonal, a few far sources). A uniform "
-            "map has not learned to choose. A large weight alone does not prove importance: ablation does.",
-        ).tabs(weights)
-    writes, gates = plots.gate_writes(records), plots.attention_gates(records)
-    if writes or gates:
-        section = page.section(
-            "Gate statistics",
-            "Healthy: gates that differ between streams and layers. β near 0 everywhere writes nothing, near 1 "
-            "forgets everything; an attention gate mostly below 0.2 has switched its head off.",
-        )
-        for figures in (writes, gates):
-            if figures:
-                section.tabs(figures)
-    loads = plots.expert_loads(records)
-    if loads:
-        page.section(
-            "Expert load",
-            "How often each expert is chosen; 1 is its fair share. Healthy: all near 1. An expert near 0 is not used; "
-            "one far above 1 does the work of several.",
-        ).tabs(loads)
+    for title, look_for, drawn in (
+        ("Magnitude per sublayer",
+         "Healthy: outputs of similar size from first to last. A steep climb means that late layers need larger "
+         "and larger outputs to change a growing stream, as in plain pre-norm.",
+         [figures.sublayer_curves(records, "output_rms", "RMS of the output")]),
+        ("Gradient per layer",
+         "Healthy: a flat line. A first layer far above the rest means that layers train at very different rates.",
+         [figures.sublayer_curves(records, "gradient_rms", "RMS of the gradient")]),
+        ("Depth weights",
+         "Each row is a reader and sums to 1. Healthy: structure (a strong diagonal, a few far sources). A uniform "
+         "map has not learned to choose. A large weight alone does not prove importance: ablation does.",
+         [figures.depth_weights(records)]),
+        ("Gate statistics",
+         "Healthy: gates that differ between streams and layers. β near 0 everywhere writes nothing, near 1 "
+         "forgets everything; an attention gate mostly below 0.2 has switched its head off.",
+         [figures.gate_writes(records), figures.attention_gates(records)]),
+        ("Expert load",
+         "How often each expert is chosen; 1 is its fair share. Healthy: all near 1. An expert near 0 is not used; "
+         "one far above 1 does the work of several.",
+         [figures.expert_loads(records)]),
+    ):  # fmt: skip
+        if any(drawn):
+            section = page.section(title, look_for)
+            for figure in filter(None, drawn):
+                section.tabs(figure) if isinstance(figure, dict) else section.figure(figure)
 
 
 def _runs(page: Page, result: StudyResult, out: Path) -> None:
     section = page.section("Runs", "Every run of the study, with its folder; for failed runs, the reason.")
-    inside = f"{SIDE_BY_SIDE}/report.html"
+    inside = f"{SIDE_BY_SIDE}/{REPORT}"
     if (out / inside).exists():
         section.facts({"diagnoses": Link("the variants side by side, first seed", inside)})
     for run in result.runs:
@@ -372,7 +376,7 @@ def _runs(page: Page, result: StudyResult, out: Path) -> None:
     titles = ("variant", "size", "seed", "status", "loss", "tokens/s", "memory", "folder", "diagnosis")
     numeric = {"seed", "loss", "tokens/s", "memory"}
     columns = [Column(title, numeric=title in numeric) for title in titles]
-    place = plots.places(result)
+    place = figures.places(result)
     done = sum(run.status == "complete" for run in result.runs)
     with section.fold(f"{done} of {len(result.runs)} runs are complete"):
         section.table(
@@ -387,11 +391,11 @@ def _run_cells(run: RunResult, out: Path, place: int) -> list[Cell]:
         run.size,
         str(run.seed),
         run.status,
-        entries.NONE if run.loss is None else f"{run.loss:.4f}",
-        entries.NONE if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
-        entries.NONE if run.memory_gib is None else f"{run.memory_gib:.2f} GiB",
+        NONE if run.loss is None else f"{run.loss:.4f}",
+        NONE if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
+        NONE if run.memory_gib is None else f"{run.memory_gib:.2f} GiB",
         Link(run.folder, folder) if (out / folder).exists() else run.folder,
-        entries.NONE if run.diagnosis is None else Link("open", run.diagnosis),
+        NONE if run.diagnosis is None else Link("open", run.diagnosis),
     ]
 
 
@@ -399,3 +403,44 @@ def _file(page: Page, study: StudyConfig) -> None:
     section = page.section("How this was made", "The same study file gives the same runs.")
     with section.fold("The study file"):
         section.code(study.to_toml())
+
+
+def provenance(result: StudyResult, runs: Sequence[RunRecord], commands: Sequence[str]) -> dict[str, Cell]:
+    """Text, tokens, seeds, date, hardware, versions, commit and command; what is not known is left out."""
+    facts: dict[str, Cell] = {}
+    if about := result.dataset:
+        facts |= {
+            "text": Path(about.path).name,
+            "training text": f"{count(about.train_tokens)} tokens",
+            "vocabulary": f"{about.vocab_size:,}",
+            "unigram entropy": f"{about.unigram_entropy:.4f} nats per token",
+        }
+    seen = _unique(count(run.tokens) for run in result.runs if run.tokens is not None and run.budget == 1.0)
+    facts |= {"seen by a run": f"{' or '.join(seen)} tokens"} if seen else {}
+    facts["seeds"] = str(len(result.seeds))
+    environments = [run.environment for run in runs]
+    started = sorted(s["started"][:10] for e in environments for s in e.get("sessions") or () if s.get("started"))
+    known = {
+        "trained": [started[0], *started[-1:]] if started else [],
+        "hardware": [run.hardware for run in runs],
+        "software": map(_software, environments),
+        "commit": map(_commit, environments),
+    }
+    for name, values in known.items():
+        if shown := _unique(values):
+            facts[name] = (" to " if name == "trained" else "; ").join(shown)
+    return {**facts, "command": "; ".join(commands)} if commands else facts
+
+
+def _software(about: Mapping[str, Any]) -> str:
+    titles = {"residua": "Residua", "torch": "PyTorch", "triton": "Triton", "cuda": "CUDA", "python": "Python"}
+    return ", ".join(f"{title} {about[key]}" for key, title in titles.items() if about.get(key))
+
+
+def _commit(about: Mapping[str, Any]) -> str:
+    commit, _, changed = str(about.get("commit") or "").partition("+")
+    return f"{commit[:12]}{' with changes' if changed else ''}" if commit else ""
+
+
+def _unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(value for value in values if value))

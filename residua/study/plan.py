@@ -1,38 +1,43 @@
-"""From a study to its runs: every variant at every size, matched in parameters, each with a folder."""
+"""From a study to its runs: every variant at every size, matched in parameters, each with a folder.
+
+A search of each variant's learning rate (`tune`) multiplies every rate of the optimizer: Muon's, and that of the AdamW
+that trains the rest. The choice is made once and kept in `tuning.json`, so that a study that goes on does not choose
+again.
+"""
 
 from __future__ import annotations
 
-import re
+import hashlib
+import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from residua.config import variants
-from residua.config.run import RunConfig, differences
-from residua.config.settings import ConfigError, of_file
+from residua.config.run import RunConfig, settings
+from residua.config.settings import ConfigError, Frozen, of_file
 from residua.data import Dataset
+from residua.data.source import find_data, open_data
 from residua.data.tokenizer import padded_vocabulary
-from residua.files import refuse_blocked
+from residua.files import write_atomically
 from residua.model.size import Size, measure
-from residua.reading import toml_string
-from residua.storage.load import weights_fingerprint
-from residua.storage.run import failed_early
-from residua.study.config import StudyConfig
-from residua.study.matching import match
-from residua.study.runs import read_environment
-from residua.study.trials import TUNING, TunedRate, rate_changes, rate_title, short_run, tuned_for
-from residua.train.environment import START, TEXT
-from residua.train.start import check_model
+from residua.reading import ReadError, inside, read_json, toml_string
+from residua.study.config import StudyConfig, Tune, match
+from residua.train.start import check_model, check_tokenizer
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 STARTED = "started.toml"
 """The study while it trains. study.toml replaces it at the end: what that file asks for was measured."""
 EXTENDED = "extended.json"
 """Where a study's folder has the place of its results file."""
-# What an interrupted study leaves in its folder, beside started.toml.
-_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, EXTENDED, "diagnosis")
-_RUN = re.compile(r"(.+?)(-(lr)?[\d.]+x)?-seed\d+")
-"""The folder of a run: its model, and the budget or the rate that it may have."""
+TUNING = "tuning.json"
+PLACE = (
+    "data.path", "data.tokenizer", "train.device", "train.log_every", "train.save_every", "train.keep", "train.track",
+    "train.telemetry", "train.profile", "train.divergence_", "parallel.",
+)  # fmt: skip
+"""What does not change what a run computes: where its text is (its fingerprint counts), where it trains, what it logs
+and when it gives up."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,11 @@ class PlannedRun:
         return self.folder.name
 
     @property
+    def key(self) -> tuple[str, str, int, float]:
+        """What is run: the records of studies on one text are joined by it."""
+        return self.size, self.variant, self.seed, self.budget
+
+    @property
     def family(self) -> tuple[str, str, int, float]:
         """Equal for runs of one model, seed and rate: budgets, of which the shorter ones branch off the longest."""
         return self.size, self.variant, self.seed, self.rate
@@ -98,6 +108,11 @@ class StudyPlan:
     def ladder(self) -> tuple[PlannedRun, ...]:
         """The runs at other budgets than the study's own."""
         return tuple(run for run in self.runs if run.budget != 1.0)
+
+    def check_tokenizer(self) -> None:
+        """Refuse a text whose tokenizer is not that of the weights to begin with."""
+        first = next(iter(self.models.values())).config
+        check_tokenizer(first, open_data(first))
 
     @property
     def settled(self) -> tuple[PlannedRun, ...]:
@@ -137,60 +152,20 @@ def base_run(study: StudyConfig, size: str) -> RunConfig:
         return base.override(list(study.set))
 
 
-def refuse_strangers(out: Path) -> None:
-    """Refuse a folder that holds anything but a study, such as a training run."""
-    refuse_blocked(out)
-    if not out.exists() or (out / STUDY).exists():
-        return
-    stranger = min((path.name for path in out.iterdir() if not _expected(path)), default=None)
-    if stranger is not None:
-        raise ConfigError(f"{out} holds {stranger}, which no study wrote: choose another --out.")
-
-
-def _expected(path: Path) -> bool:
-    """Whether an unfinished study's folder may hold this file; the study file it is started from may lie there too."""
-    return path.name in _BEGUN or (path.suffix == ".toml" and path.name != "config.toml")
-
-
-def check_folders(runs: Iterable[PlannedRun]) -> None:
-    """Refuse to reuse runs whose configuration differs from what this study needs, unless they hold no checkpoint."""
-    for run in runs:
-        written = run.folder / "config.toml"
-        if not written.exists() or failed_early(run.folder):
-            continue
-        changed = differences(RunConfig.from_toml(written), run.config)
-        if {"data.path", "data.tokenizer"} & changed.keys() and _same_text(run):
-            changed = {key: pair for key, pair in changed.items() if key not in ("data.path", "data.tokenizer")}
-        if "train.start" in changed and _same_start(run):
-            del changed["train.start"]
-        if changed:
-            key, (old, new) = next(iter(changed.items()))
-            raise ConfigError(
-                f"{run.folder} holds a run with {key} = {old!r}, and this study needs {new!r}: "
-                "choose another --out, or move that folder elsewhere."
-            )
-
-
-def _same_text(run: PlannedRun) -> bool:
-    """Whether the run in the folder was trained on the text of the planned one, wherever that is now."""
-    trained, path = read_environment(run.folder).get(TEXT), run.config.data.path
-    return trained is not None and path is not None and trained == Dataset.open(path).fingerprint
-
-
-def _same_start(run: PlannedRun) -> bool:
-    """Whether the run in the folder began with the weights of the planned one, wherever they are now."""
-    began, start = read_environment(run.folder).get(START), run.config.train.start
-    return began is not None and start is not None and began == weights_fingerprint(start)
+def open_dataset(study: StudyConfig, progress: bool) -> Dataset:
+    """The text of every run: the study's, else its base's, else the embedded corpus (made on first use)."""
+    config = base_run(study, study.sizes[0])
+    return Dataset.open(study.data) if study.data else find_data(config, progress=progress)
 
 
 def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
     """The variants of one size, matched to the baseline."""
-    reference = _varied(study, base, study.baseline)
+    reference = vary(study, base, study.baseline)
     size = measure(reference.model)
     target, length = size.parameters, _length(study, reference, size)
     found = {}
     for name in study.variants:
-        config = _varied(study, base, name)
+        config = vary(study, base, name)
         matched = match(name, config.model, target, study.match)
         size = measure(matched.model)
         config = config.model_copy(update={"model": matched.model})
@@ -200,7 +175,8 @@ def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
     return found
 
 
-def _varied(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
+def vary(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
+    """The run of a variant, before matching."""
     try:
         varied = base.override(variants.overrides(study.variants[name], base.model))
         check_model(varied)
@@ -208,47 +184,6 @@ def _varied(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
         named = repr(name) in str(error)
         raise ConfigError(str(error) if named else f"variant {name!r}: {error}") from None
     return varied
-
-
-def undone_sentences(study: StudyConfig) -> list[str]:
-    """One sentence for each `set` change that a variant overrides."""
-    base = base_run(study, study.sizes[0])
-    return [
-        f"--set {change} has no effect on {name}, which sets its own value."
-        for change in study.set
-        if variants.holds(base, change)
-        for name, entries in study.variants.items()
-        if not variants.holds(_varied(study, base, name), change) and not _sets(entries, change)
-    ]
-
-
-def same_sentences(study: StudyConfig, plan: StudyPlan) -> list[str]:
-    """One sentence for each variant that matching turned into the baseline."""
-    return [
-        f"{name}{f' at {size}' if len(study.sizes) > 1 else ''} is the same model as {study.baseline} after matching "
-        f"({model.matching}): use --match none to keep what it sets."
-        for (size, name), model in plan.models.items()
-        if name != study.baseline and model.matching and model.config == plan.models[size, study.baseline].config
-    ]
-
-
-def left_out_sentences(study: StudyConfig, out: Path) -> list[str]:
-    """A sentence if the folder has runs of variants that the study leaves out: its page will not show them."""
-    planned = {model_title(study, size, name) for size in study.sizes for name in study.variants}
-    found = {match[1] for path in (out / RUNS).glob("*") if (match := _RUN.fullmatch(path.name))}
-    others = sorted(found - planned)
-    if not others:
-        return []
-    it = "it" if len(others) == 1 else "them"
-    return [
-        f"{out} also holds {', '.join(others)}, which this study leaves out: name {it} too to have {it} on the page."
-    ]
-
-
-def _sets(entries: tuple[str, ...], change: str) -> bool:
-    """Whether a variant sets this key explicitly."""
-    key = change.partition("=")[0].strip()
-    return any(entry.partition("=")[0].strip() == key for entry in entries)
 
 
 def _length(study: StudyConfig, reference: RunConfig, size: Size) -> list[str]:
@@ -301,7 +236,7 @@ def _trials(
             size,
             study.tune.seed,
             short_run(model.config, study.tune, factor),
-            out / RUNS / f"{model_title(study, size, name)}-{rate_title(factor)}-seed{study.tune.seed}",
+            out / RUNS / f"{model_title(study, size, name)}-lr{factor:g}x-seed{study.tune.seed}",
             study.tune.share,
             factor,
         )
@@ -335,3 +270,113 @@ def _check_ladder(runs: tuple[PlannedRun, ...]) -> None:
                     f"ladder = {run.budget:g} and {twin.title} come to the same run: choose budgets further apart, or "
                     "rename the variant."
                 )
+
+
+class Trial(Frozen):
+    """One rate: a multiple of the variant's own, the optimizer's `lr`, and the validation loss after the short run."""
+
+    factor: float
+    rate: float
+    loss: float | None = None
+    problem: str = ""
+
+
+class TunedRate(Frozen):
+    """What the search tried for a variant at one size, and the multiple that it chose.
+
+    `made_for` tells which model, recipe and search it is for.
+    """
+
+    size: str
+    variant: str
+    seed: int
+    steps: int
+    trials: tuple[Trial, ...]
+    chosen: float
+    made_for: str
+
+    @property
+    def best(self) -> Trial:
+        """The trial of the chosen rate."""
+        return next(trial for trial in self.trials if trial.factor == self.chosen)
+
+    @property
+    def note(self) -> str:
+        """What a person should know about the choice; empty if there is nothing."""
+        if self.best.loss is None:
+            return "no trial completed, so the rate nearest to its own is used"
+        finished = [trial.factor for trial in self.trials if trial.loss is not None]
+        if len(finished) < 2:
+            return "the only trial that completed"
+        if self.chosen == max(trial.factor for trial in self.trials):
+            return "the largest that was tried: a larger one may be better"
+        if self.chosen == min(trial.factor for trial in self.trials):
+            return "the smallest that was tried: a smaller one may be better"
+        return ""
+
+    def sentence(self, several_sizes: bool) -> str:
+        """The choice in a sentence."""
+        where = f" ({self.size})" if several_sizes else ""
+        note = f"; {self.note}" if self.note else ""
+        return f"{self.variant}{where}: learning rate {self.best.rate:g}, {self.chosen:g}× its own{note}."
+
+
+def choose(size: str, variant: str, trials: Sequence[Trial], seed: int, steps: int, made_for: str) -> TunedRate:
+    """The rate with the lowest loss; of equal ones, and if no trial completed, the one nearest to the variant's own."""
+
+    def place(trial: Trial) -> tuple[float, float]:
+        return math.inf if trial.loss is None else trial.loss, abs(math.log(trial.factor))
+
+    return TunedRate(
+        size=size, variant=variant, seed=seed, steps=steps, trials=tuple(trials),
+        chosen=min(trials, key=place).factor, made_for=made_for,
+    )  # fmt: skip
+
+
+def rate_changes(config: RunConfig, factor: float) -> list[str]:
+    """The overrides that multiply every learning rate of a run."""
+    optimizer = config.train.optimizer
+    rates = {"lr": optimizer.lr}
+    if optimizer.kind == "muon":
+        rates["rest.lr"] = optimizer.rest.lr
+    return [f"train.optimizer.{key}={float(f'{rate * factor:.12g}')!r}" for key, rate in rates.items()]
+
+
+def short_run(config: RunConfig, tune: Tune, factor: float) -> RunConfig:
+    """The run of one trial: fewer steps, warm-up shortened alike, its own seed, and a rate of `factor` times."""
+    recipe = config.train
+    steps = max(2, round(tune.share * recipe.steps))
+    warmup = min(max(1, round(tune.share * recipe.schedule.warmup)), steps - 1) if recipe.schedule.warmup else 0
+    changes = [
+        f"train.schedule.warmup={warmup}", f"train.steps={steps}", f"train.seed={tune.seed}", f"data.seed={tune.seed}",
+    ]  # fmt: skip
+    try:
+        return config.override([*changes, *rate_changes(config, factor)])
+    except ConfigError as error:
+        raise ConfigError(f"tune.lr = {factor:g}: {error}") from None
+
+
+def tuned_for(config: RunConfig, tune: Tune) -> str:
+    """Equal for searches that would try the same runs, wherever they are trained."""
+    kept = settings(config, without=(*PLACE, "data.seed", "train.seed"))
+    return hashlib.sha256(json.dumps([kept, tune.model_dump()], sort_keys=True).encode()).hexdigest()[:16]
+
+
+class _File(Frozen):
+    """The content of tuning.json."""
+
+    rates: tuple[TunedRate, ...] = ()
+
+
+def read_rates(out: Path) -> tuple[TunedRate, ...]:
+    """The rates that were chosen in a study's folder; none if the file is missing or damaged."""
+    try:
+        return read_json(inside(out, TUNING), _File, "").rates
+    except ReadError:
+        return ()
+
+
+def keep_rates(out: Path, rates: Iterable[TunedRate]) -> None:
+    """Add chosen rates to those in a study's folder."""
+    found = {(rate.size, rate.variant): rate for rate in (*read_rates(out), *rates)}
+    write_atomically(out / TUNING, _File(rates=tuple(found.values())).model_dump_json(indent=1) + "\n")

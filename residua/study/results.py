@@ -1,45 +1,35 @@
-"""The results of a study as data: the versioned content of results.json (docs/compare.md)."""
+"""The results of a study as data: the versioned content of results.json (docs/compare.md), made from its records."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
 from residua.data.loader import validated_tokens
-from residua.study import scaling
 from residua.study.config import StudyConfig
-from residua.study.gains import Timings, compare
-from residua.study.inference import concluded
-from residua.study.ladder import Gain, fit_law
-from residua.study.measures import Interval as Interval
-from residua.study.measures import LowPrecision as LowPrecision
-from residua.study.measures import (
-    LowTaskMeans,
-    OutlierMeans,
-    TaskMeans,
-    interval,
-    lacking,
-    low_precision,
-    low_task_means,
-    outlier_means,
-    over_runs,
-    task_means,
-    task_names,
-    text_error,
+from residua.study.gains import Timings, compare, concluded
+from residua.study.ladder import FittedLaw, fit_law
+from residua.study.plan import RUNS, PlannedRun, StudyPlan, TunedRate
+from residua.study.records import DIAGNOSIS, Accuracies, Outliers, Peaks, QuantizedRun, RunRecord, comparable, known
+from residua.study.statistics import (
+    Interval,
+    compute_advantage,
+    estimate,
+    fit_power_law,
+    geometric_mean,
+    mean,
+    paired_difference,
 )
-from residua.study.peaks import Peaks
-from residua.study.plan import RUNS, PlannedRun, StudyPlan
-from residua.study.runs import DIAGNOSIS, Accuracies, Outliers, QuantizedRun, RunRecord, comparable, known
-from residua.study.statistics import Estimate, estimate, geometric_mean, paired_difference
 from residua.study.timing import StepTiming
-from residua.study.trials import TunedRate
 
-VERSION = 1
+Runs = Mapping[int, RunRecord]  # by seed
+MEAN = "mean"
+"""The key of the mean over all tasks, beside the names of tasks."""
 
 
 class RunResult(Frozen):
@@ -63,6 +53,43 @@ class RunResult(Frozen):
     accuracies: Accuracies | None = None
     quantized: QuantizedRun | None = None
     diagnosis: str | None = Field(None, description="the page of its diagnosis, relative to the study's folder")
+
+
+class LowPrecision(Frozen):
+    """Means over seeds: outliers, and by recipe the loss and its increase over the same model in high precision.
+
+    Null if the loss was not finite for one of the seeds.
+    """
+
+    peak_activation: float
+    sink_ratio: float
+    loss: Interval
+    losses: dict[str, Interval | None]
+    costs: dict[str, Interval | None]
+
+
+class OutlierMeans(Frozen):
+    """Outliers of the trained models, on validation text; null where a model has no softmax attention."""
+
+    peak_activation: Interval = Field(description="the largest |h| that any sublayer reads")
+    sink_ratio: Interval = Field(description="mean |h| of the largest dimension / that of the median dimension")
+    attention_sink: Interval | None = Field(None, description="mean attention to the first token, over softmax layers")
+    uniform_attention: float | None = Field(None, description="what uniform attention would give the first token")
+
+
+class TaskMeans(Frozen):
+    """The accuracy of one task, or the mean of several, as a share; `difference` is to the baseline, paired by seed."""
+
+    accuracy: Interval
+    difference: Interval | None = None
+    chance: float | None = Field(None, description="the accuracy of guessing; null if it is not known")
+
+
+class LowTaskMeans(Frozen):
+    """The mean accuracy over all tasks in low precision, and its change from the same models in high precision."""
+
+    accuracy: Interval
+    change: Interval
 
 
 class VariantResult(Frozen):
@@ -102,14 +129,6 @@ class Rung(Frozen):
 
     tokens: float
     loss: Interval
-
-
-class FittedLaw(Frozen):
-    """L(D) = floor + scale·D^−exponent, D in tokens."""
-
-    floor: float
-    scale: float
-    exponent: float
 
 
 class LadderResult(Frozen):
@@ -177,18 +196,106 @@ class StudyResult(Frozen):
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The complete runs, and the steps timed alone by (size, variant)."""
+class _Collection:
+    """A study, its complete runs, and the steps timed alone by (size, variant)."""
 
-    records: dict[PlannedRun, RunRecord]
+    study: StudyConfig
+    plan: StudyPlan
+    records: Mapping[PlannedRun, RunRecord]
     timings: Mapping[tuple[str, str], Timings]
+
+    def runs(self, size: str, name: str) -> dict[int, RunRecord]:
+        """The runs of a variant by seed, without those of the ladder."""
+        key = (size, name, 1.0)
+        return {r.seed: record for r, record in self.records.items() if (r.size, r.variant, r.budget) == key}
+
+    def row(self, size: str, name: str) -> VariantResult:
+        """One row of the table."""
+        study, level, ours = self.study, self.study.confidence, self.runs(size, name)
+        model, reference = self.plan.models[size, name], self.plan.models[size, study.baseline]
+        row = VariantResult(
+            name=name,
+            size=size,
+            overrides=model.overrides,
+            matching=model.matching,
+            parameters=model.parameters,
+            parameters_ratio=model.parameters / reference.parameters,
+            flops_per_token=model.flops_per_token,
+        )
+        if not ours:
+            return row
+        baseline = None if name == study.baseline else self.runs(size, study.baseline)
+        train_losses = [loss for run in ours.values() if (loss := known(run.train_loss)) is not None]
+        measured = {
+            "loss": estimate([run.final_loss for run in ours.values()], level),
+            "bits_per_byte": estimate([run.final_bits_per_byte for run in ours.values()], level),
+            "tokens_per_second": _speed(ours.values()),
+            "memory_gib": known(max(run.memory_gib for run in ours.values())),
+            "train_loss": estimate(train_losses, level) if train_losses else None,
+            "outliers": outlier_means(ours, level),
+            "tasks": task_means(ours, baseline, task_names(list(self.records.values())), level),
+            "low_tasks": low_task_means(ours, study.quantize, level),
+            "low_precision": low_precision(study.quantize, [run.quantized for run in ours.values()], level),
+            "timing": [None, *self.timings.get((size, name), {}).values()][-1],
+        }
+        against = {} if baseline is None else self._against(size, name, ours, baseline)
+        return row.model_copy(update=measured | against)
+
+    def _against(self, size: str, name: str, ours: Runs, baseline: Runs) -> dict[str, Any]:
+        """Difference, gains and ratios to the baseline: paired by seed where both completed it."""
+        level = self.study.confidence
+        losses, reference = ({seed: run.final_loss for seed, run in runs.items()} for runs in (ours, baseline))
+        timings, timed = (self.timings.get((size, who), {}) for who in (name, self.study.baseline))
+        gains = compare(ours, baseline, self.rungs(size), timings, timed, level)
+        # Of the seeds at which the baseline's speed is known: those that the throughput is compared by.
+        paired = [r for s, r in ours.items() if s in baseline and math.isfinite(baseline[s].tokens_per_second)]
+        equivalent = gains.equivalent
+        return {
+            "difference": paired_difference(losses, reference, level),
+            "text_error": text_error(ours, baseline),
+            "step_gain": gains.step,
+            "equivalent_tokens": None if equivalent is None else equivalent.interval,
+            "extrapolated": equivalent is not None and equivalent.extrapolated,
+            "tokens_per_second": _speed(paired) or _speed(ours.values()),
+            "throughput_ratio": gains.throughput,
+            "wall_clock_gain": gains.wall_clock,
+            "timing": gains.timing,
+        }
+
+    def rungs(self, size: str) -> dict[float, dict[int, float]]:
+        """The baseline's final losses by tokens and seed, at every budget; empty without a ladder."""
+        losses: dict[float, dict[int, float]] = {}
+        for run, record in self.records.items():
+            if self.study.ladder and (run.size, run.variant) == (size, self.study.baseline):
+                losses.setdefault(float(record.tokens), {})[run.seed] = record.final_loss
+        return losses if len(losses) > 1 else {}
+
+    def ladder(self, size: str) -> LadderResult:
+        """The budgets and the law through them."""
+        rungs, level = self.rungs(size), self.study.confidence
+        return LadderResult(
+            size=size,
+            rungs=tuple(
+                Rung(tokens=tokens, loss=estimate(list(losses.values()), level))
+                for tokens, losses in sorted(rungs.items())
+            ),
+            law=fit_law(rungs),
+        )
+
+    def validated_tokens(self, dataset: DatasetFacts | None) -> int | None:
+        """The validation tokens that the last losses are on: all, or the fixed part; None without a text."""
+        final = next((record.final for record in self.records.values() if record.final is not None), None)
+        if final is not None or dataset is None:
+            return None if final is None else final.tokens
+        config = next(iter(self.plan.models.values())).config
+        return validated_tokens(dataset.validation_tokens, config.sequence, config.data.validation_tokens)
 
 
 def collect(
     study: StudyConfig,
     plan: StudyPlan,
-    records: dict[PlannedRun, RunRecord],
-    problems: dict[PlannedRun, str],
+    records: Mapping[PlannedRun, RunRecord],
+    problems: Mapping[PlannedRun, str],
     dataset: DatasetFacts | None = None,
     timings: Mapping[tuple[str, str], Timings] | None = None,
 ) -> StudyResult:
@@ -196,13 +303,10 @@ def collect(
 
     `timings` are those of steps timed alone, by (size, variant).
     """
-    records = comparable(records)
-    measured = Measured(records, timings or {})
-    runs = tuple(_run_result(run, records.get(run), problems.get(run, "")) for run in plan.runs)
-    compared = [record for run, record in records.items() if run.budget == 1.0]
-    variants = tuple(
-        _variant_result(study, plan, measured, size, name) for size in study.sizes for name in study.variants
-    )
+    collection = _Collection(study, plan, comparable(records), timings or {})
+    runs = tuple(_run_result(run, collection.records.get(run), problems.get(run, "")) for run in plan.runs)
+    variants = tuple(collection.row(size, name) for size in study.sizes for name in study.variants)
+    compared = [record for run, record in collection.records.items() if run.budget == 1.0]
     result = StudyResult(
         name=study.name,
         baseline=study.baseline,
@@ -210,28 +314,15 @@ def collect(
         seeds=study.seeds,
         side_by_side=min(study.workers, len(plan.runs)),
         dataset=dataset,
-        validated_tokens=_validated_tokens(plan, records, dataset),
+        validated_tokens=collection.validated_tokens(dataset),
         variants=variants,
-        ladder=tuple(found for size in study.sizes if (found := _ladder(study, measured, size)) is not None),
+        ladder=tuple(collection.ladder(size) for size in study.sizes if collection.rungs(size)),
         scaling=_scaling(study, runs, variants) if study.scaling else (),
         tuning=plan.tuned,
         lacking=lacking(compared, study.tasks is not None, study.quantize),
         runs=runs,
     )
     return concluded(result)
-
-
-def _validated_tokens(
-    plan: StudyPlan, records: Mapping[PlannedRun, RunRecord], dataset: DatasetFacts | None
-) -> int | None:
-    """The validation tokens that the last losses are on: all, or the fixed part; None without a text."""
-    finals = [record.final for record in records.values() if record.final is not None]
-    if finals:
-        return finals[0].tokens
-    if dataset is None:
-        return None
-    config = next(iter(plan.models.values())).config
-    return validated_tokens(dataset.validation_tokens, config.sequence, config.data.validation_tokens)
 
 
 def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunResult:
@@ -257,107 +348,10 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
     )
 
 
-def _variant_result(study: StudyConfig, plan: StudyPlan, measured: Measured, size: str, name: str) -> VariantResult:
-    model, reference = plan.models[size, name], plan.models[size, study.baseline]
-    row = VariantResult(
-        name=name,
-        size=size,
-        overrides=model.overrides,
-        matching=model.matching,
-        parameters=model.parameters,
-        parameters_ratio=model.parameters / reference.parameters,
-        flops_per_token=model.flops_per_token,
-    )
-    ours = _by_seed(measured.records, size, name)
-    if not ours:
-        return row
-    level = study.confidence
-    timings = list(measured.timings.get((size, name), {}).values())
-    found = {
-        "loss": _interval(estimate([run.final_loss for run in ours.values()], level)),
-        "bits_per_byte": _interval(estimate([run.final_bits_per_byte for run in ours.values()], level)),
-        "tokens_per_second": _speed(ours),
-        "memory_gib": known(max(run.memory_gib for run in ours.values())),
-        "train_loss": over_runs(ours, lambda run: run.train_loss, level),
-        "outliers": outlier_means(ours, level),
-        "tasks": _tasks(study, measured, size, name),
-        "low_tasks": low_task_means(ours, study.quantize, level),
-        "low_precision": low_precision(study.quantize, [run.quantized for run in ours.values()], level),
-        "timing": timings[-1] if timings else None,
-    }
-    if name != study.baseline:
-        found |= _against_baseline(study, measured, size, name)
-    return row.model_copy(update=found)
-
-
-def _tasks(study: StudyConfig, measured: Measured, size: str, name: str) -> dict[str, TaskMeans]:
-    names = task_names(list(measured.records.values()))
-    baseline = None if name == study.baseline else _by_seed(measured.records, size, study.baseline)
-    return task_means(_by_seed(measured.records, size, name), baseline, names, study.confidence)
-
-
-def _against_baseline(study: StudyConfig, measured: Measured, size: str, name: str) -> dict[str, Any]:
-    """Difference, gains and ratios: paired by seed where both completed it."""
-    ours, baseline = (_by_seed(measured.records, size, who) for who in (name, study.baseline))
-    difference = paired_difference(_losses(ours), _losses(baseline), study.confidence)
-    timed, baseline_timed = (measured.timings.get((size, who), {}) for who in (name, study.baseline))
-    found = compare(ours, baseline, _rungs(study, measured, size), timed, baseline_timed, study.confidence)
-    return {
-        "difference": _interval(difference),
-        "text_error": text_error(ours, baseline),
-        "step_gain": _interval(found.step),
-        "equivalent_tokens": _interval(found.equivalent),
-        "extrapolated": found.equivalent is not None and found.equivalent.extrapolated,
-        "tokens_per_second": _speed(_with_speed(ours, baseline)) or _speed(ours),
-        "throughput_ratio": _interval(found.throughput),
-        "wall_clock_gain": _interval(found.wall_clock),
-        "timing": found.timing,
-    }
-
-
-def _rungs(study: StudyConfig, measured: Measured, size: str) -> dict[float, dict[int, float]]:
-    """The baseline's final losses by tokens and seed, at every budget; empty without a ladder."""
-    found: dict[float, dict[int, float]] = {}
-    for run, record in measured.records.items():
-        if study.ladder and (run.size, run.variant) == (size, study.baseline):
-            found.setdefault(float(record.tokens), {})[run.seed] = record.final_loss
-    return found if len(found) > 1 else {}
-
-
-def _ladder(study: StudyConfig, measured: Measured, size: str) -> LadderResult | None:
-    found = _rungs(study, measured, size)
-    if not found:
-        return None
-    means = {tokens: estimate(list(losses.values()), study.confidence) for tokens, losses in sorted(found.items())}
-    law = fit_law(found)
-    return LadderResult(
-        size=size,
-        rungs=tuple(Rung(tokens=tokens, loss=interval(loss)) for tokens, loss in means.items()),
-        law=None if law is None else FittedLaw(**asdict(law)),
-    )
-
-
-def _losses(runs: dict[int, RunRecord]) -> dict[int, float]:
-    return {seed: run.final_loss for seed, run in runs.items()}
-
-
-def _by_seed(records: dict[PlannedRun, RunRecord], size: str, name: str) -> dict[int, RunRecord]:
-    return {r.seed: record for r, record in records.items() if (r.size, r.variant, r.budget) == (size, name, 1.0)}
-
-
-def _speed(ours: Mapping[int, RunRecord]) -> float | None:
+def _speed(runs: Iterable[RunRecord]) -> float | None:
     """The mean of the speeds that are known; a run trained beside other work has none."""
-    speeds = [run.tokens_per_second for run in ours.values() if math.isfinite(run.tokens_per_second)]
+    speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
     return geometric_mean(speeds) if speeds else None
-
-
-def _with_speed(ours: Mapping[int, RunRecord], baseline: Mapping[int, RunRecord]) -> dict[int, RunRecord]:
-    """Our runs of the seeds at which the baseline's speed is known: those that the throughput is compared by."""
-    return {s: run for s, run in ours.items() if s in baseline and math.isfinite(baseline[s].tokens_per_second)}
-
-
-def _interval(value: Estimate | Gain | None) -> Interval | None:
-    return None if value is None else interval(value)
 
 
 def _scaling(
@@ -365,24 +359,23 @@ def _scaling(
 ) -> tuple[ScalingResult, ...]:
     """One fit per variant that completed at two sizes or more; advantages at the baseline's largest compute."""
     points = compute_points(runs, variants)
-    laws = {name: scaling.fit(found) for name, found in points.items() if len({c for c, _ in found}) > 1}
+    laws = {name: fit_power_law(found) for name, found in points.items() if len({c for c, _ in found}) > 1}
     fits = {name: law for name, law in laws.items() if math.isfinite(law.scale)}
     if study.baseline not in fits:
         return ()
     largest = max(compute for compute, _ in points[study.baseline])
-    results = []
-    for name, law in fits.items():
-        gain = scaling.advantage(law, fits[study.baseline], largest, study.confidence)
-        results.append(
-            ScalingResult(
-                name=name,
-                scale=law.scale,
-                exponent=law.exponent,
-                at_compute=largest,
-                advantage=None if name == study.baseline else _finite(_interval(gain)),
-            )
-        )
-    return tuple(results)
+
+    def advantage(name: str) -> Interval | None:
+        gain = compute_advantage(fits[name], fits[study.baseline], largest, study.confidence)
+        if name == study.baseline or gain is None or not math.isfinite(gain.value):
+            return None
+        # JSON has no infinity: drop an interval that is not finite.
+        return gain if gain.high is None or math.isfinite(gain.high) else replace(gain, low=None, high=None)
+
+    return tuple(
+        ScalingResult(name=name, scale=law.scale, exponent=law.exponent, at_compute=largest, advantage=advantage(name))
+        for name, law in fits.items()
+    )
 
 
 def compute_points(
@@ -398,10 +391,121 @@ def compute_points(
     return points
 
 
-def _finite(interval: Interval | None) -> Interval | None:
-    """JSON has no infinity: drop an interval that is not finite."""
-    if interval is None or not math.isfinite(interval.value):
+def low_precision(recipes: Sequence[str], found: Sequence[QuantizedRun | None], level: float) -> LowPrecision | None:
+    """The low-precision results; None until every run was measured."""
+    runs = [run for run in found if run is not None]
+    if not recipes or len(runs) < len(found) or any(name not in run.losses for run in runs for name in recipes):
         return None
-    if interval.high is None or math.isfinite(interval.high):
-        return interval
-    return interval.model_copy(update={"low": None, "high": None})
+
+    def over_seeds(recipe: str, minus_own: bool) -> Interval | None:
+        values = [loss - run.loss * minus_own for run in runs if (loss := run.losses[recipe]) is not None]
+        return estimate(values, level) if len(values) == len(runs) else None
+
+    return LowPrecision(
+        peak_activation=mean([run.peak_activation for run in runs]),
+        sink_ratio=mean([run.sink_ratio for run in runs]),
+        loss=estimate([run.loss for run in runs], level),
+        losses={recipe: over_seeds(recipe, False) for recipe in recipes},
+        costs={recipe: over_seeds(recipe, True) for recipe in recipes},
+    )
+
+
+def outlier_means(ours: Runs, level: float) -> OutlierMeans | None:
+    """The outliers of the runs that were measured; None if none was."""
+    runs = [run.outliers for run in ours.values() if run.outliers is not None]
+    if not runs:
+        return None
+    sinks = [run.attention_sink for run in runs if run.attention_sink is not None]
+    return OutlierMeans(
+        peak_activation=estimate([run.peak_activation for run in runs], level),
+        sink_ratio=estimate([run.sink_ratio for run in runs], level),
+        attention_sink=estimate(sinks, level) if sinks else None,
+        uniform_attention=runs[0].uniform_attention,
+    )
+
+
+def task_means(ours: Runs, baseline: Runs | None, names: Sequence[str], level: float) -> dict[str, TaskMeans]:
+    """By task, and under MEAN if there are several: the runs that have it; `baseline` is None for the baseline."""
+    means = {}
+    first = next(iter(ours.values())).accuracies
+    for name in [*([MEAN] if len(names) > 1 else []), *names]:
+        values = accuracies(ours, name, names)
+        if not values:
+            continue
+        asked = names if name == MEAN else [name]
+        chances = [first.tasks[task].chance for task in asked if first is not None and task in first.tasks]
+        guessed = [chance for chance in chances if chance is not None]
+        means[name] = TaskMeans(
+            accuracy=estimate(list(values.values()), level),
+            difference=paired_difference(values, accuracies(baseline or {}, name, names), level),
+            chance=mean(guessed) if guessed and len(guessed) == len(asked) else None,
+        )
+    return means
+
+
+def low_task_means(ours: Runs, recipes: Sequence[str], level: float) -> dict[str, LowTaskMeans]:
+    """By recipe, over the runs that were scored in it on every task, and in high precision."""
+    scored, means = [run.accuracies for run in ours.values() if run.accuracies is not None], {}
+    for recipe in recipes:
+        both = [(each.mean_in(recipe), each.mean) for each in scored]
+        pairs = [(low, high) for low, high in both if low is not None and high is not None]
+        if pairs:
+            means[recipe] = LowTaskMeans(
+                accuracy=estimate([low for low, _ in pairs], level),
+                change=estimate([low - high for low, high in pairs], level),
+            )
+    return means
+
+
+def accuracies(runs: Runs, name: str, names: Sequence[str]) -> dict[int, float]:
+    """By seed, the accuracy of a task, or for MEAN the mean over `names`; runs that lack one are left out."""
+    wanted = names if name == MEAN else [name]
+    return {
+        seed: mean([run.accuracies.tasks[task].value for task in wanted])
+        for seed, run in runs.items()
+        if run.accuracies is not None and all(task in run.accuracies.tasks for task in wanted)
+    }
+
+
+def task_names(runs: Sequence[RunRecord]) -> list[str]:
+    """Every task that a run was asked, in the order of the runs."""
+    asked = [run.accuracies.wanted for run in runs if run.accuracies is not None]
+    return list(dict.fromkeys(name for wanted in asked for name in wanted))
+
+
+def lacking(runs: Sequence[RunRecord], tasks: bool, recipes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """By option of `residua compare`, the folders of the runs without all its numbers."""
+    names = set(task_names(runs))
+    scored = {run.folder: run.accuracies for run in runs if run.accuracies is not None}
+    low = {recipe for found in scored.values() for recipe in found.low}
+    whole = {
+        folder
+        for folder, found in scored.items()
+        if all(tasks.keys() >= names for tasks in (found.tasks, *(found.low.get(recipe, {}) for recipe in low)))
+    }
+    unscored = (r for r in runs if r.folder not in whole)
+    unquantized = (r for r in runs if r.quantized is None or not r.quantized.losses.keys() >= set(recipes))
+    found = {"tasks": unscored if tasks or names else (), "quantize": unquantized if recipes else ()}
+    folders = {option: tuple(run.folder.name for run in without) for option, without in found.items()}
+    return {option: without for option, without in folders.items() if without}
+
+
+def text_error(ours: Runs, baseline: Runs) -> float | None:
+    """The standard error of the difference of losses from sampling text, its seeds taken as they are.
+
+    Of document j with n_j tokens, d_j is the difference of the summed losses, averaged over seeds. With D = Σd / Σn the
+    error is √(J/(J−1)·Σ(d_j − D·n_j)²) / Σn: documents are sampled, and the two models read the same ones. None if
+    fewer than two documents are known.
+    """
+    pairs = [
+        (a.document_losses, b.document_losses, a.document_tokens)
+        for seed in sorted(ours.keys() & baseline.keys())
+        if (a := ours[seed].final) and (b := baseline[seed].final) and a.document_tokens == b.document_tokens
+    ]
+    if not pairs or len(pairs[0][2]) < 2:
+        return None
+    tokens = pairs[0][2]
+    sums = [mean([a[j] - b[j] for a, b, _ in pairs]) for j in range(len(tokens))]
+    difference = math.fsum(sums) / sum(tokens)
+    spread = math.fsum((d - difference * n) ** 2 for d, n in zip(sums, tokens, strict=True))
+    return math.sqrt(len(tokens) / (len(tokens) - 1) * spread) / sum(tokens)

@@ -1,4 +1,4 @@
-"""Small statistics for few runs: standard errors, t-intervals, and the tokens a curve needs to reach a loss.
+"""Small statistics for few runs: standard errors, t-intervals, the tokens a curve needs to reach a loss, power laws.
 
 Studies have two to five seeds, so every interval uses Student's t; with one seed there is no interval (`None`).
 """
@@ -10,15 +10,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from pydantic import ConfigDict
+
 from residua.errors import UserError
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean over `count` runs, its standard error, and the confidence interval [low, high] (None when count is 1).
+class Interval:
+    """A mean over `count` runs, its standard error and its confidence interval; null if there is only one run.
 
-    `freedom` are the degrees of freedom of the interval.
+    An interval of equivalent tokens can be open: then only one of `low` and `high` is null. `freedom` are its degrees
+    of freedom.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # results.json holds intervals
 
     value: float
     count: int
@@ -26,6 +31,14 @@ class Estimate:
     low: float | None = None
     high: float | None = None
     freedom: float | None = None
+
+
+def count(number: float) -> str:
+    """1,234,567 as 1.23 M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
 
 
 def mean(values: Sequence[float]) -> float:
@@ -44,25 +57,25 @@ def variance(values: Sequence[float]) -> float:
     return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
 
 
-def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
+def estimate(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Mean, standard error s/√n and the t-interval mean ± t(n−1)·s/√n."""
     count = len(values)
     if count < 2:
-        return Estimate(mean(values), count)
+        return Interval(mean(values), count)
     return _interval(mean(values), math.sqrt(variance(values) / count), count - 1, count, confidence)
 
 
-def estimate_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Estimate:
+def estimate_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Interval:
     """The geometric mean of ratios, with a t-interval computed from their logarithms.
 
     With logarithms, "twice" and "half" weigh the same. The error is that of the logarithm, that is, relative.
     """
     logs = estimate([math.log(ratio) for ratio in ratios], confidence)
     low, high = (None if edge is None else math.exp(edge) for edge in (logs.low, logs.high))
-    return Estimate(math.exp(logs.value), logs.count, logs.error, low, high, logs.freedom)
+    return Interval(math.exp(logs.value), logs.count, logs.error, low, high, logs.freedom)
 
 
-def paired_difference(ours: dict[int, float], baseline: dict[int, float], confidence: float = 0.95) -> Estimate | None:
+def paired_difference(ours: dict[int, float], baseline: dict[int, float], confidence: float = 0.95) -> Interval | None:
     """ours − baseline by seed: a t-interval over the differences of the seeds both have.
 
     Runs with the same seed share their data order, and pairing removes its effect. Without a shared seed, uses Welch's
@@ -76,20 +89,20 @@ def paired_difference(ours: dict[int, float], baseline: dict[int, float], confid
     return _welch(list(ours.values()), list(baseline.values()), confidence)
 
 
-def _welch(ours: Sequence[float], baseline: Sequence[float], confidence: float) -> Estimate:
+def _welch(ours: Sequence[float], baseline: Sequence[float], confidence: float) -> Interval:
     difference, count = mean(ours) - mean(baseline), min(len(ours), len(baseline))
     if count < 2:
-        return Estimate(difference, count)
+        return Interval(difference, count)
     a, b = variance(ours) / len(ours), variance(baseline) / len(baseline)
     if a + b == 0.0:
-        return Estimate(difference, count, 0.0, difference, difference)
+        return Interval(difference, count, 0.0, difference, difference)
     freedom = (a + b) ** 2 / (a**2 / (len(ours) - 1) + b**2 / (len(baseline) - 1))
     return _interval(difference, math.sqrt(a + b), freedom, count, confidence)
 
 
-def _interval(value: float, error: float, freedom: float, count: int, confidence: float) -> Estimate:
+def _interval(value: float, error: float, freedom: float, count: int, confidence: float) -> Interval:
     half = t_quantile(0.5 + confidence / 2, freedom) * error
-    return Estimate(value, count, error, value - half, value + half, freedom)
+    return Interval(value, count, error, value - half, value + half, freedom)
 
 
 def tokens_to_reach(loss: float, curve: Sequence[tuple[float, float]]) -> float | None:
@@ -144,3 +157,77 @@ def t_quantile(probability: float, freedom: float) -> float:
     from scipy.special import stdtrit  # only a finished study needs it; scipy.stats takes a second more to import
 
     return float(stdtrit(freedom, probability))
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """Compute scaling L = A·C^−α as ln L = log_scale − exponent·ln C, with what the interval needs.
+
+    A plain power law, as in the Attention Residuals paper: least squares of ln L on ln C over every run (each size and
+    seed is one point). L is the final validation loss in nats per token, C the training FLOPs.
+    """
+
+    log_scale: float
+    exponent: float
+    centre: float  # mean of ln C
+    spread: float  # Σ (ln C − centre)²
+    residual: float  # Σ of squared residuals of ln L
+    count: int
+
+    @property
+    def scale(self) -> float:
+        """A of L = A·C^−α; infinite where sizes too near each other give an absurd α."""
+        return _exp(self.log_scale)
+
+    def loss(self, compute: float) -> float:
+        """The fitted loss at this compute."""
+        return math.exp(self.log_scale - self.exponent * math.log(compute))
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
+
+
+def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw:
+    """The power law through [(compute, loss), ...]; at least two different computes."""
+    if any(compute <= 0 or loss <= 0 for compute, loss in points):
+        raise UserError("a power law needs positive compute and loss at every point")
+    x = [math.log(compute) for compute, _ in points]
+    y = [math.log(loss) for _, loss in points]
+    centre = mean(x) if x else 0.0
+    spread = math.fsum((value - centre) ** 2 for value in x)
+    if spread <= 1e-12:
+        raise UserError("a power law needs runs at two sizes at least: name more in scaling.sizes")
+    slope = math.fsum((a - centre) * b for a, b in zip(x, y, strict=True)) / spread
+    log_scale = mean(y) - slope * centre
+    residual = math.fsum((b - log_scale - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    return PowerLaw(log_scale, -slope, centre, spread, residual, len(points))
+
+
+def compute_advantage(ours: PowerLaw, baseline: PowerLaw, compute: float, confidence: float = 0.95) -> Interval | None:
+    """C_b / C: the compute that the baseline needs for the loss our fit has at `compute`, over `compute`.
+
+    ln(C_b/C) = (a_b − a_o + α_o ln C)/α_b − ln C. The interval is analytic (delta method) with one residual variance
+    pooled over both fits and n_b + n_o − 4 degrees of freedom; with no degree of freedom left there is no interval.
+    It is a little too wide if both variants share seeds, and too narrow if the power law does not hold, because runs of
+    one size share the misfit. Returns None if the baseline's loss does not fall with compute.
+    """
+    if baseline.exponent <= 0:
+        return None
+    x = math.log(compute)
+    ours_log = ours.log_scale - ours.exponent * x
+    log_gain = (baseline.log_scale - ours_log) / baseline.exponent - x
+    count, freedom = min(ours.count, baseline.count), ours.count + baseline.count - 4
+    if freedom < 1:
+        return Interval(_exp(log_gain), count)
+    pooled = (ours.residual + baseline.residual) / freedom
+    # Variance of each fit's prediction of ln L where it is evaluated: ours at x, the baseline's at x + log_gain.
+    ours_variance = pooled * (1 / ours.count + (x - ours.centre) ** 2 / ours.spread)
+    read = x + log_gain
+    baseline_variance = pooled * (1 / baseline.count + (read - baseline.centre) ** 2 / baseline.spread)
+    error = math.sqrt(ours_variance + baseline_variance) / baseline.exponent
+    half = t_quantile(0.5 + confidence / 2, freedom) * error
+    return Interval(_exp(log_gain), count, error, _exp(log_gain - half), _exp(log_gain + half))

@@ -1,9 +1,13 @@
-"""The study's tables on a terminal and in Markdown, with the same cells."""
+"""The tables of a study: columns and cells, which the page shares, and how the terminal and Markdown show them.
+
+A column of the main table is declared once, with its cell for a row. The side tables are those of what else was
+measured: accuracies on tasks, outliers of trained models and while training, low precision, tried learning rates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -13,55 +17,486 @@ from rich.text import Text
 
 from residua.report import Column, Value, plain
 from residua.report.fitting import Cells, narrowed
-from residua.study import entries, sentences
-from residua.study.answer import comparisons_sentence
-from residua.study.results import StudyResult
-from residua.study.side_tables import rate_sentence, side_tables
-from residua.study.verdict import verdict
+from residua.study.gains import loses, pays, speed_is_shown
+from residua.study.records import EARLY, HALF, Peaks, change
+from residua.study.results import MEAN, ScalingResult, StudyResult, TaskMeans, VariantResult
+from residua.study.statistics import Interval, count, estimate_ratio, geometric_mean
+from residua.study.verdicts import TOO_WIDE, study_sentences, too_wide
 
+NONE = "—"
+UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw conclusions from
+ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
+VARIANT = Column("variant", numeric=False)
+PAYS, STEPWISE, EQUIVALENT, TEXT_ERROR = "pays", "step-wise gain", "equivalent tokens", "± text"
+LOW_PRECISION, RATES, PEAKS = "low precision", "learning rates", "peaks while training"
 SPARED = ("training loss", "bits/byte", "memory", "parameters")  # columns that a narrow terminal drops, in this order
+
+
+class StudyTable(NamedTuple):
+    """Columns and rows; `look_for` says what is healthy, for the page."""
+
+    title: str
+    columns: list[Column]
+    rows: list[list[Value]]
+    look_for: str = ""
+
+
+class _MainColumn(NamedTuple):
+    """A column of the main table: its cell for a variant, and the baseline's where that is another."""
+
+    title: str
+    meaning: str
+    cell: Callable[[VariantResult], Value]
+    baseline: Value | None = None
+    shown: bool = True
+
+
+def _main_columns(result: StudyResult) -> list[_MainColumn]:
+    level, seeds, rows = f"{result.confidence * 100:g} %", len(result.seeds), result.variants
+    how = "each step timed alone" if any(row.timing is not None for row in rows) else "in training"
+    on_text = ""
+    if result.validated_tokens is not None and result.dataset is not None:
+        on_text = f", on {result.validated_tokens:,} of {result.dataset.validation_tokens:,} validation tokens"
+    several = any(sum(row.corrected is not None for row in result.rows(size)) > 1 for size in result.sizes)
+    declared = [
+        _MainColumn("variant", "the architecture; the baseline is the one the others are compared with",
+            lambda row: Value(row.name, "(baseline)" * (row.name == result.baseline))),
+        _MainColumn("parameters", "all parameters, including embedding and head, and the difference to the baseline",
+            lambda row: Value(count(row.parameters), _against(row, result), row.parameters)),
+        _MainColumn("validation loss", f"cross-entropy in nats per token after the last step{on_text}: mean over "
+            "seeds ± standard error, with n where it has fewer runs than the study has seeds. Lower is better",
+            lambda row: _loss(row.loss, seeds)),
+        _MainColumn("bits/byte", "the same loss per byte of text, which does not depend on the tokenizer",
+            lambda row: Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}")),
+        _MainColumn(f"Δ loss [{level}]", "loss minus the baseline's, paired by seed (same data order), with its "
+            f"{level} Student-t interval. If it contains 0, no difference was shown",
+            lambda row: _difference(row.difference), Value(NONE, key=0.0)),
+        _MainColumn(TEXT_ERROR, "the standard error of Δ loss from sampling validation text: the variant and the "
+            "baseline read the same documents, and are paired by them. The interval of Δ loss is of seeds alone",
+            lambda row: Value(NONE if row.text_error is None else f"± {row.text_error:.4f}", key=row.text_error),
+            shown=any(row.text_error is not None for row in rows)),  # results of older versions lack it
+        _MainColumn(STEPWISE, "baseline tokens / our tokens to reach the same loss, the worse of the two final "
+            "losses. Above 1: the variant needs fewer tokens",
+            lambda row: _ratio(row.step_gain), ONE),
+        _MainColumn(EQUIVALENT, "tokens that the baseline, trained with a full schedule of its own, needs for our loss "
+            "/ our tokens. From the fit L(D) = E + B·D^−b through the baseline's budgets; * lies outside them",
+            lambda row: _ratio(row.equivalent_tokens, "*" * row.extrapolated), ONE, shown=bool(result.ladder)),
+        _MainColumn("throughput", f"our tokens per second / the baseline's, {how}",
+            lambda row: _throughput(row, result)),
+        _MainColumn("wall-clock gain", f"{EQUIVALENT if result.ladder else STEPWISE} × throughput: baseline seconds / "
+            "our seconds to the same loss",
+            lambda row: _per_second(row, result), ONE),
+        _MainColumn(PAYS, f"whether the wall-clock gain is clear of 1, and its {level} interval, after Holm's "
+            "correction for the number of variants compared. Without a ladder, three seeds are needed",
+            _judged, ONE, shown=several),
+        _MainColumn("memory", "peak memory of one run: GPU allocations, or the process's resident set on a CPU",
+            lambda row: Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB")),
+        _MainColumn("training loss", "mean over the last 200 steps, but no more than a tenth of the run, in nats per "
+            "token: mean over seeds ± standard error",
+            lambda row: _loss(row.train_loss, seeds),
+            shown=any(row.train_loss is not None for row in rows)),  # results of older versions lack it
+    ]  # fmt: skip
+    return [column for column in declared if column.shown]
+
+
+def columns(result: StudyResult) -> list[Column]:
+    """The columns of the study's table, with what they mean."""
+    return [Column(each.title, each.meaning, numeric=each.title != "variant") for each in _main_columns(result)]
+
+
+def cells(row: VariantResult, result: StudyResult) -> list[Value]:
+    """One row of the study's table."""
+    is_baseline = row.name == result.baseline
+    return [each.baseline if is_baseline and each.baseline else each.cell(row) for each in _main_columns(result)]
+
+
+def study_tables(result: StudyResult) -> list[StudyTable]:
+    """Every table: the main one and the side tables of each size, and the fits over sizes."""
+    several = len(result.sizes) > 1
+    found = [
+        StudyTable(f"size {size}" * several, columns(result), [cells(row, result) for row in result.rows(size)])
+        for size in result.sizes
+    ]
+    low = [(size, table) for size in result.sizes if (table := precision_table(result, size)) is not None]
+    beside = [(size, table) for size in result.sizes for table in side_tables(result, size)]
+    found += [
+        table._replace(title=f"{table.title}, size {size}" if several else table.title)
+        for size, table in (*low, *beside)
+    ]
+    return [*found, scaling_table(result)] if result.scaling else found
+
+
+def side_tables(result: StudyResult, size: str) -> list[StudyTable]:
+    """The tables that there are numbers for, but for low precision, which has a section of its own."""
+    made = (_tasks, _low_tasks, _outliers, peak_table, _rates)
+    return [table for make in made if (table := make(result, size)) is not None]
+
+
+def precision_table(result: StudyResult, size: str) -> StudyTable | None:
+    """Outliers, and the loss with every recipe; None if no model was quantized."""
+    measured = [(row.name, row.low_precision) for row in result.rows(size) if row.low_precision is not None]
+    if not measured:
+        return None
+    recipes = list(measured[0][1].losses)
+    heads = [
+        VARIANT,
+        Column("peak activation", "the largest value that any sublayer reads; mean over seeds"),
+        Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
+        Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU), on the part of the "
+               "validation text that runs are validated on while they train"),
+        *(Column(recipe, f"loss after {_describe_recipe(recipe)}, and the increase over high precision")
+          for recipe in recipes),
+    ]  # fmt: skip
+    rows = [
+        [
+            Value(name),
+            Value(f"{low.peak_activation:.4g}"),
+            Value(f"{low.sink_ratio:.4g}"),
+            _loss(low.loss),
+            *(_quantized(low.losses[recipe], low.costs[recipe]) for recipe in low.losses),
+        ]
+        for name, low in measured
+    ]
+    return StudyTable(
+        LOW_PRECISION,
+        heads,
+        rows,
+        "The loss that low precision adds to each trained model. Healthy: little, with or without SmoothQuant. A large "
+        "peak or sink ratio means outliers, which leave fewer levels for all other values.",
+    )
+
+
+def _describe_recipe(name: str) -> str:
+    """A recipe in words: W8A8 or W4A4, the scheme, and whether with SmoothQuant."""
+    scheme, _, smoothing = name.partition("+")
+    bits = "W4A4" if scheme.startswith("nvfp4") else "W8A8"
+    return f"{bits} ({scheme}{', SmoothQuant' if smoothing else ''})"
+
+
+def _quantized(loss: Interval | None, cost: Interval | None) -> Value:
+    if loss is None or cost is None:
+        return Value("not finite")
+    return Value(f"{loss.value:.4f}", f"({cost.value:+.4f}{'' if cost.error is None else f' ± {cost.error:.4f}'})")
+
+
+def scaling_table(result: StudyResult) -> StudyTable:
+    """The fits of loss over compute."""
+    heads = [
+        VARIANT,
+        Column("L = A·C^−α", "least-squares fit of ln L on ln C over all runs; C in training FLOPs"),
+        Column("α", "how fast loss falls with compute"),
+        Column("fitted loss", "the fit at the baseline's largest compute"),
+        Column(f"compute advantage [{result.confidence * 100:g} %]",
+               "baseline's compute for that loss / ours. Above 1 saves compute"),
+    ]  # fmt: skip
+    return StudyTable(
+        "compute scaling",
+        heads,
+        [_scaling_cells(row, row.name == result.baseline) for row in result.scaling],
+        "If two lines are parallel, the advantage holds as models grow; if they meet, it disappears. Two sizes always "
+        "lie on a line: trust a fit over three or more.",
+    )
+
+
+def _scaling_cells(row: ScalingResult, is_baseline: bool) -> list[Value]:
+    return [
+        Value(row.name, "(baseline)" if is_baseline else ""),
+        Value(f"{row.scale:.4g}·C^−{row.exponent:.4f}"),
+        Value(f"{row.exponent:.4f}"),
+        Value(f"{row.scale * row.at_compute**-row.exponent:.4f}"),
+        Value(NONE) if is_baseline else _ratio(row.advantage),
+    ]
+
+
+def _tasks(result: StudyResult, size: str) -> StudyTable | None:
+    rows = [row for row in result.rows(size) if row.tasks]
+    if not rows:
+        return None
+    level = f"{result.confidence * 100:g} %"
+    first, *others = dict.fromkeys(name for row in rows for name in row.tasks)
+    heads = [
+        VARIANT,
+        _task_column(first, rows),
+        Column(f"Δ {first} [{level}]", f"less that of {result.baseline}, in points, paired by seed, with its {level} "
+               "Student-t interval. If it contains 0, no difference was shown"),
+        *(_task_column(name, rows) for name in others),
+    ]  # fmt: skip
+    lines = [
+        [
+            Value(row.name),
+            _accuracy(row.tasks.get(first)),
+            _points(row.tasks.get(first), row.name == result.baseline),
+            *(_accuracy(row.tasks.get(name)) for name in others),
+        ]
+        for row in rows
+    ]
+    return StudyTable(
+        "tasks",
+        heads,
+        lines,
+        "Accuracy in %, as residua eval measures it: higher is better. Small models are near guessing on hard tasks; "
+        "differences there say nothing.",
+    )
+
+
+def _low_tasks(result: StudyResult, size: str) -> StudyTable | None:
+    rows = [row for row in result.rows(size) if row.low_tasks]
+    if not rows:
+        return None
+    level, heads = f"{result.confidence * 100:g} %", [VARIANT]
+    recipes = list(dict.fromkeys(recipe for row in rows for recipe in row.low_tasks))
+    for recipe in recipes:
+        heads += [
+            Column(recipe, f"mean over all tasks in % after {recipe}: mean over seeds ± standard error"),
+            Column(f"Δ {recipe} [{level}]", "less that of the same models in high precision, in points, with its "
+                   f"{level} Student-t interval. If it contains 0, no change was shown"),
+        ]  # fmt: skip
+    lines = []
+    for row in rows:
+        line = [Value(row.name)]
+        for recipe in recipes:
+            low = row.low_tasks.get(recipe)
+            line += [Value(NONE)] * 2 if low is None else [_share(low.accuracy), _change(low.change)]
+        lines.append(line)
+    return StudyTable(
+        "tasks in low precision",
+        heads,
+        lines,
+        "The tasks' mean accuracy after quantization, in %. The changes are paired with the same models.",
+    )
+
+
+def _task_column(name: str, rows: Sequence[VariantResult]) -> Column:
+    chance = next((row.tasks[name].chance for row in rows if name in row.tasks), None)
+    guess = "" if chance is None else f"; guessing gives {100 * chance:.1f}"
+    what = "mean over all tasks" if name == MEAN else "share of right answers"
+    return Column(name, f"{what} in %: mean over seeds ± standard error{guess}")
+
+
+def _accuracy(task: TaskMeans | None) -> Value:
+    return Value(NONE) if task is None else _share(task.accuracy)
+
+
+def _share(value: Interval) -> Value:
+    error = "(n=1)" if value.error is None else f"± {100 * value.error:.2f}"
+    return Value(f"{100 * value.value:.2f}", error, value.value)
+
+
+def _points(task: TaskMeans | None, is_baseline: bool) -> Value:
+    if is_baseline or task is None or task.difference is None:
+        return Value(NONE, key=0.0 if is_baseline else None)
+    return _change(task.difference)
+
+
+def _change(difference: Interval) -> Value:
+    """A difference of accuracies in points, with its interval."""
+    shown = f"{100 * difference.value:+.2f}"
+    if difference.low is None or difference.high is None:
+        return Value(shown, "(n=1, no interval)", difference.value)
+    return Value(shown, f"[{100 * difference.low:+.2f}, {100 * difference.high:+.2f}]", difference.value)
+
+
+def _outliers(result: StudyResult, size: str) -> StudyTable | None:
+    measured = [(row.name, row.outliers) for row in result.rows(size) if row.outliers is not None]
+    if not measured:
+        return None
+    uniform = next((each.uniform_attention for _, each in measured if each.uniform_attention is not None), None)
+    floor = "" if uniform is None else f"; uniform attention would give {uniform:.4f}"
+    heads = [
+        VARIANT,
+        Column("peak activation", "the largest |h| that any sublayer reads on the validation text: mean over seeds ± "
+               "standard error"),
+        Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
+        Column("attention sink", f"mean attention to the first token, over softmax layers{floor}"),
+    ]  # fmt: skip
+    rows = [
+        [Value(name), _short(each.peak_activation), _short(each.sink_ratio), _short(each.attention_sink)]
+        for name, each in measured
+    ]
+    return StudyTable(
+        "outliers",
+        heads,
+        rows,
+        "What the trained models have in them, after the last step. Large peaks and sink ratios cost in low precision; "
+        "much attention on the first token means that heads have nothing to look at.",
+    )
+
+
+def _short(value: Interval | None) -> Value:
+    if value is None:
+        return Value(NONE)
+    return Value(f"{value.value:.4g}", "(n=1)" if value.error is None else f"± {value.error:.2g}", value.value)
+
+
+def peak_table(result: StudyResult, size: str, variants: Sequence[str] = ()) -> StudyTable | None:
+    """How peaks grew, of all variants or some: None if telemetry measured none."""
+    rows = []
+    for row in result.rows(size):
+        peaks = [run.peaks for run in result.complete(size, row.name) if run.peaks is not None]
+        if peaks and (not variants or row.name in variants):
+            rows.append([Value(row.name), *_peak_cells(peaks, result.confidence)])
+    if not rows:
+        return None
+    level = f"{result.confidence * 100:g} %"
+    over = "geometric mean over seeds, the smallest and the largest"
+    heads = [
+        VARIANT,
+        Column(f"at {EARLY:.0%}", f"the largest |h| that a sublayer reads when a tenth of the steps was done: {over}"),
+        Column(f"at {HALF:.0%}", f"the same at half of the steps: {over}"),
+        Column("at the end", f"the same after the last step: {over}"),
+        Column(f"growth [{level}]", f"at the end / at {EARLY:.0%}, paired by seed, with its {level} Student-t interval "
+               "of logarithms"),
+        Column(f"second half [{level}]", f"at the end / at {HALF:.0%}, likewise"),
+    ]  # fmt: skip
+    look_for = "The largest |h| of any layer, on the same few tokens every time. Healthy: peaks that level off."
+    return StudyTable(PEAKS, heads, rows, look_for)
+
+
+def _peak_cells(runs: Sequence[Peaks], level: float) -> list[Value]:
+    early, half, last = ([run.at(share) for run in runs] for share in (EARLY, HALF, 1.0))
+    growths = ([change(*pair) for pair in zip(before, last, strict=True)] for before in (early, half))
+    return [*map(_over_seeds, (early, half, last)), *(_factor(growth, level) for growth in growths)]
+
+
+def _over_seeds(values: Sequence[float | None]) -> Value:
+    known = [value for value in values if value]
+    if len(known) < len(values):
+        return Value(NONE)
+    middle = geometric_mean(known)
+    spread = "(n=1)" if len(known) == 1 else f"({_digits(min(known))} to {_digits(max(known))})"
+    return Value(_digits(middle), spread, middle)
+
+
+def _digits(value: float) -> str:
+    """Three digits, without an exponent below a million."""
+    return f"{float(f'{value:.3g}'):,g}"
+
+
+def _factor(values: Sequence[float | None], level: float) -> Value:
+    known = [value for value in values if value]
+    if len(known) < len(values):
+        return Value(NONE)
+    ratio = estimate_ratio(known, level)
+    ends = "(n=1, no interval)" if ratio.low is None else f"[{ratio.low:.3g}, {ratio.high:.3g}]"
+    return Value(f"{ratio.value:.3g}×", ends, ratio.value)
+
+
+def _rates(result: StudyResult, size: str) -> StudyTable | None:
+    rates = [rate for rate in result.tuning if rate.size == size]
+    if not rates:
+        return None
+    factors = sorted({trial.factor for rate in rates for trial in rate.trials})
+    heads = [
+        VARIANT,
+        *(Column(f"{factor:g}× lr", "validation loss after the short run with this multiple") for factor in factors),
+        Column("chosen", "the multiple of all the variant's runs, and the learning rate that it comes to"),
+    ]
+    rows = []
+    for rate in rates:
+        tried = {trial.factor: "failed" if trial.loss is None else f"{trial.loss:.4f}" for trial in rate.trials}
+        chosen = Value(f"{rate.chosen:g}×", f"({rate.best.rate:g})", rate.chosen)
+        rows.append([Value(rate.variant), *(Value(tried.get(factor, NONE)) for factor in factors), chosen])
+    return StudyTable(
+        RATES,
+        heads,
+        rows,
+        f"Each variant's rate was chosen on runs of {rates[0].steps} steps with seed {rates[0].seed}, which no other "
+        "run has, and then fixed. A choice at either end of the list was perhaps not searched far enough.",
+    )
+
+
+def _loss(value: Interval | None, seeds: int = 0) -> Value:
+    """Mean and standard error; the number of runs where it is 1, or less than `seeds`."""
+    if value is None:
+        return Value(NONE)
+    runs = f" (n={value.count})" if value.count < seeds else ""
+    return Value(f"{value.value:.4f}", "(n=1)" if value.error is None else f"± {value.error:.4f}{runs}")
+
+
+def _difference(value: Interval | None) -> Value:
+    if value is None:
+        return Value(NONE)
+    interval = "(n=1, no interval)" if value.low is None else f"[{value.low:+.4f}, {value.high:+.4f}]"
+    return Value(f"{value.value:+.4f}", interval)
+
+
+def _ratio(value: Interval | None, mark: str = "") -> Value:
+    if value is None:
+        return Value(NONE)
+    shown = f"{value.value:.2f}×{mark}"
+    if value.low is None and value.high is None:
+        return Value(shown, key=value.value)
+    low, high = ("…" if end is None else f"{end:.2f}" for end in (value.low, value.high))
+    return Value(shown, f"({TOO_WIDE})" if too_wide(value) else f"[{low}, {high}]", value.value)
+
+
+def _against(row: VariantResult, result: StudyResult) -> str:
+    return "" if row.name == result.baseline else f"({row.parameters_ratio - 1:+.2%})"
+
+
+def _per_second(row: VariantResult, result: StudyResult) -> Value:
+    if row.wall_clock_gain is None and row.throughput_ratio is not None and not speed_is_shown(row, result):
+        return Value(UNSTATED)
+    return _ratio(row.wall_clock_gain)
+
+
+def _judged(row: VariantResult) -> Value:
+    if row.corrected is None:
+        return Value(NONE)
+    word = "pays" if pays(row) else "loses" if loses(row) else "not shown"
+    return Value(word, _ratio(row.corrected).detail, row.corrected.low)
+
+
+def _throughput(row: VariantResult, result: StudyResult) -> Value:
+    speed = row.tokens_per_second if row.timing is None else row.timing.tokens_per_second
+    if speed is None:
+        return Value(NONE)
+    rate = f"{count(speed)} tok/s"
+    if row.name == result.baseline:
+        compared = [other for other in result.rows(row.size) if other.throughput_ratio is not None]
+        unstated = compared and not any(speed_is_shown(other, result) for other in compared)
+        return Value(UNSTATED if unstated else rate, key=1.0)
+    if row.throughput_ratio is None:
+        return Value(rate)
+    if not speed_is_shown(row, result):
+        return Value(UNSTATED)
+    return Value(f"{row.throughput_ratio.value:.2f}×", rate, row.throughput_ratio.value)
 
 
 def print_study(console: Console, result: StudyResult) -> None:
     """Table, verdicts and warnings on a terminal."""
-    for title, columns, rows in _tables(result):
-        console.print(_fitting(console, title, columns, rows))
-    for sentence in _sentences(result):
+    for table in study_tables(result):
+        console.print(_fitting(console, table))
+    for sentence in study_sentences(result):
         console.print(Text(f"• {sentence}"))
 
 
-def _fitting(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> Table:
-    """The table with as many columns as fit the terminal; on a narrow one, cells wrap at spaces."""
-    unbounded = console.options.update(width=10_000)
-    without = _spared(columns)
-    for count in range(len(without) + 1):
-        table = _table(title, *_kept(columns, rows, without[:count]))
-        if (wide := Measurement.get(console, unbounded, table).maximum) <= console.width:
-            return table
-    kept, cells = _kept(columns, rows, without)
-    return _table(title, kept, *narrowed(cells, [column.numeric for column in kept], wide - console.width))
+def _fitting(console: Console, table: StudyTable) -> Table:
+    """The table with as many columns as fit the terminal; on a narrow one, cells wrap at spaces.
 
-
-def _spared(columns: Sequence[Column]) -> list[str]:
-    """The columns that a narrow terminal drops, in this order: with a ladder, also the gain that it replaces.
-
-    What the correction makes of a gain is in its sentence as well.
+    With a ladder, the gain that it replaces can go too. What the correction makes of a gain is in its sentence as well.
     """
-    laddered = any(column.title == entries.EQUIVALENT.title for column in columns)
-    return [*SPARED, *(["step-wise gain"] if laddered else []), entries.TEXT_ERROR.title, entries.PAYS]
+    unbounded = console.options.update(width=10_000)
+    laddered = any(column.title == EQUIVALENT for column in table.columns)
+    without = [*SPARED, *([STEPWISE] if laddered else []), TEXT_ERROR, PAYS]
+    for dropped in range(len(without) + 1):
+        kept, cells_of = _kept(table, without[:dropped])
+        drawn = _drawn(table.title, kept, cells_of)
+        if (wide := Measurement.get(console, unbounded, drawn).maximum) <= console.width:
+            return drawn
+    return _drawn(table.title, kept, *narrowed(cells_of, [column.numeric for column in kept], wide - console.width))
 
 
-def _kept(
-    columns: Sequence[Column], rows: Sequence[Sequence[Value]], without: Sequence[str]
-) -> tuple[list[Column], Cells]:
+def _kept(table: StudyTable, without: Sequence[str]) -> tuple[list[Column], Cells]:
     """The columns that stay, and their cells with details on a line of their own, the heads first."""
-    kept = [index for index, column in enumerate(columns) if column.title not in without]
-    heads = [columns[index].title for index in kept]
+    kept = [index for index, column in enumerate(table.columns) if column.title not in without]
+    heads = [table.columns[index].title for index in kept]
     split = [head.replace(" ", "\n", 1) if len(head) > 14 else head for head in heads]
-    return [columns[index] for index in kept], [split, *([row[index].joined("\n") for index in kept] for row in rows)]
+    rows = ([row[index].joined("\n") for index in kept] for row in table.rows)
+    return [table.columns[index] for index in kept], [split, *rows]
 
 
-def _table(title: str, columns: Sequence[Column], cells: Cells, widths: Sequence[int] | None = None) -> Table:
+def _drawn(title: str, columns: Sequence[Column], cells: Cells, widths: Sequence[int] | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
     for index, column in enumerate(columns):
         justify: Literal["left", "right"] = "right" if column.numeric else "left"
@@ -75,10 +510,10 @@ def _table(title: str, columns: Sequence[Column], cells: Cells, widths: Sequence
 def markdown(result: StudyResult) -> str:
     """The same, as a Markdown page."""
     parts = [f"# {plain.markdown(result.name)}", "", *markdown_tables(result), ""]
-    parts += [f"- {plain.markdown(sentence, begins=True)}" for sentence in _sentences(result)]
+    parts += [f"- {plain.markdown(sentence, begins=True)}" for sentence in study_sentences(result)]
     inside = [f"[{plain.markdown(run.folder)}]({plain.link(run.diagnosis)})" for run in result.runs if run.diagnosis]
     parts += [f"- Diagnoses: {', '.join(inside)}."] if inside else []
-    meanings = [column for column in entries.columns(result) if column.meaning]
+    meanings = [column for column in columns(result) if column.meaning]
     parts += ["", "Columns:", "", *(f"- **{column.title}**: {column.meaning}." for column in meanings)]
     return "\n".join(parts) + "\n"
 
@@ -86,50 +521,10 @@ def markdown(result: StudyResult) -> str:
 def markdown_tables(result: StudyResult) -> list[str]:
     """The tables alone, as lines of Markdown."""
     parts: list[str] = []
-    for title, columns, rows in _tables(result):
-        parts += [*([""] if parts else []), *([f"## {plain.markdown(title)}", ""] if title else [])]
-        parts += markdown_table(columns, rows)
+    for table in study_tables(result):
+        parts += [*([""] if parts else []), *([f"## {plain.markdown(table.title)}", ""] if table.title else [])]
+        parts += markdown_table(table.columns, table.rows)
     return parts
-
-
-def _tables(result: StudyResult) -> list[tuple[str, list[Column], list[list[Value]]]]:
-    """Title, columns and cells of every table: one per size, and the fits."""
-    several = len(result.sizes) > 1
-    found = [
-        (
-            f"size {size}" if several else "",
-            entries.columns(result),
-            [entries.cells(row, result) for row in result.rows(size)],
-        )
-        for size in result.sizes
-    ]
-    for size in result.sizes:
-        low = [row for row in result.rows(size) if row.low_precision is not None]
-        if low and low[0].low_precision is not None:
-            title = f"low precision, size {size}" if several else "low precision"
-            columns = entries.precision_columns(list(low[0].low_precision.losses))
-            found.append((title, columns, [entries.precision_cells(row) for row in low]))
-    found += [
-        (f"{table.title}, size {size}" if several else table.title, table.columns, table.rows)
-        for size in result.sizes
-        for table in side_tables(result, size)
-    ]
-    if result.scaling:
-        fits = [entries.scaling_cells(row, result.baseline) for row in result.scaling]
-        found.append(("compute scaling", entries.scaling_columns(result.confidence), fits))
-    return found
-
-
-def _sentences(result: StudyResult) -> list[str]:
-    verdicts = [verdict(row, result) for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
-    failed = [f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"]
-    about = [sentences.validation_sentence(result), *sentences.text_sentences(result)]
-    facts = [said for said in (*about, sentences.dataset_sentence(result)) if said]
-    warnings = [said for said in (sentences.seeds_sentence(result), sentences.side_by_side_sentence(result)) if said]
-    rates = [rate_sentence(rate, len(result.sizes) > 1) for rate in result.tuning]
-    told = [*warnings, *sentences.ladder_sentences(result), *sentences.lacking_sentences(result)]
-    compared = [said] if (said := comparisons_sentence(result)) else []
-    return [*facts, *sentences.matching_sentences(result), *rates, *verdicts, *compared, *told, *failed]
 
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:

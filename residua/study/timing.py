@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,13 +25,13 @@ from residua.config.run import RunConfig
 from residua.config.settings import Frozen
 from residua.files import write_atomically
 from residua.machine import choose_device, python_command, python_environment
-from residua.reading import ReadError, read_json
+from residua.reading import read_json
 from residua.report.failure import describe, ending
 from residua.report.plain import outcome
 from residua.study.config import StudyConfig
 from residua.study.plan import CONFIGS, LOGS, TIMINGS, PlannedRun, StudyPlan, model_title
-from residua.study.runner import StudyInterrupted, stop_as_exception, threads_per_run
-from residua.study.runs import is_complete
+from residua.study.records import is_complete, read_measured
+from residua.study.train_runs import StudyInterrupted, stop_as_exception, threads_per_run
 
 SECONDS = 4.0
 """How long each step is timed, after compilation and warm-up."""
@@ -101,34 +102,41 @@ class _Record(Frozen):
     devices: dict[str, StepTiming] = Field(default_factory=dict)
 
 
-def time_variants(
-    study: StudyConfig, plan: StudyPlan, out: Path, console: Console, elsewhere: Container[PlannedRun] = ()
-) -> None:
-    """Time the variants that have a complete run, here or `elsewhere`; skip sizes timed as a whole on one device."""
-    if study.workers < 2 and not study.time_alone:
-        return
-    complete = {(r.size, r.variant) for r in plan.compared if r in elsewhere or is_complete(r.folder, r.config)}
-    for size in dict.fromkeys(size for size, _ in plan.models):
-        keys = [key for key in plan.models if key in complete and key[0] == size]
-        keys.sort(key=lambda key: key[1] != study.baseline)  # the baseline first
-        _time_size(study, {model_title(study, *key): plan.models[key].config for key in keys}, out, console)
+@dataclass(frozen=True)
+class TimingMeasurement:
+    """Times the variants that have a complete run, here or `elsewhere`; skips sizes timed as a whole on one device."""
 
+    study: StudyConfig
+    out: Path
+    elsewhere: Container[PlannedRun] = ()
 
-def _time_size(study: StudyConfig, models: Mapping[str, RunConfig], out: Path, console: Console) -> None:
-    """Time the models of one size, by title, unless all were timed on one device before."""
-    known = {title: _read(out, title, config) for title, config in models.items()}
-    if not models or set.intersection(*(set(record.devices) for record in known.values())):
-        return
-    command = python_command("-m", "residua.study.timing", str(SECONDS))
-    for title, config in models.items():
-        path, record = out / CONFIGS / f"{title}.toml", _path(out, title)
-        for made in (path, record):
-            made.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, config.to_toml())
-        if not record.exists() or known[title].devices == {}:
-            write_atomically(record, _Record(config=_signature(config)).model_dump_json())
-        command += [str(path), str(record)]
-    _run(command, study, out, console)
+    def measure(self, plan: StudyPlan, console: Console) -> None:
+        """Time what is not timed yet."""
+        if self.study.workers < 2 and not self.study.time_alone:
+            return
+        complete = {
+            (run.size, run.variant)
+            for run in plan.compared
+            if run in self.elsewhere or is_complete(run.folder, run.config)
+        }
+        for size in dict.fromkeys(size for size, _ in plan.models):
+            keys = [key for key in plan.models if key in complete and key[0] == size]
+            keys.sort(key=lambda key: key[1] != self.study.baseline)  # the baseline first
+            self._time_size({model_title(self.study, *key): plan.models[key].config for key in keys}, console)
+
+    def _time_size(self, models: Mapping[str, RunConfig], console: Console) -> None:
+        """Time the models of one size, by title, unless all were timed on one device before."""
+        known = {title: _read(self.out, title, config) for title, config in models.items()}
+        if not models or set.intersection(*(set(record.devices) for record in known.values())):
+            return
+        command = python_command("-m", "residua.study.timing", str(SECONDS))
+        for title, config in models.items():
+            path, record = self.out / CONFIGS / f"{title}.toml", _path(self.out, title)
+            write_atomically(path, config.to_toml(), parents=True)
+            if not record.exists() or known[title].devices == {}:
+                write_atomically(record, _Record(config=_signature(config)).model_dump_json(), parents=True)
+            command += [str(path), str(record)]
+        _run(command, self.study, self.out, console)
 
 
 def read_timings(study: StudyConfig, plan: StudyPlan, out: Path) -> dict[tuple[str, str], dict[str, StepTiming]]:
@@ -146,12 +154,11 @@ def keep_timings(
     here = read_timings(study, plan, out)
     for (size, name), devices in timings.items():
         title, config = model_title(study, size, name), plan.models[size, name].config
-        own = _read(out, title, config)
+        recorded = _read(out, title, config)
         base, theirs = here.get((size, study.baseline), {}), timings.get((size, study.baseline), {})
         same = {d: timing for d, timing in devices.items() if d not in base or base[d] == theirs.get(d)}
-        if same.keys() - own.devices.keys():
-            _path(out, title).parent.mkdir(parents=True, exist_ok=True)
-            _write(_path(out, title), own, {**same, **own.devices})
+        if same.keys() - recorded.devices.keys():
+            _write(_path(out, title), recorded, {**same, **recorded.devices})
 
 
 def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:
@@ -183,16 +190,14 @@ def _path(out: Path, title: str) -> Path:
 def _read(out: Path, title: str, config: RunConfig) -> _Record:
     """What is recorded of this model; an empty record if there is none, or one of another configuration."""
     empty = _Record(config=_signature(config))
-    try:
-        found = read_json(_path(out, title), _Record, "")
-    except ReadError:
-        return empty
-    return found if found.config == empty.config else empty
+    record = read_measured(_path(out, title), _Record)
+    return record if record is not None and record.config == empty.config else empty
 
 
 def _write(path: Path, record: _Record, devices: Mapping[str, StepTiming]) -> None:
     """Replace the timings of a record."""
-    write_atomically(path, record.model_copy(update={"devices": dict(devices)}).model_dump_json(indent=1) + "\n")
+    content = record.model_copy(update={"devices": dict(devices)}).model_dump_json(indent=1) + "\n"
+    write_atomically(path, content, parents=True)
 
 
 def _signature(config: RunConfig) -> str:

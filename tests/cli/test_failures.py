@@ -24,15 +24,14 @@ from residua.model.topology import TOPOLOGIES
 from residua.report.failure import describe, last_words, tell
 from residua.storage.run import read_metrics
 from residua.study import StudyConfig
-from residua.study.crew import Request
 from residua.study.plan import make_plan
-from residua.study.runner import run_plan
-from residua.study.worker import _Worker
+from residua.study.train_runs import run_plan
+from residua.study.worker_pool import Request, TrainingProcess
 from tests.forked import fork_workers
 from tests.nightly import only_nightly
 from tests.study.conftest import dataset as dataset
 from tests.study.conftest import study as study
-from tests.study.test_runner import Quiet
+from tests.study.test_train_runs import Quiet
 from tests.trained import residua, train_run
 
 pytestmark = pytest.mark.slow
@@ -225,7 +224,7 @@ def test_plugin_error_in_a_study_is_in_the_log_of_its_run(
     config = RunConfig.from_toml(run / "config.toml").override(planted(place, error))
     (tmp_path / "run.toml").write_text(config.to_toml(), encoding="utf-8")
     with pytest.raises(SystemExit) as end:
-        _Worker(lambda words: None).train(Request(str(tmp_path / "run.toml"), str(tmp_path / "run"), ""))
+        TrainingProcess(lambda words: None).train(Request(str(tmp_path / "run.toml"), str(tmp_path / "run"), ""))
     assert end.value.code == 1
     check(capsys.readouterr().err, plugin, place, error)
 

@@ -12,7 +12,7 @@ from residua.config.run import RunConfig
 from residua.model.size import measure
 from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import base_run
-from residua.study.saved import SavedStudy
+from residua.study.results_file import SavedStudy
 from tests.docs.commands import load_module
 from tests.reproduce.pretend import STEPS, saved_study, with_peaks
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from residua.study import crew
+from residua.study import worker_pool
 from tests.forked import Forked, become
 
 LIMIT = 120
@@ -39,7 +39,7 @@ def command(arguments: Sequence[str], folder: Path) -> Done:
     def run() -> None:
         from residua.cli.main import main
 
-        crew.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _worker})  # type: ignore[assignment]
+        worker_pool.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _worker})  # type: ignore[assignment]
         sys.argv = ["residua", *arguments]
         main()
 

@@ -85,7 +85,7 @@ def test_without_scales_a_static_scheme_is_refused() -> None:
 
 
 def test_a_study_calibrates_each_model_on_its_own_text() -> None:
-    from residua.study.quantized import quantized_copy
+    from residua.study.measurements import quantized_copy
 
     model = residua.build(small()).eval()
     text: Any = SimpleNamespace(calibration=batches)

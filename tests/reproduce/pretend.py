@@ -4,13 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from residua.config import variants as known
-from residua.study.config import StudyConfig
-from residua.study.matching import match
-from residua.study.peaks import Peaks
+from residua.study.config import StudyConfig, match
 from residua.study.plan import PlannedModel, PlannedRun, StudyPlan, base_run
+from residua.study.records import Peaks, RunRecord
 from residua.study.results import DatasetFacts
-from residua.study.runs import RunRecord
-from residua.study.saved import SavedStudy, save_study
+from residua.study.results_file import SavedStudy, save_study
 from tests.study.pretend import ENVIRONMENT
 
 STEPS = 100

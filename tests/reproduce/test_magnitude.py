@@ -6,13 +6,13 @@ import pytest
 
 from residua.reproduce.claims import PaperNumber, Verdict
 from residua.reproduce.entry import Study, load, names
-from residua.study.statistics import Estimate
+from residua.study.statistics import Interval
 
 STATED = re.compile(r"\d(\.\d+)? ?(%|×|points)|halve|double|twice")
 
 
-def measured(low: float | None, value: float, high: float | None) -> Estimate:
-    return Estimate(value, 3, 0.1, low, high)
+def measured(low: float | None, value: float, high: float | None) -> Interval:
+    return Interval(value, 3, 0.1, low, high)
 
 
 @pytest.mark.parametrize(

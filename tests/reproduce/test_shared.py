@@ -12,9 +12,9 @@ from residua.reproduce.claims import Verdict
 from residua.reproduce.entry import Nothing, Study, load, names
 from residua.reproduce.existing_study import NOT_RUN, NOT_THERE, match_rows, share
 from residua.reproduce.request import Request, selected
-from residua.study.conduct import show_saved
-from residua.study.runs import Outliers
-from residua.study.saved import SavedStudy
+from residua.study.page import show_saved
+from residua.study.records import Outliers
+from residua.study.results_file import SavedStudy
 from tests.reproduce.pretend import saved_study, with_peaks
 
 runner = CliRunner()

@@ -1,13 +1,48 @@
-"""A small study on a small text, planned but not trained."""
+"""A small study on a small text, planned but not trained, and what stands in for training it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from residua.data import Dataset, open_corpus, prepare
 from residua.study import StudyConfig
+from residua.study.extend_study import complete_records
+from residua.study.page import Outcome
+from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.records import is_complete
+from residua.study.results import StudyResult, collect
+from residua.study.run_study import run_study
+from residua.study.timing import read_timings
+from residua.study.train_runs import StudyInterrupted
+from tests.study.recorded import Curve, write_run
+
+SMALL = (
+    "model.width=32",
+    "model.attention.heads=2",
+    "model.ffn.hidden=128",
+    "model.context=32",
+    "train.device=cpu",
+    "train.steps=10",
+    "train.micro_batch=2",
+    "train.schedule.warmup=2",
+    "train.log_every=1",
+    "train.validate_every=5",
+    "train.save_every=5",
+    "data.validation_tokens=256",
+)
+SET_SMALL = [word for change in SMALL for word in ("--set", change)]
+"""The same on a command line."""
+ENVIRONMENT = {"residua": "0.2.0", "mathematics": 1, "commit": "abc", "torch": "2.11", "gpu": "H200", "platform": "x"}
+Choose = Callable[..., StudyConfig]
 
 
 @pytest.fixture(scope="session")
@@ -24,31 +59,105 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture(scope="session")
 def study() -> StudyConfig:
     """Pre-norm against three others, two seeds, ten steps."""
-    return StudyConfig(
-        name="small",
-        base="tiny",
-        variants=["prenorm", "block_attnres", "mgr", "exoformer"],
-        seeds=2,
-        set=SMALL,
-    )
-
-
-SMALL = (
-    "model.width=32",
-    "model.attention.heads=2",
-    "model.ffn.hidden=128",
-    "model.context=32",
-    "train.device=cpu",
-    "train.steps=10",
-    "train.micro_batch=2",
-    "train.schedule.warmup=2",
-    "train.log_every=1",
-    "train.validate_every=5",
-    "train.save_every=5",
-    "data.validation_tokens=256",
-)
+    variants = ["prenorm", "block_attnres", "mgr", "exoformer"]
+    return StudyConfig(name="small", base="tiny", variants=variants, seeds=2, set=SMALL)
 
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "study"
+
+
+def choose(dataset: Dataset, *variants: str, **changes: Any) -> StudyConfig:
+    """A study of pre-norm and others on the small text."""
+    defaults = {"name": "small", "base": "tiny", "set": SMALL, "seeds": 2, "data": str(dataset.path)}
+    return StudyConfig(**{**defaults, "variants": ["prenorm", *variants], **changes})
+
+
+@pytest.fixture
+def chosen(dataset: Dataset) -> Choose:
+    return partial(choose, dataset)
+
+
+def changed(study: StudyConfig, **changes: Any) -> StudyConfig:
+    """A study with other settings, which are checked."""
+    return StudyConfig(**{**study.model_dump(exclude_none=True), **changes})
+
+
+def falling(run: PlannedRun, step: int) -> float:
+    """A loss that tells size, seed and variant apart."""
+    return 5.0 - 0.01 * step - 0.1 * run.seed - (0.2 if run.variant == "mgr" else 0.0) + 1e-3 * len(run.variant)
+
+
+@dataclass
+class Trainer:
+    """Stands in for the processes that train: writes complete runs at once, and remembers which.
+
+    Trials of the multiples `fails` diverge. After `stop_after` runs the study is stopped.
+    """
+
+    loss: Curve = falling
+    trained: list[str] = field(default_factory=list)
+    fails: tuple[float, ...] = ()
+    stop_after: int | None = None
+
+    def __call__(self, study: StudyConfig, plan: StudyPlan, out: Path, watcher: Any) -> dict[PlannedRun, str]:
+        out.mkdir(parents=True, exist_ok=True)
+        problems = {}
+        for run in plan.runs:
+            if is_complete(run.folder, run.config):
+                continue
+            watcher.started(run, 0)
+            self.trained.append(run.title)
+            if run.rate in self.fails:
+                problems[run] = "the run diverged"
+            else:
+                self.train(run)
+            watcher.finished(run, problems.get(run, ""))
+            if len(self.trained) == self.stop_after:
+                raise StudyInterrupted("Stopped")
+        return problems
+
+    def train(self, run: PlannedRun) -> None:
+        write_run(run, self.loss)
+        about = {**ENVIRONMENT, "sessions": [{"started": "now"}]}
+        (run.folder / "environment.json").write_text(json.dumps(about))
+
+    def replace_training(self, patch: pytest.MonkeyPatch, pages: bool = False) -> Trainer:
+        """Train with this instead of with processes; without `pages`, write none of the files of a report."""
+        for module in ("train_runs", "run_study"):
+            patch.setattr(f"residua.study.{module}.run_plan", self)
+        if not pages:
+            patch.setattr("residua.study.run_study.summarise", without_pages)
+        return self
+
+
+def without_pages(
+    study: StudyConfig,
+    plan: StudyPlan,
+    out: Path,
+    problems: dict[PlannedRun, str],
+    dataset: Any,
+    known: Any,
+    *others: object,
+) -> Outcome:
+    """`summarise` without the files that it writes."""
+    records, timings = complete_records(plan, known), read_timings(study, plan, out)
+    return Outcome(collect(study, plan, records, problems, dataset, timings), out / "report.html")
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    return Trainer().replace_training(monkeypatch)
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing it takes half a second, and these tests do not look at it."""
+    page = SimpleNamespace(write=lambda path: path)
+    monkeypatch.setattr("residua.study.page.study_page", lambda *arguments: page)
+
+
+def compare(study: StudyConfig, out: Path, results: Path | None = None) -> StudyResult:
+    """The results of a study that says nothing."""
+    return run_study(study, out, Console(quiet=True), results, "residua compare study.toml").result

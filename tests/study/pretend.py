@@ -10,13 +10,13 @@ from typing import Any
 
 from residua.report import Page
 from residua.study import StudyConfig
-from residua.study.inference import concluded
+from residua.study.figures import Records
+from residua.study.gains import concluded
+from residua.study.ladder import FittedLaw
 from residua.study.page import study_page
-from residua.study.plots import Records
+from residua.study.records import RunRecord
 from residua.study.results import (
     DatasetFacts,
-    FittedLaw,
-    Interval,
     LadderResult,
     LowPrecision,
     Rung,
@@ -24,7 +24,7 @@ from residua.study.results import (
     StudyResult,
     VariantResult,
 )
-from residua.study.runs import RunRecord
+from residua.study.statistics import Interval
 
 NAMES = (
     "prenorm", "block_attnres", "mgr", "exoformer", "full_attnres", "mgr8", "highway", "hc", "mhc", "denseformer",

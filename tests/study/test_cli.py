@@ -17,7 +17,7 @@ from residua.config.variants import KNOWN
 from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
-from tests.study.conftest import SMALL
+from tests.study.conftest import SET_SMALL
 from tests.study.recorded import write_run
 
 runner = CliRunner()
@@ -135,8 +135,18 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
 ) -> None:
     (tmp_path / stranger).write_text("its own")
     (tmp_path / "report.html").write_text("its own page")
-    small = [argument for change in SMALL for argument in ("--set", change)]
-    arguments = ["prenorm", "mgr", "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(tmp_path), *plan]
+    arguments = [
+        "prenorm",
+        "mgr",
+        "--seeds",
+        "1",
+        *SET_SMALL,
+        "--data",
+        str(dataset.path),
+        "--out",
+        str(tmp_path),
+        *plan,
+    ]
     result = runner.invoke(app, arguments)
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception) == f"{tmp_path} holds {stranger}, which no study wrote: choose another --out."
@@ -159,10 +169,9 @@ def test_variants_of_the_folder_that_a_study_leaves_out_are_named(
     earlier = {"variants": ["prenorm", "mgr", "mgr+exoformer"], "ladder": [2.5]}
     for run in make_plan(StudyConfig(**{**study.model_dump(), **earlier}), out, dataset).runs:
         write_run(run, lambda run, step: 3.0)
-    small = [argument for change in SMALL for argument in ("--set", change)]
 
     def planned(*variants: str) -> str:
-        arguments = [*variants, "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(out), "--plan"]
+        arguments = [*variants, "--seeds", "1", *SET_SMALL, "--data", str(dataset.path), "--out", str(out), "--plan"]
         return " ".join(runner.invoke(app, arguments, catch_exceptions=False).output.split())
 
     told = f"{out} also holds mgr, which this study leaves out: name it too to have it on the page."
@@ -174,7 +183,6 @@ def test_variants_of_the_folder_that_a_study_leaves_out_are_named(
 def test_a_study_with_a_failed_run_says_why_on_standard_error(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = [argument for change in SMALL for argument in ("--set", change)]
     reason = "it ran out of memory"
 
     def fail(study: object, plan: StudyPlan, out: Path, watcher: object) -> dict[PlannedRun, str]:
@@ -182,10 +190,10 @@ def test_a_study_with_a_failed_run_says_why_on_standard_error(
             write_run(run, lambda run, step: 3.0)
         return {plan.runs[0]: reason}
 
-    monkeypatch.setattr("residua.study.conduct.run_plan", fail)
+    monkeypatch.setattr("residua.study.run_study.run_plan", fail)
     out = tmp_path / "study"
     result = runner.invoke(
-        app, ["prenorm", "mgr", "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(out)]
+        app, ["prenorm", "mgr", "--seeds", "1", *SET_SMALL, "--data", str(dataset.path), "--out", str(out)]
     )
     assert result.exit_code == 1, result.output
     assert f"residua: prenorm-seed0 did not complete: {reason}\n" in result.stderr

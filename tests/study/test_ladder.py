@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from residua.study.ladder import Law, _gains, _Rows, equivalent_tokens, fit_law
+from residua.study.ladder import FittedLaw, _gains, _Rows, equivalent_tokens, fit_law
 
 D = 1e8
 BUDGETS = (0.5, 1.0, 1.5, 2.0)
@@ -150,5 +150,5 @@ def test_of_20000_simulated_studies_the_asked_share_holds_the_truth(seeds: int, 
 
 
 def test_a_law_knows_its_loss_and_when_it_has_it() -> None:
-    law = Law(2.0, 8.0, 0.5)
+    law = FittedLaw(2.0, 8.0, 0.5)
     assert law.loss(4.0) == 6.0 and law.tokens(6.0) == 4.0 and law.tokens(2.0) == float("inf")

@@ -9,8 +9,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.config.variants import KNOWN, overrides
 from residua.model.size import measure
-from residua.study.config import MatchDepth, MatchFFN, NoMatch
-from residua.study.matching import match
+from residua.study.config import MatchDepth, MatchFFN, NoMatch, match
 from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow

@@ -18,16 +18,15 @@ from residua.data.loader import Batch
 from residua.errors import UserError
 from residua.model import taps
 from residua.study import StudyConfig
-from residua.study import outliers as work
-from residua.study.conduct import complete_records
+from residua.study import measurements as work
 from residua.study.config import NoMatch
-from residua.study.outliers import look, measure_outliers
+from residua.study.extend_study import complete_records
+from residua.study.measurements import OutlierMeasurement, look
 from residua.study.plan import PlannedRun, make_plan
+from residua.study.records import INSPECTION, OUTLIERS, Outliers, RunRecord, mean_of_last, read_run
 from residua.study.results import collect
-from residua.study.runs import INSPECTION, OUTLIERS, Outliers, RunRecord, mean_of_last, read_run
-from residua.study.saved import save_study
-from residua.study.side_tables import side_tables
-from residua.study.tables import markdown
+from residua.study.results_file import save_study
+from residua.study.tables import markdown, side_tables
 from tests.model.small import small
 from tests.study.recorded import write_all
 
@@ -104,30 +103,31 @@ def test_runs_are_measured_once_and_again_when_trained_further(
     write_all(plan, lambda run, step: 3.0)
     measured: list[str] = []
 
-    def measure(run: PlannedRun) -> None:
+    def measure(self: object, run: PlannedRun, *rest: object) -> str:
         if run.variant == "mgr":
             raise UserError("it is damaged")
         measured.append(run.title)
         (run.folder / OUTLIERS).write_text(Outliers(peak_activation=1.0, sink_ratio=2.0).model_dump_json())
+        return ""
 
-    monkeypatch.setattr(work, "measure_run", measure)
+    monkeypatch.setattr(OutlierMeasurement, "measure_run", measure)
     printed = StringIO()
     console = Console(width=200, file=printed)
-    measure_outliers(plan, console)
+    OutlierMeasurement().measure(plan, console)
     assert measured == [], "runs without weights cannot be"
     for run in plan.runs:
         (run.folder / "checkpoints" / "step-10").mkdir(parents=True)
     for _ in range(2):
-        measure_outliers(plan, console)
+        OutlierMeasurement().measure(plan, console)
     assert measured == [run.title for run in plan.runs if run.variant != "mgr"]
     assert "mgr-seed0: no outliers were measured: it is damaged" in printed.getvalue()
     later = (plan.runs[0].folder / OUTLIERS).stat().st_mtime + 60
     os.utime(plan.runs[0].folder / INSPECTION, (later, later))
-    measure_outliers(plan, console)
+    OutlierMeasurement().measure(plan, console)
     assert measured[-1] == plan.runs[0].title and len(measured) == 3
     (plan.runs[0].folder / OUTLIERS).write_text("{")
     os.utime(plan.runs[0].folder / OUTLIERS, (later, later))
-    measure_outliers(plan, console)
+    OutlierMeasurement().measure(plan, console)
     assert len(measured) == 4, "a damaged file is made again"
 
 

@@ -11,18 +11,15 @@ from pathlib import Path
 import pytest
 
 from residua.report import Tone, theme
-from residua.study.answer import answer, best_row, by_gain, comparisons_sentence, provenance
-from residua.study.entries import cells, columns
-from residua.study.inference import concluded
-from residua.study.page import study_page
-from residua.study.picture import break_even
-from residua.study.plots import difference_curves, forest_of_losses, precision_costs
-from residua.study.results import Interval, RunResult, StudyResult
-from residua.study.sentences import unequal_seeds
-from residua.study.tables import markdown
+from residua.study.figures import break_even, difference_curves, forest_of_losses, precision_costs
+from residua.study.gains import concluded
+from residua.study.page import provenance, study_page
+from residua.study.results import RunResult, StudyResult
+from residua.study.statistics import Interval
+from residua.study.tables import cells, columns, markdown
 from residua.study.timing import StepTiming
-from residua.study.verdict import verdict
-from tests.study.pretend import pretended, with_rows
+from residua.study.verdicts import answer, best_row, by_gain, comparisons_sentence, unequal_seeds, verdict
+from tests.study.pretend import Pretended, pretended, with_rows
 
 
 def changed(result: StudyResult, **keys: object) -> StudyResult:
@@ -30,102 +27,94 @@ def changed(result: StudyResult, **keys: object) -> StudyResult:
     return with_rows(result, (row if row.name == "prenorm" else row.model_copy(update=keys) for row in result.variants))
 
 
-@pytest.mark.parametrize(
-    ("best", "seeds", "tone", "title"),
-    [
-        (1.06, 3, "good", "Yes: the best of 2, block_attnres, is 1.06× per second"),
-        (0.95, 3, "bad", "No: the best of 2, block_attnres, is 0.95× per second"),
-        (1.01, 3, "unsure", "Not shown: the best of 2, block_attnres, is 1.01× per second, interval 0.98 to 1.04"),
-        (
-            1.50,
-            1,
-            "unsure",
-            "Not shown: the best of 2, block_attnres, is 1.50× per second, but one seed allows no interval",
-        ),
-    ],
-)
-def test_the_title_answers_and_says_yes_or_no_only_where_the_intervals_do(
-    best: float, seeds: int, tone: Tone, title: str
-) -> None:
-    assert answer(pretended(3, seeds=seeds, best=best).result) == (tone, title)
+UNKNOWN = {"throughput_ratio": None, "wall_clock_gain": None}
+WIDE = Interval(value=-0.0433, count=3, error=0.02, low=-0.1336, high=0.0470)
+CLEAR = Interval(value=-0.0433, count=3, error=0.01, low=-0.08, high=-0.01)
+LOST = Interval(value=0.97, low=0.96, high=0.98, count=3)
+ALONE = StepTiming(device="H200", tokens=64, median=0.1, p10=0.1, p90=0.1, count=100, error=0.001)
+NOT_LOWER = "no lower loss is shown (mgr -0.0433, interval -0.1336 to +0.0470)"
+LOWER = "the loss of mgr is -0.0433 against prenorm"
 
 
-def test_a_gain_of_several_seeds_without_an_interval_is_not_called_one_of_a_single_seed() -> None:
-    """One of three runs may have a speed, or the ladder two budgets."""
-    bare = Interval(value=1.2, count=3)
-    assert answer(changed(pretended(2).result, wall_clock_gain=bare)) == (
-        "unsure",
-        "Not shown: block_attnres is 1.20× per second, without an interval",
-    )
+def last_row(result: StudyResult, **keys: object) -> StudyResult:
+    *rows, last = result.variants
+    return with_rows(result, (*rows, last.model_copy(update=keys)))
 
 
-def test_a_gain_by_steps_alone_is_no_no() -> None:
-    result = pretended(3, ladder=False, best=0.95).result
-    assert answer(result) == (
-        "unsure",
-        "Not shown: the best of 2, block_attnres, is 0.95× per second by steps, which understate it: use --ladder",
-    )
-    worse = Interval(value=0.97, low=0.96, high=0.98, count=3)
-    lost = changed(result, step_gain=worse)
-    assert answer(lost) == ("bad", "No: the best of 2, block_attnres, is 0.95× per second")
-    first, second, third = lost.variants
-    other = third.model_copy(update={"step_gain": Interval(value=1.01, count=3)})
-    assert answer(with_rows(lost, (first, second, other))) == (
-        "unsure",
-        "Not shown: the best of 2, block_attnres, is 0.95× per second, but others gain per step: use --ladder",
-    )
-
-
-def test_no_needs_every_variant_below_one() -> None:
-    result = pretended(3, best=0.95).result
-    first, second, third = result.variants
-    assert third.wall_clock_gain is not None
-    wide = third.wall_clock_gain.model_copy(update={"low": 0.7, "high": 1.1})
-    open_question = with_rows(result, (first, second, third.model_copy(update={"wall_clock_gain": wide})))
-    tone, title = answer(open_question)
-    assert tone == "unsure" and title.endswith("is 0.95× per second, but others are not measured well enough")
-
-
-def test_without_speeds_the_title_speaks_of_loss_and_without_runs_of_none() -> None:
-    result = pretended(3).result
-    silent = changed(result, throughput_ratio=None, wall_clock_gain=None)
-    assert answer(silent) == (
-        "unsure",
-        "Not shown: speeds are not known; block_attnres has the lowest loss, -0.0450 against prenorm",
-    )
-    nothing = changed(silent, difference=None).model_copy(
-        update={"runs": tuple(run.model_copy(update={"status": "missing"}) for run in result.runs[1:])}
-    )
-    assert answer(nothing) == ("unsure", "No answer yet: 0 of 8 runs are complete")
-
-
-def scattered(result: StudyResult, mgr: Interval) -> StudyResult:
+def scattered(mgr: Interval) -> StudyResult:
     """The study of prenorm and mgr alone, whose speeds scatter."""
-    scatter = Interval(value=0.8, count=3, low=0.2, high=3.2)
+    result, scatter = pretended(3).result, Interval(value=0.8, count=3, low=0.2, high=3.2)
     rows = tuple(row for row in result.variants if row.name in ("prenorm", "mgr"))
     alone = result.model_copy(update={"variants": rows})
     return changed(alone, difference=mgr, throughput_ratio=scatter, wall_clock_gain=scatter)
 
 
-def test_speeds_that_scatter_are_not_called_unknown_and_a_loss_that_is_not_shown_is_not_claimed() -> None:
-    wide = Interval(value=-0.0433, count=3, error=0.02, low=-0.1336, high=0.0470)
-    result = scattered(pretended(3).result, wide)
-    loss = "no lower loss is shown (mgr -0.0433, interval -0.1336 to +0.0470)"
-    assert answer(result) == ("unsure", f"Not shown: speeds scatter too much (use --time-alone); {loss}")
-    beside = concluded(result.model_copy(update={"side_by_side": 4}))
-    assert answer(beside)[1] == f"Not shown: speeds were not measured alone (use --time-alone); {loss}"
-    timing = StepTiming(device="H200", tokens=64, median=0.1, p10=0.1, p90=0.1, count=100, error=0.001)
-    assert answer(changed(result, timing=timing))[1] == f"Not shown: speeds scatter too much; {loss}"
-    slow = Interval(value=0.8, count=3, low=0.79, high=0.81)
-    unknown = changed(result, throughput_ratio=slow, wall_clock_gain=None)
-    assert answer(unknown)[1] == f"Not shown: gains per second are not known; {loss}"
-    clear = scattered(pretended(3).result, Interval(value=-0.0433, count=3, error=0.01, low=-0.08, high=-0.01))
-    assert answer(clear)[1].endswith("(use --time-alone); the loss of mgr is -0.0433 against prenorm")
-    one = scattered(pretended(3).result, Interval(value=-0.0433, count=1))
-    assert answer(one)[1].endswith("(use --time-alone); the loss of mgr is -0.0433 against prenorm, one seed")
+def without(status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
+    """Nothing can be compared: these runs have failed, or are missing."""
+    result = pretended(3).result
+    runs = tuple(run.model_copy(update={"status": status}) if lost(run) else run for run in result.runs)
+    bare = changed(result, difference=None, **UNKNOWN)
+    return bare.model_copy(update={"runs": runs})
 
 
-def test_a_gain_per_second_that_is_shown_goes_before_a_larger_one_that_is_not() -> None:
+@pytest.mark.parametrize(
+    ("result", "tone", "title"),
+    [
+        # "Yes" and "No" only where the intervals say so
+        (lambda: pretended(3), "good", "Yes: the best of 2, block_attnres, is 1.06× per second"),
+        (lambda: pretended(3, best=0.95), "bad", "No: the best of 2, block_attnres, is 0.95× per second"),
+        (lambda: pretended(3, best=1.01), "unsure",
+         "Not shown: the best of 2, block_attnres, is 1.01× per second, interval 0.98 to 1.04"),
+        (lambda: pretended(3, seeds=1, best=1.50), "unsure",
+         "Not shown: the best of 2, block_attnres, is 1.50× per second, but one seed allows no interval"),
+        # several seeds without an interval: one of three runs may have a speed, or the ladder two budgets
+        (lambda: changed(pretended(2).result, wall_clock_gain=Interval(value=1.2, count=3)), "unsure",
+         "Not shown: block_attnres is 1.20× per second, without an interval"),
+        # a gain by steps alone is no "No", nor one variant that may gain
+        (lambda: pretended(3, ladder=False, best=0.95), "unsure",
+         "Not shown: the best of 2, block_attnres, is 0.95× per second by steps, which understate it: use --ladder"),
+        (lambda: changed(pretended(3, ladder=False, best=0.95).result, step_gain=LOST), "bad",
+         "No: the best of 2, block_attnres, is 0.95× per second"),
+        (lambda: last_row(changed(pretended(3, ladder=False, best=0.95).result, step_gain=LOST),
+                          step_gain=Interval(value=1.01, count=3)), "unsure",
+         "Not shown: the best of 2, block_attnres, is 0.95× per second, but others gain per step: use --ladder"),
+        (lambda: last_row(pretended(3, best=0.95).result,
+                          wall_clock_gain=Interval(value=0.9, count=3, error=0.05, low=0.7, high=1.1)), "unsure",
+         "Not shown: the best of 2, block_attnres, is 0.95× per second, but others are not measured well enough"),
+        # without speeds the title speaks of loss, and without runs of none
+        (lambda: changed(pretended(3).result, **UNKNOWN), "unsure",
+         "Not shown: speeds are not known; block_attnres has the lowest loss, -0.0450 against prenorm"),
+        (lambda: scattered(WIDE), "unsure", f"Not shown: speeds scatter too much (use --time-alone); {NOT_LOWER}"),
+        (lambda: concluded(scattered(WIDE).model_copy(update={"side_by_side": 4})), "unsure",
+         f"Not shown: speeds were not measured alone (use --time-alone); {NOT_LOWER}"),
+        (lambda: changed(scattered(WIDE), timing=ALONE), "unsure", f"Not shown: speeds scatter too much; {NOT_LOWER}"),
+        (lambda: changed(scattered(WIDE), throughput_ratio=Interval(value=0.8, count=3, low=0.79, high=0.81),
+                         wall_clock_gain=None), "unsure", f"Not shown: gains per second are not known; {NOT_LOWER}"),
+        (lambda: scattered(CLEAR), "unsure", f"Not shown: speeds scatter too much (use --time-alone); {LOWER}"),
+        (lambda: scattered(Interval(value=-0.0433, count=1)), "unsure",
+         f"Not shown: speeds scatter too much (use --time-alone); {LOWER}, one seed"),
+        (lambda: without("missing", lambda run: run.variant == "prenorm"), "unsure",
+         "No answer yet: 6 of 9 runs are complete"),
+        (lambda: without("failed", lambda run: run.variant == "prenorm"), "unsure", "No answer: prenorm failed"),
+        (lambda: without("failed", lambda run: run.variant != "prenorm"), "unsure",
+         "No answer: block_attnres, mgr failed"),
+        (lambda: without("failed", lambda run: True), "unsure", "No answer: every run failed"),
+        (lambda: without("failed", lambda run: (run.variant == "prenorm") == (run.seed > 0)), "unsure",
+         "No answer: no variant completed a seed that prenorm completed"),
+    ],
+)  # fmt: skip
+def test_the_title_answers(result: Callable[[], StudyResult | Pretended], tone: Tone, title: str) -> None:
+    made = result()
+    assert answer(made.result if isinstance(made, Pretended) else made) == (tone, title)
+
+
+def test_without_runs_of_the_baseline_there_is_no_answer_yet() -> None:
+    silent = changed(pretended(3).result, difference=None, **UNKNOWN)
+    missing = tuple(run.model_copy(update={"status": "missing"}) for run in silent.runs[1:])
+    assert answer(silent.model_copy(update={"runs": missing}))[1] == "No answer yet: 0 of 8 runs are complete"
+
+
+def test_a_shown_gain_goes_before_a_larger_one_that_is_not() -> None:
     first, second, third = pretended(3, best=1.3).result.variants
     wide = second.model_copy(update={"wall_clock_gain": Interval(value=1.39, count=3, low=0.9, high=1.6)})
     result = with_rows(pretended(3, best=1.3).result, (first, wide, third))
@@ -135,7 +124,7 @@ def test_a_gain_per_second_that_is_shown_goes_before_a_larger_one_that_is_not() 
     assert best_row(result) == result.variants[2]
 
 
-def test_a_gain_that_only_the_ladder_shows_is_said_beside_the_difference_that_is_not() -> None:
+def test_a_gain_that_only_the_ladder_shows_is_said() -> None:
     unsure = Interval(value=-0.02, count=2, error=0.01, low=-0.05, high=0.01)
     result = changed(pretended(2, best=1.21).result, difference=unsure)
     told = verdict(result.variants[1], result)
@@ -149,7 +138,7 @@ def test_a_gain_that_only_the_ladder_shows_is_said_beside_the_difference_that_is
     assert "block_attnres: no difference shown (Δ -0.0200, " in verdict(neither.variants[1], neither)
 
 
-def test_how_far_every_variant_is_below_the_unigram_entropy_is_not_rounded_up() -> None:
+def test_the_gap_to_the_unigram_entropy_is_not_rounded_up() -> None:
     result = pretended(2).result
     assert result.dataset is not None
     entropy = max(row.loss.value for row in result.variants if row.loss) + 0.1452
@@ -157,7 +146,7 @@ def test_how_far_every_variant_is_below_the_unigram_entropy_is_not_rounded_up() 
     assert "ends at least 0.14 below it" in markdown(known)
 
 
-def test_with_several_sizes_terminal_and_page_say_the_same_and_name_the_size(tmp_path: Path) -> None:
+def test_with_several_sizes_terminal_and_page_name_the_size(tmp_path: Path) -> None:
     pretend = pretended(2)
     large = pretend.result.variants
     loss = Interval(value=7.35, count=3, error=0.01, low=7.3, high=7.4)
@@ -170,7 +159,7 @@ def test_with_several_sizes_terminal_and_page_say_the_same_and_name_the_size(tmp
     assert "- block_attnres at mini: lower loss by " in told and "block_attnres at mini: lower loss by " in html
     assert " at mini: " not in markdown(pretend.result)
     assert answer(result)[1].startswith("Yes: block_attnres is 1.06× per second at mini")
-    silent = changed(result, throughput_ratio=None, wall_clock_gain=None)
+    silent = changed(result, **UNKNOWN)
     assert answer(silent)[1].startswith("Not shown at mini: speeds are not known; ")
 
 
@@ -223,37 +212,13 @@ def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
     assert "busy" not in markdown(timed(pretend.result, busy, 0.49))
 
 
-def test_a_lower_loss_that_is_shown_goes_before_a_lower_one_that_is_not() -> None:
-    result = changed(pretended(3).result, throughput_ratio=None, wall_clock_gain=None)
+def test_a_shown_lower_loss_goes_before_one_that_is_not() -> None:
+    result = changed(pretended(3).result, **UNKNOWN)
     first, second, third = result.variants
     wide = second.model_copy(update={"difference": Interval(value=-0.06, count=3, error=0.03, low=-0.2, high=0.1)})
     mixed = with_rows(result, (first, wide, third))
     assert answer(mixed)[1] == "Not shown: speeds are not known; mgr has a lower loss, -0.0318 against prenorm"
     assert best_row(mixed) == mixed.variants[2]
-
-
-def without(result: StudyResult, status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
-    """Nothing can be compared: these runs have failed, or are missing."""
-    runs = tuple(run.model_copy(update={"status": status}) if lost(run) else run for run in result.runs)
-    bare = changed(result, difference=None, throughput_ratio=None, wall_clock_gain=None)
-    return bare.model_copy(update={"runs": runs})
-
-
-def test_a_study_whose_runs_have_ended_does_not_say_yet() -> None:
-    result = pretended(3).result
-    assert answer(without(result, "missing", lambda run: run.variant == "prenorm"))[1] == (
-        "No answer yet: 6 of 9 runs are complete"
-    )
-    assert answer(without(result, "failed", lambda run: run.variant == "prenorm")) == (
-        "unsure",
-        "No answer: prenorm failed",
-    )
-    assert answer(without(result, "failed", lambda run: run.variant != "prenorm"))[1] == (
-        "No answer: block_attnres, mgr failed"
-    )
-    assert answer(without(result, "failed", lambda run: True))[1] == "No answer: every run failed"
-    crossed = without(result, "failed", lambda run: (run.variant == "prenorm") == (run.seed > 0))
-    assert answer(crossed)[1] == "No answer: no variant completed a seed that prenorm completed"
 
 
 def test_the_page_says_that_runs_are_missing(tmp_path: Path) -> None:
@@ -270,7 +235,7 @@ def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
     rows = [row for row in made.result.variants if row.name != "mgr"]
     mgr = made.result.variants[2]
     assert mgr.loss is not None
-    mgr = mgr.model_copy(update={"loss": mgr.loss.model_copy(update={"count": 2})})
+    mgr = mgr.model_copy(update={"loss": replace(mgr.loss, count=2)})
     last = made.result.runs[-1].model_copy(update={"status": "failed", "problem": "no memory"})
     unequal = made.result.model_copy(update={"variants": (*rows, mgr), "runs": (*made.result.runs[:-1], last)})
     lead = replace(made, result=unequal).page(tmp_path).lead
@@ -322,7 +287,7 @@ def test_an_open_interval_of_the_best_is_said_in_words(low: float | None, high: 
     result = pretended(4).result
     ends = {"low": low, "high": high}
     rows = [
-        row.model_copy(update={"wall_clock_gain": row.wall_clock_gain.model_copy(update=ends)})
+        row.model_copy(update={"wall_clock_gain": replace(row.wall_clock_gain, **ends)})
         if row.wall_clock_gain is not None
         else row
         for row in result.variants
@@ -355,7 +320,7 @@ def test_rows_come_by_gain_with_the_baseline_at_one() -> None:
     assert [row.name for row in by_gain(result.variants, "prenorm")][:3] == ["block_attnres", "mgr", "prenorm"]
 
 
-def test_the_foot_has_date_hardware_versions_commit_command_and_tokens_seen() -> None:
+def test_the_foot_says_how_the_numbers_were_made() -> None:
     made = pretended(3)
     runs = [run for found in made.records["mini"].values() for run in found]
     assert provenance(made.result, runs, ["residua compare x"]) == {

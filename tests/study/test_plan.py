@@ -14,9 +14,9 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
 from residua.study import StudyConfig
-from residua.study.plan import check_folders, make_plan, refuse_strangers, same_sentences
-from residua.study.preview import preview
-from residua.study.sentences import cost_sentences
+from residua.study.plan import make_plan
+from residua.study.run_study import preview
+from residua.study.train_runs import check_folders, cost_sentences, refuse_strangers, same_sentences
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from residua.data import Dataset
 from residua.report import terminal
 from residua.study import StudyConfig
 from residua.study.plan import PlannedRun, make_plan
-from residua.study.progress import LiveProgress
-from residua.study.runs import latest, steps_done
+from residua.study.records import latest, steps_done
+from residua.study.train_runs import LiveProgress
 from tests.study.recorded import write_run
 
 

@@ -6,25 +6,24 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from markdown_it import MarkdownIt
 
 from residua.data import Dataset
 from residua.study import StudyConfig
-from residua.study.conduct import Outcome, describe, summarise
-from residua.study.entries import cells
-from residua.study.gains import product
-from residua.study.inference import concluded
-from residua.study.picture import break_even, ladder_scatter, picture
+from residua.study.extend_study import describe
+from residua.study.figures import break_even, ladder_scatter, picture
+from residua.study.gains import concluded, product
+from residua.study.page import Outcome
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
-from residua.study.results import Interval, StudyResult, VariantResult, collect, compute_points
-from residua.study.runs import is_complete, read_run
-from residua.study.statistics import Estimate, t_quantile
-from residua.study.tables import markdown
+from residua.study.records import is_complete, read_run
+from residua.study.results import StudyResult, VariantResult, collect, compute_points
+from residua.study.run_study import summarise
+from residua.study.statistics import Interval, t_quantile
+from residua.study.tables import cells, markdown
 from residua.study.timing import StepTiming
-from residua.study.verdict import verdict
+from residua.study.verdicts import verdict
 from tests.faults import Disk, failing
 from tests.study.recorded import write_all, write_run
 
@@ -58,13 +57,6 @@ def written(study: StudyConfig, dataset: Dataset, tmp_path_factory: pytest.TempP
 @pytest.fixture
 def result(written: Outcome) -> StudyResult:
     return written.result
-
-
-@pytest.fixture
-def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing it takes half a second, and these tests do not look at it."""
-    page = SimpleNamespace(write=lambda path: path)
-    monkeypatch.setattr("residua.study.conduct.study_page", lambda *arguments: page)
 
 
 def test_loss_is_mean_and_standard_error_over_seeds(result: StudyResult) -> None:
@@ -161,37 +153,6 @@ def test_a_run_whose_inspection_is_damaged_writes_it_again(
     assert not is_complete(run.folder, run.config)
 
 
-def test_verdicts_claim_nothing_from_one_seed_or_an_interval_over_zero(result: StudyResult) -> None:
-    base = row(result, "block_attnres")
-    assert base.difference is not None
-    one = base.model_copy(update={"difference": base.difference.model_copy(update={"low": None, "high": None})})
-    assert "no claim" in verdict(one, result)
-    wide = base.model_copy(update={"difference": base.difference.model_copy(update={"low": -0.3, "high": 0.1})})
-    assert "no difference shown" in verdict(wide, result)
-    assert verdict(base, result).startswith("block_attnres: lower loss by 0.1000 (n = 2)")
-
-
-def test_a_loss_that_is_the_same_is_not_called_higher_by_nothing(result: StudyResult) -> None:
-    for value in (0.0, -0.00004):
-        same = row(result, "mgr").model_copy(update={"difference": Interval(value=value, count=1)})
-        said = "mgr: the same loss to four digits, but n = 1 allows no interval and no claim; "
-        assert verdict(same, result).startswith(said)
-
-
-def test_what_tokens_are_worth_is_said_with_its_interval(result: StudyResult) -> None:
-    worth = Interval(value=1.06, count=3, low=0.94, high=1.21)
-    wide = {"throughput_ratio": Interval(value=1.1, count=3, low=0.2, high=6.0)}
-    seen = row(result, "mgr").model_copy(update={"equivalent_tokens": worth, **wide})
-    assert "; worth 1.06× the tokens (interval 0.94 to 1.21); its speed" in verdict(seen, result)
-    far = seen.model_copy(update={"extrapolated": True})
-    assert "; worth 1.06× the tokens (extrapolated, interval 0.94 to 1.21); its speed" in verdict(far, result)
-    steps = seen.model_copy(update={"equivalent_tokens": None, "step_gain": worth})
-    assert "; 1.06× per step (interval 0.94 to 1.21); its speed" in verdict(steps, result)
-    endless = worth.model_copy(update={"low": 0.001, "high": 1100.0})
-    told = verdict(steps.model_copy(update={"step_gain": endless}), result)
-    assert "; 1.06× per step (interval too wide); its speed" in told
-
-
 @pytest.mark.usefixtures("no_page")
 def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     several = StudyConfig(
@@ -242,59 +203,79 @@ def test_seeds_whose_speeds_disagree_allow_no_factor(study: StudyConfig, dataset
     assert shown[6:8] == ["not stated", "not stated"]
 
 
-def test_runs_side_by_side_give_no_speed_and_no_gain_per_second(result: StudyResult) -> None:
-    """Five runs at a time once gave GatedNorm 1.56× the baseline's speed, interval 0.08 to 30, and a verdict."""
-    seen = row(result, "block_attnres").model_copy(
-        update={
-            "step_gain": Interval(value=1.006, count=2, error=0.01, low=0.96, high=1.05),
-            "throughput_ratio": Interval(value=1.56, count=2, error=0.23, low=0.08, high=30.0),
-            "wall_clock_gain": Interval(value=1.57, count=2, error=0.23, low=0.08, high=30.2),
-        }
-    )
-    told = verdict(seen, result)
-    assert told.endswith(
-        "1.01× per step (interval 0.96 to 1.05); its speed against prenorm is not shown (interval 0.08 to 30.00), "
-        "nor a gain per second."
-    )
+def between(value: float, low: float | None = None, high: float | None = None, count: int = 3) -> Interval:
+    return Interval(value=value, count=count, error=None if low is None else 0.1, low=low, high=high)
+
+
+SCATTERED = {"throughput_ratio": between(1.1, 0.2, 6.0)}
+WORTH = {"equivalent_tokens": between(1.06, 0.94, 1.21), **SCATTERED}
+SAME = "mgr: the same loss to four digits, but n = 1 allows no interval and no claim; "
+FEW = "run (train.validate_every) and losses that fall after the first."
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "begins", "ends"),
+    [
+        ("block_attnres", {}, "block_attnres: lower loss by 0.1000 (n = 2)", ""),
+        ("block_attnres", {"difference": between(-0.1)}, "block_attnres: lower loss by 0.1000, but n = 1 ", ""),
+        ("block_attnres", {"difference": between(-0.1, -0.3, 0.1)}, "block_attnres: no difference shown", ""),
+        ("mgr", {"difference": Interval(value=0.0, count=1)}, SAME, ""),
+        ("mgr", {"difference": Interval(value=-0.00004, count=1)}, SAME, ""),
+        ("mgr", WORTH, "", "; worth 1.06× the tokens (interval 0.94 to 1.21); its speed"),
+        ("mgr", {**WORTH, "extrapolated": True}, "", "; worth 1.06× the tokens (extrapolated, interval 0.94 to 1.21)"),
+        ("mgr", {**SCATTERED, "step_gain": between(1.06, 0.94, 1.21)}, "", "; 1.06× per step (interval 0.94 to 1.21)"),
+        ("mgr", {**SCATTERED, "step_gain": between(1.06, 1e-3, 1100)}, "", "; 1.06× per step (interval too wide); its"),
+        (
+            "mgr",
+            {"equivalent_tokens": between(1.21, count=2), "throughput_ratio": None, "wall_clock_gain": None},
+            "",
+            "; worth 1.21× the tokens, and no speeds to compare.",
+        ),
+        ("block_attnres", {"step_gain": None, "wall_clock_gain": None}, "block_attnres: lower loss by 0.1000 (", FEW),
+        ("block_attnres", {"difference": None}, "block_attnres: nothing to compare it with.", ""),
+        (  # five runs at a time once gave GatedNorm 1.56× the baseline's speed, interval 0.08 to 30, and a verdict
+            "block_attnres",
+            {"step_gain": between(1.006, 0.96, 1.05), "throughput_ratio": between(1.56, 0.08, 30.0)},
+            "",
+            "1.01× per step (interval 0.96 to 1.05); its speed against prenorm is not shown (interval 0.08 to 30.00), "
+            "nor a gain per second.",
+        ),
+        ("block_attnres", {}, "", " at 0.80× the speed of prenorm"),
+    ],
+)  # fmt: skip
+def test_a_verdict_says_no_more_than_the_intervals(
+    result: StudyResult, name: str, keys: dict[str, object], begins: str, ends: str
+) -> None:
+    told = verdict(row(result, name).model_copy(update=keys), result)
+    assert told.startswith(begins) and ends in told
+
+
+def test_a_verdict_names_seeds_and_speeds_that_are_missing(result: StudyResult) -> None:
+    single = row(result, "block_attnres").model_copy(update={"step_gain": None, "wall_clock_gain": None})
+    apart = result.model_copy(update={"runs": tuple(run for run in result.runs if run.variant != "prenorm")})
+    assert verdict(single, apart).endswith("no gain per step, since no seed completed in both.")
     beside = verdict(row(result, "mgr"), result.model_copy(update={"side_by_side": 5}))
     assert beside.endswith("; its speed was not measured alone, so no gain per second is stated (--time-alone).")
+    assert cells(row(result, "block_attnres"), result)[7].joined() == "0.84× [0.84, 0.84]"
 
 
-def test_a_gain_per_second_is_claimed_if_its_interval_is_clear_of_one(result: StudyResult) -> None:
-    alone = tuple(row for row in result.variants if row.name in ("prenorm", "mgr"))
-    for low, high, said in (
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
         (1.05, 1.20, "so 1.10× per second (interval 1.05 to 1.20)."),
         (0.97, 1.25, "so 1.10× per second, but no gain or loss per second is shown (interval 0.97 to 1.25)."),
         (1.05, None, "so 1.10× per second (interval above 1.05)."),
         (0.90, None, "so 1.10× per second, but no gain or loss per second is shown (interval above 0.90)."),
         (None, None, "so 1.10× per second, without an interval."),
-    ):
-        gain = Interval(value=1.10, count=3, low=low, high=high)
-        rows = (alone[0], alone[1].model_copy(update={"wall_clock_gain": gain}))
-        after = concluded(result.model_copy(update={"variants": rows}))
-        assert verdict(row(after, "mgr"), after).endswith(said)
-
-
-def test_seeds_whose_speeds_agree_give_a_factor(result: StudyResult) -> None:
-    assert "at 0.80× the speed of prenorm" in verdict(row(result, "block_attnres"), result)
-    assert cells(row(result, "block_attnres"), result)[7].joined() == "0.84× [0.84, 0.84]"
-
-
-def test_without_speeds_equivalent_tokens_are_not_called_steps(result: StudyResult) -> None:
-    worth = {"equivalent_tokens": Interval(value=1.21, count=2), "throughput_ratio": None, "wall_clock_gain": None}
-    told = verdict(row(result, "mgr").model_copy(update=worth), result)
-    assert told.endswith("; worth 1.21× the tokens, and no speeds to compare.")
-
-
-def test_one_validation_gives_a_difference_and_says_what_a_gain_needs(result: StudyResult) -> None:
-    single = row(result, "block_attnres").model_copy(update={"step_gain": None, "wall_clock_gain": None})
-    told = verdict(single, result)
-    assert told.startswith("block_attnres: lower loss by 0.1000 (n = 2); no gain per step")
-    assert told.endswith("run (train.validate_every) and losses that fall after the first.")
-    alone = single.model_copy(update={"difference": None})
-    assert verdict(alone, result) == "block_attnres: nothing to compare it with."
-    apart = result.model_copy(update={"runs": tuple(run for run in result.runs if run.variant != "prenorm")})
-    assert verdict(single, apart).endswith("no gain per step, since no seed completed in both.")
+    ],
+)
+def test_a_gain_per_second_is_claimed_where_its_interval_is_clear(
+    result: StudyResult, low: float | None, high: float | None, said: str
+) -> None:
+    gain = {"wall_clock_gain": Interval(value=1.10, count=3, low=low, high=high)}
+    rows = (row(result, "prenorm"), row(result, "mgr").model_copy(update=gain))
+    after = concluded(result.model_copy(update={"variants": rows}))
+    assert verdict(row(after, "mgr"), after).endswith(said)
 
 
 def laddered(study: StudyConfig, out: Path, dataset: Dataset, budgets: tuple[float, ...]) -> StudyResult:
@@ -343,7 +324,7 @@ def test_losses_of_the_baseline_that_miss_their_law_are_said(study: StudyConfig,
     assert "The law of the ladder" not in markdown(result)
     (ladder,) = result.ladder
     assert ladder.law is not None
-    bent = ladder.model_copy(update={"law": ladder.law.model_copy(update={"scale": ladder.law.scale * 0.96})})
+    bent = ladder.model_copy(update={"law": replace(ladder.law, scale=ladder.law.scale * 0.96)})
     said = "misses the losses of prenorm: its run of 1.28 k tokens would be worth 0.90× its own tokens."  # 0.96^(1/0.4)
     assert said in markdown(result.model_copy(update={"ladder": (bent,)}))
 
@@ -431,13 +412,13 @@ def test_a_step_timed_alone_has_a_throughput_though_no_speed_of_training_is_know
 
 
 def test_the_interval_of_a_product_of_ratios() -> None:
-    gain, speed = Estimate(1.2, 3, 0.05, 1.1, 1.4), Estimate(0.8, 10, 0.01, 0.78, 0.82)
+    gain, speed = Interval(1.2, 3, 0.05, 1.1, 1.4), Interval(0.8, 10, 0.01, 0.78, 0.82)
     found = product(gain, speed)
     assert found is not None and found.low is not None and found.high is not None
     assert found.value == pytest.approx(0.96)
     assert math.log(0.96 / found.low) ** 2 == pytest.approx(math.log(1.2 / 1.1) ** 2 + math.log(0.8 / 0.78) ** 2)
     assert math.log(found.high / 0.96) ** 2 == pytest.approx(math.log(1.4 / 1.2) ** 2 + math.log(0.82 / 0.8) ** 2)
-    half_open = product(Estimate(1.2, 3, 0.05, 1.1, None), speed)
+    half_open = product(Interval(1.2, 3, 0.05, 1.1, None), speed)
     assert half_open is not None and half_open.low is not None and half_open.high is None
     assert product(None, speed) is None
 

@@ -1,12 +1,14 @@
-"""The statistics of a study against values worked out by hand or from tables."""
+"""The statistics of a study against values worked out by hand, from tables, or of laws that are known."""
 
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
 from residua.study import statistics
+from residua.study.statistics import PowerLaw, compute_advantage, fit_power_law
 
 
 @pytest.mark.parametrize(
@@ -114,3 +116,62 @@ def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
     assert statistics.smooth([2.0] * 5, 10) == pytest.approx([2.0] * 5)
     assert statistics.smooth([7.0, 1.0], 10)[0] == pytest.approx(7.0)
     assert statistics.smooth([5.0, 1.0, 3.0], 1) == pytest.approx([5.0, 1.0, 3.0])
+
+
+COMPUTE = (1e15, 1e16, 1e17)
+
+
+def law(scale: float, exponent: float) -> list[tuple[float, float]]:
+    return [(compute, scale * compute**-exponent) for compute in COMPUTE]
+
+
+def test_fit_recovers_a_power_law_exactly() -> None:
+    fitted = fit_power_law(law(19.0, 0.057))
+    assert (fitted.scale, fitted.exponent) == (pytest.approx(19.0), pytest.approx(0.057))
+    assert fitted.residual == pytest.approx(0.0, abs=1e-20)
+    assert fitted.loss(3e16) == pytest.approx(19.0 * 3e16**-0.057)
+
+
+def test_advantage_of_equal_exponents_is_the_scale_ratio_to_the_power() -> None:
+    ours, baseline = fit_power_law(law(18.0, 0.06)), fit_power_law(law(19.0, 0.06))
+    gain = compute_advantage(ours, baseline, 1e17)
+    assert gain is not None
+    assert gain.value == pytest.approx((19.0 / 18.0) ** (1 / 0.06))
+    assert gain.low == pytest.approx(gain.value) and gain.high == pytest.approx(gain.value)
+
+
+def test_sizes_too_near_each_other_give_an_infinite_scale_and_no_crash() -> None:
+    absurd = fit_power_law([(1e9, 6.0), (1.001e9, 4.0)])
+    flat = fit_power_law([(1e9, 6.0), (1e10, 6.0 - 1e-6)])
+    assert absurd.scale == math.inf
+    gain = compute_advantage(fit_power_law([(1e9, 3.0), (1e10, 2.9)]), flat, 1e10)
+    assert gain is not None and gain.value == math.inf
+
+
+def test_two_points_each_give_no_interval() -> None:
+    gain = compute_advantage(fit_power_law(law(18.0, 0.06)[:2]), fit_power_law(law(19.0, 0.06)[:2]), 1e16)
+    assert gain is not None and gain.low is None
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    noise, covered, trials = random.Random(0), 0, 400
+    truth = (19.0 / 18.5) ** (1 / 0.06)
+
+    def noisy(scale: float) -> PowerLaw:
+        points = [(c, value * math.exp(noise.gauss(0, 0.002))) for c, value in law(scale, 0.06) for _ in range(2)]
+        return fit_power_law(points)
+
+    for _ in range(trials):
+        gain = compute_advantage(noisy(18.5), noisy(19.0), 1e17)
+        assert gain is not None and gain.low is not None and gain.high is not None
+        covered += gain.low <= truth <= gain.high
+    assert 0.92 <= covered / trials <= 0.98
+
+
+def test_one_size_is_refused_with_a_sentence() -> None:
+    with pytest.raises(ValueError, match="two sizes"):
+        fit_power_law([(1e15, 3.0), (1e15, 3.1)])
+
+
+def test_a_baseline_that_does_not_improve_has_no_advantage() -> None:
+    assert compute_advantage(fit_power_law(law(3.0, 0.1)), fit_power_law(law(3.0, -0.1)), 1e16) is None

@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 
 from residua.diagnose.page import diagnosis_page
-from residua.study.conduct import show_saved
-from residua.study.page import study_page
-from residua.study.peaks import Peaks
-from residua.study.picture import peak_picture
-from residua.study.plots import telemetry_curves
-from residua.study.runs import TAIL, RunRecord, latest
-from residua.study.saved import SavedStudy
-from residua.study.side_tables import peak_table
+from residua.study.figures import telemetry_curves
+from residua.study.page import show_saved, study_page
+from residua.study.records import TAIL_BYTES, Peaks, RunRecord, latest
+from residua.study.results_file import SavedStudy
+from residua.study.tables import peak_table
 from residua.watch.follow import Follower
 from tests.diagnose import reports
+from tests.docs.commands import load_module
 from tests.reproduce.pretend import saved_study, with_peaks
 from tests.study.pretend import pretended
 
@@ -74,6 +72,7 @@ def test_peaks_are_the_largest_of_all_layers_by_step_and_read_as_telemetry_again
 
 
 def test_a_results_file_keeps_peaks_and_the_page_draws_them_from_it(tmp_path: Path) -> None:
+    peak_picture = load_module("tools/study_extras.py").peak_picture
     without = saved_study({"prenorm": 3.0, "gatednorm": 2.9, "mgr": 2.8})
     assert peak_picture(show_saved(without)) is None and peak_table(show_saved(without), "tiny") is None
     path = tmp_path / "x.json"
@@ -106,7 +105,8 @@ def test_a_diagnosis_shows_how_its_run_came_there(tmp_path: Path) -> None:
 
 
 def test_the_latest_loss_is_found_behind_long_lines_of_telemetry(tmp_path: Path) -> None:
-    long = json.dumps({"kind": "telemetry", "step": 8, "tokens": 1, "figures": {"peak": [1.25] * (TAIL // 20)}}) + "\n"
+    peaks = {"peak": [1.25] * (TAIL_BYTES // 20)}
+    long = json.dumps({"kind": "telemetry", "step": 8, "tokens": 1, "figures": peaks}) + "\n"
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "train", "step": 7, "loss": 2.5}\n' + long)
     assert latest(tmp_path) == (8, 2.5)

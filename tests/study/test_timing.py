@@ -6,247 +6,239 @@ import json
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from residua.config.run import RunConfig
-from residua.data import Dataset
 from residua.study import StudyConfig, timing
-from residua.study.conduct import conduct
 from residua.study.gains import timed_ratio
-from residua.study.plan import StudyPlan, make_plan
-from residua.study.runner import StudyInterrupted
-from residua.study.timing import StepTiming, keep_timings, read_timings, time_variants
+from residua.study.plan import make_plan
+from residua.study.timing import StepTiming, TimingMeasurement, keep_timings, read_timings
+from residua.study.train_runs import StudyInterrupted
+from tests.study.conftest import SMALL, Choose, choose, compare
 from tests.study.recorded import write_all
 from tests.study.test_results import straight
 
+ONE_SESSION = ["additive", "multi_gate", "additive"]
 
-def two(study: StudyConfig, dataset: Dataset, **changes: object) -> StudyConfig:
-    small = {"variants": ["prenorm", "mgr"], "data": str(dataset.path), "workers": 2, "threads": 1}
-    small["set"] = (*study.set, "model.layers=2")
-    return StudyConfig(**{**study.model_dump(exclude={"baseline"}), **small, **changes})
+
+@pytest.fixture
+def chosen(dataset: object) -> Choose:
+    changes = {"workers": 2, "threads": 1, "set": (*SMALL, "model.layers=2")}
+    return partial(choose, dataset, "mgr", **changes)
 
 
 class Timed:
-    """Stands in for the process that times: runs it here, with a made-up speed, and counts."""
+    """A study of complete runs, whose steps are timed in this process, with made-up speeds, and counted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str = "H200") -> None:
+    def __init__(self, chosen: Choose, dataset: object, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._chosen, self._dataset, self.out, self._patch = chosen, dataset, out, monkeypatch
         self.calls: list[str] = []
+        self.device, self.seconds, self.slower = "H200", 1.0, 1.0  # `slower` by this factor with every timing
+        self.study(chosen())
         monkeypatch.setattr(timing, "SECONDS", 0.5)
-        monkeypatch.setattr(timing, "measure", self._measure)
         monkeypatch.setattr(timing, "_run", lambda command, *others: timing.main(command[command.index("0.5") :]))
         monkeypatch.setattr("residua.train.environment.device_name", lambda device: self.device)
-        self.device, self.seconds, self.slower = device, 1.0, 1.0  # `slower` by this factor with every timing
+        self.measure_with(self.measure)
 
-    def _measure(self, config: RunConfig, seconds: float) -> StepTiming:
+    def study(self, config: StudyConfig) -> None:
+        """Time this study from now on."""
+        self.config, self.plan = config, make_plan(config, self.out, self._dataset)
+        write_all(replace(self.plan, runs=tuple(run for run in self.plan.runs if not run.folder.exists())), straight)
+
+    def measure_with(self, measure: Callable[[RunConfig, float], StepTiming]) -> None:
+        self._patch.setattr(timing, "measure", measure)
+
+    def measure(self, config: RunConfig, seconds: float) -> StepTiming:
         self.calls.append(config.model.topology.kind)
         self.seconds *= self.slower
         median = self.seconds * (2.0 if config.model.topology.kind == "multi_gate" else 1.0)
         values = {"median": median, "p10": 0.9 * median, "p90": 1.1 * median, "count": 10, "error": 0.01}
         return StepTiming(device=self.device, tokens=config.tokens_per_step, **values)
 
+    def time(self, **changes: object) -> list[str]:
+        """Time what is not timed yet; returns which kinds of models were."""
+        before = len(self.calls)
+        config = self.config.model_copy(update=changes)
+        TimingMeasurement(config, self.out).measure(self.plan, Console(quiet=True))
+        return self.calls[before:]
 
-def medians(study: StudyConfig, plan: StudyPlan, out: Path) -> dict[str, float]:
-    """The recorded seconds on the H200 by variant."""
-    found = read_timings(study, plan, out)
-    return {name: devices["H200"].median for (_, name), devices in found.items() if "H200" in devices}
+    def forget(self, *names: str) -> None:
+        for path in (self.out / "timings").iterdir():
+            if not names or path.stem in names:
+                path.unlink()
+
+    @property
+    def recorded(self) -> dict[tuple[str, str], dict[str, StepTiming]]:
+        return read_timings(self.config, self.plan, self.out)
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """The recorded seconds on the H200 by variant, and size if there are two."""
+        names = {key: key[1] if len(self.config.sizes) == 1 else "-".join(key) for key in self.recorded}
+        return {names[key]: found["H200"].median for key, found in self.recorded.items() if "H200" in found}
 
 
 @pytest.fixture
-def plan(study: StudyConfig, dataset: Dataset, out: Path) -> StudyPlan:
-    plan = make_plan(two(study, dataset), out, dataset)
-    write_all(plan, straight)
-    return plan
-
-
-def quietly(study: StudyConfig, plan: StudyPlan, out: Path) -> None:
-    time_variants(study, plan, out, Console(quiet=True))
+def timed(chosen: Choose, dataset: object, out: Path, monkeypatch: pytest.MonkeyPatch) -> Timed:
+    return Timed(chosen, dataset, out, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_study_side_by_side_times_every_step_alone_and_uses_that(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_study_side_by_side_times_every_step_alone(
+    chosen: Choose, dataset: object, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "SECONDS", 0.0)
-    result = conduct(two(study, dataset), out, Console(quiet=True)).result  # the runs are complete
-    baseline, ours = result.variants
+    plan = make_plan(chosen(), out, dataset)
+    write_all(plan, straight)
+    baseline, ours = compare(chosen(), out).variants  # the runs are complete
     assert baseline.timing is not None and ours.timing is not None and ours.throughput_ratio is not None
     assert ours.timing.count == 10 and ours.timing.p10 <= ours.timing.median <= ours.timing.p90
     assert ours.timing.device == baseline.timing.device and ours.timing.device.endswith(", 1 threads")
     assert ours.throughput_ratio.value == pytest.approx(baseline.timing.median / ours.timing.median)
     assert ours.throughput_ratio.value != 1.0  # which the training runs have
     monkeypatch.setattr(timing, "_run", lambda *arguments: pytest.fail("timed again"))
-    quietly(two(study, dataset), plan, out)
+    TimingMeasurement(chosen(), out).measure(plan, Console(quiet=True))
 
 
-def test_one_run_at_a_time_is_timed_on_request_only(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed = Timed(monkeypatch)
-    quietly(two(study, dataset, workers=1), plan, out)
-    assert timed.calls == []
-    quietly(two(study, dataset, workers=1, time_alone=True), plan, out)
-    assert timed.calls == ["additive", "multi_gate", "additive"]
+def test_one_run_at_a_time_is_timed_on_request_only(timed: Timed) -> None:
+    assert timed.time(workers=1) == []
+    assert timed.time(workers=1, time_alone=True) == ONE_SESSION
 
 
-def test_what_was_timed_is_not_timed_again_and_what_changed_is(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed, chosen = Timed(monkeypatch), two(study, dataset)
-    for _ in range(2):
-        quietly(chosen, plan, out)
-    assert timed.calls == ["additive", "multi_gate", "additive"]
-    (out / "timings" / "mgr.json").unlink()  # as if the study had been stopped between the two
-    quietly(chosen, plan, out)
-    assert timed.calls == ["additive", "multi_gate", "additive"] * 2  # the baseline beside it
-    (out / "timings" / "prenorm.json").write_text("{")
-    quietly(chosen, plan, out)
-    assert timed.calls[6:] == ["additive", "multi_gate", "additive"]
-
-    wider = {key: model.config.override(["train.micro_batch=4"]) for key, model in plan.models.items()}
-    changed = StudyPlan({k: m.__class__(**{**vars(m), "config": wider[k]}) for k, m in plan.models.items()}, plan.runs)
-    assert read_timings(chosen, changed, out) == {("tiny", "prenorm"): {}, ("tiny", "mgr"): {}}
+def test_what_was_timed_is_not_timed_again_and_what_changed_is(timed: Timed) -> None:
+    assert timed.time() == ONE_SESSION and timed.time() == []
+    timed.forget("mgr")  # as if the study had been stopped between the two
+    assert timed.time() == ONE_SESSION  # the baseline beside it
+    (timed.out / "timings" / "prenorm.json").write_text("{")
+    assert timed.time() == ONE_SESSION
+    wider = {
+        key: replace(model, config=model.config.override(["train.micro_batch=4"]))
+        for key, model in timed.plan.models.items()
+    }
+    timed.plan = replace(timed.plan, models=wider)
+    assert timed.recorded == {("tiny", "prenorm"): {}, ("tiny", "mgr"): {}}
 
 
-def test_on_a_machine_that_has_become_slower_all_variants_are_timed_again(
-    study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_on_a_slower_machine_all_variants_are_timed_again(
+    timed: Timed, chosen: Choose, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Idle when two variants were timed, busy when the third one is."""
-    chosen = two(study, dataset, variants=["prenorm", "mgr", "exoformer"])
-    plan = make_plan(chosen, out, dataset)
-    write_all(plan, straight)
-    timed = Timed(monkeypatch)
-    quietly(chosen, plan, out)
-    (out / "timings" / "exoformer.json").unlink()
+    timed.study(chosen(variants=["prenorm", "mgr", "exoformer"]))
+    timed.time()
+    timed.forget("exoformer")
     timed.seconds = 2.0
     capsys.readouterr()
-    quietly(chosen, plan, out)
-    assert medians(chosen, plan, out) == {"prenorm": 2.0, "mgr": 4.0, "exoformer": 2.0}
+    timed.time()
+    assert timed.medians == {"prenorm": 2.0, "mgr": 4.0, "exoformer": 2.0}
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 3 and "when timed before: all variants are timed again" in told[0]
 
 
-def test_on_a_machine_as_fast_as_before_a_new_variant_is_set_against_the_baseline_of_its_own_session(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    timed, chosen = Timed(monkeypatch), two(study, dataset)
-    quietly(chosen, plan, out)
+def test_a_new_variant_is_set_against_the_baseline_of_its_session(
+    timed: Timed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed.time()
     assert "scaled" not in capsys.readouterr().out
-    (out / "timings" / "mgr.json").unlink()
+    timed.forget("mgr")
     timed.seconds = 1.02
-    quietly(chosen, plan, out)
-    tokens = plan.models["tiny", "mgr"].config.tokens_per_step
+    timed.time()
+    tokens = timed.plan.models["tiny", "mgr"].config.tokens_per_step
     measured, recorded = (f"{tokens / seconds:,.0f} tokens/s" for seconds in (2.04, 2.0))
     told = capsys.readouterr().out.splitlines()[-1]
-    assert told.startswith(f"mgr: {measured} alone") and told.endswith(
-        f"; recorded as {recorded}, scaled to the baseline's recorded speed"
-    )
-    assert medians(chosen, plan, out) == {"prenorm": 1.0, "mgr": pytest.approx(2.0)}  # 2.04 × 1.0 / 1.02
+    scaled = f"; recorded as {recorded}, scaled to the baseline's recorded speed"
+    assert told.startswith(f"mgr: {measured} alone") and told.endswith(scaled)
+    assert timed.medians == {"prenorm": 1.0, "mgr": pytest.approx(2.0)}  # 2.04 × 1.0 / 1.02
 
 
-def test_a_new_variant_is_not_timed_if_the_baseline_cannot_be_timed_beside_it(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed, chosen = Timed(monkeypatch), two(study, dataset)
-    quietly(chosen, plan, out)
-    (out / "timings" / "mgr.json").unlink()
+def fail_for(timed: Timed, kind: str) -> Callable[[RunConfig, float], StepTiming]:
+    def measure(config: RunConfig, seconds: float) -> StepTiming:
+        if config.model.topology.kind == kind:
+            raise RuntimeError("out of memory")
+        return timed.measure(config, seconds)
 
-    def fails(config: RunConfig, seconds: float) -> StepTiming:
-        assert config.model.topology.kind == "additive"
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(timing, "measure", fails)
-    quietly(chosen, plan, out)
-    assert medians(chosen, plan, out) == {"prenorm": 1.0}
-    monkeypatch.setattr(timing, "measure", timed._measure)
-    quietly(chosen, plan, out)
-    assert medians(chosen, plan, out) == {"prenorm": 1.0, "mgr": 2.0}
+    return measure
 
 
-def test_timings_of_a_results_file_stay_out_where_the_baseline_was_timed_again_since(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variant_is_not_timed_if_the_baseline_cannot_be(timed: Timed) -> None:
+    timed.time()
+    timed.forget("mgr")
+    timed.measure_with(fail_for(timed, "additive"))
+    assert timed.time() == [] and timed.medians == {"prenorm": 1.0}
+    timed.measure_with(timed.measure)
+    timed.time()
+    assert timed.medians == {"prenorm": 1.0, "mgr": 2.0}
+
+
+@pytest.mark.slow
+def test_a_variant_that_cannot_be_timed_does_not_stop_the_others(timed: Timed) -> None:
+    timed.measure_with(fail_for(timed, "additive"))
+    assert timed.time() == ["multi_gate"]
+    assert json.loads((timed.out / "timings" / "prenorm.json").read_text())["devices"] == {}
+
+
+def test_saved_timings_stay_out_where_the_baseline_was_timed_since(timed: Timed) -> None:
     """As after a stop between the baseline and the variant: their old timings must not be mixed with the new."""
-    timed, chosen = Timed(monkeypatch), two(study, dataset)
-    quietly(chosen, plan, out)
-    saved = read_timings(chosen, plan, out)
-    (out / "timings" / "mgr.json").unlink()
-    keep_timings(chosen, plan, out, saved)
-    assert read_timings(chosen, plan, out) == saved  # from one session
+    timed.time()
+    saved = timed.recorded
+    timed.forget("mgr")
+    keep_timings(timed.config, timed.plan, timed.out, saved)
+    assert timed.recorded == saved  # from one session
     timed.seconds = 2.0
-    for record in (out / "timings").iterdir():
-        record.unlink()
-    quietly(chosen, plan, out)
-    (out / "timings" / "mgr.json").unlink()
-    keep_timings(chosen, plan, out, saved)
-    assert medians(chosen, plan, out) == {"prenorm": 2.0}
+    timed.forget()
+    timed.time()
+    timed.forget("mgr")
+    keep_timings(timed.config, timed.plan, timed.out, saved)
+    assert timed.medians == {"prenorm": 2.0}
 
 
-def test_each_size_is_timed_against_its_own_baseline(
-    study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_size_is_timed_against_its_own_baseline(timed: Timed, chosen: Choose) -> None:
     changes = {"scaling": {"sizes": ["tiny", "mini"]}, "set": ["train.steps=100", "train.schedule.warmup=1"]}
-    chosen = two(study, dataset, seeds=1, **changes)
-    plan = make_plan(chosen, out, dataset)
-    write_all(plan, straight)
-    timed = Timed(monkeypatch)
-    quietly(chosen, plan, out)
-    (out / "timings" / "mini-mgr.json").unlink()
+    timed.study(chosen(seeds=1, **changes))
+    timed.time()
+    timed.forget("mini-mgr")
     timed.seconds = 2.0
-    quietly(chosen, plan, out)
-    found = {key: devices["H200"].median for key, devices in read_timings(chosen, plan, out).items()}
-    assert [found["tiny", "prenorm"], found["tiny", "mgr"]] == [1.0, 2.0]  # complete: left as it is
-    assert [found["mini", "prenorm"], found["mini", "mgr"]] == [2.0, 4.0]
+    timed.time()
+    complete, again = {"tiny-prenorm": 1.0, "tiny-mgr": 2.0}, {"mini-prenorm": 2.0, "mini-mgr": 4.0}
+    assert timed.medians == complete | again
 
 
-def test_on_another_device_all_are_timed_again_if_one_is_new(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed, chosen = Timed(monkeypatch), two(study, dataset)
-    quietly(chosen, plan, out)
+def test_on_another_device_all_are_timed_again_if_one_is_new(timed: Timed) -> None:
+    timed.time()
     timed.device = "B200"
-    quietly(chosen, plan, out)  # all have one device in common: nothing to do
-    (out / "timings" / "mgr.json").unlink()
-    quietly(chosen, plan, out)
-    assert timed.calls == ["additive", "multi_gate", "additive"] * 2
-    found = read_timings(chosen, plan, out)
-    assert list(found["tiny", "prenorm"]) == ["H200", "B200"] and list(found["tiny", "mgr"]) == ["B200"]
+    assert timed.time() == []  # all have one device in common: nothing to do
+    timed.forget("mgr")
+    assert timed.time() == ONE_SESSION
+    devices = {name: list(found) for (_, name), found in timed.recorded.items()}
+    assert devices == {"prenorm": ["H200", "B200"], "mgr": ["B200"]}
 
 
-def test_load_that_changes_within_a_session_enters_the_error_of_its_variants(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    timed, chosen = Timed(monkeypatch), two(study, dataset)
+def test_load_that_changes_within_a_session_enters_the_error(timed: Timed, capsys: pytest.CaptureFixture[str]) -> None:
     timed.slower = 1.25
-    quietly(chosen, plan, out)
-    errors = {name: devices["H200"].error for (_, name), devices in read_timings(chosen, plan, out).items()}
+    timed.time()
+    errors = {name: devices["H200"].error for (_, name), devices in timed.recorded.items()}
     assert errors == {"prenorm": 0.01, "mgr": pytest.approx(math.hypot(0.01, math.log(1.25**2)))}
     assert "at the end (-36%): the load of the machine changed" in capsys.readouterr().out.splitlines()[-1]
-    for record in (out / "timings").iterdir():
-        record.unlink()
+    timed.forget()
     timed.slower = 1.01
-    quietly(chosen, plan, out)
+    timed.time()
     assert len(capsys.readouterr().out.splitlines()) == 2  # nothing is said of 2 %
 
 
-def test_a_session_that_is_stopped_before_its_end_keeps_what_it_timed(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed, chosen = Timed(monkeypatch), two(study, dataset)
-
+def test_a_session_stopped_before_its_end_keeps_what_it_timed(timed: Timed) -> None:
     def stopped(config: RunConfig, seconds: float) -> StepTiming:
         if len(timed.calls) == 2:
             raise KeyboardInterrupt
-        return timed._measure(config, seconds)
+        return timed.measure(config, seconds)
 
-    monkeypatch.setattr(timing, "measure", stopped)
+    timed.measure_with(stopped)
     with pytest.raises(KeyboardInterrupt):
-        quietly(chosen, plan, out)
-    assert medians(chosen, plan, out) == {"prenorm": 1.0, "mgr": 2.0}
+        timed.time()
+    assert timed.medians == {"prenorm": 1.0, "mgr": 2.0}
 
 
 def covered(load: Callable[[random.Random], tuple[float, float, float]], widened: bool) -> float:
@@ -283,25 +275,8 @@ def test_intervals_hold_the_truth_where_load_changes_between_models() -> None:
     assert covered(at_random, widened=True) == pytest.approx(0.74, abs=0.04) and covered(at_random, False) < 0.1
 
 
-@pytest.mark.slow
-def test_a_variant_that_cannot_be_timed_does_not_stop_the_others(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed = Timed(monkeypatch)
-
-    def fails(config: RunConfig, seconds: float) -> StepTiming:
-        if config.model.topology.kind == "additive":
-            raise RuntimeError("out of memory")
-        return timed._measure(config, seconds)
-
-    monkeypatch.setattr(timing, "measure", fails)
-    quietly(two(study, dataset), plan, out)
-    assert json.loads((out / "timings" / "prenorm.json").read_text())["devices"] == {}
-    assert timed.calls == ["multi_gate"]
-
-
 def test_ctrl_c_while_timing_says_how_to_go_on(
-    study: StudyConfig, dataset: Dataset, plan: StudyPlan, out: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: Choose, dataset: object, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted:
         def __init__(self, *arguments: object, **options: object) -> None:
@@ -317,6 +292,8 @@ def test_ctrl_c_while_timing_says_how_to_go_on(
             assert self.ended
             return -15
 
+    plan = make_plan(chosen(), out, dataset)
+    write_all(plan, straight)
     monkeypatch.setattr(timing.subprocess, "Popen", Interrupted)
     with pytest.raises(StudyInterrupted, match="the same command continues"):
-        quietly(two(study, dataset), plan, out)
+        TimingMeasurement(chosen(), out).measure(plan, Console(quiet=True))

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from residua.cli.compare import app
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.study import StudyConfig
-from residua.study import conduct as conducting
-from residua.study.conduct import conduct
 from residua.study.config import Tune
-from residua.study.plan import PlannedRun, StudyPlan, make_plan
+from residua.study.plan import PlannedRun, Trial, make_plan, rate_changes, short_run
+from residua.study.plan import choose as choose_rate
 from residua.study.results import StudyResult
-from residua.study.runner import StudyInterrupted
-from residua.study.runs import is_complete
-from residua.study.saved import SavedStudy
-from residua.study.sentences import cost_sentences
-from residua.study.trials import Trial, choose, rate_changes, short_run
-from residua.study.tuning import chosen_rates
-from tests.study.conftest import SMALL
+from residua.study.results_file import SavedStudy
+from residua.study.train_runs import StudyInterrupted, choose_rates, cost_sentences
+from tests.study.conftest import SET_SMALL, SMALL, Choose, Trainer, choose, compare
 from tests.study.recorded import write_run
 
 LONGER = (*SMALL, "train.steps=40", "model.layers=2")
@@ -42,59 +33,14 @@ def loss(run: PlannedRun, step: int) -> float:
     return 3.0 + abs(math.log(run.rate / BEST[run.variant])) + 0.01 * run.seed / (step + 1)
 
 
-@dataclass
-class Trainer:
-    """Stands in for the processes that train; `fails` are multiples whose runs diverge."""
-
-    trained: list[str] = field(default_factory=list)
-    fails: tuple[float, ...] = ()
-    stop_after: int | None = None
-
-    def __call__(self, study: StudyConfig, plan: StudyPlan, out: Path, watcher: Any) -> dict[PlannedRun, str]:
-        out.mkdir(parents=True, exist_ok=True)
-        problems = {}
-        for run in plan.runs:
-            if is_complete(run.folder, run.config):
-                continue
-            watcher.started(run, 0)
-            self.trained.append(run.title)
-            if run.rate in self.fails:
-                problems[run] = "the run diverged"
-            else:
-                write_run(run, loss)
-            watcher.finished(run, problems.get(run, ""))
-            if len(self.trained) == self.stop_after:
-                raise StudyInterrupted("Stopped")
-        return problems
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch, no_page: None) -> Trainer:
+    return Trainer(loss).replace_training(monkeypatch, pages=True)
 
 
 @pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    stand_in = Trainer()
-    monkeypatch.setattr(conducting, "run_plan", stand_in)
-    page = SimpleNamespace(write=lambda path: path)  # drawing it takes seconds
-    monkeypatch.setattr(conducting, "study_page", lambda *_: page)
-    return stand_in
-
-
-def choice(dataset: Dataset, **changes: Any) -> StudyConfig:
-    given = {
-        "variants": ["prenorm", "mgr"],
-        "data": str(dataset.path),
-        "seeds": 2,
-        "match": {"kind": "none"},
-        "tune": {"lr": ["0.5x", "1x", "2x"]},
-    }
-    return StudyConfig(**{"name": "small", "base": "tiny", "set": LONGER, **given, **changes})
-
-
-@pytest.fixture
-def chosen(dataset: Dataset) -> Callable[..., StudyConfig]:
-    return partial(choice, dataset)
-
-
-def run(study: StudyConfig, out: Path, results: Path | None = None) -> StudyResult:
-    return conduct(study, out, Console(quiet=True), results).result
+def chosen(dataset: Dataset) -> Choose:
+    return partial(choose, dataset, "mgr", set=LONGER, match={"kind": "none"}, tune={"lr": ["0.5x", "1x", "2x"]})
 
 
 def rates(result: StudyResult) -> dict[str, float]:
@@ -103,10 +49,10 @@ def rates(result: StudyResult) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_each_variant_gets_the_rate_of_its_best_short_run(
-    chosen: Callable[..., StudyConfig], trainer: Trainer, out: Path, dataset: Dataset
+    chosen: Choose, trainer: Trainer, out: Path, dataset: Dataset
 ) -> None:
     study = chosen()
-    result = run(study, out)
+    result = compare(study, out)
     assert rates(result) == BEST
     trials, compared = trainer.trained[:6], trainer.trained[6:]
     assert trials[:3] == [f"prenorm-lr{factor}x-seed1000" for factor in ("0.5", "1", "2")]
@@ -122,11 +68,9 @@ def test_each_variant_gets_the_rate_of_its_best_short_run(
 
 
 @pytest.mark.slow
-def test_what_was_tried_is_in_the_files_of_the_study(
-    chosen: Callable[..., StudyConfig], trainer: Trainer, out: Path
-) -> None:
+def test_what_was_tried_is_in_the_files_of_the_study(chosen: Choose, trainer: Trainer, out: Path) -> None:
     trainer.fails = (0.5,)
-    run(chosen(), out)
+    compare(chosen(), out)
     (mgr,) = [rate for rate in json.loads((out / "results.json").read_text())["tuning"] if rate["variant"] == "mgr"]
     assert (mgr["chosen"], mgr["seed"], mgr["steps"]) == (2.0, 1000, 10)
     assert [trial["problem"] for trial in mgr["trials"]] == ["the run diverged", "", ""]
@@ -139,22 +83,22 @@ def test_what_was_tried_is_in_the_files_of_the_study(
 
 @pytest.mark.slow
 def test_a_study_that_goes_on_does_not_choose_again(
-    chosen: Callable[..., StudyConfig], trainer: Trainer, out: Path, monkeypatch: pytest.MonkeyPatch
+    chosen: Choose, trainer: Trainer, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer.stop_after = 2
     with pytest.raises(StudyInterrupted):
-        run(chosen(), out)
+        compare(chosen(), out)
     trainer.stop_after = 8
     with pytest.raises(StudyInterrupted):
-        run(chosen(), out)
+        compare(chosen(), out)
     assert len(set(trainer.trained)) == 8, "a complete trial is not trained again"
     trainer.stop_after = None
     monkeypatch.setitem(BEST, "mgr", 0.5)  # as if a trial gave another number
     for path in out.glob("runs/*-lr*"):
         path.rename(path.with_name(f"moved-{path.name}"))
-    assert rates(run(chosen(), out)) == {"prenorm": 1.0, "mgr": 2.0}
+    assert rates(compare(chosen(), out)) == {"prenorm": 1.0, "mgr": 2.0}
     assert len(trainer.trained) == 10
-    assert rates(run(chosen(seeds=3, tune=None), out)) == {"prenorm": 1.0, "mgr": 2.0}
+    assert rates(compare(chosen(seeds=3, tune=None), out)) == {"prenorm": 1.0, "mgr": 2.0}
     assert trainer.trained[10:] == ["prenorm-seed2", "mgr-seed2"], "a new seed has the chosen rate"
     (out.parent / "again.toml").write_text(chosen(tune=None).to_toml())
     planned = CliRunner().invoke(app, [str(out.parent / "again.toml"), "--out", str(out), "--plan"])
@@ -162,40 +106,33 @@ def test_a_study_that_goes_on_does_not_choose_again(
 
 
 @pytest.mark.slow
-def test_the_choice_travels_with_the_results_file(
-    chosen: Callable[..., StudyConfig], trainer: Trainer, tmp_path: Path
-) -> None:
+def test_the_choice_travels_with_the_results_file(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     kept = tmp_path / "x.json"
-    first = run(chosen(), tmp_path / "first", kept)
+    first = compare(chosen(), tmp_path / "first", kept)
     before = len(trainer.trained)
-    again = run(chosen(seeds=3), tmp_path / "second", kept)
+    again = compare(chosen(seeds=3), tmp_path / "second", kept)
     assert trainer.trained[before:] == ["prenorm-seed2", "mgr-seed2"]
     assert again.tuning == first.tuning == SavedStudy.read(kept).tuning
     with pytest.raises(ConfigError, match=r"has tune.lr = \(0.5, 1.0, 2.0\) and this study none"):
-        run(chosen(tune=None), tmp_path / "third", kept)
+        compare(chosen(tune=None), tmp_path / "third", kept)
 
 
 @pytest.mark.slow
-def test_a_plan_counts_the_trials_and_trains_nothing(
-    chosen: Callable[..., StudyConfig], dataset: Dataset, out: Path
-) -> None:
+def test_a_plan_counts_the_trials_and_trains_nothing(chosen: Choose, dataset: Dataset, out: Path) -> None:
     plan = make_plan(chosen(), out, dataset)
     assert len(plan.trials) == 6 and {r.config.train.steps for r in plan.trials} == {10}
     assert {(r.seed, r.config.data.seed, r.config.train.seed) for r in plan.trials} == {(1000, 1000, 1000)}
     assert cost_sentences(plan)[0].startswith(
         "Tuning adds 3.84 k training tokens to the 10.24 k of the comparison (+38%)"
     )
-    small = [word for change in SMALL for word in ("--set", change)]
-    arguments = ["prenorm", "mgr", "--seeds", "1", *small, "--data", str(dataset.path), "--out", str(out), "--plan"]
+    arguments = ["prenorm", "mgr", "--seeds", "1", *SET_SMALL, "--data", str(dataset.path), "--out", str(out), "--plan"]
     shown = CliRunner().invoke(app, [*arguments, "--tune", "lr=0.5x,1x,2x"], catch_exceptions=False).output
     assert "2 variants × 1 seed = 2 runs, and 6 to tune learning rates" in " ".join(shown.split())
     assert "0 of 2 runs are complete; 2 left to train, after 6 trials of learning rates." in " ".join(shown.split())
     assert not out.exists()
 
 
-def test_a_short_run_is_the_run_with_fewer_steps_and_another_seed(
-    chosen: Callable[..., StudyConfig], dataset: Dataset, out: Path
-) -> None:
+def test_a_trial_has_fewer_steps_and_another_seed(chosen: Choose, dataset: Dataset, out: Path) -> None:
     config = make_plan(chosen(), out, dataset).models["tiny", "prenorm"].config
     longer = config.override(["train.steps=1000", "train.schedule.warmup=100"])
     trial = short_run(longer, Tune(lr=(1.0, 3.0)), 3.0)
@@ -215,24 +152,22 @@ def test_a_short_run_is_the_run_with_fewer_steps_and_another_seed(
         ((None, None, None), 1.0, "no trial completed"),
     ],
 )
-def test_the_lowest_loss_wins_and_the_end_of_the_list_is_told(
+def test_the_lowest_loss_wins_and_an_end_of_the_list_is_told(
     losses: tuple[float | None, ...], factor: float, note: str
 ) -> None:
     tried = [Trial(factor=f, rate=f / 100, loss=v) for f, v in zip((0.5, 1.0, 2.0), losses, strict=True)]
-    found = choose("tiny", "mgr", tried, 1000, 10, "")
+    found = choose_rate("tiny", "mgr", tried, 1000, 10, "")
     assert found.chosen == factor
     assert note in found.note and bool(note) == bool(found.note)
 
 
-def test_trials_are_compared_on_the_text_that_all_read(
-    chosen: Callable[..., StudyConfig], out: Path, dataset: Dataset
-) -> None:
+def test_trials_are_compared_on_the_text_that_all_read(chosen: Choose, out: Path, dataset: Dataset) -> None:
     study = chosen()
     plan = make_plan(study, out, dataset)
     for trial in plan.trials:  # on all of the text the order is another, but some were validated on a part alone
         final = {"loss": 1.0 + abs(trial.rate - 0.5), "bits_per_byte": 1.0, "tokens": 100}
         write_run(trial, loss, final=None if trial.rate == 1.0 else final)
-    assert {rate.variant: rate.chosen for rate in chosen_rates(study, plan, {})} == BEST
+    assert {rate.variant: rate.chosen for rate in choose_rates(study, plan, {})} == BEST
 
 
 @pytest.mark.parametrize(
@@ -246,9 +181,7 @@ def test_trials_are_compared_on_the_text_that_all_read(
         ({"lr": ["fast", "1x"]}, "^the learning rates to try contain .fast.: write multiples as 0.5x, 1x, 2x"),
     ],
 )
-def test_a_search_that_makes_no_sense_is_refused(
-    tune: dict[str, Any], sentence: str, chosen: Callable[..., StudyConfig]
-) -> None:
+def test_a_search_that_makes_no_sense_is_refused(tune: dict[str, Any], sentence: str, chosen: Choose) -> None:
     with pytest.raises(ConfigError, match=sentence):
         chosen(tune=tune)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +11,18 @@ import pytest
 import torch
 from rich.console import Console
 
+from residua.cli.compare_study import start_study
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.storage.load import weights_fingerprint
 from residua.storage.tensors import save_tensors
 from residua.study import StudyConfig
-from residua.study import conduct as conducting
-from residua.study.conduct import conduct
-from residua.study.given import started
-from residua.study.plan import PlannedRun, StudyPlan
-from residua.study.preview import preview
-from residua.study.saved import SavedStudy
+from residua.study.plan import PlannedRun
+from residua.study.results_file import SavedStudy
+from residua.study.run_study import preview
 from residua.train.environment import START, TEXT
-from tests.study.conftest import SMALL
-from tests.study.test_saved import Trainer, without_pages
+from tests.study.conftest import SMALL, Choose, Trainer, compare
 
 pytestmark = pytest.mark.slow
 
@@ -53,41 +48,29 @@ def old(tmp_path: Path, dataset: Dataset) -> Path:
 class Recorder(Trainer):
     """A stand-in that also records the weights that a run begins with, as the trainer does."""
 
-    def __call__(self, study: StudyConfig, plan: StudyPlan, out: Path, watcher: Any) -> dict[PlannedRun, str]:
-        new = [run for run in plan.runs if not run.folder.exists()]
-        problems = super().__call__(study, plan, out, watcher)
-        for run in new:
-            path = run.folder / "environment.json"
-            start, text = run.config.train.start, run.config.data.path
-            assert start is not None and text is not None
-            made_of = {START: weights_fingerprint(start), TEXT: Dataset.open(text).fingerprint}
-            path.write_text(json.dumps({**json.loads(path.read_text()), **made_of}))
-        return problems
+    def train(self, run: PlannedRun) -> None:
+        super().train(run)
+        path, start, text = run.folder / "environment.json", run.config.train.start, run.config.data.path
+        assert start is not None and text is not None
+        made_of = {START: weights_fingerprint(start), TEXT: Dataset.open(text).fingerprint}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **made_of}))
 
 
 @pytest.fixture(autouse=True)
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
-    stand_in = Recorder([])
-    monkeypatch.setattr(conducting, "run_plan", stand_in)
-    monkeypatch.setattr(conducting, "summarise", without_pages)
-    return stand_in
-
-
-def _begin(dataset: Dataset, run: Path, *variants: str, **keys: Any) -> StudyConfig:
-    study = {"variants": ["base", *variants], "data": str(dataset.path), "seeds": 1, **keys}
-    return StudyConfig(**started(study, run))
+    return Recorder().replace_training(monkeypatch)
 
 
 @pytest.fixture
-def begin(dataset: Dataset) -> Callable[..., StudyConfig]:
-    return partial(_begin, dataset)
+def begin(dataset: Dataset) -> Choose:
+    def begun(run: Path, *variants: str, **keys: Any) -> StudyConfig:
+        study = {"variants": ["base", *variants], "data": str(dataset.path), "seeds": 1, **keys}
+        return StudyConfig(**start_study(study, run))
+
+    return begun
 
 
-def compare(study: StudyConfig, out: Path, results: Path | None = None) -> Any:
-    return conduct(study, out, Console(quiet=True), results).result
-
-
-def test_the_fingerprint_is_of_the_last_checkpoint_and_not_of_its_place(old: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_is_of_the_last_checkpoint_anywhere(old: Path, tmp_path: Path) -> None:
     first = weights_fingerprint(old)
     assert first is not None and weights_fingerprint(old.rename(tmp_path / "moved")) == first
     save_weights(tmp_path / "moved", 20, 2.0)
@@ -96,7 +79,7 @@ def test_the_fingerprint_is_of_the_last_checkpoint_and_not_of_its_place(old: Pat
 
 
 def test_weights_that_changed_are_refused_in_a_folder(
-    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig], trainer: Trainer
+    old: Path, tmp_path: Path, begin: Choose, trainer: Trainer
 ) -> None:
     compare(begin(old), tmp_path / "study")
     save_weights(old, 20, 2.0)
@@ -105,17 +88,13 @@ def test_weights_that_changed_are_refused_in_a_folder(
     assert trainer.trained == ["base-seed0"]
 
 
-def test_a_complete_study_can_be_shown_again_when_the_weights_changed(
-    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig]
-) -> None:
+def test_a_complete_study_is_shown_with_changed_weights(old: Path, tmp_path: Path, begin: Choose) -> None:
     compare(begin(old), tmp_path / "study")
     save_weights(old, 20, 2.0)
     assert compare(begin(old), tmp_path / "study").runs[0].status == "complete"
 
 
-def test_weights_that_changed_are_refused_in_a_results_file(
-    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig]
-) -> None:
+def test_weights_that_changed_are_refused_in_a_results_file(old: Path, tmp_path: Path, begin: Choose) -> None:
     kept = tmp_path / "x.json"
     compare(begin(old), tmp_path / "study", kept)
     assert SavedStudy.read(kept).environments[0][START] == weights_fingerprint(old)
@@ -124,9 +103,7 @@ def test_weights_that_changed_are_refused_in_a_results_file(
         compare(begin(old, "mgr"), tmp_path / "other", kept)
 
 
-def test_a_folder_that_recorded_no_weights_goes_on(
-    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig], trainer: Trainer
-) -> None:
+def test_a_folder_that_recorded_no_weights_goes_on(old: Path, tmp_path: Path, begin: Choose, trainer: Trainer) -> None:
     compare(begin(old), tmp_path / "study")
     path = tmp_path / "study/runs/base-seed0/environment.json"
     path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != START}))
@@ -135,8 +112,8 @@ def test_a_folder_that_recorded_no_weights_goes_on(
     assert trainer.trained == ["base-seed0", "mgr-seed0"]
 
 
-def test_a_study_goes_on_where_the_imported_weights_have_another_place(
-    old: Path, tmp_path: Path, dataset: Dataset, begin: Callable[..., StudyConfig], trainer: Trainer
+def test_a_study_goes_on_with_weights_at_another_place(
+    old: Path, tmp_path: Path, dataset: Dataset, begin: Choose, trainer: Trainer
 ) -> None:
     kept = tmp_path / "x.json"
     (old / "source").mkdir()
@@ -148,8 +125,8 @@ def test_a_study_goes_on_where_the_imported_weights_have_another_place(
     assert trainer.trained == ["base-seed0", "mgr-seed0", "exoformer-seed0"]
 
 
-def test_what_lies_at_the_old_place_of_moved_weights_does_not_matter(
-    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig], trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+def test_weights_at_the_old_place_do_not_matter(
+    old: Path, tmp_path: Path, begin: Choose, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     kept = tmp_path / "x.json"
@@ -160,17 +137,15 @@ def test_what_lies_at_the_old_place_of_moved_weights_does_not_matter(
     assert trainer.trained == ["base-seed0", "mgr-seed0", "exoformer-seed0"]
 
 
-def test_neither_file_nor_table_names_places_of_this_machine(
-    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig]
-) -> None:
+def test_neither_file_nor_table_names_places(old: Path, tmp_path: Path, begin: Choose) -> None:
     kept = tmp_path / "x.json"
     result = compare(begin(old), tmp_path / "study", kept)
     assert str(tmp_path) not in kept.read_text()
     assert [row.size for row in result.variants] == ["old.toml"]
 
 
-def test_a_results_file_goes_on_from_the_folder_that_its_weights_are_in(
-    old: Path, tmp_path: Path, dataset: Dataset, begin: Callable[..., StudyConfig], monkeypatch: pytest.MonkeyPatch
+def test_a_results_file_goes_on_from_the_folder_of_its_weights(
+    old: Path, tmp_path: Path, dataset: Dataset, begin: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     kept = tmp_path / "x.json"
@@ -182,7 +157,7 @@ def test_a_results_file_goes_on_from_the_folder_that_its_weights_are_in(
 
 
 def test_a_plan_and_a_study_notice_weights_that_are_not_there(
-    old: Path, tmp_path: Path, begin: Callable[..., StudyConfig], trainer: Trainer
+    old: Path, tmp_path: Path, begin: Choose, trainer: Trainer
 ) -> None:
     study = begin(old, "mgr")
     shutil.rmtree(old / "checkpoints")

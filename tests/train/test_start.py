@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from residua.cli.compare_study import start_study
 from residua.cli.train import _retrofit
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
@@ -17,7 +18,6 @@ from residua.quantize import quantize
 from residua.storage.hugging_face import companions
 from residua.storage.load import load, weights_fingerprint
 from residua.storage.run import read_metrics, saved_config
-from residua.study.given import started
 from residua.train.environment import START
 from residua.train.start import check_model, start_lines, starting_model, what_is_kept
 from residua.train.trainer import train
@@ -131,7 +131,7 @@ def test_changed_setting_leaves_the_eps_of_readers(tmp_path: Path, data: Path, k
     (tmp_path / "config.toml").write_text(of(data).override([f"model.topology.kind={kind}"]).to_toml())
     _, config = _retrofit(tmp_path, None, [f"model.topology.{change}"], None, tmp_path / "new", False)
     assert config.model.reader_eps == "norm"
-    assert "model.reader_eps=sum" not in started({}, tmp_path)["set"]
+    assert "model.reader_eps=sum" not in start_study({}, tmp_path)["set"]
 
 
 def test_mistakes_are_refused_before_anything_is_written(old: Path, tmp_path: Path, data: Path) -> None:

@@ -1,0 +1,180 @@
+"""The study that a command line of `residua compare` names: a file, a folder, results or variants, and its changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError, of_file, read_toml
+from residua.config.variants import is_known
+from residua.model.size import shapes
+from residua.storage.load import start_changes
+from residua.study.config import DEMO, StudyConfig
+from residua.study.plan import STARTED, STUDY
+from residua.study.results_file import SavedStudy
+
+_OF_A_START = ("train.start", "model.vocab_size", "data.tokenizer")
+"""What the weights to begin with decide: a study that begins with others takes theirs."""
+
+
+def resolve_study(
+    what: list[str], demo: bool, options: dict[str, Any], start: Path | None, folder: Path | None, results: Path | None
+) -> StudyConfig:
+    """The study that is named, with what the command line changes in it."""
+    if start is not None:
+        _refuse_other_shapes(options)
+    file, study = _written(what, demo, folder, results, "tasks" in options)
+    if start is not None:
+        study = start_study(_without_shapes(study) if demo else study, start)
+    with nullcontext() if file is None else of_file(file):
+        study = change_study(study, options)
+        _require_names(study.get("tasks"), options)
+        return StudyConfig(**study)
+
+
+def _refuse_other_shapes(given: dict[str, Any]) -> None:
+    """Refuse options that give the variants of --from other shapes than the weights have."""
+    if "base" in given or "scaling" in given:
+        raise ConfigError("--from gives the base and its size: leave --base and --sizes out.")
+    if given.get("match", {"kind": "none"}) != {"kind": "none"}:
+        raise ConfigError("variants that begin with given weights have their shapes: leave --match out.")
+
+
+def _without_shapes(study: dict[str, Any]) -> dict[str, Any]:
+    """The demo for given weights, without its own shapes, which they do not have."""
+    return {**study, "set": [change for change in study["set"] if not change.startswith("model.")]}
+
+
+def _written(
+    what: list[str], demo: bool, folder: Path | None, results: Path | None, asks: bool
+) -> tuple[str | Path | None, dict[str, Any]]:
+    """The demo, a study file, the study of a folder or of a results file, or named variants; and the file it is in.
+
+    A results file's tasks are part of its study only if the command `asks` tasks: their files are elsewhere.
+    """
+    files = [name for name in what if name.endswith(".toml")]
+    if demo and what:
+        raise ConfigError("--demo has its own variants: give either --demo or names.")
+    if demo:
+        return None, read_toml(DEMO)
+    if files:
+        if len(what) > 1:
+            raise ConfigError(f"{files[0]} is a whole study: give either one study file or names of variants.")
+        study = read_toml(files[0])
+        _refuse_run(files[0], study)
+        return files[0], {"name": Path(files[0]).stem, **study}
+    if folder is not None:
+        file = folder / (STARTED if (folder / STARTED).exists() else STUDY)
+        if not file.exists():
+            raise ConfigError(f"{folder} holds no study (no {STUDY}): name the study file it was made from.")
+        return file, read_toml(file)
+    if not what and results is not None and results.exists():
+        saved = SavedStudy.read(results)
+        named = {} if saved.tasks is None or not asks else {"tasks": saved.tasks.model_dump(exclude_none=True)}
+        return None, {**saved.study, **named}
+    if not what and results is not None:
+        raise ConfigError(
+            f"{results} does not exist, so there is no study to continue: name its variants, or another file."
+        )
+    _refuse_other_words(what)
+    if len(what) < 2:
+        raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
+    return None, {"variants": what}
+
+
+def _refuse_run(file: str, study: dict[str, Any]) -> None:
+    """Refuse the configuration of a run, and a study that extends one."""
+    if "variants" in study and "extends" in study:
+        raise ConfigError(
+            f"{file}: a study extends nothing: write base = {study['extends']!r}, which its variants change."
+        )
+    if "variants" not in study and ("extends" in study or isinstance(study.get("model"), dict)):
+        raise ConfigError(
+            f"{file} configures a run, not a study: compare variants of it with `residua compare prenorm mgr --base "
+            f"{file}`."
+        )
+
+
+def _refuse_other_words(what: list[str]) -> None:
+    """Say what to do with words that are no names of variants."""
+    for word in what:
+        if word.endswith(".json"):
+            raise ConfigError(f"{word} is a file, not a variant: name a results file with --results {word}.")
+        if "/" in word and len(what) == 1:
+            raise ConfigError(f"{word} is no folder: name the folder of a study, a study file, or variants.")
+        if "/" in word:
+            raise ConfigError(f"{word} is a path, not a variant: name a study's folder alone, without variants.")
+        if not is_known(word) and any((Path(word) / name).is_file() for name in (STUDY, STARTED)):
+            raise ConfigError(f"{word} is the folder of a study, not a variant: name it alone, without variants.")
+        if "," in word:
+            names = " ".join(" ".join(what).replace(",", " ").split())
+            raise ConfigError(f"{word!r} holds a comma: separate variants by spaces, as in `residua compare {names}`.")
+
+
+def _require_names(tasks: Any, given: dict[str, Any]) -> None:
+    """Refuse options of tasks if neither the command nor the study names any."""
+    if "tasks" in given and "names" not in tasks:
+        option = {"folder": "--task-dir"}.get(next(iter(tasks)), f"--{next(iter(tasks))}")
+        raise ConfigError(f"{option} needs --tasks: name the tasks, or a group such as exoformer.")
+
+
+def change_study(study: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A study with options of the command line; bases named there replace those that it keeps.
+
+    Changes of `set` are added to the study's own, and a table such as `tune` keeps the keys that are not named.
+    """
+    kept = {key: value for key, value in study.items() if key != "bases" or not {"base", "scaling"} & given.keys()}
+    joined = {key: join(kept[key], given[key]) for key, join in _JOINED.items() if key in kept and key in given}
+    return {**kept, **given, **joined}
+
+
+def start_study(study: Mapping[str, Any], run: Path) -> dict[str, Any]:
+    """A study whose variants begin with the weights of a run, and so must have their shapes."""
+    base, changes = start_changes(run)
+    own = study.get("set", [])
+    if _is_list(own):
+        topology = shapes(RunConfig.from_toml(base).model).topology
+        if topology.initialization().is_additive:  # others cannot be given another topology
+            changes.append("model.reader_eps=sum")
+        own = [*changes, *(change for change in own if _key(change) not in _OF_A_START)]
+    kept = {key: value for key, value in study.items() if key != "bases"}
+    return {**kept, "base": base, "match": {"kind": "none"}, "set": own}
+
+
+def _both_sets(own: Any, given: list[str]) -> Any:
+    """The study's own changes, then those given, without own ones of the same key."""
+    if not _is_list(own):
+        return own  # refused when the study is read
+    named = {_key(change) for change in given}
+    return [*(change for change in own if _key(change) not in named), *given]
+
+
+def _other_rule(own: Any, given: dict[str, Any]) -> Any:
+    """Another rule of matching with the study's tolerance, if the rule has one."""
+    return {**own, **given} if isinstance(own, dict) and given["kind"] != "none" else given
+
+
+def _both_tables(own: Any, given: dict[str, Any]) -> Any:
+    return {**own, **given} if isinstance(own, dict) else given
+
+
+def _same_tasks(own: Any, given: dict[str, Any]) -> Any:
+    """The study's tasks asked in another way, unless tasks are named."""
+    return given if "names" in given else _both_tables({"names": own} if isinstance(own, list) else own, given)
+
+
+_JOINED: dict[str, Callable[[Any, Any], Any]] = {
+    "set": _both_sets, "match": _other_rule, "tune": _both_tables, "tasks": _same_tasks,
+}  # fmt: skip
+"""How an option joins what the study has under the same key; others replace it."""
+
+
+def _key(change: str) -> str:
+    return change.partition("=")[0].replace(" ", "")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)

@@ -1,0 +1,409 @@
+"""A study goes on: records of its folder and of its results file, keyed by what was run, are joined.
+
+What was run already is not run again. Two runs are the same if size, variant, seed and budget have the same names, the
+text has the same fingerprint, and the configurations are equal in every key but those of PLACE. The same names with
+anything else different are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from residua.config.run import RunConfig, settings
+from residua.config.settings import ConfigError, Frozen
+from residua.data import Dataset, unigram_entropy
+from residua.files import is_plain_name, write_atomically
+from residua.reading import ReadError, Shape, counted, inside, read_json, shown
+from residua.storage.load import weights_fingerprint
+from residua.study.config import StudyConfig, Tasks
+from residua.study.plan import EXTENDED, PLACE, STARTED, STUDY, PlannedRun, StudyPlan, make_plan, read_rates
+from residua.study.records import RunRecord, is_complete, read_environment, read_run
+from residua.study.results import DatasetFacts
+from residua.study.results_file import PATHS, SavedStudy, Timings, found_here, same_place, save_study
+from residua.study.timing import read_timings
+from residua.study.train_runs import lock_results
+from residua.train.environment import START
+from residua.train.result import final_tokens
+from residua.version import MATHEMATICS
+
+
+@dataclass(frozen=True)
+class StudyRecords:
+    """A study in `out` and the saved one of its `results` file as one: the joined configuration and plan.
+
+    `asked` are the runs of the study itself, `known` what the file has of runs, `commands` made the numbers.
+    """
+
+    study: StudyConfig
+    plan: StudyPlan
+    out: Path
+    dataset: Dataset
+    results: Path | None
+    asked: tuple[PlannedRun, ...]
+    known: dict[PlannedRun, RunRecord] = field(default_factory=dict)
+    timings: Timings = field(default_factory=dict)
+    commands: tuple[str, ...] = ()
+
+    @property
+    def new(self) -> StudyPlan:
+        """The runs that are not saved."""
+        return replace(self.plan, runs=tuple(run for run in self.plan.runs if run not in self.known))
+
+    @cached_property
+    def left(self) -> tuple[PlannedRun, ...]:
+        """The runs, with trials of learning rates, that were left to train when this was first asked."""
+        runs = (*self.new.runs, *self.plan.trials)
+        return tuple(run for run in runs if not is_complete(run.folder, run.config))
+
+    @cached_property
+    def facts(self) -> DatasetFacts:
+        """Facts to compare the losses with."""
+        tokens = self.dataset.split("validation").tokens
+        return describe(self.dataset, final_tokens(self.plan.runs[0].config, tokens))
+
+    def write(self) -> None:
+        """Write the numbers of the complete runs into the results file, if there is one."""
+        if self.results is None:
+            return
+        records, timed = complete_records(self.plan, self.known), read_timings(self.study, self.plan, self.out)
+        timings = {key: timed.get(key) or devices for key, devices in {**timed, **self.timings}.items()}
+        save_study(self.study, self.plan, records, self.dataset.fingerprint, self.facts, timings, self.commands).write(
+            self.results
+        )
+
+    def start_of(self, run: PlannedRun) -> str | None:
+        """Where this study has the weights that a run begins with.
+
+        A saved run that this study does not ask for has a path as another study saw it. It is compared with the weights
+        that the runs of this study begin with.
+        """
+        models = self.plan.models
+        if run in self.asked or run not in self.known:
+            return models[run.size, run.variant].config.train.start
+        starts = {models[own.size, own.variant].config.train.start for own in self.asked}
+        return starts.pop() if len(starts) == 1 else None
+
+    def refuse_other_weights(self) -> None:
+        """Refuse to train the rest of a study whose other runs began with weights that have changed since."""
+        for run in (*self.plan.runs, *self.plan.trials) if self.left else ():
+            start, saved = self.start_of(run), self.known.get(run)
+            began = (read_environment(run.folder) if saved is None else saved.environment).get(START)
+            now = None if start is None or began is None else weights_fingerprint(start)
+            if now is not None and now != began:
+                where = f"{run.folder}" if saved is None else f"{run.title} of {self.results}"
+                otherwise = "choose another --out" if saved is None else "name another file for --results"
+                raise ConfigError(
+                    f"{where} began with other weights than {start} holds now (fingerprint {began}, now {now}): "
+                    f"restore those weights, or {otherwise}."
+                )
+
+    def missing_weights(self) -> str:
+        """A sentence if runs that are left to train have no weights to begin with; else empty."""
+        starts = dict.fromkeys(start for run in self.left if (start := self.start_of(run)) is not None)
+        missing = next((start for start in starts if weights_fingerprint(start) is None), None)
+        if missing is None:
+            return ""
+        are = "run is" if len(self.left) == 1 else "runs are"
+        return (
+            f"{missing} holds no weights to begin with, and {len(self.left)} {are} left to train: name the run that "
+            "has them with --from."
+        )
+
+    def require_weights(self) -> None:
+        """Refuse to begin without the weights that runs begin with."""
+        if missing := self.missing_weights():
+            raise ConfigError(missing)
+
+    def progress_sentence(self) -> str:
+        """How many runs of the study are complete, and what is left to train."""
+        local = self.complete()
+        done = sum(run in self.known or run in local for run in self.asked)
+        trials = sum(not is_complete(run.folder, run.config) for run in self.plan.trials)
+        tuning = f", after {counted(trials, 'trial')} of learning rates" if trials else ""
+        left = f"{len(self.asked) - done or 'none'} left to train"
+        return f"{done} of {counted(len(self.asked), 'run')} {'is' if done == 1 else 'are'} complete; {left}{tuning}."
+
+    def sentences(self) -> list[str]:
+        """What a person should know about the saved runs; empty without any."""
+        if not self.known or self.results is None:
+            return []
+        name, left = self.results.name, sum(not is_complete(run.folder, run.config) for run in self.new.runs)
+        saved = f"{counted(len(self.known), 'run')} of {name} will not be trained again"
+        sentences = [f"{saved}; {counted(left, 'run') if left else 'none'} left to train."]
+        old = sorted({run.environment.get("mathematics", MATHEMATICS) for run in self.known.values()} - {MATHEMATICS})
+        if old:
+            sentences.append(
+                f"{name} holds runs of mathematics version {', '.join(map(str, old))}, and this Residua has "
+                f"{MATHEMATICS}: the same configuration may compute something else. Name another file for --results to "
+                "train them again."
+            )
+        return sentences
+
+    def complete(self) -> list[PlannedRun]:
+        """The runs that only the study's folder has, complete and with a learning rate that is known."""
+        return [run for run in self.new.settled if is_complete(run.folder, run.config)]
+
+    def add_complete(self, study: StudyConfig) -> str:
+        """Add the complete runs of this study's folder to the results file, which gets no variant or seed beyond them.
+
+        Returns a sentence: how many runs the file holds then.
+        """
+        runs = self.complete()
+        if runs:
+            names, seeds, budgets = ({getattr(run, key) for run in runs} for key in ("variant", "seed", "budget"))
+            ladder = tuple(budget for budget in study.ladder if budget in budgets)
+            part = study.model_copy(
+                update={
+                    "variants": {name: v for name, v in study.variants.items() if name in {study.baseline, *names}},
+                    "seeds": tuple(seed for seed in study.seeds if seed in seeds),
+                    "ladder": () if ladder == (1.0,) else ladder,
+                }
+            )
+            models = {key: model for key, model in self.plan.models.items() if key[1] in part.variants}
+            tuned = tuple(rate for rate in self.plan.tuned if rate.variant in part.variants)
+            plan = replace(self.plan, models=models, runs=tuple(runs), tuned=tuned, trials=())
+            with lock_results(self.results):
+                join(part, plan, self.out, self.dataset, self.results).write()
+        if not self.known and not runs:
+            return f"No run is complete, so {self.results} gets no numbers yet."
+        return f"{self.results} holds the numbers of {counted(len(self.known) + len(runs), 'complete run')}"
+
+
+def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
+    """Facts about a text; the entropy is of the part that losses are measured on."""
+    return DatasetFacts(
+        path=str(dataset.path),
+        vocab_size=dataset.vocab_size,
+        train_tokens=dataset.split("train").tokens,
+        validation_tokens=dataset.split("validation").tokens,
+        bytes_per_token=dataset.bytes_per_token("validation"),
+        unigram_entropy=unigram_entropy(dataset, limit_tokens=limit_tokens),
+    )
+
+
+def plan_study(study: StudyConfig, out: Path, dataset: Dataset, results: Path | None) -> StudyPlan:
+    """The plan, with the learning rates that a search chose, in the results file or in the study's folder."""
+    saved = SavedStudy.read(results).tuning if results is not None and results.exists() else None
+    return make_plan(study, out, dataset, [*read_rates(out), *(saved or ())])
+
+
+def join(
+    study: StudyConfig, plan: StudyPlan, out: Path, dataset: Dataset, results: Path | None, command: str = ""
+) -> StudyRecords:
+    """The union of a study with the one in its results file; ConfigError if they contradict.
+
+    A file without runs contradicts nothing.
+    """
+    saved = SavedStudy.read(results) if results is not None and results.exists() else None
+    commands = tuple(dict.fromkeys([*(saved.commands if saved else ()), *([command] if command else [])]))
+    if results is None or saved is None or not saved.runs:
+        return StudyRecords(study, plan, out, dataset, results, plan.runs, commands=(command,) if command else ())
+    if saved.fingerprint != dataset.fingerprint:
+        raise ConfigError(
+            f"{results} was trained on another text (fingerprint {saved.fingerprint}, here {dataset.fingerprint}): "
+            "name the folder of the same text, prepared in the same way, with --data, or another file for --results."
+        )
+    joined = _joined_config(results, saved.config, study)
+    before = saved.plan(out, next(iter(plan.models.values())).config.data.path)
+    records = saved.records(before)
+    _check_models(results, before, plan, records)
+    asked = {run.key: run for run in plan.runs}
+    # A saved run that this study asks for takes the study's own PlannedRun, and so its place in the plan.
+    known = {asked.get(run.key, run): record for run, record in records.items()}
+    _check_records(results, known)
+    runs = (*(run for run in before.runs if run.key not in asked), *plan.runs)
+    rates = {(rate.size, rate.variant): rate for rate in (*before.tuned, *plan.tuned)}
+    models = {**before.models, **plan.models}
+    whole = StudyPlan(models, runs, plan.text_tokens, tuple(rates.values()), plan.trials)
+    return StudyRecords(joined, whole, out, dataset, results, plan.runs, known, saved.timings, commands)
+
+
+def complete_records(plan: StudyPlan, known: Mapping[PlannedRun, RunRecord]) -> dict[PlannedRun, RunRecord]:
+    """What was measured in the complete runs: on disk, or `known` from elsewhere."""
+    local = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
+    joined = {run: record.filled(known[run]) if run in known else record for run, record in local.items()}
+    return {run: joined.get(run) or known[run] for run in plan.runs if run in local or run in known}
+
+
+def _joined_config(path: Path, before: StudyConfig, study: StudyConfig) -> StudyConfig:
+    """One study with the variants, seeds, sizes and budgets of both."""
+    for key in ("baseline", "match", "confidence", "tune"):
+        old, new = getattr(before, key), getattr(study, key)
+        if old != new:
+            if isinstance(old, Frozen) or isinstance(new, Frozen):  # of tables such as `match`, what differs in them
+                tables = [value.model_dump() if isinstance(value, Frozen) else {} for value in (old, new)]
+                name = next(name for name in {**tables[0], **tables[1]} if tables[0].get(name) != tables[1].get(name))
+                key, (old, new) = f"{key}.{name}", (table.get(name) for table in tables)
+            theirs, ours = ("none" if value is None else shown(value) for value in (old, new))
+            raise ConfigError(
+                f"{path} has {key} = {theirs} and this study {ours}: use the same, or name another file for --results."
+            )
+    return StudyConfig(
+        **{
+            **study.model_dump(exclude_none=True),
+            "name": before.name,
+            "variants": {**before.variants, **study.variants},
+            "seeds": tuple(sorted({*before.seeds, *study.seeds})),
+            "scaling": _joined_scaling(path, before, study),
+            "ladder": tuple(sorted({*before.ladder, *study.ladder})),
+            "ladder_of": "all" if "all" in (before.ladder_of, study.ladder_of) else "baseline",
+            "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
+            "bases": {**(before.bases or {}), **(study.bases or {})} or None,
+            "tasks": both_tasks(before.tasks, None if study.tasks is None else study.tasks.anywhere),
+            "workers": max(before.workers, study.workers),
+            "time_alone": before.time_alone or study.time_alone,
+        }
+    )
+
+
+def _joined_scaling(path: Path, before: StudyConfig, study: StudyConfig) -> dict[str, object] | None:
+    if before.scaling is None and study.scaling is None:
+        if before.base == study.base:
+            return None
+        raise ConfigError(
+            f"{path} compares variants of {before.base} and this study those of {study.base}, which is another run: "
+            "begin with the same one, or name another file for --results."
+        )
+    rules = [s.scaling.tokens_per_parameter if s.scaling else None for s in (before, study)]
+    if before.scaling is None or study.scaling is None or rules[0] != rules[1]:
+        raise ConfigError(
+            f"{path} has the sizes {', '.join(before.sizes)} and this study {', '.join(study.sizes)}, not scaled in "
+            "the same way: use the same --base, --sizes and --tokens-per-parameter, or name another file for --results."
+        )
+    return {**study.scaling.model_dump(), "sizes": tuple(dict.fromkeys((*before.sizes, *study.sizes)))}
+
+
+def _check_models(path: Path, before: StudyPlan, plan: StudyPlan, records: Mapping[PlannedRun, RunRecord]) -> None:
+    """Refuse a model whose settings differ, but for weights to begin with that are the same, wherever they are.
+
+    Weights that are not there contradict nothing: no run can begin with them.
+    """
+    for key in (key for key in before.models if key in plan.models):
+        saved, planned = before.models[key].config, plan.models[key].config
+        start = planned.train.start
+        began = {r.environment.get(START) for run, r in records.items() if (run.size, run.variant) == key} - {None}
+        moved = start is not None and bool(began) and weights_fingerprint(start) in (None, *began)
+        same = ("train.start",) if moved or same_place(saved.train.start, start) else ()
+        old, new = (settings(each, without=(*PLACE, "data.seed", "train.seed", *same)) for each in (saved, planned))
+        for name in {**old, **new}:
+            if old.get(name) != new.get(name):
+                raise ConfigError(
+                    f"{path} has {key[1]} with {name} = {old.get(name)!r}, and this study needs {new.get(name)!r}: "
+                    "give the variant another name, or name another file for --results."
+                )
+
+
+def _check_records(path: Path, known: Mapping[PlannedRun, RunRecord]) -> None:
+    """Refuse a run that the study's folder and the saved study both have, with different results."""
+    for run, saved in known.items():
+        if is_complete(run.folder, run.config):
+            local = read_run(run.folder, run.config)
+            if local.loss_curve != saved.loss_curve:
+                raise ConfigError(
+                    f"{run.folder} ends with a loss of {local.final_loss:.6f} and the same run in {path} with "
+                    f"{saved.final_loss:.6f}: remove that folder, or name another file for --results."
+                )
+
+
+def settle(study: StudyConfig, out: Path, results: Path | None = None) -> StudyConfig:
+    """The study as it begins: with what an earlier one in its folder measured, and its files by content.
+
+    Bases are called as the results file or the folder calls the same content.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    for file in (out / STUDY, out / STARTED):
+        if file.exists():
+            known |= StudyConfig.from_toml(file).bases or {}
+    if results is not None and results.exists():
+        known = {**(SavedStudy.read(results).config.bases or {}), **known}
+    return name_bases(with_earlier(study, out), known).model_copy(update={"set": found_here(study.set)})
+
+
+def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:
+    """The study with the recipes, tasks and search of rates of an earlier one in its folder: a rerun keeps them."""
+    if not (out / STUDY).exists():
+        return study
+    earlier = StudyConfig.from_toml(out / STUDY)
+    asked = "calibration" in study.model_fields_set or not earlier.quantize
+    kept = {
+        "quantize": tuple(dict.fromkeys((*earlier.quantize, *study.quantize))),
+        "calibration": study.calibration if asked else earlier.calibration,
+        "tasks": both_tasks(earlier.tasks, study.tasks),
+        "tune": study.tune or earlier.tune,
+    }
+    return study.model_copy(update=kept)
+
+
+def both_tasks(earlier: Tasks | None, tasks: Tasks | None) -> Tasks | None:
+    """The tasks of both, unless they are asked in another way now."""
+    if tasks is None or earlier is None:
+        return tasks or earlier
+    if earlier != tasks.model_copy(update={"names": earlier.names}):
+        return tasks
+    return tasks.model_copy(update={"names": tuple(dict.fromkeys((*earlier.names, *tasks.names)))})
+
+
+def name_bases(study: StudyConfig, known: Mapping[str, dict[str, Any]]) -> StudyConfig:
+    """The study with the content of the files that `base` or `sizes` name: it can be continued without them.
+
+    A file has the name that `known` has for the same content, or else a short one.
+    """
+    kept, names, bases = study.bases or {}, {}, dict(study.bases or {})
+    for size in study.sizes:
+        if size not in kept and not size.endswith(".toml"):
+            continue
+        base = bases.pop(size, None) or RunConfig.find(size).model_dump(mode="json", exclude_none=True)
+        same = [name for name, other in known.items() if _content(other) == _content(base)]
+        short = size if size in kept else _short_name(size, several=study.scaling is not None)
+        chosen = next((name for name in (*same, short) if name not in bases), size)
+        names[size], bases[chosen] = chosen, base
+    changes: dict[str, Any] = {"bases": bases or None}
+    if study.scaling is None:
+        changes["base"] = names.get(study.base, study.base)
+    else:
+        sizes = tuple(names.get(size, size) for size in study.scaling.sizes)
+        changes["scaling"] = study.scaling.model_copy(update={"sizes": sizes})
+    return study.model_copy(update=changes)
+
+
+def _short_name(file: str, several: bool) -> str:
+    """The name of a base's file; of a run's config.toml that of its folder, unless sizes name the study's folders."""
+    path = Path(file)
+    folder = path.resolve().parent.name
+    return f"{folder}.toml" if path.name == "config.toml" and not several and is_plain_name(folder) else path.name
+
+
+def _content(base: Mapping[str, Any]) -> object:
+    """What a base says, but for places; None if it cannot be built here."""
+    with suppress(ConfigError):
+        return settings(RunConfig(**base), without=("data.path", *PATHS))
+    return None
+
+
+class _ResultsLink(Shape):
+    results: str
+
+
+def link_results(out: Path, results: Path | None) -> None:
+    """Write into a study's folder where its results file is, seen from the folder; without one, forget an earlier."""
+    if results is None:
+        (out / EXTENDED).unlink(missing_ok=True)
+        return
+    content = {"results": os.path.relpath(results.resolve(), out.resolve())}
+    write_atomically(out / EXTENDED, json.dumps(content) + "\n", parents=True)
+
+
+def linked_results(out: Path) -> Path | None:
+    """The results file that the study of a folder was extended by, which may be gone; None if there was none."""
+    try:
+        written = read_json(inside(out, EXTENDED), _ResultsLink, "").results
+    except ReadError:
+        return None
+    return Path(os.path.relpath(out.resolve() / written))

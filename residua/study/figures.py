@@ -1,0 +1,356 @@
+"""The figures of a study: those of its page, from the records of its runs, and SVG pictures for documents.
+
+Pictures: what a variant's step costs against what its tokens are worth, and the ladder behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from residua.report import theme
+from residua.report.figures import Curve, curves, heatmap
+from residua.report.forest import Estimate, both_ends, forest
+from residua.report.scatter import Line, Point, Scatter
+from residua.study.gains import speed_is_shown
+from residua.study.records import RunRecord
+from residua.study.results import LadderResult, ScalingResult, StudyResult, VariantResult
+from residua.study.statistics import Interval, mean, smooth
+from residua.train import telemetry_curves as telemetry
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Records = dict[str, list[RunRecord]]  # by variant, in the order of the study
+Points = list[tuple[float, float]]
+TOKENS, SECONDS = "tokens", "seconds of training"
+MAX_BANDS = 6
+"""With more variants than these, bands around the curves would hide the curves."""
+MILLION = 1e6
+
+
+def validation_curves(records: Records, against: str) -> Figure | None:
+    """Validation loss: the mean over seeds, with a band that spans all seeds; None if it was not measured."""
+    lines = {name: [_validation_points(run, against) for run in runs] for name, runs in records.items()}
+    return _loss_figure(lines, against, "validation loss (nats per token)", markers=True)
+
+
+def training_curves(records: Records, against: str) -> Figure | None:
+    """Training loss, smoothed over about a twentieth of the run; None if it was not kept."""
+    lines = {name: [_training_points(run, against) for run in runs] for name, runs in records.items()}
+    return _loss_figure(lines, against, "training loss, smoothed", markers=False)
+
+
+def telemetry_curves(records: Records) -> dict[str, Figure]:
+    """What was measured inside while training, put together over layers: family → curves over tokens."""
+    found = {}
+    for name in telemetry.measured([run.telemetry for runs in records.values() for run in runs]):
+        lines = {v: [telemetry.whole_model(run.telemetry, name) for run in runs] for v, runs in records.items()}
+        family = telemetry.FAMILIES[name]
+        whole = {"max": "largest of all layers", "mean": "mean over layers"}[family.over]
+        series = _series(lines, markers=False)
+        if series:
+            found[family.title] = curves(series, TOKENS, f"{family.title}, {whole}", log_y=family.logarithmic)
+    return found
+
+
+def difference_curves(records: Records, baseline: str) -> Figure:
+    """Validation loss minus the baseline's of the same seed at the same step: mean over seeds, and a band for few."""
+    reference = {_seed(run): dict(run.loss_curve) for run in records[baseline]}
+    steps = sorted({x for curve in reference.values() for x in curve})
+    series = [_curve(records, baseline, [(x, 0.0) for x in steps], dash="dash")]
+    few = sum(bool(runs) for runs in records.values()) <= MAX_BANDS
+    for name, runs in records.items():
+        paired = [
+            [(x, y - known[x]) for x, y in run.loss_curve if x in known]
+            for run in runs
+            if name != baseline and (known := reference.get(_seed(run)))
+        ]
+        if paired:
+            band = _band(paired) if few and len(paired) > 1 else (None, None)
+            series.append(_curve(records, name, _mean_curve(paired), markers=True, low=band[0], high=band[1]))
+    return curves(series, TOKENS, f"loss − {baseline}'s", y_range=_focus_differences(series[1:]))
+
+
+def forest_of_losses(rows: Sequence[VariantResult], result: StudyResult, height: int | None = None) -> Figure:
+    """Δ loss of each row with its interval, in the order of the rows, against the baseline's line at 0."""
+    place = places(result)
+    found = [_estimate(row.name, place[row.name], row.difference, "+.4f") for row in rows if row.difference is not None]
+    return forest(found, "Δ loss, nats per token (left is better)", height=height)
+
+
+def precision_costs(result: StudyResult, rows: Sequence[VariantResult], recipes: Sequence[str]) -> dict[str, Figure]:
+    """By recipe, the loss that low precision adds to each variant, with its interval; left out where not finite."""
+    place, figures = places(result), {}
+    for recipe in recipes:
+        costs = [(row.name, row.low_precision.costs[recipe]) for row in rows if row.low_precision is not None]
+        shown = [_estimate(name, place[name], cost, "+.4f") for name, cost in costs if cost is not None]
+        if shown:
+            shown.sort(key=lambda estimate: estimate.value)
+            figures[recipe] = forest(shown, "added loss, nats per token (left is better)")
+    return figures
+
+
+def places(result: StudyResult) -> dict[str, int]:
+    """The place of each variant in the study, which decides its colour on every page."""
+    return {name: index for index, name in enumerate(dict.fromkeys(row.name for row in result.variants))}
+
+
+def _estimate(name: str, place: int, value: Interval, form: str) -> Estimate:
+    low, high = ("…" if end is None else f"{end:{form}}" for end in (value.low, value.high))
+    ends, shown = both_ends(value.low, value.high), f"{value.value:{form}}"
+    interval = "one seed, no interval" if ends is None else f"interval {low} to {high}"
+    return Estimate(name, value.value, theme.colour(place), ends, shown, interval, theme.symbol(place))
+
+
+def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
+    """A quantity per sublayer, on a logarithmic axis; None if no run was inspected."""
+    series = []
+    for name, tables in _inspections(records, "sublayers"):
+        values = _mean_rows([[row[key] for row in table] for table in tables])
+        if values:
+            series.append(_curve(records, name, list(enumerate(values)), markers=True))
+    if not series:
+        return None
+    return curves(series, "sublayer (even: attention, odd: FFN)", y_title, log_y=True, whole_x=True)
+
+
+def depth_weights(records: Records) -> dict[str, Figure]:
+    """The mean weight of every source at every reader, for the variants that have depth weights."""
+    figures = {}
+    for name, tables in _inspections(records, "depth_weights"):
+        rows = [_mean_rows([table["mean"][r] for table in tables]) for r in range(len(tables[0]["mean"]))]
+        readers = [*(str(k + 1) for k in tables[0]["readers"][:-1]), "head"]
+        figures[name] = _matrix(rows, readers, "source (0 is, or begins as, the embedding)", "mean weight")
+    return figures
+
+
+def gate_writes(records: Records) -> dict[str, Figure]:
+    """β of Multi-Gate Residuals and highways: how much of each stream a sublayer replaces."""
+    figures = {}
+    for name, tables in _inspections(records, "beta"):
+        rows = [_mean_rows([table[r]["mean"] for table in tables]) for r in range(len(tables[0]))]
+        writers = [str(row["sublayer"]) for row in tables[0]]
+        figures[name] = _matrix(rows, writers, "stream", "mean β", y_title="written by sublayer")
+    return figures
+
+
+def expert_loads(records: Records) -> dict[str, Figure]:
+    """The load of every expert (1 is its fair share), for the variants that have experts."""
+    figures = {}
+    for name, tables in _inspections(records, "experts"):
+        fair = [[[share * len(row["load"]) for share in row["load"]] for row in table] for table in tables]
+        rows = [_mean_rows([table[r] for table in fair]) for r in range(len(tables[0]))]
+        layers = [str(row["layer"]) for row in tables[0]]
+        figures[name] = _matrix(rows, layers, "expert", "load, 1 is fair", y_title="layer")
+    return figures
+
+
+def attention_gates(records: Records) -> dict[str, Figure]:
+    """Per layer: the mean of the attention gate, and the share of gate values that are nearly closed."""
+    figures = {}
+    for label, key in (("mean gate", "mean"), ("share below 0.2", "closed")):
+        series = []
+        for name, tables in _inspections(records, "gates"):
+            values = _mean_rows([[row[key] for row in table] for table in tables])
+            layers = [row["layer"] for row in tables[0]]  # in a hybrid, only some layers
+            if values:
+                series.append(_curve(records, name, list(zip(layers, values, strict=True)), markers=True))
+        if series:
+            figures[label] = curves(series, "layer", label, whole_x=True, y_range=(0.0, 1.0), height=320)
+    return figures
+
+
+def _inspections(records: Records, section: str) -> Iterator[tuple[str, list[Any]]]:
+    """By variant, this section of its runs' inspections; one that is not built like the first is left out."""
+    for name, runs in records.items():
+        inspected = [run.inspection for run in runs if run.inspection]
+        alike = [inspection for inspection in inspected if _frame(inspection) == _frame(inspected[0])]
+        if tables := [inspection[section] for inspection in alike if section in inspection]:
+            yield name, tables
+
+
+def _frame(value: Any) -> Any:
+    """The keys and lengths of nested tables and lists."""
+    if isinstance(value, dict):
+        return {key: _frame(inner) for key, inner in value.items()}
+    return [_frame(inner) for inner in value] if isinstance(value, list) else None
+
+
+def scaling_figure(points: dict[str, Points], fits: Sequence[ScalingResult], order: Sequence[str]) -> Figure:
+    """Final loss against compute on logarithmic axes, with the fitted power laws."""
+    laws = {fit.name: fit for fit in fits}
+    series = []
+    for index, name in enumerate(order):
+        found = sorted(points.get(name, []))
+        if not found:
+            continue
+        colour = theme.colour(index)
+        series.append(Curve(name, *_columns(found), colour, markers=True, lines=False, symbol=theme.symbol(index)))
+        if name in laws:
+            ends = [found[0][0], found[-1][0]]
+            fitted = [laws[name].scale * c ** -laws[name].exponent for c in ends]
+            series.append(Curve(name, ends, fitted, colour, legend=False))
+    return curves(series, "training FLOPs", "validation loss", log_x=True, log_y=True)
+
+
+def _matrix(
+    rows: Sequence[Sequence[float]], names: Sequence[str], x_title: str, value: str, y_title: str = "input of sublayer"
+) -> Figure:
+    width = max(len(row) for row in rows)
+    padded = [[*row, *[None] * (width - len(row))] for row in rows]
+    highest = max(max(row) for row in rows)
+    return heatmap(padded, [str(i) for i in range(width)], names, x_title, y_title, value, bounds=(0.0, highest))
+
+
+def _loss_figure(lines: dict[str, list[Points]], against: str, y_title: str, *, markers: bool) -> Figure | None:
+    series = _series(lines, markers=markers)
+    return curves(series, against, y_title, y_range=_focus([curve.y for curve in series])) if series else None
+
+
+def _series(lines: dict[str, list[Points]], *, markers: bool) -> list[Curve]:
+    """A line for each variant: the mean over its runs, with a band that spans them if there are few variants."""
+    series = []
+    few = sum(any(runs) for runs in lines.values()) <= MAX_BANDS
+    for name, every in lines.items():
+        runs = [run for run in every if run and not any(math.isnan(x) for x, _ in run)]
+        if not runs:
+            continue
+        band = _band(runs) if few and len(runs) > 1 else (None, None)
+        series.append(_curve(lines, name, _mean_curve(runs), markers=markers, low=band[0], high=band[1]))
+    return series
+
+
+def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:
+    """A range without the steep first tenth, so that the differences show. Double-click shows the whole curve."""
+    ends = [[v for v in line if v is not None] for line in values]
+    if not ends or any(len(line) < 5 for line in ends):
+        return None
+    low, high = min(min(line) for line in ends), max(line[len(line) // 10] for line in ends)
+    return low - 0.04 * (high - low), high
+
+
+def _focus_differences(series: Sequence[Curve]) -> tuple[float, float] | None:
+    """The same for differences: from the second half on, with their bands and zero in sight."""
+    late = [
+        v for curve in series for line in (curve.y, curve.low, curve.high) for v in (line or [])[len(curve.x) // 2 :]
+    ]
+    known = [v for v in late if v is not None]
+    if not known:
+        return None
+    low, high = min(*known, 0.0), max(*known, 0.0)
+    room = 0.25 * ((high - low) or 1.0)
+    return low - room, high + room
+
+
+def _validation_points(run: RunRecord, against: str) -> Points:
+    if against == TOKENS:
+        return run.loss_curve
+    return [(float(row["seconds"]), float(row["loss"])) for row in run.validation]
+
+
+def _training_points(run: RunRecord, against: str) -> Points:
+    x = [float(row["tokens" if against == TOKENS else "seconds"]) for row in run.train]
+    return list(zip(x, smooth([float(row["loss"]) for row in run.train], len(run.train) / 20), strict=True))
+
+
+def _mean_curve(runs: Sequence[Sequence[tuple[float, float]]]) -> Points:
+    """The mean of curves measured at the same steps; x is averaged too, because seconds differ between runs."""
+    return [(mean([p[0] for p in points]), mean([p[1] for p in points])) for points in zip(*runs, strict=False)]
+
+
+def _band(runs: Sequence[Sequence[tuple[float, float]]]) -> tuple[list[float], list[float]]:
+    columns = [[point[1] for point in points] for points in zip(*runs, strict=False)]
+    return [min(column) for column in columns], [max(column) for column in columns]
+
+
+def _mean_rows(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [mean(column) for column in zip(*rows, strict=True)]
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _curve(order: Mapping[str, object], name: str, points: Sequence[tuple[float, float]], **look: Any) -> Curve:
+    """A variant's line, in the look of its place in the study."""
+    place = list(order).index(name)
+    return Curve(name, *_columns(points), theme.colour(place), symbol=theme.symbol(place), **look)
+
+
+def _seed(run: RunRecord) -> str:
+    """What pairs a run with the baseline's: folders end in -seedN."""
+    return run.folder.name.rpartition("-")[2]
+
+
+def break_even(result: StudyResult, size: str | None = None) -> Scatter | None:
+    """Cost of a step against token gain, at one size (default: the last); above the line a variant pays per second.
+
+    None if no variant has both a gain and a speed.
+    """
+    rows = result.rows(size or result.sizes[-1])
+    points = [
+        Point(row.name, 1 / row.throughput_ratio.value, gain.value, theme.colour(index),
+              None if (speeds := interval_ends(row.throughput_ratio)) is None else (1 / speeds[1], 1 / speeds[0]),
+              interval_ends(gain), symbol=theme.symbol(index))
+        for index, row in enumerate(rows)
+        if row.throughput_ratio is not None and speed_is_shown(row, result)
+        if (gain := row.equivalent_tokens or row.step_gain) is not None
+    ]  # fmt: skip
+    if not points:
+        return None
+    at = next(index for index, row in enumerate(rows) if row.name == result.baseline)
+    points.insert(0, Point(result.baseline, 1.0, 1.0, theme.colour(at), symbol=theme.symbol(at)))
+    (left, right), (low, high) = Scatter(points, (), "", "").ranges
+    ends = [min(left, low), max(right, high)]
+    line = Line("breaks even: above it, a variant pays per second", ends, ends, dash="dash")
+    what = "equivalent tokens" if any(row.equivalent_tokens is not None for row in rows) else "step-wise gain"
+    return Scatter(points, [line], f"time of a step, × {result.baseline}'s", f"{what}, × {result.baseline}'s")
+
+
+def picture(result: StudyResult, size: str | None = None) -> str | None:
+    """`break_even` as SVG, for a document; None if there is nothing to draw."""
+    found, size = break_even(result, size), size or result.sizes[-1]
+    if found is None:
+        return None
+    what = f"{result.name}, {size}" if len(result.sizes) > 1 else result.name
+    return found.svg(f"{what}: what a step costs and what it is worth")
+
+
+def ladder_scatter(result: StudyResult, ladder: LadderResult) -> Scatter:
+    """Loss against tokens: the baseline's budgets, the law, and each variant where the law has its loss."""
+    rungs = [
+        Point(f"{rung.tokens / MILLION:.4g} M", rung.tokens / MILLION, rung.loss.value,
+              theme.SERIES[0], None, interval_ends(rung.loss))
+        for rung in ladder.rungs
+    ]  # fmt: skip
+    tokens = {(run.variant, run.size): run.tokens for run in result.runs if run.budget == 1.0 and run.tokens}
+    variants = []
+    for index, row in enumerate(result.rows(ladder.size)):
+        gain, trained = row.equivalent_tokens, tokens.get((row.name, row.size))
+        if gain is not None and trained is not None and row.loss is not None:
+            scale, ends = trained / MILLION, interval_ends(gain)
+            around = None if ends is None else (ends[0] * scale, ends[1] * scale)
+            variants.append(
+                Point(row.name, gain.value * scale, row.loss.value, theme.colour(index), around,
+                      labelled=False, symbol=theme.symbol(index))
+            )  # fmt: skip
+    points = [*rungs, *variants]
+    return Scatter(points, [_law(ladder, points)], "million tokens", "validation loss")
+
+
+def _law(ladder: LadderResult, points: list[Point]) -> Line:
+    if ladder.law is None:
+        ends = (ladder.rungs[0], ladder.rungs[-1])
+        return Line("a line in ln D", [rung.tokens / MILLION for rung in ends], [rung.loss.value for rung in ends])
+    law, low, high = ladder.law, min(p.x for p in points), max(p.x for p in points)
+    places = [low + (high - low) * share / 60 for share in range(61)]
+    losses = [law.floor + law.scale * (place * MILLION) ** -law.exponent for place in places]
+    scale = law.scale * MILLION**-law.exponent
+    return Line(f"L = {law.floor:.3f} + {scale:.3g}·D^−{law.exponent:.3f}, D in millions", places, losses)
+
+
+def interval_ends(value: Interval) -> tuple[float, float] | None:
+    """Both ends of an interval that has them."""
+    return both_ends(value.low, value.high)

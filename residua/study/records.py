@@ -1,0 +1,430 @@
+"""The record of a run: what its folder says of how far it got, its curves and its other measurements."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from residua.config.run import RunConfig
+from residua.config.settings import Frozen
+from residua.errors import UserError
+from residua.reading import Count, ReadError, Shape, check, inside, parse_json, read_json
+from residua.report.figures import evenly
+from residua.storage.run import METRICS, read_metrics
+from residua.train.result import FINAL, FinalValidation
+from residua.train.telemetry_curves import KIND as TELEMETRY
+from residua.train.telemetry_curves import over_places, telemetry_of
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+ENVIRONMENT, INSPECTION, DIAGNOSIS = "environment.json", "inspection.json", "report.html"
+QUANTIZED, OUTLIERS, ACCURACIES = "quantized.json", "outliers.json", "accuracies.json"
+LAST_STEPS, LAST_SHARE = 200, 0.1
+"""The training loss is averaged over so many steps, but over no more than this share of a run."""
+TAIL_BYTES = 1 << 16
+"""The end of metrics.jsonl that is read for the last step: a line of telemetry can have some ten thousand bytes."""
+INSPECTION_DIGITS, PEAK_DIGITS, PEAK_POINTS = 3, 4, 60
+"""In a results file: more than a picture shows."""
+EARLY, HALF = 0.1, 0.5
+"""Shares of a run: papers speak of its first tenth, and every schedule lowers the rate in its second half."""
+
+
+class QuantizedRun(Frozen):
+    """quantized.json of a run: validation losses by recipe in nats per token, and outliers.
+
+    `loss` is the same evaluation in high precision. `peak_activation` is the largest value any sublayer reads,
+    `sink_ratio` the largest dimension's mean |h| over the median dimension's. A loss that is not finite is null.
+    """
+
+    calibration: int
+    loss: float
+    peak_activation: float
+    sink_ratio: float
+    losses: dict[str, float | None]
+
+    def filled(self, other: Self) -> Self:
+        """With the recipes that only `other` has, if both were calibrated alike."""
+        more = other.losses if other.calibration == self.calibration else {}
+        return self.model_copy(update={"losses": {**more, **self.losses}})
+
+
+class Outliers(Frozen):
+    """outliers.json of a run: `peak_activation` and `sink_ratio` as in QuantizedRun, on the whole validation set.
+
+    `attention_sink` is the mean attention to the first token over softmax layers, on `tokens` tokens of it, beside what
+    uniform attention would give; null for a model without softmax attention.
+    """
+
+    peak_activation: float
+    sink_ratio: float
+    attention_sink: float | None = None
+    uniform_attention: float | None = None
+    tokens: int = 0
+
+
+class TaskAccuracy(Frozen):
+    """One task: the accuracy that papers report, and its standard error over the questions.
+
+    `asked` tells apart what would give another number: the questions and their worked examples.
+    """
+
+    value: float
+    error: float | None = None
+    metric: str = ""
+    chance: float | None = None
+    questions: int | None = None
+    asked: str = ""
+
+
+class Accuracies(Frozen):
+    """accuracies.json of a run, by task, and by recipe and task in low precision; `wanted` was asked for last."""
+
+    wanted: tuple[str, ...]
+    tasks: dict[str, TaskAccuracy] = Field(default_factory=dict)
+    low: dict[str, dict[str, TaskAccuracy]] = Field(default_factory=dict)
+
+    @property
+    def mean(self) -> float | None:
+        """The mean over the tasks that were asked for; None until all are there."""
+        return self.mean_in("")
+
+    def mean_in(self, recipe: str) -> float | None:
+        """The same in low precision."""
+        tasks = self.low.get(recipe, {}) if recipe else self.tasks
+        values = [tasks[name].value for name in self.wanted if name in tasks]
+        return fmean(values) if values and len(values) == len(self.wanted) else None
+
+    def filled(self, other: Self) -> Self:
+        """With the tasks and recipes that only `other` has."""
+        recipes = dict.fromkeys((*other.low, *self.low))
+        low = {recipe: {**other.low.get(recipe, {}), **self.low.get(recipe, {})} for recipe in recipes}
+        wanted = tuple(dict.fromkeys((*other.wanted, *self.wanted)))
+        return self.model_copy(update={"wanted": wanted, "tasks": {**other.tasks, **self.tasks}, "low": low})
+
+
+class _Row(Shape):
+    kind: str = ""
+    step: Count
+    loss: float | None = None
+
+
+_Number = Annotated[float, Field(allow_inf_nan=True)]
+
+
+class _Sublayer(Shape):
+    sublayer: Count
+    output_rms: _Number
+    gradient_rms: _Number
+
+
+class _Reads(Shape):
+    readers: list[Count] = Field(min_length=1)
+    mean: list[list[_Number]]
+
+
+class _Gate(Shape):
+    layer: Count
+    mean: _Number
+    closed: _Number
+
+
+class _Beta(Shape):
+    sublayer: Count
+    mean: list[_Number]
+
+
+class _Load(Shape):
+    layer: Count
+    load: list[_Number]
+
+
+class Inspection(Shape):
+    """inspection.json, as `train/result.py` writes it; sections that a model does not have are None."""
+
+    sublayers: list[_Sublayer] | None = None
+    depth_weights: _Reads | None = None
+    gates: list[_Gate] | None = None
+    beta: list[_Beta] | None = None
+    experts: list[_Load] | None = None
+
+    @classmethod
+    def rounded(cls, sections: Mapping[str, Any] | None) -> Self | None:
+        """Of a run's sections; None if there are none, or if a number is not finite, which JSON cannot hold."""
+        text = json.dumps(sections)
+        finite = sections is not None and "NaN" not in text and "Infinity" not in text
+        return cls(**_rounded(sections, INSPECTION_DIGITS)) if finite else None
+
+    @property
+    def sections(self) -> dict[str, Any]:
+        """Those that the model has."""
+        return self.model_dump(exclude_none=True)
+
+    def fits(self, config: RunConfig) -> bool:
+        """Whether it has a row for every sublayer, so that the means over seeds can be taken."""
+        reads = self.depth_weights
+        complete = not self.sublayers or len(self.sublayers) == config.model.sublayers
+        return complete and (reads is None or len(reads.mean) == len(reads.readers))
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    """Every number of nested tables and lists with a few digits."""
+    if isinstance(value, Mapping):
+        return {key: _rounded(inner, digits) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rounded(inner, digits) for inner in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+_PEAK_COLUMNS = ("peak", "sink_ratio")
+
+
+class Peaks(Frozen):
+    """By step, the largest |h| that any sublayer reads and the largest residual-sink ratio; null if not finite."""
+
+    step: tuple[int, ...]
+    peak: tuple[float | None, ...]
+    sink_ratio: tuple[float | None, ...]
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if not len(self.step) == len(self.peak) == len(self.sink_ratio) > 0:
+            raise UserError("step, peak and sink_ratio are lists of one length, and not empty.")
+        return self
+
+    @classmethod
+    def of(cls, telemetry: Sequence[Mapping[str, Any]]) -> Self | None:
+        """From the telemetry of a run, rounded; None if there is none."""
+        kept = evenly(telemetry, PEAK_POINTS)
+        if not kept:
+            return None
+        columns = {
+            name: tuple(_rounded(over_places(record, name), PEAK_DIGITS) for record in kept) for name in _PEAK_COLUMNS
+        }
+        return cls(step=tuple(record["step"] for record in kept), **columns)
+
+    def telemetry(self, tokens_per_step: int) -> list[dict[str, Any]]:
+        """Records as in metrics.jsonl, as if the model had one layer."""
+        return [
+            {"kind": TELEMETRY, "step": step, "tokens": step * tokens_per_step,
+             "figures": {name: [getattr(self, name)[i]] for name in _PEAK_COLUMNS}}
+            for i, step in enumerate(self.step)
+        ]  # fmt: skip
+
+    @property
+    def last(self) -> float | None:
+        """The peak at the last measurement."""
+        return self.peak[-1]
+
+    def at(self, share: float) -> float | None:
+        """The peak when this share of the steps was done: at the first measurement from there on."""
+        return next(peak for step, peak in zip(self.step, self.peak, strict=True) if step >= share * self.step[-1])
+
+    @property
+    def early(self) -> float | None:
+        """The largest peak in the first tenth of the run."""
+        known = [p for step, p in zip(self.step, self.peak, strict=True) if p and step <= EARLY * self.step[-1]]
+        return max(known, default=None)
+
+
+def change(before: float | None, after: float | None) -> float | None:
+    """after / before; None if either is unknown or zero."""
+    return after / before if before and after else None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run's measurements. Rows are those of its metrics.jsonl, in order of step.
+
+    `speed`, `memory` and `last_loss` are given where the rows of the training log are not all there.
+    """
+
+    folder: Path
+    tokens_per_step: int
+    train: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
+    inspection: dict[str, Any] | None = None
+    quantized: QuantizedRun | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    speed: float | None = None
+    memory: float | None = None
+    last_loss: float | None = None
+    outliers: Outliers | None = None
+    accuracies: Accuracies | None = None
+    telemetry: list[dict[str, Any]] = field(default_factory=list)
+    final: FinalValidation | None = None
+
+    @property
+    def loss_curve(self) -> list[tuple[float, float]]:
+        """[(training tokens, validation loss), ...]."""
+        return [(float(row["step"] * self.tokens_per_step), float(row["loss"])) for row in self.validation]
+
+    @property
+    def final_loss(self) -> float:
+        """Validation loss after the last step in nats per token: on all of the text if that was measured."""
+        return float(self.validation[-1]["loss"]) if self.final is None else self.final.loss
+
+    @property
+    def final_bits_per_byte(self) -> float:
+        """The same in bits per byte."""
+        return float(self.validation[-1]["bits_per_byte"]) if self.final is None else self.final.bits_per_byte
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        return int(self.validation[-1]["step"]) * self.tokens_per_step
+
+    @property
+    def train_loss(self) -> float:
+        """Training loss averaged over the last 200 steps, but no more than a tenth of the run; NaN if unknown.
+
+        A log line holds the mean over the steps since the line before it. Of a line that begins earlier, the steps
+        inside the window count.
+        """
+        return mean_of_last(self.train) if self.last_loss is None else self.last_loss
+
+    @property
+    def hardware(self) -> str:
+        """The GPU, or the processor and its threads; empty if unknown."""
+        about = self.environment
+        return str(about.get("gpu") or f"{about.get('processor', '')} {about.get('threads', '')}".strip())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the log lines after the first tenth, which holds warm-up and compilation; NaN if unknown."""
+        if self.speed is not None:
+            return self.speed
+        rates = [float(row["tokens_per_second"]) for row in self.train if "tokens_per_second" in row]
+        return median(rates[max(1, len(rates) // 10) :] or rates or [math.nan])
+
+    @property
+    def memory_gib(self) -> float:
+        """The peak over the run; NaN if unknown."""
+        if self.memory is not None:
+            return self.memory
+        return max((float(row["memory_gib"]) for row in self.train if "memory_gib" in row), default=math.nan)
+
+    def filled(self, other: RunRecord) -> RunRecord:
+        """With what `other`, the same run elsewhere, has of the trained model and this record does not."""
+        keys = ("telemetry", "outliers", "accuracies", "quantized", "final")
+        return replace(self, **{key: both(getattr(self, key), getattr(other, key)) for key in keys})
+
+
+def both(own: Any, other: Any) -> Any:
+    """What is known of a run here and elsewhere; where both know something, what is known here counts."""
+    if not own or not other:
+        return own or other
+    return own.filled(other) if isinstance(own, Accuracies | QuantizedRun) else own
+
+
+def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The mean loss of the last steps of a training log; NaN if there is none."""
+    if not rows:
+        return math.nan
+    last = int(rows[-1]["step"])
+    begin = last - max(1, min(LAST_STEPS, int(last * LAST_SHARE)))
+    total = weight = 0.0
+    before = 0
+    for row in rows:
+        inside_window = max(0, int(row["step"]) - max(before, begin))
+        total, weight = total + inside_window * float(row["loss"]), weight + inside_window
+        before = int(row["step"])
+    return total / weight
+
+
+def comparable(records: Mapping[K, RunRecord]) -> dict[K, RunRecord]:
+    """The records with losses on the same text: on all of it if every run has that, else on the part that all read."""
+    read = {None if record.final is None else record.final.tokens for record in records.values()}
+    if len(read) == 1:
+        return dict(records)
+    return {key: replace(record, final=None) for key, record in records.items()}
+
+
+def known(value: float) -> float | None:
+    """The value; None if it is NaN, which stands for a measurement that was not made."""
+    return None if math.isnan(value) else value
+
+
+def read_run(folder: Path, config: RunConfig) -> RunRecord:
+    """Everything measured in a run's folder; an empty record if the run has not started."""
+    rows = read_metrics(folder / METRICS)
+    return RunRecord(
+        folder,
+        config.tokens_per_step,
+        [row for row in rows if row["kind"] == "train"],
+        [row for row in rows if row["kind"] == "validation"],
+        _read_inspection(folder, config),
+        read_measured(folder / QUANTIZED, QuantizedRun),
+        read_environment(folder),
+        outliers=read_measured(folder / OUTLIERS, Outliers),
+        accuracies=read_measured(folder / ACCURACIES, Accuracies),
+        telemetry=telemetry_of(rows),
+        final=read_measured(folder / FINAL, FinalValidation),
+    )
+
+
+def steps_done(folder: Path) -> int:
+    """The last step that was logged."""
+    return latest(folder)[0]
+
+
+def latest(folder: Path) -> tuple[int, float | None]:
+    """The last logged step and its loss; (0, None) before the first. Reads only the end of the file."""
+    path = folder / METRICS
+    if not path.exists():
+        return 0, None
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - TAIL_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    measured = 0
+    for line in reversed(lines):
+        with suppress(ReadError):  # the first and the last line may be cut off
+            row = check(parse_json(line, path, ""), _Row, path, "")
+            if row.kind != TELEMETRY:
+                return max(row.step, measured), row.loss
+            measured = max(row.step, measured)
+    return measured, None
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """What a run was trained with; empty if that is missing or unreadable."""
+    return read_measured(folder / ENVIRONMENT, dict[str, Any]) or {}
+
+
+def is_complete(folder: Path, config: RunConfig) -> bool:
+    """Whether the run reached its last step, validated there, and wrote its inspection, which it does last."""
+    if _read_inspection(folder, config) is None:
+        return False
+    record = read_run(folder, config)
+    return bool(record.train) and any(row["step"] >= config.train.steps for row in record.validation)
+
+
+def _read_inspection(folder: Path, config: RunConfig) -> dict[str, Any] | None:
+    """What a run looks like inside; None if it is missing or damaged, and the run writes it again."""
+    inspection = read_measured(folder / INSPECTION, Inspection)
+    return inspection.sections if inspection is not None and inspection.fits(config) else None
+
+
+def read_current(folder: Path, name: str, shape: type[T]) -> T | None:
+    """A measurement of a run as it is; None if it is missing, damaged, or older than the run's last training."""
+    path = folder / name
+    if not path.exists() or path.stat().st_mtime < (folder / INSPECTION).stat().st_mtime:
+        return None
+    return read_measured(path, shape)
+
+
+def read_measured(path: Path, shape: type[T]) -> T | None:
+    """The content of a file that a study can do without, or makes again; None if it is missing or damaged."""
+    try:
+        return read_json(inside(path.parent, path.name), shape, "")
+    except ReadError:
+        return None

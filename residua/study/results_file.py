@@ -1,0 +1,364 @@
+"""A study's numbers, without its weights, as one small file: every table and picture can be made from it.
+
+It holds the study, the configuration of its models, and of every complete run the curves, speed, memory, versions and
+hardware, and what was measured of the trained model: outliers, low precision, accuracies on tasks, its inspection.
+A later study can extend it (`extend_study.py`), also on a machine that has nothing but this file. Paths in it are
+portable: seen from the working folder, or only their last part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError, Frozen
+from residua.errors import UserError
+from residua.files import write_atomically
+from residua.reading import check, parse_toml_value, read_json, reason, refuse, shown, toml_string
+from residua.report.figures import evenly
+from residua.study.config import StudyConfig, Tasks
+from residua.study.plan import RUNS, PlannedModel, PlannedRun, StudyPlan, TunedRate, model_title
+from residua.study.records import Accuracies, Inspection, Outliers, Peaks, QuantizedRun, RunRecord, known
+from residua.study.results import DatasetFacts, StudyResult, collect
+from residua.study.timing import StepTiming
+from residua.train.environment import START
+from residua.train.result import FinalValidation
+
+NOWHERE = Path(os.devnull)
+"""The folder of a study that has none: nothing is found in it."""
+FORMAT = "residua-study-results"
+HINT = "restore it, or make it again with --results"
+POINTS = 60
+"""Points of a training curve that are kept; validations are all kept."""
+ENVIRONMENT = (
+    "residua", "mathematics", "commit", "python", "torch", "triton", "cuda", "gpu", "processor", "threads", START,
+)  # fmt: skip
+
+Timings = Mapping[tuple[str, str], Mapping[str, StepTiming]]
+"""By (size, variant), then by device."""
+PATHS = ("train.start", "data.tokenizer")
+"""Settings whose value may be a path."""
+OF_THE_MODEL = ("outliers", "accuracies", "quantized", "final")
+"""What a saved run has of the trained model just as its record does."""
+
+
+class Points(Frozen):
+    """A curve by columns. `seconds` of training and `bits_per_byte` are empty where they were not measured."""
+
+    step: tuple[int, ...] = ()
+    loss: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+    bits_per_byte: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
+        """The columns that every row has."""
+        columns = {
+            key: tuple(row[key] for row in rows)
+            for key in cls.model_fields
+            if all(key in row and not (isinstance(row[key], float) and math.isnan(row[key])) for row in rows)
+        }
+        return cls(**columns)
+
+    def rows(self, kind: str, tokens_per_step: int) -> list[dict[str, Any]]:
+        """Rows as in metrics.jsonl; what was not measured is NaN."""
+        names = [key for key in Points.model_fields if key != "step"]
+        columns = {key: getattr(self, key) or [math.nan] * len(self.step) for key in names}
+        return [
+            {"kind": kind, "step": step, "tokens": step * tokens_per_step, **{k: v[i] for k, v in columns.items()}}
+            for i, step in enumerate(self.step)
+        ]
+
+
+class SavedModel(Frozen):
+    """A variant at one size; `config` is that of its runs but for seed, budget and place."""
+
+    size: str
+    variant: str
+    overrides: tuple[str, ...]
+    matching: str
+    parameters: int
+    flops_per_token: float
+    config: dict[str, Any]
+    timings: dict[str, StepTiming] = Field(default_factory=dict, description="its step timed alone, by device")
+
+
+class SavedRun(Frozen):
+    """A complete run. `environment` is a place in the study's list."""
+
+    size: str
+    variant: str
+    seed: int
+    budget: float
+    steps: int
+    environment: int
+    started: str = ""
+    tokens_per_second: float | None = None
+    memory_gib: float | None = None
+    train: Points = Points()
+    validation: Points
+    train_loss: float | None = None
+    peaks: Peaks | None = None
+    outliers: Outliers | None = None
+    accuracies: Accuracies | None = None
+    quantized: QuantizedRun | None = None
+    inspection: Inspection | None = None
+    final: FinalValidation | None = Field(None, description="the last validation, on all of the text, by document")
+
+
+class SavedStudy(Frozen):
+    """The content of a results file, version 1."""
+
+    format: Literal["residua-study-results"] = "residua-study-results"
+    version: Literal[1] = 1
+    commands: tuple[str, ...] = ()
+    study: dict[str, Any]
+    fingerprint: str
+    dataset: DatasetFacts | None = None
+    environments: tuple[dict[str, Any], ...] = ()
+    models: tuple[SavedModel, ...]
+    tuning: tuple[TunedRate, ...] | None = Field(None, description="what a search of learning rates tried and chose")
+    tasks: Tasks | None = Field(None, description="what models were asked last, without the place of local files")
+    runs: tuple[SavedRun, ...]
+    checksum: str = Field("", description="of models, runs, environments and text: finds a damaged file")
+
+    @classmethod
+    def read(cls, path: Path) -> SavedStudy:
+        """Read and check a file; the error says what is wrong with it."""
+        content = read_json(path, dict[str, Any], HINT)
+        if "format" not in content and {"baseline", "confidence", "variants"} <= content.keys():
+            refuse(
+                f"{path} is the summary in a study's folder, not a file of --results",
+                f"make one with `residua compare {path.parent} --results FILE.json`",
+            )
+        if content.get("format") != FORMAT:
+            refuse(f"{path} does not hold the results of a study", "name a file that --results wrote")
+        if content.get("version") != 1:
+            refuse(f"{path} has version {shown(content.get('version'))}, this Residua reads 1", "update Residua")
+        saved = check(content, cls, path, HINT)
+        try:
+            saved._check(content)
+        except ConfigError as error:  # the file is as it was written
+            refuse(
+                f"{path} holds a model that cannot be built here ({reason(error)})",
+                "name its plugin, or update Residua",
+            )
+        except (ValueError, KeyError) as error:
+            refuse(f"{path} is damaged ({reason(error)})", HINT)
+        return saved
+
+    def write(self, path: Path) -> None:
+        """Write the file as a whole, one line per run and model."""
+        write_atomically(path, self.text(), parents=True)
+
+    def text(self) -> str:
+        """The file's content: JSON with one line per run and model, so that changes read well in a diff."""
+        parts = []
+        content = self.model_dump(mode="json", exclude_none=True)
+        for key, value in {**content, "checksum": _checksum(content)}.items():
+            if key in ("environments", "models", "runs", "commands"):
+                lines = ",\n".join(f"  {json.dumps(entry, ensure_ascii=False)}" for entry in value)
+                parts.append(f' "{key}": [\n{lines}\n ]' if lines else f' "{key}": []')
+            else:
+                parts.append(f' "{key}": {json.dumps(value, ensure_ascii=False)}')
+        return "{\n" + ",\n".join(parts) + "\n}\n"
+
+    @property
+    def config(self) -> StudyConfig:
+        """The study; the places of its text and of its tasks are not known."""
+        return StudyConfig(**{**self.study, "tasks": self.tasks})
+
+    @property
+    def timings(self) -> dict[tuple[str, str], dict[str, StepTiming]]:
+        """Steps timed alone, by (size, variant), then by device."""
+        return {(model.size, model.variant): model.timings for model in self.models}
+
+    def plan(self, out: Path, text: str | None = None) -> StudyPlan:
+        """The models and the complete runs; folders are where a study in `out` would have them.
+
+        `text` is the folder of their text, which the file does not know; None: the embedded corpus.
+        """
+        study = self.config
+        models = {
+            (model.size, model.variant): PlannedModel(
+                RunConfig(**model.config | {"data": model.config["data"] | {"path": text}}),
+                model.overrides, model.matching, model.parameters, model.flops_per_token,
+            )
+            for model in self.models
+        }  # fmt: skip
+        runs = []
+        for run in self.runs:
+            title = model_title(study, run.size, run.variant) + (f"-{run.budget:g}x" if run.budget != 1.0 else "")
+            seeded = [f"train.seed={run.seed}", f"data.seed={run.seed}", f"train.steps={run.steps}"]
+            config = models[run.size, run.variant].config.override(seeded)
+            folder = out / RUNS / f"{title}-seed{run.seed}"
+            runs.append(PlannedRun(run.variant, run.size, run.seed, config, folder, run.budget))
+        tokens = self.dataset.train_tokens if self.dataset else 0
+        return StudyPlan(models, tuple(runs), tokens, self.tuning or ())
+
+    def records(self, plan: StudyPlan) -> dict[PlannedRun, RunRecord]:
+        """What was measured in the runs of `plan`, which `self.plan` returned."""
+        return {run: self._record(run, saved) for run, saved in zip(plan.runs, self.runs, strict=True)}
+
+    def _record(self, run: PlannedRun, saved: SavedRun) -> RunRecord:
+        per_step = run.config.tokens_per_step
+        return RunRecord(
+            run.folder,
+            per_step,
+            saved.train.rows("train", per_step),
+            saved.validation.rows("validation", per_step),
+            None if saved.inspection is None else saved.inspection.sections,
+            environment={**self.environments[saved.environment], "sessions": [{"started": saved.started}]},
+            speed=math.nan if saved.tokens_per_second is None else saved.tokens_per_second,
+            memory=math.nan if saved.memory_gib is None else saved.memory_gib,
+            last_loss=math.nan if saved.train_loss is None else saved.train_loss,
+            telemetry=[] if saved.peaks is None else saved.peaks.telemetry(per_step),
+            **{key: getattr(saved, key) for key in OF_THE_MODEL},
+        )
+
+    def result(self, out: Path = NOWHERE) -> StudyResult:
+        """The results of the study, whose folder is `out` if it has one."""
+        plan = self.plan(out)
+        return collect(self.config, plan, self.records(plan), {}, self.dataset, self.timings)
+
+    def _check(self, content: dict[str, Any]) -> None:
+        """Refuse a file that was changed, or whose parts do not fit together."""
+        if self.checksum != _checksum(content):
+            raise UserError("its checksum does not match")
+        plan = self.plan(Path())
+        seen: set[object] = set()
+        for run, saved in zip(plan.runs, self.runs, strict=True):
+            if run.key in seen:
+                raise UserError(f"{run.title} is there twice")
+            seen.add(run.key)
+            if not saved.validation.step or saved.validation.step[-1] < saved.steps:
+                raise UserError(f"{run.title} was not validated at its last step")
+            if saved.environment not in range(len(self.environments)):
+                raise UserError(f"{run.title} names an environment that is not there")
+            if saved.inspection is not None and not saved.inspection.fits(run.config):
+                raise UserError(f"{run.title} has the inspection of another model")
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    kept = {key: content.get(key) for key in ("study", "fingerprint", "environments", "models", "runs")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_study(
+    study: StudyConfig,
+    plan: StudyPlan,
+    records: Mapping[PlannedRun, RunRecord],
+    fingerprint: str,
+    dataset: DatasetFacts | None,
+    timings: Timings | None = None,
+    commands: Iterable[str] = (),
+) -> SavedStudy:
+    """The complete runs of a study, ready to be written."""
+    environments: list[dict[str, Any]] = []
+    runs = []
+    for run in plan.runs:
+        record = records.get(run)
+        if record is None:
+            continue
+        about = {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
+        if about not in environments:
+            environments.append(about)
+        sessions = record.environment.get("sessions") or [{}]
+        runs.append(
+            SavedRun(
+                size=run.size,
+                variant=run.variant,
+                seed=run.seed,
+                budget=run.budget,
+                steps=run.config.train.steps,
+                environment=environments.index(about),
+                started=sessions[0].get("started", ""),
+                tokens_per_second=known(record.tokens_per_second),
+                memory_gib=known(record.memory_gib),
+                train=Points.of(evenly(record.train, POINTS)),
+                validation=Points.of(record.validation),
+                train_loss=known(record.train_loss),
+                peaks=Peaks.of(record.telemetry),
+                inspection=Inspection.rounded(record.inspection),
+                **{key: getattr(record, key) for key in OF_THE_MODEL},
+            )
+        )
+    bases = {name: portable_run(base) for name, base in (study.bases or {}).items()}
+    portable_study = study.model_copy(update={"bases": bases or None, "set": portable_changes(study.set)})
+    return SavedStudy(
+        commands=tuple(dict.fromkeys(commands)),
+        study=portable_study.model_dump(mode="json", exclude_none=True, exclude={"data", "threads", "tasks"}),
+        fingerprint=fingerprint,
+        dataset=None if dataset is None else dataset.model_copy(update={"path": Path(dataset.path).name}),
+        environments=tuple(environments),
+        models=tuple(_saved_model(key, model, (timings or {}).get(key, {})) for key, model in plan.models.items()),
+        tuning=plan.tuned or None,
+        tasks=None if study.tasks is None else study.tasks.anywhere,
+        runs=tuple(runs),
+    )
+
+
+def _saved_model(key: tuple[str, str], model: PlannedModel, timings: Mapping[str, StepTiming]) -> SavedModel:
+    return SavedModel(
+        size=key[0], variant=key[1], overrides=model.overrides, matching=model.matching, parameters=model.parameters,
+        flops_per_token=model.flops_per_token, timings=dict(timings),
+        config=portable_run(model.config.model_dump(mode="json", exclude_none=True)),
+    )  # fmt: skip
+
+
+def portable(path: str) -> str:
+    """A path for another machine: seen from the working folder, or only its last part if it is not in there."""
+    place = Path(path)
+    if not place.is_absolute():
+        return path
+    here = Path.cwd()
+    return str(place.relative_to(here)) if place.is_relative_to(here) else place.name
+
+
+def portable_changes(changes: Iterable[str]) -> tuple[str, ...]:
+    """The changes of a study, with portable paths."""
+    return tuple(_with_path(change, portable) for change in changes)
+
+
+def portable_run(run: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a run, without the place of its text, and with portable paths."""
+    data = {key: value for key, value in run["data"].items() if key != "path"}
+    tables = {**run, "data": data, "train": dict(run.get("train", {}))}
+    for setting in PATHS:
+        section, key = setting.split(".")
+        if tables[section].get(key) is not None:
+            tables[section][key] = portable(tables[section][key])
+    return tables
+
+
+def found_here(changes: Iterable[str]) -> tuple[str, ...]:
+    """The changes of a study, with the whole paths of files that are there."""
+
+    def whole(path: str) -> str:
+        return str(Path(path).resolve()) if Path(path).exists() else path
+
+    return tuple(_with_path(change, whole) for change in changes)
+
+
+def same_place(saved: str | None, planned: str | None) -> bool:
+    """Whether a path as it was saved, whole or portable, can be the planned one."""
+    if saved is None or planned is None or Path(saved).is_absolute():
+        return saved == planned
+    return portable(planned) == saved
+
+
+def _with_path(change: str, write: Callable[[str], str]) -> str:
+    """A change with its path written in another way, if it has one."""
+    key, _, text = change.partition("=")
+    value = parse_toml_value(text.strip())
+    if key.strip() not in PATHS or not isinstance(value, str) or value == write(value):
+        return change
+    return f"{key.strip()}={toml_string(write(value))}"

@@ -1,0 +1,138 @@
+"""A study from start to end: open the text, plan, train, measure, collect the results, write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from residua.study.config import StudyConfig
+from residua.study.extend_study import StudyRecords, complete_records, join, link_results, plan_study, settle
+from residua.study.measurements import DiagnosisMeasurement, Measurement, OutlierMeasurement, PrecisionMeasurement
+from residua.study.page import Outcome, Supplement, write_report
+from residua.study.plan import PlannedRun, StudyPlan, open_dataset
+from residua.study.records import RunRecord
+from residua.study.results import DatasetFacts, collect
+from residua.study.score_tasks import Questions, TaskMeasurement, open_questions, refuse_other_questions
+from residua.study.timing import TimingMeasurement, keep_timings, read_timings
+from residua.study.train_runs import (
+    LiveProgress,
+    announce,
+    check_folders,
+    finish,
+    left_out_sentences,
+    lock_results,
+    refuse_strangers,
+    run_plan,
+    tune_rates,
+)
+
+
+def run_study(
+    study: StudyConfig,
+    out: Path,
+    console: Console,
+    results: Path | None = None,
+    command: str = "",
+    supplement: Supplement | None = None,
+) -> Outcome:
+    """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`.
+
+    The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
+    not trained again. No other study may write it meanwhile, and `out` remembers where it is. `command` is recorded
+    there. `supplement` adds to the page and to results.md. What an earlier study in `out` measured in low precision or
+    on tasks is kept, and so are the learning rates that it chose.
+    """
+    with lock_results(results):
+        study = settle(study, out, results)
+        whole, questions = begin(study, out, console, results, command)
+        whole.require_weights()
+        link_results(out, results)
+        if whole.plan.trials:
+            tune_rates(study, whole.plan, out, console)
+            whole = join(study, plan_study(study, out, whole.dataset, results), out, whole.dataset, results, command)
+        with LiveProgress(console, whole.new) as progress:
+            problems = run_plan(study, whole.new, out, SaveAfterEachRun(progress, whole))
+        keep_timings(whole.study, whole.plan, out, whole.timings)
+        for measurement in measurements_of(study, whole, questions):
+            measurement.measure(whole.plan, console)
+        whole.write()
+        finish(study, out)
+        facts = whole.facts
+        return summarise(whole.study, whole.plan, out, problems, facts, whole.known, supplement, whole.commands)
+
+
+def begin(
+    study: StudyConfig, out: Path, console: Console, results: Path | None, command: str
+) -> tuple[StudyRecords, Questions | None]:
+    """Plan and announce a study, joined with the one in the file `results` if that exists; trains nothing."""
+    refuse_strangers(out)
+    dataset = open_dataset(study, progress=console.is_terminal)
+    questions = None if study.tasks is None else open_questions(study.tasks)
+    plan = plan_study(study, out, dataset, results)
+    plan.check_tokenizer()  # once here, not in every run
+    announce(console, study, plan)
+    whole = join(study, plan, out, dataset, results, command)
+    whole.refuse_other_weights()
+    check_folders((*whole.new.settled, *plan.trials))
+    if results is not None and questions is not None:
+        refuse_other_questions(results, questions, whole.known)
+    for sentence in (*left_out_sentences(whole.study, out), *whole.sentences()):
+        console.print(Text(f"• {sentence}"), soft_wrap=True)
+    return whole, questions
+
+
+def measurements_of(study: StudyConfig, whole: StudyRecords, questions: Questions | None) -> Iterator[Measurement]:
+    """What the study asks for, in the order in which it is measured."""
+    yield TimingMeasurement(study, whole.out, whole.known)
+    yield OutlierMeasurement()
+    if questions is not None:
+        yield TaskMeasurement(questions, study.quantize, study.calibration)
+    if study.quantize:
+        yield PrecisionMeasurement(study)
+    if study.diagnose:
+        yield DiagnosisMeasurement(study, whole.out, whole.dataset)
+
+
+class SaveAfterEachRun:
+    """A Watcher that keeps the numbers after every run, so that a killed study loses none."""
+
+    def __init__(self, shown: LiveProgress, records: StudyRecords) -> None:
+        self._records = records
+        self.started, self.advanced, self._finished = shown.started, shown.advanced, shown.finished
+
+    def finished(self, run: PlannedRun, problem: str) -> None:
+        self._finished(run, problem)
+        self._records.write()
+
+
+def preview(study: StudyConfig, out: Path, console: Console, results: Path | None = None) -> None:
+    """Announce a study (`--plan`): say what is left to train, and add complete runs of `out` to the file `results`.
+
+    Trains nothing. The file changes only if `out` has complete runs that it lacks.
+    """
+    study = settle(study, out, results)
+    whole, _ = begin(study, out, console, results, "")
+    console.print(whole.progress_sentence(), highlight=False)
+    if missing := whole.missing_weights():
+        console.print(Text(f"• {missing}"), soft_wrap=True)
+    if results is not None:
+        console.print(Text(whole.add_complete(study)), soft_wrap=True)
+
+
+def summarise(
+    study: StudyConfig,
+    plan: StudyPlan,
+    out: Path,
+    problems: Mapping[PlannedRun, str],
+    dataset: DatasetFacts | None,
+    known: Mapping[PlannedRun, RunRecord] | None = None,
+    supplement: Supplement | None = None,
+    commands: Sequence[str] = (),
+) -> Outcome:
+    """Collect the runs on disk, and those `known` from elsewhere, into results, and write the files."""
+    records = complete_records(plan, known or {})
+    result = collect(study, plan, records, problems, dataset, read_timings(study, plan, out))
+    return write_report(study, result, records, out, supplement, commands)

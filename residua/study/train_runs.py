@@ -1,0 +1,445 @@
+"""Trains the runs of a plan that are not complete yet: announced first, shown while they train.
+
+Runs of one graph share a process and its compiled code (`worker_pool.py`). A crash in one process does not affect the
+others, and an interrupted study continues from its checkpoints when it is started again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from residua.config import variants
+from residua.config.run import RunConfig, differences
+from residua.config.settings import ConfigError
+from residua.data import Dataset
+from residua.files import making, refuse_blocked, write_atomically, writing
+from residua.machine import available_cores, python_environment
+from residua.reading import counted
+from residua.report.plain import outcome
+from residua.report.terminal import clock, remaining
+from residua.storage.checkpoint import checkpoints
+from residua.storage.load import weights_fingerprint
+from residua.storage.run import failed_early
+from residua.study.config import StudyConfig
+from residua.study.plan import (
+    CONFIGS,
+    EXTENDED,
+    LOCK,
+    LOGS,
+    RUNS,
+    STARTED,
+    STUDY,
+    TIMINGS,
+    TUNING,
+    PlannedRun,
+    StudyPlan,
+    Trial,
+    TunedRate,
+    base_run,
+    choose,
+    keep_rates,
+    model_title,
+    tuned_for,
+    vary,
+)
+from residua.study.records import comparable, is_complete, read_environment, read_run, steps_done
+from residua.study.statistics import count
+from residua.study.worker_pool import Watcher, WorkerPool, compiling_ahead
+from residua.train.environment import START, TEXT
+from residua.train.world import graph_of
+
+# What an interrupted study leaves in its folder, beside started.toml.
+_BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, EXTENDED, "diagnosis")
+_RUN = re.compile(r"(.+?)(-(lr)?[\d.]+x)?-seed\d+")
+"""The folder of a run: its model, and the budget or the rate that it may have."""
+
+
+def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
+    """Print the planned models, and what parameter matching changed."""
+    first = plan.runs[0].config
+    console.print(
+        f"{counted(len(study.variants), 'variant')} × {counted(len(study.seeds), 'seed')}"
+        f"{f' × {len(study.sizes)} sizes' if study.scaling else ''} = {counted(len(plan.compared), 'run')}, "
+        f"{f'and {len(plan.ladder)} of the ladder, ' if plan.ladder else ''}"
+        f"{f'and {len(plan.trials)} to tune learning rates, ' if plan.trials else ''}"
+        f"{study.workers} at a time on {counted(threads_per_run(study), 'thread')} each",
+        highlight=False,
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("size", "variant", "parameters", "steps", "tokens", "matching"):
+        table.add_column(title, justify="left" if title in ("size", "variant", "matching") else "right")
+    for (size, name), model in plan.models.items():
+        steps = model.config.train.steps
+        tokens = count(steps * model.config.tokens_per_step)
+        table.add_row(
+            Text(size), Text(name), f"{model.parameters:,}", str(steps), tokens, model.matching or "unchanged"
+        )
+    for run in plan.ladder:
+        if run.seed == study.seeds[0]:
+            model, steps = plan.models[run.size, run.variant], run.config.train.steps
+            tokens = count(steps * run.config.tokens_per_step)
+            named = Text(f"{run.variant}, ladder {run.budget:g}×")
+            table.add_row(Text(run.size), named, f"{model.parameters:,}", str(steps), tokens, "unchanged")
+    console.print(table)
+    console.print(f"text: {first.data.path}, vocabulary {first.model.vocab_size:,}", highlight=False, soft_wrap=True)
+    for sentence in (*cost_sentences(plan), *undone_sentences(study), *same_sentences(study, plan)):
+        console.print(Text(f"• {sentence}"), soft_wrap=True)
+
+
+def undone_sentences(study: StudyConfig) -> list[str]:
+    """One sentence for each `set` change that a variant overrides."""
+    base = base_run(study, study.sizes[0])
+    return [
+        f"--set {change} has no effect on {name}, which sets its own value."
+        for change in study.set
+        if variants.holds(base, change)
+        for name, entries in study.variants.items()
+        if not variants.holds(vary(study, base, name), change) and not _sets(entries, change)
+    ]
+
+
+def same_sentences(study: StudyConfig, plan: StudyPlan) -> list[str]:
+    """One sentence for each variant that matching turned into the baseline."""
+    return [
+        f"{name}{f' at {size}' if len(study.sizes) > 1 else ''} is the same model as {study.baseline} after matching "
+        f"({model.matching}): use --match none to keep what it sets."
+        for (size, name), model in plan.models.items()
+        if name != study.baseline and model.matching and model.config == plan.models[size, study.baseline].config
+    ]
+
+
+def left_out_sentences(study: StudyConfig, out: Path) -> list[str]:
+    """A sentence if the folder has runs of variants that the study leaves out: its page will not show them."""
+    planned = {model_title(study, size, name) for size in study.sizes for name in study.variants}
+    found = {match[1] for path in (out / RUNS).glob("*") if (match := _RUN.fullmatch(path.name))}
+    others = sorted(found - planned)
+    if not others:
+        return []
+    it = "it" if len(others) == 1 else "them"
+    return [
+        f"{out} also holds {', '.join(others)}, which this study leaves out: name {it} too to have {it} on the page."
+    ]
+
+
+def cost_sentences(plan: StudyPlan) -> list[str]:
+    """What a search of learning rates and a ladder cost, and whether the ladder repeats text."""
+    compared, trials = _new_tokens(plan.compared), _new_tokens(plan.trials)
+    ladder = _new_tokens(plan.runs) - compared
+    sentences = [
+        f"{what} adds {count(added)} training tokens to the {count(compared)} of the comparison "
+        f"({added / compared:+.0%})."
+        for what, added in (("Tuning", trials), ("The ladder", ladder))
+        if added
+    ]
+    largest = max(run.config.train.steps * run.config.tokens_per_step for run in plan.runs)
+    if plan.ladder and largest > plan.text_tokens:
+        sentences.append(
+            f"The largest budget reads the text {largest / plan.text_tokens:.1f} times. Repeated text teaches less "
+            "than new text, which favours the variants."
+        )
+    return sentences
+
+
+def _new_tokens(runs: Sequence[PlannedRun]) -> int:
+    """Training tokens of these runs, those that a run shares with the longest of its family counted once."""
+    longest: dict[object, int] = {}
+    for run in runs:
+        longest[run.family] = max(longest.get(run.family, 0), run.config.train.steps)
+    total = 0
+    for run in runs:
+        recipe = run.config.train
+        shared = 0 if recipe.steps == longest[run.family] else recipe.schedule.shared_steps(recipe.steps)
+        total += (recipe.steps - shared) * run.config.tokens_per_step
+    return total
+
+
+def _sets(entries: tuple[str, ...], change: str) -> bool:
+    """Whether a variant sets this key explicitly."""
+    key = change.partition("=")[0].strip()
+    return any(entry.partition("=")[0].strip() == key for entry in entries)
+
+
+def refuse_strangers(out: Path) -> None:
+    """Refuse a folder that holds anything but a study, such as a training run."""
+    refuse_blocked(out)
+    if not out.exists() or (out / STUDY).exists():
+        return
+    others = sorted(path.name for path in out.iterdir() if path.name not in _BEGUN)
+    for name in others:
+        if not name.endswith(".toml") or name == "config.toml":  # the study file it is started from may lie there too
+            raise ConfigError(f"{out} holds {name}, which no study wrote: choose another --out.")
+
+
+def check_folders(runs: Iterable[PlannedRun]) -> None:
+    """Refuse to reuse runs whose configuration differs from what this study needs, unless they hold no checkpoint."""
+    for run in runs:
+        written = run.folder / "config.toml"
+        if not written.exists() or failed_early(run.folder):
+            continue
+        changed = differences(RunConfig.from_toml(written), run.config)
+        texts = changed.keys() & {"data.path", "data.tokenizer"}
+        if texts and _same_text(run):
+            changed = {key: pair for key, pair in changed.items() if key not in texts}
+        if "train.start" in changed and _same_start(run):
+            del changed["train.start"]
+        for key, (old, new) in changed.items():
+            raise ConfigError(
+                f"{run.folder} holds a run with {key} = {old!r}, and this study needs {new!r}: "
+                "choose another --out, or move that folder elsewhere."
+            )
+
+
+def _same_text(run: PlannedRun) -> bool:
+    """Whether the run in the folder was trained on the text of the planned one, wherever that is now."""
+    trained, path = read_environment(run.folder).get(TEXT), run.config.data.path
+    return trained is not None and path is not None and trained == Dataset.open(path).fingerprint
+
+
+def _same_start(run: PlannedRun) -> bool:
+    """Whether the run in the folder began with the weights of the planned one, wherever they are now."""
+    began, start = read_environment(run.folder).get(START), run.config.train.start
+    return began is not None and start is not None and began == weights_fingerprint(start)
+
+
+def finish(study: StudyConfig, out: Path) -> None:
+    """Say in the folder that all that the study asks for was measured."""
+    write_atomically(out / STUDY, study.to_toml())
+    (out / STARTED).unlink(missing_ok=True)
+
+
+class StudyInterrupted(RuntimeError):
+    """The study was stopped by a signal; the message says how to continue."""
+
+
+def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -> dict[PlannedRun, str]:
+    """Train every run of the plan to its end; returns the failed runs with the reason.
+
+    Raises StudyInterrupted after SIGINT or SIGTERM, once every process has saved and ended.
+    """
+    with _own(out) as lock:
+        check_folders(plan.runs)
+        write_atomically(out / STARTED, study.to_toml())
+        waiting = [run for run in plan.runs if not is_complete(run.folder, run.config)]
+        environment = python_environment(OMP_NUM_THREADS=str(threads_per_run(study)), PYTHONUNBUFFERED="1")
+        # The inherited lock keeps the folder locked while any process lives, even if the study itself is killed.
+        pool = WorkerPool(
+            by_graph(waiting), study.workers, out, watcher, environment, keep_open=(lock,),
+            ahead=compiling_ahead(),
+        )  # fmt: skip
+        with stop_as_exception():
+            try:
+                pool.work()
+            except KeyboardInterrupt:
+                pool.stop()
+                done = sum(is_complete(run.folder, run.config) for run in plan.runs)
+                raise StudyInterrupted(
+                    f"Stopped with {done} of {counted(len(plan.runs), 'run')} complete: "
+                    "the same command continues from here."
+                ) from None
+            except BaseException:
+                pool.stop()
+                raise
+    return pool.problems
+
+
+def by_graph(runs: Iterable[PlannedRun]) -> list[list[PlannedRun]]:
+    """Runs that can share compiled code, in the order of the plan: seeds, learning rates and lengths of a variant."""
+    groups: dict[str, list[PlannedRun]] = {}
+    for run in runs:
+        groups.setdefault(graph_of(run.config), []).append(run)
+    return list(groups.values())
+
+
+def threads_per_run(study: StudyConfig) -> int:
+    """CPU threads of each trainer: an equal share of the cores, at most OMP_NUM_THREADS."""
+    share = max(1, available_cores() // study.workers)
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return study.threads or (min(share, max(1, int(limit))) if limit.isdecimal() else share)
+
+
+@contextmanager
+def _own(out: Path) -> Iterator[int]:
+    """Lock the study's folder; refuse if another study holds it."""
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    descriptor = _lock(
+        out / LOCK, f"{out} is in use by another study or one of its trainers: wait for it, or choose another --out."
+    )
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock_results(path: Path | None) -> Iterator[None]:
+    """Lock a results file, by a hidden file beside it that is there only meanwhile; refuse if a study holds it."""
+    if path is None:
+        yield
+        return
+    beside = path.with_name(f".{path.name}.lock")
+    refusal = (
+        f"{path} is in use by another study: wait for it, or train without --results and add the runs later with "
+        f"`residua compare FOLDER --results {path} --plan`."
+    )
+    with making(path.parent):
+        descriptor = _lock(beside, refusal)
+        while os.fstat(descriptor).st_nlink == 0:  # its last owner removed it before we had the lock
+            os.close(descriptor)
+            descriptor = _lock(beside, refusal)
+        try:
+            yield
+        finally:
+            beside.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _lock(path: Path, refusal: str) -> int:
+    """Lock a file, which is made if need be; `refusal` says that another process holds it."""
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ConfigError(refusal) from None
+    return descriptor
+
+
+@contextmanager
+def stop_as_exception() -> Iterator[None]:
+    """Inside the block, SIGTERM raises KeyboardInterrupt like Ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous: Callable[[int, FrameType | None], object] | int | None
+    try:
+        previous = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not in the main thread, which alone can handle signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous if previous is not None else signal.SIG_DFL)
+
+
+def tune_rates(study: StudyConfig, plan: StudyPlan, out: Path, console: Console) -> None:
+    """Train the trials of learning rates, and keep which rate each variant gets."""
+    trials = replace(plan, runs=plan.trials)
+    with LiveProgress(console, trials) as progress:
+        problems = run_plan(study, trials, out, progress)
+    rates = choose_rates(study, plan, problems)
+    keep_rates(out, rates)
+    for rate in rates:
+        console.print(outcome(rate.sentence(len(study.sizes) > 1)))
+
+
+def choose_rates(study: StudyConfig, plan: StudyPlan, problems: Mapping[PlannedRun, str]) -> list[TunedRate]:
+    """The rate of each variant whose trials have ended: that of the lowest loss."""
+    assert study.tune is not None
+    complete = {run: read_run(run.folder, run.config) for run in plan.trials if is_complete(run.folder, run.config)}
+    losses = {run: record.final_loss for run, record in comparable(complete).items()}  # all on the same text
+    rates = []
+    for size, name in dict.fromkeys((run.size, run.variant) for run in plan.trials):
+        runs = [run for run in plan.trials if (run.size, run.variant) == (size, name)]
+        tried = [
+            Trial(factor=r.rate, rate=r.config.train.optimizer.lr, loss=losses.get(r), problem=problems.get(r, ""))
+            for r in runs
+        ]
+        made_for = tuned_for(plan.models[size, name].config, study.tune)
+        rates.append(choose(size, name, tried, study.tune.seed, runs[0].config.train.steps, made_for))
+    return rates
+
+
+class LiveProgress:
+    """A Watcher that draws bars on a terminal; in a log it prints one line per finished run."""
+
+    def __init__(self, console: Console, plan: StudyPlan) -> None:
+        self._console = console
+        self._logged = {run: steps_done(run.folder) for run in plan.runs}
+        self._steps = {run: _begins_after(run, step) for run, step in self._logged.items()}
+        self._total = sum(run.config.train.steps for run in plan.runs)
+        self._start: tuple[float, int] | None = None  # when the first step was reported, and how many were done then
+        self._count = sum(not is_complete(run.folder, run.config) for run in plan.runs)  # complete ones are not trained
+        self._ended = 0
+        self._tasks: dict[PlannedRun, TaskID] = {}
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=28),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
+            console=console,
+            transient=True,
+        )
+        self._all = self._bars.add_task("all runs", total=self._total, completed=sum(self._steps.values()), note="")
+
+    def __enter__(self) -> LiveProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self._bars.stop()
+
+    def started(self, run: PlannedRun, step: int) -> None:
+        """Show a bar for the run, or its old bar if it was started before. `step` is the last one logged."""
+        self._logged[run], self._steps[run] = step, _begins_after(run, step)
+        if run in self._tasks:
+            return
+        done = self._steps[run]
+        note = f"from step {done}" if done else ""
+        self._tasks[run] = self._bars.add_task(run.title, total=run.config.train.steps, completed=done, note=note)
+
+    def advanced(self, run: PlannedRun, step: int, loss: float | None) -> None:
+        """Move the run's bar and the bar of all runs."""
+        if step == self._logged[run]:
+            return
+        self._logged[run] = step
+        if step <= self._steps[run]:  # the log was cut back to the checkpoint
+            return
+        self._steps[run] = step
+        if self._start is None:  # starting and compiling are not part of the rate
+            self._start = time.monotonic(), sum(self._steps.values())
+        note = f"step {step}/{run.config.train.steps}" + (f", loss {loss:.3f}" if loss is not None else "")
+        self._bars.update(self._tasks[run], completed=step, note=note)
+        self._bars.update(self._all, completed=sum(self._steps.values()), note=self._status())
+
+    def finished(self, run: PlannedRun, problem: str) -> None:
+        """Remove the run's bar and print its result or problem."""
+        self._ended += 1
+        self._steps[run] = run.config.train.steps
+        self._bars.remove_task(self._tasks.pop(run))
+        self._bars.update(self._all, completed=sum(self._steps.values()), note=self._status())
+        if problem:
+            self._console.print(outcome(f"{run.title}: {problem}", good=False))
+            return
+        loss = read_run(run.folder, run.config).final_loss
+        self._console.print(outcome(f"{run.title}: validation loss {loss:.4f}  ").append(self._status(), "dim"))
+
+    def _status(self) -> str:
+        done = sum(self._steps.values())
+        seconds = None if self._start is None else remaining(*self._start, done, self._total)
+        left = f", {clock(seconds)} left" if seconds else ""
+        return f"{self._ended}/{counted(self._count, 'run')}{left}"
+
+
+def _begins_after(run: PlannedRun, logged: int) -> int:
+    """The step that training goes on after: the last checkpoint's, or all of them if the last step was logged."""
+    if logged >= run.config.train.steps:
+        return run.config.train.steps
+    return max((checkpoint.step for checkpoint in checkpoints(run.folder)), default=0)

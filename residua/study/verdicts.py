@@ -1,0 +1,466 @@
+"""A study in sentences: its answer, the verdict on each variant, and what to know about the numbers behind them.
+
+The terminal, Markdown and the page share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from residua.data.dataset import TINY_VALIDATION
+from residua.reading import counted
+from residua.report import Tone
+from residua.study.gains import (
+    around_one,
+    comparisons,
+    enough_runs,
+    is_lower,
+    loses,
+    pays,
+    says_nothing,
+    speed_is_shown,
+    was_busy,
+)
+from residua.study.plan import TIMINGS
+from residua.study.results import LadderResult, StudyResult, VariantResult
+from residua.study.statistics import Interval, count
+from residua.study.timing import BUSY
+
+GAINS = ("wall_clock_gain", "equivalent_tokens", "step_gain")
+"""Gains of a row, those that say most first."""
+MAX_FAILED_NAMES, MAX_RUN_NAMES = 4, 6
+"""The answer names at most so many variants that failed, a sentence so many runs."""
+MAX_LADDER_MISFIT = 0.05
+"""In logarithms: by how much a ladder's law may miss the tokens of a budget without a word."""
+MAX_SHOWN_RATIO = 1000.0
+"""high / low of an interval of ratios; a wider interval is not shown."""
+TOO_WIDE = "interval too wide"
+LACKED = {"tasks": "Accuracies on tasks", "quantize": "Losses in low precision"}
+
+
+def too_wide(value: Interval) -> bool:
+    """Whether the seeds disagree so much that the ends of the interval are a factor of 1,000 apart."""
+    return value.low is not None and value.high is not None and value.high > MAX_SHOWN_RATIO * value.low
+
+
+def ends_of(ratio: Interval) -> str:
+    """An interval in words, or that it is too wide, as in the table."""
+    if too_wide(ratio):
+        return TOO_WIDE
+    low, high = ("" if end is None else f"{end:.2f}" if end < 100 else f"{end:.2g}" for end in (ratio.low, ratio.high))
+    return "interval " + (f"{low} to {high}" if low and high else f"above {low}" if low else f"below {high}")
+
+
+def at_size(size: str, result: StudyResult) -> str:
+    """ " at SIZE" if the study has several sizes."""
+    return f" at {size}" if len(result.sizes) > 1 else ""
+
+
+def sized_name(row: VariantResult, result: StudyResult) -> str:
+    """The variant, with its size in brackets if the study has several."""
+    return f"{row.name} ({row.size})" if len(result.sizes) > 1 else row.name
+
+
+def verdict(row: VariantResult, result: StudyResult) -> str:
+    """One sentence on whether a variant pays, per step and per second, and how sure that is."""
+    who, change = f"{row.name}{at_size(row.size, result)}", row.difference
+    if row.loss is None:
+        return f"{who}: no complete run."
+    if change is None:
+        return f"{who}: nothing to compare it with."
+    if change.low is None or change.high is None:
+        sure = f"{_direction(change.value)}, but n = 1 allows no interval and no claim"
+    elif change.low <= 0.0 <= change.high:
+        level = f"{result.confidence * 100:g} %"
+        ends = f"(Δ {change.value:+.4f}, {level} interval [{change.low:+.4f}, {change.high:+.4f}])"
+        other = _gain_per_token(row)
+        sure = f"no difference shown seed by seed {ends}, but {other}" if other else f"no difference shown {ends}"
+    else:
+        after = row.difference_corrected
+        lost = after is not None and after.low is not None and after.high is not None and after.low <= 0 <= after.high
+        sure = f"{_direction(change.value)} (n = {change.count}{f'; {_not_clear(row, result)}' * lost})"
+    return f"{who}: {sure}; {_gains(row, result)}."
+
+
+def _direction(change: float) -> str:
+    if abs(change) < 0.5e-4:
+        return "the same loss to four digits"
+    return f"{'lower' if change < 0 else 'higher'} loss by {abs(change):.4f}"
+
+
+def _not_clear(row: VariantResult, result: StudyResult) -> str:
+    compared = sum(other.difference_corrected is not None for other in result.rows(row.size))
+    return f"not clear of 0 after correction for {counted(compared, 'comparison')}"
+
+
+def _gain_per_token(row: VariantResult) -> str:
+    """What shows a gain or loss per token though seed by seed no difference of the last losses is shown; else empty."""
+    gain = row.equivalent_tokens or row.step_gain
+    if gain is None or around_one(gain):
+        return ""
+    if row.equivalent_tokens is None:
+        return "one in the steps to the same loss is"
+    return "the ladder, which pools the noise of all its runs, shows one"
+
+
+def _gains(row: VariantResult, result: StudyResult) -> str:
+    """The gains per token and per second, or why there are none."""
+    per_token, ratio, seconds = _per_token(row, result), row.throughput_ratio, row.wall_clock_gain
+    if row.equivalent_tokens is None and row.step_gain is None:
+        return per_token
+    if ratio is None:
+        return f"{per_token}, and no speeds to compare"
+    if result.side_by_side > 1 and row.timing is None:
+        return f"{per_token}; its speed was not measured alone, so no gain per second is stated (--time-alone)"
+    if was_busy(row, result):
+        return f"{per_token}; its speed was timed on a busy machine, so no gain per second is stated"
+    if not speed_is_shown(row, result):
+        ends = ends_of(ratio)
+        return f"{per_token}; its speed against {result.baseline} is not shown ({ends}), nor a gain per second"
+    if seconds is None:
+        return f"{per_token}, and no speeds to compare"
+    sentence = f"{per_token} at {ratio.value:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
+    if seconds.low is None and seconds.high is None:
+        return sentence if row.difference is None or row.difference.low is None else f"{sentence}, without an interval"
+    if says_nothing(seconds) or around_one(seconds):
+        return f"{sentence}, but no gain or loss per second is shown ({ends_of(seconds)})"
+    if not enough_runs(row):
+        return f"{sentence} ({ends_of(seconds)}), but {_too_few(row)}"
+    compared, after = comparisons(row.size, result), row.corrected
+    if after is None or compared < 2:
+        return f"{sentence} ({ends_of(seconds)})"
+    corrected = f"corrected for {counted(compared, 'comparison')} {ends_of(after).removeprefix('interval ')}"
+    if around_one(after):
+        return f"{sentence} ({ends_of(seconds)}), but no gain or loss per second is shown ({corrected})"
+    return f"{sentence} ({ends_of(seconds)}; {corrected})"
+
+
+def _too_few(row: VariantResult) -> str:
+    seeds = 0 if row.wall_clock_gain is None else row.wall_clock_gain.count
+    return f"{counted(seeds, 'seed')} without a ladder show no gain or loss (use --seeds 3 or --ladder)"
+
+
+def _per_token(row: VariantResult, result: StudyResult) -> str:
+    gain = row.equivalent_tokens or row.step_gain
+    if gain is None:
+        seeds = [{run.seed for run in result.complete(row.size, name)} for name in (row.name, result.baseline)]
+        why = "since no seed completed in both"
+        if seeds[0] & seeds[1]:
+            why = "which needs two validations or more of each run (train.validate_every) and losses that fall after "
+            why += "the first"
+        return f"no gain per step, {why}"
+    words = ["extrapolated"] if row.equivalent_tokens is not None and row.extrapolated else []
+    words += [ends_of(gain)] if gain.low is not None or gain.high is not None else []
+    around = f" ({', '.join(words)})" if words else ""
+    if row.equivalent_tokens is None:
+        return f"{gain.value:.2f}× per step{around}"
+    return f"worth {gain.value:.2f}× the tokens{around}"
+
+
+def understated(row: VariantResult, result: StudyResult) -> bool:
+    """Whether a variant that gains per step seems to lose per second, where there is no ladder to tell."""
+    step, seconds = row.step_gain, row.wall_clock_gain
+    return not result.ladder and step is not None and seconds is not None and step.value >= 1.0 > seconds.value
+
+
+def answer(result: StudyResult) -> tuple[Tone, str]:
+    """Does a variant pay per second, at the last size? "Yes" and "No" only where the corrected intervals say so."""
+    rows = [row for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
+    timed = [row for row in rows if row.wall_clock_gain is not None]
+    if not timed:
+        return "unsure", _answer_by_loss(rows, result)
+    best = _best(timed)
+    at = at_size(best.size, result)
+    per_second = f"{_seconds(best):.2f}× per second{at}"
+    which = f"the best of {len(timed)}" if _seconds(best) == max(map(_seconds, timed)) else "the best that is shown"
+    named = f"{which}, {best.name}," if len(timed) > 1 else best.name
+    if pays(best):
+        pooled = "" if best.shrunk is None else f"about {best.shrunk.value:.2f}× per second{at}"
+        return "good", f"Yes: {named} is {pooled or per_second}"
+    if len(timed) == len(rows) and all(loses(row) for row in timed):
+        if understated(best, result):
+            return "unsure", f"Not shown: {named} is {per_second} by steps, which understate it: use --ladder"
+        if any(understated(row, result) for row in timed):
+            return "unsure", f"Not shown: {named} is {per_second}, but others gain per step: use --ladder"
+        return "bad", f"No: {named} is {per_second}"
+    return "unsure", f"Not shown: {named} is {per_second}, {_why_not_shown(best, result)}"
+
+
+def _why_not_shown(row: VariantResult, result: StudyResult) -> str:
+    gain, after = row.wall_clock_gain, row.corrected
+    if gain is None or (gain.low is None and gain.high is None):
+        return "but one seed allows no interval" if gain is None or gain.count < 2 else "without an interval"
+    if says_nothing(gain) or gain.low is None or gain.high is None:
+        return "but the interval is too wide to tell"
+    if around_one(gain):
+        return f"interval {gain.low:.2f} to {gain.high:.2f}"
+    if not enough_runs(row):
+        return f"but {_too_few(row)}"
+    if after is not None and after.low is not None and after.high is not None and around_one(after):
+        compared = counted(comparisons(row.size, result), "comparison")
+        return f"interval {after.low:.2f} to {after.high:.2f} after correction for {compared}"
+    return "but others are not measured well enough"
+
+
+def _answer_by_loss(rows: Sequence[VariantResult], result: StudyResult) -> str:
+    """The answer where no gain per second is known well enough: about loss, if that is shown."""
+    compared = by_loss(rows)
+    if not compared:
+        return _no_answer(rows, result)
+    lower = [row for row in compared if is_lower(row)]
+    best = (lower or compared)[0]
+    change = best.difference
+    assert change is not None  # by_loss has only rows with a difference
+    against = f"{change.value:+.4f} against {result.baseline}{', one seed' if change.count == 1 else ''}"
+    if not lower and change.low is not None:
+        clear = change.high is not None and change.high < 0.0
+        ends = f"interval {change.low:+.4f} to {change.high:+.4f}{f', {_not_clear(best, result)}' * clear}"
+        loss = f"no lower loss is shown ({best.name} {change.value:+.4f}, {ends})"
+    elif len(compared) == 1:
+        loss = f"the loss of {best.name} is {against}"
+    else:
+        loss = f"{best.name} has {'the lowest' if best is compared[0] else 'a lower'} loss, {against}"
+    return f"Not shown{at_size(best.size, result)}: {_why_no_speed(rows, result)}; {loss}"
+
+
+def _why_no_speed(rows: Sequence[VariantResult], result: StudyResult) -> str:
+    known = [row for row in rows if row.throughput_ratio is not None]
+    if not known:
+        return "speeds are not known"
+    if any(speed_is_shown(row, result) for row in known):
+        return "gains per second are not known"
+    if any(was_busy(row, result) for row in known):
+        return "speeds were timed while the machine was busy"
+    if all(row.timing is not None for row in known):
+        return "speeds scatter too much"
+    return f"speeds {'were not measured alone' if result.side_by_side > 1 else 'scatter too much'} (use --time-alone)"
+
+
+def _no_answer(rows: Sequence[VariantResult], result: StudyResult) -> str:
+    """Why nothing is compared: runs are missing, or have failed."""
+    size = result.sizes[-1]
+    compared = [run for run in result.runs if run.size == size and run.budget == 1.0]
+    if not compared or any(run.status == "missing" for run in compared):
+        done = sum(run.status == "complete" for run in result.runs)
+        return f"No answer yet: {done} of {len(result.runs)} runs are complete"
+    names = [result.baseline, *(row.name for row in rows)]
+    failed = [name for name in names if not result.complete(size, name)]
+    if len(failed) == len(names):
+        return "No answer: every run failed"
+    if failed:
+        who = ", ".join(failed) if len(failed) <= MAX_FAILED_NAMES else f"{len(failed)} variants"
+        return f"No answer: {who} failed"
+    return f"No answer: no variant completed a seed that {result.baseline} completed"
+
+
+def best_row(result: StudyResult) -> VariantResult | None:
+    """The row of the answer: the largest gain per second, else the lowest loss; those that are shown before others.
+
+    None if nothing is compared.
+    """
+    rows = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
+    timed = [row for row in rows if row.wall_clock_gain is not None]
+    return _best(timed) if timed else next(iter(by_loss(filter(is_lower, rows)) or by_loss(rows)), None)
+
+
+def _best(timed: Sequence[VariantResult]) -> VariantResult:
+    """The largest gain per second of those that are shown; if none is, of all."""
+    return max([row for row in timed if pays(row)] or timed, key=_seconds)
+
+
+def _seconds(row: VariantResult) -> float:
+    return -1.0 if row.wall_clock_gain is None else row.wall_clock_gain.value
+
+
+def by_gain(rows: Iterable[VariantResult], baseline: str) -> list[VariantResult]:
+    """Rows by gain, largest first: per second if any is stated, else per token; the baseline is at 1, others last."""
+    rows = list(rows)
+    key = gain_key(rows)
+
+    def place(row: VariantResult) -> float:
+        gain = getattr(row, key)
+        return -1.0 if row.name == baseline else math.inf if gain is None else -gain.value
+
+    return sorted(rows, key=place)
+
+
+def gain_key(rows: Sequence[VariantResult]) -> str:
+    """Which gain a table is sorted by: the first that any row has."""
+    return next((key for key in GAINS if any(getattr(row, key) is not None for row in rows)), GAINS[-1])
+
+
+def by_loss(rows: Iterable[VariantResult]) -> list[VariantResult]:
+    """The rows that can be compared with the baseline, lowest loss first."""
+    compared = [(row.difference.value, row) for row in rows if row.difference is not None]
+    return [row for _, row in sorted(compared, key=lambda pair: pair[0])]
+
+
+def comparisons_sentence(result: StudyResult) -> str:
+    """How many gains are clear of 1 after correction for their number, and the best shrunk; empty for a single one."""
+    size = result.sizes[-1]
+    rows, compared = result.rows(size), comparisons(size, result)
+    if compared < 2:
+        return ""
+    clear = f"gains per second above 1: {sum(map(pays, rows))}, below 1: {sum(map(loses, rows))}"
+    sentence = f"After Holm's correction for {compared} comparisons, {clear}."
+    best = best_row(result)
+    if best is None or best.shrunk is None:
+        return sentence
+    pooled = best.shrunk
+    is_open = pooled.low is None or pooled.high is None
+    around = f"({ends_of(pooled)})" if is_open else f"[{pooled.low:.2f}, {pooled.high:.2f}]"
+    return (
+        f"{sentence} The best was chosen after looking; pooled with the others, {best.name} is "
+        f"{pooled.value:.2f}× {around}."
+    )
+
+
+def validation_sentence(result: StudyResult) -> str:
+    """On how many validation tokens losses were measured, and whether the error from sampling them is known."""
+    if result.validated_tokens is None or result.dataset is None:
+        return ""
+    share = f"{result.validated_tokens:,} of the {result.dataset.validation_tokens:,} validation tokens"
+    compared = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
+    unknown = bool(compared) and all(row.text_error is None for row in compared)
+    sampling = " The error from sampling this text is not known, since losses by document were not kept." * unknown
+    return f"Losses are measured on {share}.{sampling}"
+
+
+def text_sentences(result: StudyResult) -> list[str]:
+    """What makes the losses themselves doubtful: a tiny validation text, or models worse than token frequencies."""
+    sentences, size = [], result.sizes[-1]
+    if result.validated_tokens is not None and result.validated_tokens < TINY_VALIDATION:
+        sentences.append(
+            f"The validation text is tiny ({counted(result.validated_tokens, 'token')}), so losses on it are uncertain."
+        )
+    losses = [row.loss.value for row in result.rows(size) if row.loss is not None]
+    if result.dataset is not None and losses and min(losses) > result.dataset.unigram_entropy:
+        sentences.append(
+            f"Every model{at_size(size, result)} does worse than predicting by token frequency alone "
+            f"({result.dataset.unigram_entropy:.4f} nats per token), so nothing follows from their differences: train "
+            "longer."
+        )
+    return sentences
+
+
+def dataset_sentence(result: StudyResult) -> str:
+    """The unigram entropy, and by how much even the worst variant of the last size is below it; empty without text."""
+    facts, size = result.dataset, result.sizes[-1]
+    if facts is None:
+        return ""
+    losses = [row.loss.value for row in result.rows(size) if row.loss is not None]
+    gap = facts.unigram_entropy - max(losses) if losses else 0.0
+    below = math.floor(100 * round(gap, 6)) / 100  # 'at least' is never rounded up
+    learned = f"; every variant{at_size(size, result)} ends at least {below:.2f} below it" if below > 0 else ""
+    return (
+        f"Unigram entropy of the validation text: {facts.unigram_entropy:.4f} nats per token "
+        f"(the loss of a model that knows only token frequencies){learned}."
+    )
+
+
+def side_by_side_sentence(result: StudyResult) -> str:
+    """How speeds were measured: alone, or while runs shared the machine; empty if there was one run at a time."""
+    timed = [(row, row.timing) for row in result.variants if row.timing is not None]
+    if not timed and result.side_by_side < 2:
+        return ""
+    if not timed:
+        return (
+            f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
+            "wall-clock gains with --time-alone before relying on them."
+        )
+    devices = ", ".join(sorted({timing.device for _, timing in timed}))
+    rest = [row.name for row in result.variants if row.timing is None and row.throughput_ratio is not None]
+    but = f", but that of {', '.join(dict.fromkeys(rest))}, which is from training (--time-alone)" if rest else ""
+    alone = f"Speeds are those of each variant's step timed alone, after its runs ({devices}){but}."
+    busy = [sized_name(row, result) for row, timing in timed if timing.busy]
+    if not busy:
+        return alone
+    return (
+        f"{alone} The steps of {', '.join(busy)} were timed while the machine was busy (they spread by more than "
+        f"{BUSY:.0%}), so no gain per second follows from them: remove {TIMINGS}/ and run the study again when it is "
+        "idle."
+    )
+
+
+def ladder_sentences(result: StudyResult) -> list[str]:
+    """What to know about gains per token: that there is no ladder, or that its law misses the baseline's own losses."""
+    if any(understated(row, result) for row in result.rows(result.sizes[-1])):
+        return [
+            "Gains per second are from step-wise gains, on one schedule's curve: they understate what a lower loss is "
+            "worth. Use --ladder before concluding that a variant does not pay."
+        ]
+    return [sentence for ladder in result.ladder if (sentence := _misfit_sentence(ladder, result))]
+
+
+def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
+    """Empty if the law gives each budget its own tokens back, but for MAX_LADDER_MISFIT."""
+    if ladder.law is None:
+        return ""
+    worths = [(ladder.law.tokens(rung.loss.value) / rung.tokens, rung.tokens) for rung in ladder.rungs]
+    worth, tokens = max(worths, key=lambda pair: abs(math.log(pair[0])))
+    if abs(math.log(worth)) <= MAX_LADDER_MISFIT:
+        return ""
+    return (
+        f"The law of the ladder{at_size(ladder.size, result)} misses the losses of "
+        f"{result.baseline}: its run of {count(tokens)} tokens would be worth {worth:.2f}× its own tokens. Equivalent "
+        "tokens are off by as much; runs that are too short do not follow the law."
+    )
+
+
+def matching_sentences(result: StudyResult) -> list[str]:
+    """What parameter matching changed, one sentence per variant."""
+    return [
+        f"{sized_name(row, result)}: {row.matching} to match the baseline's parameters "
+        f"({row.parameters_ratio - 1:+.2%})."
+        for row in result.variants
+        if row.matching
+    ]
+
+
+def lacking_sentences(result: StudyResult) -> list[str]:
+    """Which runs were not measured as others were, and how to do it."""
+    return [
+        f"{LACKED[option]} are not complete for {', '.join(runs[:MAX_RUN_NAMES])}"
+        f"{f' and {len(runs) - MAX_RUN_NAMES} more' if len(runs) > MAX_RUN_NAMES else ''}: "
+        f"--{option} measures them where their weights are."
+        for option, runs in result.lacking.items()
+    ]
+
+
+def unequal_seeds(result: StudyResult) -> str:
+    """Which variants lack seeds that others have, as in "mgr: 2 of 3 seeds"; empty if all have the same."""
+    parts = []
+    for size in result.sizes:
+        done = {row.name: {run.seed for run in result.complete(size, row.name)} for row in result.rows(size)}
+        if len(set(map(frozenset, done.values()))) == 1:
+            continue
+        lacking: dict[int, list[str]] = {}
+        for name, seeds in done.items():
+            if len(seeds) < len(result.seeds):
+                lacking.setdefault(len(seeds), []).append(name)
+        for seen, names in sorted(lacking.items(), reverse=True):
+            who = ", ".join(names) if len(names) <= MAX_RUN_NAMES else f"{len(names)} variants"
+            parts.append(f"{who}{at_size(size, result)}: {seen} of {counted(len(result.seeds), 'seed')}")
+    return "; ".join(parts)
+
+
+def study_sentences(result: StudyResult) -> list[str]:
+    """All sentences below the tables of a terminal or a Markdown page."""
+    unequal = unequal_seeds(result)
+    compared = [row for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
+    sentences = [
+        validation_sentence(result),
+        *text_sentences(result),
+        dataset_sentence(result),
+        *matching_sentences(result),
+        *(rate.sentence(len(result.sizes) > 1) for rate in result.tuning),
+        *(verdict(row, result) for row in compared),
+        comparisons_sentence(result),
+        f"Seeds differ ({unequal}): Δ loss is over those that a variant shares with {result.baseline}." * bool(unequal),
+        side_by_side_sentence(result),
+        *ladder_sentences(result),
+        *lacking_sentences(result),
+        *(f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"),
+    ]
+    return [sentence for sentence in sentences if sentence]

@@ -1,0 +1,82 @@
+"""A study's gains from longer runs of its baseline in another study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from residua.config.settings import ConfigError
+from residua.study.gains import loses, pays
+from residua.study.page import show_saved
+from residua.study.results_file import SavedStudy
+from residua.train.result import FinalValidation
+from tests.docs.commands import load_module
+
+with_external_ladder = load_module("tools/study_extras.py").with_external_ladder
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+@pytest.fixture(scope="module")
+def studies() -> tuple[SavedStudy, SavedStudy]:
+    short, longer = (SavedStudy.read(RESULTS / f"{name}.json") for name in ("mini-39m", "main-mini"))
+    return short, longer
+
+
+def test_a_loss_out_of_reach_of_the_ladder_has_no_gain(studies: tuple[SavedStudy, SavedStudy]) -> None:
+    short, longer = studies
+    lower = [
+        run.model_copy(
+            update={
+                "validation": run.validation.model_copy(update={"loss": tuple(x - 1.5 for x in run.validation.loss)})
+            }
+        )
+        if run.variant == "mgr"
+        else run
+        for run in short.runs
+    ]
+    result, _ = with_external_ladder(short.model_copy(update={"runs": tuple(lower)}), longer)
+    (row,) = (row for row in result.variants if row.name == "mgr")
+    assert row.equivalent_tokens is None and row.wall_clock_gain is None and row.throughput_ratio is not None
+    (row,) = (row for row in result.variants if row.name == "resformer")
+    assert row.wall_clock_gain is not None
+
+
+def test_rows_without_a_stated_speed_are_on_the_new_ladder(studies: tuple[SavedStudy, SavedStudy]) -> None:
+    short, longer = studies
+    timed = with_external_ladder(short, longer)[0]
+    runs = tuple(run.model_copy(update={"tokens_per_second": None}) for run in short.runs)
+    models = tuple(model.model_copy(update={"timings": {}}) for model in short.models)
+    untimed = with_external_ladder(short.model_copy(update={"runs": runs, "models": models}), longer)[0]
+    (now,), (then,) = ([row for row in r.variants if row.name == "resformer"] for r in (untimed, timed))
+    assert now.wall_clock_gain is None and then.wall_clock_gain is not None
+    assert now.equivalent_tokens == then.equivalent_tokens
+
+
+def test_losses_of_another_text_are_refused(studies: tuple[SavedStudy, SavedStudy]) -> None:
+    short, longer = studies
+    assert longer.dataset is not None
+    other = longer.dataset.model_copy(update={"bytes_per_token": 4.4})
+    with pytest.raises(ConfigError, match="budgets of main-mini: the validation text differs"):
+        with_external_ladder(short, longer.model_copy(update={"dataset": other}))
+
+
+def test_losses_on_another_part_of_the_text_are_refused(studies: tuple[SavedStudy, SavedStudy]) -> None:
+    short, longer = studies
+    final = FinalValidation(loss=3.0, bits_per_byte=1.0, tokens=4096)
+    whole = tuple(run.model_copy(update={"final": final}) for run in longer.runs)
+    with pytest.raises(ConfigError, match="losses are on 131072 validation tokens, those of main-mini on 4096"):
+        with_external_ladder(short, longer.model_copy(update={"runs": whole}))
+
+
+def test_the_published_studies_say_what_is_left_after_correction(studies: tuple[SavedStudy, SavedStudy]) -> None:
+    small, longer = studies
+    at_s = show_saved(SavedStudy.read(RESULTS / "main-s.json"))
+    assert sum(map(pays, at_s.variants)) == 6 and not any(map(loses, at_s.variants))
+    best = next(row for row in at_s.variants if row.name == "mgr2_resformer")
+    assert best.shrunk is not None and best.wall_clock_gain is not None
+    assert best.shrunk.value < best.wall_clock_gain.value
+    first = ["resformer", "mgr_resformer", "mgr_independent", "naive", "nuresformer", "gatednorm_resformer"]
+    assert [row.name for row in show_saved(small).variants if pays(row)] == first
+    new_text = with_external_ladder(small, longer)[0].variants
+    assert [row.name for row in new_text if pays(row)] == ["resformer", "mgr_resformer", "naive", "gatednorm_resformer"]

@@ -1,0 +1,133 @@
+"""Options beside a study that was written down change only what they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from residua.cli.compare import app
+from residua.config.run import RunConfig
+from residua.data import Dataset
+from residua.study import StudyConfig
+from residua.study import run_study as previewing
+from residua.study.config import DEMO, MatchDepth, NoMatch, Tasks, Tune
+from residua.study.plan import base_run, make_plan
+from residua.study.results_file import save_study
+from tests.study.conftest import SMALL
+
+SHORT = SMALL[5]
+assert SHORT == "train.steps=10"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The study that a command line asks for."""
+
+    def ask(*arguments: object) -> StudyConfig:
+        found: list[StudyConfig] = []
+        monkeypatch.setattr(previewing, "preview", lambda study, *rest: found.append(study))
+        runner = CliRunner()
+        runner.invoke(app, [*map(str, arguments), "--plan"], catch_exceptions=False)
+        return found[0]
+
+    return ask
+
+
+@pytest.fixture
+def file(tmp_path: Path, dataset: Dataset) -> Path:
+    written = StudyConfig(
+        variants=["base", "mgr"], set=SMALL, data=str(dataset.path), match={"kind": "ffn", "tolerance": 0.02},
+        tune={"lr": [1, 2], "share": 0.5, "seed": 77},
+    )  # fmt: skip
+    path = tmp_path / "mine.toml"
+    path.write_text(written.to_toml())
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run, as far as a plan looks at it."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    (folder / "config.toml").write_text(RunConfig.find("tiny").override(["model.width=64"]).to_toml())
+    return folder
+
+
+def test_set_adds_to_the_changes_of_a_file_and_the_last_of_a_key_wins(file: Path, asked: Any) -> None:
+    study = asked(file, "--set", "train.log_every=5", "--set", "train.steps=20")
+    kept = tuple(change for change in SMALL if change not in (SHORT, "train.log_every=1"))
+    assert study.set == (*kept, "train.log_every=5", "train.steps=20")
+    assert base_run(study, "tiny").train.steps == 20
+
+
+def test_set_adds_to_the_changes_of_a_folder(file: Path, tmp_path: Path, asked: Any) -> None:
+    (tmp_path / "study").mkdir()
+    file.rename(tmp_path / "study/study.toml")
+    assert asked(tmp_path / "study", "--set", "train.keep=1").set == (*SMALL, "train.keep=1")
+
+
+def test_set_adds_to_the_changes_of_the_demo(asked: Any) -> None:
+    study = asked("--demo", "--set", "train.steps=90")
+    run = base_run(study, "tiny")
+    assert (run.train.steps, run.model.width, run.train.micro_batch) == (90, 64, 24)
+
+
+def test_from_keeps_the_changes_of_a_file_but_for_what_the_weights_decide(
+    file: Path, run: Path, tmp_path: Path, asked: Any
+) -> None:
+    study = asked(file, "--from", run, "--set", "train.keep=1")
+    chosen = base_run(study, study.base).train
+    assert (chosen.start, chosen.steps, chosen.keep) == (str(run.resolve()), 10, 1)
+    assert study.match == NoMatch()
+    file.write_text(study.to_toml())
+    other = run.rename(tmp_path / "other")
+    again = asked(file, "--from", other)
+    assert base_run(again, again.base).train.start == str(other.resolve())
+    assert sum(change.startswith("train.start") for change in again.set) == 1
+
+
+def test_set_beside_a_study_of_given_weights_keeps_them(file: Path, run: Path, asked: Any) -> None:
+    study = asked(file, "--from", run)
+    file.write_text(study.to_toml())
+    again = asked(file, "--set", "train.log_every=5")
+    assert base_run(again, again.base).train.start == str(run.resolve())
+
+
+def test_the_demo_of_given_weights_has_their_shapes_and_its_own_steps(run: Path, asked: Any) -> None:
+    study = asked("--demo", "--from", run)
+    started = base_run(study, study.base)
+    assert (started.train.steps, started.model.context) == (240, RunConfig.find("tiny").model.context)
+    assert "model.context=64" in DEMO.read_text()
+
+
+def test_match_keeps_the_tolerance_of_a_file(file: Path, asked: Any) -> None:
+    assert asked(file, "--match", "ffn").match.tolerance == 0.02
+    assert asked(file, "--match", "depth").match == MatchDepth(tolerance=0.02)
+    assert asked(file, "--match", "none").match == NoMatch()
+
+
+def test_tune_keeps_the_share_and_the_seed_of_a_file(file: Path, asked: Any) -> None:
+    assert asked(file, "--tune", "lr=1x,4x").tune == Tune(lr=(1, 4), share=0.5, seed=77)
+
+
+def test_the_folder_of_tasks_goes_with_the_tasks_that_a_study_names(
+    file: Path, tmp_path: Path, dataset: Dataset, asked: Any
+) -> None:
+    tasks = {"names": ("colours",), "limit": 5}
+    study = StudyConfig(variants=["prenorm", "mgr"], set=SMALL, data=str(dataset.path), tasks=tasks)
+    file.write_text(study.to_toml())
+    assert asked(file, "--task-dir", "here").tasks == Tasks(**tasks, folder="here")
+    assert asked(file, "--tasks", "arc").tasks == Tasks(names=("arc",))
+    plan = make_plan(study, tmp_path, dataset)
+    save_study(study, plan, {}, dataset.fingerprint, None).write(tmp_path / "x.json")
+    assert asked("--results", tmp_path / "x.json", "--task-dir", "here").tasks == Tasks(**tasks, folder="here")
+    assert asked("--results", tmp_path / "x.json").tasks is None
+
+
+def test_a_set_that_is_no_list_is_still_refused(file: Path, asked: Any) -> None:
+    file.write_text('variants = ["prenorm", "mgr"]\nset = "train.steps=3"\n')
+    with pytest.raises(ValueError, match=r"set = 'train\.steps=3' should be a list"):
+        asked(file, "--set", "train.keep=1")

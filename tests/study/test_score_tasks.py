@@ -1,0 +1,374 @@
+"""Accuracies on tasks in a study: scored once per run and task, as `residua eval` does, and compared over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+from io import StringIO
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from residua.cli.compare import app
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.data import Dataset
+from residua.errors import UserError
+from residua.evaluate.accuracy import Accuracy
+from residua.evaluate.score import Scorer
+from residua.evaluate.tasks import EXOFORMER, expand
+from residua.study import StudyConfig
+from residua.study import score_tasks as work
+from residua.study.config import Tasks
+from residua.study.extend_study import complete_records, with_earlier
+from residua.study.plan import PlannedRun, StudyPlan, make_plan
+from residua.study.records import ACCURACIES, INSPECTION, Accuracies, TaskAccuracy, read_measured
+from residua.study.results import StudyResult, collect
+from residua.study.results_file import save_study
+from residua.study.score_tasks import TaskMeasurement, open_questions
+from residua.study.statistics import t_quantile
+from residua.study.tables import markdown, side_tables
+from residua.study.train_runs import StudyInterrupted
+from tests.study.recorded import write_all
+from tests.trained import train_run
+
+QUIET = Console(quiet=True)
+
+
+def write_questions(folder: Path, name: str, questions: int) -> None:
+    """A task whose right answer repeats the question."""
+    folder.mkdir(exist_ok=True)
+    words = ["depth", "layers", "model", "talk"]
+    lines = [
+        {"split": split, "question": words[i % 4], "choices": words, "answer": i % 4, "id": str(i)}
+        for split, count in (("train", 2), ("validation", questions))
+        for i in range(count)
+    ]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> PlannedRun:
+    folder = train_run(tmp_path_factory.mktemp("tasked"))
+    return PlannedRun("prenorm", "tiny", 0, RunConfig.from_toml(folder / "config.toml"), folder)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Tasks:
+    for name, questions in (("colours", 6), ("shapes", 8)):
+        write_questions(tmp_path / "tasks", name, questions)
+    return Tasks(names=("colours", "shapes"), folder=str(tmp_path / "tasks"), shots=1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_tasks_are_scored_says_how_to_go_on(
+    trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> set[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TaskMeasurement, "measure_run", interrupted)
+    with pytest.raises(StudyInterrupted, match="the same command continues"):
+        TaskMeasurement(open_questions(asked)).measure(StudyPlan({}, (trained,)), QUIET)
+
+
+@pytest.mark.slow
+def test_a_run_is_scored_as_residua_eval_scores_it(
+    trained: PlannedRun, asked: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.trained import residua
+
+    out = tmp_path / "scores.json"
+    words = ("--tasks", "colours,shapes", "--task-dir", asked.folder, "--shots", 1, "--out", out)
+    assert residua(monkeypatch, "eval", trained.folder, *words) == 0
+    TaskMeasurement(open_questions(asked)).measure(StudyPlan({}, (trained,)), QUIET)
+    found = read_measured(trained.folder / ACCURACIES, Accuracies)
+    assert found is not None and found.wanted == ("colours", "shapes")
+    for task in json.loads(out.read_text())["tasks"]:
+        ours, theirs = found.tasks[task["task"]], task[task["metric"]]
+        assert (ours.value, ours.error, ours.questions) == (theirs["value"], theirs["error"], task["questions"])
+        assert ours.chance == 0.25
+    assert found.mean == statistics.fmean(task.value for task in found.tasks.values())
+
+
+@pytest.mark.slow
+def test_in_low_precision_a_copy_is_scored_and_the_model_stays_as_it_is(
+    trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trained.folder / ACCURACIES).unlink(missing_ok=True)
+    plan, questions, scored = StudyPlan({}, (trained,)), open_questions(asked), []
+    score = questions.score
+
+    def counted(scorer: Scorer, name: str, progress: object) -> TaskAccuracy:
+        with torch.no_grad():
+            scored.append((name, float(scorer.model(torch.arange(8)[None]).square().sum())))
+        return score(scorer, name, progress)
+
+    monkeypatch.setattr(questions, "score", counted)
+    low = (("fp8", "nvfp4+smooth"), 2)
+    TaskMeasurement(questions, *low).measure(plan, QUIET)
+    assert [name for name, _ in scored] == ["colours", "shapes"] * 3
+    models = [square for _, square in scored]
+    assert models[::2] == models[1::2] and len(set(models)) == 3, "as trained, in FP8, in NVFP4"
+    found = read_measured(trained.folder / ACCURACIES, Accuracies)
+    assert found is not None and list(found.low) == ["fp8", "nvfp4+smooth"]
+    for recipe, tasks in found.low.items():
+        assert found.mean_in(recipe) == statistics.fmean(each.value for each in tasks.values()), recipe
+    assert found.mean_in("nvfp4") is None
+
+    TaskMeasurement(questions, *low).measure(plan, QUIET)
+    assert len(scored) == 6, "nothing is scored twice"
+    TaskMeasurement(questions, ("fp8",), 3).measure(plan, QUIET)
+    assert len(scored) == 8, "another calibration may give other numbers"
+    TaskMeasurement(questions).measure(plan, QUIET)
+    assert len(scored) == 8 and set(read_measured(trained.folder / ACCURACIES, Accuracies).low) == {
+        "fp8",
+        "nvfp4+smooth",
+    }, "and all are kept"
+    (trained.folder / ACCURACIES).unlink()
+
+
+@pytest.mark.slow
+def test_only_what_is_missing_is_scored_and_what_changed_is_scored_again(
+    trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trained.folder / ACCURACIES).unlink(missing_ok=True)
+    scored: list[str] = []
+    score = work._Local.score
+    monkeypatch.setattr(
+        work._Local, "score", lambda self, scorer, name, p: scored.append(name) or score(self, scorer, name, p)
+    )
+    plan = StudyPlan({}, (trained,))
+
+    def again(tasks: Tasks) -> list[str]:
+        scored.clear()
+        TaskMeasurement(open_questions(tasks)).measure(plan, QUIET)
+        return list(scored)
+
+    assert again(asked.model_copy(update={"names": ("colours",)})) == ["colours"]
+    assert again(asked) == ["shapes"], "a study that was stopped goes on with the next task"
+    assert again(asked) == []
+    assert asked.folder is not None
+    write_questions(Path(asked.folder), "shapes", 9)
+    assert again(asked) == ["shapes"], "other questions"
+    assert again(asked.model_copy(update={"shots": 2})) == ["colours", "shapes"]
+    later = (trained.folder / ACCURACIES).stat().st_mtime + 60
+    os.utime(trained.folder / INSPECTION, (later, later))
+    assert again(asked) == ["colours", "shapes"], "the run was trained further"
+
+
+@pytest.mark.slow
+def test_a_task_that_cannot_be_had_is_told_once_and_the_others_are_scored(
+    trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (trained.folder / ACCURACIES).unlink(missing_ok=True)
+
+    class Partly:
+        def __init__(self) -> None:
+            self.asked = {"gone": "a", "there": "b"}
+
+        def score(self, scorer: object, name: str, progress: object) -> TaskAccuracy:
+            if name == "gone":
+                raise UserError("lm-eval could not download a task")
+            return TaskAccuracy(value=0.5, asked="b")
+
+    printed = StringIO()
+    TaskMeasurement(Partly()).measure(StudyPlan({}, (trained, trained)), Console(width=200, file=printed))
+    assert printed.getvalue().count("gone was not scored: lm-eval could not download a task") == 1
+    found = read_measured(trained.folder / ACCURACIES, Accuracies)
+    assert found is not None and list(found.tasks) == ["there"]
+    assert found.mean is None, "no mean over some of the tasks"
+
+
+@pytest.mark.slow
+def test_a_run_without_weights_is_not_scored(study: StudyConfig, dataset: Dataset, out: Path, asked: Tasks) -> None:
+    plan = make_plan(study, out, dataset)
+    write_all(plan, lambda run, step: 3.0)
+    TaskMeasurement(open_questions(asked)).measure(plan, QUIET)
+    assert not list(out.rglob(ACCURACIES))
+
+
+SHARES = {"prenorm": ((0.25, 0.50), (0.35, 0.50)), "mgr": ((0.45, 0.50), (0.59, 0.50))}
+
+
+@pytest.fixture
+def scored(study: StudyConfig, dataset: Dataset, out: Path) -> tuple[StudyConfig, StudyPlan, StudyResult]:
+    """Two variants and two seeds with known accuracies on two tasks."""
+    asked = StudyConfig(**{**study.model_dump(), "variants": {"prenorm": ("prenorm",), "mgr": ("mgr",)}})
+    plan = make_plan(asked, out, dataset)
+    write_all(plan, lambda run, step: 3.0)
+    for run in plan.runs:
+        values = dict(zip(("arc", "piqa"), SHARES[run.variant][run.seed], strict=True))
+        found = {name: TaskAccuracy(value=value, chance=0.25) for name, value in values.items()}
+        (run.folder / ACCURACIES).write_text(Accuracies(wanted=tuple(values), tasks=found).model_dump_json())
+    return asked, plan, collect(asked, plan, complete_records(plan, {}), {})
+
+
+def test_accuracies_are_means_over_seeds_with_their_error_and_the_difference_is_paired(
+    scored: tuple[StudyConfig, StudyPlan, StudyResult],
+) -> None:
+    prenorm, mgr = scored[2].variants
+    assert list(prenorm.tasks) == ["mean", "arc", "piqa"] and prenorm.tasks["mean"].difference is None
+    arc = mgr.tasks["arc"]
+    assert arc.accuracy.value == pytest.approx(0.52)
+    assert arc.accuracy.error == pytest.approx(statistics.stdev([0.45, 0.59]) / math.sqrt(2))
+    assert mgr.tasks["mean"].accuracy.value == pytest.approx((0.475 + 0.545) / 2)
+    assert arc.difference is not None and arc.difference.value == pytest.approx((0.20 + 0.24) / 2)
+    half = t_quantile(0.975, 1) * statistics.stdev([0.20, 0.24]) / math.sqrt(2)
+    assert arc.difference.low == pytest.approx(0.22 - half) and arc.difference.high == pytest.approx(0.22 + half)
+    assert arc.chance == 0.25
+
+
+def test_accuracies_are_in_the_tables_and_in_the_results_file(
+    scored: tuple[StudyConfig, StudyPlan, StudyResult], dataset: Dataset, out: Path
+) -> None:
+    study, plan, result = scored
+    text = markdown(result)
+    assert "## tasks" in text and "| 52.00 ± 7.00 |" in text and "| +11.00 [" in text
+    (table,) = side_tables(result, "tiny")
+    assert [column.title for column in table.columns] == ["variant", "mean", "Δ mean [95 %]", "arc", "piqa"]
+    assert "guessing gives 25.0" in table.columns[1].meaning
+    saved = save_study(study, plan, complete_records(plan, {}), dataset.fingerprint, None)
+    again = saved.plan(out)
+    assert collect(study, again, saved.records(again), {}).variants == result.variants
+
+
+def test_in_low_precision_the_mean_over_tasks_and_its_change_are_in_a_table(
+    scored: tuple[StudyConfig, StudyPlan, StudyResult], out: Path
+) -> None:
+    study, plan, _ = scored
+    for run in plan.runs:
+        found = Accuracies.model_validate_json((run.folder / ACCURACIES).read_text())
+        low = {name: TaskAccuracy(value=task.value - 0.01 * (1 + run.seed)) for name, task in found.tasks.items()}
+        lower = found.model_copy(update={"low": {"fp8": low, "nvfp4": {"arc": TaskAccuracy(value=0.1)}}})
+        (run.folder / ACCURACIES).write_text(lower.model_dump_json())
+    asked = study.model_copy(update={"quantize": ("fp8", "nvfp4")})
+    result = collect(asked, plan, complete_records(plan, {}), {})
+    mgr = result.variants[1]
+    assert list(mgr.low_tasks) == ["fp8"], "one of two tasks is no mean"
+    assert mgr.low_tasks["fp8"].accuracy.value == pytest.approx(0.51 - 0.015)
+    assert mgr.low_tasks["fp8"].change.value == pytest.approx(-0.015)
+    _, table = side_tables(result, "tiny")
+    assert [column.title for column in table.columns] == ["variant", "fp8", "Δ fp8 [95 %]"]
+    assert "## tasks in low precision" in markdown(result) and "| 49.50 ± 3.00 | -1.50 [" in markdown(result)
+
+
+def test_one_task_has_no_mean_and_a_run_that_lacks_a_task_is_left_out(
+    scored: tuple[StudyConfig, StudyPlan, StudyResult],
+) -> None:
+    study, plan, _ = scored
+    first = next(run for run in plan.runs if run.variant == "mgr")
+    part = {"piqa": TaskAccuracy(value=0.5)}
+    (first.folder / ACCURACIES).write_text(Accuracies(wanted=("arc", "piqa"), tasks=part).model_dump_json())
+    mgr = collect(study, plan, complete_records(plan, {}), {}).variants[1]
+    assert (mgr.tasks["arc"].accuracy.count, mgr.tasks["piqa"].accuracy.count) == (1, 2)
+    assert mgr.tasks["mean"].accuracy.count == 1
+    for run in plan.runs:
+        one = Accuracies(wanted=("arc",), tasks={"arc": TaskAccuracy(value=0.5)})
+        (run.folder / ACCURACIES).write_text(one.model_dump_json())
+    assert list(collect(study, plan, complete_records(plan, {}), {}).variants[0].tasks) == ["arc"]
+
+
+def test_a_task_that_does_not_exist_is_refused_before_anything_runs(dataset: Dataset, asked: Tasks, out: Path) -> None:
+    arguments = ["prenorm", "mgr", "--data", str(dataset.path), "--out", str(out), "--task-dir", str(asked.folder)]
+    result = CliRunner().invoke(app, [*arguments, "--tasks", "colour"])
+    assert "holds no task colour: did you mean colours?" in str(result.exception)
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, ConfigError) and str(result.exception).startswith("--task-dir needs --tasks")
+    assert not out.exists()
+
+
+def test_a_rerun_keeps_the_tasks_and_one_with_others_adds_to_them(study: StudyConfig, tmp_path: Path) -> None:
+    first = study.model_copy(update={"tasks": Tasks(names=("arc",), folder="tasks")})
+    (tmp_path / "study.toml").write_text(first.to_toml())
+    assert with_earlier(study, tmp_path).tasks == first.tasks
+
+    def then(**keys: object) -> tuple[str, ...]:
+        again = with_earlier(study.model_copy(update={"tasks": Tasks(**keys)}), tmp_path).tasks
+        assert again is not None
+        return again.names
+
+    assert then(names=("piqa",), folder="tasks") == ("arc", "piqa")
+    assert then(names=("piqa",), folder="tasks", shots=5) == ("piqa",), "asked in another way"
+    assert StudyConfig(variants=["prenorm", "mgr"], tasks=["arc"]).tasks == Tasks(names=("arc",))
+
+
+class Harness(ModuleType):
+    """Stands in for `residua.evaluate.harness`, whose library takes seconds to import."""
+
+    def __init__(self) -> None:
+        super().__init__("harness")
+        self.seen: list[tuple[list[str], int | None, int | None]] = []
+        self.manager = SimpleNamespace(task_index="the index")
+
+    def find_tasks(self, names: list[str], allow_code: bool) -> tuple[SimpleNamespace, list[str]]:
+        return self.manager, list(expand(names))
+
+    def runs_code(self, name: str, index: str) -> bool:
+        return name == "mbpp" and index == "the index"
+
+    def evaluate_with_harness(
+        self, scorer: Scorer, generator: object, names: list[str], *, shots: int | None, limit: int | None,
+        task_manager: object,
+    ) -> dict[str, dict[str, float]]:  # fmt: skip
+        assert task_manager is self.manager
+        self.seen.append((names, shots, limit))
+        return {names[0]: {"acc": 0.25}}
+
+    def reported(self, results: dict[str, dict[str, float]]) -> dict[str, Accuracy]:
+        return {name: Accuracy(found["acc"], 0.1) for name, found in results.items() if name != "gsm8k"}
+
+
+@pytest.mark.slow
+def test_tasks_of_the_harness_are_scored_one_by_one_with_the_shots_of_their_group(
+    monkeypatch: pytest.MonkeyPatch, trained: PlannedRun
+) -> None:
+    harness, plan = Harness(), StudyPlan({}, (trained,))
+    monkeypatch.setitem(sys.modules, "residua.evaluate.harness", harness)
+    (trained.folder / ACCURACIES).unlink(missing_ok=True)
+    TaskMeasurement(open_questions(Tasks(names=("exoformer",), limit=7))).measure(plan, QUIET)
+    assert harness.seen == [([task], 5, 7) for task in EXOFORMER]
+    found = read_measured(trained.folder / ACCURACIES, Accuracies)
+    assert found is not None and (found.tasks["piqa"].value, found.tasks["piqa"].error) == (0.25, 0.1)
+    TaskMeasurement(open_questions(Tasks(names=("arc_easy", "gsm8k"), shots=3))).measure(plan, QUIET)
+    assert harness.seen[6:] == [(["arc_easy"], 3, None), (["gsm8k"], 3, None)]
+    found = read_measured(trained.folder / ACCURACIES, Accuracies)
+    assert found is not None and found.wanted == ("arc_easy", "gsm8k") and "gsm8k" not in found.tasks
+    with pytest.raises(ValueError, match="mbpp runs the programs that the model writes, which a study does not do"):
+        open_questions(Tasks(names=("arc_easy", "mbpp")))
+
+
+@pytest.mark.nightly
+def test_tasks_of_the_harness_have_the_shots_of_their_group_or_those_that_are_asked(
+    monkeypatch: pytest.MonkeyPatch, trained: PlannedRun
+) -> None:
+    pytest.importorskip("lm_eval")
+
+    from residua.evaluate import harness
+
+    seen: list[tuple[list[str], int | None, int | None]] = []
+
+    def evaluate(tasks: list[str], num_fewshot: int | None, limit: int | None, **_: object) -> dict[str, object]:
+        seen.append((tasks, num_fewshot, limit))
+        return {"results": {tasks[0]: {"acc,none": 0.5, "acc_norm,none": 0.25, "acc_norm_stderr,none": 0.1}}}
+
+    index = {name: None for name in (*EXOFORMER, "gsm8k")}
+    manager = type("Manager", (), {"all_tasks": list(index), "task_index": index})
+    monkeypatch.setattr(harness, "TaskManager", lambda: manager)
+    monkeypatch.setattr(harness, "simple_evaluate", evaluate)
+    (trained.folder / ACCURACIES).unlink(missing_ok=True)
+    TaskMeasurement(open_questions(Tasks(names=("exoformer",), limit=7))).measure(StudyPlan({}, (trained,)), QUIET)
+    assert seen == [([task], 5, 7) for task in EXOFORMER]
+    found = read_measured(trained.folder / ACCURACIES, Accuracies)
+    assert found is not None and (found.tasks["piqa"].value, found.tasks["piqa"].error) == (0.25, 0.1)
+    assert found.tasks["winogrande"].value == 0.5
+    seen.clear()
+    TaskMeasurement(open_questions(Tasks(names=("arc_easy",), shots=3))).measure(StudyPlan({}, (trained,)), QUIET)
+    assert seen == [(["arc_easy"], 3, None)]
