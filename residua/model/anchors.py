@@ -177,10 +177,25 @@ class Mix(Unmixed):
         return None
 
     def project(self, project: Projection, x: Tensor, anchors: Anchors) -> Tensor:
-        """With shared anchors (`Sharing`) λ2 ⊙ S, by folded weights."""
+        """With shared anchors (`Sharing`) λ2 ⊙ S, by folded weights, and x W1 behind it if λ are dynamic."""
         if not self._shares(anchors):
             return super().project(project, x, anchors)
-        return linear(x, self.folded(project.weight))
+        return linear(x, self.stacked(project.weight))
+
+    def stacked(self, weight: Tensor) -> Tensor:
+        """The folded weights, and below them W1 of the network that makes γ, so that one product of x makes both."""
+        first = [part.weight.to(weight.dtype) for part in self.projections[:1]]
+        return torch.cat([self.folded(weight), *first]) if first else self.folded(weight)
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Of the network that makes γ, W1 and W2; none for a static mixture."""
+        return ()
+
+    @property
+    def network(self) -> tuple[Tensor, Tensor] | None:
+        """W2 [2·pathways, hidden] and b of the network that makes γ; None for a static mixture."""
+        return None
 
     def folded(self, weight: Tensor) -> Tensor:
         """diag(λ2) W for the weight W [R, C] of a fused projection; rows of pathways that are not mixed as they are."""
@@ -232,7 +247,7 @@ class Mix(Unmixed):
             rest = first + self.HANDLES
             heads = shared.mix_heads(
                 projected, anchors[first:rest], self.sections, named, scales, table,
-                gains=qk_norm.gains, gamma=self.factors(x), eps=qk_norm.eps,
+                gains=qk_norm.gains, network=self.network, eps=qk_norm.eps,
             )  # fmt: skip
             return heads, (*anchors[:first], *anchors[rest:])
         return ops.mix_heads(
@@ -319,6 +334,14 @@ class DynamicMix(Mix):
         gamma: Tensor = self.gamma(x)
         return gamma
 
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        return self.gamma.down, self.gamma.up
+
+    @property
+    def network(self) -> tuple[Tensor, Tensor]:
+        return self.gamma.up.weight, self.gamma.bias
+
     def begin_as(self, old: Unmixed) -> InitFidelity:
         kept = super().begin_as(old)
         if isinstance(old, DynamicMix):
@@ -363,18 +386,18 @@ class Sharing(NamedTuple):
         where the anchors' gradient goes from layer to layer instead: outside of training, with sharded weights or some
         on another device, with a hook on a mixture or a projection.
         """
-        plain = all(not is_watched(mix) and is_plain(own) for mix, own in self.readers)
-        if not INSTALLED or not plain or len(self.readers) < 2:
+        watched = any(is_watched(part) for mix, _ in self.readers for part in (mix, *mix.children()))
+        maps = [part for mix, own in self.readers for part in (own, *mix.projections)]
+        if not INSTALLED or watched or not all(map(is_plain, maps)) or len(self.readers) < 2:
             return anchors
         scales = [dict(mix.anchor_scale.items()) for mix, _ in self.readers]
-        weights = [project.weight for _, project in self.readers]
-        if not shared.serves(anchors, [*weights, *(scale for own in scales for scale in own.values())]):
+        if not shared.serves(anchors, [*(m.weight for m in maps), *(each for own in scales for each in own.values())]):
             return anchors
         mix, _ = self.readers[0]
         gains = None if norm is None else dict(norm.gains.items())
         named = dict(zip(mix.pathways, anchors, strict=True))
-        dynamic = isinstance(mix, DynamicMix)
-        handles = shared.share(named, scales, mix.sections, source=source, gains=gains, dynamic=dynamic)
+        hidden = 0 if mix.network is None else mix.network[0].shape[1]
+        handles = shared.share(named, scales, mix.sections, source=source, gains=gains, hidden=hidden)
         return (*anchors, *chain.from_iterable(handles))
 
 

@@ -138,12 +138,12 @@ def mix_shared(
     if normed:
         source = draw(2, length, len(anchors) * heads * width, dtype=dtype)
         anchor_gains = {s: draw(width) for s in anchors}
-    handles = shared.share(named, scales, sections, source=source, gains=anchor_gains, dynamic=dynamic)
+    handles = shared.share(named, scales, sections, source=source, gains=anchor_gains, hidden=16 * dynamic)
     made: list[torch.Tensor] = []
     for own, handle in zip(scales, handles, strict=True):
-        projected = draw(2, length, 4 * heads * width, dtype=dtype)
-        gamma = draw(2, length, 2 * len(anchors), dtype=dtype) if dynamic else None
-        made += shared.mix_heads(projected, handle, sections, named, own, table, gains=gains, gamma=gamma).values()
+        projected = draw(2, length, 4 * heads * width + 16 * dynamic, dtype=dtype)
+        network = (draw(2 * len(anchors), 16), draw(2 * len(anchors))) if dynamic else None
+        made += shared.mix_heads(projected, handle, sections, named, own, table, gains=gains, network=network).values()
     both(made)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from residua import ops
 from tests.nightly import only_nightly
@@ -95,23 +96,35 @@ class SharedLayers(Layers):
     def __init__(self, **settings):
         super().__init__(**settings)
         self.leaves = {name: t for name, t in self.leaves.items() if not name.startswith("own")}
+        self.hidden = 0
+        for layer in "12" if "gamma 1" in self.leaves else "":
+            # γ is made from columns of the projection
+            self.hidden, gamma, own = 3, self.leaves.pop(f"gamma {layer}"), self.leaves[f"projected {layer}"]
+            self.leaves[f"projected {layer}"] = torch.cat([own, own[..., -self.hidden :].flip(-1)], -1)
+            self.leaves[f"up {layer}"] = gamma[0, : self.hidden].mT.float()
+            self.leaves[f"bias {layer}"] = gamma[0, 3].float()
 
     def __call__(self, leaves: dict[str, Tensor], table: tuple[Tensor, Tensor]) -> list[Tensor]:
         scales = [{s: leaves[f"other {s} {layer}"] for s in self.pathways} for layer in "12"]
         if ops.chosen_backend() == "reference":
             one = torch.ones((), dtype=table[0].dtype, device=table[0].device)
-            return super().__call__(leaves | {f"own {s} {n}": one for s in self.pathways for n in "12"}, table)
+            extra = {f"own {s} {n}": one for s in self.pathways for n in "12"}
+            for layer in "12" if self.hidden else "":
+                projected, up, bias = (leaves[f"{name} {layer}"] for name in ("projected", "up", "bias"))
+                extra[f"gamma {layer}"] = torch.sigmoid(gelu(projected[..., -self.hidden :]) @ up.mT + bias)
+                extra[f"projected {layer}"] = projected[..., : -self.hidden]
+            return super().__call__(leaves | extra, table)
         from residua.ops.mix_projection import shared
 
         anchors, made = {s: leaves[f"anchor {s}"] for s in self.pathways}, []
-        dynamic = "gamma 1" in leaves
-        handles = shared.share(anchors, scales, self.sections, dynamic=dynamic, **self.origin(leaves))
+        handles = shared.share(anchors, scales, self.sections, hidden=self.hidden, **self.origin(leaves))
         for layer, own, handle in zip("12", scales, handles, strict=True):
             gains = tuple(leaves[f"gain {s} {layer}"] for s in "qk") if self.normed else None
-            projected, gamma = leaves[f"projected {layer}"][..., 3:], leaves.get(f"gamma {layer}")
+            network = (leaves[f"up {layer}"], leaves[f"bias {layer}"]) if self.hidden else None
             made += shared.mix_heads(
-                projected, handle, self.sections, anchors, own, table, gains=gains, gamma=gamma
-            ).values()
+                leaves[f"projected {layer}"][..., 3:], handle, self.sections, anchors, own, table, gains=gains,
+                network=network,
+            ).values()  # fmt: skip
         return made
 
     def origin(self, leaves: dict[str, Tensor]) -> dict[str, Any]:

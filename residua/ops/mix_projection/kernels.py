@@ -243,6 +243,48 @@ def _store_sums(at_ptr, lane, is_low, is_high, b_x1, b_x2, HALF: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
+def factors_kernel(
+    d_gamma_ptr, gamma_ptr, hidden_ptr, up_ptr, d_hidden_ptr, partial_ptr, tokens, tiles, heads, stride_ht, stride_dt,
+    FACTORS: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Every P-th tile of ROWS tokens, P the programs, of the network that makes γ = σ(z), z = W2 GELU(h) + b:
+
+    dz = γ (1 − γ) Σ_heads dγ,  db = Σ dz,  dW2 = Σ dz GELU(h)ᵀ,  dh = (W2ᵀ dz) ⊙ GELU'(h)
+
+    dγ [tokens, FACTORS/2, heads, 2]. Each program leaves its share of dW2 [FACTORS, E] and db in its row of `partial`.
+    """
+    row, lane, head = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :], tl.arange(0, HEADS)[None, :]
+    inside = lane < E
+    b_zero, b_none = tl.zeros([ROWS, LANES], tl.float32), tl.zeros([ROWS, 1], tl.float32)
+    b_sums, b_biases = (), ()
+    for f in tl.static_range(FACTORS):  # noqa: B007
+        b_sums, b_biases = b_sums + (b_zero,), b_biases + (b_none,)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        t = tile * ROWS + row.to(tl.int64)
+        live = t < tokens
+        b_h = tl.load(hidden_ptr + t * stride_ht + lane, mask=live & inside, other=0.0).to(tl.float32)  # [ROWS, LANES]
+        b_below = 0.5 * (1 + tl.erf(b_h * 0.7071067811865476))
+        b_active = b_h * b_below
+        b_dh = b_zero
+        b_new, b_new_biases = (), ()
+        for f in tl.static_range(FACTORS):
+            at_ptr = d_gamma_ptr + (t * (FACTORS // 2) + f // 2) * (heads * 2) + head * 2 + f % 2
+            b_dz = tl.sum(tl.load(at_ptr, mask=live & (head < heads), other=0.0), 1)[:, None]  # [ROWS, 1]
+            b_gamma = tl.load(gamma_ptr + t * FACTORS + f, mask=live, other=0.0).to(tl.float32)
+            b_dz *= b_gamma * (1 - b_gamma)
+            b_dh += b_dz * tl.load(up_ptr + f * E + lane + 0 * row, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+            b_new, b_new_biases = b_new + (b_sums[f] + b_dz * b_active,), b_new_biases + (b_biases[f] + b_dz,)
+        b_sums, b_biases = b_new, b_new_biases
+        b_slope = b_below + b_h * 0.3989422804014327 * tl.exp(-0.5 * b_h * b_h)
+        to_ptr = d_hidden_ptr + t * stride_dt + lane
+        tl.store(to_ptr, (b_dh * b_slope).to(d_hidden_ptr.dtype.element_ty), mask=live & inside)
+    at_ptr = partial_ptr + tl.program_id(0) * (FACTORS * (E + 1))
+    for f in tl.static_range(FACTORS):
+        tl.store(at_ptr + f * (E + 1) + lane, tl.sum(b_sums[f], 0)[None, :], mask=inside)
+        tl.store(at_ptr + f * (E + 1) + E + tl.zeros([1, 1], tl.int32), tl.sum(b_biases[f], 0)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def gather_kernel(
     table_ptr, gamma_table_ptr, gamma_ptr, a_ptr, gain_ptr, scale_ptr, da_ptr, partial_ptr, gain_partial_ptr,
     tokens, tiles, heads, first, factor, stride_d, stride_gt, stride_at, stride_dat, stride_l, stride_p, eps,

@@ -34,6 +34,7 @@ class Tiling(NamedTuple):
 
 
 FORWARD, BACKWARD = Tiling(1024, 16), Tiling(512, 8, stages=2)
+FACTORS = Tiling(512, 2)
 GATHER = Tiling(512, 3, registers=168)
 """Of whole tiles."""
 MOST_READERS = 12
@@ -180,14 +181,19 @@ def backward(
     current_scales: Sequence[Tensor],
     gains: Sequence[Tensor],
     anchor_gains: Sequence[Tensor],
+    up: Tensor | None,
     plan: Sequence[int],
     eps: float,
 ) -> Iterator[list[Tensor]]:
     """From the gradient of every section, and the anchors' from later layers (or none): the gradients of the projection
     and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients, unless λ2
-    is inside the projection."""
+    is inside the projection.
+
+    With `up` [F, E] the last E columns of the projection are what γ [..., F] is made from (`reference.factors`): they
+    get their gradient, and those of `up` and its bias, side by side [F, E + 1], come in the place of that of γ.
+    """
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
-    d_projected, d_gamma, sums, *d_anchors = outputs = _gradients(inputs, plan)
+    d_projected, d_gamma, sums, *d_anchors = outputs = _gradients(inputs, plan, up)
     yield outputs
     flat = d_projected.view(-1, d_projected.shape[-1])
     for s, g in zip(sections(plan), dy, strict=True):
@@ -224,9 +230,29 @@ def backward(
                     LATER=len(later) > 0 and s.anchor >= 0,
                 )
         column += s.sums(inputs) * s.heads * s.width
-    if gamma is not None:
+    if up is not None:
+        _factors(per_head, rows(gamma), rows(projected)[:, -up.shape[1] :], up.contiguous(), flat, d_gamma)
+    elif gamma is not None:
         torch.sum(per_head, 2, out=d_gamma.view(len(flat), len(anchors), 2))
     sum_rows(partial, sums, rows=chunks)
+
+
+def _factors(d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, d_projected: Tensor, sums: Tensor) -> None:
+    """Write the gradient of the hidden columns into that of the projection, those of `up` and its bias into sums."""
+    (factors, width), (tokens, _, heads, _) = up.shape, d_gamma.shape
+    lanes = next_power_of_2(width)
+    size = max(1, FACTORS.tile // lanes)
+    tiles = cdiv(tokens, size)
+    chunks = min(tiles, FACTORS.programs * multiprocessors(gamma))
+    partial = d_gamma.new_empty((chunks, sums.numel()))
+    if chunks:
+        with device_guard(gamma):
+            kernels.factors_kernel[(chunks,)](
+                d_gamma, gamma.contiguous(), hidden, up, d_projected[:, -width:], partial, tokens, tiles, heads,
+                hidden.stride(0), d_projected.stride(0), FACTORS=factors, HEADS=next_power_of_2(heads),
+                E=width, LANES=lanes, ROWS=size, num_warps=FACTORS.warps,
+            )  # fmt: skip
+    sum_rows(partial, sums.view(-1), rows=chunks)
 
 
 @launcher("gather_anchors")
@@ -284,14 +310,14 @@ def rows(x: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
+def _gradients(inputs: Inputs, plan: Sequence[int], up: Tensor | None) -> list[Tensor]:
     """The results of the backward pass, still empty."""
     projected = inputs.projected
-    factors = 0 if inputs.gamma is None else inputs.gamma.shape[-1]
+    factors = (*projected.shape[:-1], 0 if inputs.gamma is None else inputs.gamma.shape[-1])
     sums = sum(s.sums(inputs) * s.heads * s.width for s in sections(plan))
     return [
         projected.new_empty(projected.shape),
-        projected.new_empty((*projected.shape[:-1], factors), dtype=torch.float32),
+        projected.new_empty(factors if up is None else (len(up), up.shape[1] + 1), dtype=torch.float32),
         projected.new_empty((sums,), dtype=torch.float32),
         *(a.new_empty(a.shape) for a in inputs.anchors if not inputs.folded),
     ]

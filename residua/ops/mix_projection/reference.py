@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.functional import gelu, linear
 
 from residua.ops._runtime.numeric import rms, wide
 from residua.ops.norm_rotate.reference import rotate
@@ -69,6 +71,11 @@ def mix_heads(
     for s, gain in zip("qk", gains or (None, None), strict=True):
         made[s] = rotate(made[s] if gain is None else rms(made[s], eps, gain), table)
     return made, tuple(anchors.values())
+
+
+def factors(hidden: Tensor, up: Tensor, bias: Tensor) -> Tensor:
+    """γ = σ(GELU(h) W2 + b) [..., F], one factor for each λ, from h [..., E]; up [F, E] is W2ᵀ, bias [F]."""
+    return torch.sigmoid(linear(gelu(hidden), up.to(hidden.dtype)) + bias.to(hidden.dtype))
 
 
 class Mixing(NamedTuple):

@@ -20,7 +20,9 @@ place of its layer's s_l, which is freed then, so the peak does not rise (and no
 
 γ that depend on the token leave this as it is, m_l = γ1_l λ1_l ⊙ a + γ2_l x W'_lᵀ. The gradient of the projection is
 γ2_l dm_l, and the last pass multiplies it by γ1_l/γ2_l. Only dγ needs more: V and G, which have no norm, read their own
-projection and the anchor again (2C each). Per layer and pathway this is 4C, then C(1 + 2/L).
+projection and the anchor again (2C each). Per layer and pathway this is 4C, then C(1 + 2/L). The network that makes γ
+has its first matrix W1 below W', so x is read once, and its gradient written once, for both: [W'; W1] x has E columns
+more, from which γ is made (`reference.factors`), and whose gradient goes into that of the projection.
 
 W' is rounded once more than W where W is a working copy in bfloat16: results differ from those of autocast, which
 rounds W' alone, by that rounding.
@@ -43,7 +45,7 @@ from residua.ops._runtime.numeric import wide
 from residua.ops._runtime.tracing import in_graph
 from residua.ops._runtime.triton_support import supports
 from residua.ops.mix_projection import autograd, launch
-from residua.ops.mix_projection.reference import Heads, Sections, per_head
+from residua.ops.mix_projection.reference import Heads, Sections, factors, per_head
 
 WIDEST_HEAD = 512
 """Widest head for which `gather` keeps the sums of all layers in registers."""
@@ -64,10 +66,12 @@ def share(
     *,
     source: Tensor | None = None,
     gains: Mapping[str, Tensor] | None = None,
-    dynamic: bool = False,
+    hidden: int = 0,
     eps: float = 1e-6,
 ) -> list[tuple[Tensor, ...]]:
-    """The handles of each layer that mixes the anchors, two if its λ are `dynamic`; `scales` are their λ1 by pathway.
+    """The handles of each layer that mixes the anchors; `scales` are their λ1 by pathway.
+
+    `hidden` is the number E of columns behind their projections that γ is made from; 0: their λ have no γ.
 
     If the anchors are columns of one projection in this order, normed if they have one of the `gains`, that is their
     `source` [B, T, ΣHD]: it gets their gradient, through the norms and in one piece.
@@ -76,7 +80,7 @@ def share(
     plan = autograd.plan_sections(sections, list(anchors), normed=False)
     sources = [a.flatten(-2) for a in anchors.values()] if source is None else [source]
     found = [None if gains is None else gains.get(s) for s in anchors]
-    handles = _share(plan, eps, dynamic, torch.stack(flat), found, sources)
+    handles = _share(plan, eps, hidden, torch.stack(flat), found, sources)
     return list(zip(*(handles[i : i + len(scales)] for i in range(0, len(handles), len(scales))), strict=True))
 
 
@@ -89,16 +93,18 @@ def mix_heads(
     table: tuple[Tensor, Tensor],
     *,
     gains: tuple[Tensor, Tensor] | None = None,
-    gamma: Tensor | None = None,
+    network: tuple[Tensor, Tensor] | None = None,
     eps: float = 1e-6,
 ) -> Heads:
-    """`ops.mix_heads` of one layer with its handles; λ2 is inside the projection."""
+    """`ops.mix_heads` of one layer with its handles; λ2 is inside the projection.
+
+    `network` are W2 [F, E] and b [F] of `reference.factors`, which makes γ from the last E columns.
+    """
     plan = autograd.plan_sections(sections, list(anchors), gains is not None)
     plain = list(sections).index("g") if "g" in anchors and gate_in_graph() else -1
     scales = [_elements(anchor_scales[s], sections[s]).detach() for s in anchors]
     values = [a.detach() for a in anchors.values()]
-    factors = None if gamma is None else gamma.to(projected.dtype)
-    made = _mix(plan, eps, plain, projected, factors, list(handles), list(table), values, scales, list(gains or ()))
+    made = _mix(plan, eps, plain, projected, network, list(handles), list(table), values, scales, list(gains or ()))
     return dict(zip(sections, made, strict=True))
 
 
@@ -116,21 +122,21 @@ def _elements(scale: Tensor, section: tuple[int, int]) -> Tensor:
 
 @in_graph
 def _share(
-    plan: launch.SectionPlan, eps: float, dynamic: bool, scales: Tensor, gains: list[Tensor | None],
+    plan: launch.SectionPlan, eps: float, hidden: int, scales: Tensor, gains: list[Tensor | None],
     sources: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    handles: tuple[Tensor, ...] = _Share.apply(plan, eps, dynamic, len(gains), scales, *gains, *sources)
+    handles: tuple[Tensor, ...] = _Share.apply(plan, eps, hidden, len(gains), scales, *gains, *sources)
     return handles
 
 
 @in_graph
 def _mix(
-    plan: launch.SectionPlan, eps: float, plain: int, projected: Tensor, gamma: Tensor | None, handles: list[Tensor],
-    table: list[Tensor], anchors: list[Tensor], scales: list[Tensor], gains: list[Tensor],
+    plan: launch.SectionPlan, eps: float, plain: int, projected: Tensor, network: tuple[Tensor, Tensor] | None,
+    handles: list[Tensor], table: list[Tensor], anchors: list[Tensor], scales: list[Tensor], gains: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    dm, of_gamma = (*handles, None)[:2]
+    passed = (*(network or (None, None)), *(handles if network else (*handles, None)))
     tensors = (*table, *anchors, *scales, *gains)
-    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, plain, len(anchors), projected, gamma, dm, of_gamma, *tensors)
+    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, plain, len(anchors), projected, *passed, *tensors)
     return made
 
 
@@ -139,7 +145,7 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: launch.SectionPlan, eps: float, dynamic: bool, count: int, scales: Tensor,
+        ctx: Any, plan: launch.SectionPlan, eps: float, hidden: int, count: int, scales: Tensor,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.plan, ctx.eps, ctx.count = plan, eps, count
@@ -147,7 +153,7 @@ class _Share(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         source: Any = tensors[count]
         width = sum(s.heads * s.width for s in launch.sections(plan))
-        widths = (width, 2 * count) if dynamic else (width,)
+        widths = (width + hidden, 2 * count) if hidden else (width,)
         return tuple(handle(source, (*source.shape[:2], each)) for each in widths for _ in scales)
 
     @staticmethod
@@ -181,10 +187,11 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, plan: launch.SectionPlan, eps: float, plain: int, count: int, projected: Tensor,
-        gamma: Tensor | None, dm: Tensor, of_gamma: Tensor | None, *tensors: Tensor,
+        up: Tensor | None, bias: Tensor | None, dm: Tensor, of_gamma: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.plan, ctx.eps, ctx.count = plan, eps, count
-        ctx.save_for_backward(projected, gamma, *tensors)
+        gamma = None if up is None or bias is None else factors(projected[..., -up.shape[1] :], up, bias)
+        ctx.save_for_backward(projected, gamma, up, *tensors)
         ctx.set_materialize_grads(False)
         inputs, heads = _inputs(projected, gamma, tensors, count), []
         # to the operator, a section that is mixed here has no anchor
@@ -204,21 +211,21 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        projected, gamma, *tensors = ctx.saved_tensors
+        projected, gamma, up, *tensors = ctx.saved_tensors
         if all(g is None for g in grads):
-            return (None,) * (8 + len(tensors))
+            return (None,) * (9 + len(tensors))
         inputs, sections = _inputs(projected, gamma, tensors, ctx.count), launch.sections(ctx.plan)
         lead = projected.shape[:-1]
         dy = [
             projected.new_zeros((*lead, s.heads, s.width)) if g is None else g
             for s, g in zip(sections, grads, strict=True)
         ]
-        dm, d_gamma, sums = launch.backward(dy, [], *inputs, ctx.plan, ctx.eps)
+        dm, d_network, sums = launch.backward(dy, [], *inputs, up, ctx.plan, ctx.eps)
         d_gains = [
             d.to(gain.dtype) for d, gain in zip(autograd.parts(sums, sections, inputs), inputs.gains, strict=True)
         ]
-        d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
-        return (*[None] * 4, dm, d_gamma, dm, gamma, *[None] * (2 + 2 * ctx.count), *d_gains)
+        d_up, d_bias = (None, None) if up is None else (d_network[:, :-1].to(up.dtype), d_network[:, -1])
+        return (*[None] * 4, dm, d_up, d_bias, dm, gamma, *[None] * (2 + 2 * ctx.count), *d_gains)
 
 
 def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], count: int) -> launch.Inputs:
