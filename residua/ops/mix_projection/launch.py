@@ -230,7 +230,7 @@ def backward(
                     LATER=len(later) > 0 and s.anchor >= 0,
                 )
         column += s.sums(inputs) * s.heads * s.width
-    if up is not None:
+    if up is not None and gamma is not None:
         _factors(per_head, rows(gamma), rows(projected)[:, -up.shape[1] :], up.contiguous(), flat, d_gamma)
     elif gamma is not None:
         torch.sum(per_head, 2, out=d_gamma.view(len(flat), len(anchors), 2))
