@@ -60,8 +60,7 @@ def test_a_step_takes_more_than_a_tile_of_tokens(norm):
 
 
 @interpreter
-def test_wide_rows_are_read_two_at_a_time_and_may_be_written_in_shares(monkeypatch):
-    monkeypatch.setattr(launch, "SHARES", 3)
+def test_wide_rows_are_read_two_at_a_time():
     inputs = drawn("all", 1, 1100, 3)
     assert_close(results("triton", inputs, "all"), results("reference", inputs, "all", torch.float64), 1e-5)
 
@@ -183,7 +182,7 @@ def test_write_weights_equal_the_reference_with_their_gradients(n, iterations, u
 
 
 @interpreter
-def test_write_weights_of_streams_far_below_the_others_and_of_no_tokens():
+def test_write_weights_of_streams_far_below_others_and_of_none():
     logits = torch.zeros(2, 24)
     logits[0, 8:12], logits[1, [9, 13, 17, 21]] = -300.0, -300.0  # a row and a column
     one = (torch.ones(3), torch.zeros(24), 4, 20)

@@ -9,8 +9,8 @@ Either way z is one row of Z numbers in a tile of RANK columns, K of which, or a
 Two passes each way, each shaped for what it does. φ is read once for every tile of tokens, so the tiles that it is
 multiplied with are long; what needs a whole row of channels before it can go on is done in short tiles, which hold it.
 
-    forward:   write   X' = mix X + post y, ‖X'‖² and X' φᵀ, of a share of the channels
-               read    z and pre from the shares' sums, h = Σ pre_i X'_i
+    forward:   write   X' = mix X + post y, ‖X'‖² and X' φᵀ
+               read    z and pre from them, h = Σ pre_i X'_i
     backward:  sums    dh · X_j and dh · y, and from them dz                               (`kernels_backward.py`)
                spread  G_i, and from it all the gradients
 
@@ -173,17 +173,16 @@ def write_kernel(
     x_ptr, y_ptr, post_ptr, mix_ptr, bias_ptr, phi_ptr, after_ptr, h_ptr, pre_ptr, sums_ptr,
     tokens, stride_post, stride_mix,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """X' of SHARE channels, and their part of z before the norm and of ‖X'‖²: SUMS numbers for each share and token.
+    """X', z before the norm and ‖X'‖², SUMS numbers for each token; without a projection h, with pre the bias.
 
-    Without a projection, h of the channels, with pre the bias.
     φ [PARTS, K, ...] comes in the streams' dtype; two parts: rounded, and what rounding took from it, so that z is not
     rounded. A row of the product has RANK columns for each of them.
     """
     dtype: tl.constexpr = after_ptr.dtype.element_ty
-    t = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    share, live, k = tl.program_id(0), t < tokens, tl.arange(0, RANK)
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live, k = t < tokens, tl.arange(0, RANK)
     column = tl.arange(0, PARTS * RANK)
     rows_ptr = phi_ptr + (column // RANK * (K * C * (N if NORM == "all" else 1)))[:, None]
     b_post = _numbers(post_ptr + t * stride_post, t, live, N)
@@ -191,8 +190,8 @@ def write_kernel(
     b_z, b_square = tl.zeros([TOKENS, PARTS * RANK], tl.float32), ()
     for _ in tl.static_range(N):
         b_square = b_square + (tl.zeros([TOKENS], tl.float32),)
-    for start in range(0, SHARE, BLOCK):
-        c = share * SHARE + start + tl.arange(0, BLOCK)
+    for first in range(0, C, BLOCK):
+        c = first + tl.arange(0, BLOCK)
         mask = live[:, None] & (c < C)[None, :]
         b_y = tl.load(y_ptr + t[:, None] * C + c[None, :], mask=mask, other=0.0)  # [TOKENS, BLOCK]
         b_x = _rows(x_ptr, t, c, mask, C, N)  # N of [TOKENS, BLOCK]
@@ -218,10 +217,10 @@ def write_kernel(
     if NORM == "none":
         for i in tl.static_range(N):
             b_pre = tl.zeros([TOKENS], tl.float32) + tl.load(bias_ptr + i).to(tl.float32)
-            tl.store(pre_ptr + t * N + i, b_pre, mask=live & (share == 0))
+            tl.store(pre_ptr + t * N + i, b_pre, mask=live)
     else:
         b_z = tl.sum(tl.reshape(b_z, [TOKENS, PARTS, RANK]), 1)
-        to_ptr = sums_ptr + (share.to(tl.int64) * tokens + t) * SUMS
+        to_ptr = sums_ptr + t * SUMS
         tl.store(to_ptr[:, None] + k[None, :], b_z, mask=live[:, None] & (k < Z)[None, :])
         for i in tl.static_range(SUMS - Z):
             tl.store(to_ptr + Z + i, b_square[i], mask=live)
@@ -232,7 +231,7 @@ def read_kernel(
     after_ptr, sums_ptr, scale_ptr, bias_ptr, gain_ptr, h_ptr, z_ptr, rstd_ptr, pre_ptr, h_stats_ptr,
     tokens, eps, norm_eps,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr, NORM: tl.constexpr, NORMED: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """h, and z, rstd and pre of the tokens. The rows are asked for before their weights are computed."""
     dtype: tl.constexpr = h_ptr.dtype.element_ty
@@ -245,12 +244,10 @@ def read_kernel(
         b_tiles = b_tiles + (_rows(after_ptr, t, c, live[:, None] & (c < C)[None, :], C, N),)
 
     # z = RMS(X') φᵀ
-    b_z, b_square = tl.zeros([TOKENS, RANK], tl.float32), tl.zeros([TOKENS, RANK], tl.float32)
     is_z, own = live[:, None] & (k < Z)[None, :], k * 0 if NORM == "all" else k // K
-    for share in tl.static_range(SHARES):
-        from_ptr = sums_ptr + (tl.cast(share, tl.int64) * tokens + t[:, None]) * SUMS
-        b_z += tl.load(from_ptr + k[None, :], mask=is_z, other=0.0)
-        b_square += tl.load(from_ptr + Z + own[None, :], mask=is_z, other=0.0)
+    from_ptr = sums_ptr + t[:, None] * SUMS
+    b_z = tl.load(from_ptr + k[None, :], mask=is_z, other=0.0)
+    b_square = tl.load(from_ptr + Z + own[None, :], mask=is_z, other=0.0)
     b_rstd = tl.rsqrt(b_square / (C * N if NORM == "all" else C) + eps)
     tl.store(z_ptr + t[:, None] * Z + k[None, :], b_z * b_rstd, mask=is_z)
     tl.store(rstd_ptr + t[:, None] * Z + k[None, :], b_rstd, mask=is_z)
@@ -258,11 +255,8 @@ def read_kernel(
     # pre from its numbers of z, which are loaded again: taken out of b_z they would bring its layout to the tiles
     b_pre = ()
     for i in tl.static_range(N):
-        b_own, b_length = tl.zeros([TOKENS], tl.float32), tl.zeros([TOKENS], tl.float32)
-        for share in tl.static_range(SHARES):
-            from_ptr = sums_ptr + (tl.cast(share, tl.int64) * tokens + t) * SUMS
-            b_own += tl.load(from_ptr + (i if NORM == "all" else i * K), mask=live, other=0.0)
-            b_length += tl.load(from_ptr + Z + (0 if NORM == "all" else i), mask=live, other=0.0)
+        b_own = tl.load(sums_ptr + t * SUMS + (i if NORM == "all" else i * K), mask=live, other=0.0)
+        b_length = tl.load(sums_ptr + t * SUMS + Z + (0 if NORM == "all" else i), mask=live, other=0.0)
         b_own *= tl.rsqrt(b_length / (C * N if NORM == "all" else C) + eps)
         b_own = _weight(b_own, scale_ptr, bias_ptr, i, NORM)
         tl.store(pre_ptr + t * N + i, b_own, mask=live)

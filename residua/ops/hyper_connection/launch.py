@@ -31,16 +31,13 @@ class Tile(NamedTuple):
     """Of a pipeline of loads."""
     ahead: int = 0
     """Blocks that `spread` loads before it needs them: 0 or 1."""
-    registers: int | None = None
-    """Most registers of a thread, where fewer than the compiler wants let another program in."""
 
     def lanes(self, size: int) -> int:
         """How many threads hold a row of a tile of numbers of `size` bytes, at most 16 bytes each."""
         return self.block // min(16 // size, max(1, self.tokens * self.block // (32 * self.warps)))
 
     def settings(self) -> dict[str, Any]:
-        tile = {"TOKENS": self.tokens, "BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
-        return tile if self.registers is None else {**tile, "maxnreg": self.registers}
+        return {"TOKENS": self.tokens, "BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
 
 
 class Norm(NamedTuple):
@@ -63,8 +60,6 @@ TILES = {
 """By kernel and by the bytes of a number. `read` and `sums` take fewer tokens where rows are longer than 1,024."""
 PHI_PROGRAMS = 2
 """Programs per multiprocessor that sum φ's gradient."""
-SHARES = 1
-"""Into how many shares of its channels a row is divided when it is written."""
 WEIGHTS_TOKENS = 32
 """Tokens of a program that makes write weights: a warp, and one to a thread."""
 
@@ -144,27 +139,24 @@ def _write_and_read(
     made: Sequence[Tensor], norm: str, eps: float, after_it: Norm = NO_NORM,
 ) -> None:  # fmt: skip
     after, hidden, logits, rstd, weights = made
-    tokens, n, width = streams.shape
+    tokens, n, _ = streams.shape
     if not tokens:
         return
     post, mix, parts = _dense(post), _dense(mix), _parts(phi, streams.dtype)
     write, read = _tile("write", streams), _whole_rows("read", streams)
     sizes = _numbers_of(streams, parts[0], norm)
     columns = sizes["Z"] + {"all": 1, "each": n, "none": 0}[norm]
-    share = cdiv(cdiv(width, SHARES), write.block) * write.block
-    shares = cdiv(width, share)
-    sums = logits.new_empty((shares, tokens, columns))
+    sums = logits.new_empty((tokens, columns))
     with device_guard(streams):
-        kernels.write_kernel[(shares, cdiv(tokens, write.tokens))](
+        kernels.write_kernel[(cdiv(tokens, write.tokens),)](
             streams, update, post, mix, bias, parts, after, hidden, weights, sums,
-            tokens, post.stride(0), mix.stride(0), SUMS=columns, SHARE=share, PARTS=len(parts), **sizes,
-            **write.settings(),
+            tokens, post.stride(0), mix.stride(0), SUMS=columns, PARTS=len(parts), **sizes, **write.settings(),
         )  # fmt: skip
         if norm != "none":
             kernels.read_kernel[(cdiv(tokens, read.tokens),)](
                 after, sums, scale, bias, after_it.gain, hidden, logits, rstd, weights, after_it.stats,
                 tokens, eps, after_it.eps,
-                SUMS=columns, SHARES=shares, NORMED=after_it.gain is not None, **sizes, **read.settings(),
+                SUMS=columns, NORMED=after_it.gain is not None, **sizes, **read.settings(),
             )  # fmt: skip
 
 
