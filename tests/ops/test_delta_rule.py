@@ -161,7 +161,7 @@ def test_strong_decay_neither_overflows_nor_spoils_gradients(rule: Rule, decay: 
 
 
 @pytest.mark.slow
-def test_float32_keeps_its_precision_under_decays_that_would_overflow() -> None:
+def test_float32_keeps_its_precision_under_strong_decays() -> None:
     """exp(−G) of a chunk is exp(320) here: the products must be formed between blocks."""
     arguments = inputs(kimi_delta, 130)
     arguments["g"] = leaf(torch.full_like(arguments["g"], -5.0))

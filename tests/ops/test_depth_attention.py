@@ -54,7 +54,7 @@ def test_a_zero_query_is_the_plain_average() -> None:
     close("hidden", hidden, sum(v) / 5, 1e-14)
 
 
-def test_one_source_passes_through_and_leaves_the_query_without_gradient() -> None:
+def test_one_source_passes_through_without_query_gradient() -> None:
     (v,), w = sources_of(1, 33), random(33, seed=1)
     hidden = ops.depth_attention([v], w)
     assert torch.equal(hidden, v)
@@ -80,7 +80,7 @@ def test_two_phases_equal_one(finished: int) -> None:
         agree([phase_one[i][0]], [alone], named(v), silent=())
 
 
-def test_two_phases_are_the_papers_algorithm_with_running_maximum() -> None:
+def test_two_phases_are_the_paper_with_a_running_maximum() -> None:
     v, p, w, g = sources_of(4, 7), random(2, 3, 7, seed=99), random(7, seed=1, scale=3.0), random(7, seed=2)
     (phase_one,) = ops.attend_finished(v, [w], norm_weights=[g])
     ours = ops.attend_partial(phase_one, p, w, norm_weight=g)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.nn.functional import normalize
 
 from residua import ops
 from residua.bench.peers import peers
-from residua.ops.delta_rule import autograd, gated_delta_step, reference
+from residua.ops.delta_rule import autograd, gated_delta_step, launch, reference
 from tests.ops import test_delta_rule as plain
+from tests.ops.harness import assert_close, assert_equal
 
 GPU = torch.device("cuda")
 
@@ -65,21 +67,32 @@ def recurrence(
     return o, torch.stack(last).unflatten(0, (batch, heads))
 
 
-def errors(
-    arguments: dict[str, Tensor], segments: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> dict[str, float]:
-    """Relative RMS errors of both outputs and of all gradients of a random scalar of them."""
-    low = {n: x.to(device, dtype if n in "qkv" else torch.float32).requires_grad_() for n, x in arguments.items()}
-    exact = {n: x.detach().cpu().double().requires_grad_() for n, x in low.items()}
-    found = autograd.gated_delta(**low, segments=None if segments is None else segments.to(device))
-    expected = recurrence(**exact, segments=segments)
-    assert found[0].dtype is dtype and found[1].dtype is torch.float32
-    probes = [torch.randn_like(x) for x in expected]
-    given = [p.to(device, x.dtype) for p, x in zip(probes, found, strict=True)]
-    ours = torch.autograd.grad(found, list(low.values()), given)
-    theirs = torch.autograd.grad(expected, list(exact.values()), probes)
-    pairs = zip(("o", "last", *arguments), (*found, *ours), (*expected, *theirs), strict=True)
-    return {name: float(((a.cpu() - b).norm() / b.norm()).detach()) for name, a, b in pairs}
+Rule = Callable[..., Sequence[Tensor]]
+
+
+def follows(fused: Rule, exact: Rule, inputs: Sequence[Tensor], most: float) -> None:
+    """Outputs and all gradients of a random scalar of them have relative RMS errors below `most`."""
+    low = [x.detach().requires_grad_() for x in inputs]
+    high = [x.detach().cpu().double().requires_grad_() for x in low]
+    found, expected = fused(*low), exact(*high)
+    probes = [torch.randn_like(y) for y in expected]
+    ours = torch.autograd.grad(found, low, [p.to(y) for p, y in zip(probes, found, strict=True)])
+    theirs = torch.autograd.grad(expected, high, probes)
+    assert_close([*found, *ours], [*expected, *theirs], most)
+
+
+def rule_follows(
+    arguments: dict[str, Tensor], segments: Tensor | None, device: torch.device, dtype: torch.dtype, most: float
+) -> None:
+    """The kernels follow the recurrence."""
+    low = [x.to(device, dtype if name in "qkv" else torch.float32) for name, x in arguments.items()]
+
+    def fused(*x: Tensor) -> Sequence[Tensor]:
+        o, last = autograd.gated_delta(*x[:5], state=x[5], segments=None if segments is None else segments.to(device))
+        assert o.dtype is dtype and last.dtype is torch.float32
+        return o, last
+
+    follows(fused, lambda *x: recurrence(*x, segments), low, most)
 
 
 @pytest.mark.slow
@@ -97,8 +110,7 @@ def test_every_gradient_follows_the_recurrence(
 ) -> None:
     arguments = inputs(length, *heads, widths)
     segments = documents(2, length) if packed else None
-    found = errors(arguments, segments, torch.device("cpu"), torch.float32)
-    assert max(found.values()) < 2e-5, found
+    rule_follows(arguments, segments, torch.device("cpu"), torch.float32, 2e-5)
 
 
 def single(length: int = 70, **sizes: Any) -> dict[str, Tensor]:
@@ -106,15 +118,15 @@ def single(length: int = 70, **sizes: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_parts_of_something_wider_go_in_and_dense_tensors_come_out() -> None:
+def test_strided_heads_go_in_and_dense_tensors_come_out() -> None:
     """As the heads of a fused projection come; compiled code is written for the strides that the operators state."""
     arguments = {n: x.detach() for n, x in single(5).items()}
     q, v = arguments["q"].repeat(1, 1, 3, 1)[:, :, 1:2], torch.randn(2, 5, 3, 32)[:, :, 1:]
     given = [q, arguments["k"], v, arguments["g"], arguments["beta"]]
     fake = ("test_schema", "test_faketensor")
-    torch.library.opcheck(autograd._forward, [*given, None, arguments["state"], True], test_utils=fake)
-    o, last, *kept = autograd._forward(*given, None, arguments["state"], True)
-    torch.library.opcheck(autograd._backward, [o, last, *given[:3], *kept, True], test_utils=fake)
+    torch.library.opcheck(launch.forward, [*given, None, arguments["state"], True], test_utils=fake)
+    o, last, *kept = launch.forward(*given, None, arguments["state"], True)
+    torch.library.opcheck(launch.backward, [o, last, *given[:3], *kept, True], test_utils=fake)
     torch.testing.assert_close(o, recurrence(*given, arguments["state"])[0], atol=1e-5, rtol=1e-4)
 
 
@@ -141,9 +153,9 @@ def test_compile_sees_one_graph() -> None:
     arguments, segments = single(), documents(2, 70)
     compiled = torch.compile(autograd.gated_delta, fullgraph=True, backend="aot_eager")
     found, expected = (rule(**arguments, segments=segments) for rule in (compiled, autograd.gated_delta))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert_equal(found, expected)
     gradients = [torch.autograd.grad(y, list(arguments.values()), y) for y in (found, expected)]
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert_equal(*gradients)
 
 
 def test_keys_that_are_all_alike_do_not_blow_up() -> None:
@@ -156,12 +168,12 @@ def test_keys_that_are_all_alike_do_not_blow_up() -> None:
 
 def test_no_gradient_keeps_no_states() -> None:
     arguments = {name: x.detach() for name, x in single(5, heads=1).items()}
-    kept = autograd._forward(*list(arguments.values())[:5], None, None, False)[5]
+    kept = launch.forward(*list(arguments.values())[:5], None, None, False)[5]
     assert kept.numel() == 0
 
 
 @pytest.mark.parametrize(("key_heads", "widths"), [(1, (16, 64)), (2, (32, 16))])
-def test_a_step_continues_the_recurrence_and_overwrites_its_state(key_heads: int, widths: tuple[int, int]) -> None:
+def test_a_step_continues_the_rule_and_overwrites_its_state(key_heads: int, widths: tuple[int, int]) -> None:
     arguments = {name: x.detach() for name, x in single(2, key_heads=key_heads, widths=widths).items()}
     expected, last = recurrence(**arguments)
     state = arguments.pop("state").clone()
@@ -221,14 +233,14 @@ def test_kimi_delta_gives_the_values_and_gradients_of_the_loop(length: int, docu
     assert_near(first, weighted_gradients(expected, list(exact.values())))
     with ops.backend("triton"):
         again = weighted_gradients(ops.kimi_delta(**single, segments=segments), list(single.values()))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert_equal(first, again)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_products_are_an_operator_that_torch_can_check() -> None:
     tiles = [torch.randn(1, 64, 5) for _ in range(2)] + [(-torch.rand(1, 64, 5)).cumsum(1)]
-    torch.library.opcheck(autograd._products, tiles, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(launch.products, tiles, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu
@@ -239,8 +251,8 @@ def test_products_are_an_operator_that_torch_can_check() -> None:
 def test_kernels_follow_the_recurrence_in_half_precision(
     length: int, heads: tuple[int, int], widths: tuple[int, int], packed: bool
 ) -> None:
-    found = errors(inputs(length, *heads, widths), documents(2, length) if packed else None, GPU, torch.bfloat16)
-    assert max(found.values()) < 0.02, found
+    segments = documents(2, length) if packed else None
+    rule_follows(inputs(length, *heads, widths), segments, GPU, torch.bfloat16, 0.02)
 
 
 def half(length: int, batch: int = 2) -> dict[str, Tensor]:

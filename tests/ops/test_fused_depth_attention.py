@@ -28,7 +28,7 @@ def doubled(sources, *others):
 
 
 @pytest.mark.parametrize("count, width", [(1, 33), (2, 100), (5, 1), (3, 768), (33, 24), (73, 8)])
-def test_output_and_every_gradient_equal_the_reference_in_float64(count, width):
+def test_output_and_gradients_equal_the_reference_in_float64(count, width):
     case = inputs(count, width, shape=(2, 9) if count < 10 else (5,))
     assert_close(run("triton", *case, scale=0.7), run("reference", *doubled(*case), scale=0.7), 3e-6)
 
@@ -38,7 +38,7 @@ def test_the_query_of_a_single_source_has_exactly_no_gradient():
     assert not dquery.any() and not dgain.any()
 
 
-def test_bfloat16_comes_near_even_where_stores_are_rounded_towards_zero():
+def test_bfloat16_is_near_even_with_stores_rounded_to_zero():
     case = inputs(4, 40, dtype=torch.bfloat16)
     assert_close(run("triton", *case), run("reference", *doubled(*case)), 6e-2)
 

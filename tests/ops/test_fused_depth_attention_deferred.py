@@ -87,12 +87,12 @@ BY_NIGHT = {("full, groups", 100), ("full, window", 33), ("block of one", 100)}
         for case in itertools.product(WALKED, [33, 100])
     ],
 )
-def test_reads_and_every_gradient_equal_the_plain_topology_in_float64(walked, width):
+def test_reads_and_gradients_equal_the_plain_topology(walked, width):
     case = case_of(*WALKED[walked], width)
     assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
-def test_blocks_that_are_read_in_groups_equal_the_plain_topology_in_float64():
+def test_blocks_read_in_groups_equal_the_plain_topology():
     case = case_of(choices.BlockAttnRes(sublayers_per_block=3), 13, 24, shape=(2, 16))
     assert any(size > 1 for _, size in case[0].plan.group)
     assert_close(run("triton", *case), truth_of(*case), 2e-5)
@@ -183,7 +183,7 @@ def test_a_read_of_many_sources_needs_no_other_kernel():
     assert relative(lse[:5], z.logsumexp(0)) < 1e-6
 
 
-def test_sublayers_that_depend_on_their_inputs_get_the_same_gradients():
+def test_sublayers_that_depend_on_inputs_get_the_same_gradients():
     def chained(topology, x, outputs):
         h, state = topology.open(x)
         for k, y in enumerate(outputs):
@@ -210,7 +210,7 @@ def test_a_loss_that_skips_some_reads_is_differentiated_right(config):
             assert ours is None or not ours.any()
 
 
-def test_frozen_inputs_and_frozen_queries_leave_the_other_gradients_alone():
+def test_frozen_inputs_and_queries_leave_other_gradients_alone():
     case = case_of(BLOCK, 4, 24)
     case[0].reads[1].query.requires_grad_(False)
     assert_close(run("triton", *case, frozen=(0, 3)), truth_of(*case, frozen=(0, 3)), 2e-5)
@@ -230,7 +230,7 @@ def test_outputs_and_gradients_may_lie_anyhow_in_memory():
     assert_close(run("triton", topology.float(), outputs, upstream), truth, 2e-5)
 
 
-def test_bfloat16_comes_near_even_where_stores_are_rounded_towards_zero():
+def test_bfloat16_is_near_even_with_stores_rounded_to_zero():
     case = case_of(BLOCK, 4, 40, dtype=torch.bfloat16)
     assert_close(run("triton", *case), truth_of(*case), 6e-2)
 
@@ -301,7 +301,7 @@ def test_weights_are_recorded_and_sum_to_one():
         torch.testing.assert_close(seen[name], weights, atol=1e-6, rtol=1e-5)
 
 
-def test_without_gradients_the_state_is_the_plain_list_of_sources():
+def test_without_gradients_the_state_is_the_list_of_sources():
     topology, outputs, _ = case_of(FULL, 2, 16)
     with ops.backend("triton"), torch.no_grad():
         _, state = topology.open(outputs[0])
@@ -378,7 +378,7 @@ def test_gpu_runs_are_fused_unasked_and_give_the_same_bits(config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("readers", [40, 72])
-def test_gpu_runs_with_more_readers_than_a_tile_give_the_same_bits(readers, dtype):
+def test_gpu_runs_with_many_readers_give_the_same_bits(readers, dtype):
     case = case_of(FULL, readers, 768, shape=(8, 128), device="cuda", dtype=dtype)
     for first, second in zip(run("triton", *case), run("triton", *case), strict=True):
         assert torch.equal(first, second)

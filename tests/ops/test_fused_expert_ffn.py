@@ -160,7 +160,7 @@ def test_broken_numbers_stay_with_the_experts_that_have_them() -> None:
     ],
     ids=lambda shape: "-".join(map(str, shape)),
 )
-def test_on_a_gpu_bfloat16_products_are_near_float64_and_repeat_themselves(shape) -> None:
+def test_on_a_gpu_bfloat16_is_near_float64_and_repeatable(shape) -> None:
     *sizes, activation, crowd = shape
     made, order, ends = inputs(*sizes, activation, crowd=crowd, device="cuda", dtype=torch.bfloat16)
     exact = run(all_at_once, {name: t.double() for name, t in made.items()}, order, ends, activation)
@@ -171,7 +171,7 @@ def test_on_a_gpu_bfloat16_products_are_near_float64_and_repeat_themselves(shape
 
 
 @on_gpu
-def test_on_a_gpu_autocast_rounds_the_result_and_leaves_gradients_of_masters_wide() -> None:
+def test_on_a_gpu_autocast_rounds_results_and_not_gradients() -> None:
     made, order, ends = inputs(300, 2, 4, 64, 64, "swiglu", device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         found = run(ours, made, order, ends, "swiglu")
@@ -182,7 +182,7 @@ def test_on_a_gpu_autocast_rounds_the_result_and_leaves_gradients_of_masters_wid
 
 @interpreter
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
-def test_compiled_mixtures_are_one_graph_with_the_numbers_of_eager_ones(activation: str) -> None:
+def test_compiled_mixtures_are_one_graph_with_eager_numbers(activation: str) -> None:
     torch.manual_seed(0)
     config = choices.MoE(hidden=16, experts=4, top_k=2, activation=activation)
     mixture = MoE(config, 0, 16, std=0.3, output_std=0.3)

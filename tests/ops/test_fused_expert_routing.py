@@ -102,7 +102,7 @@ def test_interpreted_kernels_equal_float64_with_every_gradient(settings, tokens,
 
 
 @interpreter
-def test_all_tokens_may_choose_the_same_experts_and_ties_go_to_the_first() -> None:
+def test_tokens_may_choose_alike_and_ties_go_to_the_first() -> None:
     x, weight = torch.randn(40, 8), torch.zeros(6, 8)
     with ops.backend("triton"):
         routed = ops.route(x, weight, 2)

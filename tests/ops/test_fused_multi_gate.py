@@ -1,4 +1,4 @@
-"""The fused junction against the reference in float64, and chains that keep few streams."""
+"""The fused junction, alone and with the norm after it, against float64; and chains that keep few streams."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops.multi_gate import multi_gate_chain, reference
+from residua.ops.rms_norm.reference import rms_norm
 from tests.nightly import only_nightly
 from tests.ops.harness import assert_close, interpreter, on_gpu
 
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.slow
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NAMES = ("hidden", "streams", "g streams", "g update", "g gate_query", "g gate_bias", "g pool_query")
+NORMED_NAMES = ("normed", *NAMES[1:], "g gain")
+EPS, NORM_EPS = 1e-6, 1e-3
 
 
 def junction(tokens: int, n: int, width: int, competitive: bool, device: str = "cpu") -> list[Tensor]:
@@ -123,7 +126,7 @@ def chain_inputs(junctions: int, dtype: torch.dtype) -> tuple[list[list[Tensor]]
 
 @interpreter
 @pytest.mark.parametrize("dtype", only_nightly([FP32, BF16], but=[BF16]), ids=str)
-def test_streams_made_again_are_bit_for_bit_those_that_were_not_kept(dtype):
+def test_streams_made_again_are_bit_for_bit_the_same(dtype):
     weights, streams, updates = chain_inputs(4, dtype)
     leaves = [streams, *updates, *(w for ws in weights for w in ws)]
     outcomes = []
@@ -261,7 +264,7 @@ def test_on_a_gpu_every_gradient_is_right(n, width, dtype, competitive):
 @pytest.mark.parametrize(
     ("n", "width", "dtype", "passes_on"), [(2, 768, BF16, True), (4, 768, BF16, True), (3, 1000, FP32, False)], ids=str
 )
-def test_on_a_gpu_the_fill_phase_equals_the_reference_in_every_gradient(n, width, dtype, passes_on):
+def test_on_a_gpu_the_fill_phase_equals_the_reference(n, width, dtype, passes_on):
     assert_the_fill_phase_is_right(700, n, width, dtype, passes_on, TOLERANCE[dtype], "cuda")
 
 
@@ -279,3 +282,99 @@ def test_on_a_gpu_two_runs_are_bit_identical(segment):
         leaves = [streams, *updates, *(w for ws in weights for w in ws)]
         outcomes.append([*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def normed_inputs(tokens: int, n: int, width: int, competitive: bool, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """streams, update, gate_query, gate_bias, pool_query, gain, and the gradients of the norm and of the streams."""
+    drawn = junction(tokens, n, width, competitive, device)
+    drawn += [torch.randn(shape, device=device) for shape in ((width,), (tokens, width), (tokens, n, width))]
+    return [t.to(dtype) if t.dim() > 1 else t for t in drawn]
+
+
+def junction_and_norm(drawn: list[Tensor], competitive: bool, passes_on: bool = True) -> list[Tensor]:
+    """Junction, then norm, and every gradient, by autograd in float64."""
+    *leaves, g_normed, g_after = (t.double() for t in drawn)
+    *weights, gain = leaves = [t.requires_grad_() for t in leaves]
+    h, after = reference.multi_gate(*weights, competitive=competitive, eps=EPS)
+    x = rms_norm(h, gain, eps=NORM_EPS)
+    total = (x * g_normed).sum() + (after * g_after).sum() * passes_on
+    return [x, after, *torch.autograd.grad(total, leaves)]
+
+
+def normed_junction(
+    drawn: list[Tensor], competitive: bool, passes_on: bool = True, apart: bool = False
+) -> list[Tensor]:
+    """The same from the operators; the streams may be one tensor or n."""
+    streams, f, w1, bias, w2, gain, g_normed, g_after = drawn
+    operators, width = torch.ops.residua, f.shape[-1]
+    given = list(streams.unbind(-2)) if apart else [streams]
+    x, after, stats, hidden = operators.multi_gate_normed_forward(
+        given, f, w1, bias, w2, gain, competitive, EPS, NORM_EPS
+    )
+    *g_streams, g_f, row = operators.multi_gate_normed_backward(
+        g_normed, [g_after] * passes_on, given, [f], [stats], hidden, w1, w2, gain, apart, competitive, EPS
+    )
+    g_w1, g_w2, g_bias, g_gain = row.split([width, width, streams.shape[-2] + 1, width])
+    g_s = torch.stack(g_streams, -2) if apart else g_streams[0]
+    return [x, after, g_s, g_f, g_w1, g_bias[0 if competitive else 1 :], g_w2, g_gain]
+
+
+NORMED_SIZES = {
+    "odd width, shared programs": (4, 4, 33, True, True),
+    "width of several tiles, apart": (2, 2, 300, False, True),
+    "padded streams, last junction": (3, 3, 20, True, False),
+    "eight streams": (1, 8, 40, True, True),
+}
+
+
+@interpreter
+@pytest.mark.parametrize(("tokens", "n", "width", "competitive", "passes_on"), NORMED_SIZES.values(), ids=NORMED_SIZES)
+def test_a_normed_junction_equals_junction_and_norm(tokens, n, width, competitive, passes_on):
+    drawn = normed_inputs(tokens, n, width, competitive, FP32, "cpu")
+    made = normed_junction(drawn, competitive, passes_on, apart=n == 2)
+    assert_close(made, junction_and_norm(drawn, competitive, passes_on), 5e-6)
+
+
+@interpreter
+def test_no_tokens_give_no_normed_output_and_zero_gradients():
+    made = normed_junction(normed_inputs(0, 3, 8, True, FP32, "cpu"), True)
+    assert made[0].shape == (0, 8) and made[1].shape == (0, 3, 8)
+    assert all(g.count_nonzero() == 0 for g in made[2:])
+
+
+def second_of_a_segment(drawn: list[Tensor], first: list[Tensor]) -> list[list[Tensor]]:
+    """The gradients of a junction whose streams are made again from those before another one, and from its own."""
+    streams, f, w1, bias, w2, gain, g_normed, g_after = drawn
+    operators = torch.ops.residua
+    _, mine, past, _ = operators.multi_gate_normed_forward([streams], *first[1:6], True, EPS, NORM_EPS)
+    _, _, stats, hidden = operators.multi_gate_normed_forward([mine], f, w1, bias, w2, gain, True, EPS, NORM_EPS)
+    kept = ([streams], [first[1], f], [past, stats]), ([mine], [f], [stats])
+    settings = (hidden, w1, w2, gain, False, True, EPS)
+    return [operators.multi_gate_normed_backward(g_normed, [g_after], *what, *settings) for what in kept]
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_streams_made_again_for_normed_junctions_are_the_same(dtype):
+    again, kept = second_of_a_segment(*(normed_inputs(2, 3, 10, True, dtype, "cpu") for _ in range(2)))
+    assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
+
+
+# every way in which the launcher cuts rows
+NORMED_ON_A_GPU = {
+    "2 streams": (2, 768, FP32, False),
+    "4 streams, ragged": (4, 1000, FP32, True),
+    "4 streams": (4, 768, BF16, True),
+    "4 streams, between powers": (4, 1280, BF16, True),
+    "8 streams": (8, 768, BF16, True),
+    "4 streams, wide": (4, 2048, BF16, False),
+}
+
+
+@on_gpu
+@pytest.mark.parametrize(("n", "width", "dtype", "competitive"), NORMED_ON_A_GPU.values(), ids=NORMED_ON_A_GPU)
+def test_on_a_gpu_normed_gradients_are_right_and_repeatable(n, width, dtype, competitive):
+    drawn = normed_inputs(700, n, width, competitive, dtype, "cuda")
+    made = normed_junction(drawn, competitive)
+    assert_close(made, junction_and_norm(drawn, competitive), TOLERANCE[dtype])
+    assert all(torch.equal(a, b) for a, b in zip(made, normed_junction(drawn, competitive), strict=True))

@@ -48,7 +48,7 @@ def run(choice: str, x: Tensor, w_in: Tensor, w_out: Tensor, g: Tensor) -> list[
 @interpreter
 @pytest.mark.parametrize("shape", [(48, 32), (1, 8), (3, 7, 40), (2, 33, 72)], ids=str)
 @pytest.mark.parametrize("hidden", [64, 24, 136])
-def test_interpreted_products_equal_float64_reference_with_every_gradient(shape, hidden):
+def test_interpreted_products_and_gradients_equal_float64(shape, hidden):
     case = inputs(*shape, hidden=hidden)
     truth = run("reference", *(t.double() for t in case))
     for ours, exact in zip(run("triton", *case), truth, strict=True):
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_contiguous_is_read_right():
 
 @interpreter
 @pytest.mark.parametrize("width, hidden", [(9, 16), (16, 12)])
-def test_rows_that_descriptors_cannot_have_are_left_to_the_reference(width, hidden, monkeypatch):
+def test_rows_without_descriptors_are_left_to_the_reference(width, hidden, monkeypatch):
     monkeypatch.setattr(host, "_squared_relu_ffn", None)
     case = inputs(5, width, hidden=hidden)
     assert torch.equal(run("triton", *case)[0], run("reference", *case)[0])
@@ -122,7 +122,7 @@ def fake_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "INTERPRETED", False)
 
 
-def test_under_autocast_products_are_narrow_and_gradients_as_wide_as_the_weights(monkeypatch):
+def test_autocast_products_are_narrow_and_gradients_wide(monkeypatch):
     fake_products(monkeypatch)
     x, w_in, w_out, g = inputs(64, 32, hidden=64)
     outcomes = []
@@ -135,7 +135,7 @@ def test_under_autocast_products_are_narrow_and_gradients_as_wide_as_the_weights
     assert [t.dtype for t in outcomes[1]] == [torch.bfloat16, *[torch.float32] * 3]
 
 
-def test_compiled_weight_gradients_are_products_with_a_turned_operand(monkeypatch):
+def test_compiled_weight_gradients_have_a_turned_operand(monkeypatch):
     """In the form that `rewrites.weight_gradients` matches: permute(dY) @ X."""
     fake_products(monkeypatch)
     graphs = []
@@ -194,7 +194,7 @@ def test_plain_projections_are_one_operator(monkeypatch):
 
 @pytest.mark.parametrize("which", ["up", "out"])
 @pytest.mark.parametrize("change", ["hook", "pre-hook", "stand-in", "wrapper"])
-def test_projections_that_something_looks_into_or_replaces_are_called(which, change, monkeypatch):
+def test_hooked_or_replaced_projections_are_called(which, change, monkeypatch):
     body, x = feed_forward()
     before, _ = seen(body, x, monkeypatch)
     projection, notes = getattr(body, which), []
@@ -220,7 +220,7 @@ def test_projections_that_something_looks_into_or_replaces_are_called(which, cha
 @pytest.mark.parametrize(
     "tokens, width, hidden", [(4096, 768, 3072), (2048, 1280, 5120), (2500, 136, 1000), (40, 72, 264)]
 )
-def test_on_a_gpu_bfloat16_products_are_near_float64_and_repeat_themselves(plan, tokens, width, hidden, monkeypatch):
+def test_on_a_gpu_bfloat16_is_near_float64_and_repeatable(plan, tokens, width, hidden, monkeypatch):
     if plan == "flat":
         monkeypatch.setattr(host, "FORWARD", host.FLAT_FORWARD)
         monkeypatch.setattr(host, "BACKWARD", host.FLAT_BACKWARD)

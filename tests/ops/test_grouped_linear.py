@@ -50,7 +50,7 @@ def test_no_rows_give_no_rows() -> None:
         assert form(torch.zeros(0, 6), torch.zeros(4, 5, 6), ends_of([0] * 4)).shape == (0, 5)
 
 
-def test_the_grouped_product_is_taken_in_half_precision_with_whole_rows_only() -> None:
+def test_the_grouped_product_takes_half_precision_whole_rows() -> None:
     x, weight = torch.zeros(4, 16), torch.zeros(2, 24, 16)
     assert not takes(x, weight)
     assert takes(x.bfloat16(), weight)
@@ -95,7 +95,7 @@ def test_another_division_of_the_rows_is_not_compiled_anew() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [100, 1, 0, 27], [7, 0, 0, 0]])
-def test_grouped_product_on_a_gpu_equals_the_reference_for_odd_and_empty_groups(sizes: list[int]) -> None:
+def test_on_a_gpu_grouped_products_of_odd_and_empty_groups(sizes: list[int]) -> None:
     ends = ends_of(sizes).cuda()
     leaves = [torch.randn(*s, device="cuda").bfloat16().requires_grad_() for s in ((sum(sizes), 64), (4, 48, 64))]
     found, expected = ops.grouped_linear(*leaves, ends), reference.grouped_linear(*leaves, ends)

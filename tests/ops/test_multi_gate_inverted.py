@@ -1,7 +1,9 @@
-"""Chains that keep no streams: gradients as exact as the inversion, the fallback for β near 1, and what is kept."""
+"""Chains that keep no streams: gradients as exact as the inversion, what is kept of β near 1, and which junctions keep
+theirs."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,13 +11,14 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops._runtime import triton_support
 from residua.ops.multi_gate import inversion, multi_gate_inverted
 from residua.ops.multi_gate import reference as plain
+from residua.ops.multi_gate.inversion import UNBOUNDED_AMPLIFICATION, amplification, junctions_to_keep
 from tests.nightly import only_nightly
+from tests.ops.harness import assert_equal, interpreter, on_gpu
 
 TOKENS, N, WIDTH = 24, 4, 12
-interpreter = pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+HALF_BIT = torch.finfo(torch.bfloat16).eps / 2
 
 
 def drawn(
@@ -64,7 +67,7 @@ def worst(ours: list[Tensor], exact: list[Tensor]) -> float:
 def test_in_float64_every_gradient_is_that_of_kept_streams(apart: bool) -> None:
     chain = drawn(8, bias=3.0)
     kept, found = run(chain, "multi_gate_chain"), run(chain, "multi_gate_inverted", apart)
-    assert all(torch.equal(a, b) for a, b in zip(kept[:9], found[:9], strict=True))
+    assert_equal(kept[:9], found[:9])
     assert worst(found, kept) < 1e-11
 
 
@@ -72,14 +75,8 @@ def test_independent_gates_are_inverted_as_well() -> None:
     chain = drawn(3, bias=0.0)
     for ws in chain["weights"]:
         ws[1] = (ws[1].detach()[1:] - 2.0).requires_grad_()
-    outcomes = []
-    for operator in (ops.multi_gate_chain, ops.multi_gate_inverted):
-        state = (chain["streams"],)
-        for k, (update, ws) in enumerate(zip(chain["updates"], chain["weights"], strict=True)):
-            how = {"last": k == 2} if operator is ops.multi_gate_inverted else {}
-            h, state = operator(state, update, *ws, competitive=False, **how)
-        outcomes.append(torch.autograd.grad(h.square().sum(), [chain["streams"], *chain["updates"]]))
-    assert worst(list(outcomes[1]), list(outcomes[0])) < 1e-12
+    kept, found = (run(chain, name, competitive=False) for name in ("multi_gate_chain", "multi_gate_inverted"))
+    assert worst(found, kept) < 1e-12
 
 
 def test_streams_that_were_overwritten_are_those_that_were_kept() -> None:
@@ -107,7 +104,7 @@ PARTS = [False, pytest.param(True, marks=[interpreter, pytest.mark.slow])]
 
 
 @pytest.mark.parametrize("kernel", PARTS, ids=["plain", "kernel"])
-def test_a_junction_is_inverted_and_beyond_the_floor_stays_finite(kernel: bool) -> None:
+def test_inversion_is_exact_and_beyond_the_floor_finite(kernel: bool) -> None:
     after, update = torch.randn(2, 3, N, 37), torch.randn(2, 3, 37)
     beta = torch.linspace(0.1, 0.9, 6 * N).view(2, 3, N)
     beta[1, 2, 3] = 1.0
@@ -123,7 +120,7 @@ def test_a_junction_is_inverted_and_beyond_the_floor_stays_finite(kernel: bool) 
     torch.testing.assert_close(found[1, 2, 3], (after[1, 2, 3] - update[1, 2]) / inversion.FLOOR)
 
 
-def test_a_chain_keeps_its_streams_once_and_a_hundredth_of_them_otherwise() -> None:
+def test_a_chain_keeps_its_streams_once_and_then_a_hundredth() -> None:
     chain = drawn(6, bias=3.0, tokens=100)
     kept: dict[int, int] = {}
 
@@ -181,7 +178,6 @@ def bottom_error(junctions: int, mean: float, share: float = inversion.SHARE, ta
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @interpreter
 @pytest.mark.parametrize(
     "apart", only_nightly([False, True], but=[True]), ids=["one tensor", "as the fill phase leaves them"]
@@ -210,10 +206,10 @@ def test_the_fused_chain_compiles_into_one_graph() -> None:
         torch.autograd.grad(f(*leaves), leaves)
         for f in (total, torch.compile(total, backend="aot_eager", fullgraph=True))
     )
-    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+    assert_equal(eager, compiled)
 
 
-def on_gpu(chain: dict[str, Any]) -> dict[str, Any]:
+def moved_to_gpu(chain: dict[str, Any]) -> dict[str, Any]:
     return {
         "streams": chain["streams"].detach().cuda().requires_grad_(),
         "updates": [t.detach().cuda().requires_grad_() for t in chain["updates"]],
@@ -221,21 +217,19 @@ def on_gpu(chain: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=0")
+@on_gpu
 @pytest.mark.parametrize("width", [768, 1280])
 def test_on_a_gpu_inversion_agrees_with_kept_streams(width: int) -> None:
-    chain = on_gpu(drawn(12, bias=4.0, dtype=torch.bfloat16, tokens=700, width=width))
+    chain = moved_to_gpu(drawn(12, bias=4.0, dtype=torch.bfloat16, tokens=700, width=width))
     kept, found = run(chain, "multi_gate_chain", segment=1), run(chain, "multi_gate_inverted")
-    assert all(torch.equal(a, b) for a, b in zip(kept[:13], found[:13], strict=True))
+    assert_equal(kept[:13], found[:13])
     assert worst(found, kept) < 0.02
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=0")
-def test_on_a_gpu_inversion_keeps_less_than_half_of_what_recomputation_keeps() -> None:
+@on_gpu
+def test_on_a_gpu_inversion_keeps_half_of_recomputation() -> None:
     """21 junctions of 12 layers: in multiples of f, 1.1 to keep per junction against 3. Prints MiB and milliseconds."""
-    chain = on_gpu(drawn(21, bias=3.0, dtype=torch.bfloat16, tokens=8200, width=768))
+    chain = moved_to_gpu(drawn(21, bias=3.0, dtype=torch.bfloat16, tokens=8200, width=768))
     kept: dict[str, float] = {}
     for name in ("multi_gate_chain", "multi_gate_inverted"):
         for _ in range(3):
@@ -255,3 +249,70 @@ def test_on_a_gpu_inversion_keeps_less_than_half_of_what_recomputation_keeps() -
         forward, backward = times[0].elapsed_time(times[1]), times[1].elapsed_time(times[2])
         print(f"{name}: keeps {kept[name]:.0f} MiB, forward {forward:.2f} ms, backward {backward:.2f} ms")
     assert kept["multi_gate_inverted"] < 0.5 * kept["multi_gate_chain"]
+
+
+def test_amplification_is_that_of_the_largest_gate_not_kept() -> None:
+    beta = torch.tensor([[0.5, 0.75], [0.9, 0.2]], dtype=torch.float64)
+    assert [float(amplification(beta, share)) for share in (0.0, 0.1, 0.25, 0.5, 1.0)] == pytest.approx(
+        [10, 4, 4, 2, 1]
+    )
+    assert float(amplification(torch.tensor([0.99, 0.1]), 0.0)) == UNBOUNDED_AMPLIFICATION
+
+
+def test_junctions_keep_streams_where_errors_would_be_too_large() -> None:
+    most = inversion.MAX_AMPLIFIED_ERROR / HALF_BIT
+    assert most == 64
+    assert junctions_to_keep(dict.fromkeys(range(3, 9), 2.0), (), HALF_BIT) == []  # 2⁶
+    assert junctions_to_keep(dict.fromkeys(range(3, 10), 2.0), (), HALF_BIT) == [6]  # every fourth: 2³ is the room left
+    assert junctions_to_keep(dict.fromkeys(range(3, 10), 2.0), (6,), HALF_BIT) == []
+    assert junctions_to_keep({3: 1.1, 4: UNBOUNDED_AMPLIFICATION, 5: 1.1}, (), HALF_BIT) == [4]
+    assert junctions_to_keep(dict.fromkeys(range(20), 2.0), (), torch.finfo(torch.float32).eps / 2) == []
+
+
+def overwriting_chain(dtype: torch.dtype, *, keep: tuple[int, ...] | None) -> tuple[list[Tensor], dict[int, float]]:
+    """Gradients of a chain in which half of the junctions overwrite half of one stream; None keeps all streams."""
+    tokens, width, junctions = 96, 16, 14
+    generator = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    streams, updates = normal(tokens, N, width), [normal(tokens, width) for _ in range(junctions)]
+    weights = []
+    for k in range(junctions):
+        bias = torch.tensor([0.0, math.log(1.5), -1.8, -1.8, -1.8] if 3 <= k < 10 else [3.0, 0, 0, 0, 0])
+        weights.append([0.1 * normal(width), bias.double() + 0.1 * normal(N + 1), normal(width)])
+    exact = torch.promote_types(dtype, torch.float32)
+    s, f = streams.to(dtype).requires_grad_(), [u.to(dtype).requires_grad_() for u in updates]
+    w = [[x.to(exact).requires_grad_() for x in own] for own in weights]
+    state, total, amplified = (s,), torch.zeros((), dtype=torch.float64), {}
+    for k in range(junctions):
+        amplified[k] = float(amplification(plain.gates(state[0], *w[k][:2]).detach(), 0.01))
+        if keep is None:
+            h, state = ops.multi_gate_chain(state, f[k], *w[k])
+        else:
+            h, state = ops.multi_gate_inverted(state, f[k], *w[k], last=k == junctions - 1 or k in keep)
+        total = total + (normal(tokens, width) * h).sum()
+    return list(torch.autograd.grad(total, [s, *f, *(x for own in w for x in own)])), amplified
+
+
+def test_bfloat16_gradients_are_then_near_those_of_kept_streams() -> None:
+    exact, amplified = overwriting_chain(torch.float64, keep=None)
+    keep = tuple(junctions_to_keep({k: amplified[k] for k in list(amplified)[:-1]}, (), HALF_BIT))
+    assert 0 < len(keep) < 7
+    kept, inverted, some = (worst(overwriting_chain(torch.bfloat16, keep=k)[0], exact) for k in (None, (), keep))
+    assert inverted > 10 * kept and some < 2 * kept, (kept, inverted, some, keep)
+    assert worst(overwriting_chain(torch.float64, keep=keep)[0], exact) < 1e-11
+
+
+@pytest.mark.nightly
+def test_compiled_code_follows_what_is_kept() -> None:
+    from residua.config.topologies import Invert, MultiGate
+    from residua.model.topology import build_topology
+
+    topology = build_topology(MultiGate(streams=2, memory=Invert()), 4, WIDTH)
+    step = torch.compile(lambda k, y, state: topology.step(k, y, state), backend="eager")
+    streams, y = torch.randn(1, 3, 2, WIDTH, requires_grad=True), torch.randn(1, 3, WIDTH)
+    assert len(step(2, y, (streams,))[1]) == 2  # the streams, and the link to the next junction
+    topology.recovery().kept = (2,)
+    assert len(step(2, y, (streams,))[1]) == 1
