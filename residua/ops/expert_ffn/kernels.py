@@ -4,6 +4,9 @@ Rows of experts do not end at tile boundaries, and only the GPU knows where: `ti
 each tile has. There are as many tiles as could be needed; surplus ones have expert −1 and end at once. If GATHERED, the
 rows of x are those of tokens, read through `order`, which holds the token-major slot (token · CHOICES + choice) of each
 sorted row; if SCATTERED, a row of the result is written to its slot.
+
+With 3 of 16 experts, forward and backward: 1.59 ms, and 2.93 with PyTorch's grouped product (docs/results/mixtures.md,
+`residua bench ops expert_ffn --implementations fused`).
 """
 
 # mypy: ignore-errors
