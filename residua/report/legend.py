@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from residua.report.cells import breakable
+from residua.report.elements import breakable
+from residua.report.figures import Figure
 from residua.report.plain import escape
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 _DASHES = {"dot": "1.5 3", "dash": "6 3", "dashdot": "6 2 1.5 2"}
 _MARKS = {

@@ -7,13 +7,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from residua.report import theme
-from residua.report.figures import framed, of_series
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report.figures import Figure, framed, of_series, span
 
 WIDTH, HEIGHT = 860, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 56
@@ -317,19 +314,6 @@ def _near(boxes: Iterable[Box], labels: Collection[Box]) -> list[Box]:
     left, top, right, bottom = zip(*labels, strict=True)
     around = min(left), min(top), max(right), max(bottom)
     return [box for box in boxes if _overlap(around, box)]
-
-
-def span(
-    values: Sequence[float], ends: Sequence[tuple[float, float] | None], reach: float = 1.0
-) -> tuple[float, float]:
-    """An axis with room for all values, and for their intervals as far as `reach` times the extent of the values."""
-    low, high = min(values), max(values)
-    extent = (high - low) or 0.2 * abs(high) or 1.0
-    edges = [edge for pair in ends if pair is not None for edge in pair]
-    low = min([low, *(max(edge, low - reach * extent) for edge in edges)])
-    high = max([high, *(min(edge, high + reach * extent) for edge in edges)])
-    room = 0.08 * (high - low or extent)
-    return low - room, high + room
 
 
 def _ticks(low: float, high: float) -> list[float]:

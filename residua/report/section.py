@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from residua.report import theme
-from residua.report.cards import Card, cards_html, good_html
-from residua.report.cells import Cell, Column, Sorted, cell, meanings, table
+from residua.report.elements import (
+    Card,
+    Cell,
+    Column,
+    Sorted,
+    Strip,
+    Track,
+    cards_html,
+    cell,
+    good_html,
+    meanings,
+    strips_html,
+    table,
+)
+from residua.report.figures import Figure
 from residua.report.legend import legend, words
 from residua.report.plain import escape
-from residua.report.strips import Strip, Track, strips_html
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 Tone = Literal["", "good", "bad", "unsure"]
 """Good news is green, bad news red, what is not shown yellow; a word beside it always says the same."""
