@@ -1,8 +1,7 @@
 """See inside a model: sinks, massive activations, dead layers, depth routing, and what removing things costs."""
 
-from residua.diagnose.api import diagnose, taps
+from residua.diagnose.api import diagnose, diagnose_model, taps
 from residua.diagnose.metric import Finding, Metric, Sentence
-from residua.diagnose.run import diagnose_model
 from residua.diagnose.schema import Diagnosis, ModelDiagnosis
 
 __all__ = ["Diagnosis", "Finding", "Metric", "ModelDiagnosis", "Sentence", "diagnose", "diagnose_model", "taps"]

@@ -1,14 +1,18 @@
-"""Guards: what was found of a Hugging Face model is compared with what the model itself does, before it is reported."""
+"""Guards: what was found of a Hugging Face model is compared with what the model itself does, before it is reported.
+
+What cannot be measured is said in sentences: `skipped` in diagnosis.json and on the page.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from residua.diagnose.hf_structure import Layer
 from residua.diagnose.observe import Observation, Site
 from residua.errors import UserError
 from residua.ops._runtime.numeric import wide
@@ -119,3 +123,70 @@ def _unexplained(change: Tensor, outputs: Tensor) -> tuple[float, list[float]]:
     if bool(written.any()):
         weights[written] = torch.linalg.lstsq(outputs[:, written], change[:, None]).solution[:, 0]
     return float((change - outputs @ weights).norm()), weights.tolist()
+
+
+REASONS = {
+    "hidden attention": "Attention metrics of layers {layers}: they compute attention outside transformers' attention "
+    "interface, where it cannot be seen.",
+    "linear attention": "Attention metrics of layers {layers}: they are linear attention and have no softmax weights.",
+    "compressed keys": "Attention metrics of layers {layers}: they also attend to keys that stand for several tokens "
+    "each.",
+    "whole layers": "Sublayers: some layers have no part that returns the hidden width; each counts as one sublayer.",
+    "several runs": "Earlier runs of layers {layers}: they run up to {runs} times in each pass; all but removal is "
+    "measured in the last run.",
+    "own residual": "Removal of single sublayers: they add the residual themselves, so only whole layers are removed.",
+    "streams": "Comparison of sublayers with their layer: layers carry several streams, so what sublayers write is not "
+    "what a layer changes.",
+    "uncounted experts": "Expert load of layers {layers}: their experts are not given the numbers of the chosen ones, "
+    "so the choices cannot be counted.",
+    "wrong sublayers": "Sublayers of layers {layers}: what was found of them does not make up the states of their "
+    "layer{where}; each of these layers counts as one sublayer.",
+    "partial sublayers": "Part of layers {layers}: their sublayers' outputs do not add up to what the layer changes, "
+    "so part of it happens outside them; only removing whole layers measures that part.",
+    "unused tensors": "The folder's {tensors}: {model} has nothing of that name and runs without.",
+}
+"""Why something is not measured, by what stands in the way."""
+
+
+def reason(kind: str, layers: Collection[int] = (), **more: object) -> str:
+    """A sentence of `REASONS` about these layers."""
+    return REASONS[kind].format(layers=listed(layers), **more)
+
+
+def not_measured(
+    decoder: Sequence[Layer],
+    sites: Sequence[Site],
+    seen: Observation,
+    blind: Collection[int],
+    before: Sequence[str],
+    carrying: bool,
+) -> list[str]:
+    """What the structure of a model leaves out. `blind` are the layers without attention weights, `before` the reasons
+    known already; `carrying`: some sublayers add the residual themselves."""
+    told = any(known.startswith("Attention") for known in before)
+    again = {n: layer.runs for n, layer in enumerate(decoder) if layer.runs > 1}
+    found: dict[str, Collection[int] | bool] = {
+        "hidden attention": [] if told else [s.layer for s in sites if s.kind == "attention" and s.layer in blind],
+        "linear attention": [s.layer for s in sites if s.kind == "linear attention" and s.layer in blind],
+        "whole layers": any(site.kind == "layer" and not decoder[site.layer].bodies for site in sites),
+        "several runs": again,
+        "own residual": carrying,
+        "streams": bool(seen.streams),
+        "uncounted experts": [s.layer for s in sites if s.kind == "mixture of experts" and s.layer not in seen.loads],
+    }
+    runs = max(again.values(), default=1)
+    reasons = [reason(kind, () if where is True else where, runs=runs) for kind, where in found.items() if where]  # type: ignore[arg-type]
+    return [*reasons, "Depth weights, gates and anchors: published by Residua models only."]
+
+
+def tensors(names: Sequence[str], most: int) -> str:
+    """`tensor 'a'`, `tensors 'a', 'b'`; of more than `most`, `tensors 'a', 'b' and 5 more`."""
+    shown = ", ".join(map(repr, names[:most]))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"tensor{'' if len(names) == 1 else 's'} {shown}{more}"
+
+
+def listed(layers: Collection[int]) -> str:
+    """`0, 1, 2, 4`; of more than twelve the first, the last and how many."""
+    unique = sorted(set(layers))
+    return ", ".join(map(str, unique)) if len(unique) <= 12 else f"{unique[0]} to {unique[-1]} ({len(unique)} of them)"

@@ -19,28 +19,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from residua.diagnose.hf_attention import DENSE_MASKS, INTERFACE, attention, watching, without_head
-from residua.diagnose.hf_checks import Checked, check_layers, require_causal, same_losses
-from residua.diagnose.hf_reasons import (
-    are_not_used,
-    do_not_add_up,
-    do_not_fit,
+from residua.diagnose.hf_checks import (
+    Checked,
+    check_layers,
+    listed,
     not_measured,
-    see_more_than_tokens,
+    reason,
+    require_causal,
+    same_losses,
     tensors,
 )
 from residua.diagnose.hf_recorder import Recorder
 from residua.diagnose.hf_structure import (
+    DENSE_MASKS,
+    INTERFACE,
     Layer,
     acting_gains,
+    attention,
     find_layers,
     has_experts,
     is_norm,
     looks_like_attention,
     main_input,
+    watching,
+    without_head,
 )
-from residua.diagnose.interventions import first, hooked, on_each, replaced_first, silenced
-from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
+from residua.diagnose.observe import (
+    Ablation,
+    AblationKind,
+    AnchorScales,
+    Observation,
+    Site,
+    SiteKind,
+    Subject,
+    first,
+    hooked,
+    on_each,
+    replaced_first,
+    silenced,
+)
 from residua.errors import UserError
 from residua.ops._runtime.numeric import wide
 from residua.reading import counted
@@ -92,10 +109,11 @@ class HuggingFaceSubject(Subject):
         )
         if unused:
             self.description += f", without {tensors(unused, 1)} of its folder"
-            self.skipped.append(are_not_used(type(model).__name__, unused))
+            self.skipped.append(reason("unused tensors", tensors=tensors(unused, 8), model=type(model).__name__))
         if seen.streams:
             self.state_name = "sublayer input"
-        blind = [n for n in range(self.layers) if not self._sees(n)]
+        calls = [{id(module) for module in layer.module.modules()} & set(self.calls) for layer in self.decoder]
+        blind = [n for n, seeing in enumerate(calls) if not seeing]
         self.skipped += not_measured(self.decoder, self.sites, seen, blind, self.skipped, bool(self.carrying))
 
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
@@ -108,7 +126,7 @@ class HuggingFaceSubject(Subject):
             )
             seen, losses = self._record(tokens, targets)
         if not self.checked and self.compressed:
-            self.skipped.append(see_more_than_tokens(self.compressed))
+            self.skipped.append(reason("compressed keys", self.compressed))
         self.checked = True
         seen.loss = float(losses.mean())
         return seen
@@ -133,12 +151,7 @@ class HuggingFaceSubject(Subject):
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
         made: dict[str, list[Ablation]] = {
             "layer": [
-                Ablation(
-                    "layer",
-                    n,
-                    f"layer {n}",
-                    partial(hooked, on_each([layer.module], _passed_through, with_kwargs=True)),
-                )
+                Ablation("layer", n, f"layer {n}", partial(hooked, on_each([layer.module], _passed_through, True)))
                 for n, layer in enumerate(self.decoder)
             ],
             "sublayer": [
@@ -268,10 +281,11 @@ class HuggingFaceSubject(Subject):
             self.returning = {id(self._bodies[k]) for k in found.returning}
             seen, found = self._look_again(probe)
         if found.wrong:
-            self.skipped.append(do_not_fit(found.wrong, found.unread))
+            where = f" (of layers {listed(found.unread)}, what the first one reads)" if found.unread else ""
+            self.skipped.append(reason("wrong sublayers", found.wrong, where=where))
             seen, found = self._look_again(probe, found.wrong)
         if found.partial:
-            self.skipped.append(do_not_add_up(found.partial))
+            self.skipped.append(reason("partial sublayers", found.partial))
         if not seen.states:
             raise UserError(
                 f"{type(self.model).__name__} shows none of its states, which are not of shape [batch, length, "
@@ -316,9 +330,6 @@ class HuggingFaceSubject(Subject):
             m for m in self.model.modules() if id(m) not in inside and (is_norm(m, self.width) or id(m) in plain_norms)
         ]
         return outside[-1] if outside else None
-
-    def _sees(self, layer: int) -> bool:
-        return any(id(module) in self.calls for module in self.decoder[layer].module.modules())
 
 
 def _size(part: nn.Module) -> int:

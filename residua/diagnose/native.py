@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -11,10 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.diagnose import depth_ablations
-from residua.diagnose.attention import AttentionSums, Scores, attention_sums
-from residua.diagnose.interventions import hooked, on_each, silenced
-from residua.diagnose.observe import Ablation, AblationKind, AnchorScales, Observation, Site, SiteKind, Subject
+from residua.diagnose.attention import Scores, attention_sums
+from residua.diagnose.observe import (
+    Ablation,
+    AblationKind,
+    AnchorScales,
+    Observation,
+    Site,
+    SiteKind,
+    Subject,
+    before_each,
+    hooked,
+    on_each,
+    silenced,
+)
 from residua.model import taps
 from residua.model.body import Body
 from residua.model.decoder import Decoder, Sublayer
@@ -33,8 +44,8 @@ class NativeSubject(Subject):
         self.model, self._decoder, self.name = model, model, name
         self.width, self.vocabulary, self.context = config.width, config.vocab_size, config.context
         self.layers = config.layers
-        roles = [cast(SiteKind, cast(Sublayer, s).body.role) for s in model.sublayers]
-        self.sites = [Site(k, k // 2, role) for k, role in enumerate(roles)]
+        self.bodies: list[Body] = [cast(Sublayer, s).body for s in model.sublayers]
+        self.sites = [Site(k, k // 2, cast(SiteKind, body.role)) for k, body in enumerate(self.bodies)]
         self.description = (
             f"{counted(config.layers, 'layer')} of width {config.width}, {config.topology.kind} topology, "
             f"{config.attention.kind} attention, {config.ffn.kind} feed-forward, "
@@ -87,28 +98,27 @@ class NativeSubject(Subject):
         return self._names.block_of_source(reader, source)
 
     def anchor_scales(self) -> list[AnchorScales]:
-        found = []
-        for site in self.sites:
-            mix = self._body(site).anchor_mix()
-            for pathway, (anchor, current) in mix.scales().items() if mix is not None else ():
-                near = float((anchor.abs() < NEAR_ZERO).double().mean())
-                found.append(AnchorScales(
-                    site.layer, pathway, _by_head(anchor), _by_head(current), near,
-                    anchor.double().flatten().tolist(), current.double().flatten().tolist(),
-                ))  # fmt: skip
-        return found
+        return [
+            AnchorScales(
+                site.layer, pathway, _by_head(anchor), _by_head(current),
+                float((anchor.abs() < NEAR_ZERO).double().mean()),
+                anchor.double().flatten().tolist(), current.double().flatten().tolist(),
+            )
+            for site, body in zip(self.sites, self.bodies, strict=True)
+            if (mix := body.anchor_mix()) is not None
+            for pathway, (anchor, current) in mix.scales().items()
+        ]  # fmt: skip
 
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
-        depth = self._decoder.topology.ablations()
-        makers = {
+        parts = {
             "layer": self._layer_ablations,
             "sublayer": self._sublayer_ablations,
             "head": self._head_ablations,
-            "source": lambda: depth_ablations.sources(depth, self.source_name),
-            "stream": lambda: depth_ablations.streams(depth),
-            "uniform": lambda: depth_ablations.uniform(depth),
+            "source": self._source_ablations,
+            "stream": self._stream_ablations,
+            "uniform": self._uniform_ablations,
         }
-        return [ablation for kind in kinds for ablation in makers[kind]()]
+        return [ablation for kind in kinds for ablation in parts[kind]()]
 
     def _layer_ablations(self) -> list[Ablation]:
         filling = -(-self._decoder.topology.ablations().fill_phase // 2)
@@ -138,18 +148,41 @@ class NativeSubject(Subject):
 
     def _head_ablations(self) -> list[Ablation]:
         found = []
-        for site in self.sites:
-            body: Any = self._body(site)
+        for site, body in zip(self.sites, cast(list[Any], self.bodies), strict=True):
             heads, width = body.query_heads
             for head in range(heads):
-                part = slice(head * width, (head + 1) * width)
-                found.append(
-                    Ablation("head", site.layer, f"layer {site.layer} head {head}", _without(body.out, part), head)
-                )
+                cut = partial(_cut, slice(head * width, (head + 1) * width))
+                label, applied = f"layer {site.layer} head {head}", partial(hooked, before_each([body.out], cut))
+                found.append(Ablation("head", site.layer, label, applied, head))
         return found
 
-    def _body(self, site: Site) -> Body:
-        return cast(Sublayer, self._decoder.sublayers[site.index]).body
+    # Routing mass is not importance; the next three measure importance. What a topology supports, it states itself.
+
+    def _source_ablations(self) -> list[Ablation]:
+        """Each source hidden from every reader; a reader's only source stays."""
+        ablations, named = self._decoder.topology.ablations(), defaultdict[str, dict[int, int]](dict)
+        for k, seen in enumerate(ablations.sources):
+            for position in range(len(seen)):
+                named[self.source_name(k + 1, position)][k] = position
+        return [
+            Ablation("source", index, label, partial(ablations.without_source, positions))
+            for index, (label, positions) in enumerate(named.items())
+        ]
+
+    def _uniform_ablations(self) -> list[Ablation]:
+        """Each reader's weights made equal, and then all readers' at once."""
+        ablations = self._decoder.topology.ablations()
+        readers, equal = ablations.weighing_readers, ablations.with_equal_weights
+        single = [Ablation("uniform", r, f"uniform weights at reader {r}", partial(equal, (r,))) for r in readers]
+        every = Ablation("uniform", -1, "uniform weights at every reader", partial(equal, readers))
+        return [*single, every] if len(readers) > 1 else single
+
+    def _stream_ablations(self) -> list[Ablation]:
+        """Each stream hidden from every sublayer; it is still written."""
+        ablations = self._decoder.topology.ablations()
+        return [
+            Ablation("stream", i, f"stream {i}", partial(ablations.without_stream, i)) for i in range(ablations.streams)
+        ]
 
 
 class _Collector(dict[str, Tensor]):
@@ -161,55 +194,40 @@ class _Collector(dict[str, Tensor]):
         self.query: Tensor | None = None
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        if name == "final.input":
-            self.seen.states[len(self.subject.sites)] = value
-        elif (found := taps.parts(name)) is not None:
-            part, number, what = found
-            take = getattr(self, f"_{part}_{what}", None)
-            if take is not None:
-                take(number, value)
+        seen = self.seen
+        match taps.parts(name):
+            case None if name == "final.input":
+                seen.states[len(self.subject.sites)] = value
+            case "sublayer", k, "input":
+                seen.states[k] = value
+            case "sublayer", k, "output":
+                seen.outputs[k] = value
+            case "depth", k, "weights":
+                seen.weights[k + 1] = value
+            case "depth", k, "pre":
+                seen.weights[k] = value.expand(*seen.tokens.shape, -1)
+            case "depth", k, "beta":
+                seen.betas[k] = value
+            case "depth", k, "streams":
+                seen.streams[k + 1] = value
+            case "moe", layer, "load":
+                seen.loads[layer] = value
+            case "attention", layer, "gate":
+                seen.gates[layer] = value
+            case "attention", layer, "gamma":
+                for index, pathway in enumerate(self._attention(layer).mix.pathways):  # q1, q2, k1, k2, …
+                    seen.gammas[layer, pathway] = value[..., 2 * index : 2 * index + 2]
+            case "attention", _, "query":
+                self.query = value
+            case "attention", layer, "key":
+                assert self.query is not None
+                body, q = self._attention(layer), self.query
+                how = Scores(scale=q.shape[-1] ** -0.5, window=body.window, sink=body.sink)
+                seen.attention[layer] = attention_sums(q.transpose(1, 2), value.transpose(1, 2), how)
+                self.query = None
 
-    def _sublayer_input(self, k: int, value: Tensor) -> None:
-        self.seen.states[k] = value
-
-    def _sublayer_output(self, k: int, value: Tensor) -> None:
-        self.seen.outputs[k] = value
-
-    def _depth_weights(self, k: int, value: Tensor) -> None:
-        self.seen.weights[k + 1] = value
-
-    def _depth_pre(self, k: int, value: Tensor) -> None:
-        self.seen.weights[k] = value.expand(*self.seen.tokens.shape, -1)
-
-    def _depth_beta(self, k: int, value: Tensor) -> None:
-        self.seen.betas[k] = value
-
-    def _depth_streams(self, k: int, value: Tensor) -> None:
-        self.seen.streams[k + 1] = value
-
-    def _attention_gate(self, layer: int, value: Tensor) -> None:
-        self.seen.gates[layer] = value
-
-    def _attention_gamma(self, layer: int, value: Tensor) -> None:
-        body: Any = self.subject._body(self.subject.sites[2 * layer])
-        for index, pathway in enumerate(body.mix.pathways):  # in the order q1, q2, k1, k2, …
-            self.seen.gammas[layer, pathway] = value[..., 2 * index : 2 * index + 2]
-
-    def _moe_load(self, layer: int, value: Tensor) -> None:
-        self.seen.loads[layer] = value
-
-    def _attention_query(self, layer: int, value: Tensor) -> None:
-        self.query = value
-
-    def _attention_key(self, layer: int, value: Tensor) -> None:
-        assert self.query is not None
-        self.seen.attention[layer] = self._sums(layer, self.query, value)
-        self.query = None
-
-    def _sums(self, layer: int, query: Tensor, key: Tensor) -> AttentionSums:
-        body: Any = self.subject._body(self.subject.sites[2 * layer])
-        how = Scores(scale=query.shape[-1] ** -0.5, window=body.window, sink=body.sink)
-        return attention_sums(query.transpose(1, 2), key.transpose(1, 2), how)
+    def _attention(self, layer: int) -> Any:
+        return self.subject.bodies[2 * layer]
 
 
 def _by_head(scale: Tensor) -> list[float]:
@@ -218,20 +236,8 @@ def _by_head(scale: Tensor) -> list[float]:
     return means
 
 
-def _without(out: nn.Module, part: slice) -> Any:
-    """A context in which one head's slice of the output projection's input is zero."""
-
-    def cut(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        y = given[0].clone()
-        y[..., part] = 0
-        return (y, *given[1:])
-
-    @contextmanager
-    def applied() -> Iterator[None]:
-        handle = out.register_forward_pre_hook(cut)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    return applied
+def _cut(part: slice, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """A hook before the output projection that sets one head's slice of its input to zero."""
+    y = given[0].clone()
+    y[..., part] = 0
+    return (y, *given[1:])

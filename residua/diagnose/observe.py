@@ -1,4 +1,7 @@
-"""What a diagnosis sees of a model. Adapters (native.py, huggingface.py) record it; metrics read nothing else."""
+"""What a diagnosis sees of a model, and how parts of it are switched off for the length of a `with` block.
+
+Adapters (native.py, huggingface.py) record it; metrics read nothing else.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from residua.diagnose.attention import AttentionSums
 from residua.ops._runtime.numeric import wide
@@ -181,3 +186,46 @@ def _all_of(ablations: Sequence[Ablation]) -> Iterator[None]:
         for ablation in ablations:
             stack.enter_context(ablation.applied())
         yield
+
+
+@contextmanager
+def hooked(handles: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
+    """Attach hooks for the length of the block."""
+    attached = handles()
+    try:
+        yield
+    finally:
+        for handle in attached:
+            handle.remove()
+
+
+def on_each(
+    modules: Sequence[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False
+) -> Callable[[], list[RemovableHandle]]:
+    """For `hooked`: attaches a forward hook to each of these modules."""
+    return lambda: [module.register_forward_hook(hook, with_kwargs=with_kwargs) for module in modules]
+
+
+def before_each(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Callable[[], list[RemovableHandle]]:
+    """For `hooked`: attaches a hook that runs before each of these modules."""
+    return lambda: [module.register_forward_pre_hook(hook) for module in modules]
+
+
+def silenced(module: nn.Module, given: Any, output: Any) -> Any:
+    """A forward hook that sets the module's main output to zero."""
+    return replaced_first(output, torch.zeros_like)
+
+
+def first(output: Any) -> Any:
+    """A module's main output: itself, or the first of a tuple or list."""
+    return output[0] if isinstance(output, tuple | list) and output else output
+
+
+def replaced_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The output with its main tensor changed."""
+    if isinstance(output, list):
+        return [change(output[0]), *output[1:]]
+    if isinstance(output, tuple):
+        made = (change(output[0]), *output[1:])
+        return type(output)(*made) if hasattr(output, "_fields") else made
+    return change(output)

@@ -1,23 +1,98 @@
-"""What the metrics' figures share: one line per model in every curve, one tab per model in every heat map."""
+"""What the metrics show as data, drawn in one place; one line per model in every curve, one tab per heat map."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from residua.diagnose.metric import Model, Models
-from residua.report import Section, Series, theme
-from residua.report.figures import Curve, curves, heatmap
+from residua.report import Cell, Column, Page, Series, theme
+from residua.report.figures import Curve, Figure, curves, heatmap
 
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
-
+Model = Any
+"""A `ModelDiagnosis`. Its fields are the keys of all metrics, which no static type can list."""
+Models = Sequence[Model]
 Points = list[tuple[float, float]]
 Select = Callable[[Model], Points]
 NONE = "—"
 LABELS = 12
 """An axis names at most this many layers."""
+
+
+def label_step(count: int, most: int = LABELS) -> int:
+    """One in so many of `count` names stands along an axis that has room for `most`."""
+    return max(1, -(-count // most))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows; the first column names the model."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to show: a figure, figures by the titles of their tabs, a table, or a remark; None and {} are left out.
+
+    `heading` stands above it, if it is shown at all.
+    """
+
+    content: Figure | Mapping[str, Figure | None] | Table | str | None
+    caption: str = ""
+    heading: str = ""
+
+
+class Topic:
+    """A section of the page: its title, what healthy looks like, its parts in order. Without parts it is left out."""
+
+    def __init__(self, title: str, healthy: str, *parts: Part) -> None:
+        self.title, self.healthy, self.parts = title, healthy, parts
+
+    def draw(self, page: Page) -> None:
+        """Add it to the page."""
+        contents = [(part, _known(part.content)) for part in self.parts]
+        if all(content is None for _, content in contents):
+            return
+        section = page.section(self.title, self.healthy)
+        for part, content in contents:
+            if content is not None and part.heading:
+                section.subheading(part.heading)
+            match content:
+                case None:
+                    continue
+                case str():
+                    section.note(content)
+                case Table():
+                    section.table([Column("model", numeric=False), *content.columns], content.rows)
+                case dict():
+                    section.tabs(content, part.caption)
+                case _:
+                    section.figure(content, part.caption)
+
+
+def _known(content: Any) -> Any:
+    """The content without figures that do not exist; None if nothing is left."""
+    if isinstance(content, Mapping):
+        return {title: figure for title, figure in content.items() if figure is not None} or None
+    return None if content == "" or (isinstance(content, Table) and not content.rows) else content
+
+
+def tab_each(models: Models, draw: Callable[[Model], Figure | None]) -> dict[str, Figure | None]:
+    """One tab for each model."""
+    return {model.name: draw(model) for model in models}
+
+
+def tabs_each(models: Models, draw: Callable[[Model], Mapping[str, Figure | None]]) -> dict[str, Figure | None]:
+    """Several tabs for each model; where there are several models, a tab's title begins with the model's name."""
+    several = len(models) > 1
+    return {
+        f"{model.name}: {title}" if several else title: figure
+        for model in models
+        for title, figure in draw(model).items()
+    }
 
 
 def places(models: Models) -> list[int]:
@@ -80,7 +155,7 @@ def over_sublayers(series: Sequence[Curve], models: Models, x: str, y: str, **se
     starts = [
         site.index for site in deepest.sites if site.index == 0 or deepest.sites[site.index - 1].layer != site.layer
     ]
-    shown = starts[:: max(1, -(-len(starts) // LABELS))]
+    shown = starts[:: label_step(len(starts))]
     axis = {
         "tickmode": "array",
         "tickvals": shown,
@@ -121,7 +196,7 @@ def layers_later(model: Model, distance: Callable[[int, int], float | None]) -> 
     if not any(value is not None for row in rows for value in row):
         return None
     rows = [[None if value is None else round(value, 4) for value in row] for row in rows]
-    names, step = [str(n) for n in range(len(layers) - 1, 0, -1)], -(-len(layers) // LABELS)
+    names, step = [str(n) for n in range(len(layers) - 1, 0, -1)], label_step(len(layers))
     return heatmap(
         rows, numbers(len(layers)), names, "layer ℓ", "n layers later", "angle / π", bounds=(0.0, 0.5), height=440,
         step=step,
@@ -132,19 +207,6 @@ def line(name: str, points: Points, colour: str, dash: str = "solid", symbol: st
     """One curve; solid ones have markers."""
     x, y = [x for x, _ in points], [y for _, y in points]
     return Curve(name, x, y, colour, dash=dash, markers=dash == "solid", symbol=symbol)
-
-
-def add_figure(section: Section, figure: Figure | None, caption: str = "") -> None:
-    """Add the figure, if there is one."""
-    if figure is not None:
-        section.figure(figure, caption)
-
-
-def add_tabs(section: Section, views: Mapping[str, Figure | None], caption: str = "") -> None:
-    """Add the figures that there are, as tabs."""
-    known = {title: figure for title, figure in views.items() if figure is not None}
-    if known:
-        section.tabs(known, caption)
 
 
 def padded(row: Sequence[float], count: int) -> list[float | None]:

@@ -12,7 +12,7 @@ LINES = 10
 _PER_KIND = 3
 CLEAR = 2.0
 """A finding is clear when it exceeds its limit this many times."""
-FEW = 4
+MIN_SEQUENCES = 4
 """With fewer sequences than this, a finding may be about the text and not about the model."""
 
 
@@ -72,7 +72,7 @@ def sureness(measured: str, times: float, model: Model) -> str:
     """
     text = model.text
     grade = "Clear" if times >= CLEAR else "Near the limit"
-    again = " Measure again with more text (--tokens)." if times < CLEAR or text.sequences < FEW else ""
+    again = " Measure again with more text (--tokens)." if times < CLEAR or text.sequences < MIN_SEQUENCES else ""
     return f"{grade}: {measured}, on {text.tokens:,} tokens in {counted(text.sequences, 'sequence')}.{again}"
 
 

@@ -1,4 +1,4 @@
-"""Every metric, one file each. A file that is put in this folder is found by itself.
+"""Every metric. A file that is put in this folder is found by itself.
 
 A metric knows nothing of model classes: it reads observations (`residua/diagnose/observe.py`).
 """

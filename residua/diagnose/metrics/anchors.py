@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import AnchorScales, Observation, Subject
-from residua.diagnose.plots import LABELS, add_tabs, by_layer
+from residua.diagnose.plots import LABELS, Part, Points, Topic, by_layer, label_step, tabs_each
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Page
-from residua.report.figures import heatmap
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report.figures import Figure, heatmap
 
 COLUMNS = 256
 """A map has at most this many columns for each pathway; of more channels, neighbours are averaged."""
@@ -96,30 +91,24 @@ class Anchors(Metric):
             )
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        if not any(m.anchors for m in models):
-            return
-        section = page.section(
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        pathways = sorted({a.pathway for m in models for a in m.anchors}, key="qkvg".find)
+        yield Topic(
             "Anchor mixing",
             "λ1 weighs the anchor, λ2 the layer's own projection; of dynamic mixing, λ times the mean of its γ. "
             "Healthy: their ratio differs between pathways and layers; λ1 near zero everywhere is an anchor the model "
             "does not use.",
-        )
-        pathways = sorted({a.pathway for m in models for a in m.anchors}, key="qkvg".find)
-        curves = {
-            pathway.upper(): by_layer(models, _ratio_of(pathway), "λ1/λ2", floor=_ones, floor_name="equal shares")
-            for pathway in pathways
-        }
-        add_tabs(
-            section,
-            curves,
-            "Median over channels of λ1/λ2 by layer. Above 1 the anchor weighs more than the layer's own projection.",
-        )
-        section.subheading("Channel by channel")
-        section.tabs(
-            _maps(models),
-            "Stripes are channels, or whole heads, with a habit of their own. Colours of the ratio leave out the "
-            "2 % of channels at either end.",
+            Part(
+                {pathway.upper(): _ratio_curve(models, pathway) for pathway in pathways},
+                "Median over channels of λ1/λ2 by layer. Above 1 the anchor weighs more than the layer's own "
+                "projection.",
+            ),
+            Part(
+                tabs_each(models, _maps),
+                "Stripes are channels, or whole heads, with a habit of their own. Colours of the ratio leave out "
+                "the 2 % of channels at either end.",
+                "Channel by channel",
+            ),
         )
 
 
@@ -128,13 +117,14 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _ratio_of(pathway: str) -> Callable[[Model], list[tuple[float, float]]]:
-    return lambda m: [(a.layer, a.ratio) for a in m.anchors if a.pathway == pathway and a.ratio is not None]
+def _ratio_curve(models: Models, pathway: str) -> Figure | None:
+    def points(m: Model) -> Points:
+        return [(a.layer, a.ratio) for a in m.anchors if a.pathway == pathway and a.ratio is not None]
 
+    def ones(m: Model) -> Points:
+        return [(layer, 1.0) for layer in sorted({float(a.layer) for a in m.anchors})]
 
-def _ones(model: Model) -> list[tuple[float, float]]:
-    layers = sorted({float(a.layer) for a in model.anchors})
-    return [(layer, 1.0) for layer in layers]
+    return by_layer(models, points, "λ1/λ2", floor=ones, floor_name="equal shares")
 
 
 def _ratios(facts: AnchorFacts) -> list[float | None]:
@@ -142,7 +132,7 @@ def _ratios(facts: AnchorFacts) -> list[float | None]:
     return [first / second if second else None for first, second in pairs]
 
 
-def _maps(models: Models) -> dict[str, Figure]:
+def _maps(model: Model) -> dict[str, Figure | None]:
     """λ1/λ2, λ1 and λ2, layer × pathway and channel; where λ1 is near zero."""
     values: dict[str, Callable[[AnchorFacts], Sequence[float | None]]] = {
         "λ1/λ2": _ratios,
@@ -150,13 +140,7 @@ def _maps(models: Models) -> dict[str, Figure]:
         "λ2 (current)": lambda a: a.current_channels or a.current,
         "share |λ1| < 1e-3": lambda a: [a.near_zero],
     }
-    return {
-        title if len(models) == 1 else f"{m.name}: {title}": figure
-        for m in models
-        if m.anchors
-        for title, of in values.items()
-        if (figure := _map(m.anchors, of, title)) is not None
-    }
+    return {title: _map(model.anchors, of, title) for title, of in values.items()}
 
 
 def _map(
@@ -175,7 +159,7 @@ def _map(
     return heatmap(
         rows, list(columns), [str(layer) for layer in layers], "pathway, head and channel", "layer", title,
         bounds=(known[cut], known[-1 - cut]), height=min(300 + 16 * len(layers), 760),
-        step=(-(-len(columns) // LABELS), -(-len(layers) // (2 * LABELS))),
+        step=(label_step(len(columns)), label_step(len(layers), 2 * LABELS)),
     )  # fmt: skip
 
 

@@ -1,24 +1,20 @@
-"""Attention sinks and entropy of softmax layers, each beside what uniform attention would give."""
+"""Attention sinks and entropy of softmax layers, each beside what uniform attention would give; learned sinks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
+from residua.diagnose.attention import SINK, AttentionFacts, LayerSums, TokenSink, learned_sinks
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, add_figure, add_tabs, by_layer, numbers, owners, padded
+from residua.diagnose.plots import NONE, Part, Points, Table, Topic, by_layer, numbers, owners, padded, tab_each
 from residua.diagnose.sentences import listed, percent, sureness, token
-from residua.diagnose.sinks import SINK, AttentionFacts, LayerSums, TokenSink, learned_sinks
 from residua.diagnose.text import Sample
-from residua.report import Bar, Cell, Column, Page, Value
-from residua.report.figures import heatmap
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report import Bar, Cell, Column, Value
+from residua.report.figures import Figure, heatmap
 
 
 class AttentionKeys(Frozen):
@@ -103,10 +99,7 @@ class Attention(Metric):
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
         if model.attention:
-            first, floor, entropy, ceiling, learned = (
-                _mean(model, key)
-                for key in ("first_token", "uniform_first_token", "entropy", "uniform_entropy", "learned_sink")
-            )
+            first, floor, entropy, ceiling, learned = _means(model)
             beside = f", {percent(learned)} on the learned sink" if learned > 0 else ""
             yield Sentence(
                 10,
@@ -118,57 +111,73 @@ class Attention(Metric):
     def cells(cls, model: Model) -> Sequence[Cell]:
         if not model.attention:
             return [NONE, NONE, NONE]
-        first, floor, entropy, ceiling = (
-            _mean(model, key) for key in ("first_token", "uniform_first_token", "entropy", "uniform_entropy")
-        )
+        first, floor, entropy, ceiling, _ = _means(model)
         return [
             Value(percent(first), f"uniform {percent(floor)}"),
-            percent(_mean(model, "sink_rate")),
+            percent(_mean(a.sink_rate for a in model.attention)),
             Value(f"{entropy:.2f}", f"of {ceiling:.2f}"),
         ]
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        first = _first_token(models)
-        if first is None:
-            return
-        section = page.section(
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        highest = max((a.first_token for m in models for a in m.attention), default=0.0)
+        first = by_layer(
+            models,
+            lambda m: [(a.layer, a.first_token) for a in m.attention],
+            "attention to the first token",
+            floor=lambda m: [(a.layer, a.uniform_first_token) for a in m.attention],
+            bounds=(0.0, max(0.1, 1.1 * highest)),
+        )
+        rate = by_layer(models, lambda m: [(a.layer, a.sink_rate) for a in m.attention], "share of heads above 0.3")
+        learned = by_layer(models, _learned, "attention to the learned sink")
+        rows: list[list[Cell]] = [
+            [owner, token(s.text, s.token), str(s.layer), percent(s.attention), percent(s.uniform)]
+            for m, owner in zip(models, owners(models), strict=True)
+            for s in m.token_sinks
+        ]
+        yield Topic(
             "Attention sinks",
             "How much attention goes to the first token. Healthy: near the dotted line, which uniform attention would "
             "give; far above it, heads park attention there because they have nothing to look at.",
+            Part(
+                {"first token": first, "share of sink heads": rate, "learned sink": learned},
+                "A sink head gives the first token more than 0.3 of its attention on average.",
+            ),
+            Part(
+                tab_each(models, _heads),
+                "Mean attention to the first token. Healthy: near zero everywhere.",
+                "Every head",
+            ),
+            Part(
+                Table([Column("token", numeric=False), Column("layer"), Column("attention"), Column("uniform")], rows),
+                heading="Tokens that are sinks wherever they stand",
+            ),
         )
-        views = {"first token": first, "share of sink heads": _sink_rate(models), "learned sink": _learned_sink(models)}
-        add_tabs(section, views, "A sink head gives the first token more than 0.3 of its attention on average.")
-        section.subheading("Every head")
-        section.tabs(_heads(models), "Mean attention to the first token. Healthy: near zero everywhere.")
-        if any(model.token_sinks for model in models):
-            section.subheading("Tokens that are sinks wherever they stand")
-            section.table(
-                [
-                    Column("model", numeric=False),
-                    Column("token", numeric=False),
-                    Column("layer"),
-                    Column("attention"),
-                    Column("uniform"),
-                ],
-                [
-                    [owner, token(s.text, s.token), str(s.layer), percent(s.attention), percent(s.uniform)]
-                    for m, owner in zip(models, owners(models), strict=True)
-                    for s in m.token_sinks
-                ],
-            )
-        spread = page.section(
+        entropy = by_layer(
+            models,
+            lambda m: [(a.layer, a.entropy) for a in m.attention],
+            "entropy (nats)",
+            floor=lambda m: [(a.layer, a.uniform_entropy) for a in m.attention],
+        )
+        yield Topic(
             "Attention entropy",
             "How widely a query looks. Healthy: between zero (one token only) and the dotted line (all alike), and "
             "different from layer to layer.",
+            Part(entropy),
         )
-        add_figure(spread, _entropy(models))
 
 
-def _mean(model: Model, key: str) -> float:
-    """The mean over the softmax layers."""
-    values: list[float] = [getattr(layer, key) for layer in model.attention]
-    return sum(values) / len(values)
+def _mean(values: Iterable[float]) -> float:
+    known = list(values)
+    return sum(known) / len(known)
+
+
+def _means(model: Model) -> tuple[float, ...]:
+    """Of the softmax layers: attention to the first token, uniform, entropy, its ceiling, the learned sink's share."""
+    rows = [
+        (a.first_token, a.uniform_first_token, a.entropy, a.uniform_entropy, a.learned_sink) for a in model.attention
+    ]
+    return tuple(map(_mean, zip(*rows, strict=True)))
 
 
 def _layers(finding: Finding) -> list[int]:
@@ -249,45 +258,47 @@ def _token_sinks(sinks: Sequence[TokenSink]) -> list[Finding]:
     return found
 
 
-def _first_token(models: Models) -> Figure | None:
-    highest = max((a.first_token for m in models for a in m.attention), default=0.0)
-    return by_layer(
-        models,
-        lambda m: [(a.layer, a.first_token) for a in m.attention],
-        "attention to the first token",
-        floor=lambda m: [(a.layer, a.uniform_first_token) for a in m.attention],
-        bounds=(0.0, max(0.1, 1.1 * highest)),
-    )
+def _learned(model: Model) -> Points:
+    """By layer, attention to the learned sink; nothing if there is none."""
+    points = [(float(a.layer), a.learned_sink) for a in model.attention]
+    return points if any(mass > 0 for _, mass in points) else []
 
 
-def _sink_rate(models: Models) -> Figure | None:
-    return by_layer(models, lambda m: [(a.layer, a.sink_rate) for a in m.attention], "share of heads above 0.3")
-
-
-def _learned_sink(models: Models) -> Figure | None:
-    def points(model: Model) -> list[tuple[float, float]]:
-        learned = [(float(a.layer), a.learned_sink) for a in model.attention]
-        return learned if any(mass > 0 for _, mass in learned) else []
-
-    return by_layer(models, points, "attention to the learned sink")
-
-
-def _entropy(models: Models) -> Figure | None:
-    return by_layer(
-        models,
-        lambda m: [(a.layer, a.entropy) for a in m.attention],
-        "entropy (nats)",
-        floor=lambda m: [(a.layer, a.uniform_entropy) for a in m.attention],
-    )
-
-
-def _heads(models: Models) -> dict[str, Figure]:
+def _heads(model: Model) -> Figure | None:
     """Attention to the first token of every head."""
-    found = {}
-    for model in models:
-        if model.attention:
-            count = max(len(a.heads) for a in model.attention)
-            rows = [padded([h.first_token for h in a.heads], count) for a in model.attention]
-            names = [str(a.layer) for a in model.attention]
-            found[model.name] = heatmap(rows, numbers(count), names, "head", "layer", "attention", bounds=(0.0, 1.0))
-    return found
+    if not model.attention:
+        return None
+    count = max(len(a.heads) for a in model.attention)
+    rows = [padded([h.first_token for h in a.heads], count) for a in model.attention]
+    names = [str(a.layer) for a in model.attention]
+    return heatmap(rows, numbers(count), names, "head", "layer", "attention", bounds=(0.0, 1.0))
+
+
+class LearnedSink(Metric):
+    """The layers whose mean attention to the learned sink exceeds 0.3. Its numbers are among those of attention."""
+
+    kinds = ("learned_sink",)
+    page_place = 21
+
+    def findings(self, model: Model) -> list[Finding]:
+        layers = learned_sinks(model.attention)
+        if not layers:
+            return []
+        strongest = max((a for a in model.attention if a.layer in layers), key=lambda a: a.learned_sink)
+        return [
+            Finding(
+                kind="learned_sink",
+                where={"layers": layers},
+                words=f"the learned sink takes a sink's share of attention in {listed('layer', layers)}: "
+                f"{percent(strongest.learned_sink)} of layer {strongest.layer}'s",
+            )
+        ]
+
+    @classmethod
+    def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
+        strongest = max(a.learned_sink for a in model.attention)
+        return Explained(
+            listed("layer", learned_sinks(model.attention)),
+            sureness(f"up to {percent(strongest)}, where {percent(SINK)} counts", strongest / SINK, model),
+            "Nothing: this is what a learned sink is for. Heads park attention there instead of on a token.",
+        )

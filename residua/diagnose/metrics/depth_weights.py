@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -12,17 +11,15 @@ from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Mean, Metric, Model, Models, Sentence
 from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import LABELS, NONE, colours, padded
+from residua.diagnose.plots import LABELS, NONE, Part, Topic, colours, label_step, padded, tab_each, tabs_each
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Column, Page, Spread
-from residua.report.figures import grouped_bars, heatmap
+from residua.report import Column, Spread
+from residua.report.figures import Figure, grouped_bars, heatmap
 
 SHOWN = 4
 SUM_TOLERANCE = 0.01
 """Weights that add up to 1 within this are shares; means of 16-bit weights are off by less."""
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 
 class ReaderFacts(Frozen):
@@ -147,41 +144,36 @@ class DepthWeights(Metric):
             yield Sentence(30, f"Uniform depth weights everywhere would change the loss by {everywhere.change:+.4f}.")
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        weights = _maps(models)
-        if not weights:
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        if not any(m.depth_weights for m in models):
             return
-        section = page.section(
+        remarks = [
+            f"{m.name}: a reader's weights add up to between {min(sums):.2f} and {max(sums):.2f}. {FACTORS}"
+            for m in models
+            if not are_shares(m.depth_weights) and (sums := [sum(r.mean) for r in m.depth_weights])
+        ]
+        yield Topic(
             "Depth weights",
             "Who reads what. Healthy: structure, such as a strong diagonal and a few far sources; a uniform map has "
             "not learned to choose.",
-        )
-        section.tabs(weights, "Mean over tokens. Each row is one reader.")
-        for m in models:
-            if not are_shares(m.depth_weights):
-                sums = [sum(r.mean) for r in m.depth_weights]
-                section.note(
-                    f"{m.name}: a reader's weights add up to between {min(sums):.2f} and {max(sums):.2f}. {FACTORS}"
-                )
-        blocks = {m.name: _block_map(m.depth_blocks) for m in models if m.depth_blocks}
-        if blocks:
-            section.subheading("Block by block")
-            section.tabs(
-                blocks,
-                "Each row is the mean over tokens and over the readers of one block. Where every output is a source, "
-                "rows are layers, and the weights on the two outputs of a layer are added. A block's weight on itself "
-                "is that on its sum so far; the first reader of a block has none yet, which counts as 0. The model's "
-                "first sublayer reads the embedding alone.",
-            )
-        costs = _costs(models)
-        if costs:
-            section.subheading("What the weights are worth")
-            section.tabs(
-                costs,
+            Part(tab_each(models, _map), "Mean over tokens. Each row is one reader."),
+            *map(Part, remarks),
+            Part(
+                tab_each(models, lambda m: _block_map(m.depth_blocks) if m.depth_blocks else None),
+                "Each row is the mean over tokens and over the readers of one block. Where every output is a "
+                "source, rows are layers, and the weights on the two outputs of a layer are added. A block's weight "
+                "on itself is that on its sum so far; the first reader of a block has none yet, which counts as 0. "
+                "The model's first sublayer reads the embedding alone.",
+                "Block by block",
+            ),
+            Part(
+                _costs(models),
                 "Routing mass is not importance: this is the loss change when a source is taken away from every "
                 "reader, or when a reader's weights are made uniform. Healthy: sources with large weights cost "
                 "something.",
-            )
+                "What the weights are worth",
+            ),
+        )
 
 
 def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
@@ -257,22 +249,18 @@ def _largest(reader: ReaderFacts) -> float:
     return abs(reader.mean[_best(reader)])
 
 
-def _maps(models: Models) -> dict[str, Figure]:
+def _map(model: Model) -> Figure | None:
     """Reader × source."""
-    found = {}
-    for m in models:
-        if m.depth_weights:
-            count = max(len(r.mean) for r in m.depth_weights)
-            rows = [padded(r.mean, count) for r in m.depth_weights]
-            names = [r.name for r in m.depth_weights]
-            high, signed = max(map(_largest, m.depth_weights)), any(min(r.mean) < 0 for r in m.depth_weights)
-            widest = max(m.depth_weights, key=lambda r: len(r.sources))
-            found[m.name] = heatmap(
-                rows, widest.sources, names, "source", "read by",
-                "mean weight" if are_shares(m.depth_weights) else "mean factor",
-                bounds=(-high if signed else 0.0, high), diverging=signed, height=min(190 + 24 * len(rows), 760),
-            )  # fmt: skip
-    return found
+    if not model.depth_weights:
+        return None
+    widest = max(model.depth_weights, key=lambda r: len(r.mean))
+    rows = [padded(r.mean, len(widest.mean)) for r in model.depth_weights]
+    high, signed = max(map(_largest, model.depth_weights)), any(min(r.mean) < 0 for r in model.depth_weights)
+    return heatmap(
+        rows, widest.sources, [r.name for r in model.depth_weights], "source", "read by",
+        "mean weight" if are_shares(model.depth_weights) else "mean factor",
+        bounds=(-high if signed else 0.0, high), diverging=signed, height=min(190 + 24 * len(rows), 760),
+    )  # fmt: skip
 
 
 def _block_map(blocks: Sequence[BlockFacts]) -> Figure:
@@ -286,18 +274,16 @@ def _block_map(blocks: Sequence[BlockFacts]) -> Figure:
     )  # fmt: skip
 
 
-def _costs(models: Models) -> dict[str, Figure]:
+def _costs(models: Models) -> dict[str, Figure | None]:
     """What the weights are worth: loss change without a source, without a stream, with uniform weights."""
     titles = {"source": "source removed", "stream": "stream removed", "uniform": "weights made uniform"}
-    found = {}
-    for m, colour in zip(models, colours(models), strict=True):
-        for kind, title in titles.items():
-            own = [a for a in m.ablations if a.kind == kind]
-            if own:
-                labels = [a.label.replace("uniform weights at ", "") for a in own]
-                key = title if len(models) == 1 else f"{m.name}: {title}"
-                changes, step = [a.change for a in own], -(-len(own) // (2 * LABELS))
-                found[key] = grouped_bars(
-                    labels, {title: changes}, [colour], "loss change (nats)", line_at=0.0, step=step
-                )
-    return found
+    colour = dict(zip((m.name for m in models), colours(models), strict=True))
+
+    def bars(model: Model, kind: str) -> Figure | None:
+        removed = [a for a in model.ablations if a.kind == kind]
+        labels = [a.label.replace("uniform weights at ", "") for a in removed]
+        parts, step = {titles[kind]: [a.change for a in removed]}, label_step(len(removed), 2 * LABELS)
+        of = [colour[model.name]]
+        return grouped_bars(labels, parts, of, "loss change (nats)", line_at=0.0, step=step) if removed else None
+
+    return tabs_each(models, lambda m: {title: bars(m, kind) for kind, title in titles.items()})

@@ -1,32 +1,41 @@
-"""Residual sinks: dimensions of the states that are large in nearly every token, and the norm gains they meet."""
+"""Residual sinks: dimensions that are large in nearly every token; and the weights that norms give to dimensions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, add_figure, colours, line, owners
+from residua.diagnose.plots import (
+    LABELS,
+    NONE,
+    Part,
+    Table,
+    Topic,
+    by_layer,
+    colours,
+    label_step,
+    line,
+    owners,
+    tabs_each,
+)
 from residua.diagnose.sentences import listed, percent, short, sureness
 from residua.diagnose.text import Sample
 from residua.model.gauges import relative_sizes
 from residua.ops._runtime.numeric import wide
-from residua.report import Column, Page
-from residua.report.figures import Curve, curves
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report import Cell, Column
+from residua.report.figures import Curve, Figure, curves, heatmap
 
 FAR = 8.0
 """A value stands far above the rest when it exceeds this many times its token's median |h|. For normal values of equal
 scale that happens once in 15 million."""
 MOST_TOKENS = 0.5
-SHOWN = 64
+LISTED_DIMENSIONS = 64
 
 
 class DimensionFacts(Frozen):
@@ -92,7 +101,7 @@ class Dimensions(Metric):
                 share=float(share[j]),
                 gain=None if gain is None else float(gain[j]),
             )
-            for j in mean.argsort(descending=True)[:SHOWN].tolist()
+            for j in mean.argsort(descending=True)[:LISTED_DIMENSIONS].tolist()
         ]
         median_gain = None if gain is None else float(gain.median())
         return DimensionKeys(dimensions=DimensionProfile(median=median, median_gain=median_gain, largest=largest))
@@ -135,29 +144,28 @@ class Dimensions(Metric):
         return [f"{model.dimensions.largest[0].ratio:.3g}×"]
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        section = page.section(
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        columns = [
+            Column("dimension"),
+            Column("× median", "mean |h| over that of the median dimension"),
+            Column("far above in", "share of tokens in which it exceeds 8 times the token's median |h|"),
+            Column("norm gain", "mean |gain| over all norms, and the median dimension's"),
+        ]
+        rows: list[list[Cell]] = [
+            [owner, str(d.dimension), f"{d.ratio:.3g}", percent(d.share), _gain(d.gain, m.dimensions.median_gain)]
+            for m, owner in zip(models, owners(models), strict=True)
+            for d in m.dimensions.largest[: 5 if len(models) == 1 else 3]
+        ]
+        yield Topic(
             "Residual sinks",
             "Dimensions that are large in nearly every token. Healthy: a flat line near 1. A few dimensions far above "
             "the rest, with a small norm gain to undo it, rescale all the others and make the model hard to quantize.",
-        )
-        section.figure(_sizes(models), "Mean |h| over tokens and sublayers, the largest dimensions first.")
-        add_figure(
-            section, _gains(models), "Healthy: a cloud. Points to the lower right are sinks whose norm shuts them out."
-        )
-        section.table(
-            [
-                Column("model", numeric=False),
-                Column("dimension"),
-                Column("× median", "mean |h| over that of the median dimension"),
-                Column("far above in", "share of tokens in which it exceeds 8 times the token's median |h|"),
-                Column("norm gain", "mean |gain| over all norms, and the median dimension's"),
-            ],
-            [
-                [owner, str(d.dimension), f"{d.ratio:.3g}", percent(d.share), _gain(d.gain, m.dimensions.median_gain)]
-                for m, owner in zip(models, owners(models), strict=True)
-                for d in m.dimensions.largest[: 5 if len(models) == 1 else 3]
-            ],
+            Part(_sizes(models), "Mean |h| over tokens and sublayers, the largest dimensions first."),
+            Part(
+                _gains(models),
+                "Healthy: a cloud. Points to the lower right are sinks whose norm shuts them out.",
+            ),
+            Part(Table(columns, rows)),
         )
 
 
@@ -200,3 +208,142 @@ def _gains(models: Models) -> Figure | None:
 
 def _gain(gain: float | None, median: float | None) -> str:
     return NONE if gain is None or median is None else f"{gain:.3g} ({median:.3g})"
+
+
+MAPPED_DIMENSIONS = 48
+
+
+class NormFacts(Frozen):
+    """One factor of the norm before a sublayer (the last: of the final norm): λ after the division by the RMS, λ1
+    before it (PreAffine). `dimensions` are those in which this factor is smallest and largest in any norm, the same for
+    all norms, and `values` the factors there."""
+
+    state: int
+    name: str
+    factor: str
+    lowest: float
+    median: float
+    highest: float
+    dimensions: list[int]
+    values: list[float]
+
+
+class NormKeys(Frozen):
+    """Every factor of every norm."""
+
+    norms: list[NormFacts] = Field(default_factory=list)
+
+
+class Norms(Metric):
+    """Factors are parameters, so there is nothing to sum over tokens."""
+
+    keys = NormKeys
+    file_place, page_place = 45, 35
+
+    def facts(self) -> NormKeys:
+        parts = self.subject.norm_parts()
+        names = list(dict.fromkeys(name for own in parts.values() for name in own))
+        found = []
+        for name in names:
+            own = {k: factors[name].double().cpu() for k, factors in sorted(parts.items()) if name in factors}
+            dimensions = _furthest(torch.stack(list(own.values())))
+            found += [self._facts(k, name, factor, dimensions) for k, factor in own.items()]
+        return NormKeys(norms=found)
+
+    def _facts(self, state: int, name: str, factor: Tensor, dimensions: list[int]) -> NormFacts:
+        return NormFacts(
+            state=state,
+            name=self.subject.reader_name(state),
+            factor=name,
+            lowest=float(factor.min()),
+            median=float(factor.median()),
+            highest=float(factor.max()),
+            dimensions=dimensions,
+            values=factor[dimensions].tolist(),
+        )
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        words = [_furthest_words(model, factor) for factor in dict.fromkeys(n.factor for n in model.norms)]
+        if words:
+            yield Sentence(82, f"Norm weights furthest from 1: {'; '.join(words)}.")
+
+    @classmethod
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        factors = dict.fromkeys(n.factor for m in models for n in m.norms)
+        yield Topic(
+            "Norm weights",
+            "λ multiplies what a norm returns, λ1 of PreAffine what it reads. Healthy: near 1 everywhere. A dimension "
+            "with a tiny λ in every norm is a residual sink that is shut out again; with a large λ1 and a small λ, "
+            "PreAffine rescales by a parameter instead of an outlier.",
+            Part({title: curve for factor in factors for title, curve in _extents(models, factor).items()}),
+            Part(
+                tabs_each(models, _factor_maps),
+                "One row for each norm: the dimensions with the smallest factor of any norm, then those with the "
+                "largest.",
+                "The dimensions furthest from 1",
+            ),
+        )
+
+
+def _furthest(factors: Tensor) -> list[int]:
+    """The dimensions with the smallest and with the largest factors of any norm, half of them each; [norms, C]."""
+    low = factors.amin(0).argsort(stable=True)[: MAPPED_DIMENSIONS // 2].tolist()
+    high = factors.amax(0).argsort(descending=True, stable=True)[: MAPPED_DIMENSIONS // 2].tolist()
+    return list(dict.fromkeys([*low, *high]))
+
+
+def _far(factor: float) -> float:
+    """How many times larger or smaller than 1."""
+    size = max(abs(factor), 1e-12)
+    return max(size, 1 / size)
+
+
+def _furthest_words(model: Model, factor: str) -> str:
+    """`λ1 = 7.19 in dimension 1326 before layer 3 attention, where λ is 0.06`."""
+    own = [n for n in model.norms if n.factor == factor]
+    most = max(own, key=lambda n: max(map(_far, n.values)))
+    value = max(most.values, key=_far)
+    dimension = most.dimensions[most.values.index(value)]
+    others = [
+        f"{n.factor} is {n.values[n.dimensions.index(dimension)]:.3g}"
+        for n in model.norms
+        if n.state == most.state and n.factor != factor and dimension in n.dimensions
+    ]
+    where = f", where {' and '.join(others)}" if others else ""
+    return f"{factor} = {value:.3g} in dimension {dimension} before {most.name}{where}"
+
+
+def _extents(models: Models, factor: str) -> dict[str, Figure | None]:
+    """Norm by norm, the smallest, the median and the largest value of a factor."""
+
+    def curve(title: str, of: Callable[[NormFacts], float]) -> Figure | None:
+        return by_layer(
+            models, lambda m: [(n.state, of(n)) for n in m.norms if n.factor == factor], f"{title} {factor}",
+            floor=lambda m: [(n.state, 1.0) for n in m.norms if n.factor == factor], floor_name="1", x="norm before",
+        )  # fmt: skip
+
+    return {
+        f"smallest {factor}": curve("smallest", lambda n: n.lowest),
+        f"median {factor}": curve("median", lambda n: n.median),
+        f"largest {factor}": curve("largest", lambda n: n.highest),
+    }
+
+
+def _factor_maps(model: Model) -> dict[str, Figure]:
+    """Norm × dimension, by factor."""
+    return {
+        factor: _factor_map([n for n in model.norms if n.factor == factor], factor)
+        for factor in dict.fromkeys(n.factor for n in model.norms)
+    }
+
+
+def _factor_map(norms: Sequence[NormFacts], factor: str) -> Figure:
+    names = [str(dimension) for dimension in norms[0].dimensions]
+    rows = [[float(f"{value:.4g}") for value in n.values] for n in norms]
+    bounds = min(0.0, *(min(row) for row in rows)), max(1.0, *(max(row) for row in rows))
+    return heatmap(
+        rows, names, [n.name for n in norms], "dimension", "norm before", factor, bounds=bounds,
+        height=min(190 + 18 * len(rows), 760),
+        step=(label_step(len(names), 2 * LABELS), label_step(len(rows), 2 * LABELS)),
+    )  # fmt: skip

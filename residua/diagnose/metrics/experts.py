@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import numbers, padded
+from residua.diagnose.plots import Part, Topic, numbers, padded, tab_each
 from residua.diagnose.text import Sample
-from residua.report import Page
-from residua.report.figures import heatmap
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report.figures import Figure, heatmap
 
 
 class ExpertFacts(Frozen):
@@ -63,14 +58,13 @@ class Experts(Metric):
             )
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        maps = {m.name: _map(m.experts) for m in models if m.experts}
-        if maps:
-            page.section(
-                "Expert load",
-                "How often each expert is chosen, 1 being its fair share. Healthy: all near 1 over enough text. An "
-                "expert near 0 is not used; one far above 1 does the work of several.",
-            ).tabs(maps)
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        yield Topic(
+            "Expert load",
+            "How often each expert is chosen, 1 being its fair share. Healthy: all near 1 over enough text. An "
+            "expert near 0 is not used; one far above 1 does the work of several.",
+            Part(tab_each(models, lambda m: _map(m.experts) if m.experts else None)),
+        )
 
 
 def _map(experts: list[ExpertFacts]) -> Figure:

@@ -1,22 +1,24 @@
-"""Gated attention: how far each layer's gate is open."""
+"""Gates of attention, of norms and of writes: how far they are open, and for what."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, by_layer
+from residua.diagnose.plots import NONE, Part, Topic, by_layer, colours, line, tab_each, tabs_each
 from residua.diagnose.sentences import percent
 from residua.diagnose.text import Sample
 from residua.model import gauges
 from residua.ops._runtime.numeric import wide
-from residua.report import Column, Page
+from residua.report import Column
+from residua.report.figures import Box, Figure, boxes, curves, heatmap
 
 
 class GateFacts(Frozen):
@@ -65,13 +67,315 @@ class Gates(Metric):
         return [f"{sum(gate.mean for gate in model.gates) / len(model.gates):.2f}" if model.gates else NONE]
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        mean = by_layer(models, lambda m: [(g.layer, g.mean) for g in m.gates], "mean gate", bounds=(0.0, 1.0))
-        closed = by_layer(
-            models, lambda m: [(g.layer, g.closed) for g in m.gates], "share below 0.2", bounds=(0.0, 1.0)
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        views = {
+            "mean gate": by_layer(
+                models, lambda m: [(g.layer, g.mean) for g in m.gates], "mean gate", bounds=(0.0, 1.0)
+            ),
+            "share below 0.2": by_layer(
+                models, lambda m: [(g.layer, g.closed) for g in m.gates], "share below 0.2", bounds=(0.0, 1.0)
+            ),
+        }
+        yield Topic(
+            "Attention gates",
+            "Healthy: sparse but open somewhere. A gate mostly below 0.2 has switched its layer's attention off.",
+            Part(views),
         )
-        if mean is not None and closed is not None:
-            page.section(
-                "Attention gates",
-                "Healthy: sparse but open somewhere. A gate mostly below 0.2 has switched its layer's attention off.",
-            ).tabs({"mean gate": mean, "share below 0.2": closed})
+
+
+EDGES = tuple(2.0**i for i in range(-6, 7))
+"""Ends of the bins of |y|, in units of the token's RMS of y: a bin for each factor of two, and one at either end."""
+
+
+class NormGateFacts(Frozen):
+    """The gate of one norm (the last: the final norm's): its mean, and its correlation with |y| over tokens and
+    channels; null if either does not vary."""
+
+    state: int
+    name: str
+    mean: float
+    correlation: float | None
+
+
+class GateCurve(Frozen):
+    """All norms together: in each bin of |y|, in units of the token's RMS, the share of values and the mean gate
+    (null: empty). Bin i ends at `edges[i]`, the last has no end."""
+
+    edges: list[float]
+    share: list[float]
+    gate: list[float | None]
+
+
+class NormGateKeys(Frozen):
+    """Gates of gated norms."""
+
+    norm_gates: list[NormGateFacts] = Field(default_factory=list)
+    gate_by_size: GateCurve | None = None
+
+
+class NormGates(Metric):
+    """y is the norm's output before its gate g: correlation of |y| and g, and mean g by |y|/RMS(y)."""
+
+    keys = NormGateKeys
+    file_place, page_place = 85, 105
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.moments: dict[int, Mean] = defaultdict(Mean)
+        self.counts = torch.zeros(len(EDGES) + 1, dtype=torch.float64)
+        self.gates = torch.zeros_like(self.counts)
+
+    def add(self, seen: Observation) -> None:
+        for k, state in seen.states.items():
+            with torch.no_grad():
+                found = self.subject.norm_gate(k, state)
+            if found is not None:
+                self._add_norm(k, wide(found[0]).double(), wide(found[1]).double().expand_as(found[0]))
+
+    def _add_norm(self, k: int, y: Tensor, gate: Tensor) -> None:
+        size = y.abs()
+        sums = [size.sum(), gate.sum(), size.square().sum(), gate.square().sum(), (size * gate).sum()]
+        self.moments[k].add(torch.stack(sums), size.numel())
+        relative = size / y.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
+        bins = torch.bucketize(relative, torch.tensor(EDGES, dtype=y.dtype, device=y.device)).flatten()
+        self.counts += torch.bincount(bins, minlength=len(EDGES) + 1).double().cpu()
+        self.gates += torch.bincount(bins, gate.flatten(), minlength=len(EDGES) + 1).cpu()
+
+    def facts(self) -> NormGateKeys:
+        if not self.moments:
+            return NormGateKeys()
+        total = float(self.counts.sum())
+        counts, gates = self.counts.tolist(), self.gates.tolist()
+        return NormGateKeys(
+            norm_gates=[self._facts(k, moments.value().tolist()) for k, moments in sorted(self.moments.items())],
+            gate_by_size=GateCurve(
+                edges=list(EDGES),
+                share=[count / total for count in counts],
+                gate=[gate / count if count else None for gate, count in zip(gates, counts, strict=True)],
+            ),
+        )
+
+    def _facts(self, k: int, moments: Sequence[float]) -> NormGateFacts:
+        size, gate, size2, gate2, product = moments
+        spread = max(size2 - size**2, 0.0) * max(gate2 - gate**2, 0.0)
+        varies = size2 - size**2 > 1e-12 * size2 and gate2 - gate**2 > 1e-12 * gate2
+        return NormGateFacts(
+            state=k,
+            name=self.subject.reader_name(k),
+            mean=gate,
+            correlation=(product - size * gate) / spread**0.5 if varies else None,
+        )
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        known = [n.correlation for n in model.norm_gates if n.correlation is not None]
+        if known:
+            mean = sum(known) / len(known)
+            words = "close" if mean < 0 else "open"
+            yield Sentence(
+                55,
+                f"Norm gates are {sum(n.mean for n in model.norm_gates) / len(model.norm_gates):.2f} on average and "
+                f"{words} where |y| is large (mean correlation {mean:+.2f}).",
+            )
+
+    @classmethod
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        series = [
+            line(m.name, _gate_points(m.gate_by_size), colour)
+            for m, colour in zip(models, colours(models), strict=True)
+            if m.gate_by_size is not None
+        ]
+        if not series:
+            return
+        views = {
+            "gate against |y|": curves(series, "|y| / RMS of y, up to", "mean gate", log_x=True, height=340),
+            "mean gate": by_layer(
+                models, lambda m: [(n.state, n.mean) for n in m.norm_gates], "mean gate", x="norm before"
+            ),
+            "correlation with |y|": by_layer(
+                models,
+                lambda m: [(n.state, n.correlation) for n in m.norm_gates if n.correlation is not None],
+                "correlation of gate and |y|",
+                x="norm before",
+            ),
+        }
+        yield Topic(
+            "Norm gates",
+            "y is what a norm would return without its gate. Healthy: the gate falls with |y|, so that it takes "
+            "outliers out; a flat line is a gate that does not look at the size.",
+            Part(views, "Over tokens and channels of all norms, and norm by norm."),
+        )
+
+
+def _gate_points(curve: GateCurve) -> list[tuple[float, float]]:
+    """The end of each bin that has values, and its mean gate; the last bin is drawn one factor further."""
+    ends = [*curve.edges, 2 * curve.edges[-1]]
+    return [(end, gate) for end, gate in zip(ends, curve.gate, strict=True) if gate is not None]
+
+
+BINS = 20
+KEPT = 1 << 20
+"""Values of a sublayer's gates that quartiles are taken from; of more, one in so many is taken."""
+WHISKER = 1.5
+
+
+class Quartiles(Frozen):
+    """A box plot in numbers. `low` and `high` are the last values within 1.5 interquartile ranges of the box,
+    `largest` the largest of all."""
+
+    low: float
+    lower: float
+    median: float
+    upper: float
+    high: float
+    largest: float
+
+
+class BetaFacts(Frozen):
+    """Gates of the write after one sublayer: the mean of each stream's, shares of twenty equal bins of [0, 1], and
+    quartiles of all of them and of each stream's; null and empty in older files."""
+
+    site: int
+    mean: list[float]
+    histogram: list[float]
+    quartiles: Quartiles | None = None
+    by_stream: list[Quartiles] = Field(default_factory=list)
+
+
+class BetaKeys(Frozen):
+    """Write gates by sublayer."""
+
+    betas: list[BetaFacts] = Field(default_factory=list)
+
+
+class WriteGates(Metric):
+    """Over all tokens. Quartiles are those of the values themselves, interpolated between neighbours."""
+
+    keys = BetaKeys
+    file_place, page_place = 70, 82
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.beta: dict[int, Mean] = defaultdict(Mean)
+        self.histogram: dict[int, Mean] = defaultdict(Mean)
+        self.values: dict[int, list[Tensor]] = defaultdict(list)
+        self.largest: dict[int, Tensor] = {}
+
+    def add(self, seen: Observation) -> None:
+        for site, beta in seen.betas.items():
+            # An elementwise gate has one β per channel of its one stream.
+            one_stream = beta.shape[-1] == self.subject.width
+            values = wide(beta).flatten()[:, None] if one_stream else wide(beta).flatten(0, 1)
+            self.beta[site].add(values.double().sum(0), len(values))
+            self.histogram[site].add(torch.histc(values.float().flatten(), BINS, 0.0, 1.0), values.numel())
+            largest = values.amax(0).double()
+            self.largest[site] = torch.maximum(self.largest[site], largest) if site in self.largest else largest
+            every = self._step(values.shape[1] * (self.subject.width if one_stream else 1))
+            self.values[site].append(values[::every].contiguous())
+
+    def _step(self, per_token: int) -> int:
+        """One value in so many is kept; odd, so that all channels of an even width take their turn."""
+        return max(1, -(-self.sample.tokens.numel() * per_token // KEPT)) | 1
+
+    def facts(self) -> BetaKeys:
+        return BetaKeys(betas=[self._facts(site, mean.value()) for site, mean in sorted(self.beta.items())])
+
+    def _facts(self, site: int, mean: Tensor) -> BetaFacts:
+        values, largest = torch.cat(self.values[site]).double(), self.largest[site]
+        return BetaFacts(
+            site=site,
+            mean=mean.tolist(),
+            histogram=self.histogram[site].value().tolist(),
+            quartiles=quartiles(values.flatten(), float(largest.max())),
+            by_stream=[quartiles(values[:, i], float(largest[i])) for i in range(values.shape[1])],
+        )
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        known = [b for b in model.betas if b.quartiles is not None]
+        if known:
+            most = max(known, key=lambda b: b.quartiles.largest)
+            medians = [b.quartiles.median for b in known]
+            yield Sentence(
+                66,
+                f"Write gates have medians from {min(medians):.3g} to {max(medians):.3g}; the largest, "
+                f"{most.quartiles.largest:.3g}, is that of {model.sites[most.site].name}.",
+            )
+
+    @classmethod
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        yield Topic(
+            "Write gates",
+            "β is the share of a stream that a sublayer's output replaces. Healthy: spread out; all near 0 writes "
+            "nothing, all near 1 forgets everything.",
+            Part(
+                tab_each(models, _boxes),
+                "Quartiles of β over tokens and streams, whiskers to the last value within 1.5 interquartile "
+                "ranges, the mean dashed; a ring is the largest value. Where the ring is near 1, a backward pass "
+                "by inversion is not accurate.",
+            ),
+            Part(
+                tab_each(models, _histogram),
+                "Share of β in each of twenty bins, over tokens and streams.",
+                "Distribution",
+            ),
+            Part(
+                tabs_each(models, _by_stream),
+                "Healthy: streams differ; a column near 0 is a stream that nobody writes.",
+                "Stream by stream",
+            ),
+        )
+
+
+def quartiles(values: Tensor, largest: float) -> Quartiles:
+    """Of values in float64. `torch.quantile` takes at most 16 million, which KEPT is below."""
+    shares = torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype, device=values.device)
+    lower, median, upper = torch.quantile(values, shares).tolist()
+    reach = WHISKER * (upper - lower)
+    inside = values[(values >= lower - reach) & (values <= upper + reach)]
+    low, high = (float(inside.min()), float(inside.max())) if len(inside) else (lower, upper)
+    return Quartiles(low=low, lower=lower, median=median, upper=upper, high=high, largest=largest)
+
+
+def _boxes(model: Model) -> Figure | None:
+    known = [b for b in model.betas if b.quartiles is not None]
+    if not known:
+        return None
+    return boxes(
+        [
+            Box(
+                model.sites[b.site].name, b.quartiles.low, b.quartiles.lower, b.quartiles.median, b.quartiles.upper,
+                b.quartiles.high, sum(b.mean) / len(b.mean), b.quartiles.largest,
+            )
+            for b in known
+        ],
+        "written by",
+        "β",
+    )  # fmt: skip
+
+
+def _histogram(model: Model) -> Figure | None:
+    """Writer × bin of [0, 1]."""
+    if not model.betas:
+        return None
+    bins, names = len(model.betas[0].histogram), [model.sites[b.site].name for b in model.betas]
+    edges = [f"{i / bins:.2f}" for i in range(bins)]
+    return heatmap([b.histogram for b in model.betas], edges, names, "β from", "written by", "share of gates")
+
+
+def _by_stream(model: Model) -> dict[str, Figure | None]:
+    """Writer × stream: median, quartiles and maximum."""
+    known = [b for b in model.betas if len(b.by_stream) > 1]
+    streams = [f"stream {i}" for i in range(max((len(b.by_stream) for b in known), default=0))]
+    names = [model.sites[b.site].name for b in known]
+
+    def figure(title: str, of: Callable[[Quartiles], float]) -> Figure | None:
+        rows = [list(map(of, b.by_stream)) for b in known]
+        return heatmap(rows, streams, names, "stream", "written by", f"{title} of β") if known else None
+
+    return {
+        "lower quartile": figure("lower quartile", lambda q: q.lower),
+        "median": figure("median", lambda q: q.median),
+        "upper quartile": figure("upper quartile", lambda q: q.upper),
+        "largest": figure("largest", lambda q: q.largest),
+    }

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from functools import partial
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
-from residua.diagnose.largest import LARGEST, Activation, Largest
-from residua.diagnose.metric import Metric, Model, Models, Sentence
+from residua.diagnose.metric import LARGEST, Activation, Largest, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, Points, add_tabs, after_layers, places
+from residua.diagnose.plots import NONE, Part, Points, Topic, after_layers, places
 from residua.diagnose.sentences import token
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Column, Page, theme
-from residua.report.figures import Curve, curves
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report import Column, theme
+from residua.report.figures import Curve, Figure, curves
 
 DASHES = ("solid", "dash", "dot")
 
@@ -76,39 +72,31 @@ class Outputs(Metric):
         return [f"{max(o.largest[0].value for o in model.outputs):.4g}" if model.outputs else NONE]
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
+    def topics(cls, models: Models) -> Iterable[Topic]:
         if not any(m.outputs for m in models):
             return
-        section = page.section(
+        views = {}
+        for part in ("feed-forward", "attention"):
+            written, read = partial(_written, part), partial(_read, part)
+            views[f"{part} outputs"] = _figure(models, "|y|", written)
+            views[f"state after {part}"] = _figure(models, "|h|", read)
+        yield Topic(
             "Largest outputs",
             "The three largest |y| that each layer's attention and feed-forward write, and the three largest |h| of "
             "the state after them. Healthy: three lines close together and a flat course; a first line far above the "
             "second is one value that a sublayer writes on purpose, and a plateau is one that stays.",
+            Part(views, "Solid, dashed and dotted: the largest, second and third."),
         )
-        views: dict[str, Figure | None] = {}
-        for part in ("feed-forward", "attention"):
-            views[f"{part} outputs"] = _figure(models, "|y|", _written(part))
-            views[f"state after {part}"] = _figure(models, "|h|", _read(part))
-        add_tabs(section, views, "Solid, dashed and dotted: the largest, second and third.")
 
 
-def _written(part: str) -> Callable[[Model, int], Points]:
+def _written(part: str, model: Model, rank: int) -> Points:
     """By layer, the rank-th largest |y| of its attention or of its feed-forward."""
-
-    def points(model: Model, rank: int) -> Points:
-        found = {o.site + 1: o.largest for o in model.outputs}
-        return _points(model, part, found, rank)
-
-    return points
+    return _points(model, part, {o.site + 1: o.largest for o in model.outputs}, rank)
 
 
-def _read(part: str) -> Callable[[Model, int], Points]:
+def _read(part: str, model: Model, rank: int) -> Points:
     """By layer, the rank-th largest |h| that the sublayer after its attention or its feed-forward reads."""
-
-    def points(model: Model, rank: int) -> Points:
-        return _points(model, part, {s.index: s.largest for s in model.states}, rank)
-
-    return points
+    return _points(model, part, {s.index: s.largest for s in model.states}, rank)
 
 
 def _points(model: Model, part: str, found: dict[int, list[Activation]], rank: int) -> Points:

@@ -1,6 +1,6 @@
 """What removal costs: the loss, on the same tokens, with one part of the model switched off.
 
-The one metric that is an experiment and not a sum: `residua/diagnose/run.py` calls `measure` after the others.
+The one metric that is an experiment and not a sum: `residua/diagnose/api.py` calls `measure` after the others.
 """
 
 from __future__ import annotations
@@ -8,21 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Ablation, AblationKind, Subject
-from residua.diagnose.plots import LABELS, NONE, add_tabs, by_layer, colours, line, numbers, on_log
+from residua.diagnose.plots import NONE, Part, Topic, by_layer, colours, label_step, line, numbers, on_log, tab_each
 from residua.diagnose.sentences import listed, short
 from residua.diagnose.text import Sample
-from residua.report import Bar, Cell, Column, Page, Value, theme
-from residua.report.figures import curves, grouped_bars, heatmap
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report import Bar, Cell, Column, Value, theme
+from residua.report.figures import Figure, curves, grouped_bars, heatmap
 
 NO_CHANGE = 1e-3
 """Removing a part changes nothing when the loss changes by less than this, in nats."""
@@ -149,42 +146,44 @@ class Removal(Metric):
             yield Sentence(25, f"Without {last.label} together the loss changes by {last.change:+.4f} nats.")
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        layers, sublayers, heads = _layer_costs(models), _sublayer_costs(models), _head_costs(models)
-        if layers is None and not heads:
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        layers, heads = _layer_costs(models), tab_each(models, _head_costs)
+        if layers is None and not any(heads.values()):
             return
-        section = page.section(
+        filling = {model.name: [a.index for a in model.ablations if a.kind == "layer" and a.note] for model in models}
+        remarks = [
+            f"{name}: {listed('layer', indices)} cannot be left out (fill phase: their outputs become the streams). "
+            "They write zeros, and the figure of perplexities leaves them out."
+            for name, indices in filling.items()
+            if indices
+        ]
+        yield Topic(
             "What removal costs",
             "Loss change on the same tokens when a part is removed. Healthy: every layer costs something, the first "
             "ones most; a bar at zero is a layer the model does not use, one below zero a layer it would be better "
             "without.",
+            Part(
+                {"loss": layers, "perplexity": _perplexities(models)},
+                f"Measured on {max(m.ablation_tokens for m in models):,} tokens.",
+            ),
+            *map(Part, remarks),
+            Part(
+                _several_costs(models),
+                "Layers in the middle of the model, removed together. Healthy: the cost grows with every layer; a "
+                "flat line is a stretch of layers that the model hardly uses.",
+                "Several layers at once",
+            ),
+            Part(
+                _sublayer_costs(models),
+                "Healthy: attention and feed-forward both matter at every depth.",
+                "Sublayer by sublayer",
+            ),
+            Part(
+                heads,
+                "Healthy: many small costs. One head that costs far more than all others is a bottleneck.",
+                "Head by head",
+            ),
         )
-        if layers is not None:
-            views = {"loss": layers, "perplexity": _perplexities(models)}
-            add_tabs(section, views, f"Measured on {max(m.ablation_tokens for m in models):,} tokens.")
-            for model in models:
-                filling = [a.index for a in model.ablations if a.kind == "layer" and a.note]
-                if filling:
-                    section.note(
-                        f"{model.name}: {listed('layer', filling)} cannot be left out (fill phase: their outputs "
-                        "become the streams). They write zeros, and the figure of perplexities leaves them out."
-                    )
-        several = _several_costs(models)
-        if several is not None:
-            section.subheading("Several layers at once")
-            section.figure(
-                several,
-                "Layers in the middle of the model, removed together. Healthy: the cost grows with every layer; a flat "
-                "line is a stretch of layers that the model hardly uses.",
-            )
-        if sublayers is not None:
-            section.subheading("Sublayer by sublayer")
-            section.figure(sublayers, "Healthy: attention and feed-forward both matter at every depth.")
-        if heads:
-            section.subheading("Head by head")
-            section.tabs(
-                heads, "Healthy: many small costs. One head that costs far more than all others is a bottleneck."
-            )
 
 
 def _costs(layers: Sequence[AblationFacts]) -> str:
@@ -205,21 +204,14 @@ def _costs(layers: Sequence[AblationFacts]) -> str:
 
 def _layer_costs(models: Models) -> Figure | None:
     """Loss change without each layer."""
-    shown = [
-        (m, colour)
-        for m, colour in zip(models, colours(models), strict=True)
-        if any(a.kind == "layer" for a in m.ablations)
-    ]
-    if not shown:
+    changes = {m.name: {a.index: a.change for a in m.ablations if a.kind == "layer"} for m in models}
+    count = max((m.layers for m in models if changes[m.name]), default=0)
+    if not count:
         return None
-    count = max(m.layers for m, _ in shown)
-    parts = {}
-    for m, _ in shown:
-        changes = {a.index: a.change for a in m.ablations if a.kind == "layer"}
-        parts[m.name] = [changes.get(n) for n in range(count)]
+    parts = {name: [by_index.get(n) for n in range(count)] for name, by_index in changes.items() if by_index}
+    shown = [colour for m, colour in zip(models, colours(models), strict=True) if changes[m.name]]
     names = [f"layer {n}" for n in range(count)]
-    step = -(-count // LABELS)
-    return grouped_bars(names, parts, [colour for _, colour in shown], "loss change (nats)", line_at=0.0, step=step)
+    return grouped_bars(names, parts, shown, "loss change (nats)", line_at=0.0, step=label_step(count))
 
 
 def _perplexities(models: Models) -> Figure | None:
@@ -292,15 +284,12 @@ def _sublayer_costs(models: Models) -> Figure | None:
     return _with_zero(by_layer(models, points, "loss change (nats)", x="sublayer"))
 
 
-def _head_costs(models: Models) -> dict[str, Figure]:
+def _head_costs(model: Model) -> Figure | None:
     """Loss change without each head, layer × head."""
-    found = {}
-    for m in models:
-        own = [a for a in m.ablations if a.kind == "head" and a.head is not None]
-        if own:
-            changes = {(a.index, a.head): a.change for a in own}
-            layers, count = sorted({a.index for a in own}), 1 + max(a.head or 0 for a in own)
-            rows = [[changes.get((layer, head)) for head in range(count)] for layer in layers]
-            names = [str(layer) for layer in layers]
-            found[m.name] = heatmap(rows, numbers(count), names, "head", "layer", "loss change", diverging=True)
-    return found
+    changes = {(a.index, a.head): a.change for a in model.ablations if a.kind == "head" and a.head is not None}
+    if not changes:
+        return None
+    layers, count = sorted({layer for layer, _ in changes}), 1 + max(head for _, head in changes)
+    rows = [[changes.get((layer, head)) for head in range(count)] for layer in layers]
+    names = [str(layer) for layer in layers]
+    return heatmap(rows, numbers(count), names, "head", "layer", "loss change", diverging=True)

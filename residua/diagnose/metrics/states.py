@@ -1,22 +1,36 @@
-"""States, what each sublayer reads: their size, massive activations, similarity of tokens, dimensionality."""
+"""States, what each sublayer reads: their size, massive activations, dimensionality, and how alike they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from residua.config.settings import Frozen
-from residua.diagnose.largest import Activation, Largest
-from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
+from residua.diagnose.metric import Activation, Explained, Finding, Largest, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, add_figure, by_layer, on_log, owners
+from residua.diagnose.plots import (
+    LABELS,
+    NONE,
+    Part,
+    Points,
+    Table,
+    Topic,
+    by_layer,
+    label_step,
+    layers_later,
+    on_log,
+    owners,
+    tab_each,
+)
 from residua.diagnose.sentences import listed, short, sureness, token
 from residua.diagnose.text import Sample
 from residua.errors import UserError
 from residua.ops._runtime.numeric import wide
-from residua.report import Bar, Column, Page
+from residua.report import Bar, Cell, Column
+from residua.report.figures import Figure, heatmap
 
 CORE_VARIANCE = 0.99
 COVARIANCE_BYTES = 512 << 20
@@ -217,12 +231,7 @@ class States(Metric):
         ]
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        section = page.section(
-            "Massive activations",
-            "The largest single |h| before each sublayer, and the median for comparison. Healthy: within two orders of "
-            "magnitude; a thousand times the median, at one or two tokens, is a massive activation.",
-        )
+    def topics(cls, models: Models) -> Iterable[Topic]:
         largest = by_layer(
             models,
             lambda m: [(s.index, s.largest[0].value) for s in m.states],
@@ -232,21 +241,19 @@ class States(Metric):
             log=True,
             x="read by",
         )
-        add_figure(section, largest)
-        rows = []
+        rows: list[list[Cell]] = []
         for m, owner in zip(models, owners(models), strict=True):
             state = max(m.states, key=lambda s: s.largest[0].value)
             for a in state.largest:
-                numbers = [f"{a.value:.4g}", str(a.dimension), str(a.sequence), str(a.position)]
-                rows.append([owner, state.name, *numbers, token(a.text, a.token)])
-        section.table(
-            [
-                Column("model", numeric=False),
-                Column("read by", numeric=False),
-                *(Column(title) for title in ("|h|", "dimension", "sequence", "position")),
-                Column("token", numeric=False),
-            ],
-            rows,
+                places = [f"{a.value:.4g}", str(a.dimension), str(a.sequence), str(a.position)]
+                rows.append([owner, state.name, *places, token(a.text, a.token)])
+        columns = [Column(title) for title in ("|h|", "dimension", "sequence", "position")]
+        yield Topic(
+            "Massive activations",
+            "The largest single |h| before each sublayer, and the median for comparison. Healthy: within two orders of "
+            "magnitude; a thousand times the median, at one or two tokens, is a massive activation.",
+            Part(largest),
+            Part(Table([Column("read by", numeric=False), *columns, Column("token", numeric=False)], rows)),
         )
 
 
@@ -309,3 +316,118 @@ def _peaks(model: Model, high: float) -> dict[int, Bar]:
             f"{token(a.text, a.token)} at position {a.position}, before {largest.name}",
         )
     return found
+
+
+TOKENS_AT_ONCE = 256
+
+
+class SimilarityKeys(Frozen):
+    """Mean over tokens of cos(x_l, x_m) and of arccos(cos(x_l, x_m))/π for every two states, [S, S]."""
+
+    similarity: list[list[float]]
+    angular_distance: list[list[float]]
+
+
+class Similarity(Metric):
+    """State × state, token by token."""
+
+    keys = SimilarityKeys
+    file_place, page_place = 30, 60
+
+    def __init__(self, subject: Subject, sample: Sample) -> None:
+        super().__init__(subject, sample)
+        self.cosine: Tensor | float = 0.0
+        self.angle: Tensor | float = 0.0
+        self.tokens = 0
+
+    def add(self, seen: Observation) -> None:
+        rows = [seen.states[k].flatten(0, 1) for k in sorted(seen.states)]
+        count = rows[0].shape[0]
+        for start in range(0, count, TOKENS_AT_ONCE):
+            x = torch.stack([wide(row[start : start + TOKENS_AT_ONCE]) for row in rows], 1)
+            u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+            cosine = (u @ u.transpose(1, 2)).double().clamp(-1, 1)
+            # a state's angle to itself is zero, which arccos of a rounded 1 would miss
+            cosine.diagonal(dim1=1, dim2=2).fill_(1.0)
+            self.cosine = self.cosine + cosine.sum(0)
+            self.angle = self.angle + (cosine.arccos() / torch.pi).sum(0)
+        self.tokens += count
+
+    def facts(self) -> SimilarityKeys:
+        assert isinstance(self.cosine, Tensor) and isinstance(self.angle, Tensor)
+        return SimilarityKeys(
+            similarity=(self.cosine.cpu() / self.tokens).tolist(),
+            angular_distance=(self.angle.cpu() / self.tokens).tolist(),
+        )
+
+    @classmethod
+    def sentences(cls, model: Model) -> Iterable[Sentence]:
+        steps = {k: model.angular_distance[k][k + 1] for k in range(len(model.states) - 1)}
+        if steps:
+            most = max(steps, key=lambda k: steps[k])
+            yield Sentence(
+                90,
+                f"The {model.state_name} turns most between {model.states[most].name} and "
+                f"{model.states[most + 1].name}: {steps[most]:.2f} of a half turn.",
+            )
+
+    @classmethod
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        def curve(of: Callable[[Any], float | None], title: str) -> Figure | None:
+            def points(m: Model) -> Points:
+                return [(s.index, value) for s in m.states if (value := of(s)) is not None]
+
+            return by_layer(models, points, title, x="read by")
+
+        mixed = [m.name for m in models if m.state_name != "residual stream"]
+        yield Topic(
+            "Token and layer similarity",
+            "Healthy: tokens stay different (similarity well below 1), the embedding is slowly left behind, and many "
+            "dimensions are used.",
+            Part(
+                {
+                    "token similarity": curve(lambda s: s.token_similarity, "mean cosine of two tokens"),
+                    "similarity to the input": curve(lambda s: s.input_similarity, "cosine with the first state"),
+                    "core features": curve(lambda s: s.core_features, "components for 99 % of the variance"),
+                }
+            ),
+            Part(
+                tab_each(models, lambda m: _pairs(m, m.similarity, "cosine", 1.0)),
+                "Cosine between what two sublayers read, token by token. Healthy: fades away from the diagonal; a "
+                "solid block is a run of layers that hardly change anything.",
+                "State by state",
+            ),
+            Part(
+                tab_each(models, lambda m: _pairs(m, m.angular_distance, "angle / π", 0.5)),
+                "Angular distance arccos(cos)/π. Healthy: grows steadily away from the diagonal.",
+            ),
+            Part(
+                tab_each(models, lambda m: layers_later(m, _distance(m))),
+                "The same between what is read after layer ℓ and n layers later, as Gromov et al. draw it. Healthy: "
+                "a map that does not fade to the right; deep layers near zero hardly change anything.",
+            ),
+            Part(
+                f"{', '.join(mixed)}: there is no single residual stream; a state is what a sublayer reads, mixed "
+                "anew each time."
+                if mixed
+                else None
+            ),
+        )
+
+
+def _distance(model: Model) -> Callable[[int, int], float | None]:
+    """The angular distance between what two readers read."""
+    place = {s.index: index for index, s in enumerate(model.states)}
+
+    def between(one: int, other: int) -> float | None:
+        known = one in place and other in place
+        return float(model.angular_distance[place[one]][place[other]]) if known else None
+
+    return between
+
+
+def _pairs(model: Model, values: Sequence[Sequence[float]], title: str, high: float) -> Figure:
+    """State × state, coloured from zero unless something is below."""
+    names = [s.name for s in model.states]
+    low, step = -high if min(map(min, values)) < 0 else 0.0, label_step(len(names), 2 * LABELS)
+    return heatmap(values, names, names, "read by", "read by", title, bounds=(low, high), height=560, step=step)

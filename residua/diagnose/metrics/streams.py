@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
@@ -13,15 +12,22 @@ from torch import Tensor
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import add_figure, add_tabs, after_layers, by_layer, layers_later, line, over_sublayers
+from residua.diagnose.plots import (
+    Part,
+    Topic,
+    after_layers,
+    by_layer,
+    layers_later,
+    line,
+    over_sublayers,
+    tab_each,
+    tabs_each,
+)
 from residua.diagnose.sentences import listed
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Page, theme
-from residua.report.figures import curves
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report import theme
+from residua.report.figures import Figure, curves
 
 TOKENS_AT_ONCE = 256
 STILL = 0.05
@@ -123,39 +129,33 @@ class Streams(Metric):
         )
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        turned = _turned(models)
-        if not turned:
-            return
-        section = page.section(
-            "Streams",
-            "Each stream apart. Healthy: streams turn at different speeds and stay different from each other.",
-        )
-        section.tabs(
-            turned, "Angular distance of each stream to itself one sublayer earlier; zero is a stream nobody writes."
-        )
+    def topics(cls, models: Models) -> Iterable[Topic]:
         alike = by_layer(
             models, lambda m: [(s.reader, s.similarity) for s in m.streams], "mean cosine between streams",
             x="as read by",
         )  # fmt: skip
-        add_figure(section, alike, "Healthy: well below 1; equal streams are one stream kept n times.")
-        maps, sizes = _maps(models), _sizes(models)
-        if maps:
-            section.subheading("How far each stream turns")
-            section.tabs(
-                maps,
+        yield Topic(
+            "Streams",
+            "Each stream apart. Healthy: streams turn at different speeds and stay different from each other.",
+            Part(
+                tab_each(models, _turned),
+                "Angular distance of each stream to itself one sublayer earlier; zero is a stream nobody writes.",
+            ),
+            Part(alike, "Healthy: well below 1; equal streams are one stream kept n times."),
+            Part(
+                tabs_each(models, _maps),
                 "Angular distance arccos(cos)/π between a stream after layer ℓ and the same stream n layers later. "
-                "Healthy: boundaries at different depths in different streams; a map near zero is a stream that stands "
-                "still.",
-            )
-        if sizes:
-            section.subheading("How large each stream gets")
-            add_tabs(
-                section,
-                sizes,
-                "Largest |s| over all tokens and channels, after each sublayer. Healthy: flat; a stream far above the "
-                "others carries massive activations.",
-            )
+                "Healthy: boundaries at different depths in different streams; a map near zero is a stream that "
+                "stands still.",
+                "How far each stream turns",
+            ),
+            Part(
+                tabs_each(models, _sizes),
+                "Largest |s| over all tokens and channels, after each sublayer. Healthy: flat; a stream far above "
+                "the others carries massive activations.",
+                "How large each stream gets",
+            ),
+        )
 
 
 def _reader(model: Model, reader: int) -> str:
@@ -171,39 +171,22 @@ def _turns(model: Model) -> dict[int, float]:
     return found
 
 
-def _named(models: Models, model: Model, title: str) -> str:
-    return title if len(models) == 1 else f"{model.name}: {title}"
-
-
-def _turned(models: Models) -> dict[str, Figure]:
+def _turned(model: Model) -> Figure | None:
     """Angular distance of each stream to itself one sublayer earlier."""
-    found = {}
-    for m in models:
-        if m.streams:
-            count = max(len(s.angular_distance) for s in m.streams)
-            series = []
-            for i in range(count):
-                points = [
-                    (float(s.reader), d)
-                    for s in m.streams
-                    if i < len(s.angular_distance) and (d := s.angular_distance[i]) is not None
-                ]
-                series.append(line(f"stream {i}", points, theme.colour(i + 1)))
-            owners, y = [m] * len(series), "angular distance to one earlier"
-            found[m.name] = over_sublayers(series, owners, "as read by", y, height=340)
-    return found
+    series = []
+    for i in range(max((len(s.angular_distance) for s in model.streams), default=0)):
+        rows = [(float(s.reader), s.angular_distance[i]) for s in model.streams if i < len(s.angular_distance)]
+        points = [(reader, distance) for reader, distance in rows if distance is not None]
+        series.append(line(f"stream {i}", points, theme.colour(i + 1)))
+    owners, y = [model] * len(series), "angular distance to one earlier"
+    return over_sublayers(series, owners, "as read by", y, height=340) if model.streams else None
 
 
-def _maps(models: Models) -> dict[str, Figure]:
+def _maps(model: Model) -> dict[str, Figure | None]:
     """By stream, its angular distance after layer ℓ to itself n layers later."""
-    found = {}
-    for m in models:
-        place = {s.reader: index for index, s in enumerate(m.streams)}
-        for i in range(max((len(s.earlier) for s in m.streams), default=0)):
-            figure = layers_later(m, _distance(m, place, i))
-            if figure is not None:
-                found[_named(models, m, f"stream {i}")] = figure
-    return found
+    place = {s.reader: index for index, s in enumerate(model.streams)}
+    count = max((len(s.earlier) for s in model.streams), default=0)
+    return {f"stream {i}": layers_later(model, _distance(model, place, i)) for i in range(count)}
 
 
 def _distance(model: Model, place: Mapping[int, int], stream: int) -> Callable[[int, int], float | None]:
@@ -218,19 +201,16 @@ def _distance(model: Model, place: Mapping[int, int], stream: int) -> Callable[[
     return between
 
 
-def _sizes(models: Models) -> dict[str, Figure]:
+def _sizes(model: Model) -> dict[str, Figure | None]:
     """max |s_i| by layer, after its last sublayer (the feed-forward) and before that (after attention)."""
-    found = {}
-    for m in models:
-        largest = {s.reader: s.largest for s in m.streams if s.largest}
-        for title, readers in after_layers(m).items():
-            series = [
-                line(f"stream {i}", points, theme.colour(i + 1))
-                for i in range(max(map(len, largest.values()), default=0))
-                if (points := [(float(n), largest[r][i]) for n, r in readers.items() if i < len(largest.get(r, []))])
-            ]
-            if series:
-                found[_named(models, m, f"after {title}")] = curves(
-                    series, "layer", "largest |s|", log_y=True, whole_x=True, height=340
-                )
-    return found
+    largest = {s.reader: s.largest for s in model.streams if s.largest}
+
+    def figure(readers: Mapping[int, int]) -> Figure | None:
+        series = [
+            line(f"stream {i}", points, theme.colour(i + 1))
+            for i in range(max(map(len, largest.values()), default=0))
+            if (points := [(float(n), largest[r][i]) for n, r in readers.items() if i < len(largest.get(r, []))])
+        ]
+        return curves(series, "layer", "largest |s|", log_y=True, whole_x=True, height=340) if series else None
+
+    return {f"after {title}": figure(readers) for title, readers in after_layers(model).items()}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from pydantic import Field
@@ -14,14 +13,12 @@ from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.metrics.removal import NO_CHANGE, AblationFacts
 from residua.diagnose.observe import Observation, Site, SiteKind, Subject
-from residua.diagnose.plots import Points, add_tabs, by_layer, on_log
+from residua.diagnose.plots import Part, Points, Topic, by_layer, on_log
 from residua.diagnose.sentences import listed, percent, short
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
-from residua.report import Bar, Page
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report import Bar
+from residua.report.figures import Figure
 
 GRADIENT_TOKENS = 512
 SILENT = 1e-3
@@ -211,53 +208,49 @@ class Sublayers(Metric):
             )
 
     @classmethod
-    def draw(cls, page: Page, models: Models) -> None:
-        section = page.section(
+    def topics(cls, models: Models) -> Iterable[Topic]:
+        def sublayers(of: Callable[[SiteFacts], float | None], title: str) -> Figure | None:
+            def points(m: Model) -> Points:
+                return [(s.index, value) for s in m.sites if (value := of(s))]
+
+            return by_layer(models, points, title, log=True, x="sublayer")
+
+        def layers(of: Callable[[LayerFacts], float | None], title: str) -> Figure | None:
+            def points(m: Model) -> Points:
+                return [(layer.layer, value) for layer in m.layer_sizes if (value := of(layer))]
+
+            return by_layer(models, points, title, log=True)
+
+        states = by_layer(
+            models, lambda m: [(s.index, s.rms) for s in m.states if s.rms], "RMS of the state", log=True, x="read by"
+        )
+        sizes = {
+            "output": sublayers(lambda s: s.output_rms, "output RMS"),
+            "relative to input": sublayers(lambda s: s.relative_rms, "output RMS / input RMS"),
+            "hidden state": states,
+            "output of a layer": layers(lambda s: s.output_rms, "output RMS"),
+            "state after a layer": by_layer(models, _states_after, "RMS of the state", log=True),
+        }
+        yield Topic(
             "Magnitude per sublayer",
             "Healthy: outputs of the same order from first to last. A steep climb means late layers must shout over a "
             "growing stream; an output far below what it is added to changes nothing.",
-        )
-        views = {
-            "output": _curve(models, "output_rms", "output RMS"),
-            "relative to input": _curve(models, "relative_rms", "output RMS / input RMS"),
-            "hidden state": by_layer(
-                models, lambda m: [(s.index, s.rms) for s in m.states if s.rms], "RMS of the state", log=True,
-                x="read by",
+            Part(
+                sizes,
+                "The output of a layer is the sum of what its sublayers write. The state after it is what the next "
+                "layer reads, after the last layer the final norm.",
             ),
-            "output of a layer": _layer_curve(models, "output_rms", "output RMS"),
-            "state after a layer": by_layer(models, _states_after, "RMS of the state", log=True),
-        }  # fmt: skip
-        add_tabs(
-            section,
-            views,
-            "The output of a layer is the sum of what its sublayers write. The state after it is what the next layer "
-            "reads, after the last layer the final norm.",
         )
         gradients = {
-            "by sublayer": _curve(models, "gradient_rms", "gradient RMS"),
-            "by layer": _layer_curve(models, "gradient_rms", "gradient RMS"),
+            "by sublayer": sublayers(lambda s: s.gradient_rms, "gradient RMS"),
+            "by layer": layers(lambda s: s.gradient_rms, "gradient RMS"),
         }
-        if gradients["by sublayer"] is not None:
-            section = page.section(
-                "Gradient per sublayer",
-                "RMS of the loss gradient over each sublayer's parameters. Healthy: a flat line; a first layer far "
-                "above the rest means depth is trained unevenly.",
-            )
-            add_tabs(section, gradients, "By layer: over the parameters of all its sublayers together.")
-
-
-def _curve(models: Models, key: str, title: str) -> Figure | None:
-    def points(m: Model) -> Points:
-        return [(s.index, value) for s in m.sites if (value := getattr(s, key))]
-
-    return by_layer(models, points, title, log=True, x="sublayer")
-
-
-def _layer_curve(models: Models, key: str, title: str) -> Figure | None:
-    def points(m: Model) -> Points:
-        return [(found.layer, value) for found in m.layer_sizes if (value := getattr(found, key))]
-
-    return by_layer(models, points, title, log=True)
+        yield Topic(
+            "Gradient per sublayer",
+            "RMS of the loss gradient over each sublayer's parameters. Healthy: a flat line; a first layer far "
+            "above the rest means depth is trained unevenly.",
+            Part(gradients, "By layer: over the parameters of all its sublayers together."),
+        )
 
 
 def _states_after(model: Model) -> Points:
