@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -110,15 +110,14 @@ def print_curves(console: Console, config: RunConfig, device: torch.device, resu
     for i, difference in enumerate(result.differences):
         table.add_row(_steps(i, recipe.steps), f"{fused[i]:.4f}", f"{reference[i]:.4f}", f"{difference:.5f}")
     console.print(table)
-    console.print(_largest_difference(result.differences, recipe.steps))
+    worst = max(range(len(result.differences)), key=result.differences.__getitem__)
+    console.print(
+        f"largest difference of a {WINDOW}-step mean: {result.differences[worst]:.5f} nats, in steps "
+        f"{_steps(worst, recipe.steps)}"
+    )
     console.print(f"two fused runs: {'the same bits' if result.same_bits else 'different bits'}, losses and weights")
     if device.type != "cuda":
         console.print("No GPU: all three runs used the references, so this only shows that the command works.")
-
-
-def _largest_difference(differences: Sequence[float], steps: int) -> str:
-    worst = max(range(len(differences)), key=differences.__getitem__)
-    return f"largest difference of a {WINDOW}-step mean: {differences[worst]:.5f} nats, in steps {_steps(worst, steps)}"
 
 
 def _steps(window: int, steps: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from residua.quantize.fp8 import Fp8, encode_fp8
-from residua.quantize.real import SCALINGS, Fp8Projection, find_product
+from residua.quantize.fp8_gemm import SCALINGS, Fp8Projection, find_product
 from residua.quantize.schemes import find_scheme
 from residua.report.terminal import new_table
 from residua.train.timing import Sample

@@ -8,28 +8,99 @@ Time of a step is the sum of: the computation of the slowest rank of the pipelin
 traffic of its junctions; the pipeline's bubble; gathers and reductions of layers as far as they take longer than the
 computation they overlap; and what overlaps nothing: the outermost FSDP group, the copies' gradients, Muon's exchange,
 the exchanges of tensor and context parallelism and of divided experts, and one hop through the pipeline per direction.
-`plan_memory` counts memory, `plan_traffic` and `plan_experts` bytes.
+`plan_costs` counts memory and bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
 from typing import Any
 
 from pydantic import ValidationError
+from rich.console import Console
 
-from residua.bench.plan_depth import depth_bytes
-from residua.bench.plan_division import Division, Facts
-from residua.bench.plan_machine import GIB as GIB
-from residua.bench.plan_machine import Machine as Machine
-from residua.bench.plan_memory import Memory, activation_widths, host_bytes, memory_of
-from residua.bench.plan_traffic import Sent, crossing_after, hop_bytes, sent_by
+from residua.bench.plan_costs import (
+    Division,
+    Facts,
+    Memory,
+    Sent,
+    activation_widths,
+    crossing_after,
+    depth_bytes,
+    hop_bytes,
+    host_bytes,
+    memory_of,
+    sent_by,
+)
 from residua.config.run import ParallelConfig, RunConfig, check_mesh
 from residua.config.settings import ConfigError
 from residua.distributed.pipeline.shares import Share, head_work, shares_of, work_of
 from residua.errors import UserError
 from residua.model.size import FLOPS_PER_BYTE, measure
+from residua.reading import counted
+from residua.report.terminal import new_table
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device, its links and its node.
+
+    memory: bytes of a device. flops: FLOP/s that an additive model's step reaches. link, between: bytes/s that a device
+    sends to others of its node, and to other nodes. bandwidth: bytes/s of a copy in its memory, read and written bytes
+    together (an H200's, measured). node: devices in a node. latency: seconds until a message arrives. host: bytes of a
+    node's memory.
+    """
+
+    memory: float
+    flops: float
+    link: float
+    between: float = 50e9
+    bandwidth: float = 4.25e12
+    node: int = 8
+    latency: float = 1e-5
+    host: float = 2000 * GIB
+
+    def group(self, size: int, stride: int) -> Group:
+        """The links of `size` ranks, each `stride` after the one before."""
+        nodes = max(1, size * stride // self.node)
+        return Group(self, size, 1 if size * stride <= self.node else min(size, nodes))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, and the number of nodes they are on."""
+
+    machine: Machine
+    size: int
+    nodes: int
+
+    def ring(self, sent: float, collectives: float = 1.0) -> float:
+        """Seconds of ring collectives in which each rank sends so many bytes.
+
+        The ranks of one node cross to the next over all their network cards at once. A collective over k nodes takes k
+        latencies.
+        """
+        if self.size == 1:
+            return 0.0
+        here = self.size / self.nodes
+        rate = self.machine.link if self.nodes == 1 else min(self.machine.link, here * self.machine.between)
+        return sent / rate + collectives * self.nodes * self.machine.latency
+
+    def exchange(self, sent: float, collectives: float = 1.0) -> float:
+        """Seconds in which each rank sends so many bytes, divided among all others (all-to-all)."""
+        if self.size == 1:
+            return 0.0
+        leaving = sent * (1 - 1 / self.nodes)
+        rates = max((sent - leaving) / self.machine.link, leaving / self.machine.between)
+        return rates + collectives * self.machine.latency
+
+    def hop(self, sent: float) -> float:
+        """Seconds until the next rank has so many bytes."""
+        return sent / (self.machine.link if self.nodes == 1 else self.machine.between) + self.machine.latency
 
 
 @dataclass(frozen=True)
@@ -178,3 +249,85 @@ def _computation(d: Division, machine: Machine) -> tuple[float, float, float]:
         times.append((flops * tokens / machine.flops + depth, depth))
     slowest = max(times)
     return *slowest, slowest[0] * len(times) / sum(seconds for seconds, _ in times)
+
+
+MIB = 2**20
+
+
+def print_plans(
+    console: Console, asked: Sequence[str], config: RunConfig, machine: Machine, plans: Sequence[MeshPlan], rows: int
+) -> None:
+    """The first `rows` meshes, and how to start the first of all; `asked` is the preset and the changes to it."""
+    batches = counted(config.train.accumulate, "micro-batch", "micro-batches")
+    console.print(
+        f"one step: {config.tokens_per_step} tokens in {batches} of {config.train.micro_batch} × {config.sequence}; "
+        f"a device has {machine.memory / GIB:.0f} GiB, reaches {machine.flops / 1e12:.0f} TFLOP/s in an additive step, "
+        f"copies {machine.bandwidth / 1e9:.0f} GB/s, sends {machine.link / 1e9:.0f} to the {machine.node} of its node "
+        f"and {machine.between / 1e9:.0f} to others, {machine.latency * 1e6:.0f} µs a message",
+        soft_wrap=True,
+    )
+    inner, experts = any(p.tensor * p.context > 1 for p in plans), any(p.parallel.experts > 1 for p in plans)
+    axes = ("data", "shard", *(("experts",) if experts else ()), "pipeline", "stages")
+    axes += ("tensor", "context") if inner else ()
+    memory = ("GiB", "host") if inner or experts else ("GiB", "states", "activations", "gathered", "host")
+    sent = ("MiB sent", "gradients", "weights", "Muon", "stages", *(("tokens",) if experts else ()))
+    sent += ("tensor", "context") if inner else ()
+    table = new_table((), (*axes, *memory, *sent, "slowest", "bubble", "depth ms", "step ms", ""))
+    for p in plans[:rows]:
+        table.add_row(*_cells(p, inner, experts))
+    console.print(table)
+    if len(plans) > rows:
+        console.print(f"and {len(plans) - rows} more, which --rows shows")
+    console.print(_next(plans[0], asked, machine), soft_wrap=True, markup=False)
+
+
+def _cells(p: MeshPlan, inner: bool, experts: bool) -> list[str]:
+    groups = [p.parallel.experts] if experts else []
+    axes = [p.parallel.data, p.parallel.shard, *groups, p.parallel.pipeline, p.parallel.stages]
+    parts = (p.held.states, p.held.activations, p.held.gathered)
+    sent = [p.sent.total, p.sent.gradients, p.sent.weights, p.sent.muon, p.sent.stages]
+    sent += [p.sent.tokens] if experts else []
+    return [
+        *(str(n) for n in (*axes, *((p.tensor, p.context) if inner else ()))),
+        *(f"{n / GIB:.1f}" for n in (p.memory, *(() if inner or experts else parts), p.host)),
+        *(f"{n / MIB:,.0f}" for n in (*sent, *((p.sent.tensor, p.sent.context) if inner else ()))),
+        f"{p.slowest:.2f}",
+        f"{p.bubble:.0%}",
+        *(f"{seconds * 1e3:.0f}" for seconds in (p.depth, p.seconds)),
+        "" if p.fits else "too large",
+    ]
+
+
+def _next(p: MeshPlan, asked: Sequence[str], machine: Machine) -> str:
+    if not p.fits:
+        return "No mesh fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
+    nodes = ceil(p.ranks / machine.node)
+    where = "on one machine" if nodes == 1 else f"on each of {nodes} nodes, HOST being one of them (docs/nodes.md)"
+    return f"Next, {where}: {command(p, asked, nodes)}"
+
+
+def command(p: MeshPlan, asked: Sequence[str], nodes: int) -> str:
+    """The command that starts a run on this mesh."""
+    parallel = p.parallel
+    words = [
+        f"parallel.data={parallel.data}", f"parallel.shard={parallel.shard}", f"parallel.pipeline={parallel.pipeline}"
+    ]  # fmt: skip
+    if parallel.experts > 1:
+        words.append(f"parallel.experts={parallel.experts}")
+    if parallel.stages_per_rank > 1:
+        words += ["parallel.schedule=interleaved", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
+    if p.tensor * p.context == 1:
+        return f"{parallel.command_on(nodes)} {' '.join([*asked, *words])}"
+    launch = parallel.model_copy(update={"data": p.ranks, "shard": 1, "pipeline": 1}).command_on(nodes)
+    degrees = {"tensor": p.tensor, "context": p.context}
+    flags = [f"--parallelism.{axis}_parallel_degree {degree}" for axis, degree in degrees.items() if degree > 1]
+    engine = launch.replace("--no-python residua train", "-m torchtitan.train")
+    return (
+        f'{engine} --module residua.integrations.torchtitan --config "{" ".join([*asked, *words])}" {" ".join(flags)}'
+    )
+
+
+def plan_report(config: RunConfig, machine: Machine, plans: Sequence[MeshPlan]) -> dict[str, Any]:
+    """Everything printed, as plain JSON."""
+    rows = [{**asdict(p), "parallel": p.parallel.model_dump(), "memory": p.memory} for p in plans]
+    return {"config": config.model_dump(mode="json"), "machine": asdict(machine), "plans": rows}

@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from rich.console import Console
 
-from residua.bench.cases import Shape
 from residua.bench.operators import OpResult
 from residua.bench.step import StepResult
 from residua.bench.timing import Ceilings
@@ -186,20 +185,6 @@ def operator_line(result: OpResult) -> str:
     if result.forward is None or result.both is None:
         return f"{title} not timed, {result.problem}"
     return f"{title} {result.forward.median * 1e3:.3g} ms forward, {result.both.median * 1e3:.3g} ms both"
-
-
-def operator_report(
-    environment: dict[str, Any], ceilings: Ceilings, shape: Shape, results: Sequence[OpResult], planned: int
-) -> dict[str, Any]:
-    """Everything as plain JSON: seconds, bytes, FLOP/s. A stopped run has fewer results than `planned_rows`."""
-    return {
-        "kind": "ops",
-        "environment": environment,
-        "ceilings": asdict(ceilings),
-        "shape": {**asdict(shape), "dtype": str(shape.dtype).removeprefix("torch.")},
-        "planned_rows": planned,
-        "results": [asdict(result) for result in results],
-    }
 
 
 def can_be_replaced(path: Path) -> bool:

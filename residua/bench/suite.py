@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +131,15 @@ def conduct(plan: SuitePlan, repeats: int, out: Path | None) -> None:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """What the file holds."""
-    described = (report.environment, report.ceilings, report.shape)
-    return show.operator_report(*described, report.results, report.planned)
+    """What the file holds: seconds, bytes, FLOP/s. A stopped run has fewer results than `planned_rows`."""
+    return {
+        "kind": "ops",
+        "environment": report.environment,
+        "ceilings": asdict(report.ceilings),
+        "shape": {**asdict(report.shape), "dtype": str(report.shape.dtype).removeprefix("torch.")},
+        "planned_rows": report.planned,
+        "results": [asdict(result) for result in report.results],
+    }
 
 
 def show_report(report: Report, out: Path | None) -> None:

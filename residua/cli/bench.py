@@ -351,8 +351,7 @@ def plan_run(
     config = RunConfig.find(preset).override(overrides or [])
 
     from residua.bench import show
-    from residua.bench.plan import GIB, Machine, plan
-    from residua.bench.plan_table import plan_report, print_plans
+    from residua.bench.plan import GIB, Machine, plan, plan_report, print_plans
 
     machine = Machine(
         memory * GIB, flops * 1e12, link * 1e9, between * 1e9, bandwidth * 1e9, node, latency * 1e-6, host * GIB
