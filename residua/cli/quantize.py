@@ -57,7 +57,7 @@ def quantize(
     """
     require_choice("--device", device, DEVICES)
     import residua.quantize.run as work
-    from residua.quantize.sentences import sentences
+    from residua.quantize.result import sentences
     from residua.report.terminal import ProgressBars, open_console
 
     use_threads(threads)

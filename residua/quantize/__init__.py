@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from residua.quantize.apply import quantize_model as quantize_model
+    from residua.quantize.evaluate import static_scales as static_scales
     from residua.quantize.fp8 import Fp8 as Fp8
     from residua.quantize.fp8 import quantize_fp8 as quantize_fp8
-    from residua.quantize.measure import static_scales as static_scales
+    from residua.quantize.modules import quantize_model as quantize_model
     from residua.quantize.nvfp4 import Nvfp4 as Nvfp4
     from residua.quantize.nvfp4 import quantize_nvfp4 as quantize_nvfp4
     from residua.quantize.run import quantize as quantize
@@ -27,25 +27,13 @@ _HOMES = {
     "load_quantized": "store",
     "quantize": "run",
     "quantize_fp8": "fp8",
-    "quantize_model": "apply",
+    "quantize_model": "modules",
     "quantize_nvfp4": "nvfp4",
     "smooth": "smoothing",
-    "static_scales": "measure",
+    "static_scales": "evaluate",
 }
 
-__all__ = [
-    "SCHEMES",
-    "Fp8",
-    "Nvfp4",
-    "Scheme",
-    "load_quantized",
-    "quantize",
-    "quantize_fp8",
-    "quantize_model",
-    "quantize_nvfp4",
-    "smooth",
-    "static_scales",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

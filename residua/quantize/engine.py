@@ -22,11 +22,10 @@ from residua.data.tokenizer import Tokenizer
 from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.quantize.fp8 import GROUP, ROW, Fp8
-from residua.quantize.layout import FORMATS, TILES, module_tensors, quantization_config
 from residua.quantize.nvfp4 import GROUP as NVFP4_GROUP
 from residua.quantize.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
-from residua.quantize.store import as_json, write_folder
+from residua.quantize.store import FORMATS, TILES, as_json, module_tensors, quantization_config, write_folder
 from residua.reading import inside
 from residua.storage.hugging_face import CONFIG, companions, end_ids
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from residua.quantize import sentences
-from residua.quantize.schema import ERROR_TOKENS, KeptTensor, ModuleError, QuantizationResult, perplexity
+from residua.quantize import result as sentences
+from residua.quantize.result import ERROR_TOKENS, ModuleError, QuantizationResult, UnquantizedTensor, perplexity
 from residua.reading import counted
 from residua.report import Bar, Card, Column, Page, Section, Spread, Strip, Track, Value, theme
-from residua.report.cards import Tone
-from residua.report.figures import Curve, curves
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from residua.report.elements import Tone
+from residua.report.figures import Curve, Figure, curves
 
 WORST_SHOWN = 12
 NAMED = 4
@@ -164,8 +160,12 @@ def _modules(page: Page, result: QuantizationResult) -> None:
         "Each module rounded alone, on its inputs in the exact model. Healthy: all alike. A module that stands out has "
         "outlier channels in its input or in its weights.",
     )
-    views = {"both": "error", "activations only": "activation_error", "weights only": "weight_error"}
-    figures = {title: figure for title, key in views.items() if (figure := _along_depth(result, key)) is not None}
+    views = {
+        "both": _along_depth(result, lambda module: module.error),
+        "activations only": _along_depth(result, lambda module: module.activation_error),
+        "weights only": _along_depth(result, lambda module: module.weight_error),
+    }
+    figures = {title: figure for title, figure in views.items() if figure is not None}
     if figures:
         section.tabs(figures, "Relative error of each module's output along depth, one line for each part of a layer.")
     columns = [
@@ -186,13 +186,13 @@ def _modules(page: Page, result: QuantizationResult) -> None:
         )
 
 
-def _along_depth(result: QuantizationResult, key: str) -> Figure | None:
+def _along_depth(result: QuantizationResult, error: Callable[[ModuleError], float]) -> Figure | None:
     """The error over layers, one line per part; None if there are no layers to speak of."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for module in result.modules:
         found = sentences.split(module.name)
         if found is not None:
-            lines.setdefault(found[1], []).append((found[0], getattr(module, key)))
+            lines.setdefault(found[1], []).append((found[0], error(module)))
     series = []
     for index, (part, points) in enumerate(lines.items()):
         x, y = [x for x, _ in points], [y for _, y in points]
@@ -235,7 +235,7 @@ def _kept(page: Page, result: QuantizationResult) -> None:
         section.table(columns, [[name, shape, str(count)] for (name, shape), count in alike.items()])
 
 
-def _name(tensor: KeptTensor) -> str:
+def _name(tensor: UnquantizedTensor) -> str:
     """The tensor's name; layer numbers become * except for depth operators and exempted tensors."""
     return tensor.name if tensor.reason in ("depth operator", "exempted") else re.sub(r"\b\d+\b", "*", tensor.name)
 

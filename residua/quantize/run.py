@@ -10,12 +10,11 @@ from residua.errors import UserError
 from residua.files import keeping, refuse_used
 from residua.machine import choose_device
 from residua.model.decoder import Decoder
-from residua.quantize.apply import targets
-from residua.quantize.calibration import CALIBRATION_SEQUENCES, CalibrationText
 from residua.quantize.engine import require_served, save_engine, served_dtype
-from residua.quantize.judge import Judge
+from residua.quantize.evaluate import CALIBRATION_SEQUENCES, CalibrationText, Evaluation
+from residua.quantize.modules import targets
 from residua.quantize.recipe import check_alpha
-from residua.quantize.schema import QuantizationResult
+from residua.quantize.result import QuantizationResult
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import files_to_copy, is_quantized, save_quantized
 from residua.report.terminal import StageProgress
@@ -68,12 +67,12 @@ def quantize(
     if engine is not None:
         require_served(decoder, modules, scheme)
     text = CalibrationText.of_folder(source, decoder.config, None if data is None else Path(data))
-    judge = Judge(decoder, chosen, tuple(exempt), text, text.validation(tokens), progress)
-    before = judge.loss("loss in high precision")
-    folded = None if alpha is None else judge.smooth(alpha, calibration, inside)
+    evaluation = Evaluation(decoder, chosen, tuple(exempt), text, text.validation(tokens), progress)
+    before = evaluation.loss("loss in high precision")
+    folded = None if alpha is None else evaluation.smooth(alpha, calibration, inside)
     if engine is not None:
-        judge.round_kept(served_dtype(scheme))
-    judge.calibrate(calibration)
+        evaluation.round_kept(served_dtype(scheme))
+    evaluation.calibrate(calibration)
     result = QuantizationResult(
         model=str(source),
         scheme=chosen.name,
@@ -84,20 +83,20 @@ def quantize(
         calibration_sequences=0 if alpha is None and chosen.static is None else calibration,
         exempt=tuple(exempt),
         text=str(text.dataset.path),
-        validation_tokens=sum(batch.tokens.numel() for batch in judge.validation),
+        validation_tokens=sum(batch.tokens.numel() for batch in evaluation.validation),
         device=str(where),
         loss_before=before,
         loss_folded=folded,
-        unsmoothed=() if alpha is None else tuple(judge.unsmoothed(inside)),
+        unsmoothed=() if alpha is None else tuple(evaluation.unsmoothed(inside)),
         bytes_before=stored,
-        **judge.findings(probes),
+        **evaluation.findings(probes),
     )
     about = {"alpha": alpha, "exempt": list(exempt), "source": str(source)}
-    peaks = judge.peaks or input_peaks(result)
-    save_quantized(target, source, decoder, judge.names, judge.chosen, scheme, peaks, about, results(result))
+    peaks = evaluation.peaks or input_peaks(result)
+    save_quantized(target, source, decoder, evaluation.names, evaluation.chosen, scheme, peaks, about, results(result))
     if engine is not None:
         with keeping(f"{target} is complete"):
-            save_engine(Path(engine), source, decoder, judge.chosen, scheme, peaks)
+            save_engine(Path(engine), source, decoder, evaluation.chosen, scheme, peaks)
     return result
 
 

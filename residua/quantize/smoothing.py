@@ -3,7 +3,9 @@
     s_j = max|X_j|^α / max|W_j|^(1−α),   X_j ← X_j / s_j,   W_j ← W_j · s_j
 
 X_j is an input channel over the calibration text, W_j its column in all maps that read it. The division is folded into
-the producer of X (graph.py), so the smoothed model has the same modules and computes the same function.
+the producer of X along the model's edges, which its parts state (`residua.model.edges`), so the smoothed model has the
+same modules and computes the same function. A norm that gates its own output reads that output too: GatedNorm's `down`
+is a reader inside the producer, and leaving it out changes the gate.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from residua.data.loader import Batch
-from residua.model.decoder import Decoder
+from residua.errors import UserError
+from residua.model.decoder import Decoder, Sublayer
 from residua.model.edges import Edge
-from residua.quantize.graph import edges
+from residua.model.norm import NoNorm
 
 LARGEST_FACTOR = 1e4
 
@@ -92,3 +95,31 @@ def hooked(hooks: dict[str, tuple[nn.Module, Callable[..., None]]]) -> Iterator[
 
 def _forward(model: Decoder, batch: Batch) -> Tensor:
     return model.hidden(batch.tokens, batch.segments)
+
+
+def edges(model: Decoder, *, inside: bool = True) -> list[Edge]:
+    """The edges from a model's norms and, if `inside`, those within sublayers, in the order of the forward pass."""
+    found = []
+    width = torch.arange(model.config.width)
+    for k, sublayer in enumerate(cast(Iterable[Sublayer], model.sublayers)):
+        body: Any = sublayer.body
+        if not isinstance(sublayer.norm, NoNorm):
+            divide = stated(sublayer.norm, "divide", "how its output can be divided by channel")
+            found.append(Edge(f"sublayers.{k}.norm", readers(body), width, divide, body))
+        if inside and hasattr(body, "inner_edges"):
+            found += body.inner_edges(f"sublayers.{k}.body")
+    return found
+
+
+def readers(body: nn.Module) -> tuple[Tensor, ...]:
+    """Every linear map that reads a sublayer's normed input."""
+    found: tuple[Tensor, ...] = stated(body, "readers", "which maps read its input")()
+    return found
+
+
+def stated(module: nn.Module, name: str, what: str) -> Any:
+    """A method of a module; one that lacks it is refused by name."""
+    method = getattr(module, name, None)
+    if method is None:
+        raise UserError(f"{type(module).__name__} does not say {what}: give it a method {name}().")
+    return method

@@ -21,7 +21,7 @@ from residua.ops._runtime.library import operator
 from residua.ops._runtime.numeric import working_dtype
 from residua.quantize import fp8
 from residua.quantize.fp8 import Fp8, Tile, encode_fp8
-from residua.quantize.low import FixedPrecision
+from residua.quantize.modules import FixedPrecision
 
 Scaling = Literal["row", "block"]
 Product = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
