@@ -73,9 +73,9 @@ def train(
 
 def _page(folder: Path) -> AbstractContextManager[None]:
     """The live page of a run, beside it."""
-    from residua.watch.beside import page_beside
+    from residua.watch.server_process import serve_page
 
-    return page_beside(folder, lambda line: print(line, flush=True))
+    return serve_page(folder, lambda line: print(line, flush=True))
 
 
 def _retrofit(

@@ -37,8 +37,8 @@ def watch(
     The page is served on this machine only, and nothing is sent anywhere. On another machine, open it through the
     ssh line that is printed. Ctrl-C ends the page; runs do not notice.
     """
+    from residua.watch.run_list import check, find
     from residua.watch.server import how_to_open
-    from residua.watch.watched import check, find
 
     folders = what or [Path("runs")]
     if what is None and not folders[0].is_dir():
@@ -55,11 +55,11 @@ def watch(
 
 
 def _open(folders: list[Path], port: int | None) -> Server:
+    from residua.watch.run_list import RunList
     from residua.watch.server import Server
-    from residua.watch.watched import Watched
 
     try:
-        return Server(Watched(folders), port or 0)
+        return Server(RunList(folders), port or 0)
     except OSError as error:
         why = {errno.EADDRINUSE: "is in use", errno.EACCES: "needs more rights than you have"}
         if port is None or error.errno not in why:

@@ -3,7 +3,8 @@
 It listens on 127.0.0.1, so that nothing outside the machine can connect. Its address holds a random key, so that other
 people on the machine cannot read it. It answers only requests whose Host is this machine's own name for itself: a web
 page elsewhere that points its domain at 127.0.0.1 (DNS rebinding) gets nothing. It holds `CONNECTIONS` connections at
-most; more are refused in a sentence.
+most; more are refused in a sentence. The page has the frame, colours and plots of all pages, filled by `runs.js` and
+`watch.js`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import secrets
 import socket
 import time
 from contextlib import suppress
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from socketserver import TCPServer
 from threading import BoundedSemaphore, Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from residua.watch.page import watch_page
-from residua.watch.watched import Watched
+from residua.report import Page
+from residua.report.theme import embeddable
+from residua.watch.run_list import RunList
 
 HOST = "127.0.0.1"
 CONNECTIONS = 32
@@ -49,7 +53,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(
         self,
-        watched: Watched,
+        watched: RunList,
         port: int = 0,
         *,
         interval: float = 2.0,
@@ -201,3 +205,39 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
+
+
+FIGURES = {
+    "loss": ("Training loss", "nats per token, smoothed over ten lines; the faint line is not smoothed"),
+    "validation": ("Validation loss", "nats per token, on the same text every time"),
+    "tokens_per_second": ("Speed", "tokens per second"),
+    "grad_norm": ("Gradient norm", "before clipping; a jump often comes before the loss does"),
+    "peak": ("Peak |h|", "the largest value that any sublayer reads; tenfold growth often comes before a divergence"),
+    "sink_ratio": ("Residual-sink ratio", "mean |h| of the largest dimension over the median dimension's, worst layer"),
+    "lr": ("Learning rate", "of the first group of parameters"),
+    "memory_gib": ("Memory", "GiB, the peak so far"),
+    "mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
+    "heaviest": ("Load of the experts", "of the heaviest and (dotted) the lightest; 1 is a fair share"),
+}
+"""What is drawn: title and caption. A figure without any value is not shown."""
+
+
+def watch_page(watched: RunList, interval: float) -> str:
+    """The page's HTML; it asks for news every `interval` seconds."""
+    title = ", ".join(folder.resolve().name for folder in watched.folders)
+    page = Page(title, "Asking for the first numbers.")
+    now = page.section("Now")
+    now.slot("now")
+    now.slot("runs")
+    curves = page.section("Curves")
+    curves.slot("axis")
+    curves.slots_beside({name: (words[0], words[1]) for name, words in FIGURES.items()})
+    page.section("Messages").slot("messages")
+    settings = embeddable(json.dumps({"interval": interval, "figures": list(FIGURES)}))
+    script = f"const watching = {settings};\n{_asset('runs.js')}\n{_asset('watch.js')}"
+    return page.html(live=script, style=_asset("watch.css"))
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("residua.watch").joinpath(name).read_text(encoding="utf-8")

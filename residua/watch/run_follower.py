@@ -10,18 +10,20 @@ import math
 import os
 import re
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from residua.files import explain
-from residua.reading import ReadError, brief, inside, parse_json, read_json, read_toml
+from residua.machine import has_ended
+from residua.reading import ReadError, brief, counted, inside, parse_json, read_json, read_toml
 from residua.report.figures import evenly
+from residua.report.plain import printable
 from residua.storage.formats import CONFIG, ENVIRONMENT, METRICS, RESULT, WEIGHTS
-from residua.watch.crash import LOGS, how_it_crashed, read_tail
 
 State = Literal["waiting", "training", "quiet", "finished", "stopped", "crashed", "imported", "gone"]
 POINTS = 600
@@ -44,6 +46,24 @@ _CURVES = {
 Row = tuple[float | None, ...]
 
 
+@dataclass(frozen=True)
+class _Files:
+    """What a run's folder holds beside its metrics; `exists` is None until somebody has looked.
+
+    result: the steps that its result is of. sessions: when each began, in words. stopped, crashed: how the last one
+    ended. waits: it is a start that a longer run has saved for another.
+    """
+
+    exists: bool | None = None
+    result: float | None = None
+    checkpoints: tuple[str, ...] = ()
+    sessions: tuple[str, ...] = ()
+    weights: bool = False
+    stopped: str = ""
+    crashed: str = ""
+    waits: bool = False
+
+
 @dataclass
 class Follower:
     """A run's folder: its curves so far, and what can be said about it. Runs of a `study` have a log there."""
@@ -61,11 +81,11 @@ class Follower:
     _offset: int = 0
     _written: float | None = None
     _steps: int | None = None
-    _seen: tuple[Any, ...] = ()
+    _files: _Files = _Files()
 
     def refresh(self) -> bool:
         """Read what is new; returns whether anything changed."""
-        before = (self._offset, self._identity, self.problem, self._seen)
+        before = (self._offset, self._identity, self.problem, self._files)
         try:
             self.problem = ""
             self._read_new()
@@ -77,15 +97,13 @@ class Follower:
             self.problem = str(error)
         except OSError as error:
             self.problem = explain(error)[0]
-        self._seen = self._look()
-        return before != (self._offset, self._identity, self.problem, self._seen)
+        self._files = self._look()
+        return before != (self._offset, self._identity, self.problem, self._files)
 
     def _read_new(self) -> None:
         path = inside(self.folder, METRICS)
-        # a pipe in its place must not make the page wait
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(descriptor, "rb") as file:
-            about = os.fstat(descriptor)
+        with _open(path) as file:
+            about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise ReadError(f"{path} is not a file")
             identity = (about.st_dev, about.st_ino)
@@ -130,18 +148,21 @@ class Follower:
             return steps if isinstance(steps, int) and 0 < steps < FAR else None
         return None
 
-    def _look(self) -> tuple[Any, ...]:
-        """What the folder holds beside its metrics."""
-        saved = tuple(self._saved())
-        holds_weights = bool(saved) or (self.folder / WEIGHTS).exists()
-        sessions = self._sessions()
-        stopped = sessions[-1].get("stopped") if sessions else None
-        result = self._result()
+    def _look(self) -> _Files:
+        saved, sessions, result = self._saved(), self._sessions(), self._result()
+        last = sessions[-1] if sessions else {}
+        stopped = last.get("stopped")
         finished = result is not None and self._done(result)
-        crash = "" if finished else how_it_crashed(sessions[-1] if sessions else {}, self._log_lines())
-        begun = tuple(map(_begun, sessions))
-        waits = bool(sessions) and "branch_of" in sessions[-1]  # a start that a longer run has saved for it
-        return self.folder.exists(), result, saved, begun, holds_weights, stopped, crash, waits
+        return _Files(
+            self.folder.exists(),
+            result,
+            tuple(saved),
+            tuple(map(_begun, sessions)),
+            weights=bool(saved) or (self.folder / WEIGHTS).exists(),
+            stopped=brief(stopped, 300) if isinstance(stopped, str) else "",
+            crashed="" if finished else brief(how_it_crashed(last, self._log_lines()), 300),
+            waits="branch_of" in last,
+        )
 
     def _log_lines(self) -> list[str]:
         """The end of its log; empty if its metrics are newer: then it has been started again since."""
@@ -190,38 +211,23 @@ class Follower:
 
     def state(self, now: float) -> State:
         """Whether it is under way, as far as its files say. A model without curves came from elsewhere: "imported"."""
-        if self._seen and not self._seen[0] and (self._identity is not None or not self._crashed):
-            return "gone" if self._identity is not None else "waiting"
+        files, begun = self._files, self._identity is not None
+        if files.exists is False and (begun or not files.crashed):
+            return "gone" if begun else "waiting"
         if self._finished:
             return "finished"
-        if self._stopped:
-            return "stopped"
-        if self._crashed:
-            return "crashed"
-        if self._seen and self._seen[7]:
-            return "waiting"
-        if self._written is None:
-            return "imported" if self._seen and self._seen[4] else "waiting"
+        if files.stopped or files.crashed:
+            return "stopped" if files.stopped else "crashed"
+        if files.waits or self._written is None:
+            return "imported" if files.weights and not files.waits else "waiting"
         seconds = [row[2] for row in self.rows["train"][-RECENT:] if row[2] is not None]
         usual = (seconds[-1] - seconds[0]) / (len(seconds) - 1) if len(seconds) > 1 else 0.0
         return "quiet" if now - self._written > max(PATIENCE, 10 * usual) else "training"
 
     @property
-    def _stopped(self) -> str:
-        """Why its last session was ended; empty if it was not."""
-        reason = self._seen[5] if self._seen else None
-        return brief(reason, 300) if isinstance(reason, str) else ""
-
-    @property
-    def _crashed(self) -> str:
-        """How its last session failed; empty if it did not, as far as its files say."""
-        return brief(self._seen[6], 300) if self._seen else ""
-
-    @property
     def _finished(self) -> bool:
         """Whether it has a result, and of its last step: a run that is resumed for more steps has an old one."""
-        result = self._seen[1] if self._seen else None
-        return result is not None and self._done(result)
+        return self._files.result is not None and self._done(self._files.result)
 
     def _done(self, result: float) -> bool:
         return min(result, self.step) >= (self._steps or 0)
@@ -254,28 +260,27 @@ class Follower:
             "memory": self.last.get("memory_gib"),
             "seconds": self.last.get("seconds"),
             "left": self.remaining() if state in ("training", "quiet") else None,
-            "why": self._crashed if state == "crashed" else "",
+            "why": self._files.crashed if state == "crashed" else "",
             "messages": self.messages(),
         }
 
     def messages(self) -> list[str]:
         """The last things that happened, newest first."""
-        found = [text for text in (self.problem, self._stopped or self._crashed) if text]
+        found = [text for text in (self.problem, self._files.stopped or self._files.crashed) if text]
         found += self.said[:-4:-1]
         if self.damaged:
-            found.append(f"{_counted(self.damaged, 'line')} of {METRICS} cannot be read")
+            found.append(f"{counted(self.damaged, 'line')} of {METRICS} cannot be read")
         if self.restarts:
-            found.append(f"went back to an earlier step {_counted(self.restarts, 'time')}")
+            found.append(f"went back to an earlier step {counted(self.restarts, 'time')}")
         if self._finished:
             found.append("finished")
         for step, _, loss, bits in reversed(self.rows["validation"][-3:]):
             numbers = [f"{loss:.4f} nats/token"] if loss is not None else []
             numbers += [f"{bits:.4f} bits/byte"] if bits is not None else []
             found.append(f"step {step:.0f}: validation loss {', '.join(numbers) or 'not finite'}")
-        saved, sessions = self._seen[2:4] if self._seen else ((), ())
-        if saved:
-            found.append(f"checkpoints: {', '.join(saved[-4:])}")
-        return [*found, *reversed(sessions[-3:])]
+        if self._files.checkpoints:
+            found.append(f"checkpoints: {', '.join(self._files.checkpoints[-4:])}")
+        return [*found, *reversed(self._files.sessions[-3:])]
 
     def curves(self) -> dict[str, dict[str, list[float | None]]]:
         """Its columns by kind, at most POINTS each."""
@@ -292,10 +297,6 @@ def _begun(session: dict[str, Any]) -> str:
     return brief(f"{began}, from step {step}" if step else began, 120)
 
 
-def _counted(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"
-
-
 def _number(value: Any) -> float | None:
     """A finite number; None for anything else, also for true."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
@@ -305,3 +306,39 @@ def _number(value: Any) -> float | None:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value]
     return _number(median(known)) if known else None
+
+
+LOGS = "logs"
+"""The folder of a study that holds what each of its trainers prints."""
+LOG_BYTES = 4096
+"""The end of a log that is read."""
+
+
+def how_it_crashed(session: Mapping[str, Any], log: Sequence[str]) -> str:
+    """The last line of a log, else the words of the error; empty if the run goes on, as far as these tell.
+
+    A `session` of environment.json names its process, and the error that ended it if Python could still write it. A
+    run of a study may fail before its session begins: then only its log has the reason.
+    """
+    last = log[-1] if log else ""
+    if last.startswith("residua: ") and "stopped by a signal" not in last:
+        return last
+    failed, process = session.get("failed"), session.get("process")
+    if isinstance(failed, str):
+        return last or failed or "it left no reason"
+    if isinstance(process, str):
+        return f"its process has ended: {last or 'it left no reason'}" if has_ended(process) else ""
+    return last if any(line.startswith("Traceback ") for line in log) else ""
+
+
+def read_tail(log: Path) -> list[str]:
+    """The last lines of a log that are not empty."""
+    with _open(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+        lines = file.read(LOG_BYTES).decode("utf-8", "replace").splitlines()
+    return [printable(line)[:300] for line in lines if line.strip()]
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file to read; a pipe in its place must not make the page wait."""
+    return os.fdopen(os.open(path, os.O_RDONLY | (0 if sys.platform == "win32" else os.O_NONBLOCK)), "rb")

@@ -20,8 +20,8 @@ from threading import Thread
 
 from residua.files import explain
 from residua.machine import python_command, python_environment
+from residua.watch.run_list import RunList
 from residua.watch.server import HOST, Server, how_to_open
-from residua.watch.watched import Watched
 
 PATIENCE = 3.0
 """Seconds that a run waits for its page to get the last numbers; a page in the background asks later, without it."""
@@ -30,7 +30,7 @@ SETTLE = 0.2
 
 
 @contextmanager
-def page_beside(folder: Path, tell: Callable[[str], object]) -> Iterator[None]:
+def serve_page(folder: Path, tell: Callable[[str], object]) -> Iterator[None]:
     """Serve the page of the run in `folder` inside the block; `tell` says where, or why not."""
     process = None
     try:
@@ -49,7 +49,7 @@ def _start(folder: Path, tell: Callable[[str], object]) -> subprocess.Popen[byte
     with socket.create_server((HOST, 0)) as listening:
         number = listening.fileno()
         process = subprocess.Popen(
-            python_command("-m", "residua.watch.beside", str(folder.absolute()), str(number)),
+            python_command("-m", "residua.watch.server_process", str(folder.absolute()), str(number)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -79,7 +79,7 @@ def main() -> None:
     with suppress(OSError):
         os.nice(10)
     key = sys.stdin.readline().strip()
-    server = Server(Watched([Path(folder)]), key=key, listening=socket.socket(fileno=int(number)))
+    server = Server(RunList([Path(folder)]), key=key, listening=socket.socket(fileno=int(number)))
     Thread(target=server.serve_forever, daemon=True).start()
     sys.stdin.read()
     time.sleep(SETTLE)

@@ -17,8 +17,7 @@ from residua.files import UNFINISHED
 from residua.reading import ReadError, inside, read_toml
 from residua.report import theme
 from residua.storage.formats import CONFIG, METRICS
-from residua.watch.crash import LOGS, read_tail
-from residua.watch.follow import FAR, Follower
+from residua.watch.run_follower import FAR, LOGS, Follower, read_tail
 
 MOST = 64
 """The most runs that one page shows; the newest are kept."""
@@ -138,7 +137,7 @@ def _changed(path: Path) -> float:
         return float("inf")
 
 
-class Watched:
+class RunList:
     """The runs of one page. Several requests may ask at a time."""
 
     def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.time) -> None:
