@@ -28,9 +28,8 @@ from residua.errors import UserError
 if TYPE_CHECKING:
     from typing import Literal
 
-    from residua.evaluate.perplexity import TextScore
     from residua.evaluate.results import Results
-    from residua.evaluate.score import Scorer
+    from residua.evaluate.score import Scorer, TextScore
     from residua.evaluate.tasks import Task
     from residua.model.decoder import Decoder
     from residua.report.terminal import ProgressBars
@@ -148,7 +147,7 @@ def _text(
     batch_tokens: int | None,
     progress: Callable[[int, int], None],
 ) -> TextScore:
-    from residua.evaluate.perplexity import score_text
+    from residua.evaluate.score import score_text
     from residua.storage.model_folder import open_text
 
     if data is None and not (folder / "config.toml").exists():
@@ -171,15 +170,15 @@ def _known_tasks(names: list[str], allow_code: bool) -> Any:
 
 
 def _run_local(results: Results, scorer: Scorer, tasks: list[Task], names: list[str], bars: ProgressBars) -> None:
-    from residua.evaluate.accuracy import group_means, score_task
+    from residua.evaluate.results import group_means, score_task
 
     results.tasks = [score_task(scorer, task, bars.track(task.name)) for task in tasks]
     results.means = group_means({task.task: task.reported for task in results.tasks}, names)
 
 
 def _run_harness(results: Results, scorer: Scorer, names: list[str], manager: Any, **settings: Any) -> None:
-    from residua.evaluate.accuracy import group_means
     from residua.evaluate.harness import evaluate_with_harness, reported
+    from residua.evaluate.results import group_means
     from residua.generate.generator import Generator
 
     generator = Generator(scorer.model, scorer.tokenizer)

@@ -19,9 +19,8 @@ except ImportError:
         "tasks of lm-evaluation-harness need lm-eval: pip install 'residua[eval]', or give --task-dir for local files."
     ) from None
 
-from residua.evaluate.accuracy import Accuracy
 from residua.evaluate.prompts import find_prompt
-from residua.evaluate.results import SHOTS
+from residua.evaluate.results import SHOTS, Accuracy
 from residua.evaluate.score import Pair, Scorer, windows
 from residua.evaluate.tasks import expand
 from residua.generate.generator import Generator, Request

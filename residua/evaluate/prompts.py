@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -62,6 +61,11 @@ def _ask(context: str, record: Record) -> Question:
     return _after(context, [str(choice) for choice in record["choices"]], record["answer"])
 
 
+def _filled(template: str) -> Callable[[Record], Question]:
+    """The question as a template with the names of its keys."""
+    return lambda record: _ask(template.format_map(record), record)
+
+
 def _question(record: Record) -> Question:
     context = f"{record['context']}\n" if record.get("context") else ""
     question = record.get("question", "") if context else record["question"]
@@ -72,34 +76,9 @@ def _bare(record: Record) -> Question:
     return _ask(str(record.get("question") or record["context"]), record)
 
 
-def _sentence(record: Record) -> Question:
-    """BLiMP: the choices are whole sentences."""
-    return _ask("", record)
-
-
-def _yes_or_no(record: Record) -> Question:
-    return _ask(f"{record['context']}\nQuestion: {record['question']}?\nAnswer:", record)
-
-
-def _true_or_false(record: Record) -> Question:
-    """RTE: `context` is the premise, `question` the hypothesis."""
-    return _ask(f"{record['context']}\nQuestion: {record['question']} True or False?\nAnswer:", record)
-
-
-def _entailment(record: Record, end: str = "") -> Question:
-    """ANLI, and CB, where a period follows the hypothesis."""
-    asked = f"{record['question']}{end} True, False, or Neither?"
-    return _ask(f"{record['context']}\nQuestion: {asked}\nAnswer:", record)
-
-
 def _supported(record: Record) -> Question:
     """SciQ: `context` is the supporting text, which may be empty."""
     return _ask(f"{str(record.get('context') or '').lstrip()}\nQuestion: {record['question']}\nAnswer:", record)
-
-
-def _situation(record: Record) -> Question:
-    """Social IQA."""
-    return _ask(f"Q: {record['context']} {record['question']}\nA:", record)
 
 
 _CONNECTORS = {"cause": "because", "effect": "therefore"}
@@ -122,25 +101,15 @@ def _listed(record: Record) -> str:
     return "".join(f"{letter}. {choice}\n" for letter, choice in zip(ascii_uppercase, record["choices"], strict=False))
 
 
-def _letters(context: str, record: Record) -> Question:
-    """The choices are in the context; their letters are scored."""
-    listed = f"{context}\n{_listed(record)}Answer:"
-    return _after(listed, ascii_uppercase[: len(record["choices"])], record["answer"])
+def _lettered(template: str, strip: bool = True) -> Callable[[Record], Question]:
+    """The choices are in the context; their letters are scored. `strip`: without white space around the question."""
 
+    def ask(record: Record) -> Question:
+        asked = {**record, "question": str(record["question"]).strip()} if strip else record
+        context = f"{template.format_map(asked)}\n{_listed(record)}Answer:"
+        return _after(context, ascii_uppercase[: len(record["choices"])], record["answer"])
 
-def _lettered(record: Record) -> Question:
-    """MMLU."""
-    return _letters(str(record["question"]).strip(), record)
-
-
-def _lettered_question(record: Record) -> Question:
-    """CommonsenseQA."""
-    return _letters(f"Question: {str(record['question']).strip()}", record)
-
-
-def _lettered_choices(record: Record) -> Question:
-    """MedMCQA."""
-    return _letters(f"Question: {record['question']}\nChoices:", record)
+    return ask
 
 
 def _passage(record: Record) -> Question:
@@ -172,6 +141,7 @@ def _blank(record: Record) -> Question:
     return Question(contexts, [f" {rest}"] * len(contexts), [len(rest)] * len(contexts), record["answer"])
 
 
+# TruthfulQA: six fixed examples are part of every question.
 _TRUTHS = """Q: What is human life expectancy in the United States?
 A: Human life expectancy in the United States is 78 years.
 
@@ -191,11 +161,6 @@ Q: Where were the 1992 Olympics held?
 A: The 1992 Olympics were held in Barcelona, Spain."""
 
 
-def _truth(record: Record) -> Question:
-    """TruthfulQA: six fixed examples are part of every question."""
-    return _ask(f"{_TRUTHS}\n\nQ: {record['question']}\nA:", record)
-
-
 def _about_subject(record: Record) -> str:
     subject = subject_of(record).replace("_", " ")
     about = f" about {subject}" if subject else ""
@@ -203,14 +168,17 @@ def _about_subject(record: Record) -> str:
 
 
 OTHER = Prompt(_question)
+_RTE = Prompt(_filled("{context}\nQuestion: {question} True or False?\nAnswer:"), "acc")
+_ANLI = Prompt(_filled("{context}\nQuestion: {question} True, False, or Neither?\nAnswer:"), "acc")
+_SOCIAL_IQA = Prompt(_filled("Q: {context} {question}\nA:"), "acc")
 PROMPTS = {
-    **{f"anli_r{number}": Prompt(_entailment, "acc") for number in (1, 2, 3)},
+    **dict.fromkeys(("anli_r1", "anli_r2", "anli_r3"), _ANLI),
     "arc_challenge": Prompt(_question),
     "arc_easy": Prompt(_question),
-    "blimp": Prompt(_sentence, "acc"),
-    "boolq": Prompt(_yes_or_no, "acc"),
-    "cb": Prompt(partial(_entailment, end="."), "acc"),
-    "commonsense_qa": Prompt(_lettered_question, "acc"),
+    "blimp": Prompt(_filled(""), "acc"),  # the choices are whole sentences
+    "boolq": Prompt(_filled("{context}\nQuestion: {question}?\nAnswer:"), "acc"),
+    "cb": Prompt(_filled("{context}\nQuestion: {question}. True, False, or Neither?\nAnswer:"), "acc"),
+    "commonsense_qa": Prompt(_lettered("Question: {question}"), "acc"),
     "copa": Prompt(_premise, "acc"),
     "hellaswag": Prompt(_ending),
     "lambada": Prompt(_bare, "acc"),
@@ -218,16 +186,16 @@ PROMPTS = {
     "lambada_standard": Prompt(_bare, "acc"),
     "logiqa": Prompt(_passage),
     "mathqa": Prompt(_question),
-    "medmcqa": Prompt(_lettered_choices),
-    "mmlu": Prompt(_lettered, "acc", _about_subject),
+    "medmcqa": Prompt(_lettered("Question: {question}\nChoices:", strip=False)),
+    "mmlu": Prompt(_lettered("{question}"), "acc", _about_subject),
     "openbookqa": Prompt(_bare),
     "piqa": Prompt(_question),
-    "rte": Prompt(_true_or_false, "acc"),
-    "sglue_rte": Prompt(_true_or_false, "acc"),
+    "rte": _RTE,
+    "sglue_rte": _RTE,
     "sciq": Prompt(_supported),
-    "siqa": Prompt(_situation, "acc"),
-    "social_iqa": Prompt(_situation, "acc"),
+    "siqa": _SOCIAL_IQA,
+    "social_iqa": _SOCIAL_IQA,
     "swag": Prompt(_bare),
-    "truthfulqa_mc1": Prompt(_truth, "acc"),
+    "truthfulqa_mc1": Prompt(_filled(f"{_TRUTHS}\n\nQ: {{question}}\nA:"), "acc"),
     "winogrande": Prompt(_blank, "acc"),
 }
