@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
-from residua.report.figures import Curve, curves, heatmap
-from residua.report.forest import Estimate, both_ends, forest
+from residua.report.figures import Curve, Estimate, both_ends, curves, forest, heatmap
 from residua.report.scatter import Line, Point, Scatter
 from residua.study.gains import speed_is_shown
 from residua.study.records import RunRecord

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from residua.diagnose import ModelDiagnosis
     from residua.diagnose.text import Sample
     from residua.model.decoder import Decoder
-    from residua.quantize.calibration import CalibrationText
+    from residua.quantize.evaluate import CalibrationText
 
 SINK_TOKENS, AT_ONCE = 8192, 2048
 """Attention is looked at on the first sequences with so many tokens, as in a diagnosis; so many tokens at a time."""
@@ -119,7 +119,7 @@ class OutlierMeasurement(RunMeasurement):
         return read_current(run.folder, OUTLIERS, Outliers) is None and has_weights(run)
 
     def measure_run(self, run: PlannedRun, console: Console, stages: StageProgress) -> str:
-        from residua.quantize.calibration import CalibrationText
+        from residua.quantize.evaluate import CalibrationText
 
         outliers = look(open_run(run), CalibrationText.of_run(run.config).validation())
         write_atomically(run.folder / OUTLIERS, outliers.model_dump_json(indent=1) + "\n")
@@ -128,7 +128,7 @@ class OutlierMeasurement(RunMeasurement):
 
 def look(model: Decoder, validation: Sequence[Batch]) -> Outliers:
     """Peak activation and residual sinks on all batches, attention sinks on the first sequences."""
-    from residua.quantize.measure import outlier_facts
+    from residua.quantize.evaluate import outlier_facts
 
     peak, ratio = outlier_facts(model, validation)
     sink, uniform, tokens = _attention_sink(model, validation)
@@ -139,8 +139,8 @@ def look(model: Decoder, validation: Sequence[Batch]) -> Outliers:
 
 def _attention_sink(model: Decoder, validation: Sequence[Batch]) -> tuple[float | None, float | None, int]:
     """Mean attention to the first token over softmax layers, its value if attention were uniform, and the tokens."""
+    from residua.diagnose.attention import LayerSums
     from residua.diagnose.native import NativeSubject
-    from residua.diagnose.sinks import LayerSums
 
     subject = NativeSubject(model, "")
     device = next(model.parameters()).device
@@ -192,8 +192,7 @@ class PrecisionMeasurement(RunMeasurement):
 
 def measure_precision(run: PlannedRun, study: StudyConfig, stages: StageProgress) -> QuantizedRun:
     """Evaluate a run's last checkpoint in high precision and with every recipe."""
-    from residua.quantize.calibration import CalibrationText
-    from residua.quantize.measure import mean_loss, outlier_facts
+    from residua.quantize.evaluate import CalibrationText, mean_loss, outlier_facts
 
     text, model = CalibrationText.of_run(run.config), open_run(run)
     validation = text.validation()
@@ -211,8 +210,8 @@ def measure_precision(run: PlannedRun, study: StudyConfig, stages: StageProgress
 
 def quantized_copy(model: Decoder, name: str, text: CalibrationText, calibration: int) -> Decoder:
     """A copy of the model in low precision by the recipe called `name`, smoothed if it says so."""
-    from residua.quantize.apply import quantize_model
-    from residua.quantize.measure import forward, static_scales
+    from residua.quantize.evaluate import forward, static_scales
+    from residua.quantize.modules import quantize_model
     from residua.quantize.schemes import find_scheme
     from residua.quantize.smoothing import smooth
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from residua.files import write_atomically
 from residua.report import Cell, Column, Link, Page, Picture, Section, Series, Sorted, theme
-from residua.report.forest import height_of
+from residua.report.figures import height_of
 from residua.study import figures, tables, verdicts
 from residua.study.config import StudyConfig
 from residua.study.figures import SECONDS, TOKENS, Records

@@ -28,7 +28,7 @@ from residua.study.plan import PlannedRun
 from residua.study.records import ACCURACIES, Accuracies, RunRecord, TaskAccuracy, read_current
 
 if TYPE_CHECKING:
-    from residua.evaluate.accuracy import TaskScore
+    from residua.evaluate.results import TaskScore
     from residua.evaluate.score import Scorer
 
 
@@ -58,7 +58,7 @@ class _Local:
         self.asked = {task.name: _digest([task.split, task.metric, task.questions]) for task in opened}
 
     def score(self, scorer: Scorer, name: str, progress: Progress) -> TaskAccuracy:
-        from residua.evaluate.accuracy import score_task
+        from residua.evaluate.results import score_task
 
         score: TaskScore = score_task(scorer, self._tasks[name], progress)
         return TaskAccuracy(
@@ -141,7 +141,7 @@ class TaskMeasurement(RunMeasurement):
     def measure_run(self, run: PlannedRun, console: Console, stages: StageProgress) -> str:
         from residua.evaluate.score import Scorer
         from residua.machine import choose_device
-        from residua.quantize.calibration import CalibrationText
+        from residua.quantize.evaluate import CalibrationText
         from residua.storage.model_folder import open_model, place
 
         jobs = [job for job in self.missing(run) if job.task not in self._lost]

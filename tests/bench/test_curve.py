@@ -75,7 +75,7 @@ def spoil(monkeypatch, when):
 
 
 @pytest.mark.slow
-def test_two_runs_are_on_the_fused_operators_and_one_on_the_references(config, monkeypatch):
+def test_two_runs_are_fused_and_one_is_the_reference(config, monkeypatch):
     ran = spoil(monkeypatch, lambda number, backend: False)
     result = bench_curve(config, open_data(config), CPU)
     assert ran == [("auto", True), ("auto", True), ("reference", True)]
@@ -129,7 +129,7 @@ def test_a_short_curve_warms_up_for_a_quarter_of_it(run):
     assert done.exit_code == 0 and "in steps 1–8" in done.output
 
 
-def test_the_command_prints_the_largest_difference_and_writes_json(run, tmp_path):
+def test_curve_command_prints_and_writes_json(run, tmp_path):
     out = tmp_path / "curve.json"
     done = CliRunner().invoke(app, ["curve", str(run), "--steps", "11", "--out", str(out)], catch_exceptions=False)
     assert done.exit_code == 0

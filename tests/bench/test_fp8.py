@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from residua.bench.fp8 import bench_linear, linear_report, print_linear
-from residua.quantize.real import SCALINGS, find_product
+from residua.quantize.fp8_gemm import SCALINGS, find_product
 
 CPU = torch.device("cpu")
 

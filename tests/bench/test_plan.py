@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from residua.bench.plan import GIB, Machine, MeshPlan, plan
-from residua.bench.plan_table import command, scale_tables
+from residua.bench.plan import GIB, Machine, MeshPlan, command, plan
 from residua.cli.bench import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.size import measure
 from tests.distributed.cases import MODELS, run_config
+from tests.docs.commands import load_module
 
 pytestmark = pytest.mark.slow  # torch.distributed.pipelining takes seconds to import
 
@@ -51,7 +50,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("preset", MEASURED)
-def test_what_depth_costs_on_one_device_is_about_what_was_measured(preset: str) -> None:
+def test_depth_cost_on_one_device_is_near_the_measured(preset: str) -> None:
     """Ratios to the additive step on an H200, docs/scale.md."""
     changes = [f"train.micro_batch={32 if '-s-' in preset else 16}", "train.accumulate=4"]
     baseline = f"{preset[:5]}-prenorm"
@@ -95,7 +94,7 @@ def test_stages_send_what_the_tests_of_two_ranks_count() -> None:
     assert planned.sent.stages * 2 == 2 * 7 * block
 
 
-def test_the_outermost_group_is_gathered_once_per_step_and_layers_for_every_micro_batch() -> None:
+def test_outermost_group_is_gathered_once_per_step() -> None:
     config = RunConfig.find("mgr-s-prenorm").override(["train.accumulate=8"])
     size = measure(config.model)
     sent = found(plan(config, 2, H200), shard=2).sent
@@ -104,7 +103,7 @@ def test_the_outermost_group_is_gathered_once_per_step_and_layers_for_every_micr
     assert sent.root == pytest.approx((4 + 4) * (size.parameters - layers) / 2)
 
 
-def test_a_group_inside_a_node_is_as_fast_as_its_links_and_one_across_nodes_as_its_network_cards() -> None:
+def test_group_is_as_fast_as_its_links_or_network_cards() -> None:
     machine = Machine(140 * GIB, 500e12, 300e9, between=20e9, node=8, latency=1e-3)
     assert machine.group(8, 1).ring(300e9) == pytest.approx(1 + 1e-3)
     assert machine.group(4, 2).nodes == 1 and machine.group(2, 8).nodes == 2 and machine.group(4, 4).nodes == 2
@@ -117,7 +116,7 @@ def test_a_group_inside_a_node_is_as_fast_as_its_links_and_one_across_nodes_as_i
     assert machine.group(1, 1).ring(1e9) == machine.group(1, 1).exchange(1e9) == 0.0
 
 
-def test_slow_links_between_nodes_make_only_meshes_across_nodes_slow() -> None:
+def test_slow_network_slows_only_meshes_across_nodes() -> None:
     config = RunConfig.find("mgr-s-prenorm").override(["train.accumulate=16"])
     fast, slow = (plan(config, 16, replace(H200, between=rate)) for rate in (1e12, 1e9))
     assert found(slow, data=16).seconds > 2 * found(fast, data=16).seconds
@@ -143,7 +142,7 @@ def test_a_step_takes_as_long_as_the_slowest_stage() -> None:
     )
 
 
-def test_the_first_rank_of_a_pipeline_has_more_in_flight_and_the_last_has_the_head() -> None:
+def test_first_pipeline_rank_has_more_in_flight() -> None:
     config = RunConfig.find("mgr-l-prenorm")
     planned = found(plan(config, 4, H200), pipeline=4, stages_per_rank=1)
     alone = found(plan(config, 1, H200), pipeline=1)
@@ -151,7 +150,7 @@ def test_the_first_rank_of_a_pipeline_has_more_in_flight_and_the_last_has_the_he
     assert planned.held.activations > alone.held.activations / 2
 
 
-def test_a_node_without_host_memory_for_its_checkpoints_does_not_fit() -> None:
+def test_node_without_memory_for_checkpoints_does_not_fit() -> None:
     config = RunConfig.find("mgr-l-prenorm")
     (alone,) = plan(config, 1, H200)
     parameters = measure(config.model).parameters
@@ -159,7 +158,7 @@ def test_a_node_without_host_memory_for_its_checkpoints_does_not_fit() -> None:
     assert not plan(config, 1, replace(H200, host=alone.host / 2))[0].fits
 
 
-def test_tensor_and_context_parallelism_send_what_the_equations_say() -> None:
+def test_tensor_and_context_traffic_follows_the_equations() -> None:
     """12 layers of width 768 with 6 heads, 8 × 1024 tokens in each of 4 micro-batches."""
     changes = ["train.accumulate=4", "train.micro_batch=8", "data.sequence=2048"]
     plans = plan(RunConfig.find("mgr-s-prenorm").override(changes), 2, H200, engines=True)
@@ -233,14 +232,11 @@ def test_the_command_names_the_nodes_and_the_engine() -> None:
 
 
 @pytest.mark.nightly
-def test_the_plans_of_the_documentation_are_those_that_make_scale_writes() -> None:
-    spec = importlib.util.spec_from_file_location("scale", ROOT / "tools" / "scale.py")
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    assert "\n".join(tool.lines()) in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+def test_documented_plans_are_those_of_make_scale() -> None:
+    assert "\n".join(load_module("tools/scale.py").lines()) in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
 
 
 def test_a_table_has_the_fastest_mesh_of_each_size_and_engine() -> None:
-    lines = list(scale_tables({"tiny": run_config("additive", accumulate=4096, micro_batch=1)}, H200))
+    models = {"tiny": run_config("additive", accumulate=4096, micro_batch=1)}
+    lines = list(load_module("tools/scale.py").scale_tables(models, H200))
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["8", "64", "512", "4096"]

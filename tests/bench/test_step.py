@@ -46,7 +46,7 @@ def base(run):
     return RunConfig.from_toml(run)
 
 
-def test_a_step_is_timed_as_often_as_asked_and_its_tokens_counted(base):
+def test_step_is_timed_as_often_as_asked(base):
     (result,) = bench_step(read_cases(base, []), CPU, steps=3, warmup=1)
     assert result.step is not None and result.step.count == 3
     assert 0 < result.step.p10 <= result.step.median <= result.step.p90
@@ -118,7 +118,7 @@ def test_memory_is_released_without_importing_the_compiler(monkeypatch):
 
 
 @pytest.mark.slow
-def test_cases_take_turns_in_processes_of_their_own_and_train_as_they_do_alone(base):
+def test_cases_that_take_turns_train_as_they_do_alone(base):
     cases = read_cases(base, ["prenorm", "mgr backend=reference"])
     alone = bench_step(cases, CPU, steps=5, warmup=1)
     taken = bench_turns(cases, rounds=2, steps=2, warmup=2)
@@ -130,7 +130,7 @@ def test_cases_take_turns_in_processes_of_their_own_and_train_as_they_do_alone(b
 
 
 @pytest.mark.nightly
-def test_a_case_that_cannot_be_timed_is_named_with_its_last_words(run, monkeypatch):
+def test_case_that_cannot_be_timed_is_named(run, monkeypatch):
     monkeypatch.setenv("RESIDUA_PLUGINS", "no_such_plugin")
     result = CliRunner().invoke(app, ["step", str(run), "--compare", "prenorm,mgr", "--rounds", "1"])
     assert isinstance(result.exception, ValueError), result.exception

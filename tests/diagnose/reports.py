@@ -7,25 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from residua.diagnose import Diagnosis, ModelDiagnosis
+from residua.diagnose.attention import AttentionFacts, HeadFacts, PositionFacts, TokenSink
 from residua.diagnose.metrics import attention, chance, depth_weights, dimensions, states, sublayers
 from residua.diagnose.metrics.anchors import AnchorFacts
-from residua.diagnose.metrics.attention_maps import AttentionLayerMap, AttentionMap
 from residua.diagnose.metrics.depth_weights import BlockFacts, ReaderFacts
-from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile
+from residua.diagnose.metrics.dimensions import DimensionFacts, DimensionProfile, NormFacts
 from residua.diagnose.metrics.experts import ExpertFacts
-from residua.diagnose.metrics.gates import GateFacts
-from residua.diagnose.metrics.norm_gates import GateCurve, NormGateFacts
-from residua.diagnose.metrics.norms import NormFacts
+from residua.diagnose.metrics.gates import BetaFacts, GateCurve, GateFacts, NormGateFacts, Quartiles
+from residua.diagnose.metrics.maps import AttentionLayerMap, AttentionMap, LayerMap, TokenMap
 from residua.diagnose.metrics.outputs import OutputFacts
 from residua.diagnose.metrics.removal import AblationFacts
 from residua.diagnose.metrics.states import Activation, StateFacts
 from residua.diagnose.metrics.streams import StreamFacts
 from residua.diagnose.metrics.sublayers import LayerFacts, SiteFacts
-from residua.diagnose.metrics.token_maps import LayerMap, TokenMap
-from residua.diagnose.metrics.write_gates import BetaFacts, Quartiles
 from residua.diagnose.schema import TextFacts
 from residua.diagnose.sentences import summary
-from residua.diagnose.sinks import AttentionFacts, HeadFacts, PositionFacts, TokenSink
 
 TEXT = TextFacts(source="the validation text of wiki", tokens=8192, sequences=8, length=1024)
 WIDTH, HEADS = 512, 8

@@ -54,7 +54,7 @@ def test_every_ablation_acts_and_leaves_the_model_as_it_was(topology: str) -> No
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
 
 
-def test_removing_a_layer_equals_an_additive_model_without_its_outputs() -> None:
+def test_removed_layer_equals_model_without_its_outputs() -> None:
     model = model_of("additive")
     (ablation,) = [a for a in NativeSubject(model, "m").ablations(("layer",)) if a.index == 2]
     removed = loss(model, ablation)
@@ -62,7 +62,7 @@ def test_removing_a_layer_equals_an_additive_model_without_its_outputs() -> None
     assert removed == pytest.approx(loss(model), rel=1e-6)
 
 
-def test_removing_a_head_equals_zero_columns_of_the_output_projection() -> None:
+def test_removed_head_equals_zero_output_columns() -> None:
     model = model_of("additive")
     (ablation,) = [a for a in NativeSubject(model, "m").ablations(("head",)) if (a.index, a.second) == (1, 3)]
     removed = loss(model, ablation)
@@ -102,7 +102,7 @@ def test_uniform_hyper_connections_read_every_stream_alike(weights: str) -> None
     torch.testing.assert_close(share, share[..., :1].expand_as(share), rtol=1e-2, atol=1e-3)
 
 
-def test_a_removed_source_is_read_by_nobody_and_the_other_weights_still_sum_to_one() -> None:
+def test_removed_source_leaves_weights_that_sum_to_one() -> None:
     model = model_of("full_attnres")
     (ablation,) = [a for a in NativeSubject(model, "m").ablations(("source",)) if a.label == "layer 1 attention"]
     with ablation.applied(), taps.record() as seen, torch.no_grad():

@@ -19,7 +19,7 @@ SEQUENCES, LENGTH = 32, 2048
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["mgr-s-prenorm", "mgr-s-full", "mgr-s-competitive4"])
-def test_a_12_by_768_model_takes_under_a_minute_and_two_gibibytes(preset: str) -> None:
+def test_12_by_768_model_takes_under_a_minute_and_2_gib(preset: str) -> None:
     config = residua.ModelConfig.preset(preset).override([f"context={LENGTH}"])
     model = residua.build(config).cuda()
     rows = torch.randint(config.vocab_size, (SEQUENCES, LENGTH + 1))

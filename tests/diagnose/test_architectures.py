@@ -28,7 +28,7 @@ def assert_as_recorded(kind: str, row: dict[str, object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DISTINCT)
-def test_what_is_recorded_equals_hooks_and_planted_defects_are_found(kind: str) -> None:
+def test_records_equal_hooks_and_defects_are_found(kind: str) -> None:
     row = sweep.examine(kind)
     assert sweep.faults(row) == []
     assert_as_recorded(kind, row)
@@ -43,13 +43,13 @@ def test_every_architecture_of_the_table(kind: str) -> None:
 
 
 @pytest.mark.nightly
-def test_the_table_has_every_causal_language_model_of_the_installed_transformers() -> None:
+def test_table_has_every_installed_causal_model() -> None:
     from tests.diagnose.architectures import types
 
     assert set(recorded()) | set(LEFT_OUT) == set(types())
 
 
-def test_no_row_of_the_table_has_a_fault_and_every_refusal_is_a_sentence() -> None:
+def test_no_row_has_a_fault_and_refusals_are_sentences() -> None:
     rows = recorded()
     assert len(rows) > 150
     assert {kind: found for kind, row in rows.items() if (found := sweep.faults(row))} == {}

@@ -54,7 +54,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run")
 
 
-def test_a_run_is_diagnosed_into_its_own_folder_and_summarised_in_ten_lines(run: Path, text: Path) -> None:
+def test_run_is_diagnosed_into_its_folder_in_ten_lines(run: Path, text: Path) -> None:
     result = CliRunner().invoke(app, [str(run), "--text", str(text), "--tokens", "256", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     made = Diagnosis.read(run / "diagnosis.json").models[0]
@@ -72,7 +72,7 @@ def test_models_stand_side_by_side_in_one_page(run: Path, text: Path, tmp_path: 
     assert "Inside run and mgr" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
 
 
-def test_runs_of_one_name_are_told_apart_and_keep_their_own_telemetry(text: Path, tmp_path: Path) -> None:
+def test_runs_of_one_name_keep_their_own_telemetry(text: Path, tmp_path: Path) -> None:
     runs = [write_run(tmp_path / parent / "runs" / "m") for parent in "AB"] + [write_run(tmp_path / "B" / "other")]
     records = [{"kind": "telemetry", "step": n, "tokens": 64 * n, "figures": {"peak": [1.0, 2.0]}} for n in (1, 2)]
     (runs[1] / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
@@ -157,7 +157,7 @@ def test_a_folder_of_unreadable_weights_is_one_sentence(tmp_path: Path) -> None:
     assert "\n" not in str(error.value) and str(error.value).endswith((".", "`"))
 
 
-def test_a_folder_of_pickled_weights_is_told_what_to_do_as_by_import(tmp_path: Path) -> None:
+def test_pickled_weights_get_the_advice_of_import(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     torch.save({"weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
@@ -178,7 +178,7 @@ def test_a_folder_that_brings_code_is_refused_in_our_own_words(tmp_path: Path) -
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_message_of_another_library_is_not_cut_inside_a_sentence() -> None:
+def test_foreign_message_is_not_cut_inside_a_sentence() -> None:
     long = "word " * 60 + "end."
     assert first_sentences(ValueError(f"{long} More.")) == long
     assert first_sentences(ValueError(f"Short.\n{long}")) == "Short."
@@ -214,7 +214,7 @@ def test_files_of_other_things_get_no_diagnosis_among_them(run: Path, text: Path
     assert not (text.parent / "diagnosis.json").exists()
 
 
-def test_a_diagnosis_is_made_again_in_its_place_and_beside_others(run: Path, text: Path, tmp_path: Path) -> None:
+def test_diagnosis_is_made_again_in_place_and_beside_others(run: Path, text: Path, tmp_path: Path) -> None:
     for out in (run, run, tmp_path / "pages" / "one", tmp_path / "pages", tmp_path / "pages"):
         diagnose([run], out, text=text, tokens=64, ablations="none")
         assert (out / "report.html").exists()

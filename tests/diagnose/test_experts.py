@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from residua.diagnose import Diagnosis, ModelDiagnosis, run
+from residua.diagnose import Diagnosis, ModelDiagnosis, api
 from residua.diagnose.metrics.experts import Experts
 from residua.diagnose.page import diagnosis_page
 from residua.model.decoder import Decoder
@@ -30,7 +30,7 @@ def made() -> tuple[Decoder, ModelDiagnosis]:
     torch.manual_seed(0)
     sparse = model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
+        patch.setattr(api, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
         return sparse, planted.diagnosed(sparse, planted.sample(), ablations="layers")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from residua.diagnose import Diagnosis, diagnose_model, hf_attention, huggingface
+from residua.diagnose import Diagnosis, diagnose_model, hf_structure, huggingface
 from residua.diagnose.attention import Scores, attend_and_sum, merged
 from residua.diagnose.hf_checks import check_layers
 from residua.diagnose.huggingface import HuggingFaceSubject
@@ -29,11 +29,11 @@ def reasons(subject: HuggingFaceSubject, start: str) -> list[str]:
     return [reason for reason in subject.skipped if reason.startswith(start)]
 
 
-def test_attention_that_changes_the_loss_is_not_reported_and_the_models_own_is_used(
+def test_attention_that_changes_the_loss_is_not_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wrong(*given: Any, **options: Any) -> tuple[Tensor, None]:
-        y, _ = hf_attention.attention(*given, **options)
+        y, _ = hf_structure.attention(*given, **options)
         return 1.5 * y, None
 
     model = models.build("llama")
@@ -98,7 +98,7 @@ class Doubling(nn.Module):
         return hidden_states + self.body(2 * hidden_states)
 
 
-def test_a_layer_whose_first_state_is_not_its_input_counts_as_one_sublayer() -> None:
+def test_layer_with_another_first_state_is_one_sublayer() -> None:
     model = models.build("llama")
     model.model.layers[1] = Doubling(models.WIDTH)
     subject = HuggingFaceSubject(model, "doubling")
@@ -109,7 +109,7 @@ def test_a_layer_whose_first_state_is_not_its_input_counts_as_one_sublayer() -> 
     torch.testing.assert_close(seen.states[2] + seen.outputs[2], seen.states[3])
 
 
-def test_outputs_that_are_scaled_before_they_are_added_are_recorded_as_added() -> None:
+def test_scaled_outputs_are_recorded_as_they_are_added() -> None:
     given, outputs = torch.randn(1, 4, 8), [torch.randn(1, 4, 8), torch.zeros(1, 4, 8), torch.randn(1, 4, 8)]
     sites = [Site(k, 0, "feed-forward") for k in range(3)]
     seen = Observation(torch.zeros(1, 4))
@@ -121,7 +121,7 @@ def test_outputs_that_are_scaled_before_they_are_added_are_recorded_as_added() -
     assert check_layers(seen, sites, {0: (given, given)}).wrong == [0]
 
 
-def test_rounding_in_16_bits_hides_nothing_and_scaled_residuals_are_seen() -> None:
+def test_16_bit_rounding_does_not_hide_scaled_residuals() -> None:
     subject = HuggingFaceSubject(architectures.build("granite").to(torch.bfloat16), "granite")
     tokens = architectures.rows()[:, :-1]
     assert sorted(subject.observe(tokens, tokens).attention) == [0, 1]
@@ -152,7 +152,7 @@ def test_expert_load_is_that_of_the_routers_logits(kind: str) -> None:
         torch.testing.assert_close(seen.loads[layer], torch.bincount(chosen, minlength=4).double() / chosen.numel())
 
 
-def test_bias_and_bidirectional_attention_are_those_of_their_definition() -> None:
+def test_bias_and_bidirectional_attention_equal_definition() -> None:
     q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (5, 7, 7))
     bias = torch.randn(1, 2, 5, 7, dtype=torch.float64)
     y, sums = attend_and_sum(q, k, v, Scores(scale=0.5, bias=bias, causal=False))

@@ -121,7 +121,7 @@ def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (cut, r"holds 'model\.norm\.weight' with shape \[5\] where LlamaForCausalLM has \[32\]"),
     ],
 )
-def test_weights_that_transformers_would_draw_at_random_are_refused(spoil: Any, words: str, tmp_path: Path) -> None:
+def test_missing_weights_are_refused_not_drawn_at_random(spoil: Any, words: str, tmp_path: Path) -> None:
     folder = models.save(models.build("llama"), tmp_path / "llama")
     tensors = load_file(folder / "model.safetensors")
     save_file(spoil(tensors), folder / "model.safetensors", {"format": "pt"})
@@ -252,7 +252,7 @@ def test_a_hybrid_says_which_layers_have_no_attention_weights() -> None:
     assert sorted(subject.observe(TOKENS, TOKENS).attention) == [3]
 
 
-def test_a_model_outside_the_attention_interface_degrades_and_says_so() -> None:
+def test_model_outside_attention_interface_says_so() -> None:
     subject = HuggingFaceSubject(models.build("bloom"), "bloom")
     seen = subject.observe(TOKENS, TOKENS)
     assert seen.attention == {} and len(seen.states) == 5
@@ -260,7 +260,7 @@ def test_a_model_outside_the_attention_interface_degrades_and_says_so() -> None:
     torch.testing.assert_close(seen.states[1] + seen.outputs[1], seen.states[2])
 
 
-def test_the_streams_of_hyper_connections_are_not_passed_off_as_one_residual() -> None:
+def test_hyper_connection_streams_are_not_one_residual() -> None:
     import transformers
 
     if not hasattr(transformers, "DeepseekV4Config"):

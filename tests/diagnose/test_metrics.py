@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from residua import ops
-from residua.diagnose import ModelDiagnosis, run, sinks, taps
+from residua.diagnose import ModelDiagnosis, api, attention, taps
 from residua.diagnose.metrics import find_metrics
 from residua.diagnose.metrics.dimensions import FAR
 from residua.diagnose.metrics.states import CoreFeatures
@@ -37,7 +37,7 @@ def case(**tables: object) -> Case:
             p.add_(torch.randn_like(p) * 0.5)
     text = planted.sample()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
+        patch.setattr(api, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
         made = planted.diagnosed(model, text, ablations="none")
     with taps(model) as seen, torch.no_grad():
         model(text.tokens)
@@ -66,7 +66,7 @@ def test_an_observation_is_freed_before_the_next_is_made(monkeypatch: pytest.Mon
         return seen
 
     monkeypatch.setattr(NativeSubject, "observe", counted)
-    monkeypatch.setattr(run, "TOKENS_AT_ONCE", planted.LENGTH)
+    monkeypatch.setattr(api, "TOKENS_AT_ONCE", planted.LENGTH)
     planted.diagnosed(planted.control(), planted.sample(), ablations="none")
     assert len(made) > 1
 
@@ -151,7 +151,7 @@ def test_layer_by_layer_similarity_and_angular_distance(additive: Case) -> None:
         assert made.angular_distance[one][other] == pytest.approx(angle, rel=1e-9, abs=1e-12)
 
 
-def test_core_features_are_the_components_for_99_percent_of_the_variance(additive: Case) -> None:
+def test_core_features_hold_99_percent_of_the_variance(additive: Case) -> None:
     _, made, seen = additive
     for facts in made.states:
         h = state(seen, made, facts.index).flatten(0, 1)
@@ -160,7 +160,7 @@ def test_core_features_are_the_components_for_99_percent_of_the_variance(additiv
         assert facts.core_features == expected
 
 
-def test_core_features_survive_a_large_constant_dimension_in_single_precision() -> None:
+def test_core_features_survive_a_large_constant_dimension() -> None:
     x = torch.randn(4, 100, 6) * torch.tensor([1, 1, 1, 1e-3, 1e-3, 0])
     x[..., 5] += 1e4
     core = CoreFeatures()
@@ -205,7 +205,7 @@ def test_output_and_gradient_rms(additive: Case) -> None:
     model.zero_grad()
 
 
-def test_gradients_are_of_the_first_512_tokens_in_whole_sequences() -> None:
+def test_gradients_are_of_the_first_512_tokens() -> None:
     model = planted.control().double()
     few = planted.sample()
     rows, targets = few.tokens.repeat(3, 1).roll(1, 1), few.targets.repeat(3, 1)
@@ -219,7 +219,7 @@ def test_gradients_are_of_the_first_512_tokens_in_whole_sequences() -> None:
 
 
 @pytest.mark.parametrize(("length", "sequences"), [(32, 16), (300, 1), (512, 1), (600, 1)])
-def test_the_first_tokens_of_a_sample_are_whole_sequences_and_one_at_least(length: int, sequences: int) -> None:
+def test_first_tokens_of_a_sample_are_whole_sequences(length: int, sequences: int) -> None:
     rows = torch.arange(20 * length).view(20, length)
     few = Sample(rows, rows + 1, planted.sample().facts).first(512)
     assert torch.equal(few.tokens, rows[:sequences]) and torch.equal(few.targets, rows[:sequences] + 1)
@@ -293,8 +293,8 @@ def test_depth_weights_and_streams_of_hyper_connections() -> None:
 
 @pytest.mark.slow
 def test_attention_to_a_token_id_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinks, "SINK", 0.0)
-    monkeypatch.setattr(sinks, "FLOORS", 0.0)
+    monkeypatch.setattr(attention, "SINK", 0.0)
+    monkeypatch.setattr(attention, "FLOORS", 0.0)
     _, made, seen = case()
     tokens = planted.sample().tokens
     queries = tokens.numel()

@@ -16,10 +16,9 @@ from residua.diagnose.metric import Finding
 from residua.diagnose.metrics.chance import chance_level, frequency_loss
 from residua.diagnose.metrics.depth_weights import DepthWeights, ReaderFacts
 from residua.diagnose.metrics.removal import AblationFacts, Removal
-from residua.diagnose.metrics.similarity import Similarity
+from residua.diagnose.metrics.states import Similarity
 from residua.diagnose.metrics.sublayers import Sublayers
-from residua.diagnose.overview import add_findings, add_picture
-from residua.diagnose.page import WIDE, diagnosis_page, title
+from residua.diagnose.page import WIDE, add_findings, add_picture, diagnosis_page, title
 from residua.diagnose.plots import by_layer, colours
 from residua.diagnose.sentences import absent, short, sureness, token
 from residua.report import Page, theme
@@ -123,7 +122,7 @@ def test_a_massive_activation_is_a_card_and_red_where_it_is_read() -> None:
     assert {name: cells for name, cells in red.items() if cells} == {"layer 2": ["5963×"], "layer 3": ["5040×"]}
 
 
-def test_a_model_without_findings_shows_one_green_line_and_no_card() -> None:
+def test_model_without_findings_shows_one_green_line() -> None:
     html = html_of(report("control", 2))
     assert html.count(GREEN) == 1 and '<p class="good is-good">' in html
     assert cards(html) == {} and "<title>Inside control: nothing wrong found</title>" in html
@@ -131,7 +130,7 @@ def test_a_model_without_findings_shows_one_green_line_and_no_card() -> None:
     assert not any(flag in ("bad", "note") for cells in rows(html).values() for flag, _ in cells)
 
 
-def test_models_side_by_side_have_one_card_for_each_kind_and_one_green_line() -> None:
+def test_several_models_share_one_card_per_kind() -> None:
     models = report("a", dead=[1]), report("b", dead=[2, 3]), report("c"), report("d")
     html = top_of(*models)
     (card,) = cards(html).items()
@@ -142,7 +141,7 @@ def test_models_side_by_side_have_one_card_for_each_kind_and_one_green_line() ->
     assert title(reports.side_by_side(16).models) == "Inside 16 models: findings in 8 of them"
 
 
-def test_layers_stand_from_bottom_to_top_and_what_was_not_measured_is_hatched() -> None:
+def test_layers_rise_and_unmeasured_cells_are_hatched() -> None:
     html = top_of(report(layers=3, removal=False))
     assert list(rows(html)) == ["final norm", "layer 2", "layer 1", "layer 0"]
     assert [flag for flag, _ in rows(html)["final norm"]] == ["missing", "", "missing"]  # no removal: no such column
@@ -189,7 +188,7 @@ def test_a_dead_sublayer_is_told_apart_from_a_dead_layer() -> None:
     assert [name for name, cells in rows(html).items() if cells[0][0] == "bad"] == ["layer 2"]
 
 
-def test_how_sure_a_finding_is_follows_from_its_margin_and_the_text() -> None:
+def test_sureness_follows_from_margin_and_text() -> None:
     made = report()
     few = made.model_copy(update={"text": reports.TEXT.model_copy(update={"sequences": 1})})
     assert sureness("9×", 3.0, made) == "Clear: 9×, on 8,192 tokens in 8 sequences."
@@ -208,7 +207,7 @@ def test_a_variant_has_the_colour_it_has_in_its_study() -> None:
     assert len(set(colours(strangers))) == 2
 
 
-def test_a_model_that_lacks_a_quantity_does_not_pass_its_colour_on() -> None:
+def test_model_without_a_quantity_keeps_its_colour() -> None:
     first, second = report("a", 2), report("b", 2)
     figure = by_layer([first, second], lambda m: [(0, 1.0)] if m is second else [], "y")
     assert figure is not None and figure.data[0].line.color == colours([first, second])[1]
@@ -233,7 +232,7 @@ def test_a_token_is_shown_by_its_text() -> None:
     assert token("", 7) == token("#7", 7) == "id 7"
 
 
-def test_the_summary_of_several_models_is_a_table_without_empty_columns() -> None:
+def test_summary_of_several_models_has_no_empty_columns() -> None:
     html = html_of(report("a", 3), report("b", 3, routing=True))
     part = html[html.index('<section id="summary"') : html.index('<section id="what-removal-costs"')]
     heads = re.findall(r'<th scope="col"[^>]*>(?:<button[^>]*>)?([^<]+)', part)
@@ -257,7 +256,7 @@ def test_numbers_fit_narrow_places(value: float, words: str) -> None:
     assert short(value) == words and len(words) <= 6
 
 
-def test_a_metric_without_words_of_its_own_gets_a_card_from_its_numbers() -> None:
+def test_metric_without_words_gets_a_card_from_its_numbers() -> None:
     from residua.diagnose.metric import Metric
 
     found = [Finding(kind="odd", where={"state": 3, "layers": [1, 2]}, words="odd")]

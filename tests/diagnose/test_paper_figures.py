@@ -14,17 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.diagnose import ModelDiagnosis, run, taps
+from residua.diagnose import ModelDiagnosis, api, taps
 from residua.diagnose.metrics.anchors import AnchorFacts, Anchors
-from residua.diagnose.metrics.attention_maps import AttentionLayerMaps, AttentionMaps
 from residua.diagnose.metrics.depth_weights import DepthWeights
-from residua.diagnose.metrics.norm_gates import EDGES, NormGates
-from residua.diagnose.metrics.norms import Norms
+from residua.diagnose.metrics.dimensions import Norms
+from residua.diagnose.metrics.gates import EDGES, NormGates, WriteGates
+from residua.diagnose.metrics.maps import AttentionLayerMaps, AttentionMaps, LayerMaps, TokenMaps
 from residua.diagnose.metrics.outputs import Outputs
 from residua.diagnose.metrics.streams import Streams
 from residua.diagnose.metrics.sublayers import Sublayers
-from residua.diagnose.metrics.token_maps import LayerMaps, TokenMaps
-from residua.diagnose.metrics.write_gates import WriteGates
 from residua.model.decoder import Decoder
 from residua.report import Page
 from tests.diagnose import planted
@@ -45,7 +43,7 @@ def case(maps: bool = False, **tables: Any) -> Case:
             p.add_(torch.randn_like(p) * 0.3)
     text = planted.sample()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
+        patch.setattr(api, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
         made = planted.diagnosed(model, text, ablations="none", maps=maps)
     with taps(model) as seen, torch.no_grad():
         model(text.tokens)
@@ -70,7 +68,7 @@ def streams() -> Case:
     return case(topology={"kind": "multi_gate", "streams": 3})
 
 
-def test_a_stream_has_its_angular_distance_to_itself_at_every_earlier_reader(streams: Case) -> None:
+def test_stream_distances_cover_every_earlier_reader(streams: Case) -> None:
     _, made, seen = streams
     for place, facts in enumerate(made.streams):
         after = seen[f"depth.{facts.reader - 1}.streams"]
@@ -147,7 +145,7 @@ def test_the_rms_of_the_hidden_state_is_drawn_over_depth(streams: Case) -> None:
     assert [s.rms for s in made.states] in drawn
 
 
-def test_the_output_and_the_gradient_of_a_layer_are_those_of_its_sublayers_together(streams: Case) -> None:
+def test_layer_output_and_gradient_are_those_of_its_sublayers(streams: Case) -> None:
     """As in 004, figure 2: a point for each Transformer block."""
     model, made, seen = streams
     text = planted.sample()
@@ -297,7 +295,7 @@ def test_both_factors_of_preaffine_are_shown_norm_by_norm(dynamic: Case) -> None
     assert len(maps) == 2 and maps[1]["z"][3][0] == pytest.approx(made.norms[9 + 3].values[0], rel=1e-3)
 
 
-def test_the_factor_furthest_from_1_is_told_with_the_other_factor_there() -> None:
+def test_furthest_factor_is_named_with_the_other_factor() -> None:
     model = planted.control(norm={"kind": "preaffine"})
     with torch.no_grad():
         model.sublayers[3].norm.affine[7], model.sublayers[3].norm.weight[7] = 7.19, 0.06

@@ -42,7 +42,7 @@ def test_a_sink_on_the_first_token_is_named_with_its_layer() -> None:
     assert all(a.sink_rate == 0 for a in made.attention if a.layer != 1)
 
 
-def test_a_token_that_is_a_sink_wherever_it_stands_is_named_by_its_id() -> None:
+def test_token_sink_at_any_position_is_named_by_id() -> None:
     model = control()
     with torch.no_grad():
         model.embed.weight[:, 0] = 0.0
@@ -122,7 +122,7 @@ def test_a_massive_activation_is_named_by_its_dimension() -> None:
     assert ("massive_activation", (("dimension", 9),)) in named(diagnosed(model, ablations="none"))
 
 
-def test_a_layer_that_writes_beside_an_outlier_dimension_is_not_called_dead() -> None:
+def test_layer_that_writes_beside_an_outlier_is_not_dead() -> None:
     model = control()
     planted.plant_outlier(model, dimension=5, size=600.0, gain=0.006)
     made = diagnosed(model)

@@ -12,7 +12,7 @@ from tests.diagnose import planted
 TOKENS = planted.sample().tokens
 
 
-def test_taps_records_published_names_and_nothing_outside_the_block() -> None:
+def test_taps_records_only_inside_the_block() -> None:
     model = planted.control(topology={"kind": "full_attnres"})
     with residua.diagnose.taps(model) as seen:
         model(TOKENS)

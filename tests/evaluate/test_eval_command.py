@@ -35,7 +35,7 @@ def test_the_run_scores_what_training_measured(
     assert f"residua eval {run} --tasks exoformer --task-dir FOLDER" in printed
 
 
-def test_a_text_is_scored_whole_also_if_it_is_shorter_than_the_context(
+def test_text_shorter_than_the_context_is_scored_whole(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for length in (12, 100):
@@ -66,7 +66,7 @@ def test_results_of_tasks_are_a_table_and_a_new_file_each_time(
     assert f"{100 * tasks[0]['acc_norm']['value']:.2f} ± {100 * tasks[0]['acc_norm']['error']:.2f}" in printed
 
 
-def test_exoformer_through_the_harness_is_six_tasks_and_their_mean(
+def test_exoformer_in_the_harness_is_six_tasks_and_a_mean(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("lm_eval")

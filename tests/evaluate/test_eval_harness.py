@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from residua.evaluate.accuracy import score_task
+from residua.evaluate.results import score_task
 from residua.evaluate.score import Scorer
 from residua.evaluate.tasks import read_task
 from residua.generate.generator import Generator, Request
@@ -126,7 +126,7 @@ def test_generate_until_writes_greedily_up_to_its_stops() -> None:
         assert text == lm.generator([prompt], Request(12, stop=("\n\n",)))[0][0].text
 
 
-def test_a_task_that_the_harness_does_not_have_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_task_unknown_to_the_harness_is_refused(tmp_path: Path) -> None:
     from lm_eval.tasks import TaskManager
 
     from residua.evaluate.harness import evaluate_with_harness
@@ -153,7 +153,7 @@ def test_without_a_network_local_files_are_named(monkeypatch: pytest.MonkeyPatch
         )  # fmt: skip
 
 
-def test_a_task_that_the_harness_does_not_have_is_refused_before_the_model_is_opened(
+def test_unknown_task_is_refused_before_the_model_is_opened(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from residua.evaluate import harness
@@ -213,7 +213,7 @@ def test_tasks_that_run_code_need_to_be_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "leave", "shots", "used"), [("coder", True, None, 2), ("writer", False, 1, 1)])
-def test_a_task_may_run_code_if_allowed_and_has_its_own_shots_unless_given(
+def test_task_runs_code_if_allowed_with_its_own_shots(
     name: str, leave: bool, shots: int | None, used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from residua.evaluate.harness import CODE_SWITCH, evaluate_with_harness
@@ -234,7 +234,7 @@ def test_a_task_may_run_code_if_allowed_and_has_its_own_shots_unless_given(
     assert CODE_SWITCH not in os.environ
 
 
-def test_a_group_has_the_shots_of_its_paper_and_other_tasks_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_has_the_shots_of_its_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     from residua.evaluate import harness
     from residua.evaluate.tasks import EXOFORMER
 
@@ -288,7 +288,7 @@ def test_mbpp_and_humaneval_are_marked_as_running_code() -> None:
     assert all(runs_code(name, manager.task_index) for name in manager.all_subtasks)
 
 
-def test_mbpp_asks_with_its_own_three_examples_and_judges_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mbpp_uses_its_three_examples_and_runs_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness's own task, with one problem instead of its download and a stand-in for the metric."""
     from datasets import Dataset
 

@@ -25,113 +25,75 @@ def labelled(record: Record) -> Record:
     return {"choices": {"text": choices, "label": [*LETTERS[: len(choices)]]}, "answerKey": LETTERS[record["answer"]]}
 
 
-def spelled(record: Record, *names: str) -> Record:
+def spelled(*names: str) -> Callable[[Record], Record]:
     """Every choice under a key of its own."""
-    return dict(zip(names, record["choices"], strict=True))
+    return lambda record: dict(zip(names, record["choices"], strict=True))
 
 
+def keys(*more: Callable[[Record], Record], **names: str) -> Callable[[Record], Record]:
+    """A record of the harness: by its names our keys, and what `more` makes of ours."""
+    return lambda record: (
+        {theirs: record[ours] for theirs, ours in names.items()}
+        | {key: value for make in more for key, value in make(record).items()}
+    )
+
+
+def options(record: Record) -> str:
+    return " , ".join(f"{letter} ) {c}" for letter, c in zip("abcde", record["choices"], strict=True))
+
+
+PAIR = {"label": "answer", "question": "question"}
 CASES: dict[str, tuple[str, int, Callable[[Record], Record]]] = {
-    "anli_r1": (
-        "anli/anli_r1.yaml",
-        3,
-        lambda r: {"premise": r["context"], "hypothesis": r["question"], "label": r["answer"]},
-    ),
-    "arc_challenge": ("arc/arc_challenge.yaml", 4, lambda r: {"question": r["question"], **labelled(r)}),
-    "arc_easy": ("arc/arc_easy.yaml", 4, lambda r: {"question": r["question"], **labelled(r)}),
-    "blimp": ("blimp/adjunct_island.yaml", 2, lambda r: spelled(r, "sentence_good", "sentence_bad")),
-    "boolq": (
-        "super_glue/boolq/default.yaml",
-        2,
-        lambda r: {"passage": r["context"], "question": r["question"], "label": r["answer"]},
-    ),
-    "cb": (
-        "super_glue/cb/default.yaml",
-        3,
-        lambda r: {"premise": r["context"], "hypothesis": r["question"], "label": r["answer"]},
-    ),
-    "commonsense_qa": ("commonsense_qa/default.yaml", 5, lambda r: {"question": r["question"], **labelled(r)}),
-    "copa": (
-        "super_glue/copa/default.yaml",
-        2,
-        lambda r: {
-            "premise": r["context"], "question": r["question"], "label": r["answer"], **spelled(r, "choice1", "choice2")
-        },
-    ),
+    "anli_r1": ("anli/anli_r1.yaml", 3, keys(premise="context", hypothesis="question", label="answer")),
+    "arc_challenge": ("arc/arc_challenge.yaml", 4, keys(labelled, question="question")),
+    "arc_easy": ("arc/arc_easy.yaml", 4, keys(labelled, question="question")),
+    "blimp": ("blimp/adjunct_island.yaml", 2, spelled("sentence_good", "sentence_bad")),
+    "boolq": ("super_glue/boolq/default.yaml", 2, keys(passage="context", **PAIR)),
+    "cb": ("super_glue/cb/default.yaml", 3, keys(premise="context", hypothesis="question", label="answer")),
+    "commonsense_qa": ("commonsense_qa/default.yaml", 5, keys(labelled, question="question")),
+    "copa": ("super_glue/copa/default.yaml", 2, keys(spelled("choice1", "choice2"), premise="context", **PAIR)),
     "hellaswag": (
-        "hellaswag/hellaswag.yaml",
-        4,
-        lambda r: {
-            "ctx_a": r["ctx_a"], "ctx_b": r["ctx_b"], "activity_label": r["activity_label"], "endings": r["choices"],
-            "label": str(r["answer"]),
-        },
+        "hellaswag/hellaswag.yaml", 4,
+        keys(lambda r: {"label": str(r["answer"])}, ctx_a="ctx_a", ctx_b="ctx_b", activity_label="activity_label",
+             endings="choices"),
     ),
     "lambada": ("lambada/lambada_openai.yaml", 1, lambda r: {"text": f"{r['context']} {r['choices'][0]}"}),
     "logiqa": (
-        "logiqa/logiqa.yaml",
-        4,
-        lambda r: {
-            "context": r["context"], "question": r["question"], "options": r["choices"], "label": "abcd"[r["answer"]]
-        },
+        "logiqa/logiqa.yaml", 4,
+        keys(lambda r: {"label": "abcd"[r["answer"]]}, context="context", question="question", options="choices"),
     ),
     "mathqa": (
-        "mathqa/mathqa.yaml",
-        5,
-        lambda r: {
-            "Problem": r["question"], "correct": "abcde"[r["answer"]],
-            "options": " , ".join(f"{letter} ) {c}" for letter, c in zip("abcde", r["choices"], strict=True)),
-        },
+        "mathqa/mathqa.yaml", 5,
+        keys(lambda r: {"correct": "abcde"[r["answer"]], "options": options(r)}, Problem="question"),
     ),
     "medmcqa": (
-        "medmcqa/medmcqa.yaml",
-        4,
-        lambda r: {"question": r["question"], "cop": r["answer"], **spelled(r, "opa", "opb", "opc", "opd")},
+        "medmcqa/medmcqa.yaml", 4, keys(spelled("opa", "opb", "opc", "opd"), question="question", cop="answer")
     ),
-    "mmlu": (
-        "mmlu/default/mmlu_anatomy.yaml",
-        4,
-        lambda r: {"question": r["question"], "choices": r["choices"], "answer": r["answer"]},
-    ),
-    "openbookqa": ("openbookqa/openbookqa.yaml", 4, lambda r: {"question_stem": r["question"], **labelled(r)}),
-    "piqa": (
-        "piqa/piqa.yaml",
-        2,
-        lambda r: {"goal": r["question"], "label": r["answer"], **spelled(r, "sol1", "sol2")},
-    ),
-    "rte": (
-        "glue/rte/default.yaml",
-        2,
-        lambda r: {"sentence1": r["context"], "sentence2": r["question"], "label": r["answer"]},
-    ),
+    "mmlu": ("mmlu/default/mmlu_anatomy.yaml", 4, keys(question="question", choices="choices", answer="answer")),
+    "openbookqa": ("openbookqa/openbookqa.yaml", 4, keys(labelled, question_stem="question")),
+    "piqa": ("piqa/piqa.yaml", 2, keys(spelled("sol1", "sol2"), goal="question", label="answer")),
+    "rte": ("glue/rte/default.yaml", 2, keys(sentence1="context", sentence2="question", label="answer")),
     "sciq": (
-        "sciq/sciq.yaml",
-        4,
-        lambda r: {
-            "support": r["context"], "question": r["question"],
-            **spelled(r, "distractor1", "distractor2", "distractor3", "correct_answer"),
-        },
+        "sciq/sciq.yaml", 4,
+        keys(spelled("distractor1", "distractor2", "distractor3", "correct_answer"), support="context",
+             question="question"),
     ),
     "social_iqa": (
-        "siqa/siqa.yaml",
-        3,
-        lambda r: {
-            "context": r["context"], "question": r["question"], "label": str(r["answer"] + 1),
-            **spelled(r, "answerA", "answerB", "answerC"),
-        },
+        "siqa/siqa.yaml", 3,
+        keys(lambda r: {"label": str(r["answer"] + 1)}, spelled("answerA", "answerB", "answerC"), context="context",
+             question="question"),
     ),
     "swag": (
-        "swag/swag.yaml",
-        4,
-        lambda r: {"startphrase": r["context"], "label": r["answer"], **spelled(r, *(f"ending{i}" for i in range(4)))},
+        "swag/swag.yaml", 4,
+        keys(spelled("ending0", "ending1", "ending2", "ending3"), startphrase="context", label="answer"),
     ),
     "truthfulqa_mc1": (
-        "truthfulqa/truthfulqa_mc1.yaml",
-        4,
-        lambda r: {"question": r["question"], "mc1_targets": {"choices": r["choices"]}},
+        "truthfulqa/truthfulqa_mc1.yaml", 4,
+        keys(lambda r: {"mc1_targets": {"choices": r["choices"]}}, question="question"),
     ),
     "winogrande": (
-        "winogrande/default.yaml",
-        2,
-        lambda r: {"sentence": r["context"], "answer": str(r["answer"] + 1), **spelled(r, "option1", "option2")},
+        "winogrande/default.yaml", 2,
+        keys(lambda r: {"answer": str(r["answer"] + 1)}, spelled("option1", "option2"), sentence="context"),
     ),
 }  # fmt: skip
 ALIASES = {
@@ -200,7 +162,7 @@ def test_every_prompt_is_compared_with_the_harness() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_contexts_continuations_and_metric_are_those_of_the_harness(name: str, tmp_path: Path) -> None:
+def test_prompts_and_metric_are_those_of_the_harness(name: str, tmp_path: Path) -> None:
     records = [record(name, split, i) for i, split in enumerate(["validation", "train"] * 3)]
     path = tmp_path / f"{name}.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -228,7 +190,7 @@ def test_own_shots_of_local_tasks_are_those_of_the_harness() -> None:
         assert not config.get("num_fewshot")
 
 
-def test_descriptions_of_all_subjects_of_mmlu_are_those_of_the_harness() -> None:
+def test_mmlu_descriptions_are_those_of_the_harness() -> None:
     from lm_eval import tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -239,9 +201,9 @@ def test_descriptions_of_all_subjects_of_mmlu_are_those_of_the_harness() -> None
         assert find_prompt("mmlu").describe({"subject": config["dataset_name"]}) == config["description"]
 
 
-def test_perplexity_and_accuracy_of_lambada_are_those_of_the_harness(tmp_path: Path) -> None:
-    from residua.evaluate.accuracy import score_task
+def test_lambada_scores_are_those_of_the_harness(tmp_path: Path) -> None:
     from residua.evaluate.harness import ResiduaLM
+    from residua.evaluate.results import score_task
     from residua.evaluate.score import Scorer
     from residua.generate.generator import Generator
     from tests.evaluate.test_eval_scores import TOKENIZER, model

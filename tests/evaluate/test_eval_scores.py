@@ -16,9 +16,8 @@ from torch import Tensor
 import residua
 from residua.data import Dataset, open_corpus, prepare
 from residua.data.tokenizer import Tokenizer
-from residua.evaluate.accuracy import Accuracy, TaskScore, group_means, score_task
-from residua.evaluate.perplexity import AHEAD, score_text
-from residua.evaluate.score import Pair, Scorer, windows
+from residua.evaluate.results import Accuracy, TaskScore, group_means, score_task
+from residua.evaluate.score import AHEAD, Pair, Scorer, score_text, windows
 from residua.evaluate.tasks import EXOFORMER, open_tasks, read_task
 from residua.generate.generator import Generator, Request
 from residua.generate.transfer import Arrival
@@ -95,7 +94,7 @@ def noting(order: list[str], name: str, work: Any) -> Any:
     return noted
 
 
-def test_the_device_has_its_next_batch_before_the_host_reads_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_batch_starts_before_the_last_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     for name in ("_start", "_likelihoods"):
         monkeypatch.setattr(Scorer, name, noting(order, name, getattr(Scorer, name)))
@@ -130,7 +129,7 @@ def test_a_long_pair_loses_the_beginning_of_its_context() -> None:
     assert score.log == pytest.approx(log_likelihood(built, context[-6:], continuation)[0], abs=1e-4)
 
 
-def test_spaces_belong_to_the_continuation_and_an_empty_context_is_the_end_of_text() -> None:
+def test_spaces_belong_to_the_continuation() -> None:
     scorer = Scorer(model(), TOKENIZER)
     moved, plain, alone, blank, again = scorer.pairs([("ab ", "c"), ("ab", " c"), ("", "c"), ("  ", "c"), ("ab", "d")])
     assert moved == plain == Pair(TOKENIZER.encode("ab"), TOKENIZER.encode(" c"))
@@ -141,7 +140,7 @@ def test_spaces_belong_to_the_continuation_and_an_empty_context_is_the_end_of_te
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 11])
-def test_windows_score_every_token_once_with_the_longest_context_that_fits(length: int) -> None:
+def test_windows_score_every_token_once(length: int) -> None:
     pairs = windows(list(range(length)), 99, 4)
     assert [token for pair in pairs for token in pair.continuation] == list(range(length))
     assert all(len(pair.context) >= 1 and len(pair.context) + len(pair.continuation) - 1 <= 4 for pair in pairs)
@@ -159,7 +158,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.mark.parametrize("segments", [False, True])
-def test_perplexity_and_bits_per_byte_are_those_of_exactly_the_scored_tokens(dataset: Dataset, segments: bool) -> None:
+def test_perplexity_and_bits_are_of_the_scored_tokens(dataset: Dataset, segments: bool) -> None:
     built = model(context=16)
     score = score_text(built, dataset, tokens=100, segments=segments, batch_tokens=32)
     split = dataset.split("validation")
@@ -184,7 +183,7 @@ def test_perplexity_and_bits_per_byte_are_those_of_exactly_the_scored_tokens(dat
     assert score.bits_per_byte == pytest.approx(total / math.log(2) / size, rel=1e-4)
 
 
-def test_of_another_split_the_tokens_after_the_last_window_count_too(dataset: Dataset) -> None:
+def test_other_split_counts_tokens_after_the_last_window(dataset: Dataset) -> None:
     built, split = model(context=16), dataset.split("train")
     score = score_text(built, dataset, split="train", batch_tokens=32)
     last = (split.tokens - 1) // 16 * 16
@@ -314,7 +313,7 @@ def test_an_unknown_task_is_refused_with_a_hint(tmp_path: Path) -> None:
         open_tasks(tmp_path / "nowhere", ["arc_easy"], shots=0, split=None, limit=None)
 
 
-def test_a_group_that_a_folder_lacks_is_not_listed_among_what_it_has(tmp_path: Path) -> None:
+def test_missing_group_is_not_listed_among_tasks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no task mine: it has no file such as piqa\.jsonl\.$"):
         open_tasks(tmp_path, ["mine"], shots=0, split=None, limit=None)
     write_task(tmp_path, "mine")

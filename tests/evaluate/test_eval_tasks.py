@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from residua.data.tokenizer import Tokenizer
-from residua.evaluate.accuracy import Perplexity
-from residua.evaluate.perplexity import TextScore, WordCount
-from residua.evaluate.results import Results
+from residua.evaluate.results import Perplexity, Results
+from residua.evaluate.score import TextScore, WordCount
 from residua.evaluate.tasks import open_tasks, read_task, spread
 from tests.trained import residua
 
@@ -52,7 +51,7 @@ def test_a_limit_without_subjects_is_spread_over_the_file() -> None:
     assert spread([""] * 12, 4) == [0, 3, 6, 9]
 
 
-def test_limited_questions_cover_the_subjects_and_have_examples_of_their_own(tmp_path: Path) -> None:
+def test_limited_questions_cover_all_subjects(tmp_path: Path) -> None:
     records = [question(subject, "test", i) for i, subject in enumerate(SUBJECTS)]
     records += [question(subject, "train", 100 + i) for i, subject in enumerate(["law", "anatomy", "virology"])]
     task = read_task("mmlu", write(tmp_path / "mmlu.jsonl", records), shots=1, limit=10)
@@ -65,7 +64,7 @@ def test_limited_questions_cover_the_subjects_and_have_examples_of_their_own(tmp
     assert [c.split("\n\n")[2].split()[0] for c in contexts] == ["law"] * 6 + ["anatomy"] * 3 + ["virology"]
 
 
-def test_examples_of_a_file_without_subjects_serve_every_subject_and_too_few_are_named(tmp_path: Path) -> None:
+def test_shared_examples_serve_every_subject(tmp_path: Path) -> None:
     shared = question("law", "train", 7) | {"subject": None}
     task = read_task("mmlu", write(tmp_path / "a.jsonl", [question("law", "test", 0), shared]), shots=1)
     assert "law 7?" in task.questions[0].contexts[0]
@@ -142,7 +141,7 @@ def test_words_are_counted_wherever_the_stream_is_cut(kind: str, at_once: int) -
     assert count.close() == sum(len(text.split()) for text in TEXTS) == 11
 
 
-def test_word_perplexity_is_the_exponential_of_nats_per_word_and_json_has_no_infinity() -> None:
+def test_word_perplexity_is_e_to_the_nats_per_word() -> None:
     score = TextScore("d", "validation", tokens=120, bytes=500, exact_bytes=True, loss=2.5, words=80)
     assert score.word_perplexity == pytest.approx(math.exp(2.5 * 120 / 80))
     hopeless = TextScore("d", "validation", tokens=9000, bytes=500, exact_bytes=True, loss=2.5, words=1)

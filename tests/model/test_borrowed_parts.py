@@ -15,7 +15,7 @@ from residua.config.settings import ConfigError
 from residua.model.context import Context
 from residua.model.decoder import Decoder
 from residua.model.size import measure
-from residua.quantize.graph import edges
+from residua.quantize.smoothing import edges
 from tests.golden.compare import agree, leaves_of, randomise
 from tests.golden.parts import rmsnorm
 from tests.model.small import small, tokens_and_targets
@@ -95,7 +95,7 @@ def test_positions_that_depend_on_the_length_are_looked_up_in_no_table() -> None
 
 @torch.no_grad()
 def test_biased_projections_quantize_with_their_bias() -> None:
-    from residua.quantize.apply import quantize_model
+    from residua.quantize.modules import quantize_model
     from residua.quantize.schemes import find_scheme
 
     model = randomise(residua.build(small(**MODELS["biases"])), 0.1).float()

@@ -269,7 +269,7 @@ def test_tables_of_a_hybrid_may_leave_their_kind_out() -> None:
 
 def test_a_quantized_model_decodes_what_it_computes() -> None:
     """The map that makes keys and values is rounded: it is called for all cached tokens, as in the full forward."""
-    from residua.quantize.apply import quantize_model
+    from residua.quantize.modules import quantize_model
     from residua.quantize.schemes import find_scheme
 
     model = build(small(layers=3, attention=KIMI, ffn=EXPERTS)).eval()

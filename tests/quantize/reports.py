@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from residua.quantize.schema import KeptTensor, ModuleError, Outlier, Probe, QuantizationResult
+from residua.quantize.result import ModuleError, Outlier, Probe, QuantizationResult, UnquantizedTensor
 
 PARTS = (("body.project", (1536, 512)), ("body.out", (512, 512)), ("body.up", (3072, 512)), ("body.out", (512, 1536)))
 
@@ -58,8 +58,10 @@ def report(
             for m, gain in zip(worst, (0.6 * cost, 0.001 * cost, -0.001 * cost), strict=True)
         ),
         "kept": (
-            KeptTensor(name="embed.weight", shape=(8192, 512), parameters=8192 * 512, reason="embedding or head"),
-            KeptTensor(name="topology.reads.0.query", shape=(512,), parameters=512, reason="depth operator"),
+            UnquantizedTensor(
+                name="embed.weight", shape=(8192, 512), parameters=8192 * 512, reason="embedding or head"
+            ),
+            UnquantizedTensor(name="topology.reads.0.query", shape=(512,), parameters=512, reason="depth operator"),
         ),
         "unsmoothed": (),
         "bytes_before": 4 * 3_000_000 * layers,

@@ -13,15 +13,12 @@ from safetensors.torch import load_file
 import residua
 from residua.model.decoder import Decoder
 from residua.quantize import quantize
-from residua.quantize.apply import targets
-from residua.quantize.calibration import CalibrationText
-from residua.quantize.low import LowProjection
-from residua.quantize.measure import largest_inputs, mean_loss
+from residua.quantize.evaluate import CalibrationText, largest_inputs, mean_loss
+from residua.quantize.modules import LowProjection, targets
 from residua.quantize.nvfp4 import static_scale
 from residua.quantize.page import quantization_page
-from residua.quantize.schema import QuantizationResult
+from residua.quantize.result import QuantizationResult, sentences
 from residua.quantize.schemes import SCHEMES
-from residua.quantize.sentences import sentences
 from tests.quantize.conftest import OUTLIER
 from tests.trained import residua as command
 
@@ -45,7 +42,7 @@ def test_the_checkpoint_loads_and_computes_what_was_reported(scheme: str, run: P
     assert result.bytes_after < result.bytes_before
 
 
-def test_the_reported_loss_uses_scales_from_training_text_and_the_folder_holds_them(run: Path, tmp_path: Path) -> None:
+def test_reported_loss_uses_the_folders_static_scales(run: Path, tmp_path: Path) -> None:
     result = quantize(run, tmp_path / "q", scheme="nvfp4-static", calibration=4, probes=0)
     assert result.calibration_sequences == 4
     model = residua.load(run).eval()
@@ -59,7 +56,7 @@ def test_the_reported_loss_uses_scales_from_training_text_and_the_folder_holds_t
     assert "--scheme nvfp4-static --calibration 4" in (tmp_path / "q" / "report.html").read_text()
 
 
-def test_a_model_trained_for_a_few_steps_survives_fp8_and_pays_for_nvfp4(run: Path, tmp_path: Path) -> None:
+def test_trained_model_survives_fp8_and_pays_for_nvfp4(run: Path, tmp_path: Path) -> None:
     costs = {}
     for scheme in ("fp8", "nvfp4"):
         result = quantize(run, tmp_path / scheme, scheme=scheme, probes=0)
@@ -68,7 +65,7 @@ def test_a_model_trained_for_a_few_steps_survives_fp8_and_pays_for_nvfp4(run: Pa
     assert costs["fp8"] < 0.02 and costs["fp8"] < costs["nvfp4"] < 0.5
 
 
-def test_planted_outliers_are_named_and_smoothing_takes_them_away(planted: Path, run: Path, tmp_path: Path) -> None:
+def test_planted_outliers_are_named_and_smoothed_away(planted: Path, run: Path, tmp_path: Path) -> None:
     plain = quantize(planted, tmp_path / "plain", scheme="nvfp4", probes=0)
     smooth = quantize(planted, tmp_path / "smooth", scheme="nvfp4", alpha=0.5, calibration=32, probes=0)
     assert math.isclose(plain.loss_before, loss_of(residua.load(run), run), rel_tol=1e-5)
@@ -182,7 +179,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(run: Path, tmp_path: Pa
     model = residua.load(run)
     with torch.no_grad():
         model.sublayers[2].body.out.weight[1, 1] = math.nan
-    from residua.quantize.apply import quantize_model
+    from residua.quantize.modules import quantize_model
 
     with pytest.raises(ValueError, match=r"sublayers\.2\.body\.out holds 1 value\(s\) that are NaN"):
         quantize_model(model, SCHEMES["fp8"])

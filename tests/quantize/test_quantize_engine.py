@@ -15,18 +15,16 @@ from residua.config.model import ModelConfig
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
 from residua.quantize import quantize
-from residua.quantize.apply import install, quantize_weights, rounded, targets
-from residua.quantize.calibration import CalibrationText
 from residua.quantize.engine import find_layout, require_served, rows_of, save_engine
-from residua.quantize.low import LowProjection
-from residua.quantize.measure import largest_inputs, mean_loss
+from residua.quantize.evaluate import CalibrationText, largest_inputs, mean_loss
+from residua.quantize.modules import LowProjection, install, quantize_weights, rounded, targets
 from residua.quantize.nvfp4 import round_nvfp4, static_scale
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.convert.tiny import FAMILIES, saved
 from tests.quantize.conftest import quiet_transformers
 from tests.trained import train_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,
@@ -55,6 +53,15 @@ def quantized(scheme: str, out: Path, exempt: tuple[str, ...] = (), **changes: A
     return model.eval()
 
 
+def assert_served_alike(folder: Path, model: Decoder) -> Any:
+    """The folder as transformers opens it, after its logits were compared with the model's."""
+    served = opened_by_transformers(folder)
+    with torch.no_grad():
+        found, ours = served(TOKENS).logits, model.eval()(TOKENS)
+    assert (found - ours).norm() < 1e-4 * ours.norm()
+    return served
+
+
 def opened_by_transformers(folder: Path, dtype: torch.dtype | str = "auto") -> Any:
     transformers = quiet_transformers()
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
@@ -63,7 +70,6 @@ def opened_by_transformers(folder: Path, dtype: torch.dtype | str = "auto") -> A
     return transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=dtype).eval()
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("scheme", DYNAMIC)
 def test_transformers_reads_the_same_weights(scheme: str, tmp_path: Path) -> None:
     model = quantized(scheme, tmp_path / "q")
@@ -76,28 +82,29 @@ def test_transformers_reads_the_same_weights(scheme: str, tmp_path: Path) -> Non
         assert torch.equal(found, ours.weight.to(found.dtype))
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize("scheme", [name for name in DYNAMIC if name != "nvfp4"])
+NARROW = {"width": 96, "attention": {"kind": "softmax", "heads": 4, "head_dim": 32}}
+GROUPED = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2}}
+ODD = {"width": 120, "attention": {"kind": "softmax", "heads": 4, "head_dim": 32}}
+ROUNDED = {
+    "tied": {"head": {"kind": "tied"}},
+    "untied": {"head": {"kind": "untied"}},
+    "biases": {"attention": {"kind": "softmax", "heads": 4, "qk_norm": "none", "bias": "qkv"}},
+}
+SERVED = [(scheme, name) for scheme in DYNAMIC if scheme != "nvfp4" for name in ROUNDED]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"head": {"kind": "tied"}},
-        {"head": {"kind": "untied"}},
-        {"attention": {"kind": "softmax", "heads": 4, "qk_norm": "none", "bias": "qkv"}},
-    ],
-    ids=["tied", "untied", "biases"],
+    ("scheme", "changes"),
+    [*((scheme, ROUNDED[name]) for scheme, name in SERVED), ("fp8-row", GROUPED | {"width": 96}), ("fp8", NARROW)],
+    ids=[*map("-".join, SERVED), "fp8-row-parts", "fp8-narrow"],
 )
 def test_transformers_computes_the_same_with_rounded_activations(
     scheme: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = quantized(scheme, tmp_path / "q", **changes)
-    with torch.no_grad():
-        found, ours = opened_by_transformers(tmp_path / "q")(TOKENS).logits, model(TOKENS)
-    assert (found - ours).norm() < 1e-4 * ours.norm()
+    assert_served_alike(tmp_path / "q", quantized(scheme, tmp_path / "q", **changes))
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-def test_nvfp4_runs_in_transformers_and_exempt_modules_stay_exact(tmp_path: Path) -> None:
+def test_nvfp4_in_transformers_keeps_exempt_modules_exact(tmp_path: Path) -> None:
     model = quantized("nvfp4", tmp_path / "q", exempt=("*.project",))
     theirs = opened_by_transformers(tmp_path / "q")
     with torch.no_grad():
@@ -106,7 +113,6 @@ def test_nvfp4_runs_in_transformers_and_exempt_modules_stay_exact(tmp_path: Path
     assert torch.equal(q, model.sublayers[0].body.project.weight[:128].to(q.dtype))
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_transformers_computes_the_same_with_static_scales(tmp_path: Path) -> None:
     torch.manual_seed(0)
     scheme = find_scheme("nvfp4-static")
@@ -130,13 +136,10 @@ def test_transformers_computes_the_same_with_static_scales(tmp_path: Path) -> No
     assert (found - dynamic).norm() > 1e-2 * ours.norm()
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize(
     ("scheme", "dtype"), [("nvfp4-static", torch.bfloat16), ("fp8-row", torch.float32)], ids=["nvfp4", "fp8"]
 )
-def test_the_printed_loss_is_that_of_the_weights_in_the_engines_folder(
-    scheme: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_printed_loss_is_that_of_the_engines_folder(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     ffn, exempt = {"kind": "swiglu", "hidden": 64}, ("sublayers.1.body.out",)
     run = train_run(tmp_path, width=32, ffn=ffn)
     result = quantize(
@@ -176,22 +179,12 @@ def test_rows_keep_the_scales_of_the_whole() -> None:
             assert torch.equal(rows_of(whole, first, count).dequantize(), whole.dequantize()[first : first + count])
 
 
-NARROW = {"width": 96, "attention": {"kind": "softmax", "heads": 4, "head_dim": 32}}
-GROUPED = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2}}
-ODD = {"width": 120, "attention": {"kind": "softmax", "heads": 4, "head_dim": 32}}
-
-
 @pytest.mark.parametrize(
     ("scheme", "changes", "exempt", "sentence"),
     [
         ("fp8-group", NARROW, (), "inputs of a multiple of 128 channels, and sublayers.0.body.project has 96"),
         ("nvfp4", ODD, (), "inputs of a multiple of 16 channels, and sublayers.0.body.project has 120"),
-        (
-            "fp8",
-            GROUPED,
-            (),
-            "would cut blocks of 128 rows, because sublayers.0.body.project .* 128, 64, 64",
-        ),
+        ("fp8", GROUPED, (), "would cut blocks of 128 rows, because sublayers.0.body.project .* 128, 64, 64"),
         ("fp8", {"ffn": {"kind": "swiglu", "hidden": 192}}, (), "cut blocks .* sublayers.1.body.gate_up .* 192, 192"),
         ("fp8-row", GROUPED | {"width": 96}, (), None),
         ("nvfp4", GROUPED, (), None),
@@ -209,18 +202,6 @@ def test_what_an_engine_would_round_differently_is_refused(
         require_served(model, targets(model, exempt), scheme)
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-@pytest.mark.parametrize(
-    ("scheme", "changes"), [("fp8-row", GROUPED | {"width": 96}), ("fp8", NARROW)], ids=["parts", "narrow"]
-)
-def test_what_is_not_refused_is_the_same_in_transformers(scheme: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    model = quantized(scheme, tmp_path / "q", **changes)
-    with torch.no_grad():
-        found, ours = opened_by_transformers(tmp_path / "q")(TOKENS).logits, model(TOKENS)
-    assert (found - ours).norm() < 1e-4 * ours.norm()
-
-
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_an_imported_model_is_served_as_what_it_was(name: str, tmp_path: Path) -> None:
     quiet_transformers()
@@ -232,15 +213,10 @@ def test_an_imported_model_is_served_as_what_it_was(name: str, tmp_path: Path) -
     weights = quantize_weights(modules, scheme)
     save_engine(tmp_path / "q", tmp_path, model, weights, "fp8-row", dict.fromkeys(modules, 30.0))
     install(model, rounded(modules, weights, scheme))
-    served = opened_by_transformers(tmp_path / "q")
-    assert served.config.model_type == name
-    with torch.no_grad():
-        found, ours = served(TOKENS).logits, model.eval()(TOKENS)
-    assert (found - ours).norm() < 1e-4 * ours.norm()
+    assert assert_served_alike(tmp_path / "q", model).config.model_type == name
 
 
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-def test_logits_differ_only_where_an_activation_is_rounded_the_other_way(tmp_path: Path) -> None:
+def test_logits_differ_only_where_rounding_flips(tmp_path: Path) -> None:
     """A position of six-layer models can be off by 0.1; given the inputs of our matrices, no position is."""
     architecture, keys = FAMILIES["llama"]
     deep = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}

@@ -12,9 +12,8 @@ from residua.data.loader import Batch
 from residua.model.decoder import Decoder
 from residua.model.edges import divide_square
 from residua.model.norm import GatedDyT, GatedNorm, Norm
-from residua.quantize.apply import targets
-from residua.quantize.graph import edges, readers, stated
-from residua.quantize.smoothing import channel_peaks, smooth, smoothing_factors
+from residua.quantize.modules import targets
+from residua.quantize.smoothing import channel_peaks, edges, readers, smooth, smoothing_factors, stated
 from tests.model.combinations import NORMS, ROWS, config_of, name_of
 from tests.model.pairwise import Row
 from tests.model.small import small, tokens_and_targets
@@ -95,7 +94,7 @@ def test_grouped_heads_and_shared_gains_share_their_factor() -> None:
     assert gain.channel.tolist() == list(range(8)) * 2
 
 
-def test_anchors_that_serve_all_layers_are_divided_only_by_their_own_layers_lambda() -> None:
+def test_shared_anchors_are_divided_by_their_layers_lambda() -> None:
     gated = {"kind": "softmax", "heads": 2, "gate": "elementwise"}
     names = {
         (kind, granularity): [
@@ -110,7 +109,7 @@ def test_anchors_that_serve_all_layers_are_divided_only_by_their_own_layers_lamb
     assert values["exoformer", "scalar"] == values["nuresformer", "scalar"] == []
 
 
-def test_smoothing_balances_channels_as_alpha_says_and_keeps_the_function() -> None:
+def test_smoothing_balances_channels_and_keeps_the_function() -> None:
     model = lively(norm={"kind": "gatednorm", "rank": 4}).float()
     tokens, targets_ = tokens_and_targets()
     batches = [Batch(tokens, targets_)]
@@ -125,7 +124,7 @@ def test_smoothing_balances_channels_as_alpha_says_and_keeps_the_function() -> N
     assert relative(model(tokens).detach(), before) < 1e-5
 
 
-def test_silent_channels_and_unread_columns_keep_their_factor_of_one() -> None:
+def test_silent_channels_keep_a_factor_of_one() -> None:
     model = lively()
     edge = edges(model)[0]
     with torch.no_grad():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import residua
 from residua.model.decoder import Decoder
 from residua.quantize import quantize
-from residua.quantize.apply import install, quantize_weights, rounded, targets
+from residua.quantize.modules import install, quantize_weights, rounded, targets
 from residua.quantize.schemes import SCHEMES, find_scheme
 from residua.quantize.store import load_quantized, save_quantized
 from tests.model.small import small, tokens_and_targets
@@ -67,9 +67,9 @@ def test_widths_that_are_no_multiple_of_a_block_come_back(tmp_path: Path) -> Non
             assert torch.equal(loaded.get_submodule(name).weight, weights[name].dequantize())
 
 
-def test_the_quantization_config_is_one_that_compressed_tensors_accepts(run: Path, tmp_path: Path) -> None:
+def test_compressed_tensors_accepts_the_config(run: Path, tmp_path: Path) -> None:
     library = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
-    from residua.quantize.layout import quantization_config
+    from residua.quantize.store import quantization_config
 
     for scheme in SCHEMES:
         config = library.QuantizationConfig.model_validate(quantization_config(scheme, ["a.b"]))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from residua.quantize.fp8 import BLOCK, E4M3_MAX, GROUP, ROW, Tile, quantize_fp8, round_fp8
-from residua.quantize.layout import quantization_config
 from residua.quantize.nvfp4 import (
     E2M1,
     Nvfp4,
@@ -23,6 +22,7 @@ from residua.quantize.nvfp4 import (
 )
 from residua.quantize.recipe import Recipe
 from residua.quantize.schemes import SCHEMES, find_scheme
+from residua.quantize.store import quantization_config
 from tests.quantize.adversarial import NAMES, TINY, tensors
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ def test_fp8_activations_are_those_of_compressed_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.01], ids=["whole range", "cut off"])
 @pytest.mark.parametrize("name", NAMES)
-def test_static_nvfp4_activations_are_those_of_compressed_tensors(name: str, share: float) -> None:
+def test_static_nvfp4_rounds_as_compressed_tensors(name: str, share: float) -> None:
     library = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from residua.quantize import sentences
+from residua.quantize import result as sentences
 from residua.quantize.page import quantization_page
 from tests.quantize.reports import module, report
 from tests.report.browser import Browser, browser
@@ -20,7 +20,7 @@ __all__ = ["browser"]
 REPORTS = {"small": (2, None), "outlier": (12, 4), "deep": (36, 20)}
 
 
-def test_the_error_is_blamed_on_one_rounding_only_where_the_difference_is_clear() -> None:
+def test_error_is_blamed_only_where_the_difference_is_clear() -> None:
     equal = sentences.blame(module("m", activations=0.1056, weights=0.1052))
     assert equal.startswith("from its activations (10.56% alone) and its weights (10.52% alone) about equally;")
     assert sentences.source(0.39, 0.105).startswith("mostly from its activations (39.00% alone, weights 10.50%)")
@@ -35,7 +35,7 @@ def test_modules_are_named_by_layer_as_in_a_diagnosis() -> None:
     assert sentences.place("anchors.project") == "anchors.project"
 
 
-def test_the_first_screen_says_what_it_costs_where_and_what_helps() -> None:
+def test_first_screen_says_cost_cause_and_help() -> None:
     html = unescape(quantization_page(report(12, cost=0.21, outlier_layer=4)).html())
     assert "<title>nvfp4 costs 0.2100 nats per token</title>" in html and '<header data-tone="bad">' in html
     cards = re.findall(r'<article class="card is-(\w+)"><h3>.*?</span>([^<>]+)</h3>(.*?)</article>', html)
@@ -46,7 +46,7 @@ def test_the_first_screen_says_what_it_costs_where_and_what_helps() -> None:
     assert "--exempt 'sublayers.8.body.project'" in cards[2][2] and "--smooth 0.5" in cards[2][2]
 
 
-def test_a_module_that_stands_out_is_red_in_its_layer_and_a_healthy_model_has_no_red() -> None:
+def test_only_modules_that_stand_out_are_red() -> None:
     html = quantization_page(report(12, cost=0.21, outlier_layer=4)).html()
     (row,) = re.findall(r'<tr><th scope="row">([^<]+)</th><td class="is-bad"', html)
     assert row == "layer 4" and html.count('<td class="is-bad"') == 1
@@ -64,7 +64,7 @@ def test_a_cost_below_a_thousandth_of_a_nat_is_called_nothing() -> None:
     }
 
 
-def test_what_was_measured_to_help_comes_before_what_was_not_tried() -> None:
+def test_measured_help_comes_before_what_was_not_tried() -> None:
     dear = report(4, cost=0.2, outlier_layer=1)
     assert sentences.helps(dear)[0].startswith("Leaving sublayers.2.body.project in high precision gains 0.1200 nats")
     assert all(line.startswith("Not tried: ") for line in sentences.helps(dear)[1:])

@@ -11,11 +11,10 @@ import torch
 import residua
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
-from residua.quantize.apply import quantize_model
-from residua.quantize.graph import edges
-from residua.quantize.measure import outlier_facts
+from residua.quantize.evaluate import outlier_facts
+from residua.quantize.modules import quantize_model
 from residua.quantize.schemes import find_scheme
-from residua.quantize.smoothing import smooth
+from residua.quantize.smoothing import edges, smooth
 from tests.diagnose.planted import control, diagnosed, plant_outlier, sample
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
@@ -69,7 +68,7 @@ def test_planting_changes_nothing_in_full_precision(norm: str) -> None:
 
 
 @pytest.mark.parametrize("norm", only_nightly(NORMS, but=["preaffine", "gated_dyt"]))
-def test_w4a4_error_explodes_with_the_outlier_and_smoothing_brings_it_back(norm: str) -> None:
+def test_smoothing_undoes_the_outliers_w4a4_error(norm: str) -> None:
     plain = [error(model_with(norm, size), "nvfp4") for size in SIZES]
     smoothed = [error(model_with(norm, size), "nvfp4", alpha=0.5) for size in SIZES]
     assert plain[-1] > 1.8 * plain[0] and max(plain[2:]) > 1.5 * max(plain[:1])
@@ -81,7 +80,7 @@ def test_w8a8_hardly_notices_the_same_outlier() -> None:
     assert planted < 1.2 * clean < 0.25
 
 
-def test_peak_activation_and_sink_ratio_are_those_of_the_diagnosis() -> None:
+def test_peak_and_sink_ratio_are_those_of_the_diagnosis() -> None:
     model = control()
     plant_outlier(model, 7, 50.0, 0.02)
     shown = sample()

@@ -15,9 +15,9 @@ from torch import nn
 import residua
 from residua.data.loader import Batch
 from residua.quantize import quantize_model, static_scales
-from residua.quantize.apply import quantize_weights, targets
 from residua.quantize.engine import save_engine
-from residua.quantize.measure import largest_inputs
+from residua.quantize.evaluate import largest_inputs
+from residua.quantize.modules import quantize_weights, targets
 from residua.quantize.nvfp4 import round_nvfp4_static, static_scale
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import load_quantized, save_quantized
@@ -29,7 +29,7 @@ STATIC = find_scheme("nvfp4-static")
 MOE = {"kind": "moe", "hidden": 16, "experts": 3, "top_k": 2, "activation": "swiglu"}
 
 
-def test_small_blocks_keep_their_digits_and_large_values_are_cut_off() -> None:
+def test_static_scales_keep_small_blocks_and_cut_large() -> None:
     x = torch.zeros(2, 32)
     x[0, 3], x[1, 20] = 0.011, 100.0
     low = round_nvfp4_static(x, static_scale(10.0))
@@ -95,7 +95,7 @@ def test_a_study_calibrates_each_model_on_its_own_text() -> None:
     assert torch.equal(copy(tokens), model(tokens))
 
 
-def test_experts_have_a_scale_for_each_of_their_inputs_and_it_comes_back(tmp_path: Path) -> None:
+def test_experts_scales_come_back_for_each_input(tmp_path: Path) -> None:
     model = residua.build(small(ffn=MOE)).eval()
     modules = targets(model)
     weights, peaks = quantize_weights(modules, STATIC), largest_inputs(model, modules, batches(2))

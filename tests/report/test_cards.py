@@ -27,7 +27,7 @@ def test_nothing_in_a_card_or_a_strip_becomes_markup() -> None:
         assert EVIL not in html and "<script>alert" not in html and 'x")' not in html
 
 
-def test_facts_without_a_value_are_left_out_and_further_sentences_are_folded() -> None:
+def test_card_leaves_out_empty_facts_and_folds_the_rest() -> None:
     page = Page("t", "l")
     page.section("s").cards([Card("Dead layer", facts={"where": "layer 3", "to do": ""}, more=["one", "two"])])
     html = page.html()
@@ -43,7 +43,7 @@ def test_a_missing_cell_differs_from_one_near_zero() -> None:
     assert half.count('class="missing"') == 1 and half.count("width:0%") == 1
 
 
-def test_bars_stay_within_their_cell_and_weak_weights_are_not_drawn() -> None:
+def test_bars_stay_in_their_cell_and_weak_weights_vanish() -> None:
     html = page_of(Bar((7.0, -1.0), "much", mark=2.0), Spread(((0.5, 0.001, 3.0), (0.01,)), 3, "weights"))
     assert {"width:100%", "width:0%", "left:100%"} <= set(re.findall(r"(?:width|left):[\d.]+%", html))
     assert re.findall(r'fill-opacity="([\d.]+)"', html) == ["0.71", "1.00"]

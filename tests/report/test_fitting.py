@@ -43,7 +43,7 @@ def test_a_table_that_fits_is_left_as_it_is() -> None:
     assert "800.10–803.44" in lines[3] and lines[3].split()[0] == "mgr+exoformer_dynamic"
 
 
-def test_where_words_do_not_fit_rows_become_paragraphs_with_their_heads() -> None:
+def test_rows_become_paragraphs_where_words_do_not_fit() -> None:
     lines = [line.rstrip() for line in printed(60)]
     assert lines[0] == "prenorm"
     assert lines[1] == "  parameters 0.92M, step ms 728.38, p10–p90 728.38–729.96,"

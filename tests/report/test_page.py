@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from residua.report import Card, Column, Link, Page, Picture, Series, Sorted, Value, plotly_bundle, theme
-from residua.report.figures import Curve, curves, grouped_bars, heatmap
-from residua.report.forest import Estimate, forest
+from residua.report import Card, Column, Link, Page, Picture, Series, Sorted, Value, page, theme
+from residua.report.figures import Curve, Estimate, curves, forest, grouped_bars, heatmap
 from residua.report.legend import legend, words
 
 EVIL = '<script>alert("x")</script>&\'</b>'
@@ -52,14 +51,14 @@ def test_nothing_a_caller_passes_becomes_markup() -> None:
 
 def test_plotly_is_embedded_once_however_many_figures() -> None:
     html = one_of_everything("x").html()
-    assert html.count(plotly_bundle.script()) == 1
+    assert html.count(page.plotly_script()) == 1
     assert len(re.findall(r'<div class="plot"', html)) == 4
 
 
 def test_plotly_is_the_published_file_and_small_enough_to_mail() -> None:
-    unpacked = gzip.decompress(plotly_bundle.packed())
-    assert hashlib.sha256(unpacked).hexdigest() == plotly_bundle.SHA256
-    assert f"v{plotly_bundle.VERSION}".encode() in unpacked[:200]
+    unpacked = gzip.decompress(page.packed_plotly())
+    assert hashlib.sha256(unpacked).hexdigest() == page.PLOTLY_SHA256
+    assert f"v{page.PLOTLY_VERSION}".encode() in unpacked[:200]
     assert len(one_of_everything("x").html()) < 800_000
 
 
@@ -69,7 +68,7 @@ def test_a_page_without_figures_carries_no_plotly() -> None:
     assert len(page.html()) < 50_000
 
 
-def test_the_page_forbids_every_network_request_and_names_no_other_source() -> None:
+def test_page_forbids_network_and_names_no_other_source() -> None:
     page = Page("t", "l")
     page.section("s").text("words")
     html = page.html()
@@ -95,7 +94,7 @@ def test_a_write_that_fails_leaves_the_old_page(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_figures_take_their_colours_from_the_page_not_from_a_template() -> None:
+def test_figures_take_their_colours_from_the_page() -> None:
     figure = json.loads(grouped_bars(["a"], {"part": [1.0]}, ["#2f7ed8"], "y", line_at=1.0).to_json())
     assert not figure["layout"].get("template")
 

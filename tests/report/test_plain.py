@@ -55,7 +55,7 @@ def test_markdown_shows_any_text() -> None:
         assert shown == f"<ul>\n<li>{one_line(text)}</li>\n</ul>\n"
 
 
-def test_markdown_has_no_tag_for_renderers_that_know_fewer_escapes() -> None:
+def test_markdown_has_no_tag_for_simple_renderers() -> None:
     """Python-Markdown, which makes the site, shows a tag after a backslash."""
     assert markdown("a <img src=x onerror=y> & b") == "a &lt;img src=x onerror=y> &amp; b"
 

@@ -14,8 +14,7 @@ from residua.config.run import RunConfig
 from residua.data import Dataset, Tokenizer, open_corpus, prepare
 from residua.data.shards import HEADER_BYTES
 from residua.data.source import open_data
-from residua.evaluate.perplexity import score_text
-from residua.evaluate.score import Scorer
+from residua.evaluate.score import Scorer, score_text
 from residua.storage.hugging_face import import_folder
 from residua.storage.model_folder import open_model, open_text
 from residua.train.start import check_tokenizer

@@ -21,7 +21,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.errors import UserError
-from residua.evaluate.accuracy import Accuracy
+from residua.evaluate.results import Accuracy
 from residua.evaluate.score import Scorer
 from residua.evaluate.tasks import EXOFORMER, expand
 from residua.study import StudyConfig

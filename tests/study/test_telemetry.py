@@ -16,7 +16,7 @@ from residua.study.page import show_saved, study_page
 from residua.study.records import TAIL_BYTES, Peaks, RunRecord, latest
 from residua.study.results_file import SavedStudy
 from residua.study.tables import peak_table
-from residua.watch.follow import Follower
+from residua.watch.run_follower import Follower
 from tests.diagnose import reports
 from tests.docs.commands import load_module
 from tests.reproduce.pretend import saved_study, with_peaks

@@ -19,9 +19,9 @@ from threading import Thread, Timer
 import pytest
 
 from residua.machine import python_environment
-from residua.watch.beside import page_beside
+from residua.watch.run_list import RunList
 from residua.watch.server import CONNECTIONS, Server
-from residua.watch.watched import Watched
+from residua.watch.server_process import serve_page
 from tests.trained import residua, train_run
 from tests.watch.runs import lines, write_result, write_run
 
@@ -29,7 +29,7 @@ from tests.watch.runs import lines, write_result, write_run
 @contextmanager
 def serving(*folders: Path, interval: float = 0.1) -> Iterator[Server]:
     opened = time.time()  # the clock stands still: on a busy machine a run would be called quiet before the page opens
-    server = Server(Watched(folders, clock=lambda: opened), interval=interval)
+    server = Server(RunList(folders, clock=lambda: opened), interval=interval)
     thread = Thread(target=lambda: server.serve_forever(0.01), daemon=True)
     thread.start()
     try:
@@ -191,14 +191,14 @@ def test_the_command_prints_where_the_page_is_and_ends_quietly(tmp_path: Path) -
 
 
 def test_watching_imports_no_torch() -> None:
-    code = "import sys, residua.watch.beside, residua.cli.watch; sys.exit('torch' in sys.modules)"
+    code = "import sys, residua.watch.server_process, residua.cli.watch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], env=python_environment()).returncode == 0
 
 
 @pytest.mark.slow
-def test_the_page_beside_a_run_serves_it_from_before_its_first_line_and_ends_with_it(tmp_path: Path) -> None:
+def test_page_of_a_training_run_begins_and_ends_with_it(tmp_path: Path) -> None:
     said: list[str] = []
-    with page_beside(tmp_path / "run", said.append):
+    with serve_page(tmp_path / "run", said.append):
         found = re.search(r"http://127\.0\.0\.1:(\d+)/([\w-]+)/", said[0])
         assert found is not None
 
@@ -227,8 +227,8 @@ def test_the_page_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     code = """
         import sys, time
         from pathlib import Path
-        from residua.watch.beside import page_beside
-        with page_beside(Path(sys.argv[1]), lambda line: print(line, flush=True)):
+        from residua.watch.server_process import serve_page
+        with serve_page(Path(sys.argv[1]), lambda line: print(line, flush=True)):
             time.sleep(600)
         """
     code = "\n".join(line.removeprefix(" " * 8) for line in code.splitlines())
@@ -253,7 +253,7 @@ def test_a_page_that_cannot_be_served_does_not_stop_the_run(tmp_path: Path, monk
 
     monkeypatch.setattr(socket, "create_server", refuse)
     said: list[str] = []
-    with page_beside(tmp_path, said.append):
+    with serve_page(tmp_path, said.append):
         pass
     assert said == ["The live page is off: the system refused a file: Too many open files; the run goes on without it."]
 

@@ -13,8 +13,8 @@ import pytest
 
 from residua.machine import python_environment, this_process
 from residua.storage.run import read_metrics
-from residua.watch.follow import POINTS, Follower
-from residua.watch.watched import Watched, check, find
+from residua.watch.run_follower import POINTS, Follower
+from residua.watch.run_list import RunList, check, find
 from tests.watch.runs import STEP, lines, write_crashed, write_result, write_run, write_study
 
 
@@ -58,7 +58,7 @@ def test_a_half_written_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert not follower.refresh()
 
 
-def test_a_run_that_goes_back_to_a_checkpoint_shows_no_step_twice(tmp_path: Path) -> None:
+def test_run_that_goes_back_shows_no_step_twice(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 200)
     follower = follow(run)
     new = tmp_path / "new"
@@ -138,7 +138,7 @@ def test_a_run_is_training_quiet_or_finished(tmp_path: Path) -> None:
     assert Follower(tmp_path / "later", "later").state(0.0) == "waiting"
 
 
-def test_a_run_that_ended_because_of_its_losses_is_stopped_and_says_why(tmp_path: Path) -> None:
+def test_run_ended_by_its_losses_is_stopped_and_says_why(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1000)
     write_result(run, 500)  # of the session before
     session = {"started": "2026-11-01T00:00:00+00:00", "stopped": "the loss was above its start"}
@@ -147,7 +147,7 @@ def test_a_run_that_ended_because_of_its_losses_is_stopped_and_says_why(tmp_path
     assert follower.state(os.stat(run / "metrics.jsonl").st_mtime) == "stopped"
     assert follower.messages()[0] == "the loss was above its start" and "finished" not in follower.messages()
     write_run(tmp_path / "other", 1000, finished=True)
-    assert Watched([tmp_path]).news()["title"].endswith(": 0 training, 1 of 2 finished, 1 stopped")
+    assert RunList([tmp_path]).news()["title"].endswith(": 0 training, 1 of 2 finished, 1 stopped")
 
 
 def test_a_run_that_an_error_ended_has_crashed_and_says_how(tmp_path: Path) -> None:
@@ -185,30 +185,30 @@ def test_a_crashed_run_of_a_study_shows_the_end_of_its_log(tmp_path: Path) -> No
     (study / "logs/mgr-seed1.log").write_text(told)  # it has no folder
     (study / "logs/prenorm-seed1.log").write_text("step 100\nresidua: could not write metrics.jsonl\n")
     (study / "logs/prenorm-seed0.log").write_text("residua: an old trouble\n")  # it has a result
-    runs = {run["name"]: run for run in Watched([study]).news()["runs"]}
+    runs = {run["name"]: run for run in RunList([study]).news()["runs"]}
     assert runs["mgr-seed1"]["state"] == runs["prenorm-seed1"]["state"] == "crashed"
     assert runs["mgr-seed1"]["why"] == "ValueError: not enough values to unpack"
     assert runs["prenorm-seed1"]["why"] == "residua: could not write metrics.jsonl"
     assert runs["prenorm-seed0"]["state"] == "finished"
     os.utime(study / "logs/prenorm-seed1.log", (0, 0))
-    assert Watched([study]).news()["runs"][1]["state"] == "training", "it was started again after that line"
+    assert RunList([study]).news()["runs"][1]["state"] == "training", "it was started again after that line"
 
 
 def test_models_that_were_not_trained_here_are_not_waited_for(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 500)
-    alone = Watched([tmp_path]).news()["left"]
+    alone = RunList([tmp_path]).news()["left"]
     for name, weights in (("imported", "checkpoints/step-0"), ("titan", "checkpoints/step-6"), ("quantized", ".")):
         (tmp_path / name / weights).mkdir(parents=True)
         (tmp_path / name / weights / "model.safetensors").touch()
         (tmp_path / name / "config.toml").write_text("[train]\nsteps = 1000\n")
     now = os.stat(run / "metrics.jsonl").st_mtime
-    news = Watched([tmp_path], lambda: now).news()
+    news = RunList([tmp_path], lambda: now).news()
     assert {r["name"]: r["state"] for r in news["runs"]} == {
         "run": "training", "imported": "imported", "titan": "imported", "quantized": "imported"
     }  # fmt: skip
     assert news["left"] == alone and news["title"].endswith(": 1 training, 0 of 1 finished, 3 imported")
     (tmp_path / "titan" / "metrics.jsonl").write_text(lines(10))
-    assert Watched([tmp_path], lambda: now).news()["title"].endswith("2 training, 0 of 2 finished, 2 imported")
+    assert RunList([tmp_path], lambda: now).news()["title"].endswith("2 training, 0 of 2 finished, 2 imported")
 
 
 def test_the_time_left_is_the_steps_left_at_the_last_speed(tmp_path: Path) -> None:
@@ -231,14 +231,14 @@ def test_long_curves_are_thinned_with_both_ends(tmp_path: Path) -> None:
     assert len(steps) == POINTS and (steps[0], steps[-1]) == (1, 3000) and steps == sorted(set(steps))
 
 
-def test_a_study_is_its_runs_by_variant_with_the_baseline_in_grey(tmp_path: Path) -> None:
+def test_study_shows_runs_by_variant_with_grey_baseline(tmp_path: Path) -> None:
     study = write_study(tmp_path / "study", {"prenorm": 0.0, "mgr": 0.2, "anchors": 0.1})
     places = find([study])
     assert [place.name for place in places] == [
         f"{variant}-seed{seed}" for variant in ("prenorm", "mgr", "anchors") for seed in (0, 1)
     ]
     assert [place.place for place in places] == [0, 0, 1, 1, 2, 2]
-    news = Watched([study]).news()
+    news = RunList([study]).news()
     assert [run["state"] for run in news["runs"]].count("finished") == 3
     assert news["runs"][-1]["state"] == "waiting" and news["left"] > 0
     assert news["logs"][0]["lines"][-1] == "\N{REPLACEMENT CHARACTER}[31mnot a colour"
@@ -263,7 +263,7 @@ def test_a_folder_without_runs_is_refused_in_a_sentence(tmp_path: Path, name: st
 
 def test_news_hold_only_the_curves_that_changed(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 100) for name in "ab"]
-    watched = Watched(runs)
+    watched = RunList(runs)
     first = watched.news()
     assert all("curves" in run for run in first["runs"])
     again = watched.news(first["epoch"], first["change"])

@@ -10,11 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import residua
-from residua.quantize import load_quantized, quantize, real
-from residua.quantize.apply import targets
+from residua.quantize import fp8_gemm, load_quantized, quantize
 from residua.quantize.fp8 import BLOCK, ROW, encode_fp8
-from residua.quantize.low import LowProjection
-from residua.quantize.real import SCALINGS, Fp8Projection, find_product, takes, with_fp8_products
+from residua.quantize.fp8_gemm import SCALINGS, Fp8Projection, find_product, takes, with_fp8_products
+from residua.quantize.modules import LowProjection, targets
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.quantize.adversarial import NAMES, tensors
 
@@ -39,7 +38,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def test_row_wise_products_agree_with_the_simulation_on_a_cpu_that_has_them() -> None:
+def test_row_wise_products_agree_with_the_simulation() -> None:
     if find_product("row", CPU) is None:
         pytest.skip("this PyTorch has no FP8 product on the CPU")
     assert compare("fp8-row", CPU, 37, 64, 48) < 4e-3  # bf16 results
@@ -144,7 +143,7 @@ def test_an_fp8_projection_runs_under_autocast_and_compile(scheme: str) -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_fp8_projection_compiles_into_one_graph(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the compiler cannot trace PyTorch's product, as torch 2.11's cannot `_scaled_mm_v2`."""
-    monkeypatch.setitem(real.PRODUCTS, "row", (torch._disable_dynamo(_simulated),))
+    monkeypatch.setitem(fp8_gemm.PRODUCTS, "row", (torch._disable_dynamo(_simulated),))
     product = find_product.__wrapped__("row", CPU)
     layer = Fp8Projection(encode_fp8(torch.randn(32, 64), ROW), ROW, product)
     x, graphs = torch.randn(2, 3, 64), []
@@ -167,7 +166,7 @@ def _simulated(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_checkpoint_multiplies_in_fp8_where_it_can_and_agrees_with_its_simulation(
+def test_fp8_checkpoint_agrees_with_its_simulation(
     device: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = torch.device(device)
