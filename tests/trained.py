@@ -3,6 +3,7 @@
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,24 +15,36 @@ from residua.train.trainer import train
 WORDS = ["depth", "is", "how", "far", "the", "layers", "of", "a", "model", "talk", "to", "each", "other"]
 
 
+SMALL = {
+    "vocab_size": 320, "context": 16, "layers": 2, "width": 16,
+    "attention": {"kind": "softmax", "heads": 2}, "ffn": {"kind": "relu2", "hidden": 32},
+}  # fmt: skip
+"""A model that trains a step in a few milliseconds."""
+
+
+def prepare_words(folder: Path, words: int = 30, holdout: float = 0.3, **settings: Any) -> Path:
+    """A dataset of forty documents of so many words, one token per byte."""
+    source, texts = random.Random(0), folder / "texts"
+    texts.mkdir(parents=True)
+    for number in range(40):
+        (texts / f"{number}.txt").write_text(" ".join(source.choices(WORDS, k=words)))
+    prepare(open_corpus([texts], holdout=holdout), folder / "data", "bytes", workers=1, **settings)
+    return folder / "data"
+
+
 def train_run(folder: Path, masking: str = "none", sequence: int | None = None, **model: object) -> Path:
     """Four steps of a model of bytes; its data lies beside it."""
-    source = random.Random(0)
-    texts = folder / "texts"
-    texts.mkdir()
-    for number in range(40):
-        (texts / f"{number}.txt").write_text(" ".join(source.choices(WORDS, k=30)))
-    prepare(open_corpus([texts], holdout=0.3), folder / "data", "bytes", workers=1)
-    tables = {
-        "vocab_size": 320, "context": 32, "layers": 2, "width": 16,
-        "attention": {"kind": "softmax", "heads": 2}, "ffn": {"kind": "relu2", "hidden": 32},
-    }  # fmt: skip
+    prepare_words(folder)
     recipe = {
         "steps": 4, "micro_batch": 4, "device": "cpu", "log_every": 4, "validate_every": 4, "save_every": 4,
         "schedule": {"kind": "cosine", "warmup": 1},
     }  # fmt: skip
     data = {"path": str(folder / "data"), "validation_tokens": 512, "masking": masking, "sequence": sequence}
-    train(RunConfig(model=tables | model, data=data, train=recipe), folder / "run", console=Console(quiet=True))
+    train(
+        RunConfig(model=SMALL | {"context": 32} | model, data=data, train=recipe),
+        folder / "run",
+        console=Console(quiet=True),
+    )
     return folder / "run"
 
 

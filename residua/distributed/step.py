@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from residua.config.run import RunConfig, TrainConfig
-from residua.data.loader import IGNORED, Batch
 from residua.distributed.experts import complete_expert_gradients, divide_experts, expert_matrices
 from residua.distributed.mesh import Mesh
 from residua.distributed.optimizer import RankedOptimizer
@@ -60,26 +59,9 @@ class RankedStep(Step):
 
     def __init__(self, model: Decoder, config: RunConfig, mesh: Mesh) -> None:
         self.mesh, self.parallel = mesh, config.parallel
-        self.ranks = config.parallel.batch_ranks
+        self.ranks, self.place = config.parallel.batch_ranks, mesh.batch_rank
         self.watch = Stopwatch(mesh.device)
         super().__init__(model, config.train, mesh.device)
-
-    @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """Mean cross-entropy over all batches, as on one process.
-
-        Idle ranks rerun batch 0 with weight 0 so that collectives match.
-        """
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self._copies is not None:
-            self._copies.refresh()
-        for first in range(0, len(batches), self.ranks):
-            mine = first + self.mesh.batch_rank
-            batch = batches[mine] if mine < len(batches) else batches[0]
-            count = int((batch.targets != IGNORED).sum()) if mine < len(batches) else 0
-            sums += torch.stack([self._forward(*self._moved(batch))[0].double() * count, sums.new_tensor(count)])
-        total, targets = self.mesh.over_batch(sums).tolist()
-        return total / targets, int(targets)
 
     def totals(self) -> Totals:
         """The sums over all ranks; every rank must call it. Norm and step count, equal on all, count on rank 0 only."""

@@ -77,8 +77,8 @@ def arithmetic(config: TrainConfig) -> Iterator[None]:
 class Step:
     """A model, its optimizer and its loss, ready to train. The model's parameters are the masters and stay fp32."""
 
-    ranks = 1
-    """Processes that share the micro-batches of a step."""
+    ranks, place = 1, 0
+    """Processes that share the micro-batches of a step, and the number of this one among them."""
 
     capturable = True
     """Whether this process may capture CUDA graphs and use all cores of the machine to compile kernels."""
@@ -155,16 +155,20 @@ class Step:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """Mean cross-entropy over the targets of all batches, in nats, and how many there were."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        targets = 0
+        """Mean cross-entropy over the targets of all batches, in nats, and how many there were.
+
+        Processes take turns; idle ones rerun batch 0 with weight 0, so that collectives match.
+        """
+        total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
         if self._copies is not None:
             self._copies.refresh()
-        for batch in batches:
-            count = int((batch.targets != IGNORED).sum())
+        for mine in range(self.place, -(-len(batches) // self.ranks) * self.ranks, self.ranks):
+            batch = batches[mine] if mine < len(batches) else batches[0]
+            count = int((batch.targets != IGNORED).sum()) if mine < len(batches) else 0
             total += self._forward(*self._moved(batch))[0].double() * count
             targets += count
-        return float(total) / targets, targets
+        loss, scored = self._over_ranks(torch.stack([total, total.new_tensor(targets)])).tolist()
+        return loss / scored, int(scored)
 
     @torch.no_grad()
     def observe(self, batch: Batch, into: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from residua.train.health import TrainingStopped
 from residua.train.trainer import train
 from tests.faults import Disk, failing
 from tests.nightly import only_nightly
-from tests.soak.disk import SmallDisk, open_disk
+from tests.soak.faults import SmallDisk, open_disk
 from tests.train.conftest import config as config
 from tests.train.conftest import data as data
 from tests.trained import residua, train_run

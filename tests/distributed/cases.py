@@ -9,22 +9,17 @@ import torch
 from residua.config.run import RunConfig
 from residua.data.loader import IGNORED, Batch
 from tests.model.small import VOCABULARY
+from tests.trained import SMALL
 
+ANCHORED = {"anchors": {"kind": "exoformer"}, "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"}}
 MODELS: dict[str, dict[str, Any]] = {
     "additive": {"head": {"kind": "untied"}},
     "full": {"topology": {"kind": "full_attnres"}},
     "block": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}},
     "mgr": {"topology": {"kind": "multi_gate", "streams": 3}},
     "mhc": {"topology": {"kind": "mhc", "streams": 2, "iterations": 3}},
-    "exoformer": {
-        "anchors": {"kind": "exoformer"},
-        "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
-    },
-    "exo-block": {
-        "topology": {"kind": "block_attnres", "sublayers_per_block": 2},
-        "anchors": {"kind": "exoformer"},
-        "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
-    },
+    "exoformer": ANCHORED,
+    "exo-block": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}, **ANCHORED},
     "nures": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}, "topology": {"kind": "highway"}},
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
@@ -36,37 +31,20 @@ MODELS: dict[str, dict[str, Any]] = {
             "softmax": {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10},
             "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
         },
-        "ffn": {
-            "kind": "moe",
-            "experts": 4,
-            "top_k": 2,
-            "hidden": 8,
-            "dense_layers": 1,
-            "router": {"kind": "sigmoid_scores"},
-        },
+        "ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8, "dense_layers": 1,
+                "router": {"kind": "sigmoid_scores"}},
     },
-}
+}  # fmt: skip
 MIXTURES = ("moe", "biased")
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
 
 
 def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int = 4, **train: Any) -> RunConfig:
     """A model of four layers, unless told otherwise, and a recipe with four micro-batches per step."""
-    base = {
-        "vocab_size": VOCABULARY,
-        "context": LENGTH,
-        "layers": layers,
-        "width": 16,
-        "attention": {"kind": "softmax", "heads": 2},
-        "ffn": {"kind": "swiglu", "hidden": 24},
-        "init": {"std": 0.2},
-    }
-    recipe = {
-        "steps": 10,
-        "micro_batch": MICRO_BATCH,
-        "accumulate": ACCUMULATE,
-        "schedule": {"kind": "cosine", "warmup": 0},
-    }
+    base = SMALL | {"vocab_size": VOCABULARY, "context": LENGTH, "layers": layers, "init": {"std": 0.2}}
+    base["ffn"] = {"kind": "swiglu", "hidden": 24}
+    schedule = {"kind": "cosine", "warmup": 0}
+    recipe = {"steps": 10, "micro_batch": MICRO_BATCH, "accumulate": ACCUMULATE, "schedule": schedule}
     return RunConfig(
         model=base | MODELS[model],
         train={**recipe, "device": "cpu", "z_loss": 1e-3, "clip_norm": 0.1, **train},

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from residua.config.run import RunConfig
-from residua.data import open_corpus, prepare
 from residua.data.loader import Loader
 from residua.data.source import open_data
 from residua.train.start import starting_model
 from residua.train.step import build_step
-from tests.trained import WORDS
+from tests.trained import SMALL
 
 LINEAR = {"key_heads": 2, "value_heads": 2, "head_dim": 8}
 BLOCKS = {"kind": "block_attnres", "sublayers_per_block": 2}
@@ -40,37 +38,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def prepare_text(folder: Path) -> Path:
-    """A dataset of a few thousand bytes."""
-    source = random.Random(0)
-    texts = folder / "texts"
-    texts.mkdir()
-    for number in range(40):
-        (texts / f"{number}.txt").write_text(" ".join(source.choices(WORDS, k=30)))
-    prepare(open_corpus([texts], holdout=0.3), folder / "data", "bytes", workers=1)
-    return folder / "data"
-
-
 def run_config(model: str, data: Path, **train: Any) -> RunConfig:
     """Four layers, and four steps of four micro-batches of different documents."""
-    base = {
-        "vocab_size": 320,
-        "context": 16,
-        "layers": 4,
-        "width": 16,
-        "attention": {"kind": "softmax", "heads": 2},
-        "ffn": {"kind": "swiglu", "hidden": 24},
-        "init": {"std": 0.2},
-    }
+    base = SMALL | {"layers": 4, "ffn": {"kind": "swiglu", "hidden": 24}, "init": {"std": 0.2}}
     recipe = {
-        "steps": 4,
-        "micro_batch": 2,
-        "accumulate": 4,
-        "save_every": 2,
-        "schedule": {"kind": "cosine", "warmup": 1},
-        "z_loss": 1e-3,
-        "clip_norm": 0.1,
-    }
+        "steps": 4, "micro_batch": 2, "accumulate": 4, "save_every": 2, "schedule": {"kind": "cosine", "warmup": 1},
+        "z_loss": 1e-3, "clip_norm": 0.1,
+    }  # fmt: skip
     documents = {"path": str(data), "masking": "documents"}
     return RunConfig(model=base | MODELS[model], data=documents, train=recipe | train)
 

@@ -14,8 +14,9 @@ import residua
 from residua.config.run import RunConfig
 from residua.storage.run import read_metrics
 from residua.train.trainer import train
-from tests.integrations.cases import MODELS, prepare_text, run_config, train_alone
+from tests.integrations.cases import MODELS, run_config, train_alone
 from tests.integrations.titan import Engine, engine, needs_torchtitan
+from tests.trained import prepare_words
 
 pytestmark = [pytest.mark.slow, needs_torchtitan]
 
@@ -63,7 +64,7 @@ def titan() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepare_text(tmp_path_factory.mktemp("text"))
+    return prepare_words(tmp_path_factory.mktemp("text"))
 
 
 def written(run: RunConfig, folder: Path) -> str:

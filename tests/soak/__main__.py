@@ -21,11 +21,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the table to this Markdown file")
     asked = parser.parse_args()
 
-    from tests.soak.disk import open_disk
-    from tests.soak.faults import deal
+    from tests.soak.faults import deal, open_disk
     from tests.soak.runs import KINDS
-    from tests.soak.soak import Soak
-    from tests.soak.table import page
+    from tests.soak.soak import Soak, page
 
     chance = random.Random(asked.seed)
     decks = {kind: deal(-(-asked.signals // len(KINDS)), chance) for kind in KINDS}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
+import subprocess
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.soak.disk import SmallDisk, SmallFiles
 from tests.soak.jobs import Job
 
 CHECKPOINT_BYTES = 120_000
@@ -113,3 +114,58 @@ def deal(signals: int, chance: random.Random) -> Deck:
     moments = [MOMENTS[number % len(MOMENTS)] for number in range(len(faults))]
     chance.shuffle(moments)
     return list(zip(faults, moments, strict=True))
+
+
+MEGABYTES = 64
+FILLER = "filler"
+
+
+class SmallDisk:
+    """A file system of its own, in memory. It is full for every process until `empty`."""
+
+    title = f"a file system of {MEGABYTES} MB that is filled up (ENOSPC)"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fill(self, leave: int, processes: Iterable[int]) -> None:
+        """Leave so many bytes, but at most one block more."""
+        free = os.statvfs(self.path)
+        size = max(0, free.f_bavail * free.f_frsize - leave)
+        with suppress(OSError), (self.path / FILLER).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+    def empty(self) -> None:
+        (self.path / FILLER).unlink(missing_ok=True)
+
+
+class SmallFiles:
+    """A folder in which the processes of a job may write only short files from the moment of the fault on."""
+
+    title = "a limit on the size of files (EFBIG), because mounting is not permitted here"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fill(self, leave: int, processes: Iterable[int]) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                resource.prlimit(process, resource.RLIMIT_FSIZE, (leave, resource.RLIM_INFINITY))
+
+    def empty(self) -> None:
+        """The limit ended with its processes."""
+
+
+@contextmanager
+def open_disk(path: Path) -> Iterator[SmallDisk | SmallFiles]:
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={MEGABYTES}m", "tmpfs", str(path)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True).returncode == 0
+    except OSError:
+        mounted = False
+    try:
+        yield SmallDisk(path) if mounted else SmallFiles(path)
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(path)], check=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from residua.config.run import RunConfig
-from residua.data import open_corpus, prepare
 from residua.storage.checkpoint import checkpoints
 from residua.storage.run import read_metrics
-from tests.trained import WORDS
+from tests.trained import SMALL, prepare_words
 
 STEPS, SAVE_EVERY = 18, 3
 MEASURED = ("seconds", "tokens_per_second", "memory_gib", "mfu", "took")
@@ -45,22 +43,13 @@ KINDS = (
 
 def make_data(folder: Path) -> Path:
     """A few kilobytes of text in several shards."""
-    source = random.Random(0)
-    texts = folder / "texts"
-    texts.mkdir(parents=True)
-    for number in range(40):
-        (texts / f"{number}.txt").write_text(" ".join(source.choices(WORDS, k=60)))
-    prepare(open_corpus([texts], holdout=0.2), folder / "data", "bytes", workers=1, shard_tokens=3000)
-    return folder / "data"
+    return prepare_words(folder, words=60, holdout=0.2, shard_tokens=3000)
 
 
 def write_config(path: Path, data: Path, kind: Kind) -> Path:
     """A run of a few short steps, each of them logged, with a checkpoint every three."""
     config = RunConfig(
-        model={
-            "vocab_size": 320, "context": 16, "layers": 2, "width": 16,
-            "attention": {"kind": "softmax", "heads": 2}, "ffn": {"kind": "relu2", "hidden": 32},
-        },
+        model=SMALL,
         data={"path": str(data), "validation_tokens": 128},
         train={
             "steps": STEPS, "micro_batch": 1, "accumulate": 2, "schedule": {"kind": "cosine", "warmup": 2},

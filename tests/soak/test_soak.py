@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.soak.disk import open_disk
-from tests.soak.faults import FULL, GONE, SIGNALS, Deck, deal
+from tests.soak.faults import FULL, GONE, SIGNALS, Deck, deal, open_disk
 from tests.soak.runs import KINDS, Kind
 from tests.soak.soak import Soak
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,19 @@ from typing import Any
 import pytest
 
 from residua.config.run import RunConfig
-from residua.data import open_corpus, prepare
 from residua.report.plain import PlainConsole
 from residua.storage.checkpoint import checkpoints
 from residua.train.health import Interrupted
 from residua.train.result import Result
 from residua.train.step import Step
 from residua.train.trainer import train
-
-WORDS = ["depth", "is", "how", "far", "the", "layers", "of", "a", "model", "talk", "to", "each", "other"]
+from tests.trained import SMALL, prepare_words
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared dataset, one token per byte."""
-    folder = tmp_path_factory.mktemp("text")
-    source = random.Random(0)
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(" ".join(source.choices(WORDS, k=60)))
-    out = folder / "dataset"
-    prepare(open_corpus([folder], holdout=0.2), out, "bytes", workers=1)
-    return out
+    return prepare_words(tmp_path_factory.mktemp("text"), words=60, holdout=0.2)
 
 
 @pytest.fixture(scope="session")
@@ -111,24 +102,10 @@ def files(folder: Path) -> dict[str, bytes]:
 def small_run(data: Path) -> RunConfig:
     """Six steps on two micro-batches each, a checkpoint every two."""
     return RunConfig(
-        model={
-            "vocab_size": 320,
-            "context": 16,
-            "layers": 2,
-            "width": 16,
-            "attention": {"kind": "softmax", "heads": 2},
-            "ffn": {"kind": "relu2", "hidden": 32},
-        },
+        model=SMALL,
         data={"path": str(data), "validation_tokens": 128},
         train={
-            "steps": 6,
-            "micro_batch": 2,
-            "accumulate": 2,
-            "schedule": {"kind": "cosine", "warmup": 2},
-            "device": "cpu",
-            "log_every": 2,
-            "validate_every": 3,
-            "save_every": 2,
-            "telemetry": "off",
+            "steps": 6, "micro_batch": 2, "accumulate": 2, "schedule": {"kind": "cosine", "warmup": 2},
+            "device": "cpu", "log_every": 2, "validate_every": 3, "save_every": 2, "telemetry": "off",
         },
-    )
+    )  # fmt: skip

@@ -22,6 +22,7 @@ from residua.train.environment import START
 from residua.train.start import check_model, start_lines, starting_model, what_is_kept
 from residua.train.trainer import train
 from residua.train.world import SharedWorld
+from tests.train.conftest import small_run
 from tests.trained import residua
 
 
@@ -34,13 +35,8 @@ def old(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 
 
 def of(data: Path) -> RunConfig:
-    model = {
-        "vocab_size": 320, "context": 16, "layers": 2, "width": 16, "attention": {"kind": "softmax", "heads": 2},
-        "ffn": {"kind": "relu2", "hidden": 32}, "norm": {"kind": "rmsnorm", "eps": 1e-5},
-    }  # fmt: skip
-    recipe = {"steps": 4, "micro_batch": 2, "device": "cpu", "log_every": 2, "validate_every": 2, "save_every": 4}
-    recipe["schedule"] = {"kind": "cosine", "warmup": 1}
-    return RunConfig(model=model, data={"path": str(data), "validation_tokens": 128}, train=recipe)
+    often = ["train.steps=4", "train.validate_every=2", "train.save_every=4", "train.schedule.warmup=1"]
+    return small_run(data).override(["model.norm.eps=1e-5", "train.accumulate=1", *often])
 
 
 def validations(run: Path) -> dict[int, float]:

@@ -72,16 +72,19 @@ def cached_blocks(ranks: int, stages_per_rank: int, blocks_per_stage: float) -> 
     return (ranks * (ranks - 1) / 2 + (stages_per_rank - 1) * ranks**2) * blocks_per_stage
 
 
+@dataclass
 class Entry:
     """A cached tensor, the number of stages that will still read it, and the sum of their gradients."""
 
-    def __init__(self, value: Tensor, readers: int) -> None:
-        self.value: Tensor | None = value
-        self.readers = readers
-        self.gradient: Tensor | None = None
+    value: Tensor | None
+    readers: int
+    gradient: Tensor | None = None
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+    def take_gradient(self, leaf: Tensor) -> None:
+        """Add the gradient of a reader, which gives it away."""
+        assert leaf.grad is not None
+        self.gradient = leaf.grad if self.gradient is None else self.gradient + leaf.grad
+        leaf.grad = None
 
 
 class StageCache:
@@ -107,14 +110,8 @@ class StageCache:
             del self.entries[batch, name]
         if torch.is_grad_enabled():
             value.requires_grad_()
-            value.register_post_accumulate_grad_hook(lambda leaf: _return_gradient(leaf, entry))
+            value.register_post_accumulate_grad_hook(entry.take_gradient)
         return value
-
-
-def _return_gradient(leaf: Tensor, entry: Entry) -> None:
-    assert leaf.grad is not None
-    entry.add_gradient(leaf.grad)
-    leaf.grad = None
 
 
 class _Put(torch.autograd.Function):
