@@ -14,7 +14,7 @@ job again. One rank of each node speaks: the first that claims the voice of its 
 itself why it fails, that is rank 0.
 
 torchrun sends SIGTERM to the ranks of a node when one of them has ended, and SIGKILL 30 seconds later. A rank that
-hears SIGTERM therefore calls a silent rank dead sooner (`HURRIED`).
+hears SIGTERM therefore calls a silent rank dead sooner (`HURRIED_BEATS`).
 
 A beat costs a rank three store requests, however many ranks there are.
 """
@@ -36,13 +36,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-BEAT = 1.0
+BEAT_SECONDS = 1.0
 """Seconds between beats."""
 
-MISSED = 4
+MISSED_BEATS = 4
 """Beats that a rank must miss before it is called dead, after a collective has failed."""
 
-HURRIED = 3 * MISSED
+HURRIED_BEATS = 3 * MISSED_BEATS
 """Beats that a rank may miss once torchrun has asked this one to end: it must speak within 30 seconds."""
 
 FAILURES = "failures"
@@ -119,7 +119,7 @@ class Heartbeat:
 
     def hurry(self) -> None:
         """torchrun has asked this rank to end, maybe because another has: do not wait long for a silent one."""
-        self.patience = min(self.patience, HURRIED * BEAT)
+        self.patience = min(self.patience, HURRIED_BEATS * BEAT_SECONDS)
 
     def end_soon(self, *_: object) -> None:
         """Name a rank that has died, if one has, and end: a handler of SIGTERM where the run cannot be saved."""
@@ -142,14 +142,14 @@ class Heartbeat:
         self._may_end = False
         start = heard = time.monotonic()
         last = ""
-        while time.monotonic() < min(start + 3 * MISSED * BEAT, heard + MISSED * BEAT):
+        while time.monotonic() < min(start + 3 * MISSED_BEATS * BEAT_SECONDS, heard + MISSED_BEATS * BEAT_SECONDS):
             try:
                 beat = self._read_beats([rank]).get(rank, "")
             except RuntimeError:
                 return
             if beat != last:
                 last, heard = beat, time.monotonic()
-            time.sleep(BEAT / 4)
+            time.sleep(BEAT_SECONDS / 4)
 
     def who_died(self) -> str | None:
         """After a failed collective: a sentence that names the rank that died or failed; None if all are alive."""
@@ -169,18 +169,18 @@ class Heartbeat:
         """Wait for a failure that is told, then for beats; a rank that is found dead is told to the others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         before = self._read_beats(others)
-        for _ in range(MISSED):
+        for _ in range(MISSED_BEATS):
             if self._first_failure(self._store.get(FAILURES)):
                 return
             self._write_beat()
-            time.sleep(BEAT)
+            time.sleep(BEAT_SECONDS)
         now = self._read_beats(others)
         silent = [rank for rank in others if before.get(rank) == now.get(rank) and not _finished(now.get(rank, ""))]
         if silent:
             self._add_failure(silent[0], "died")
             self._first_failure(self._store.get(FAILURES))  # another rank may have found another one first
             if len(self.node) < self.size:
-                time.sleep(2 * BEAT)  # the other nodes read it in a store that may end with this rank
+                time.sleep(2 * BEAT_SECONDS)  # the other nodes read it in a store that may end with this rank
 
     def tick(self) -> None:
         """One beat: write this rank's, look at the next rank's and at the list of failures."""
@@ -213,7 +213,7 @@ class Heartbeat:
                 self._print(f"no step was finished in {self.stall:.0f} seconds after step {self.done}{where}")
 
     def _run(self) -> None:
-        while not self._stopped.wait(BEAT):
+        while not self._stopped.wait(BEAT_SECONDS):
             self.tick()
 
     def _watch(self) -> None:
@@ -223,7 +223,9 @@ class Heartbeat:
         if failure is not None:
             silent, now = not self.speaks, time.monotonic()
             self._noticed = now if self._noticed is None else self._noticed
-            if now - self._noticed > (2 * MISSED + MISSED * silent) * BEAT:  # the training thread has had its time
+            if (
+                now - self._noticed > (2 * MISSED_BEATS + MISSED_BEATS * silent) * BEAT_SECONDS
+            ):  # the training thread has had its time
                 self._end(failure.sentence, silent=silent)
         elif time.monotonic() - self._last_heard > self.patience:
             self._add_failure(self._watched, f"failed: it was silent for {self.patience:.0f} seconds")
@@ -294,13 +296,25 @@ def _finished(beat: str) -> bool:
     return bool(beat) and json.loads(beat)["finished"]
 
 
-LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "gloo", "nccl", "socket", "connect")
+LOST_PEER_WORDS = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "gloo",
+    "nccl",
+    "socket",
+    "connect",
+)
 
 
 def lost_a_peer(error: BaseException) -> bool:
     """Whether an error says that another process stopped answering."""
     words = str(error).lower()
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(w in words for w in LOST))
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(w in words for w in LOST_PEER_WORDS)
+    )
 
 
 class Terminations:

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from residua.files import UNFINISHED, write_atomically, writing
 
-POLL = 0.05
+POLL_SECONDS = 0.05
 """Seconds between two looks at the store."""
 
-LOOKS_FOR = 20.0
+MAX_SECONDS_FOR_A_FILE = 20.0
 """Seconds that a rank looks for a file of another node: NFS may remember for a while that there was none."""
 
 
@@ -61,7 +61,7 @@ def meet(store: dist.Store, rank: int, size: int, restarts: int) -> Start:
                 if number not in answered:
                     store.set(f"start/{number}", mine)
                     answered.add(number)
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
     store.set(f"again/{mine}", str(again))
     return Start(mine, again)
 
@@ -150,12 +150,12 @@ class Probe:
         return self.folder / f"{UNFINISHED}probe-{self.token}-{rank}"
 
     def _finds(self, rank: int) -> bool:
-        """Whether the file of a rank is here within `LOOKS_FOR` seconds."""
-        until = time.monotonic() + LOOKS_FOR
+        """Whether the file of a rank is here within `MAX_SECONDS_FOR_A_FILE` seconds."""
+        until = time.monotonic() + MAX_SECONDS_FOR_A_FILE
         while True:
             with suppress(OSError):
                 if self._path(rank).read_text(encoding="utf-8") == self.token:
                     return True
             if time.monotonic() > until:
                 return False
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)

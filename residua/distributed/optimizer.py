@@ -27,7 +27,7 @@ from residua.storage.sharded import local
 from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates, working_dtype
 
 # Elements that an owner orthogonalises in one turn: enough to fill a GPU, few enough that turns overlap.
-TURN = 1 << 24
+TURN_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _turns(shapes: Mapping[int, torch.Size], copies: int, shards: int) -> list[l
         size = prod(shapes[dealt[0]])
         if room < size:
             turns.append([])
-            room = max(TURN, size)
+            room = max(TURN_ELEMENTS, size)
         room -= size
         turns[-1] += [_Task(matrix, owner // shards, owner % shards) for owner, matrix in enumerate(dealt)]
     return turns

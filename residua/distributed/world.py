@@ -38,9 +38,9 @@ from residua.train.world import World, check_processes
 
 T = TypeVar("T")
 
-STALL = 0.9
+STALL_SHARE = 0.9
 """Share of the time limit of a collective after which a step that is not finished is reported."""
-SLOW = 1.3
+SLOW_FACTOR = 1.3
 """Times the median from which on a rank is called slow."""
 
 
@@ -62,7 +62,7 @@ class Ranks(World):
         """Ranks that are slow, and for how many log lines they have been."""
         self.heartbeat = Heartbeat(
             store, mesh.rank, mesh.size, config.parallel.patience, self._advice(), record=self._record,
-            node=ranks_here(mesh.rank, mesh.size), stall=STALL * processes.timeout.total_seconds(),
+            node=ranks_here(mesh.rank, mesh.size), stall=STALL_SHARE * processes.timeout.total_seconds(),
         )  # fmt: skip
         self._terminations = Terminations(self.heartbeat)
 
@@ -242,7 +242,7 @@ class Ranks(World):
 
 
 def slow_ranks(seconds: Sequence[float], stages: Sequence[float], hosts: Sequence[str]) -> dict[int, str]:
-    """A sentence for each rank that takes `SLOW` times as long as the median of the ranks with the same `stages`.
+    """A sentence for each rank that takes `SLOW_FACTOR` times as long as the median of ranks with the same `stages`.
 
     Ranks with other stages of a pipeline do other work, whose time no count of FLOPs predicts well enough.
     """
@@ -254,7 +254,7 @@ def slow_ranks(seconds: Sequence[float], stages: Sequence[float], hosts: Sequenc
         rank: f"rank {rank} on {hosts[rank]} computes slowly: {second / usual[stage]:.2f} × the median rank's time for "
         "the same work; look at the clock, temperature and other processes of its device"
         for rank, (second, stage) in enumerate(zip(seconds, stages, strict=True))
-        if second > SLOW * usual[stage] > 0
+        if second > SLOW_FACTOR * usual[stage] > 0
     }
 
 

@@ -25,19 +25,19 @@ class Interrupted(TrainingStopped):
         self.exit_code = 128 + signal_number
 
 
-SKEW = 0.5
+MIN_SKEW_NATS = 0.5
 """Nats between guessing and knowing how often tokens occur, from which on a loss is judged by them."""
 FAIR_STEPS = 10.0
 """Steps at the full learning rate after which a healthy loss has begun to fall."""
-STRETCH, STRETCH_LINES = 500, 5
+MAX_STILL_STEPS, MAX_STILL_LINES = 500, 5
 """Steps after warm-up, and log lines, without a fall that end a run whose loss token frequencies alone would give."""
-FALL = 0.01
+MIN_FALL_NATS = 0.01
 """Nats that count as a fall of the loss."""
-SHARE = 0.05
+MIN_LEARNED_SHARE = 0.05
 """Of the way from guessing to token frequencies: a loss that has not come so far has learned nothing."""
-SAMPLE = 1 << 20
+SAMPLED_TOKENS = 1 << 20
 """Training tokens that are counted."""
-LOST = 0.5
+MAX_RISE_NATS = 0.5
 """Nats above its lowest value at which a loss no better than token frequencies means that the model was lost."""
 
 
@@ -56,7 +56,7 @@ class Frequencies:
     @property
     def telling(self) -> bool:
         """Whether the text tells a run that learns from one that does not: random tokens do not."""
-        return self.guessing - self.unigram >= SKEW
+        return self.guessing - self.unigram >= MIN_SKEW_NATS
 
 
 def token_frequencies(config: RunConfig, dataset: Dataset, tokens: int | None = None) -> Frequencies:
@@ -64,7 +64,7 @@ def token_frequencies(config: RunConfig, dataset: Dataset, tokens: int | None = 
 
     `tokens`: on so many of the validation text instead.
     """
-    unigram = unigram_entropy(dataset, limit_tokens=tokens or config.data.validation_tokens, sample=SAMPLE)
+    unigram = unigram_entropy(dataset, limit_tokens=tokens or config.data.validation_tokens, sample=SAMPLED_TOKENS)
     return Frequencies(math.log(config.model.vocab_size), unigram, config.train.schedule.warmup)
 
 
@@ -93,7 +93,7 @@ class Watch:
     def stuck(self, step: int, loss: float, known: Frequencies) -> str | None:
         """None, or how long this loss, already checked, has not fallen though token frequencies alone would do."""
         still = step - max(self.lowest_step, known.warmup)
-        if not known.telling or loss < known.unigram or still < STRETCH or self.stale < STRETCH_LINES:
+        if not known.telling or loss < known.unigram or still < MAX_STILL_STEPS or self.stale < MAX_STILL_LINES:
             return None
         return (
             f"the run learns nothing: at step {step} the loss is {loss:.3f} and has not fallen for "
@@ -104,12 +104,12 @@ class Watch:
         """None, or why the last `loss` of a run that had `FAIR_STEPS` is not that of a trained model."""
         if not known.telling or loss < known.unigram:
             return None
-        if loss > known.guessing - SHARE * (known.guessing - known.unigram):
+        if loss > known.guessing - MIN_LEARNED_SHARE * (known.guessing - known.unigram):
             return (
                 f"the run has learned nothing: after {counted(steps, 'step')} the loss is {loss:.3f}, guessing gives "
                 f"{known.guessing:.3f} and token frequencies alone {known.unigram:.3f}"
             )
-        if self.lowest is not None and self.lowest < known.unigram and loss > self.lowest + LOST:
+        if self.lowest is not None and self.lowest < known.unigram and loss > self.lowest + MAX_RISE_NATS:
             return (
                 f"the run lost what it had learned: the loss was {self.lowest:.3f} at step {self.lowest_step} and is "
                 f"{loss:.3f} at the end, where token frequencies alone give {known.unigram:.3f}"
@@ -129,7 +129,7 @@ class Watch:
             self.first_loss = loss
         self.strikes = self.strikes + 1 if self.too_high(loss) else 0
         self.stale += 1
-        if self.lowest is None or loss < self.lowest - FALL:
+        if self.lowest is None or loss < self.lowest - MIN_FALL_NATS:
             self.lowest, self.lowest_step, self.stale = loss, step, 0
         if self.strikes >= self.patience:
             return (

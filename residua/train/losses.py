@@ -7,7 +7,7 @@ From the inside out, each calls the one before it:
 3. Compiled: the whole as one graph with our rewrites (`rewrites/`), or each sublayer by itself (`layers.py`).
 
 `build_losses` is the only place that composes them for one process. A CUDA graph is not a layer of these: it holds
-forward and backward together, so `Step` puts it around both (`graphs.py`). All these files are in `compile/`. On
+forward and backward together, so `Step` puts it around both (`cuda_graphs.py`). All these files are in `compile/`. On
 several ranks `distributed.shard` has its own composition, with DDP or FSDP2 between the model and the compiler.
 """
 

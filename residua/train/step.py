@@ -34,7 +34,7 @@ from residua.config.run import TrainConfig
 from residua.data.loader import IGNORED, Batch
 from residua.model import taps
 from residua.train.balance import Balancer, build_balancer
-from residua.train.compile.graphs import GraphedPass
+from residua.train.compile.cuda_graphs import GraphedPass
 from residua.train.compile.layers import LayeredCopies
 from residua.train.compile.precompile import Helpers
 from residua.train.compile.rewrites import allow_recompiling

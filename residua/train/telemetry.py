@@ -28,13 +28,13 @@ from residua.train.telemetry_curves import KIND, over_places, telemetry_of
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder, Sublayer
 
-SHARE = 0.01
+MEASURED_SHARE = 0.01
 """Of the tokens trained between two measurements, so many are measured: a forward pass is a third of a step's work."""
-FEWEST = 64
+MIN_TOKENS = 64
 """… but at least so many tokens."""
-MEASUREMENTS, MOST_LINES = 20, 10
+MEASUREMENTS, MAX_LOG_LINES = 20, 10
 """By default a run is measured about so many times, but at least once in so many log lines."""
-GROWTH, WITHIN = 10.0, 0.1
+REPORTED_GROWTH, GROWTH_WINDOW = 10.0, 0.1
 """A peak that grows so many times within this share of the run is reported."""
 DIGITS = 5
 QUARTILES = ("beta_q1", "beta_median", "beta_q3", "beta_max")
@@ -166,7 +166,7 @@ class Growth:
 
     def __init__(self, config: RunConfig) -> None:
         steps = config.train.steps
-        self._window = steps * WITHIN
+        self._window = steps * GROWTH_WINDOW
         self._sublayers = config.model.sublayers
         self._first = max(config.train.schedule.warmup, self._window)
         self._seen: list[tuple[int, dict[tuple[str, int], float]]] = []
@@ -187,7 +187,7 @@ class Growth:
             (peaks[key] / low, key, then, low)
             for then, old in self._seen
             for key, low in old.items()
-            if key in peaks and peaks[key] >= GROWTH * low > 0
+            if key in peaks and peaks[key] >= REPORTED_GROWTH * low > 0
         ]
         self._seen = [*([] if grown else self._seen), (step, peaks)]
         if not grown:
@@ -278,14 +278,14 @@ def build_telemetry(config: RunConfig, validation: Batch, model: Decoder | None)
 def interval(recipe: TrainConfig) -> int:
     """Steps between two measurements: as asked for, or whole log lines such that a run has about twenty, or more."""
     lines = math.ceil(recipe.steps / (MEASUREMENTS * recipe.log_every))
-    return recipe.telemetry_every or recipe.log_every * min(lines, MOST_LINES)
+    return recipe.telemetry_every or recipe.log_every * min(lines, MAX_LOG_LINES)
 
 
 def measured_tokens(config: RunConfig) -> int:
     """At most `train.telemetry_tokens`, and a hundredth of what is trained between two measurements (but 64)."""
     recipe = config.train
     between = interval(recipe) * config.tokens_per_step
-    return min(recipe.telemetry_tokens, max(FEWEST, int(SHARE * between)))
+    return min(recipe.telemetry_tokens, max(MIN_TOKENS, int(MEASURED_SHARE * between)))
 
 
 def first_tokens(batch: Batch, tokens: int) -> Batch:

@@ -25,7 +25,7 @@ from residua.storage.checkpoint import model_tensors, save_checkpoint
 from residua.storage.load import restore
 from residua.storage.run import Run, failed_early
 from residua.storage.tensors import nonfinite
-from residua.train.compile.graphs import WARM_UP
+from residua.train.compile.cuda_graphs import WARM_UP
 from residua.train.start import starting_model
 from residua.train.step import Step, arithmetic, build_step
 from residua.train.summary import check_memory

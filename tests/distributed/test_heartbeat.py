@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from residua.distributed import heartbeat
-from residua.distributed.heartbeat import HURRIED, MISSED, Heartbeat, Terminations, lost_a_peer
+from residua.distributed.heartbeat import HURRIED_BEATS, MISSED_BEATS, Heartbeat, Terminations, lost_a_peer
 
 PATIENCE = 10
 
@@ -61,7 +61,7 @@ class Job:
         """Seconds until the first rank ends; the others must end within five more."""
         for passed in range(1, limit):
             if self.second():
-                for _ in range(MISSED + 1):
+                for _ in range(MISSED_BEATS + 1):
                     self.second()
                 assert not self.alive
                 return passed
@@ -113,7 +113,7 @@ def test_beat_costs_three_requests_for_any_number_of_ranks(job: Any, ranks: int)
 
 def test_requests_of_running_threads_grow_linearly_with_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with real threads: requests per beat, so that a slow machine changes nothing."""
-    monkeypatch.setattr(heartbeat, "BEAT", 0.02)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.02)
     store, ranks = CountingStore(), 16
     beats = 0
     write = Heartbeat._write_beat
@@ -139,7 +139,7 @@ def test_a_silent_rank_is_named_once_on_each_node(job: Any, silent: int, nodes: 
     simulated.alive[silent].done = 7
     simulated.second()
     del simulated.alive[silent]
-    assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED + 4
+    assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED_BEATS + 4
     said = capsys.readouterr().err.splitlines()
     assert len(said) == nodes
     for line in said:
@@ -154,7 +154,7 @@ def test_of_ranks_that_die_together_one_is_named(job: Any, dead: set[int], capsy
     simulated.second()
     for rank in dead:
         del simulated.alive[rank]
-    assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED + 4
+    assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED_BEATS + 4
     (said,) = capsys.readouterr().err.splitlines()
     assert said.split(" (process ")[0] in {f"residua: rank {rank}" for rank in dead}
 
@@ -213,7 +213,7 @@ def test_a_rank_that_cannot_save_ends_when_asked_to(job: Any, died: bool, capsys
     asked.end_soon()
     with pytest.raises(Ended):
         asked.tick()
-    assert simulated.now < 100 + 2 * MISSED
+    assert simulated.now < 100 + 2 * MISSED_BEATS
     assert capsys.readouterr().err.count("residua: rank 1 (process ") == died
     asked.stop(finished=False)
 
@@ -222,7 +222,7 @@ def test_a_rank_that_fails_is_named_once_with_its_reason(job: Any, capsys: Any) 
     """By rank 0; the others give it time, because torchrun ends all when the first one ends."""
     simulated = job(4)
     simulated.alive.pop(1).fail("the disk is full")
-    ended = [rank for _ in range(3 * MISSED + 2) for rank in sorted(simulated.second())]
+    ended = [rank for _ in range(3 * MISSED_BEATS + 2) for rank in sorted(simulated.second())]
     assert ended == [0, 2, 3]
     said = capsys.readouterr().err
     assert said.count("residua: rank 1 (process ") == said.count("failed: the disk is full, last heard of") == 1
@@ -231,7 +231,7 @@ def test_a_rank_that_fails_is_named_once_with_its_reason(job: Any, capsys: Any) 
 def test_what_rank_0_says_itself_is_said_again_elsewhere_only(job: Any, capsys: Any) -> None:
     simulated = job(5, per_node=2)
     simulated.alive.pop(0).fail("the disk is full")
-    for _ in range(3 * MISSED + 2):
+    for _ in range(3 * MISSED_BEATS + 2):
         simulated.second()
     said = capsys.readouterr().err.splitlines()
     assert not simulated.alive and len(said) == 2 and all("rank 0 (process" in line for line in said)
@@ -241,7 +241,7 @@ def test_the_first_of_several_failures_is_named(job: Any, capsys: Any) -> None:
     simulated = job(3)
     simulated.alive.pop(2).fail("first")
     simulated.alive.pop(1).fail("second")
-    for _ in range(3 * MISSED):
+    for _ in range(3 * MISSED_BEATS):
         simulated.second()
     assert "failed: first" in (said := capsys.readouterr().err) and "second" not in said
 
@@ -305,7 +305,7 @@ def test_outlasting_a_rank_ends_with_its_beat_or_in_12_seconds(job: Any) -> None
     del simulated.alive[0]
     asked = simulated.now
     waiting.outlast(rank=0)
-    assert MISSED <= simulated.now - asked < MISSED + 1
+    assert MISSED_BEATS <= simulated.now - asked < MISSED_BEATS + 1
     simulated.store.lost = True
     asked = simulated.now
     waiting.outlast(rank=0)
@@ -316,7 +316,7 @@ def test_a_rank_that_outlasts_another_says_nothing_itself(job: Any, capsys: Any)
     simulated = job(2)
     simulated.alive[1].outlast(rank=0)
     simulated.alive.pop(0).fail("said elsewhere")
-    for _ in range(3 * MISSED):
+    for _ in range(3 * MISSED_BEATS):
         assert not simulated.second()
     assert not capsys.readouterr().err
 
@@ -329,7 +329,7 @@ def test_sigterm_is_left_to_the_heartbeat_until_it_is_restored(job: Any) -> None
     try:
         terminations = Terminations(heart)
         os.kill(os.getpid(), signal.SIGTERM)
-        while heart.patience > HURRIED:
+        while heart.patience > HURRIED_BEATS:
             time.sleep(0.01)
         assert heart._asked_to_end and not heard
         terminations.ignore()

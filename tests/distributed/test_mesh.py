@@ -87,7 +87,7 @@ def starting(store: dist.Store, counts: tuple[int, int]) -> list[nodes.Start]:
 
 def test_a_probe_finds_ranks_that_see_or_write_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 shares the folder, rank 2 has another one, rank 3 sees the folder and writes into a copy of it."""
-    monkeypatch.setattr(nodes, "LOOKS_FOR", 0.0)
+    monkeypatch.setattr(nodes, "MAX_SECONDS_FOR_A_FILE", 0.0)
     (tmp_path / "run").mkdir()
     (tmp_path / "other").mkdir()
     probes = [nodes.Probe(tmp_path / ("other" if rank == 2 else "run"), rank, "token") for rank in range(4)]

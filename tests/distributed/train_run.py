@@ -141,8 +141,8 @@ def main(spec: Path) -> None:
         slow_down(*asked["slow"])
     if "astray" in asked:
         lead_astray(*asked["astray"])
-    nodes.LOOKS_FOR = 1.0
-    heartbeat.BEAT = asked.get("beat", 1.0)
+    nodes.MAX_SECONDS_FOR_A_FILE = 1.0
+    heartbeat.BEAT_SECONDS = asked.get("beat", 1.0)
     config = RunConfig.from_toml(asked["config"]).override(asked.get("changes", []))
     try:
         train(config, asked["out"], resume=asked.get("resume", False), world=open_world(config, Path(asked["out"])))

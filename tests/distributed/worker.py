@@ -114,7 +114,7 @@ def ranked(model: str, parallel: dict[str, Any]) -> dict[str, Tensor]:
     """
     way, crowded = parallel.pop("way", None), parallel.pop("crowded", False)
     units.SMALLEST_UNIT = parallel.pop("smallest_unit", 1)
-    optimizer.TURN = parallel.pop("turn", 1 << 24)
+    optimizer.TURN_ELEMENTS = parallel.pop("turn", 1 << 24)
     compiler = partial(torch.compile, dynamic=False, backend=parallel.pop("backend", None))
     stage.compile_rewritten = units.compile_rewritten = compiler
     cuts, pieces = parallel.pop("cuts", None), parallel.pop("pieces", 1)

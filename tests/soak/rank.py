@@ -15,6 +15,6 @@ from residua.train import trainer  # noqa: F401
 
 def main(*arguments: str) -> None:
     torch.set_num_threads(1)
-    heartbeat.BEAT = 0.25
+    heartbeat.BEAT_SECONDS = 0.25
     sys.argv = ["residua", *arguments]
     command.main()

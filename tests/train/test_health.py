@@ -9,7 +9,7 @@ import pytest
 
 from residua.config.run import RunConfig
 from residua.data import Dataset, unigram_entropy
-from residua.train.health import STRETCH, Frequencies, TrainingStopped, Watch, had_fair_steps, token_frequencies
+from residua.train.health import MAX_STILL_STEPS, Frequencies, TrainingStopped, Watch, had_fair_steps, token_frequencies
 from tests.train.conftest import Lab
 
 TEXT = Frequencies(guessing=6.9, unigram=5.9, warmup=20)
@@ -64,7 +64,7 @@ def test_loss_that_does_not_fall_for_a_long_stretch_stops_a_run() -> None:
     watch = checked([6.92, 6.91] + [6.93] * 9)
     assert "has not fallen for 1,000 steps" in (watch.stuck(1100, 6.93, TEXT) or "")
     assert watch.stuck(1100, 5.8, TEXT) is None  # better than token frequencies: a plateau like any other
-    assert watch.stuck(1100, 6.93, Frequencies(6.9, 5.9, warmup=1100 - STRETCH + 1)) is None
+    assert watch.stuck(1100, 6.93, Frequencies(6.9, 5.9, warmup=1100 - MAX_STILL_STEPS + 1)) is None
     assert checked([6.92, 6.93], every=600).stuck(1200, 6.93, TEXT) is None  # two lines are no stretch
     assert checked([7 - 0.02 * line for line in range(20)]).stuck(2000, 6.6, TEXT) is None  # slow, but it falls
 

@@ -65,10 +65,11 @@ class Part:
         again = recomputes_anchors(model.config, run.parallel.anchors)
         self.shared = SharedParameters(model, mesh, again, self.shares)
         self._divided = divide_experts(model, mesh, precision, recompute)
-        settings = Settings(run.train.z_loss, precision, mesh.device.type, again)
-        boundary, cache = model.topology.boundary(), StageCache()
+        settings = Settings(
+            self.shares, model.topology.boundary(), StageCache(), run.train.z_loss, precision, mesh.device.type, again
+        )
         self.numbers = range(mesh.pipeline_rank, stages, ranks)
-        self.slices = [Slice(model, boundary, self.shares, i, self.routes[i], cache, settings) for i in self.numbers]
+        self.slices = [Slice(model, i, self.routes[i], settings) for i in self.numbers]
         self.mixtures = mixtures(model)
         for module in self.slices:
             inside = mixtures(module)

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 EMBEDDING, HIDDEN, LSE, PICKED = "embedding", "head.hidden", "head.lse", "head.picked"
 """Names of tensors that cross between stages."""
 
-EVEN = 1.10
+MAX_UNEVENNESS = 1.10
 """Work of the most expensive stage over the mean, up to which the head stays in one piece."""
 
-PIECES = 16
+HEAD_PIECES = 16
 """Pieces of a head that is divided."""
 
-DIVIDED = 1.25
+DIVIDED_HEAD_COST = 1.25
 """How much more a divided head costs, an assumption: on an H200 pieces that make their logits twice took 1.49 times as
 long as a whole head (docs/scale.md); those that keep their softmax were not measured."""
 
@@ -58,7 +58,7 @@ class Share:
 
 
 def shares_of(
-    config: RunConfig, work: Work | None = None, *, stages: int | None = None, pieces: int = PIECES
+    config: RunConfig, work: Work | None = None, *, stages: int | None = None, pieces: int = HEAD_PIECES
 ) -> list[Share]:
     """The shares of the stages of a run.
 
@@ -85,7 +85,7 @@ def share_work(work: Work, stages: int, pieces: int) -> list[Share]:
     """The division whose most expensive stage is cheapest; of several such, the most even one."""
     count = len(work.sublayers)
     whole = cut(_best_cuts(_costs(work, 1), stages), count, 1)
-    if max(stage_work(work, whole)) <= EVEN * work.total / stages:
+    if max(stage_work(work, whole)) <= MAX_UNEVENNESS * work.total / stages:
         return whole
     divided = cut(_best_cuts(_costs(work, pieces), stages), count, pieces)
     return min(whole, divided, key=lambda shares: max(stage_work(work, shares)))
@@ -124,7 +124,7 @@ def head_work(work: Work, share: Share) -> float:
 
 
 def _piece(work: Work, pieces: int) -> float:
-    return work.head if pieces == 1 else DIVIDED * work.head / pieces
+    return work.head if pieces == 1 else DIVIDED_HEAD_COST * work.head / pieces
 
 
 def cut(cuts: Sequence[int], sublayers: int, pieces: int) -> list[Share]:

@@ -42,8 +42,11 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Settings:
-    """What all stages of a run share."""
+    """What all slices of a rank share."""
 
+    shares: Sequence[Share]
+    boundary: Boundary
+    cache: StageCache
     z_loss: float
     precision: torch.dtype
     device: str
@@ -57,27 +60,17 @@ class Slice(nn.Module):
     parameters keep their names there.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        boundary: Boundary,
-        shares: Sequence[Share],
-        number: int,
-        route: Route,
-        cache: StageCache,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, model: Decoder, number: int, route: Route, settings: Settings) -> None:
         super().__init__()
-        self.share = shares[number]
-        sublayers = self.share.sublayers
-        self.boundary, self.range, self.route, self.cache, self.settings = boundary, sublayers, route, cache, settings
-        self.first, self.last = number == 0, number == len(shares) - 1
+        self.share, self.boundary, self.cache = settings.shares[number], settings.boundary, settings.cache
+        self.range, self.route, self.settings = self.share.sublayers, route, settings
+        self.first, self.last = number == 0, number == len(settings.shares) - 1
         self.heads = bool(self.share.head)
-        self.sublayers = nn.ModuleDict({str(k): model.sublayers[k] for k in sublayers})
-        own = list(self.sublayers.values())
+        self.sublayers = nn.ModuleDict({str(k): model.sublayers[k] for k in self.range})
+        layers, count = list(self.sublayers.values()), len(self.sublayers)
         self.units = nn.ModuleList(
-            Unit(sublayers[k.start], own[k.start : k.stop], model.topology, closed=self.heads or k.stop < len(own))
-            for k in divide(own)
+            Unit(self.range[k.start], layers[k.start : k.stop], model.topology, closed=self.heads or k.stop < count)
+            for k in divide(layers)
         )
         self.topology, self.anchors = model.topology, model.anchors
         self.embed = model.embed if self.first or (self.heads and model.unembed is None) else None

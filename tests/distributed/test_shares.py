@@ -12,7 +12,14 @@ from residua import ops
 from residua.config.run import RunConfig
 from residua.data.loader import IGNORED
 from residua.distributed.pipeline import stage
-from residua.distributed.pipeline.shares import DIVIDED, head_ranks, share_layers, share_work, shares_of, stage_work
+from residua.distributed.pipeline.shares import (
+    DIVIDED_HEAD_COST,
+    head_ranks,
+    share_layers,
+    share_work,
+    shares_of,
+    stage_work,
+)
 from residua.model.size import Work, measure, measure_work
 from residua.ops.linear_cross_entropy import head_piece, launch
 
@@ -74,7 +81,7 @@ def test_every_sublayer_and_head_row_belongs_to_one_stage() -> None:
         rows = [share.rows(100) for share in shares if share.head]
         assert rows[0][0] == 0 and rows[-1][1] == 100
         assert all(before[1] == after[0] for before, after in pairwise(rows))
-        extra = 0.0 if shares[0].pieces == 1 else (DIVIDED - 1) * work.head
+        extra = 0.0 if shares[0].pieces == 1 else (DIVIDED_HEAD_COST - 1) * work.head
         assert sum(stage_work(work, shares)) == pytest.approx(work.total + extra)
 
 
