@@ -30,8 +30,6 @@ from residua.storage.run import METRICS, read_metrics
 from residua.train.timing import mfu
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from residua.data import Dataset
     from residua.model.decoder import Decoder
     from residua.model.size import Size
@@ -41,9 +39,9 @@ if TYPE_CHECKING:
 class Result:
     """The content of `result.json`. Losses: nats per token of validation text. Speed: median over log lines.
 
-    `validation_loss` is on `validation_tokens`, all of the text; `best_validation_loss` is the
-    lowest while it trained, on the part of the text that it was validated on then. `unigram_entropy` is the loss of a
-    model that knows only how often tokens occur.
+    `validation_loss` is on `validation_tokens`, all of the text; `best_validation_loss` is the lowest while it trained,
+    on the part of the text that it was validated on then. `unigram_entropy` is the loss of a model that knows only how
+    often tokens occur.
     """
 
     folder: str

@@ -124,12 +124,9 @@ def _keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
     """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
     kept = {key: layer for module in modules for key, layer in module.sublayers.items()}
     model.sublayers = nn.ModuleDict(kept)  # type: ignore[assignment]
-    if all(module.embed is None for module in modules):
-        model.embed = None  # type: ignore[assignment]
-    if all(module.norm is None for module in modules):
-        model.norm = None  # type: ignore[assignment]
-    if all(module.unembed is None for module in modules):
-        model.unembed = None
+    for name in ("embed", "norm", "unembed"):
+        if all(getattr(module, name) is None for module in modules):
+            setattr(model, name, None)
 
 
 class SharedParameters:

@@ -9,12 +9,11 @@ Between stages cross the topology's state (`Topology.boundary`), the anchors, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,10 +24,6 @@ from residua.model.attention import head_shape
 from residua.model.size import Work, measure_work
 from residua.model.topology import build_topology
 from residua.model.topology.base import Items
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 EMBEDDING, HIDDEN, LSE, PICKED = "embedding", "head.hidden", "head.lse", "head.picked"
 """Names of tensors that cross between stages."""
