@@ -44,7 +44,8 @@ def test_on_a_cpu_the_references_run_and_agree_with_float64() -> None:
     found = list(kernels.self_test(CPU))
     assert [f.name for f in found] == [*CASES, "a small model"]
     assert [f for f in found if f.state != "ok"] == []
-    assert all("PyTorch reference, relative error" in f.words for f in found[:-1])
+    plain = [f for f in found[:-1] if "rotary_table" not in f.name]  # a table is opaque, on any device
+    assert all("PyTorch reference, relative error" in f.words for f in plain)
 
 
 @pytest.mark.slow

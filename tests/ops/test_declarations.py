@@ -29,6 +29,14 @@ def test_every_operator_is_declared_once_and_has_a_case() -> None:
     assert set(public) <= set(operators)
 
 
+def test_every_registered_operator_belongs_to_a_folder_with_cases() -> None:
+    folders = {operator.folder for operator, _ in EXAMPLES.values()}
+    homeless = {name: run.__module__ for name, run in launchers.items() if run.__module__.startswith("residua.ops.")}
+    assert len(homeless) > 60
+    homeless = {name: home for name, home in homeless.items() if not home.startswith(tuple(folders))}
+    assert {home for home in homeless.values()} <= {"residua.ops.decode.launch", "residua.ops.prefill.launch"}
+
+
 class Shapes(TorchDispatchMode):
     """Calls each of our operators on fake tensors, too, and compares what comes back."""
 

@@ -16,7 +16,6 @@ from residua.config import choices
 from residua.model.context import Context
 from residua.model.ffn import SquaredReluFFN, build_ffn
 from residua.ops import squared_relu
-from residua.ops._runtime import triton_support
 from tests.ops.harness import interpreter, on_gpu, relative
 
 pytestmark = pytest.mark.slow
@@ -118,8 +117,8 @@ def fake_products(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = type("Plan", (), {"launch": staticmethod(launch)})
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(host, name, plan)
-    monkeypatch.setattr(triton_support, "serves", lambda *tensors: True)
-    monkeypatch.setattr(triton_support, "INTERPRETED", False)
+    monkeypatch.setattr("residua.ops.squared_relu.supports", lambda *tensors: True)
+    monkeypatch.setattr("residua.ops.squared_relu.INTERPRETED", False)
 
 
 def test_autocast_products_are_narrow_and_gradients_wide(monkeypatch):

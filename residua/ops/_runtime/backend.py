@@ -7,12 +7,9 @@ does. `triton` always does, and refuses an operator or an input that it cannot s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Generic, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from residua.ops._runtime.cases import Cases, Draw
+from typing import Any, Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,13 +50,16 @@ def chosen_backend() -> str:
 class Operator(Generic[P, R]):
     """The declaration of one operator. Called, it runs the reference or the fused path, as `backend` says.
 
-    `cases` draws examples of its inputs; `compile_seconds` is how long its kernels take to compile, where that is long.
+    `cases` makes examples of its inputs of a `Draw` (`cases.py`); `compile_seconds` is how long its kernels take to
+    compile, where that is long.
     """
 
     def __init__(
-        self, reference: Callable[P, R], cases: Callable[[Draw], Cases] = lambda draw: (), *, compile_seconds: int = 0
-    ) -> None:
+        self, reference: Callable[P, R], cases: Callable[[Any], Iterable[Any]] = lambda draw: (), *,
+        compile_seconds: int = 0,
+    ) -> None:  # fmt: skip
         self.reference, self.cases, self.compile_seconds = reference, cases, compile_seconds
+        self.folder = reference.__module__.rpartition(".")[0]
         self.fused: Callable[P, R] | None = None
         self._serves: Callable[..., bool] | None = None
         self.__name__ = reference.__name__

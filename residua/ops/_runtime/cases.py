@@ -84,7 +84,7 @@ def declared_operators() -> dict[str, Operator[..., Any]]:
     for folder in sorted(module.name for module in iter_modules(folders.__path__) if module.ispkg):
         package = import_module(f"residua.ops.{folder}")
         for name, value in vars(package).items():
-            if isinstance(value, Operator) and value.reference.__module__.startswith(f"{package.__name__}."):
+            if isinstance(value, Operator) and value.folder == package.__name__:
                 operators[f"{folder}.{name}" if folder in INFERENCE else name] = value
     return operators
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -99,7 +100,7 @@ def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> C
             _calls.append(Call(name, run, args, settings))
             return next(launch(*args, **settings))
 
-        launchers[name] = run
+        launchers[name] = wraps(launch)(run)
         signature = inspect.signature(launch, eval_str=True)
         (returned,) = get_args(signature.return_annotation)
         run.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from residua.ops._runtime import triton_support
 from residua.train.compile.rewrites import weight_gradients
 from residua.train.compile.rewrites.weight_gradients import best_split, split_weight_gradients
 from tests.train.compile.rewriting import rewriting
@@ -34,7 +33,7 @@ def products(module: GraphModule) -> tuple[int, int]:
 @pytest.mark.slow
 def test_shares_of_a_weight_gradient_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradients, "_suits", lambda g, x: True)
-    monkeypatch.setattr(triton_support, "multiprocessors", lambda x: 132)
+    monkeypatch.setattr(weight_gradients, "multiprocessors", lambda x: 132)
     monkeypatch.setattr(weight_gradients, "best_split", lambda tokens, rows, columns, count: 4 if rows == 24 else 1)
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -58,7 +57,7 @@ def test_shares_of_a_weight_gradient_add_up_to_it(monkeypatch: pytest.MonkeyPatc
 def test_rounding_of_other_readers_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that stays in bfloat16 is the sum, rounded once more."""
     monkeypatch.setattr(weight_gradients, "_suits", lambda g, x: True)
-    monkeypatch.setattr(triton_support, "multiprocessors", lambda x: 132)
+    monkeypatch.setattr(weight_gradients, "multiprocessors", lambda x: 132)
     monkeypatch.setattr(weight_gradients, "best_split", lambda *_: 2)
     torch.compiler.reset()
     model = nn.Linear(16, 24, bias=False).bfloat16()
