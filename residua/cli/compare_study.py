@@ -35,11 +35,11 @@ def resolve_study(
         return StudyConfig(**study)
 
 
-def _refuse_other_shapes(given: dict[str, Any]) -> None:
+def _refuse_other_shapes(options: dict[str, Any]) -> None:
     """Refuse options that give the variants of --from other shapes than the weights have."""
-    if "base" in given or "scaling" in given:
+    if "base" in options or "scaling" in options:
         raise ConfigError("--from gives the base and its size: leave --base and --sizes out.")
-    if given.get("match", {"kind": "none"}) != {"kind": "none"}:
+    if options.get("match", {"kind": "none"}) != {"kind": "none"}:
         raise ConfigError("variants that begin with given weights have their shapes: leave --match out.")
 
 
@@ -114,56 +114,57 @@ def _refuse_other_words(what: list[str]) -> None:
             raise ConfigError(f"{word!r} holds a comma: separate variants by spaces, as in `residua compare {names}`.")
 
 
-def _require_names(tasks: Any, given: dict[str, Any]) -> None:
+def _require_names(tasks: Any, options: dict[str, Any]) -> None:
     """Refuse options of tasks if neither the command nor the study names any."""
-    if "tasks" in given and "names" not in tasks:
+    if "tasks" in options and "names" not in tasks:
         option = {"folder": "--task-dir"}.get(next(iter(tasks)), f"--{next(iter(tasks))}")
         raise ConfigError(f"{option} needs --tasks: name the tasks, or a group such as exoformer.")
 
 
-def change_study(study: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def change_study(study: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """A study with options of the command line; bases named there replace those that it keeps.
 
     Changes of `set` are added to the study's own, and a table such as `tune` keeps the keys that are not named.
     """
-    kept = {key: value for key, value in study.items() if key != "bases" or not {"base", "scaling"} & given.keys()}
-    joined = {key: join(kept[key], given[key]) for key, join in _JOINED.items() if key in kept and key in given}
-    return {**kept, **given, **joined}
+    kept = {key: value for key, value in study.items() if key != "bases" or not {"base", "scaling"} & options.keys()}
+    joined = {key: join(kept[key], options[key]) for key, join in _JOINED.items() if key in kept and key in options}
+    return {**kept, **options, **joined}
 
 
 def start_study(study: Mapping[str, Any], run: Path) -> dict[str, Any]:
     """A study whose variants begin with the weights of a run, and so must have their shapes."""
     base, changes = start_changes(run)
-    own = study.get("set", [])
-    if _is_list(own):
+    study_changes = study.get("set", [])
+    if _is_list(study_changes):
         topology = shapes(RunConfig.from_toml(base).model).topology
         if topology.initialization().is_additive:  # others cannot be given another topology
             changes.append("model.reader_eps=sum")
-        own = [*changes, *(change for change in own if _key(change) not in _OF_A_START)]
+        study_changes = [*changes, *(change for change in study_changes if _key(change) not in _OF_A_START)]
     kept = {key: value for key, value in study.items() if key != "bases"}
-    return {**kept, "base": base, "match": {"kind": "none"}, "set": own}
+    return {**kept, "base": base, "match": {"kind": "none"}, "set": study_changes}
 
 
-def _both_sets(own: Any, given: list[str]) -> Any:
-    """The study's own changes, then those given, without own ones of the same key."""
-    if not _is_list(own):
-        return own  # refused when the study is read
-    named = {_key(change) for change in given}
-    return [*(change for change in own if _key(change) not in named), *given]
+def _both_sets(setting: Any, option: list[str]) -> Any:
+    """The study's own changes, then those of the command line, without own ones of the same key."""
+    if not _is_list(setting):
+        return setting  # refused when the study is read
+    named = {_key(change) for change in option}
+    return [*(change for change in setting if _key(change) not in named), *option]
 
 
-def _other_rule(own: Any, given: dict[str, Any]) -> Any:
+def _other_rule(setting: Any, option: dict[str, Any]) -> Any:
     """Another rule of matching with the study's tolerance, if the rule has one."""
-    return {**own, **given} if isinstance(own, dict) and given["kind"] != "none" else given
+    return {**setting, **option} if isinstance(setting, dict) and option["kind"] != "none" else option
 
 
-def _both_tables(own: Any, given: dict[str, Any]) -> Any:
-    return {**own, **given} if isinstance(own, dict) else given
+def _both_tables(setting: Any, option: dict[str, Any]) -> Any:
+    return {**setting, **option} if isinstance(setting, dict) else option
 
 
-def _same_tasks(own: Any, given: dict[str, Any]) -> Any:
+def _same_tasks(setting: Any, option: dict[str, Any]) -> Any:
     """The study's tasks asked in another way, unless tasks are named."""
-    return given if "names" in given else _both_tables({"names": own} if isinstance(own, list) else own, given)
+    tasks = {"names": setting} if isinstance(setting, list) else setting
+    return option if "names" in option else _both_tables(tasks, option)
 
 
 _JOINED: dict[str, Callable[[Any, Any], Any]] = {

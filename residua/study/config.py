@@ -24,7 +24,7 @@ from residua.reading import shown
 
 DEMO = Path(__file__).with_name("demo.toml")
 """The study of `residua compare --demo`: four tiny models on the embedded corpus, without a network or a GPU."""
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 LOCAL = "local files"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
@@ -93,7 +93,7 @@ class Tune(Frozen):
 
     lr: tuple[float, ...] = Field(min_length=2)
     share: float = Field(0.25, gt=0, le=1)
-    seed: Seed = MOST_SEEDS
+    seed: Seed = MAX_SEEDS
 
     @field_validator("lr", mode="before")
     @classmethod
@@ -201,9 +201,9 @@ class StudyConfig(Frozen):
     def _count_of_seeds(cls, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SEEDS:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SEEDS:
             raise UserError(
-                f"seeds = {shown(value)} should be a list such as [0, 1, 2], or how many, from 1 to {MOST_SEEDS}."
+                f"seeds = {shown(value)} should be a list such as [0, 1, 2], or how many, from 1 to {MAX_SEEDS}."
             )
         return tuple(range(value))
 

@@ -29,29 +29,39 @@ MAX_BANDS = 6
 MILLION = 1e6
 
 
-def validation_curves(records: Records, against: str) -> Figure | None:
-    """Validation loss: the mean over seeds, with a band that spans all seeds; None if it was not measured."""
-    lines = {name: [_validation_points(run, against) for run in runs] for name, runs in records.items()}
-    return _loss_figure(lines, against, "validation loss (nats per token)", markers=True)
+def loss_curves(records: Records, kind: str, against: str) -> Figure | None:
+    """Validation or training loss: the mean over seeds, with a band that spans all seeds; None if it was not measured.
+
+    The training loss is smoothed over about a twentieth of the run.
+    """
+    series = _series(
+        {name: [_loss_points(run, kind, against) for run in runs] for name, runs in records.items()},
+        markers=kind == "validation",
+    )
+    y_title = "validation loss (nats per token)" if kind == "validation" else "training loss, smoothed"
+    return curves(series, against, y_title, y_range=_focus([curve.y for curve in series])) if series else None
 
 
-def training_curves(records: Records, against: str) -> Figure | None:
-    """Training loss, smoothed over about a twentieth of the run; None if it was not kept."""
-    lines = {name: [_training_points(run, against) for run in runs] for name, runs in records.items()}
-    return _loss_figure(lines, against, "training loss, smoothed", markers=False)
+def _loss_points(run: RunRecord, kind: str, against: str) -> Points:
+    if kind == "validation" and against == TOKENS:
+        return run.loss_curve
+    rows = run.validation if kind == "validation" else run.train
+    losses = [float(row["loss"]) for row in rows]
+    x = [float(row["tokens" if against == TOKENS else "seconds"]) for row in rows]
+    return list(zip(x, losses if kind == "validation" else smooth(losses, len(rows) / 20), strict=True))
 
 
 def telemetry_curves(records: Records) -> dict[str, Figure]:
     """What was measured inside while training, put together over layers: family → curves over tokens."""
-    found = {}
+    views = {}
     for name in telemetry.measured([run.telemetry for runs in records.values() for run in runs]):
         lines = {v: [telemetry.whole_model(run.telemetry, name) for run in runs] for v, runs in records.items()}
         family = telemetry.FAMILIES[name]
         whole = {"max": "largest of all layers", "mean": "mean over layers"}[family.over]
         series = _series(lines, markers=False)
         if series:
-            found[family.title] = curves(series, TOKENS, f"{family.title}, {whole}", log_y=family.logarithmic)
-    return found
+            views[family.title] = curves(series, TOKENS, f"{family.title}, {whole}", log_y=family.logarithmic)
+    return views
 
 
 def difference_curves(records: Records, baseline: str) -> Figure:
@@ -75,8 +85,10 @@ def difference_curves(records: Records, baseline: str) -> Figure:
 def forest_of_losses(rows: Sequence[VariantResult], result: StudyResult, height: int | None = None) -> Figure:
     """Δ loss of each row with its interval, in the order of the rows, against the baseline's line at 0."""
     place = places(result)
-    found = [_estimate(row.name, place[row.name], row.difference, "+.4f") for row in rows if row.difference is not None]
-    return forest(found, "Δ loss, nats per token (left is better)", height=height)
+    estimates = [
+        _estimate(row.name, place[row.name], row.difference, "+.4f") for row in rows if row.difference is not None
+    ]
+    return forest(estimates, "Δ loss, nats per token (left is better)", height=height)
 
 
 def precision_costs(result: StudyResult, rows: Sequence[VariantResult], recipes: Sequence[str]) -> dict[str, Figure]:
@@ -182,13 +194,13 @@ def scaling_figure(points: dict[str, Points], fits: Sequence[ScalingResult], ord
     laws = {fit.name: fit for fit in fits}
     series = []
     for index, name in enumerate(order):
-        found = sorted(points.get(name, []))
-        if not found:
+        runs = sorted(points.get(name, []))
+        if not runs:
             continue
         colour = theme.colour(index)
-        series.append(Curve(name, *_columns(found), colour, markers=True, lines=False, symbol=theme.symbol(index)))
+        series.append(Curve(name, *_columns(runs), colour, markers=True, lines=False, symbol=theme.symbol(index)))
         if name in laws:
-            ends = [found[0][0], found[-1][0]]
+            ends = [runs[0][0], runs[-1][0]]
             fitted = [laws[name].scale * c ** -laws[name].exponent for c in ends]
             series.append(Curve(name, ends, fitted, colour, legend=False))
     return curves(series, "training FLOPs", "validation loss", log_x=True, log_y=True)
@@ -201,11 +213,6 @@ def _matrix(
     padded = [[*row, *[None] * (width - len(row))] for row in rows]
     highest = max(max(row) for row in rows)
     return heatmap(padded, [str(i) for i in range(width)], names, x_title, y_title, value, bounds=(0.0, highest))
-
-
-def _loss_figure(lines: dict[str, list[Points]], against: str, y_title: str, *, markers: bool) -> Figure | None:
-    series = _series(lines, markers=markers)
-    return curves(series, against, y_title, y_range=_focus([curve.y for curve in series])) if series else None
 
 
 def _series(lines: dict[str, list[Points]], *, markers: bool) -> list[Curve]:
@@ -241,17 +248,6 @@ def _focus_differences(series: Sequence[Curve]) -> tuple[float, float] | None:
     low, high = min(*known, 0.0), max(*known, 0.0)
     room = 0.25 * ((high - low) or 1.0)
     return low - room, high + room
-
-
-def _validation_points(run: RunRecord, against: str) -> Points:
-    if against == TOKENS:
-        return run.loss_curve
-    return [(float(row["seconds"]), float(row["loss"])) for row in run.validation]
-
-
-def _training_points(run: RunRecord, against: str) -> Points:
-    x = [float(row["tokens" if against == TOKENS else "seconds"]) for row in run.train]
-    return list(zip(x, smooth([float(row["loss"]) for row in run.train], len(run.train) / 20), strict=True))
 
 
 def _mean_curve(runs: Sequence[Sequence[tuple[float, float]]]) -> Points:
@@ -310,11 +306,11 @@ def break_even(result: StudyResult, size: str | None = None) -> Scatter | None:
 
 def picture(result: StudyResult, size: str | None = None) -> str | None:
     """`break_even` as SVG, for a document; None if there is nothing to draw."""
-    found, size = break_even(result, size), size or result.sizes[-1]
-    if found is None:
+    scatter, size = break_even(result, size), size or result.sizes[-1]
+    if scatter is None:
         return None
     what = f"{result.name}, {size}" if len(result.sizes) > 1 else result.name
-    return found.svg(f"{what}: what a step costs and what it is worth")
+    return scatter.svg(f"{what}: what a step costs and what it is worth")
 
 
 def ladder_scatter(result: StudyResult, ladder: LadderResult) -> Scatter:

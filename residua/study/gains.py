@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from residua.study.ladder import Gain, equivalent_tokens
 from residua.study.records import RunRecord
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 Runs = Mapping[int, RunRecord]  # by seed
 Timings = Mapping[str, StepTiming]  # by device
-ENOUGH_SEEDS = 3
+MIN_SEEDS = 3
 """Without a ladder, a gain is shown by at least so many seeds."""
-SAYS_NOTHING = 2.0
+MAX_TELLING_WIDTH = 2.0
 """high / low of an interval around 1; from a wider one follows no verdict."""
-ENOUGH_TO_POOL = 3
+MIN_POOLED_VARIANTS = 3
 """Variants from which on estimates are shrunk."""
-SMALLEST_P = 1e-16
+MIN_P = 1e-16
 
 
 @dataclass(frozen=True)
@@ -121,23 +121,23 @@ def _joint_freedom(factors: Sequence[Interval]) -> float | None:
 def concluded(result: StudyResult) -> StudyResult:
     """The study without the gains per second that it cannot state, and with corrected and shrunk intervals."""
     rows = [_supported(row, result) for row in result.variants]
-    found: dict[int, dict[str, Interval]] = {index: {} for index in range(len(rows))}
+    intervals: dict[int, dict[str, Interval]] = {index: {} for index in range(len(rows))}
     for size in result.sizes:
-        own = {i: row for i, row in enumerate(rows) if row.size == size and row.name != result.baseline}
-        seconds = {i: row.wall_clock_gain for i, row in own.items() if _has_interval(row.wall_clock_gain)}
-        changes = {i: row.difference for i, row in own.items() if _has_interval(row.difference)}
+        compared = {i: row for i, row in enumerate(rows) if row.size == size and row.name != result.baseline}
+        seconds = {i: row.wall_clock_gain for i, row in compared.items() if _has_interval(row.wall_clock_gain)}
+        changes = {i: row.difference for i, row in compared.items() if _has_interval(row.difference)}
         alpha = 1.0 - result.confidence
         for key, family in {
             "corrected": {i: _of_ratio(gain, rows[i], alpha) for i, gain in seconds.items() if gain is not None},
             "difference_corrected": {i: _of_change(change, alpha) for i, change in changes.items() if change},
         }.items():
             for i, value in corrected(family, alpha).items():
-                found[i][key] = value
+                intervals[i][key] = value
         for i, value in shrunk({i: gain for i, gain in seconds.items() if gain is not None}).items():
-            found[i]["shrunk"] = value
+            intervals[i]["shrunk"] = value
     keys = ("corrected", "difference_corrected", "shrunk")
     again = tuple(
-        row.model_copy(update=dict.fromkeys(keys) | found[index]) if row.name != result.baseline else row
+        row.model_copy(update=dict.fromkeys(keys) | intervals[index]) if row.name != result.baseline else row
         for index, row in enumerate(rows)
     )
     return result.model_copy(update={"variants": again})
@@ -180,9 +180,9 @@ class Tested:
         if width is None or self.value == 0.0:
             return 1.0
         if width == 0.0:
-            return SMALLEST_P
+            return MIN_P
         target = abs(self.value) / width * self._width(self.alpha)
-        low, high = math.log(SMALLEST_P), 0.0
+        low, high = math.log(MIN_P), 0.0
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (middle, high) if self._width(math.exp(middle)) > target else (low, middle)
@@ -234,13 +234,13 @@ def _has_interval(value: Interval | None) -> bool:
 def corrected(family: Mapping[int, Tested], alpha: float) -> dict[int, Interval]:
     """The intervals at the levels of Holm's procedure: each leaves out no difference just where it rejects that."""
     ordered = sorted((tested.p, key) for key, tested in family.items())
-    found, level, going_on = {}, alpha, True
+    intervals, level, going_on = {}, alpha, True
     for place, (p, key) in enumerate(ordered):
         if going_on:
             level = alpha / (len(ordered) - place)
             going_on = p <= level
-        found[key] = family[key].at(level)
-    return found
+        intervals[key] = family[key].at(level)
+    return intervals
 
 
 def shrunk(gains: Mapping[int, Interval]) -> dict[int, Interval]:
@@ -249,19 +249,19 @@ def shrunk(gains: Mapping[int, Interval]) -> dict[int, Interval]:
     Intervals move with them and stay as wide: of a few variants the spread is not known well enough to narrow them.
     """
     known = {key: gain for key, gain in gains.items() if gain.error}
-    if len(known) < ENOUGH_TO_POOL:
+    if len(known) < MIN_POOLED_VARIANTS:
         return {}
     logs = [math.log(gain.value) for gain in known.values()]
     variances = [gain.error**2 for gain in known.values() if gain.error]
     between = max(0.0, variance(logs) - mean(variances))
     weights = [1 / (own + between) for own in variances]
     centre = math.fsum(w * y for w, y in zip(weights, logs, strict=True)) / math.fsum(weights)
-    found = {}
+    pooled = {}
     for (key, gain), y, own in zip(known.items(), logs, variances, strict=True):
         moved = math.exp(own / (between + own) * (centre - y))
         low, high = (None if end is None else end * moved for end in (gain.low, gain.high))
-        found[key] = replace(gain, value=gain.value * moved, low=low, high=high)
-    return found
+        pooled[key] = replace(gain, value=gain.value * moved, low=low, high=high)
+    return pooled
 
 
 def comparisons(size: str, result: StudyResult) -> int:
@@ -291,35 +291,36 @@ def _below(end: float | None, value: float) -> bool:
 def enough_runs(row: VariantResult) -> bool:
     """Whether a gain rests on three seeds, or on a ladder, whose runs it pools."""
     gain = row.wall_clock_gain
-    return gain is not None and (gain.count >= ENOUGH_SEEDS or _has_interval(row.equivalent_tokens))
+    return gain is not None and (gain.count >= MIN_SEEDS or _has_interval(row.equivalent_tokens))
+
+
+def speed_problem(row: VariantResult, result: StudyResult) -> Literal["", "unknown", "shared", "busy", "scattered"]:
+    """Why no conclusion is drawn from a variant's speed: runs shared the machine, or something else kept it busy.
+
+    A step timed alone is compared with the baseline's on the same device. Empty if the speed is known well enough.
+    """
+    if row.throughput_ratio is None:
+        return "unknown"
+    if row.timing is None:
+        if result.side_by_side > 1:
+            return "shared"
+    else:
+        baseline = next((other.timing for other in result.rows(row.size) if other.name == result.baseline), None)
+        if row.timing.busy or (baseline is not None and baseline.device == row.timing.device and baseline.busy):
+            return "busy"
+    return "scattered" if says_nothing(row.throughput_ratio) else ""
 
 
 def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
     """Whether a variant's speed is known well enough to draw conclusions from it."""
-    shared = result.side_by_side > 1 and row.timing is None
-    return row.throughput_ratio is not None and not (
-        shared or was_busy(row, result) or says_nothing(row.throughput_ratio)
-    )
-
-
-def was_busy(row: VariantResult, result: StudyResult) -> bool:
-    """Whether a variant's step, or the baseline's with it, was timed while the machine was busy."""
-    return any(timing.busy for timing in _timings(row, result))
-
-
-def _timings(row: VariantResult, result: StudyResult) -> list[StepTiming]:
-    """The steps timed alone that a variant's speed is from: its own, and the baseline's on the same device."""
-    if row.timing is None:
-        return []
-    baseline = next((other.timing for other in result.rows(row.size) if other.name == result.baseline), None)
-    return [row.timing, *([baseline] if baseline is not None and baseline.device == row.timing.device else [])]
+    return not speed_problem(row, result)
 
 
 def says_nothing(ratio: Interval) -> bool:
     """Whether an interval of a ratio holds 1 and is so wide that no verdict follows from it."""
     if not _has_interval(ratio):
         return False  # one run: no interval was asked
-    return around_one(ratio) and (ratio.low is None or ratio.high is None or ratio.high > SAYS_NOTHING * ratio.low)
+    return around_one(ratio) and (ratio.low is None or ratio.high is None or ratio.high > MAX_TELLING_WIDTH * ratio.low)
 
 
 def around_one(ratio: Interval) -> bool:

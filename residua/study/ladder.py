@@ -29,8 +29,8 @@ from residua.study.statistics import Interval, t_quantile
 
 Array = NDArray[np.float64]
 Losses = Mapping[int, float]  # final loss by seed
-FEWEST_FOR_A_LAW = 3
-REACH = 4.0
+MIN_BUDGETS_OF_LAW = 3
+MAX_REACH = 4.0
 """Equivalent tokens are looked for up to this multiple of the largest budget, and down to this part of the smallest."""
 _EXPONENTS = np.geomspace(0.01, 3.0, 240)
 _PLACES = 1001
@@ -74,7 +74,7 @@ class FittedLaw:
 
 def fit_law(ladder: Mapping[float, Losses]) -> FittedLaw | None:
     """The law through the baseline's losses by tokens and seed; None with two budgets, or if no law fits."""
-    if len(ladder) < FEWEST_FOR_A_LAW:
+    if len(ladder) < MIN_BUDGETS_OF_LAW:
         return None
     curve = _PowerLaw(sorted(ladder))
     rows = _Rows.of(ladder, {})
@@ -91,21 +91,21 @@ def equivalent_tokens(
 ) -> Gain | None:
     """The gain of runs with final losses `ours` after `tokens`, against the baseline's losses by tokens and seed.
 
-    None if there is nothing to compare, if the baseline's loss does not fall with tokens, or if no budget within REACH
-    of those trained has this loss. With one run, or two budgets, there is no interval.
+    None if there is nothing to compare, if the baseline's loss does not fall with tokens, or if no budget within
+    MAX_REACH of those trained has this loss. With one run, or two budgets, there is no interval.
     """
     if len(ladder) < 2 or not ours:
         return None
     rows = _Rows.of(ladder, ours)
-    found = _gains(rows, sorted(ladder), np.array([rows.losses]), tokens, confidence)
-    value = float(found.value[0])
+    gains = _gains(rows, sorted(ladder), np.array([rows.losses]), tokens, confidence)
+    value = float(gains.value[0])
     if math.isnan(value):
         return None
     outside = not min(ladder) <= value * tokens <= max(ladder)
-    if len(ours) < 2 or len(ladder) < FEWEST_FOR_A_LAW or found.freedom < 1:
+    if len(ours) < 2 or len(ladder) < MIN_BUDGETS_OF_LAW or gains.freedom < 1:
         return Gain(value, len(ours), extrapolated=outside)
-    low, high = (None if math.isnan(edge) else float(edge) for edge in (found.low[0], found.high[0]))
-    return Gain(value, len(ours), float(found.error[0]), low, high, float(found.freedom), outside)
+    low, high = (None if math.isnan(edge) else float(edge) for edge in (gains.low[0], gains.high[0]))
+    return Gain(value, len(ours), float(gains.error[0]), low, high, float(gains.freedom), outside)
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ class _Rows:
 
     @classmethod
     def of(cls, ladder: Mapping[float, Losses], ours: Losses) -> _Rows:
-        found = [(tokens, seed, loss) for tokens, runs in sorted(ladder.items()) for seed, loss in sorted(runs.items())]
-        found += [(math.nan, seed, loss) for seed, loss in sorted(ours.items())]
-        tokens, seeds, losses = zip(*found, strict=True)
+        rows = [(tokens, seed, loss) for tokens, runs in sorted(ladder.items()) for seed, loss in sorted(runs.items())]
+        rows += [(math.nan, seed, loss) for seed, loss in sorted(ours.items())]
+        tokens, seeds, losses = zip(*rows, strict=True)
         return cls(np.array(tokens), seeds, np.array(losses))
 
     def fixed_columns(self) -> Array:
@@ -264,9 +264,9 @@ class _Gains:
 
 def _gains(rows: _Rows, budgets: Sequence[float], losses: Array, tokens: float, confidence: float) -> _Gains:
     """Gains of studies with one design; `losses` is [studies, runs]."""
-    curve = _PowerLaw(budgets) if len(budgets) >= FEWEST_FOR_A_LAW else _Line(budgets)
+    curve = _PowerLaw(budgets) if len(budgets) >= MIN_BUDGETS_OF_LAW else _Line(budgets)
     fitted = curve.fit(rows, losses)
-    logs = np.linspace(math.log(budgets[0] / REACH), math.log(budgets[-1] * REACH), _PLACES)
+    logs = np.linspace(math.log(budgets[0] / MAX_REACH), math.log(budgets[-1] * MAX_REACH), _PLACES)
     basis = curve.basis(np.exp(logs), fitted.exponent)  # [studies, places, columns]
     columns = basis.shape[2]
     level = fitted.theta[:, columns, None]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
     from residua.quantize.evaluate import CalibrationText
 
-SINK_TOKENS, AT_ONCE = 8192, 2048
+SINK_TOKENS, TOKENS_AT_ONCE = 8192, 2048
 """Attention is looked at on the first sequences with so many tokens, as in a diagnosis; so many tokens at a time."""
 SIDE_BY_SIDE = "diagnosis"
 AGAIN = "diagnosis"
@@ -162,7 +162,7 @@ def _attention_sink(model: Decoder, validation: Sequence[Batch]) -> tuple[float 
 def _first_sequences(validation: Sequence[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and targets of the first sequences, a few at a time."""
     left = -(-SINK_TOKENS // validation[0].tokens.shape[1])
-    rows = max(1, AT_ONCE // validation[0].tokens.shape[1])
+    rows = max(1, TOKENS_AT_ONCE // validation[0].tokens.shape[1])
     for batch in validation:
         yield from zip(batch.tokens[:left].split(rows), batch.targets[:left].split(rows), strict=True)
         left -= min(left, len(batch.tokens))
@@ -271,11 +271,11 @@ class DiagnosisMeasurement(RunMeasurement):
         """The diagnosis of a run on the study's validation text, wherever the text was then; None if there is none."""
         facts = self._sample(run).facts
         for folder in (run.folder, run.folder / AGAIN):
-            made = _read_diagnosis(folder)
-            if made is not None and made.text.source.startswith(OUR_TEXT):
-                moved = made.text.model_copy(update={"source": facts.source})
+            diagnosis = _read_diagnosis(folder)
+            if diagnosis is not None and diagnosis.text.source.startswith(OUR_TEXT):
+                moved = diagnosis.text.model_copy(update={"source": facts.source})
                 if moved == facts:
-                    return made.model_copy(update={"text": moved})
+                    return diagnosis.model_copy(update={"text": moved})
         return None
 
     def _sample(self, run: PlannedRun) -> Sample:
@@ -306,14 +306,14 @@ class DiagnosisMeasurement(RunMeasurement):
         models: list[ModelDiagnosis] = []
         left = {run: "no complete run in this folder" for run in runs if not is_complete(run.folder, run.config)}
         for run in (run for run in runs if run not in left):
-            made = self._on_our_text(run)
-            if made is None:
+            diagnosis = self._on_our_text(run)
+            if diagnosis is None:
                 left[run] = "it has no diagnosis on the study's text"
-            elif models and made.text != models[0].text:
-                left[run] = f"its sequences have {made.text.length} tokens, not {models[0].text.length}"
+            elif models and diagnosis.text != models[0].text:
+                left[run] = f"its sequences have {diagnosis.text.length} tokens, not {models[0].text.length}"
             else:
                 name = run.variant if len(self.study.sizes) == 1 else f"{run.variant} {run.size}"
-                models.append(made.model_copy(update={"name": name, "place": places[run.variant]}))
+                models.append(diagnosis.model_copy(update={"name": name, "place": places[run.variant]}))
         if len(models) > 1:
             write(Diagnosis(models=models), self.out / SIDE_BY_SIDE)
         return left

@@ -161,9 +161,9 @@ def _verdict(page: Page, result: StudyResult) -> None:
         with section.fold(f"The same at size {size}"):
             _table(section, result, size)
     last = result.rows(result.sizes[-1])
-    said = [verdict(row, result) for row in verdicts.by_gain(last, result.baseline) if row.name != result.baseline]
+    sentences = [verdict(row, result) for row in verdicts.by_gain(last, result.baseline) if row.name != result.baseline]
     with section.fold("Every variant in a sentence"):
-        section.points([*said, *([facts] if (facts := verdicts.dataset_sentence(result)) else [])])
+        section.points([*sentences, *([facts] if (facts := verdicts.dataset_sentence(result)) else [])])
 
 
 def _pictures(section: Section, result: StudyResult) -> None:
@@ -265,10 +265,10 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
     timed = {name: runs if name in stated else [] for name, runs in records.items()}
     views = {
         f"{kind}, by {words}": figure
-        for kind, curves in (("validation", figures.validation_curves), ("training", figures.training_curves))
-        for words, found in (("tokens", records), ("seconds", timed))
-        if (found is records or sum(map(bool, timed.values())) > 1)
-        and (figure := curves(found, TOKENS if found is records else SECONDS)) is not None
+        for kind in ("validation", "training")
+        for words, shown in (("tokens", records), ("seconds", timed))
+        if (shown is records or sum(map(bool, timed.values())) > 1)
+        and (figure := figures.loss_curves(shown, kind, TOKENS if shown is records else SECONDS)) is not None
     }
     if records.get(result.baseline) and sum(bool(runs) for runs in records.values()) > 1:
         views = {f"difference to {result.baseline}": figures.difference_curves(records, result.baseline), **views}

@@ -163,7 +163,7 @@ def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
     reference = vary(study, base, study.baseline)
     size = measure(reference.model)
     target, length = size.parameters, _length(study, reference, size)
-    found = {}
+    models = {}
     for name in study.variants:
         config = vary(study, base, name)
         matched = match(name, config.model, target, study.match)
@@ -171,8 +171,8 @@ def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
         config = config.model_copy(update={"model": matched.model})
         config = config.override(length)
         changes = tuple(variants.overrides(study.variants[name], base.model))
-        found[name] = PlannedModel(config, changes, matched.change, size.parameters, float(size.flops_per_token))
-    return found
+        models[name] = PlannedModel(config, changes, matched.change, size.parameters, float(size.flops_per_token))
+    return models
 
 
 def vary(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
@@ -378,5 +378,5 @@ def read_rates(out: Path) -> tuple[TunedRate, ...]:
 
 def keep_rates(out: Path, rates: Iterable[TunedRate]) -> None:
     """Add chosen rates to those in a study's folder."""
-    found = {(rate.size, rate.variant): rate for rate in (*read_rates(out), *rates)}
-    write_atomically(out / TUNING, _File(rates=tuple(found.values())).model_dump_json(indent=1) + "\n")
+    kept = {(rate.size, rate.variant): rate for rate in (*read_rates(out), *rates)}
+    write_atomically(out / TUNING, _File(rates=tuple(kept.values())).model_dump_json(indent=1) + "\n")

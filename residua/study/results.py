@@ -359,7 +359,7 @@ def _scaling(
 ) -> tuple[ScalingResult, ...]:
     """One fit per variant that completed at two sizes or more; advantages at the baseline's largest compute."""
     points = compute_points(runs, variants)
-    laws = {name: fit_power_law(found) for name, found in points.items() if len({c for c, _ in found}) > 1}
+    laws = {name: fit_power_law(losses) for name, losses in points.items() if len({c for c, _ in losses}) > 1}
     fits = {name: law for name, law in laws.items() if math.isfinite(law.scale)}
     if study.baseline not in fits:
         return ()
@@ -391,10 +391,10 @@ def compute_points(
     return points
 
 
-def low_precision(recipes: Sequence[str], found: Sequence[QuantizedRun | None], level: float) -> LowPrecision | None:
+def low_precision(recipes: Sequence[str], measured: Sequence[QuantizedRun | None], level: float) -> LowPrecision | None:
     """The low-precision results; None until every run was measured."""
-    runs = [run for run in found if run is not None]
-    if not recipes or len(runs) < len(found) or any(name not in run.losses for run in runs for name in recipes):
+    runs = [run for run in measured if run is not None]
+    if not recipes or len(runs) < len(measured) or any(name not in run.losses for run in runs for name in recipes):
         return None
 
     def over_seeds(recipe: str, minus_own: bool) -> Interval | None:
@@ -477,16 +477,16 @@ def lacking(runs: Sequence[RunRecord], tasks: bool, recipes: Sequence[str]) -> d
     """By option of `residua compare`, the folders of the runs without all its numbers."""
     names = set(task_names(runs))
     scored = {run.folder: run.accuracies for run in runs if run.accuracies is not None}
-    low = {recipe for found in scored.values() for recipe in found.low}
+    low = {recipe for scores in scored.values() for recipe in scores.low}
     whole = {
         folder
-        for folder, found in scored.items()
-        if all(tasks.keys() >= names for tasks in (found.tasks, *(found.low.get(recipe, {}) for recipe in low)))
+        for folder, scores in scored.items()
+        if all(tasks.keys() >= names for tasks in (scores.tasks, *(scores.low.get(recipe, {}) for recipe in low)))
     }
     unscored = (r for r in runs if r.folder not in whole)
     unquantized = (r for r in runs if r.quantized is None or not r.quantized.losses.keys() >= set(recipes))
-    found = {"tasks": unscored if tasks or names else (), "quantize": unquantized if recipes else ()}
-    folders = {option: tuple(run.folder.name for run in without) for option, without in found.items()}
+    lacked = {"tasks": unscored if tasks or names else (), "quantize": unquantized if recipes else ()}
+    folders = {option: tuple(run.folder.name for run in without) for option, without in lacked.items()}
     return {option: without for option, without in folders.items() if without}
 
 

@@ -113,23 +113,23 @@ def cells(row: VariantResult, result: StudyResult) -> list[Value]:
 def study_tables(result: StudyResult) -> list[StudyTable]:
     """Every table: the main one and the side tables of each size, and the fits over sizes."""
     several = len(result.sizes) > 1
-    found = [
+    shown = [
         StudyTable(f"size {size}" * several, columns(result), [cells(row, result) for row in result.rows(size)])
         for size in result.sizes
     ]
     low = [(size, table) for size in result.sizes if (table := precision_table(result, size)) is not None]
     beside = [(size, table) for size in result.sizes for table in side_tables(result, size)]
-    found += [
+    shown += [
         table._replace(title=f"{table.title}, size {size}" if several else table.title)
         for size, table in (*low, *beside)
     ]
-    return [*found, scaling_table(result)] if result.scaling else found
+    return [*shown, scaling_table(result)] if result.scaling else shown
 
 
 def side_tables(result: StudyResult, size: str) -> list[StudyTable]:
     """The tables that there are numbers for, but for low precision, which has a section of its own."""
-    made = (_tasks, _low_tasks, _outliers, peak_table, _rates)
-    return [table for make in made if (table := make(result, size)) is not None]
+    makers = (_tasks, _low_tasks, _outliers, peak_table, _rates)
+    return [table for make in makers if (table := make(result, size)) is not None]
 
 
 def precision_table(result: StudyResult, size: str) -> StudyTable | None:

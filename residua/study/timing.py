@@ -35,10 +35,12 @@ from residua.study.train_runs import StudyInterrupted, stop_as_exception, thread
 
 SECONDS = 4.0
 """How long each step is timed, after compilation and warm-up."""
-FEWEST, MOST, BLOCKS = 10, 2000, 10  # timed steps at least and at most, and the blocks they are divided into
-DRIFT = 0.03
+MIN_TIMED_STEPS, MAX_TIMED_STEPS = 10, 2000
+BLOCKS = 10
+"""Timed steps are divided into so many blocks, whose medians give the error."""
+MAX_DRIFT = 0.03
 """If the baseline's step takes longer or shorter by more than this, it and earlier timings cannot be compared."""
-BUSY = 0.5
+MAX_IDLE_SPREAD = 0.5
 """If the times of a step spread by more than this share of their median, other programs used the machine meanwhile."""
 
 
@@ -71,7 +73,7 @@ class StepTiming(Frozen):
     @property
     def busy(self) -> bool:
         """Whether the steps took so unequal times that the machine was busy with something else."""
-        return self.spread > BUSY
+        return self.spread > MAX_IDLE_SPREAD
 
     def drift(self, earlier: StepTiming) -> float:
         """How much longer this step takes than it did, as a logarithm."""
@@ -222,7 +224,7 @@ def measure(config: RunConfig, seconds: float) -> StepTiming:
         probe = time_step(step, config, steps=5, warmup=5)
         steps = round(seconds / Sample.of(probe.seconds).median)
         # Peak memory is the probe's: later steps replay CUDA graphs, which allocate nothing.
-        timed = time_step(step, config, steps=min(max(steps, FEWEST), MOST), warmup=0)
+        timed = time_step(step, config, steps=min(max(steps, MIN_TIMED_STEPS), MAX_TIMED_STEPS), warmup=0)
         del step
         release_memory(world.device)
         device = device_name(world.device)
@@ -256,7 +258,7 @@ class Session:
         timing = self._baseline = self._measured(path)
         if timing is None:
             self._factor = 1.0 if earlier is None else None
-        elif earlier is not None and abs(timing.drift(earlier)) <= DRIFT:
+        elif earlier is not None and abs(timing.drift(earlier)) <= MAX_DRIFT:
             self._factor = math.exp(-timing.drift(earlier))
             print(f"{path.stem}: {_rate(timing)} alone, and {_rate(earlier)} when timed before", flush=True)
         else:
@@ -291,7 +293,7 @@ class Session:
         drift = again.drift(self._baseline)
         for kept, timing in self._timed:
             _add(kept, timing.moved(drift))
-        if abs(drift) > DRIFT:
+        if abs(drift) > MAX_DRIFT:
             change = again.tokens_per_second / self._baseline.tokens_per_second - 1
             what = "the load of the machine changed, and intervals of speeds are wider for it"
             print(f"{path.stem}: {_rate(again)} at the end ({change:+.0%}): {what}", flush=True)

@@ -125,8 +125,8 @@ def same_sentences(study: StudyConfig, plan: StudyPlan) -> list[str]:
 def left_out_sentences(study: StudyConfig, out: Path) -> list[str]:
     """A sentence if the folder has runs of variants that the study leaves out: its page will not show them."""
     planned = {model_title(study, size, name) for size in study.sizes for name in study.variants}
-    found = {match[1] for path in (out / RUNS).glob("*") if (match := _RUN.fullmatch(path.name))}
-    others = sorted(found - planned)
+    trained = {match[1] for path in (out / RUNS).glob("*") if (match := _RUN.fullmatch(path.name))}
+    others = sorted(trained - planned)
     if not others:
         return []
     it = "it" if len(others) == 1 else "them"

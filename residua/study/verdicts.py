@@ -19,13 +19,12 @@ from residua.study.gains import (
     loses,
     pays,
     says_nothing,
-    speed_is_shown,
-    was_busy,
+    speed_problem,
 )
 from residua.study.plan import TIMINGS
 from residua.study.results import LadderResult, StudyResult, VariantResult
 from residua.study.statistics import Interval, count
-from residua.study.timing import BUSY
+from residua.study.timing import MAX_IDLE_SPREAD
 
 GAINS = ("wall_clock_gain", "equivalent_tokens", "step_gain")
 """Gains of a row, those that say most first."""
@@ -36,6 +35,8 @@ MAX_LADDER_MISFIT = 0.05
 MAX_SHOWN_RATIO = 1000.0
 """high / low of an interval of ratios; a wider interval is not shown."""
 TOO_WIDE = "interval too wide"
+UNSTATED = {"shared": "not measured alone", "busy": "timed on a busy machine"}
+"""Why no gain per second is stated, by the problem of a speed."""
 LACKED = {"tasks": "Accuracies on tasks", "quantize": "Losses in low precision"}
 
 
@@ -109,21 +110,21 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
     per_token, ratio, seconds = _per_token(row, result), row.throughput_ratio, row.wall_clock_gain
     if row.equivalent_tokens is None and row.step_gain is None:
         return per_token
-    if ratio is None:
-        return f"{per_token}, and no speeds to compare"
-    if result.side_by_side > 1 and row.timing is None:
-        return f"{per_token}; its speed was not measured alone, so no gain per second is stated (--time-alone)"
-    if was_busy(row, result):
-        return f"{per_token}; its speed was timed on a busy machine, so no gain per second is stated"
-    if not speed_is_shown(row, result):
+    problem = speed_problem(row, result)
+    if problem in UNSTATED:
+        return (
+            f"{per_token}; its speed was {UNSTATED[problem]}, so no gain per second is stated"
+            + " (--time-alone)" * (problem == "shared")
+        )
+    if problem == "scattered" and ratio is not None:
         ends = ends_of(ratio)
         return f"{per_token}; its speed against {result.baseline} is not shown ({ends}), nor a gain per second"
-    if seconds is None:
+    if ratio is None or seconds is None:
         return f"{per_token}, and no speeds to compare"
     sentence = f"{per_token} at {ratio.value:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
     if seconds.low is None and seconds.high is None:
         return sentence if row.difference is None or row.difference.low is None else f"{sentence}, without an interval"
-    if says_nothing(seconds) or around_one(seconds):
+    if around_one(seconds):
         return f"{sentence}, but no gain or loss per second is shown ({ends_of(seconds)})"
     if not enough_runs(row):
         return f"{sentence} ({ends_of(seconds)}), but {_too_few(row)}"
@@ -225,14 +226,14 @@ def _answer_by_loss(rows: Sequence[VariantResult], result: StudyResult) -> str:
 
 
 def _why_no_speed(rows: Sequence[VariantResult], result: StudyResult) -> str:
-    known = [row for row in rows if row.throughput_ratio is not None]
-    if not known:
+    problems = {speed_problem(row, result) for row in rows} - {"unknown"}
+    if not problems:
         return "speeds are not known"
-    if any(speed_is_shown(row, result) for row in known):
+    if "" in problems:
         return "gains per second are not known"
-    if any(was_busy(row, result) for row in known):
+    if "busy" in problems:
         return "speeds were timed while the machine was busy"
-    if all(row.timing is not None for row in known):
+    if all(row.timing is not None for row in rows if row.throughput_ratio is not None):
         return "speeds scatter too much"
     return f"speeds {'were not measured alone' if result.side_by_side > 1 else 'scatter too much'} (use --time-alone)"
 
@@ -378,8 +379,8 @@ def side_by_side_sentence(result: StudyResult) -> str:
         return alone
     return (
         f"{alone} The steps of {', '.join(busy)} were timed while the machine was busy (they spread by more than "
-        f"{BUSY:.0%}), so no gain per second follows from them: remove {TIMINGS}/ and run the study again when it is "
-        "idle."
+        f"{MAX_IDLE_SPREAD:.0%}), so no gain per second follows from them: remove {TIMINGS}/ and run the study again "
+        "when it is idle."
     )
 
 

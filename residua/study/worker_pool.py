@@ -47,7 +47,7 @@ POLL_SECONDS = 0.25
 STOP_SECONDS = 120.0
 END_SECONDS = 20.0
 CORES_TO_COMPILE = 8
-SMALLEST_ROOM = 1 << 16
+MIN_FREE_BYTES = 1 << 16
 """With fewer bytes free on the disk, a trainer may not have been able to write its last words."""
 
 
@@ -317,10 +317,10 @@ def _request(run: PlannedRun, out: Path, waiting: Sequence[PlannedRun] = ()) -> 
 
 def _problem(log: Path, code: int, since: int = 0) -> str:
     """One sentence: how the trainer ended, why by its log from byte `since` on, and where the log is."""
-    said = last_words(log.read_bytes()[since:].decode(errors="replace")) if log.exists() else ""
+    words = last_words(log.read_bytes()[since:].decode(errors="replace")) if log.exists() else ""
     ending = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
-    full = "; the disk is full" * (shutil.disk_usage(log.parent).free < SMALLEST_ROOM)
-    return f"{ending}{f': {said}'.removesuffix('.') * bool(said)}{full} (log: {log})"
+    full = "; the disk is full" * (shutil.disk_usage(log.parent).free < MIN_FREE_BYTES)
+    return f"{ending}{f': {words}'.removesuffix('.') * bool(words)}{full} (log: {log})"
 
 
 def _close(worker: Worker) -> None:
