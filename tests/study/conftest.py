@@ -17,7 +17,7 @@ from residua.data import Dataset, open_corpus, prepare
 from residua.study import StudyConfig
 from residua.study.extend_study import complete_records
 from residua.study.page import Outcome
-from residua.study.plan import PlannedRun, StudyPlan
+from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import is_complete
 from residua.study.results import StudyResult, collect
 from residua.study.run_study import run_study
@@ -66,6 +66,11 @@ def study() -> StudyConfig:
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "study"
+
+
+@pytest.fixture
+def plan(study: StudyConfig, dataset: Dataset, out: Path) -> StudyPlan:
+    return make_plan(study, out, dataset)
 
 
 def choose(dataset: Dataset, *variants: str, **changes: Any) -> StudyConfig:

@@ -162,9 +162,7 @@ def test_a_change_that_a_variant_undoes_is_told(dataset: Dataset) -> None:
     assert "train.steps=100 does not" not in shown and "for prenorm" not in shown
 
 
-def test_variants_of_the_folder_that_a_study_leaves_out_are_named(
-    study: StudyConfig, dataset: Dataset, tmp_path: Path
-) -> None:
+def test_variants_that_a_study_leaves_out_are_named(study: StudyConfig, dataset: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "study"
     earlier = {"variants": ["prenorm", "mgr", "mgr+exoformer"], "ladder": [2.5]}
     for run in make_plan(StudyConfig(**{**study.model_dump(), **earlier}), out, dataset).runs:

@@ -56,7 +56,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_set_adds_to_the_changes_of_a_file_and_the_last_of_a_key_wins(file: Path, asked: Any) -> None:
+def test_set_adds_to_a_file_and_the_last_of_a_key_wins(file: Path, asked: Any) -> None:
     study = asked(file, "--set", "train.log_every=5", "--set", "train.steps=20")
     kept = tuple(change for change in SMALL if change not in (SHORT, "train.log_every=1"))
     assert study.set == (*kept, "train.log_every=5", "train.steps=20")
@@ -75,9 +75,7 @@ def test_set_adds_to_the_changes_of_the_demo(asked: Any) -> None:
     assert (run.train.steps, run.model.width, run.train.micro_batch) == (90, 64, 24)
 
 
-def test_from_keeps_the_changes_of_a_file_but_for_what_the_weights_decide(
-    file: Path, run: Path, tmp_path: Path, asked: Any
-) -> None:
+def test_from_keeps_changes_that_the_weights_do_not_decide(file: Path, run: Path, tmp_path: Path, asked: Any) -> None:
     study = asked(file, "--from", run, "--set", "train.keep=1")
     chosen = base_run(study, study.base).train
     assert (chosen.start, chosen.steps, chosen.keep) == (str(run.resolve()), 10, 1)
@@ -96,7 +94,7 @@ def test_set_beside_a_study_of_given_weights_keeps_them(file: Path, run: Path, a
     assert base_run(again, again.base).train.start == str(run.resolve())
 
 
-def test_the_demo_of_given_weights_has_their_shapes_and_its_own_steps(run: Path, asked: Any) -> None:
+def test_the_demo_of_given_weights_has_their_shapes(run: Path, asked: Any) -> None:
     study = asked("--demo", "--from", run)
     started = base_run(study, study.base)
     assert (started.train.steps, started.model.context) == (240, RunConfig.find("tiny").model.context)
@@ -113,9 +111,7 @@ def test_tune_keeps_the_share_and_the_seed_of_a_file(file: Path, asked: Any) -> 
     assert asked(file, "--tune", "lr=1x,4x").tune == Tune(lr=(1, 4), share=0.5, seed=77)
 
 
-def test_the_folder_of_tasks_goes_with_the_tasks_that_a_study_names(
-    file: Path, tmp_path: Path, dataset: Dataset, asked: Any
-) -> None:
+def test_the_folder_of_tasks_goes_with_named_tasks(file: Path, tmp_path: Path, dataset: Dataset, asked: Any) -> None:
     tasks = {"names": ("colours",), "limit": 5}
     study = StudyConfig(variants=["prenorm", "mgr"], set=SMALL, data=str(dataset.path), tasks=tasks)
     file.write_text(study.to_toml())

@@ -51,7 +51,7 @@ def plan(asked: StudyConfig, dataset: Dataset, out: Path) -> StudyPlan:
     return made
 
 
-def test_every_run_is_diagnosed_once_linked_and_laid_side_by_side(
+def test_every_run_is_diagnosed_once_linked_and_compared(
     asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
     log = Console(record=True, width=200, file=io.StringIO())
@@ -97,7 +97,7 @@ def test_nothing_is_diagnosed_unless_asked_for(
     assert "Diagnoses" not in (out / "results.md").read_text()
 
 
-def test_the_page_is_on_the_studys_text_also_if_a_person_diagnosed_a_run_on_another(
+def test_the_page_is_on_the_text_of_the_study(
     asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path, tmp_path: Path
 ) -> None:
     """The first variant's diagnosis is a person's own: it stays, and the page follows the study's text."""

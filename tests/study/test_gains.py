@@ -89,7 +89,7 @@ def test_corrected_intervals_decide_as_holms_procedure() -> None:
         assert {i for i, gain in corrected(family, 0.05).items() if clear(gain)} == rejected
 
 
-def test_a_p_value_is_the_level_at_which_the_interval_touches_one() -> None:
+def test_at_its_p_value_an_interval_touches_one() -> None:
     found = as_tested(Interval(value=1.1, count=3, error=0.03, low=1.1 / 1.05, high=1.1 * 1.05, freedom=6.0))
     assert 0.0 < found.p < 0.05
     assert found.at(found.p).low == pytest.approx(1.0) and found.at(0.05) == found.interval

@@ -46,7 +46,7 @@ def test_a_loss_becomes_the_tokens_at_which_the_law_has_it(gain: float) -> None:
     assert found.low == pytest.approx(gain, rel=1e-3) and found.high == pytest.approx(gain, rel=1e-3)
 
 
-def test_the_gain_does_not_depend_on_what_all_runs_of_a_seed_share() -> None:
+def test_a_gain_ignores_what_runs_of_a_seed_share() -> None:
     found = equivalent_tokens(rungs(effect=0.2), {seed: law(1.3 * D) + 0.2 * seed for seed in range(3)}, D)
     assert found is not None and found.value == pytest.approx(1.3, rel=1e-4)
     assert found.high is not None and found.high < 1.301
@@ -67,7 +67,7 @@ def test_out_of_reach_there_is_no_gain() -> None:
     assert equivalent_tokens({D: {0: 3.0}}, {0: 2.9}, D) is None
 
 
-def test_a_baseline_that_does_not_learn_from_more_tokens_gives_no_gain() -> None:
+def test_a_baseline_that_does_not_learn_gives_no_gain() -> None:
     rising = {f * D: {0: 3.0 + 0.1 * f, 1: 3.0 + 0.1 * f} for f in BUDGETS}
     assert fit_law(rising) is None
     assert equivalent_tokens(rising, {0: 3.1, 1: 3.1}, D) is None
@@ -135,7 +135,7 @@ def coverage(studies: int, budgets: tuple[float, ...], seeds: int, *, confidence
         pytest.param((0.25, 0.5, 1.0, 2.0, 4.0), 3, 0.01, marks=pytest.mark.nightly),
     ],
 )
-def test_of_2000_simulated_studies_95_percent_of_the_intervals_hold_the_truth(
+def test_95_percent_of_simulated_intervals_hold_the_truth(
     budgets: tuple[float, ...], seeds: int, shared: float
 ) -> None:
     assert coverage(2000, budgets, seeds, confidence=0.95, shared=shared) == pytest.approx(0.95, abs=0.02)
@@ -144,7 +144,7 @@ def test_of_2000_simulated_studies_95_percent_of_the_intervals_hold_the_truth(
 @pytest.mark.nightly
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
-def test_of_20000_simulated_studies_the_asked_share_holds_the_truth(seeds: int, confidence: float) -> None:
+def test_the_asked_share_of_intervals_holds_the_truth(seeds: int, confidence: float) -> None:
     shares = [coverage(4000, BUDGETS, seeds, confidence=confidence, shared=0.002 * part) for part in range(5)]
     assert np.mean(shares) == pytest.approx(confidence, abs=0.01)
 

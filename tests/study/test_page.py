@@ -264,7 +264,7 @@ def test_the_page_says_that_gains_without_a_ladder_understate(tmp_path: Path) ->
     assert "Use --ladder before concluding" in replace(made, result=slow).page(tmp_path).html()
 
 
-def test_several_comparisons_are_corrected_and_the_best_is_shrunk() -> None:
+def test_comparisons_are_corrected_and_the_best_is_shrunk() -> None:
     assert comparisons_sentence(pretended(2).result) == ""
     result = pretended(16).result
     best = result.variants[1]

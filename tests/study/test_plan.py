@@ -14,15 +14,14 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
 from residua.study import StudyConfig
-from residua.study.plan import make_plan
+from residua.study.plan import StudyPlan, make_plan
 from residua.study.run_study import preview
 from residua.study.train_runs import check_folders, cost_sentences, refuse_strangers, same_sentences
 
 pytestmark = pytest.mark.slow
 
 
-def test_variants_of_a_seed_share_their_data_order(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    plan = make_plan(study, out, dataset)
+def test_variants_of_a_seed_share_their_data_order(plan: StudyPlan, dataset: Dataset) -> None:
     assert len(plan.runs) == 8
     for run in plan.runs:
         assert run.config.data.seed == run.config.train.seed == run.seed
@@ -30,8 +29,9 @@ def test_variants_of_a_seed_share_their_data_order(study: StudyConfig, dataset: 
     assert len({run.folder for run in plan.runs}) == 8
 
 
-def test_the_vocabulary_is_that_of_the_text_unless_set(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    plan = make_plan(study, out, dataset)
+def test_the_vocabulary_is_that_of_the_text_unless_set(
+    study: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
+) -> None:
     assert {run.config.model.vocab_size for run in plan.runs} == {padded_vocabulary(dataset.vocab_size)}
     chosen = study.model_copy(update={"set": (*study.set, "model.vocab_size=512")})
     assert make_plan(chosen, out, dataset).runs[0].config.model.vocab_size == 512
@@ -53,8 +53,7 @@ def test_sizes_multiply_the_runs_and_tokens_follow_parameters(study: StudyConfig
         assert tokens == pytest.approx(2 * parameters, rel=0.01)
 
 
-def test_a_folder_of_another_configuration_is_refused_by_name(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    plan = make_plan(study, out, dataset)
+def test_a_folder_of_another_configuration_is_refused_by_name(plan: StudyPlan) -> None:
     folder = plan.runs[3].folder
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(plan.runs[3].config.override(["train.steps=77"]).to_toml())
@@ -62,10 +61,7 @@ def test_a_folder_of_another_configuration_is_refused_by_name(study: StudyConfig
         check_folders(plan.runs)
 
 
-def test_a_run_whose_text_was_moved_is_known_by_its_fingerprint(
-    study: StudyConfig, dataset: Dataset, out: Path
-) -> None:
-    plan = make_plan(study, out, dataset)
+def test_a_run_whose_text_was_moved_is_known_by_its_fingerprint(plan: StudyPlan, dataset: Dataset) -> None:
     folder = plan.runs[3].folder
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(plan.runs[3].config.override(["data.path='/elsewhere'"]).to_toml())
@@ -79,16 +75,22 @@ def test_a_run_whose_text_was_moved_is_known_by_its_fingerprint(
     check_folders(plan.runs)
 
 
-def test_a_variant_that_cannot_be_built_is_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    broken = study.model_copy(update={"variants": {**study.variants, "odd": ("model.topology.kind=dence",)}})
-    with pytest.raises(ConfigError, match=r"variant 'odd': .*topology.kind = 'dence'"):
-        make_plan(broken, out, dataset)
-
-
-def test_a_variant_whose_router_learns_nothing_is_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    moe = "model.ffn={kind='moe', hidden=64, experts=4, top_k=1}"
-    broken = study.model_copy(update={"variants": {**study.variants, "switch": (moe,)}})
-    with pytest.raises(ConfigError, match=r"variant 'switch': model\.ffn\.top_k = 1"):
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("odd", "model.topology.kind=dence", r"variant 'odd': .*topology.kind = 'dence'"),
+        (
+            "switch",  # whose router learns nothing
+            "model.ffn={kind='moe', hidden=64, experts=4, top_k=1}",
+            r"variant 'switch': model\.ffn\.top_k = 1",
+        ),
+    ],
+)
+def test_a_variant_that_cannot_be_trained_is_named(
+    name: str, change: str, sentence: str, study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
+    broken = study.model_copy(update={"variants": {**study.variants, name: (change,)}})
+    with pytest.raises(ConfigError, match=sentence):
         make_plan(broken, out, dataset)
 
 
@@ -165,9 +167,7 @@ def test_a_ladder_that_repeats_the_text_says_so(study: StudyConfig, dataset: Dat
     assert "reads the text 2.0 times" in cost_sentences(make_plan(longer, out, dataset))[1]
 
 
-def test_the_plan_says_which_variant_matching_turns_into_the_baseline(
-    study: StudyConfig, dataset: Dataset, out: Path
-) -> None:
+def test_a_plan_names_variants_that_match_the_baseline(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     variants = {"prenorm": ["prenorm"], "wide": ["prenorm", "model.ffn.hidden=96"], "mgr": ["mgr"]}
     changes = {"variants": variants, "data": str(dataset.path), "set": (*study.set, "model.ffn.hidden=64")}
     wider = StudyConfig(**{**study.model_dump(), **changes})

@@ -27,19 +27,13 @@ def study_of(base: Path, **keys: object) -> StudyConfig:
     return StudyConfig(**{"variants": ["prenorm", "mgr"], "base": str(base), "seeds": 1, **keys})
 
 
-def test_a_base_is_called_by_the_name_of_its_file(nano: Path, out: Path) -> None:
+def test_bases_are_called_by_their_files_or_the_folders_of_runs(nano: Path, tmp_path: Path, out: Path) -> None:
     study = settle(study_of(nano), out)
     assert study.base == "nano.toml" and set(study.bases or {}) == {"nano.toml"}
-
-
-def test_a_run_is_called_by_the_name_of_its_folder(nano: Path, tmp_path: Path, out: Path) -> None:
+    several = settle(study_of(nano, scaling={"sizes": [str(nano), "tiny"]}), out)
+    assert several.sizes == ("nano.toml", "tiny")
     (tmp_path / "old").mkdir()
     assert settle(study_of(nano.rename(tmp_path / "old/config.toml")), out).base == "old.toml"
-
-
-def test_sizes_have_short_names_too(nano: Path, out: Path) -> None:
-    study = settle(study_of(nano, scaling={"sizes": [str(nano), "tiny"]}), out)
-    assert study.sizes == ("nano.toml", "tiny")
 
 
 def test_the_same_content_has_the_name_that_the_folder_knows(nano: Path, tmp_path: Path, out: Path) -> None:
@@ -52,7 +46,7 @@ def test_the_same_content_has_the_name_that_the_folder_knows(nano: Path, tmp_pat
     assert settle(study_of(copy), out).base == "copy.toml"
 
 
-def test_a_file_under_another_name_extends_results_and_another_content_is_refused(
+def test_a_renamed_base_extends_results_and_another_is_refused(
     nano: Path, tmp_path: Path, dataset: Dataset, out: Path
 ) -> None:
     kept = tmp_path / "x.json"

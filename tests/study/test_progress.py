@@ -16,7 +16,7 @@ from residua.study.train_runs import LiveProgress
 from tests.study.recorded import write_run
 
 
-def test_the_latest_row_is_found_before_a_line_that_is_still_being_written(tmp_path: Path) -> None:
+def test_the_latest_row_is_found_before_an_unfinished_line(tmp_path: Path) -> None:
     assert latest(tmp_path) == (0, None)
     rows = [f'{{"kind": "train", "step": {step}, "loss": {5 - step / 1000}}}\n' for step in range(1, 401)]
     (tmp_path / "metrics.jsonl").write_text("".join(rows) + '{"kind": "tra')
@@ -55,7 +55,7 @@ def shown(study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.M
     return Shown(study, dataset, out, monkeypatch)
 
 
-def test_the_time_left_of_a_study_does_not_count_the_start_of_its_processes(shown: Shown) -> None:
+def test_the_time_left_does_not_count_the_start_of_processes(shown: Shown) -> None:
     shown.begin()
     first, _ = shown.plan.runs
     shown.live.started(first, 0)

@@ -72,14 +72,14 @@ def test_the_title_answers_and_the_foot_says_how_it_was_made(seen: Opened) -> No
     assert seen.page.evaluate(f"{first}.every({shown})"), "both pictures are on the first screen"
 
 
-def test_sixteen_variants_have_one_colour_each_and_no_two_the_same(seen: Opened) -> None:
+def test_sixteen_variants_have_sixteen_colours(seen: Opened) -> None:
     found = {name: colours for name, colours in seen.page.evaluate(COLOURS).items() if name in NAMES}
     assert list(found) and set(found) == set(NAMES)
     assert all(len(colours) == 1 for colours in found.values()), found
     assert len({colours[0] for colours in found.values()}) == 16
 
 
-def test_every_visible_figure_is_drawn_and_says_in_words_what_it_shows(seen: Opened) -> None:
+def test_every_visible_figure_is_drawn_and_described(seen: Opened) -> None:
     page = seen.page
     page.click("[role=tab]:has-text('training, by seconds')")
     assert page.locator(".plot:visible:has(.main-svg)").count() == page.locator(".plot:visible").count() >= 8

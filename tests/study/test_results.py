@@ -121,8 +121,7 @@ def test_markdown_shows_names_and_messages_of_strangers_as_text(result: StudyRes
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_failed_run_is_listed_and_the_others_still_count(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    plan = make_plan(study, out, dataset)
+def test_a_failed_run_is_listed_and_the_others_still_count(study: StudyConfig, plan: StudyPlan, out: Path) -> None:
     write_all(plan, straight, RATE)
     lost = next(run for run in plan.runs if (run.variant, run.seed) == ("mgr", 1))
     (lost.folder / "inspection.json").unlink()
@@ -142,10 +141,7 @@ def test_a_failed_run_is_listed_and_the_others_still_count(study: StudyConfig, d
     ],
     ids=["a value of another type", "rows that are missing", "a section of another type", "a list"],
 )
-def test_a_run_whose_inspection_is_damaged_writes_it_again(
-    study: StudyConfig, dataset: Dataset, out: Path, damage: object
-) -> None:
-    plan = make_plan(study, out, dataset)
+def test_a_run_whose_inspection_is_damaged_writes_it_again(plan: StudyPlan, damage: object) -> None:
     write_all(plan, straight, RATE)
     run = plan.runs[0]
     assert is_complete(run.folder, run.config)
@@ -269,7 +265,7 @@ def test_a_verdict_names_seeds_and_speeds_that_are_missing(result: StudyResult) 
         (None, None, "so 1.10× per second, without an interval."),
     ],
 )
-def test_a_gain_per_second_is_claimed_where_its_interval_is_clear(
+def test_a_gain_is_claimed_where_its_interval_is_clear_of_one(
     result: StudyResult, low: float | None, high: float | None, said: str
 ) -> None:
     gain = {"wall_clock_gain": Interval(value=1.10, count=3, low=low, high=high)}
@@ -294,9 +290,7 @@ def laddered(study: StudyConfig, out: Path, dataset: Dataset, budgets: tuple[flo
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_ladder_gives_equivalent_tokens_beside_the_step_wise_gain(
-    study: StudyConfig, dataset: Dataset, out: Path
-) -> None:
+def test_a_ladder_gives_equivalent_tokens_and_step_gains(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     result = laddered(study, out, dataset, (0.5, 1, 1.5, 2))
     (ladder,) = result.ladder
     assert [rung.tokens / 64 for rung in ladder.rungs] == [20, 40, 60, 80]
@@ -329,7 +323,7 @@ def test_losses_of_the_baseline_that_miss_their_law_are_said(study: StudyConfig,
     assert said in markdown(result.model_copy(update={"ladder": (bent,)}))
 
 
-def test_a_gain_below_one_without_a_ladder_is_said_to_be_understated(result: StudyResult) -> None:
+def test_a_gain_without_a_ladder_is_said_to_be_understated(result: StudyResult) -> None:
     said = "Use --ladder before concluding that a variant does not pay."
     assert row(result, "block_attnres").step_gain.value > 1 > row(result, "block_attnres").wall_clock_gain.value
     assert said in markdown(result)
@@ -373,8 +367,7 @@ def timed(tokens_per_second: float, error: float = 0.001, device: str = "H200") 
     return StepTiming(device=device, tokens=64, median=seconds, p10=seconds, p90=seconds, count=100, error=error)
 
 
-def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    plan = make_plan(study, out, dataset)
+def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfig, plan: StudyPlan) -> None:
     write_all(plan, straight, RATE)
     records = {run: read_run(run.folder, run.config) for run in plan.runs}
     timings = {
@@ -399,10 +392,7 @@ def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfi
     assert other.timing is None and "not measured alone" in verdict(other, result)
 
 
-def test_a_step_timed_alone_has_a_throughput_though_no_speed_of_training_is_known(
-    study: StudyConfig, dataset: Dataset, out: Path
-) -> None:
-    plan = make_plan(study, out, dataset)
+def test_a_timed_step_has_a_throughput_without_training_speeds(study: StudyConfig, plan: StudyPlan) -> None:
     write_all(plan, straight)
     records = {run: replace(read_run(run.folder, run.config), speed=math.nan) for run in plan.runs}
     timings = {("tiny", name): {"H200": timed(rate)} for name, rate in (("prenorm", 1000), ("block_attnres", 900))}
@@ -434,8 +424,9 @@ def by_document(run: PlannedRun) -> dict[str, object]:
 
 
 @pytest.mark.usefixtures("no_page")
-def test_losses_by_document_give_the_error_of_the_text(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    plan = make_plan(study, out, dataset)
+def test_losses_by_document_give_the_error_of_the_text(
+    study: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
+) -> None:
     for run in plan.runs:
         write_run(run, straight, final=by_document(run))
     facts = describe(dataset, 256)
@@ -455,8 +446,9 @@ def test_losses_by_document_give_the_error_of_the_text(study: StudyConfig, datas
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_tiny_text_and_untrained_models_are_warned_of(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    plan = make_plan(study, out, dataset)
+def test_a_tiny_text_and_untrained_models_are_warned_of(
+    study: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
+) -> None:
     write_all(plan, lambda run, step: 30.0 - step / 100)
     facts = describe(dataset, 256)
     text = markdown(summarise(study, plan, out, {}, facts).result)
@@ -471,10 +463,7 @@ def test_a_tiny_text_and_untrained_models_are_warned_of(study: StudyConfig, data
 SIZES = ["tiny", "mini", "mgr-s-prenorm"]
 
 
-def test_results_that_cannot_be_written_leave_the_runs_and_name_the_file(
-    study: StudyConfig, dataset: Dataset, out: Path
-) -> None:
-    plan = make_plan(study, out, dataset)
+def test_results_that_cannot_be_written_leave_the_runs(study: StudyConfig, plan: StudyPlan, out: Path) -> None:
     write_all(plan, lambda run, step: 3.0 + 1 / step + 0.1 * run.seed, RATE)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with failing(counted := Disk(out)):

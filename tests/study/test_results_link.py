@@ -54,7 +54,7 @@ def test_the_folder_and_the_file_can_move_together(extended: Path, trainer: Trai
     assert str(tmp_path) not in Path("else/runs/second/extended.json").read_text()
 
 
-def test_a_results_file_that_is_gone_is_told_and_its_runs_are_trained(extended: Path, trainer: Trainer) -> None:
+def test_runs_of_a_results_file_that_is_gone_are_trained(extended: Path, trainer: Trainer) -> None:
     Path("kept/x.json").unlink()
     shown = compare(extended)
     assert "kept/x.json, the results file of runs/second, is gone: runs that only it had are trained again." in shown

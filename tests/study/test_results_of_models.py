@@ -76,7 +76,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, dataset: Dataset, tmp_path: Path) -
     return Machine(monkeypatch, dataset, tmp_path)
 
 
-def test_the_file_has_all_that_was_measured_and_how_models_were_asked(machine: Machine, tmp_path: Path) -> None:
+def test_the_file_has_all_that_was_measured_and_asked(machine: Machine, tmp_path: Path) -> None:
     result = machine.compare("first", "mgr", tasks=machine.ask())
     saved = SavedStudy.read(machine.results)
     assert saved.tasks == Tasks(names=("colours",), folder="local files", shots=1)
@@ -104,7 +104,7 @@ def test_a_number_that_is_not_finite_does_not_spoil_the_file(machine: Machine, t
     assert run.inspection is None and run.accuracies is not None
 
 
-def test_other_seeds_are_added_and_runs_that_cannot_be_asked_are_named(machine: Machine) -> None:
+def test_seeds_are_added_and_unmeasured_runs_are_named(machine: Machine) -> None:
     machine.compare("first", seeds=1, tasks=machine.ask())
     (first,) = SavedStudy.read(machine.results).runs
     machine.measures = False
@@ -119,7 +119,7 @@ def test_other_seeds_are_added_and_runs_that_cannot_be_asked_are_named(machine: 
     assert told in markdown(result).replace("\\", "") and told in markdown(show_saved(saved)).replace("\\", "")
 
 
-def test_a_study_without_tasks_can_be_asked_later_and_keeps_other_tasks(machine: Machine) -> None:
+def test_tasks_can_be_asked_later_and_others_are_kept(machine: Machine) -> None:
     machine.measures = False
     assert machine.compare("first", seeds=1, quantize=()).lacking == {}
     assert machine.compare("first", seeds=1, quantize=(), tasks=machine.ask()).lacking == {"tasks": ("prenorm-seed0",)}
@@ -138,7 +138,7 @@ def test_accuracies_of_other_questions_are_not_mixed(machine: Machine) -> None:
     assert machine.results.read_text() == before and machine.trainer.trained == ["prenorm-seed0"]
 
 
-def test_a_folder_that_lost_its_measurements_leaves_those_of_the_file(machine: Machine, tmp_path: Path) -> None:
+def test_lost_measurements_are_taken_from_the_file(machine: Machine, tmp_path: Path) -> None:
     machine.compare("first", seeds=1, tasks=machine.ask())
     before = SavedStudy.read(machine.results).runs
     for name in (ACCURACIES, OUTLIERS, QUANTIZED):
@@ -147,7 +147,7 @@ def test_a_folder_that_lost_its_measurements_leaves_those_of_the_file(machine: M
     assert SavedStudy.read(machine.results).runs == before and result.lacking == {}
 
 
-def test_a_folder_with_some_measurements_leaves_the_others_of_the_file(machine: Machine, tmp_path: Path) -> None:
+def test_missing_measurements_are_taken_from_the_file(machine: Machine, tmp_path: Path) -> None:
     machine.compare("first", seeds=1, tasks=machine.ask())
     write_questions(machine.tasks, "shapes", 4)
     folder, asked = tmp_path / "first" / "runs" / "prenorm-seed0", open_questions(machine.ask(1, "shapes")).asked

@@ -99,7 +99,7 @@ def test_a_run_is_scored_as_residua_eval_scores_it(
 
 
 @pytest.mark.slow
-def test_in_low_precision_a_copy_is_scored_and_the_model_stays_as_it_is(
+def test_in_low_precision_a_copy_of_the_model_is_scored(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (trained.folder / ACCURACIES).unlink(missing_ok=True)
@@ -136,7 +136,7 @@ def test_in_low_precision_a_copy_is_scored_and_the_model_stays_as_it_is(
 
 
 @pytest.mark.slow
-def test_only_what_is_missing_is_scored_and_what_changed_is_scored_again(
+def test_what_is_missing_or_changed_is_scored(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (trained.folder / ACCURACIES).unlink(missing_ok=True)
@@ -165,7 +165,7 @@ def test_only_what_is_missing_is_scored_and_what_changed_is_scored_again(
 
 
 @pytest.mark.slow
-def test_a_task_that_cannot_be_had_is_told_once_and_the_others_are_scored(
+def test_a_task_that_cannot_be_had_is_told_once(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (trained.folder / ACCURACIES).unlink(missing_ok=True)
@@ -188,8 +188,7 @@ def test_a_task_that_cannot_be_had_is_told_once_and_the_others_are_scored(
 
 
 @pytest.mark.slow
-def test_a_run_without_weights_is_not_scored(study: StudyConfig, dataset: Dataset, out: Path, asked: Tasks) -> None:
-    plan = make_plan(study, out, dataset)
+def test_a_run_without_weights_is_not_scored(plan: StudyPlan, out: Path, asked: Tasks) -> None:
     write_all(plan, lambda run, step: 3.0)
     TaskMeasurement(open_questions(asked)).measure(plan, QUIET)
     assert not list(out.rglob(ACCURACIES))
@@ -211,7 +210,7 @@ def scored(study: StudyConfig, dataset: Dataset, out: Path) -> tuple[StudyConfig
     return asked, plan, collect(asked, plan, complete_records(plan, {}), {})
 
 
-def test_accuracies_are_means_over_seeds_with_their_error_and_the_difference_is_paired(
+def test_accuracies_are_means_and_differences_are_paired(
     scored: tuple[StudyConfig, StudyPlan, StudyResult],
 ) -> None:
     prenorm, mgr = scored[2].variants
@@ -240,7 +239,7 @@ def test_accuracies_are_in_the_tables_and_in_the_results_file(
     assert collect(study, again, saved.records(again), {}).variants == result.variants
 
 
-def test_in_low_precision_the_mean_over_tasks_and_its_change_are_in_a_table(
+def test_accuracies_in_low_precision_are_in_a_table(
     scored: tuple[StudyConfig, StudyPlan, StudyResult], out: Path
 ) -> None:
     study, plan, _ = scored
@@ -260,7 +259,7 @@ def test_in_low_precision_the_mean_over_tasks_and_its_change_are_in_a_table(
     assert "## tasks in low precision" in markdown(result) and "| 49.50 ± 3.00 | -1.50 [" in markdown(result)
 
 
-def test_one_task_has_no_mean_and_a_run_that_lacks_a_task_is_left_out(
+def test_one_task_has_no_mean_and_unscored_runs_are_left_out(
     scored: tuple[StudyConfig, StudyPlan, StudyResult],
 ) -> None:
     study, plan, _ = scored
@@ -276,7 +275,7 @@ def test_one_task_has_no_mean_and_a_run_that_lacks_a_task_is_left_out(
     assert list(collect(study, plan, complete_records(plan, {}), {}).variants[0].tasks) == ["arc"]
 
 
-def test_a_task_that_does_not_exist_is_refused_before_anything_runs(dataset: Dataset, asked: Tasks, out: Path) -> None:
+def test_an_unknown_task_is_refused_before_anything_runs(dataset: Dataset, asked: Tasks, out: Path) -> None:
     arguments = ["prenorm", "mgr", "--data", str(dataset.path), "--out", str(out), "--task-dir", str(asked.folder)]
     result = CliRunner().invoke(app, [*arguments, "--tasks", "colour"])
     assert "holds no task colour: did you mean colours?" in str(result.exception)
@@ -285,7 +284,7 @@ def test_a_task_that_does_not_exist_is_refused_before_anything_runs(dataset: Dat
     assert not out.exists()
 
 
-def test_a_rerun_keeps_the_tasks_and_one_with_others_adds_to_them(study: StudyConfig, tmp_path: Path) -> None:
+def test_a_rerun_keeps_its_tasks_and_adds_others(study: StudyConfig, tmp_path: Path) -> None:
     first = study.model_copy(update={"tasks": Tasks(names=("arc",), folder="tasks")})
     (tmp_path / "study.toml").write_text(first.to_toml())
     assert with_earlier(study, tmp_path).tasks == first.tasks
@@ -327,9 +326,7 @@ class Harness(ModuleType):
 
 
 @pytest.mark.slow
-def test_tasks_of_the_harness_are_scored_one_by_one_with_the_shots_of_their_group(
-    monkeypatch: pytest.MonkeyPatch, trained: PlannedRun
-) -> None:
+def test_harness_tasks_have_the_shots_of_their_group(monkeypatch: pytest.MonkeyPatch, trained: PlannedRun) -> None:
     harness, plan = Harness(), StudyPlan({}, (trained,))
     monkeypatch.setitem(sys.modules, "residua.evaluate.harness", harness)
     (trained.folder / ACCURACIES).unlink(missing_ok=True)
@@ -346,7 +343,7 @@ def test_tasks_of_the_harness_are_scored_one_by_one_with_the_shots_of_their_grou
 
 
 @pytest.mark.nightly
-def test_tasks_of_the_harness_have_the_shots_of_their_group_or_those_that_are_asked(
+def test_harness_tasks_have_shots_of_their_group_or_as_asked(
     monkeypatch: pytest.MonkeyPatch, trained: PlannedRun
 ) -> None:
     pytest.importorskip("lm_eval")

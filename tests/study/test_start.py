@@ -20,7 +20,7 @@ from tests.trained import residua
 
 
 @pytest.mark.slow
-def test_every_variant_is_planned_to_begin_with_the_weights_of_the_run(
+def test_every_variant_is_planned_to_begin_with_the_weights(
     tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig.find("tiny").override([*SMALL, f"data.path='{dataset.path}'", "train.steps=3"])

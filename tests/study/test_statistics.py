@@ -89,7 +89,7 @@ def test_tokens_to_reach_interpolates_between_validations() -> None:
     assert statistics.tokens_to_reach(2.9, curve) is None
 
 
-def test_tokens_to_reach_takes_the_first_passage_of_a_curve_that_rises_again() -> None:
+def test_tokens_to_reach_takes_the_first_passage() -> None:
     curve = [(0.0, 6.0), (100.0, 4.0), (200.0, 5.0), (300.0, 3.0)]
     assert statistics.tokens_to_reach(4.5, curve) == pytest.approx(75.0)
 
@@ -112,7 +112,7 @@ def test_step_gain_from_a_single_validation_is_none() -> None:
     assert statistics.step_gain([], curve_of(1.0)) is None
 
 
-def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
+def test_smoothing_keeps_constants_and_the_first_value() -> None:
     assert statistics.smooth([2.0] * 5, 10) == pytest.approx([2.0] * 5)
     assert statistics.smooth([7.0, 1.0], 10)[0] == pytest.approx(7.0)
     assert statistics.smooth([5.0, 1.0, 3.0], 1) == pytest.approx([5.0, 1.0, 3.0])
@@ -132,7 +132,7 @@ def test_fit_recovers_a_power_law_exactly() -> None:
     assert fitted.loss(3e16) == pytest.approx(19.0 * 3e16**-0.057)
 
 
-def test_advantage_of_equal_exponents_is_the_scale_ratio_to_the_power() -> None:
+def test_advantage_of_equal_exponents_is_a_power_of_scales() -> None:
     ours, baseline = fit_power_law(law(18.0, 0.06)), fit_power_law(law(19.0, 0.06))
     gain = compute_advantage(ours, baseline, 1e17)
     assert gain is not None
@@ -140,7 +140,7 @@ def test_advantage_of_equal_exponents_is_the_scale_ratio_to_the_power() -> None:
     assert gain.low == pytest.approx(gain.value) and gain.high == pytest.approx(gain.value)
 
 
-def test_sizes_too_near_each_other_give_an_infinite_scale_and_no_crash() -> None:
+def test_sizes_too_near_each_other_give_an_infinite_scale() -> None:
     absurd = fit_power_law([(1e9, 6.0), (1.001e9, 4.0)])
     flat = fit_power_law([(1e9, 6.0), (1e10, 6.0 - 1e-6)])
     assert absurd.scale == math.inf

@@ -41,7 +41,7 @@ def test_tables_break_at_spaces_alone(width: int, ladder: bool) -> None:
 
 
 @pytest.mark.parametrize(("ladder", "kept"), [(True, False), (False, True)])
-def test_a_narrow_terminal_drops_the_step_wise_gain_only_where_a_ladder_replaces_it(ladder: bool, kept: bool) -> None:
+def test_a_narrow_terminal_drops_step_gains_beside_a_ladder(ladder: bool, kept: bool) -> None:
     lines = first_table(printed(pretended(3, ladder=ladder).result, 80))
     assert any("step-wise" in line for line in lines) == kept
     assert any("equivalent" in line for line in lines) == ladder
@@ -57,7 +57,7 @@ def test_long_names_break_after_a_plus_or_an_underscore() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 40, 10])
-def test_tables_are_printed_on_terminals_too_narrow_for_their_words(width: int) -> None:
+def test_tables_fit_terminals_too_narrow_for_their_words(width: int) -> None:
     lines = printed(pretended(3).result, width)
     assert max(map(len, lines)) <= width
 

@@ -54,7 +54,7 @@ def test_the_page_has_curves_over_tokens_and_what_the_runs_said(tmp_path: Path) 
     assert "Inside while training" not in made.page(tmp_path).html()
 
 
-def test_peaks_are_the_largest_of_all_layers_by_step_and_read_as_telemetry_again() -> None:
+def test_peaks_are_the_largest_of_all_layers_by_step() -> None:
     made = records(1.23456)
     made[-1]["figures"]["peak"] = [None, None]
     peaks = Peaks.of(made)
@@ -71,7 +71,7 @@ def test_peaks_are_the_largest_of_all_layers_by_step_and_read_as_telemetry_again
         Peaks(step=(1, 2), peak=(1.0,), sink_ratio=(1.0, 1.0))
 
 
-def test_a_results_file_keeps_peaks_and_the_page_draws_them_from_it(tmp_path: Path) -> None:
+def test_a_results_file_keeps_peaks_for_the_page(tmp_path: Path) -> None:
     peak_picture = load_module("tools/study_extras.py").peak_picture
     without = saved_study({"prenorm": 3.0, "gatednorm": 2.9, "mgr": 2.8})
     assert peak_picture(show_saved(without)) is None and peak_table(show_saved(without), "tiny") is None

@@ -139,9 +139,7 @@ def test_on_a_slower_machine_all_variants_are_timed_again(
     assert len(told) == 3 and "when timed before: all variants are timed again" in told[0]
 
 
-def test_a_new_variant_is_set_against_the_baseline_of_its_session(
-    timed: Timed, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_variant_is_scaled_by_its_own_session(timed: Timed, capsys: pytest.CaptureFixture[str]) -> None:
     timed.time()
     assert "scaled" not in capsys.readouterr().out
     timed.forget("mgr")
@@ -181,7 +179,7 @@ def test_a_variant_that_cannot_be_timed_does_not_stop_the_others(timed: Timed) -
     assert json.loads((timed.out / "timings" / "prenorm.json").read_text())["devices"] == {}
 
 
-def test_saved_timings_stay_out_where_the_baseline_was_timed_since(timed: Timed) -> None:
+def test_saved_timings_are_not_mixed_with_a_new_baseline(timed: Timed) -> None:
     """As after a stop between the baseline and the variant: their old timings must not be mixed with the new."""
     timed.time()
     saved = timed.recorded
@@ -258,7 +256,7 @@ def timed_at(slower: float) -> StepTiming:
     return StepTiming(device="cpu", tokens=64, median=median, p10=median, p90=median, count=10, error=0.002)
 
 
-def test_intervals_hold_the_truth_where_load_changes_between_models() -> None:
+def test_intervals_hold_the_truth_where_load_changes() -> None:
     def once(made: random.Random) -> tuple[float, float, float]:
         return (0.0, made.choice([0.0, 0.2]), 0.2)
 

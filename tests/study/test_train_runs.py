@@ -104,9 +104,7 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
 
 
 @pytest.mark.usefixtures("forked")
-def test_budgets_added_to_a_finished_study_are_all_that_is_trained(
-    study: StudyConfig, dataset: Dataset, out: Path
-) -> None:
+def test_budgets_added_to_a_study_are_all_that_is_trained(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     alone = {"data": str(dataset.path), "variants": {"prenorm": ("prenorm",)}}
     first = two(study, **alone, ladder=(1, 2))
     assert run_plan(first, make_plan(first, out, dataset), out, Quiet()) == {}

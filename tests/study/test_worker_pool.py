@@ -116,13 +116,13 @@ def work(pool: WorkerPool, *groups: list[PlannedRun]) -> dict[str, str]:
     return {run.title: problem for run, problem in pool.problems.items()}
 
 
-def test_runs_of_a_group_share_a_process_and_other_groups_have_their_own(pool: WorkerPool) -> None:
+def test_runs_of_a_group_share_a_process(pool: WorkerPool) -> None:
     assert work(pool, group(pool, "a0", "a1", "a2"), group(pool, "b0", "b1")) == {}
     used = processes(pool)
     assert used["a0"] == used["a1"] == used["a2"] != used["b0"] == used["b1"]
 
 
-def test_one_trains_at_a_time_and_the_next_group_compiles_meanwhile(pool: WorkerPool) -> None:
+def test_one_group_trains_while_the_next_compiles(pool: WorkerPool) -> None:
     assert work(pool, group(pool, "slow_a", "slow_b"), group(pool, "c"), group(pool, "d")) == {}
     order = [(what, name) for what, name, _ in events(pool)]
     training: set[str] = set()
@@ -146,7 +146,7 @@ def test_a_divided_group_keeps_the_budgets_of_a_seed_together(pool: WorkerPool) 
     assert len(set(used.values())) == 3
 
 
-def test_a_group_is_divided_when_there_are_more_places_than_groups(pool: WorkerPool) -> None:
+def test_a_group_is_divided_among_free_places(pool: WorkerPool) -> None:
     pool.places = 3
     assert work(pool, group(pool, "together0", "together1", "together2", "together3")) == {}
     first = [process for what, _, process in events(pool) if what == "train"][:3]
@@ -168,7 +168,7 @@ def test_a_run_that_fails_leaves_the_others_of_its_process_alone(pool: WorkerPoo
     assert len({processes(pool)[run] for run in ("next0", "next1")}) == 1
 
 
-def test_a_run_without_room_is_started_again_without_processes_that_wait(pool: WorkerPool) -> None:
+def test_a_run_without_memory_is_started_again_alone(pool: WorkerPool) -> None:
     assert work(pool, group(pool, "full0", "full1"), group(pool, "other")) == {}
     assert pool.ahead == 0
     assert [name for what, name, _ in events(pool) if what == "train"].count("full0") == 2
@@ -182,7 +182,7 @@ def test_the_timeline_says_when_each_run_got_how_far(pool: WorkerPool) -> None:
     assert all(one["seconds"] <= other["seconds"] for one, other in pairwise(lines))
 
 
-def test_groups_are_runs_that_differ_in_seed_rate_and_length_only(pool: WorkerPool) -> None:
+def test_groups_differ_in_seed_rate_and_length_only(pool: WorkerPool) -> None:
     base = RunConfig.find("tiny")
     changes = {
         "a": ["train.seed=1"],
