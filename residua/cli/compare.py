@@ -139,7 +139,7 @@ def compare(
     if listing:
         _list(console)
         return
-    given = {
+    options = {
         "base": base, "seeds": seeds, "data": None if data is None else str(data), "baseline": baseline,
         "match": None if match is None else {"kind": match}, "workers": workers, "threads": threads,
         "set": change, "scaling": _scaling(sizes, tokens_per_parameter), "calibration": calibration,
@@ -147,7 +147,7 @@ def compare(
         "quantize": None if quantize is None else split_names(quantize),
         "tasks": _tasks(tasks, task_dir, shots, limit), "tune": parse_tune(tune),
     }  # fmt: skip
-    chosen = {key: value for key, value in given.items() if value is not None}
+    chosen = {key: value for key, value in options.items() if value is not None}
     if what and len(what) == 1 and what[0].endswith(".json"):
         _show(Path(what[0]), out, console, [*chosen, *(["from"] * bool(start)), *(["results"] * bool(results))])
         return
@@ -167,20 +167,20 @@ def _remembered(folder: Path, console: Console) -> Path | None:
 
     from residua.study.extend_study import linked_results
 
-    found = linked_results(folder)
-    if found is None:
+    path = linked_results(folder)
+    if path is None:
         return None
-    there = found.is_file()
-    told = (
-        f"{folder} goes on with its results file {found}, as if --results named it."
+    there = path.is_file()
+    sentence = (
+        f"{folder} goes on with its results file {path}, as if --results named it."
         if there
-        else f"{found}, the results file of {folder}, is gone: runs that only it had are trained again."
+        else f"{path}, the results file of {folder}, is gone: runs that only it had are trained again."
     )
-    console.print(Text(f"• {told}"), soft_wrap=True)
-    return found if there else None
+    console.print(Text(f"• {sentence}"), soft_wrap=True)
+    return path if there else None
 
 
-def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> None:
+def _show(path: Path, out: Path | None, console: Console, options: list[str]) -> None:
     """Print the tables of a results file; with --out, also write its page there."""
     from residua.config.settings import ConfigError
     from residua.files import refuse_used
@@ -188,8 +188,9 @@ def _show(path: Path, out: Path | None, console: Console, given: list[str]) -> N
     from residua.study.results_file import SavedStudy
     from residua.study.tables import print_study
 
-    if given:
-        raise ConfigError(f"{path} holds results, which are only shown: --{given[0].replace('_', '-')} has no effect.")
+    if options:
+        ignored = options[0].replace("_", "-")
+        raise ConfigError(f"{path} holds results, which are only shown: --{ignored} has no effect.")
     if out is not None:
         refuse_used(out)
     print_study(console, show_saved(SavedStudy.read(path), out))
@@ -244,8 +245,8 @@ def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str,
 
 
 def _tasks(tasks: str | None, folder: Path | None, shots: int | None, limit: int | None) -> dict[str, Any] | None:
-    given = {"folder": None if folder is None else str(folder), "shots": shots, "limit": limit}
-    chosen = {key: value for key, value in given.items() if value is not None}
+    options = {"folder": None if folder is None else str(folder), "shots": shots, "limit": limit}
+    chosen = {key: value for key, value in options.items() if value is not None}
     return {"names": split_names(tasks), **chosen} if tasks is not None else chosen or None
 
 

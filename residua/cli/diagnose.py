@@ -64,11 +64,11 @@ def diagnose(
     use_threads(threads)
     console = open_console(log_width=None)
     with ProgressBars(console) as bars:
-        made = work.diagnose(
+        diagnosis = work.diagnose(
             models, folder, text=text, tokens=tokens, length=length, ablations=cast("Budget", ablations),
             ablation_tokens=ablation_tokens, maps=maps, device=cast("DeviceName", device), progress=bars.stages(),
         )  # fmt: skip
-    for model in made.models:
+    for model in diagnosis.models:
         for line in model.summary:
             say(console, line)
         console.print()

@@ -39,18 +39,18 @@ def doctor(
     from residua.doctor import findings as show
     from residua.report.terminal import ProgressBars, open_console
 
-    found: list[Finding] = []
+    findings: list[Finding] = []
     console = open_console(None)
     with nullcontext() if as_json else ProgressBars(console) as bars:
         for finding in show.run_checks(checks(quick, bars)):
             if not as_json:
-                show.print_finding(console, finding, found[-1] if found else None)
-            found.append(finding)
+                show.print_finding(console, finding, findings[-1] if findings else None)
+            findings.append(finding)
     if as_json:
-        print(json.dumps(show.as_json(found), indent=1))
+        print(json.dumps(show.as_json(findings), indent=1))
     else:
-        say(console, f"\n{show.closing(found)}")
-    if not show.passed(found):
+        say(console, f"\n{show.closing(findings)}")
+    if not show.passed(findings):
         raise typer.Exit(1)
 
 

@@ -58,13 +58,13 @@ def export(
 
     console = open_console(log_width=None)
     with console.status("writing the folder and running its code"):
-        made = write(run, out, cast("Literal['last', 'best']", checkpoint), precision, layout, push, public)
+        exported = write(run, out, cast("Literal['last', 'best']", checkpoint), precision, layout, push, public)
     files = len(list(out.glob("*.py")))
     code = f"{counted(files, 'file')} of modelling code" if files else f"as a {layout} model"
-    say(console, f"{out}: {made.parameters:,} parameters in {made.precision}, {code}.")
-    say(console, _checked(made.difference, "Its own" if files else "transformers'"))
-    if made.address is not None:
-        say(console, f"Pushed to {made.address}.")
+    say(console, f"{out}: {exported.parameters:,} parameters in {exported.precision}, {code}.")
+    say(console, _checked(exported.difference, "Its own" if files else "transformers'"))
+    if exported.address is not None:
+        say(console, f"Pushed to {exported.address}.")
     console.print("Next, in any Python with transformers:", markup=False)
     trust = ", trust_remote_code=True" if files else ""
     say(console, f'    AutoModelForCausalLM.from_pretrained("{out}"{trust})')

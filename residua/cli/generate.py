@@ -82,10 +82,10 @@ def generate(
 
 
 def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[str]:
-    given = sum((bool(prompt), file is not None, chat))
-    if given > 1:
+    sources = sum((bool(prompt), file is not None, chat))
+    if sources > 1:
         raise UserError("--prompt, --file and --chat exclude each other: give one of them.")
-    if not given:
+    if not sources:
         raise UserError("say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat.")
     if file is None:
         return prompt or []

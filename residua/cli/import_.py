@@ -35,10 +35,10 @@ def import_(
 
     console = open_console(log_width=None)
     with console.status("copying weights"):
-        made = import_folder(folder, out)
-    size = f"{made.bytes / 2**30:.2f} GiB"
-    say(console, f"{out}: {made.parameters:,} parameters of a {made.model_type} model, {size}.")
-    if not made.has_tokenizer:
+        imported = import_folder(folder, out)
+    size = f"{imported.bytes / 2**30:.2f} GiB"
+    say(console, f"{out}: {imported.parameters:,} parameters of a {imported.model_type} model, {size}.")
+    if not imported.has_tokenizer:
         say(
             console, f"{folder} has no tokenizer.json: save one with transformers' AutoTokenizer and put it into {out}."
         )

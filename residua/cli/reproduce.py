@@ -87,27 +87,27 @@ def reproduce(
         task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks, tune=_multiples(tune),
         calibration=calibration,
     )  # fmt: skip
-    own = {"study": study, "run": run, "results": results, "plan": plan}  # a request has the options of a training
-    given = [*request.given(but=("scale",)), *(name for name, value in own.items() if value)]
-    given += [] if scale is None else ["scale"]
+    others = {"study": study, "run": run, "results": results, "plan": plan}  # a request has the options of a training
+    options = [*request.given(but=("scale",)), *(name for name, value in others.items() if value)]
+    options += [] if scale is None else ["scale"]
     if entry is None:
         from residua.reproduce.listing import print_list
 
-        given += [] if out is None else ["out"]
-        _refuse(given, ("scale",), "--{} needs an entry, such as 004:table1: `residua reproduce` lists them.")
+        options += [] if out is None else ["out"]
+        _refuse(options, ("scale",), "--{} needs an entry, such as 004:table1: `residua reproduce` lists them.")
         print_list(console, share)
         return
     folder = out or Path("runs") / entry.replace(":", "-")
     if study is not None:
         from residua.reproduce.existing_study import reproduce_from
 
-        _refuse(given, ("study", "rows"), "--study takes numbers that exist and trains nothing: leave --{} out.")
+        _refuse(options, ("study", "rows"), "--study takes numbers that exist and trains nothing: leave --{} out.")
         _tell(reproduce_from(entry, study, folder, console, request.rows), console)
         return
     from residua.reproduce import conduct as work
 
     if run:
-        _refuse(given, ("run",), "--run looks inside a model that exists and trains nothing: leave --{} out.")
+        _refuse(options, ("run",), "--run looks inside a model that exists and trains nothing: leave --{} out.")
         page = work.look_inside(entry, run, folder, console)
         say(console, f"Report: {page.resolve()}")
         return
@@ -117,11 +117,11 @@ def reproduce(
     _conduct(entry, request, folder, results, console)
 
 
-def _refuse(given: Sequence[str], but: Sequence[str], sentence: str) -> None:
+def _refuse(options: Sequence[str], but: Sequence[str], sentence: str) -> None:
     """Refuse options that would be ignored: those that were given, but for the ones that have a meaning here."""
     from residua.errors import UserError
 
-    ignored = next((name for name in given if name not in but), None)
+    ignored = next((name for name in options if name not in but), None)
     if ignored is not None:
         raise UserError(sentence.format(ignored))
 
@@ -133,26 +133,26 @@ def _conduct(entry: str, request: Request, folder: Path, results: Path | None, c
 
     try:
         with keeping("trained runs are kept, and the same command goes on from them"):
-            made = conduct(entry, request, folder, console, results, command_line())
+            reproduced = conduct(entry, request, folder, console, results, command_line())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None
-    _tell(made, console)
-    if made.outcome.diagnosis is not None:
-        say(console, f"Inside the models: {made.outcome.diagnosis.resolve()}")
-    if not made.complete:
+    _tell(reproduced, console)
+    if reproduced.outcome.diagnosis is not None:
+        say(console, f"Inside the models: {reproduced.outcome.diagnosis.resolve()}")
+    if not reproduced.complete:
         raise typer.Exit(1)
 
 
-def _tell(made: Reproduced, console: Console) -> None:
-    for line in made.lines:
+def _tell(reproduced: Reproduced, console: Console) -> None:
+    for line in reproduced.lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
-    say(console, f"\nReport: {made.outcome.report.resolve()}")
+    say(console, f"\nReport: {reproduced.outcome.report.resolve()}")
 
 
 def _multiples(text: str | None) -> tuple[str, ...]:
-    found = parse_tune(text)
-    return () if found is None else tuple(found["lr"])
+    table = parse_tune(text)
+    return () if table is None else tuple(table["lr"])
 
 
 def _names(text: str | None) -> tuple[str, ...]:

@@ -56,17 +56,17 @@ def train(
     Ctrl-C saves and stops. --resume continues from there, with the same bits on a CPU,
     and on a GPU with train.determinism=exact.
     """
-    given = list(changes or [])
+    overrides = list(changes or [])
     if source is not None and "=" in source:
-        given.insert(0, source)
+        overrides.insert(0, source)
         source = None
     if start is not None:
-        folder, config = _retrofit(start, source, given, data, out, resume)
+        folder, config = _retrofit(start, source, overrides, data, out, resume)
     else:
         folder = out or _default_folder(source)
         refuse_blocked(folder)  # before text is prepared
-        config = _configuration(source, folder, resume).override([*_data_change(data), *given])
-        config = config.override(_vocabulary_change(config, source, given, folder, resume))
+        config = _configuration(source, folder, resume).override([*_data_change(data), *overrides])
+        config = config.override(_vocabulary_change(config, source, overrides, folder, resume))
     with _page(folder) if watch and os.environ.get("RANK", "0") == "0" else nullcontext():
         _run(_placed(config), folder, resume, threads)
 

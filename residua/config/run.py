@@ -5,7 +5,6 @@ This file imports no torch, so that `residua train` can refuse a wrong configura
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -22,6 +21,7 @@ from residua.config.settings import (
     Seed,
     WholeConfig,
     apply_overrides,
+    flat,
     key_for_alias,
     merge,
     of_file,
@@ -262,7 +262,8 @@ class RunConfig(WholeConfig):
         """Advice for a key without a section: the shallowest places that have it, or the nearest spelling."""
         key = change.partition("=")[0].strip()
         first = key.partition(".")[0]
-        places = [path for path, _ in _entries(self.model_dump())]
+        keys = [path.split(".") for path in flat(self.model_dump())]
+        places = list(dict.fromkeys(".".join(parts[:depth]) for parts in keys for depth in range(1, len(parts) + 1)))
         fitting = [place for place in places if place.endswith(f".{first}")]
         if fitting:
             depth = min(place.count(".") for place in fitting)
@@ -352,23 +353,11 @@ def _check_stages(config: RunConfig) -> None:
 
 def settings(config: RunConfig, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Every key of a run with its value, `train.steps` → 1000, but for keys that begin with one of `without`."""
-    return {key: value for key, value in _flat(config).items() if not key.startswith(without)}
+    return {key: value for key, value in flat(config.model_dump()).items() if not key.startswith(without)}
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
     """The keys in which two runs differ: `train.steps` → (old, new)."""
-    before, after = _flat(old), _flat(new)
+    before, after = flat(old.model_dump()), flat(new.model_dump())
     keys = [*before, *(key for key in after if key not in before)]
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
-
-
-def _entries(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The paths and values of all keys in nested tables, and of the tables themselves."""
-    for key, value in table.items():
-        yield f"{prefix}{key}", value
-        if isinstance(value, dict):
-            yield from _entries(value, f"{prefix}{key}.")
-
-
-def _flat(config: RunConfig) -> dict[str, Any]:
-    return {path: value for path, value in _entries(config.model_dump()) if not isinstance(value, dict)}

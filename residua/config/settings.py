@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -116,6 +116,14 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one: `attention.heads` → 8."""
+    leaves: dict[str, Any] = {}
+    for key, value in table.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
 
 
 def apply_overrides(data: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Llama(Family):
         return tables
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        of_ffn = bool(getattr(config.ffn, "bias", False))
+        of_ffn = isinstance(config.ffn, choices.DenseChoice) and config.ffn.bias
         return super().keys(config) | {"attention_bias": biased(config), "mlp_bias": of_ffn}
 
 
@@ -238,7 +238,5 @@ class Olmoe(Mixture):
         return super().keys(config) | {"attention_bias": biased(config), "clip_qkv": None}
 
 
-register(Gemma1)
-register(Gemma2)
-register(Gemma3)
-register(KimiLinear)
+for family in (Gemma1, Gemma2, Gemma3, KimiLinear):
+    register(family)

@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from residua.config.model import ModelConfig, head_dim
+from residua.config.settings import flat
 from residua.convert.positions import read_positions, write_positions
 from residua.errors import UserError
 from residua.model.decoder import Decoder, build
@@ -239,7 +240,7 @@ class Family:
         return {}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of a config.json for a model with softmax attention; `misfit` says whether they hold all of it."""
+        """The keys of a config.json for a model with softmax attention; `misfits` says whether they hold all of it."""
         attention = config.softmax
         assert attention is not None
         return {
@@ -254,7 +255,7 @@ class Family:
             "num_key_value_heads": attention.kv_heads or attention.heads,
             "head_dim": head_dim(config),
             "hidden_act": {kind: act for act, kind in reversed(GATED.items())}.get(config.ffn.kind, "silu"),
-            "rms_norm_eps": getattr(config.norm, "eps", self.DEFAULTS["rms_norm_eps"]),
+            "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,
             **write_positions(attention.rope_theta, attention.rope_scaling),
@@ -262,14 +263,9 @@ class Family:
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The config.json of a model; raises ValueError with the first key of ours that the layout cannot hold."""
-        problem = self.misfit(config)
-        if problem is not None:
-            raise UserError(f"{problem} has no place in the {self.model_type} layout.")
+        if misfits := self.misfits(config):
+            raise UserError(f"{misfits[0]} has no place in the {self.model_type} layout.")
         return self.keys(config)
-
-    def misfit(self, config: ModelConfig) -> str | None:
-        """The first key of ours that the layout cannot hold, None if it holds all."""
-        return next(iter(self.misfits(config)), None)
 
     def misfits(self, config: ModelConfig) -> list[str]:
         """The keys of ours that the layout cannot hold, those that others follow from first: what is written is read
@@ -278,8 +274,8 @@ class Family:
             return [f"attention.kind = '{config.attention.kind}'"]
         if config.ffn.mixture != self.mixture:
             return [f"ffn.kind = '{config.ffn.kind}'"]
-        wanted, found = (flat(_settled(each)) for each in (config, self.read(self.keys(config))))
-        different = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
+        wanted, described = (flat(_settled(each)) for each in (config, self.read(self.keys(config))))
+        different = [key for key in {**wanted, **described} if wanted.get(key) != described.get(key)]
         return [f"{key} = {wanted.get(key)!r}" for key in sorted(different, key=lambda key: not key.endswith(".kind"))]
 
     def has_attention(self, config: ModelConfig) -> bool:
@@ -308,12 +304,12 @@ class Family:
     def _theirs(self, name: str, config: ModelConfig) -> tuple[str, ...] | None:
         if not name.startswith("sublayers."):
             return self.TOP.get(name)
-        _, number, own = name.split(".", 2)
+        _, number, part = name.split(".", 2)
         layer, second = divmod(int(number), 2)
-        names = (self.FEED_FORWARD if second else self.of_mixer(layer, config)).get(own)
+        names = (self.FEED_FORWARD if second else self.of_mixer(layer, config)).get(part)
         if names is None:
             return None
-        experts = range(getattr(config.ffn, "experts", 1)) if "{e}" in names[0] else range(1)
+        experts = range(config.ffn.experts if "{e}" in names[0] else 1)
         return tuple(f"model.layers.{layer}.{each}".replace("{e}", str(e)) for e in experts for each in names)
 
     def of_mixer(self, layer: int, config: ModelConfig) -> Names:
@@ -356,14 +352,6 @@ def layer_types(config: ModelConfig) -> list[str]:
     return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one: `attention.heads` → 8."""
-    made: dict[str, Any] = {}
-    for key, value in table.items():
-        made |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return made
-
-
 def _settled(config: ModelConfig) -> dict[str, Any]:
     """What decides a model's function, with defaults that depend on other keys filled in; not how it starts."""
     tables = config.model_dump(exclude={"init": True, "head": {"init"}}, exclude_none=True)
@@ -378,10 +366,10 @@ def _settled(config: ModelConfig) -> dict[str, Any]:
         tables["attention"].pop("softmax_every")
         tables["attention"]["softmax_layers"] = config.softmax_layers
     if config.latent is not None:
-        own = tables["attention"].get("softmax", tables["attention"])
-        own["value_dim"] = config.latent.value_width
+        latent = tables["attention"].get("softmax", tables["attention"])
+        latent["value_dim"] = config.latent.value_width
         if not config.latent.turned(config.width):
-            own.pop("rope_theta")
+            latent.pop("rope_theta")
     first = config.ffn.at(0)
     if config.ffn.mixture and not first.mixture:
         tables["ffn"]["dense_hidden"] = first.hidden
@@ -390,7 +378,7 @@ def _settled(config: ModelConfig) -> dict[str, Any]:
 
 def _parts(model: Decoder, name: str, parameter: Tensor) -> tuple[int, ...]:
     """The rows of the independent maps that are fused in a parameter."""
-    parent, _, own = name.rpartition(".")
+    parent, _, leaf = name.rpartition(".")
     module: nn.Module = model.get_submodule(parent)
     declared: dict[str, tuple[int, ...]] = getattr(module, "hidden_matrices", {})
-    return declared.get("weight" if own == "bias" else own, (parameter.shape[0],))
+    return declared.get("weight" if leaf == "bias" else leaf, (parameter.shape[0],))

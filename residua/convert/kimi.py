@@ -22,6 +22,12 @@ SPELLINGS = {
     "num_shared_experts": "n_shared_experts",
 }
 """Names in the published config.json to those that transformers also takes."""
+LINEAR_SPELLINGS = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""The same for the keys of its linear_attn_config."""
 
 
 class Kernels(Layout):
@@ -126,21 +132,16 @@ class KimiLinear(Family):
     LAYOUTS: ClassVar[Mapping[str, Layout]] = {"convolve.weight": Kernels(), "A_log": Rates()}
 
     def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
-        made = {SPELLINGS.get(key, key): value for key, value in keys.items()}
-        linear = made.pop("linear_attn_config", None)
+        usual = {SPELLINGS.get(key, key): value for key, value in keys.items()}
+        linear = usual.pop("linear_attn_config", None)
         if not isinstance(linear, dict):
-            return made
-        names = {
-            "head_dim": "linear_head_dim",
-            "num_heads": "linear_num_heads",
-            "short_conv_kernel_size": "linear_conv_kernel_dim",
-        }
-        made |= {new: linear[old] for old, new in names.items() if old in linear}
+            return usual
+        usual |= {new: linear[old] for old, new in LINEAR_SPELLINGS.items() if old in linear}
         full = linear.get("full_attn_layers")
-        if isinstance(full, list) and isinstance(layers := made.get("num_hidden_layers"), int):
+        if isinstance(full, list) and isinstance(layers := usual.get("num_hidden_layers"), int):
             # layers are counted from 1 there
-            made["layer_types"] = [_TYPES[layer + 1 in full] for layer in range(layers)]
-        return made
+            usual["layer_types"] = [_TYPES[layer + 1 in full] for layer in range(layers)]
+        return usual
 
     def named(self, tensor: str) -> str:
         """transformers saves dense layers as if they had experts."""
@@ -225,7 +226,7 @@ class KimiLinear(Family):
             "hidden_size": config.width,
             "intermediate_size": dense.hidden,
             "hidden_act": "silu",
-            "rms_norm_eps": getattr(config.norm, "eps", self.DEFAULTS["rms_norm_eps"]),
+            "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,
             "layer_types": [_TYPES[layer in config.softmax_layers] for layer in range(config.layers)],
@@ -235,7 +236,7 @@ class KimiLinear(Family):
             "num_experts_per_tok": ffn.top_k,
             "norm_topk_prob": ffn.normalize,
             "n_shared_experts": ffn.shared,
-            "routed_scaling_factor": getattr(ffn.router, "scale", 1.0),
+            "routed_scaling_factor": ffn.router.scale if isinstance(ffn.router, choices.SigmoidRouter) else 1.0,
             "num_attention_heads": latent.heads if latent is not None else 1,
         }
         if latent is not None:

@@ -9,15 +9,25 @@ from typing import Any
 from residua.config import positions as scalings
 from residua.errors import UserError
 
+NAMES = {
+    "original_context": "original_max_position_embeddings",
+    "short": "short_factor",
+    "long": "long_factor",
+    "low": "low_freq_factor",
+    "high": "high_freq_factor",
+    "share": "partial_rotary_factor",
+}
+"""Our keys of a scaling that transformers names otherwise."""
+
 
 def read_positions(config: dict[str, Any], default_theta: float) -> dict[str, Any]:
     """The keys `rope_theta` and `rope_scaling` of an attention table."""
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if any(isinstance(value, dict) for value in found.values()):
+    stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in stored.values()):
         raise UserError("rope_parameters differ between layers, which this family does not have here.")
-    theta = found.get("rope_theta", config.get("rope_theta", default_theta))
-    kind = found.get("rope_type", found.get("type", "default"))
-    share = found.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    theta = stored.get("rope_theta", config.get("rope_theta", default_theta))
+    kind = stored.get("rope_type", stored.get("type", "default"))
+    share = stored.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1.0) and kind != "proportional":
         raise UserError(f"partial_rotary_factor = {share}: heads that turn in part are missing here.")
     if kind == "default":
@@ -25,7 +35,7 @@ def read_positions(config: dict[str, Any], default_theta: float) -> dict[str, An
     if not isinstance(kind, str) or kind not in READERS:
         raise UserError(f"rope_type = {kind!r} is missing here: known are default, {', '.join(READERS)}.")
     try:
-        return {"rope_theta": theta, "rope_scaling": READERS[kind](found, config)}
+        return {"rope_theta": theta, "rope_scaling": READERS[kind](stored, config)}
     except KeyError as error:
         raise UserError(f"rope_type = {kind!r} needs {error.args[0]!r}, which config.json does not give.") from None
     except (TypeError, ValueError, ZeroDivisionError):
@@ -37,128 +47,79 @@ def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[
     if scaling is None:
         plain = {"rope_type": "default", "rope_theta": theta}
         return {"rope_theta": theta, "rope_parameters": plain, "rope_scaling": None}
-    written = WRITERS[type(scaling)](scaling)
+    numbers = scaling.model_dump(mode="json", exclude={"kind"})
+    if isinstance(scaling, scalings.DynamicRope):  # there it is max_position_embeddings
+        del numbers["original_context"]
+    kind = {"dynamic_ntk": "dynamic"}.get(scaling.kind, scaling.kind)
+    written = {"rope_type": kind, **{NAMES.get(key, key): value for key, value in numbers.items()}}
     return {"rope_theta": theta, "rope_parameters": {**written, "rope_theta": theta}, "rope_scaling": written}
 
 
-def _original(found: dict[str, Any], config: dict[str, Any]) -> int:
+def _original(stored: dict[str, Any], config: dict[str, Any]) -> int:
     """The length of the first training: transformers gives the key outside of the table precedence."""
-    inside = found.get("original_max_position_embeddings", config["max_position_embeddings"])
+    inside = stored.get("original_max_position_embeddings", config["max_position_embeddings"])
     return int(config.get("original_max_position_embeddings") or inside)
 
 
-def _factor(found: dict[str, Any], config: dict[str, Any]) -> float:
-    given = found.get("factor")
-    return float(config["max_position_embeddings"] / _original(found, config) if given is None else given)
+def _factor(stored: dict[str, Any], config: dict[str, Any]) -> float:
+    factor = stored.get("factor")
+    return float(config["max_position_embeddings"] / _original(stored, config) if factor is None else factor)
 
 
-def _read_linear(found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    return {"kind": "linear", "factor": found["factor"]}
-
-
-def _read_dynamic(found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    return {"kind": "dynamic_ntk", "factor": found["factor"], "original_context": config["max_position_embeddings"]}
-
-
-def _read_yarn(found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    if "factor" not in found:  # transformers asks for the key, which may be null
+def _read_yarn(stored: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    if "factor" not in stored:  # transformers asks for the key, which may be null
         raise KeyError("factor")
-    factor, attention = _factor(found, config), found.get("attention_factor")
+    factor, attention = _factor(stored, config), stored.get("attention_factor")
 
     def magnitude(weight: float = 1.0) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     if attention is None:
-        above, below = found.get("mscale"), found.get("mscale_all_dim")
+        above, below = stored.get("mscale"), stored.get("mscale_all_dim")
         attention = magnitude(above) / magnitude(below) if above and below else magnitude()
     return {
         "kind": "yarn",
         "factor": factor,
-        "original_context": _original(found, config),
+        "original_context": _original(stored, config),
         "attention_factor": attention,
-        "beta_fast": found.get("beta_fast") or 32.0,
-        "beta_slow": found.get("beta_slow") or 1.0,
-        "truncate": found.get("truncate", True),
+        "beta_fast": stored.get("beta_fast") or 32.0,
+        "beta_slow": stored.get("beta_slow") or 1.0,
+        "truncate": stored.get("truncate", True),
     }
 
 
-def _read_longrope(found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    factor, original, attention = _factor(found, config), _original(found, config), found.get("attention_factor")
+def _read_longrope(stored: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    factor, original, attention = _factor(stored, config), _original(stored, config), stored.get("attention_factor")
     if attention is None:
         attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return {
         "kind": "longrope",
-        "short": found["short_factor"],
-        "long": found["long_factor"],
+        "short": stored["short_factor"],
+        "long": stored["long_factor"],
         "original_context": original,
         "attention_factor": attention,
     }
 
 
-def _read_llama3(found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    return {
+READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
+    "linear": lambda found, config: {"kind": "linear", "factor": found["factor"]},
+    "dynamic": lambda found, config: {
+        "kind": "dynamic_ntk",
+        "factor": found["factor"],
+        "original_context": config["max_position_embeddings"],
+    },
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+    "llama3": lambda found, config: {
         "kind": "llama3",
         "factor": found["factor"],
         "original_context": _original(found, config),
         "low": found["low_freq_factor"],
         "high": found["high_freq_factor"],
-    }
-
-
-def _read_proportional(found: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    share = found.get("partial_rotary_factor", 1.0)
-    return {"kind": "proportional", "share": share, "factor": found.get("factor", 1.0)}
-
-
-def _write_yarn(scaling: scalings.YarnRope) -> dict[str, Any]:
-    return {
-        "rope_type": "yarn",
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_context,
-        "attention_factor": scaling.attention_factor,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "truncate": scaling.truncate,
-    }
-
-
-def _write_longrope(scaling: scalings.LongRope) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope",
-        "short_factor": list(scaling.short),
-        "long_factor": list(scaling.long),
-        "original_max_position_embeddings": scaling.original_context,
-        "attention_factor": scaling.attention_factor,
-    }
-
-
-def _write_llama3(scaling: scalings.Llama3Rope) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_context,
-        "low_freq_factor": scaling.low,
-        "high_freq_factor": scaling.high,
-    }
-
-
-READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
-    "linear": _read_linear,
-    "dynamic": _read_dynamic,
-    "yarn": _read_yarn,
-    "longrope": _read_longrope,
-    "llama3": _read_llama3,
-    "proportional": _read_proportional,
-}
-WRITERS: dict[type[Any], Callable[[Any], dict[str, Any]]] = {
-    scalings.LinearRope: lambda s: {"rope_type": "linear", "factor": s.factor},
-    scalings.DynamicRope: lambda s: {"rope_type": "dynamic", "factor": s.factor},
-    scalings.YarnRope: _write_yarn,
-    scalings.LongRope: _write_longrope,
-    scalings.Llama3Rope: _write_llama3,
-    scalings.ProportionalRope: lambda s: {
-        "rope_type": "proportional",
-        "partial_rotary_factor": s.share,
-        "factor": s.factor,
+    },
+    "proportional": lambda found, config: {
+        "kind": "proportional",
+        "share": found.get("partial_rotary_factor", 1.0),
+        "factor": found.get("factor", 1.0),
     },
 }

@@ -87,10 +87,10 @@ class Split:
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions in [start, stop) of the stream at which a document begins."""
-        found = [np.empty(0, np.int64)]
+        starts = [np.empty(0, np.int64)]
         for shard, low, high, first in self._overlap(start, stop):
-            found.append(shard.documents_between(low, high) + first)
-        return np.concatenate(found)
+            starts.append(shard.documents_between(low, high) + first)
+        return np.concatenate(starts)
 
     def counts(self, vocab_size: int, sample: int | None = None) -> np.ndarray:
         """How often each token occurs, int64 [vocab_size]; with `sample`, among about so many spread over the split."""

@@ -84,9 +84,9 @@ def prepare(
             problems = Problems(corpus.skip_bad)
             splits = _write_shards(corpus, chosen, folder, workers or available_cores(), shard_tokens, problems, bar)
             _check_splits(corpus, splits)
-            found = _treat_overlap(splits, overlap)
+            findings = _treat_overlap(splits, overlap)
             chosen.save(folder / TOKENIZER)
-            _describe(folder, chosen, splits, recipe, found | {"skipped": problems.summary()})
+            _describe(folder, chosen, splits, recipe, findings | {"skipped": problems.summary()})
     except OSError as error:
         # Another process was faster: use or refuse its dataset, like one that existed before.
         if isinstance(error, FileExistsError) and (faster := _same_dataset(out, recipe, overlap)) is not None:
@@ -301,7 +301,7 @@ def _describe(
     tokenizer: Tokenizer,
     splits: dict[str, SplitWriter],
     recipe: dict[str, Any],
-    found: dict[str, Any],
+    findings: dict[str, Any],
 ) -> None:
     description = {
         "format": FORMAT,
@@ -316,7 +316,7 @@ def _describe(
             if split.documents
         },
         "recipe": recipe,
-        **found,
+        **findings,
     }
     (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
@@ -330,8 +330,8 @@ def _same_dataset(out: Path, recipe: dict[str, Any], rule: str) -> Dataset | Non
         return None
     if out.is_dir() and (out / DESCRIPTION).exists():
         description = read_description(out)
-        found = description.get("overlap", {})
-        if description.get("recipe") == recipe and (not found.get("copies") or found.get("rule") == rule):
+        overlap = description.get("overlap", {})
+        if description.get("recipe") == recipe and (not overlap.get("copies") or overlap.get("rule") == rule):
             return Dataset.open(out)
     raise DataError(
         f"{out} already holds something made from other sources or settings: name another --out, or move it elsewhere"

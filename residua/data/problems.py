@@ -63,8 +63,8 @@ class Problems:
             alike[unit, kind] += count
         kinds = ", ".join(f"{counted(n, unit)} {kind}" for (unit, kind), n in alike.items())
         hints = " or ".join(dict.fromkeys(problem.hint for problem in self.first.values()))
-        found = f"{total:,} problems{' or more' * more} in the text ({kinds})"
-        raise ReadError(f"{found}: {listed}{unlisted}: {hints}, or leave all of them out with --skip-bad.")
+        summary = f"{total:,} problems{' or more' * more} in the text ({kinds})"
+        raise ReadError(f"{summary}: {listed}{unlisted}: {hints}, or leave all of them out with --skip-bad.")
 
     def summary(self) -> list[dict[str, Any]]:
         """Each kind of skipped line or file for dataset.json: its unit, its count, and the first.

@@ -127,16 +127,16 @@ class Folder(NamedTuple):
 
 def files_in(folder: Path) -> Folder:
     """The files below `folder`; hidden ones are left out."""
-    found = Folder([], [], [])
+    files = Folder([], [], [])
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if any(part.startswith(".") for part in name.parts) or not path.is_file():
             continue
         if path.is_symlink() and _leads_out(folder, name):
-            found.outside.append(path)
+            files.outside.append(path)
         else:
-            (found.texts if split_suffix(path)[0] in FOUND_IN_FOLDERS else found.others).append(path)
-    return found
+            (files.texts if split_suffix(path)[0] in FOUND_IN_FOLDERS else files.others).append(path)
+    return files
 
 
 def _leads_out(folder: Path, name: Path) -> bool:

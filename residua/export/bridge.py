@@ -101,13 +101,13 @@ class Past:
         """Positions and visible slots of `length` new tokens, which follow the cached ones."""
         total = self.length + length
         slots = torch.arange(total, device=self.tokens.device)
-        own = slots[self.length :, None]
+        rows = slots[self.length :, None]
         if self.mask is None:
             positions = slots[None, self.length :].expand(self.tokens.shape[0], -1)
-            visible = None if self.host else (slots <= own)[None, None]
+            visible = None if self.host else (slots <= rows)[None, None]
             return Now(self._given(positions), visible, None, None, None)
         mask = pad(self.mask[:, :total].bool(), (0, max(total - self.mask.shape[1], 0)), value=True)
-        visible = (slots <= own) & mask[:, None, None, :] | (slots == own)
+        visible = (slots <= rows) & mask[:, None, None, :] | (slots == rows)
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)[:, self.length :]
         return Now(self._given(positions), visible, None, mask[:, self.length :], None)
 

@@ -164,13 +164,13 @@ class Bundle:
         if module in FILES and name is not None:  # not imported: transformers need not be installed
             return Place(FILES[module], name)
         try:
-            found = import_module(module) if name is None else modules.member(module, name)
+            value = import_module(module) if name is None else modules.member(module, name)
         except ImportError:  # the module handles it, or is not run
             return Place(PLAIN, "no_kernels") if module.startswith("residua.ops") else None
-        if isinstance(found, ModuleType) and (name is None or self.travels(found.__name__)):
-            return self._module_place(importer, found.__name__)
+        if isinstance(value, ModuleType) and (name is None or self.travels(value.__name__)):
+            return self._module_place(importer, value.__name__)
         assert name is not None
-        home, own_name = (module, name) if isinstance(found, ModuleType) else modules.origin(module, name)
+        home, own_name = (module, name) if isinstance(value, ModuleType) else modules.origin(module, name)
         if not self.travels(home):  # something of another library, which `module` imports
             home, own_name = module, name
         if stand_in := self._stand_in(importer, home):

@@ -177,8 +177,8 @@ def _data(trained: Trained) -> str:
 
 
 def _step(trained: Trained) -> int:
-    found = checkpoints(trained.run)
-    chosen = best(found) if trained.which == "best" else found[-1]
+    saved = checkpoints(trained.run)
+    chosen = best(saved) if trained.which == "best" else saved[-1]
     assert chosen is not None  # the model was loaded from it
     return chosen.step
 

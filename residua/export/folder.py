@@ -198,7 +198,7 @@ def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[st
     `Tokenizer` reads it as text from any folder: documents must not end themselves in training.
     """
     end = tokenizer.backend.id_to_token(tokenizer.end_of_text)
-    made = {
+    defaults = {
         "model_max_length": config.context,
         "eos_token": end,
         "pad_token": end,
@@ -206,7 +206,9 @@ def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[st
         "clean_up_tokenization_spaces": False,
     }
     named = read_companion(kept, SPECIAL_TOKENS)
-    settings = {key: value for key, value in made.items() if key not in named} | read_companion(kept, TOKENIZER_CONFIG)
+    settings = {key: value for key, value in defaults.items() if key not in named} | read_companion(
+        kept, TOKENIZER_CONFIG
+    )
     settings.pop("auto_map", None)  # code that does not travel
     # tokenizer.json is the whole truth: other classes of transformers make parts of it anew
     return {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -157,12 +157,12 @@ class _Rewriting:
         inner = {id(n.value) for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)}
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Attribute) and (path := _path(node)) and path[0] == bound:
-                found = _followed(root, path[1:])
-                if found is None or (found[1] is None and id(node) in inner):
+                target = _followed(root, path[1:])
+                if target is None or (target[1] is None and id(node) in inner):
                     continue
-                place = self.folder.place(self.module, *found)
+                place = self.folder.place(self.module, *target)
                 if place is not None:
-                    yield node, "_".join([*found[0].split("."), *([found[1]] if found[1] else [])]), place
+                    yield node, "_".join([*target[0].split("."), *([target[1]] if target[1] else [])]), place
 
 
 def _is_namespace(alias: ast.alias) -> bool:
@@ -182,10 +182,10 @@ def _followed(module: str, path: list[str]) -> tuple[str, str | None] | None:
     """The module and the name in it that a path of attributes leads to; None if it goes on from there."""
     for i, name in enumerate(path):
         try:
-            found = member(module, name)
+            value = member(module, name)
         except ImportError:
             return None
-        if not isinstance(found, ModuleType):
+        if not isinstance(value, ModuleType):
             return (module, name) if i == len(path) - 1 else None
-        module = found.__name__
+        module = value.__name__
     return module, None

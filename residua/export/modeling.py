@@ -66,8 +66,8 @@ class ResiduaPreTrainedModel(PreTrainedModel):
 
         So do the embedding and the head that transformers makes for another vocabulary.
         """
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if all(getattr(tensor, "_is_hf_initialized", False) for tensor in own):
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
             return
         if type(module) in (nn.Linear, nn.Embedding):
             tables = self.config.residua or {}
@@ -299,8 +299,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
 
         logits_to_keep: how many of the last positions to make logits for, 0 for all, or which ones.
         """
-        given = (input_ids, attention_mask, position_ids, past_key_values, use_cache)
-        outputs = self.model(*given, inputs_embeds, output_hidden_states, **kwargs)
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, use_cache)
+        outputs = self.model(*inputs, inputs_embeds, output_hidden_states, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, kept]
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))

@@ -78,8 +78,8 @@ def _installed() -> frozenset[str]:
 def member(module: str, name: str) -> Any:
     """What `from module import name` binds, for an operator its plain PyTorch; raises ImportError as that would."""
     home = import_module(module)
-    found = getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
-    return found.reference if isinstance(found, Operator) else found
+    value = getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
+    return value.reference if isinstance(value, Operator) else value
 
 
 def imported_from(module: str, statement: ast.ImportFrom) -> str:
@@ -90,10 +90,10 @@ def imported_from(module: str, statement: ast.ImportFrom) -> str:
 
 def origin(module: str, name: str) -> tuple[str, str]:
     """The module that defines what `from module import name` binds, and its name there."""
-    found = member(module, name)
-    home, own = getattr(found, "__module__", None), getattr(found, "__name__", None)
-    if isinstance(home, str) and isinstance(own, str) and getattr(sys.modules.get(home), own, None) is found:
-        return home, own
+    value = member(module, name)
+    home, own_name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if isinstance(home, str) and isinstance(own_name, str) and getattr(sys.modules.get(home), own_name, None) is value:
+        return home, own_name
     # constants and aliases of types do not know their module: follow the imports
     for statement in parsed(source(module)).imports:
         if isinstance(statement, ast.ImportFrom):
@@ -105,8 +105,8 @@ def origin(module: str, name: str) -> tuple[str, str]:
 
 def attributes(tree: ast.AST) -> set[str]:
     """Every `x` in `something.x`, but not Python's own `__x__`."""
-    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return {name for name in found if not name.startswith("__")}
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {name for name in names if not name.startswith("__")}
 
 
 def defines_parts(module: str) -> bool:
@@ -140,5 +140,5 @@ def _imports(module: str) -> Iterator[str]:
                 yield home
                 continue
             for alias in statement.names:
-                found = member(home, alias.name)
-                yield found.__name__ if isinstance(found, ModuleType) else origin(home, alias.name)[0]
+                value = member(home, alias.name)
+                yield value.__name__ if isinstance(value, ModuleType) else origin(home, alias.name)[0]

@@ -99,8 +99,8 @@ class _Tables:
 
     def _defaults(self, table: type[BaseModel]) -> Iterator[tuple[str, Any]]:
         """Class variables that are used, and the fields that have a default and are this class's own."""
-        own = vars(table).get("__annotations__", {})
-        for name in own:
+        annotations = vars(table).get("__annotations__", {})
+        for name in annotations:
             if name in table.__class_vars__ and name in vars(table) and name in self.called:
                 yield name, vars(table)[name]
             elif name in table.model_fields and not table.model_fields[name].is_required():

@@ -44,27 +44,27 @@ class PaperNumber:
     digits: str = "g"
     or_more: bool = False
 
-    def compare(self, found: Interval | None) -> tuple[Magnitude, str]:
+    def compare(self, ours: Interval | None) -> tuple[Magnitude, str]:
         """The verdict on our magnitude, and the paper's number in words with its place relative to our interval."""
         shown = ("more than " if self.or_more else "") + f"{self.value:{self.digits}}" + ("×" if self.ratio else "")
-        if found is None:
+        if ours is None:
             return "not shown", shown
-        magnitude, place = self._magnitude(found), _place(self.value, found)
+        magnitude, place = self._magnitude(ours), _place(self.value, ours)
         near = magnitude == "agrees" and place != INSIDE and not self.or_more
         return magnitude, f"{shown}, {place}" + (f", but within {BAND:.0%}" if near else "")
 
-    def _magnitude(self, found: Interval) -> Magnitude:
+    def _magnitude(self, estimate: Interval) -> Magnitude:
         """Effects are differences, or logarithms of ratios: 0 is none.
 
         Ours agrees if the paper's number lies inside our interval, or our number within `BAND` of the paper's effect.
         It is not shown without an interval, or if the interval holds both the paper's number and no effect.
         """
-        if found.low is None and found.high is None:
+        if estimate.low is None and estimate.high is None:
             return "not shown"
         effect: Callable[[float], float] = math.log if self.ratio else float
-        low = -math.inf if found.low is None else effect(found.low)
-        high = math.inf if found.high is None else effect(found.high)
-        paper, ours = effect(self.value), effect(found.value)
+        low = -math.inf if estimate.low is None else effect(estimate.low)
+        high = math.inf if estimate.high is None else effect(estimate.high)
+        paper, ours = effect(self.value), effect(estimate.value)
         inside = low <= paper <= high
         band = min(BAND * abs(paper), math.log(1 + BAND)) if self.ratio else BAND * abs(paper)
         if low <= 0 <= high:
@@ -78,12 +78,12 @@ class PaperNumber:
         return "agrees" if self.or_more else "larger"
 
 
-def _place(value: float, found: Interval) -> str:
-    if found.low is None and found.high is None:
+def _place(value: float, estimate: Interval) -> str:
+    if estimate.low is None and estimate.high is None:
         return "with one seed there is no interval to compare it with"
-    if found.low is not None and value < found.low:
+    if estimate.low is not None and value < estimate.low:
         return "below our interval"
-    return "above our interval" if found.high is not None and value > found.high else INSIDE
+    return "above our interval" if estimate.high is not None and value > estimate.high else INSIDE
 
 
 @dataclass(frozen=True)
@@ -187,15 +187,15 @@ def _below(claim: Below, size: str, measured: Measured) -> Verdict:
     """Where more is better, the claim is about the other row's gain, and is shown as such: with a plus."""
     measure = measured.measure(claim.measure)
     row, than = (claim.than, claim.row) if measure.more_is_better else (claim.row, claim.than)
-    found = _compared(row, than, size, measure, measured)
+    estimate = _compared(row, than, size, measure, measured)
     paper = _paper_number(claim, row, than, size, measured)
-    magnitude, printed = paper.compare(found) if paper else (None, "")
+    magnitude, printed = paper.compare(estimate) if paper else (None, "")
     return Verdict(
         claim.text,
         size,
-        _side(found, _neutral(measure), upward=measure.more_is_better),
+        _side(estimate, _neutral(measure), upward=measure.more_is_better),
         magnitude,
-        measured.why_not(claim.row, claim.than) or _in_words(found, measure, f"{row} against {than}"),
+        measured.why_not(claim.row, claim.than) or _in_words(estimate, measure, f"{row} against {than}"),
         printed,
     )
 
@@ -205,23 +205,23 @@ def _order(claim: Order, size: str, measured: Measured) -> Verdict:
     measure, absent = measured.measure(claim.measure), measured.why_not(*claim.rows)
     rows = [row for row in claim.rows if row not in measured.absent]
     pairs = [(low, high, _compared(low, high, size, measure, measured)) for low, high in pairwise(rows)]
-    words = {(low, high): _side(found, _neutral(measure)) for low, high, found in pairs}
+    words = {(low, high): _side(estimate, _neutral(measure)) for low, high, estimate in pairs}
     wrong = [pair for pair, word in words.items() if word == "contradicted"]
     open_ = [pair for pair, word in words.items() if word == "not shown"]
     word: Direction = "contradicted" if wrong else "not shown" if open_ or absent else "confirmed"
-    told = [_in_words(found, measure, f"{low} against {high}") for low, high, found in pairs]
-    told += [absent] if absent else []
-    return Verdict(claim.text, size, word, None, "; ".join(told), " < ".join(claim.rows))
+    sentences = [_in_words(estimate, measure, f"{low} against {high}") for low, high, estimate in pairs]
+    sentences += [absent] if absent else []
+    return Verdict(claim.text, size, word, None, "; ".join(sentences), " < ".join(claim.rows))
 
 
 def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
     result = measured.result
     if claim.measure == "compute_advantage":
-        found = next((row.advantage for row in result.scaling if row.name == claim.row), None)
+        record = next((row.advantage for row in result.scaling if row.name == claim.row), None)
     else:
         rows = [row for row in result.variants if (measured.size_of(row.size), row.name) == (size, claim.row)]
-        found = getattr(rows[0], claim.measure) if rows else None
-    estimate = None if found is None else Interval(found.value, found.count, found.error, found.low, found.high)
+        record = getattr(rows[0], claim.measure) if rows else None
+    estimate = None if record is None else Interval(record.value, record.count, record.error, record.low, record.high)
     word = _side(estimate, 1.0, upward=claim.published > 1.0)
     title = {
         "step_gain": "tokens for the same loss, baseline / ours",
@@ -231,18 +231,18 @@ def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
     }[claim.measure]
     magnitude, printed = PaperNumber(claim.published, ratio=True).compare(estimate)
     if estimate is None:
-        told = measured.why_not(claim.row) or f"{title}: not measured"
+        sentence = measured.why_not(claim.row) or f"{title}: not measured"
     else:
-        told = f"{title}: {_ratio_text(estimate)}"
-    return Verdict(claim.text, size, word, magnitude, told, printed)
+        sentence = f"{title}: {_ratio_text(estimate)}"
+    return Verdict(claim.text, size, word, magnitude, sentence, printed)
 
 
 def _falls(claim: Falls, size: str, measured: Measured) -> Verdict:
     measure = MEASURES[claim.measure]
     values = list(measured.values(size, claim.row, measure).values())
-    found = estimate_ratio(values, measured.result.confidence) if values else None
-    told = measured.why_not(claim.row) or _in_words(found, measure, claim.row)
-    return Verdict(claim.text, size, _side(found, 1.0, upward=claim.rises), None, told)
+    estimate = estimate_ratio(values, measured.result.confidence) if values else None
+    sentence = measured.why_not(claim.row) or _in_words(estimate, measure, claim.row)
+    return Verdict(claim.text, size, _side(estimate, 1.0, upward=claim.rises), None, sentence)
 
 
 def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
@@ -252,8 +252,8 @@ def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
     asked = max(len(runs), len(measured.result.seeds))  # a results file has complete runs only
     word: Direction = "not shown" if len(done) != asked else "contradicted"
     word = "confirmed" if len(diverged) == asked else word
-    told = measured.why_not(claim.row) or f"{len(diverged)} of {asked} runs diverged, {len(done)} completed"
-    return Verdict(claim.text, size, word, None, told)
+    sentence = measured.why_not(claim.row) or f"{len(diverged)} of {asked} runs diverged, {len(done)} completed"
+    return Verdict(claim.text, size, word, None, sentence)
 
 
 def _compared(row: str, than: str, size: str, measure: Measure, measured: Measured) -> Interval | None:
@@ -271,12 +271,12 @@ def _neutral(measure: Measure) -> float:
     return 1.0 if measure.ratio else 0.0
 
 
-def _side(found: Interval | None, neutral: float, upward: bool = False) -> Direction:
+def _side(estimate: Interval | None, neutral: float, upward: bool = False) -> Direction:
     """Whether an interval lies wholly on the claimed side of `neutral`: below it, or with `upward` above it."""
-    if found is None or (found.low is None and found.high is None):
+    if estimate is None or (estimate.low is None and estimate.high is None):
         return "not shown"
-    low = -math.inf if found.low is None else found.low
-    high = math.inf if found.high is None else found.high
+    low = -math.inf if estimate.low is None else estimate.low
+    high = math.inf if estimate.high is None else estimate.high
     below, above = high < neutral, low > neutral
     if above if upward else below:
         return "confirmed"
@@ -295,18 +295,18 @@ def _paper_number(claim: Below, row: str, than: str, size: str, measured: Measur
     return PaperNumber(ours / theirs if measure.ratio else ours - theirs, measure.ratio, digits)
 
 
-def _in_words(found: Interval | None, measure: Measure, what: str) -> str:
-    if found is None:
+def _in_words(estimate: Interval | None, measure: Measure, what: str) -> str:
+    if estimate is None:
         return f"{what}: {measure.title} not measured"
     if measure.ratio:
-        return f"{what}: {measure.title} {_ratio_text(found, measure.times)}"
-    if found.low is None:
-        return f"{what}: {measure.title} {found.value:+.4f} (n = 1, no interval)"
-    return f"{what}: {measure.title} {found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+        return f"{what}: {measure.title} {_ratio_text(estimate, measure.times)}"
+    if estimate.low is None:
+        return f"{what}: {measure.title} {estimate.value:+.4f} (n = 1, no interval)"
+    return f"{what}: {measure.title} {estimate.value:+.4f} [{estimate.low:+.4f}, {estimate.high:+.4f}]"
 
 
-def _ratio_text(found: Interval, digits: str = ".2f") -> str:
-    if found.low is None and found.high is None:
-        return f"{found.value:{digits}}× (n = {found.count}, no interval)"
-    low, high = ("…" if end is None else f"{end:{digits}}" for end in (found.low, found.high))
-    return f"{found.value:{digits}}× [{low}, {high}]"
+def _ratio_text(estimate: Interval, digits: str = ".2f") -> str:
+    if estimate.low is None and estimate.high is None:
+        return f"{estimate.value:{digits}}× (n = {estimate.count}, no interval)"
+    low, high = ("…" if end is None else f"{end:{digits}}" for end in (estimate.low, estimate.high))
+    return f"{estimate.value:{digits}}× [{low}, {high}]"

@@ -62,9 +62,9 @@ class Comparison:
         section = page.section(f"Paper, {self.title}", LOOK_FOR)
         section.text(f"{DOCUMENTS[self.name[:3]]}: {self.entry.title}.")
         section.text(self.about)
-        found = verdicts(measured)
-        if found:
-            section.table(CLAIMS, [_claim_cells(verdict) for verdict in found])
+        judged = verdicts(measured)
+        if judged:
+            section.table(CLAIMS, [_claim_cells(verdict) for verdict in judged])
         for size, columns, rows in self._tables(measured):
             if len(self.entry.sizes) > 1:
                 section.subheading(f"Size {size}")
@@ -78,9 +78,9 @@ class Comparison:
         """The same as Markdown."""
         measured = self._measured(result)
         parts = [f"## Paper, {self.title}", "", f"{self.entry.title}. {self.about} {LOOK_FOR}", ""]
-        found = verdicts(measured)
-        if found:
-            parts += [*claims_table(found), ""]
+        judged = verdicts(measured)
+        if judged:
+            parts += [*claims_table(judged), ""]
         for size, columns, rows in self._tables(measured):
             parts += [f"### Size {size}", "", *markdown_table(columns, rows), ""]
         if (target := self._diagnosis(result)) is not None and isinstance(self.entry, Inside):
@@ -126,9 +126,9 @@ class Comparison:
         return next((run.diagnosis for run in result.runs if run.diagnosis), None)
 
 
-def claims_table(found: Sequence[Verdict]) -> list[str]:
+def claims_table(judged: Sequence[Verdict]) -> list[str]:
     """The verdicts as lines of Markdown."""
-    return markdown_table(CLAIMS, [_claim_cells(verdict) for verdict in found])
+    return markdown_table(CLAIMS, [_claim_cells(verdict) for verdict in judged])
 
 
 def _ours(measured: Measured, size: str, row: str, column: str) -> Value:
@@ -136,8 +136,8 @@ def _ours(measured: Measured, size: str, row: str, column: str) -> Value:
     values = list(measured.values(size, row, measure).values())
     if not values:
         return Value(NONE)
-    found = estimate(values, measured.result.confidence)
-    return Value(measure.shown(found.value), "(n=1)" if found.error is None else f"± {measure.shown(found.error)}")
+    mean = estimate(values, measured.result.confidence)
+    return Value(measure.shown(mean.value), "(n=1)" if mean.error is None else f"± {measure.shown(mean.error)}")
 
 
 def _claim_cells(verdict: Verdict) -> list[Value]:

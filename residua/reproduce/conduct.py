@@ -53,8 +53,8 @@ def reproduce(
     refuse_strangers(out)
     study = build_study(name, entry, request)
     console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
-    if told := tasks_sentence(entry, study):
-        console.print(Text(told), soft_wrap=True)
+    if line := tasks_sentence(entry, study):
+        console.print(Text(line), soft_wrap=True)
     comparison = Comparison(name, entry, sentence(request.scale), out)
     outcome = run_study(study, out, console, results, command, supplement=comparison)
     print_study(console, outcome.result)
@@ -70,15 +70,15 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
     plan = plan_study(study, out, open_dataset(study, progress=console.is_terminal), None)
     console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
     announce(console, study, plan)
-    if told := tasks_sentence(entry, study):
-        console.print(Text(told), soft_wrap=True)
+    if line := tasks_sentence(entry, study):
+        console.print(Text(line), soft_wrap=True)
     cost = planned_cost(plan)
-    told = (
+    line = (
         f"{counted(cost.runs, 'run')}, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
         f"{duration(cost.flops / training_rate())} of training steps on this device, one run at a time; "
         "validations and what is measured afterwards come on top."
     )
-    console.print(Text(told), soft_wrap=True)
+    console.print(Text(line), soft_wrap=True)
     longest = max(run.config.train.steps * run.config.tokens_per_step for run in plan.runs)
     if longest > plan.text_tokens:
         console.print(

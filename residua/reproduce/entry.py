@@ -282,9 +282,9 @@ def read_entry(path: Path) -> Study | Inside | Nothing:
 
 def printed_place(name: str) -> str:
     """`004:table1` as the paper writes it: Table 1."""
-    found = re.fullmatch(r"(table|fig)(\d+)", name.partition(":")[2])
-    assert found is not None
-    return f"{'Table' if found[1] == 'table' else 'Figure'} {found[2]}"
+    match = re.fullmatch(r"(table|fig)(\d+)", name.partition(":")[2])
+    assert match is not None
+    return f"{'Table' if match[1] == 'table' else 'Figure'} {match[2]}"
 
 
 def _place(name: str) -> tuple[str, str, int]:

@@ -69,8 +69,8 @@ class Shared:
 
     def comparison(self, out: Path) -> Comparison:
         """The paper's section of the page in `out`."""
-        own = tuple(f"About the entry, not about this study: {note}" for note in self.entry.notes)
-        entry = self.entry.model_copy(update={"notes": (*self.notes, *own)})
+        notes = tuple(f"About the entry, not about this study: {note}" for note in self.entry.notes)
+        entry = self.entry.model_copy(update={"notes": (*self.notes, *notes)})
         return Comparison(self.name, entry, self.about, out, self.rows.variants, self.rows.absent)
 
     def verdicts(self, result: StudyResult | None = None) -> list[Verdict]:
@@ -85,14 +85,14 @@ def share(name: str, saved: SavedStudy, rows: Sequence[str] = ()) -> Shared:
         raise ConfigError(
             f"{name} looks inside models, and the results of a study have none: name a model with --run FOLDER."
         )
-    found = match_rows(entry, saved)
-    _refuse_useless(name, entry, saved, found)
-    view = _renamed(saved, found.variants, entry.baseline)
+    matches = match_rows(entry, saved)
+    _refuse_useless(name, entry, saved, matches)
+    view = _renamed(saved, matches.variants, entry.baseline)
     paper = _paper_sizes(entry, saved)
-    notes = [_size_sentence(paper), _recipe_sentence(view, paper), _name_sentence(found)]
-    notes += [f"Rows that are missing: {by_reason(found.absent)}."] if found.absent else []
-    resized, told = _resized(entry, paper, saved), tuple(note for note in notes if note)
-    return Shared(name, resized, view, found, _about(view), told)
+    notes = [_size_sentence(paper), _recipe_sentence(view, paper), _name_sentence(matches)]
+    notes += [f"Rows that are missing: {by_reason(matches.absent)}."] if matches.absent else []
+    resized, sentences = _resized(entry, paper, saved), tuple(note for note in notes if note)
+    return Shared(name, resized, view, matches, _about(view), sentences)
 
 
 def reproduce_from(name: str, path: Path, out: Path, console: Console, rows: Sequence[str] = ()) -> Reproduced:
@@ -111,15 +111,15 @@ def reproduce_from(name: str, path: Path, out: Path, console: Console, rows: Seq
     return Reproduced(Outcome(result, out / REPORT), tuple(lines))
 
 
-def _refuse_useless(name: str, entry: Study, saved: SavedStudy, found: Rows) -> None:
+def _refuse_useless(name: str, entry: Study, saved: SavedStudy, matches: Rows) -> None:
     study = saved.config.name
-    if entry.baseline in found.absent:
-        why = "no such variant" if found.absent[entry.baseline] == NOT_THERE else "no complete run of it"
+    if entry.baseline in matches.absent:
+        why = "no such variant" if matches.absent[entry.baseline] == NOT_THERE else "no complete run of it"
         raise ConfigError(
             f"{name} compares with {entry.baseline}, and the study {study} has {why}: name another study, or leave "
             "--study out to train the rows."
         )
-    if len(found.variants) < 2:
+    if len(matches.variants) < 2:
         others = ", ".join(row.name for row in entry.rows if row.name != entry.baseline)
         raise ConfigError(
             f"the study {study} has no complete run of the rows that {name} compares with {entry.baseline} "
@@ -129,10 +129,14 @@ def _refuse_useless(name: str, entry: Study, saved: SavedStudy, found: Rows) -> 
 
 def _renamed(saved: SavedStudy, names: dict[str, str], baseline: str) -> SavedStudy:
     """The study with the variants in `names` only, under the names of their rows."""
-    given = saved.config.variants
+    changes = saved.config.variants
     return saved.model_copy(
         update={
-            "study": {**saved.study, "variants": {r: given[name] for r, name in names.items()}, "baseline": baseline},
+            "study": {
+                **saved.study,
+                "variants": {r: changes[name] for r, name in names.items()},
+                "baseline": baseline,
+            },
             "models": _named(saved.models, names),
             "runs": _named(saved.runs, names),
             "tuning": _named(saved.tuning or (), names) or None,
@@ -153,13 +157,13 @@ def _paper_sizes(entry: Study, saved: SavedStudy) -> dict[str, tuple[Size, bool]
     """By the study's size: the paper's, if it is one of them (True), else the nearest."""
     study, models = saved.config, saved.plan(NOWHERE).models
     shapes = [(size, published_run(size).model) for size in entry.sizes]
-    found = {}
+    nearest_sizes = {}
     for size in study.sizes:
         model = models[size, study.baseline].config.model
-        own = [paper for paper, shape in shapes if paper.name == Path(size).stem or _shape(shape) == _shape(model)]
+        same = [paper for paper, shape in shapes if paper.name == Path(size).stem or _shape(shape) == _shape(model)]
         nearest, _ = min(shapes, key=lambda pair: abs(math.log(_bulk(pair[1]) / _bulk(model))))
-        found[Path(size).stem] = (own[0], True) if own else (nearest, False)
-    return found
+        nearest_sizes[Path(size).stem] = (same[0], True) if same else (nearest, False)
+    return nearest_sizes
 
 
 def _shape(model: ModelConfig) -> tuple[int, int]:
@@ -213,8 +217,10 @@ def _about(view: SavedStudy) -> str:
 
 
 def _size_sentence(paper: dict[str, tuple[Size, bool]]) -> str:
-    told = [f"{name} {'is' if own else 'is nearest to'} the paper's {size.name}" for name, (size, own) in paper.items()]
-    return f"Which of the paper's values stand beside ours: {', '.join(told)}."
+    parts = [
+        f"{name} {'is' if own else 'is nearest to'} the paper's {size.name}" for name, (size, own) in paper.items()
+    ]
+    return f"Which of the paper's values stand beside ours: {', '.join(parts)}."
 
 
 def _recipe_sentence(view: SavedStudy, paper: dict[str, tuple[Size, bool]]) -> str:
@@ -224,19 +230,19 @@ def _recipe_sentence(view: SavedStudy, paper: dict[str, tuple[Size, bool]]) -> s
     size, _ = paper[Path(study.sizes[-1]).stem]
     theirs = published_run(size)
     changed = differences(theirs, ours)
-    told = [f"{key} {changed[key][1]} ({changed[key][0]})" for key in RECIPE if key in changed]
-    told.append(f"tokens {count(_tokens(ours))} ({count(size.tokens or _tokens(theirs))})")
+    parts = [f"{key} {changed[key][1]} ({changed[key][0]})" for key in RECIPE if key in changed]
+    parts.append(f"tokens {count(_tokens(ours))} ({count(size.tokens or _tokens(theirs))})")
     matched = MATCHED_BY[study.match.kind]
-    return f"The study's recipe, in brackets the paper's at {size.name}: {', '.join(told)}. {matched}."
+    return f"The study's recipe, in brackets the paper's at {size.name}: {', '.join(parts)}. {matched}."
 
 
 def _tokens(run: RunConfig) -> float:
     return float(run.train.steps * run.tokens_per_step)
 
 
-def _name_sentence(found: Rows) -> str:
-    told = [f"{row} is called {own}" for row, own in found.variants.items() if row != own]
-    return f"In the study, {', '.join(told)}." if told else ""
+def _name_sentence(matches: Rows) -> str:
+    parts = [f"{row} is called {own}" for row, own in matches.variants.items() if row != own]
+    return f"In the study, {', '.join(parts)}." if parts else ""
 
 
 @dataclass(frozen=True)
@@ -262,13 +268,15 @@ def match_rows(entry: Study, saved: SavedStudy) -> Rows:
         return Rows({}, dict.fromkeys((row.name for row in entry.rows), NOT_THERE))
     words = baseline.variant
     reference = min(alike, key=lambda v: (v not in trained, v != study.baseline, study.variants[v] != words))
-    found = {baseline.name: [reference]}
+    candidates = {baseline.name: [reference]}
     for row in entry.rows:
         if row is not baseline:
             same = _same_everywhere(row, reference, paper, models, study)
-            found[row.name] = sorted(same, key=lambda name: (name not in trained, study.variants[name] != row.variant))
-    matched = {row: names[0] for row, names in found.items() if names and names[0] in trained}
-    absent = {row: NOT_RUN if names else NOT_THERE for row, names in found.items() if row not in matched}
+            candidates[row.name] = sorted(
+                same, key=lambda name: (name not in trained, study.variants[name] != row.variant)
+            )
+    matched = {row: names[0] for row, names in candidates.items() if names and names[0] in trained}
+    absent = {row: NOT_RUN if names else NOT_THERE for row, names in candidates.items() if row not in matched}
     return Rows(matched, absent)
 
 
@@ -320,8 +328,8 @@ def _same_everywhere(
 
 def _resolved(row: Row, reference: RunConfig) -> Iterator[RunConfig]:
     """The reference with the row's change: as the paper has it, and without what makes its parameters equal."""
-    own = [entry for entry in row.variant if not entry.startswith(tuple(f"{key}=" for key in MATCHED["depth"]))]
-    for entries in (row.variant, own) if len(own) < len(row.variant) else (own,):
+    unmatched = [entry for entry in row.variant if not entry.startswith(tuple(f"{key}=" for key in MATCHED["depth"]))]
+    for entries in (row.variant, unmatched) if len(unmatched) < len(row.variant) else (unmatched,):
         try:
             yield reference.override(variants.overrides(entries, reference.model))
         except ConfigError:  # this row cannot be made of the study's base

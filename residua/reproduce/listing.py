@@ -50,8 +50,8 @@ def _cells(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> tup
     if not entry.trains:
         return "", NEEDS_MODELS, entry.title
     costs = [estimated_cost(entry, at) for at in (Fraction(1), scale)]
-    told = [f"{count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs, {duration(cost.flops / rate)}" for cost in costs]
-    return str(costs[0].runs), "".join(f"{text:<{COST}}" for text in told), entry.title
+    texts = [f"{count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs, {duration(cost.flops / rate)}" for cost in costs]
+    return str(costs[0].runs), "".join(f"{text:<{COST}}" for text in texts), entry.title
 
 
 def _short(cost: Cost) -> str:
