@@ -42,8 +42,8 @@ VERBS = {
 
 
 # Seconds for rank 0 to get as far as the others: the first rank to end makes torchrun end all of them.
-GRACE = 20.0
-SWITCH = "--traceback"
+GRACE_SECONDS = 20.0
+TRACEBACK_OPTION = "--traceback"
 FREE_TEXT = ("--prompt", "--stop", "--matching")
 
 
@@ -90,7 +90,7 @@ def _show_version(asked: bool) -> None:
 def _residua(
     version: Annotated[bool, option("Print the version.", "--version", callback=_show_version, is_eager=True)] = False,
     traceback: Annotated[
-        bool, option(f"Anywhere in a command: show where an error was raised, as {TRACEBACK}=1 does.", SWITCH)
+        bool, option(f"Anywhere in a command: show where an error was raised, as {TRACEBACK}=1 does.", TRACEBACK_OPTION)
     ] = False,
 ) -> None:
     from residua.config.plugins import load_plugins  # `residua --help` does without it
@@ -131,7 +131,7 @@ def take_traceback(arguments: Sequence[str]) -> list[str]:
     switches = [
         place
         for place, (before, argument) in enumerate(pairwise(["", *arguments]))
-        if argument == SWITCH and before not in FREE_TEXT
+        if argument == TRACEBACK_OPTION and before not in FREE_TEXT
     ]
     if switches:
         os.environ[TRACEBACK] = "1"
@@ -167,7 +167,7 @@ def fail(error: Exception) -> NoReturn:
     """Print why the command cannot go on and end the process: a mistake as one sentence, a bug with its traceback.
 
     Under torchrun many ranks find the same mistake: rank 0 prints it, then torchrun ends the others, which wait. A rank
-    that is still alive after GRACE seconds found something that rank 0 did not (a missing GPU, a file that only its
+    that is still alive after GRACE_SECONDS found something that rank 0 did not (a missing GPU, a file that only its
     machine lacks) and prints it; of several ranks on a machine the first does. A bug is printed by every rank at once.
     """
     try:
@@ -195,7 +195,7 @@ def _show_usage(error: Any) -> None:
 
 def _leave_to_first_rank() -> None:
     if int(os.environ.get("RANK", 0)) > 0:
-        time.sleep(GRACE + int(os.environ.get("LOCAL_RANK", 0)))
+        time.sleep(GRACE_SECONDS + int(os.environ.get("LOCAL_RANK", 0)))
 
 
 if __name__ == "__main__":

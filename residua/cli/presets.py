@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from residua.config.run import RunConfig
 
-_WORDS = 40  # the least width of the column of words
+MIN_SUMMARY_WIDTH = 40  # the least width of the column of words
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -90,7 +90,7 @@ def print_table(console: Console, rows: list[dict[str, str]]) -> None:
     names = list(rows[0])
     for left_out in (("for a token", "FLOPs/token"), ("recipe", "layers × width")):
         widths = [max(len(name), *(len(row[name]) for row in rows)) + 1 for name in names if name != "what"]
-        if sum(widths) + _WORDS > console.width:
+        if sum(widths) + MIN_SUMMARY_WIDTH > console.width:
             names = [name for name in names if name not in left_out]
     table = Table(box=None, pad_edge=False)
     for name in names:

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from residua.data.parts import Part, parts_of
-from residua.data.problems import SEARCHED_BYTES, Problem, Problems
-from residua.data.readers import LONGEST_DOCUMENT, DataError, cut
+from residua.data.problems import MAX_SEARCHED_BYTES, Problem, Problems
+from residua.data.readers import MAX_DOCUMENT_BYTES, DataError, cut
 
 TRAIN, VALIDATION = "train", "validation"
 HOLDOUT = 0.01
-LEAST_HELD_OUT = 32_768
+MIN_HELD_OUT_BYTES = 32_768
 """Bytes of text that are held out at least when no share is given, but at most a tenth of the text."""
 # Of more documents than this, chosen by their hash, the held-out ones are close enough to their share of the text.
-_FEW_DOCUMENTS, _FEW_BYTES = 1000, 256_000_000
-_LEAST_PIECE = 1024
-_IN_MEMORY = 1 << 25
+_MAX_FEW_DOCUMENTS, _MAX_FEW_BYTES = 1000, 256_000_000
+_MIN_PIECE_BYTES = 1024
+_MAX_MEMORY_BYTES = 1 << 25
 """Bytes of the first documents that are kept in memory; more go to a temporary file."""
 
 
@@ -180,7 +180,7 @@ class Corpus:
                     reached = before + position if self.limit is None else min(taken, self.limit)
                     if not problems.refusing:
                         yield hashed, Document(text, len(data), part.split or TRAIN, reached)
-                    elif searched > SEARCHED_BYTES:
+                    elif searched > MAX_SEARCHED_BYTES:
                         problems.refuse(more=True)
                     if self.limit is not None and taken >= self.limit:
                         problems.refuse()
@@ -236,7 +236,7 @@ class _Beginning:
 
     def __init__(self, documents: Iterator[Hashed]) -> None:
         self.entries: list[_Entry] = []
-        self.file = tempfile.SpooledTemporaryFile(_IN_MEMORY)  # noqa: SIM115 (closed on exit)
+        self.file = tempfile.SpooledTemporaryFile(_MAX_MEMORY_BYTES)  # noqa: SIM115 (closed on exit)
         size = 0
         for hashed, (text, length, split, position) in documents:
             data = text.encode()
@@ -244,7 +244,7 @@ class _Beginning:
             digest = hashlib.blake2b(data, digest_size=16).digest()
             self.entries.append(_Entry(hashed, digest, length, split, position))
             size += length
-            if len(self.entries) == _FEW_DOCUMENTS or size >= _FEW_BYTES:
+            if len(self.entries) == _MAX_FEW_DOCUMENTS or size >= _MAX_FEW_BYTES:
                 break
 
     def __bool__(self) -> bool:
@@ -267,7 +267,7 @@ def _divide(document: Document, held: float) -> Iterator[Document]:
 
     One that is not twice as long goes there as a whole.
     """
-    text, held = document.text, max(held, _LEAST_PIECE)
+    text, held = document.text, max(held, _MIN_PIECE_BYTES)
     if not _can_divide(document.bytes, held):
         yield document._replace(split=VALIDATION)
         return
@@ -279,7 +279,7 @@ def _divide(document: Document, held: float) -> Iterator[Document]:
 
 
 def _can_divide(size: int, held: float) -> bool:
-    return size >= 2 * max(held, _LEAST_PIECE)
+    return size >= 2 * max(held, _MIN_PIECE_BYTES)
 
 
 def _first_held_out() -> Iterator[str]:
@@ -305,7 +305,7 @@ def _valid_pieces(text: str, blank: bool = False) -> Iterator[tuple[str, bytes]]
     except UnicodeEncodeError:  # a lone surrogate, which JSON can hold and UTF-8 cannot, becomes U+FFFD
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         data = text.encode()
-    if len(data) <= LONGEST_DOCUMENT:
+    if len(data) <= MAX_DOCUMENT_BYTES:
         yield text, data
         return
     del data
@@ -331,7 +331,7 @@ def open_corpus(
     of text, for a first part of a large corpus. With `skip_bad`, faulty lines and files are left out and counted;
     without, one error names all of them.
     """
-    least = LEAST_HELD_OUT if holdout is None else 0
+    least = MIN_HELD_OUT_BYTES if holdout is None else 0
     holdout = HOLDOUT if holdout is None else holdout
     if not 0 <= holdout < 1:
         raise DataError(f"holdout is {holdout}: the share held out for validation must be at least 0 and below 1")

@@ -23,7 +23,7 @@ FORMAT = "residua-dataset"
 FORMAT_VERSION = 1
 DESCRIPTION = "dataset.json"
 TOKENIZER = "tokenizer.json"
-FINGERPRINTED = 65_536
+FINGERPRINT_TOKENS = 65_536
 """Tokens at each end of a split that go into a dataset's fingerprint."""
 AGAIN = "prepare the data again"
 
@@ -50,9 +50,9 @@ class _Settings(Shape):
     eos_token: str
 
 
-CHUNK = 1 << 24
+READ_TOKENS = 1 << 24
 """Tokens of a split that are in memory at once where all are read."""
-PLACES = 64
+SAMPLED_PLACES = 64
 """Where a sample of a split is read."""
 
 
@@ -82,8 +82,8 @@ class Split:
         """Read every id and every table of documents, and refuse what is damaged."""
         for shard in self.shards:
             shard.documents_between(0, shard.tokens)
-            for low in range(0, shard.tokens, CHUNK):
-                shard.read(low, min(low + CHUNK, shard.tokens))
+            for low in range(0, shard.tokens, READ_TOKENS):
+                shard.read(low, min(low + READ_TOKENS, shard.tokens))
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
         """Positions in [start, stop) of the stream at which a document begins."""
@@ -95,9 +95,9 @@ class Split:
     def counts(self, vocab_size: int, sample: int | None = None) -> np.ndarray:
         """How often each token occurs, int64 [vocab_size]; with `sample`, among about so many spread over the split."""
         total = np.zeros(vocab_size, np.int64)
-        every = chunk = CHUNK
+        every = chunk = READ_TOKENS
         if sample is not None and sample < self.tokens:
-            every, chunk = -(-self.tokens // PLACES), max(1, sample // PLACES)
+            every, chunk = -(-self.tokens // SAMPLED_PLACES), max(1, sample // SAMPLED_PLACES)
         for start in range(0, self.tokens, every):
             ids = self.read(start, min(chunk, self.tokens - start))
             total += np.bincount(ids, minlength=vocab_size)
@@ -156,7 +156,7 @@ class Dataset:
         digest = hashlib.sha256(self.tokenizer_hash.encode())
         for name, split in sorted(self.splits.items()):
             digest.update(repr((name, split.tokens, split.documents, split.bytes)).encode())
-            some = min(FINGERPRINTED, split.tokens)
+            some = min(FINGERPRINT_TOKENS, split.tokens)
             for start in (0, split.tokens - some):
                 digest.update(split.read(start, some).astype("<i8").tobytes())
         return digest.hexdigest()[:16]

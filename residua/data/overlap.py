@@ -20,7 +20,7 @@ from residua.reading import ReadError, counted
 DROP, KEEP, REFUSE = "drop", "keep", "refuse"
 RULES = (DROP, KEEP, REFUSE)
 EXACT, NEAR, BYTES = range(3)
-BLOCK = 1 << 20
+BLOCK_DOCUMENTS = 1 << 20
 """Documents of a split that are compared at once."""
 _ASCII_SIGNS = bytes(code for code in range(128) if not chr(code).isalnum())
 _OTHER_SIGNS = re.compile(r"\W+")
@@ -47,7 +47,7 @@ class Fingerprints:
     def blocks(self) -> Iterator[np.ndarray]:
         """uint64 [documents, 3], the columns `EXACT`, `NEAR` and `BYTES`."""
         self.file.seek(0)
-        while data := self.file.read(BLOCK * 24):
+        while data := self.file.read(BLOCK_DOCUMENTS * 24):
             at = self.file.tell()
             yield np.frombuffer(data, "<u8").reshape(-1, 3)
             self.file.seek(at)  # the same file may be read in an inner loop

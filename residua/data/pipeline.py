@@ -42,7 +42,7 @@ SHARD_TOKENS = 100_000_000
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 BPE = "bpe:"
 CHUNK_BYTES = 1 << 18
-IN_FLIGHT_BYTES = 1 << 22
+MAX_IN_FLIGHT_BYTES = 1 << 22
 """Text that is encoded at once, if one document alone is not longer; at least a chunk for each worker."""
 
 
@@ -218,7 +218,7 @@ def encode_documents(
         encoded = tokenizer.encode_batch([document.text for document in chunk])
         return [np.array([*ids, tokenizer.end_of_text], dtype=dtype) for ids in encoded]
 
-    most = max(IN_FLIGHT_BYTES, workers * CHUNK_BYTES)
+    most = max(MAX_IN_FLIGHT_BYTES, workers * CHUNK_BYTES)
     size = 0
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
     quiet = _environment("RUST_BACKTRACE", "0")  # of a panic in the library, which becomes one sentence

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from residua.reading import ReadError, counted
 
-SHOWN = 10
+MAX_LISTED = 10
 """Problems that a refusal spells out."""
-SEARCHED_BYTES = 1_000_000_000
+MAX_SEARCHED_BYTES = 1_000_000_000
 """Bytes of text that are searched for more problems after the first."""
 
 
@@ -46,7 +46,7 @@ class Problems:
         key = problem.unit, problem.kind, problem.used > 0
         self.first.setdefault(key, problem)
         self.counts[key] += 1
-        if len(self.shown) < SHOWN:
+        if len(self.shown) < MAX_LISTED:
             self.shown.append(problem)
 
     def refuse(self, more: bool = False) -> None:

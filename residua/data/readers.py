@@ -1,7 +1,7 @@
 """Read documents from files and streamed datasets.
 
 Every reader yields `(text, position)`: one document, and the bytes of the source read so far, for a progress bar. In
-place of a text it yields a `Problem` for a line or file that cannot be used. No more than `LONGEST_LINE` characters are
+place of a text it yields a `Problem` for a line or file that cannot be used. No more than `MAX_LINE_CHARACTERS` are
 in memory at once, whatever a file expands to: compressed files are streams of bytes that take little memory.
 """
 
@@ -28,11 +28,11 @@ Documents = Iterator[tuple[str | Problem, int]]
 SEPARATOR = "<|endoftext|>"
 # Without this limit, a book in one file would be one document: nothing to hold out, and all of it in memory.
 DOCUMENT_CHARACTERS = 65_536
-LONGEST_DOCUMENT = 4 << 20
+MAX_DOCUMENT_BYTES = 4 << 20
 """UTF-8 bytes of the longest document that stays whole: to encode one takes up to 200 times its bytes of memory."""
-LONGEST_LINE = 16 << 20
+MAX_LINE_CHARACTERS = 16 << 20
 """Characters of the longest line of JSON. Its document may be shorter: a character may be written as six."""
-PIECE = LONGEST_DOCUMENT + len(SEPARATOR)
+PIECE_CHARACTERS = MAX_DOCUMENT_BYTES + len(SEPARATOR)
 """Characters of a plain line that are read at once."""
 
 LINES_OF_JSON = (".jsonl", ".ndjson", ".json")
@@ -40,7 +40,7 @@ PARQUET = (".parquet",)
 PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
 # A `.json` in a folder is usually a settings file; one named by the user is read as JSON lines.
 FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
-NAMED_SUFFIXES = 4
+MAX_NAMED_SUFFIXES = 4
 UNREADABLE = "restore it from a copy or leave it out"
 CORRECT = "correct or remove it"
 MAX_XZ_MEMORY = 256 * MIB
@@ -161,12 +161,12 @@ def left_out_notice(files: Sequence[Path]) -> str | None:
     if not files:
         return None
     suffixes = Counter("".join(split_suffix(path)) for path in files).most_common()
-    named = ", ".join(suffix or "no suffix" for suffix, _ in suffixes[:NAMED_SUFFIXES])
+    named = ", ".join(suffix or "no suffix" for suffix, _ in suffixes[:MAX_NAMED_SUFFIXES])
     first = next(path for path in files if "".join(split_suffix(path)) == suffixes[0][0])
     pattern = f"{shlex.quote(str(first.parent))}/*{first.suffix and shlex.quote(first.suffix)}"
     return (
         f"{counted(len(files), 'file')} left out because of the suffix "
-        f"({named}{', …' if len(suffixes) > NAMED_SUFFIXES else ''}): to read those that are text, name them, "
+        f"({named}{', …' if len(suffixes) > MAX_NAMED_SUFFIXES else ''}): to read those that are text, name them, "
         f"as in residua data prepare {pattern}"
     )
 
@@ -198,9 +198,9 @@ def _text_file(path: Path, field: str) -> Documents:
 
 
 def plain_lines(text: io.TextIOBase) -> Iterator[str]:
-    """The lines of a text; one longer than `PIECE` in several, none of which ends inside a separator."""
+    """The lines of a text; one longer than `PIECE_CHARACTERS` in several, none of which ends inside a separator."""
     begun = ""
-    while line := text.readline(PIECE):
+    while line := text.readline(PIECE_CHARACTERS):
         line, begun = begun + line, ""
         if _goes_on(line) and (at := line.rfind(SEPARATOR[0], 1 - len(SEPARATOR))) >= 0:
             line, begun = line[:at], line[at:]
@@ -211,14 +211,14 @@ def plain_lines(text: io.TextIOBase) -> Iterator[str]:
 
 def _goes_on(line: str) -> bool:
     """Whether this is a part of a longer line, of which more follows."""
-    return len(line) > LONGEST_DOCUMENT and not line.endswith("\n")
+    return len(line) > MAX_DOCUMENT_BYTES and not line.endswith("\n")
 
 
 def plain_documents(lines: Iterable[str]) -> Iterator[str]:
     """Cut plain text into documents.
 
     A document ends at `<|endoftext|>`. One longer than `DOCUMENT_CHARACTERS` ends at the next blank line, or after
-    twice that length at the next line end. Lines longer than `LONGEST_DOCUMENT` are cut by `cut`.
+    twice that length at the next line end. Lines longer than `MAX_DOCUMENT_BYTES` are cut by `cut`.
     """
     held: list[str] = []
     size, long = 0, False
@@ -254,14 +254,14 @@ def cut(text: str) -> Iterator[str]:
 
 def _json_lines(lines: io.TextIOBase, path: Path, field: str) -> Iterator[str | Problem]:
     number, before = 0, False
-    while line := lines.readline(LONGEST_LINE):
+    while line := lines.readline(MAX_LINE_CHARACTERS):
         number += 1
         where = f"{path}, line {number}"
-        if len(line) == LONGEST_LINE and not line.endswith("\n"):
-            long = f"longer than {LONGEST_LINE >> 20} million characters"
+        if len(line) == MAX_LINE_CHARACTERS and not line.endswith("\n"):
+            long = f"longer than {MAX_LINE_CHARACTERS >> 20} million characters"
             yield Problem("line", long, f"{where} is {long}", "divide its text into several documents")
             while line and not line.endswith("\n"):
-                line = lines.readline(LONGEST_LINE)
+                line = lines.readline(MAX_LINE_CHARACTERS)
         elif line := line.strip():
             item = _parsed(line, field, where, before)
             before |= isinstance(item, str)

@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from residua.data.readers import DataError
-from residua.data.tokenizer_limits import MOST_IDS, check_growth, check_size, growth_of, trainable, without_panic
+from residua.data.tokenizer_limits import MAX_IDS, check_growth, check_size, growth_of, trainable, without_panic
 from residua.files import write_atomically
 from residua.reading import ReadError, check, inside, parse_json, read_json, read_text, reason, require_file
 
@@ -36,7 +36,7 @@ SOURCE = "source"
 BYTE_VALUES = 256
 EXPECTED = "expected a tokenizer.json, or a folder with one or with vocab.json and merges.txt"
 IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")
-LONGEST_TRAINED = 256
+MAX_TRAINED_RUN = 256
 """Characters without a word border that a BPE is trained on at once: its trainer takes quadratic time in them."""
 ByteStrings = list[bytes]
 
@@ -71,13 +71,13 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """A byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens if the text has no more.
 
-        Longer runs than `LONGEST_TRAINED` are cut for the training only: the tokenizer encodes them whole. Training
-        takes the texts up to `TRAINED_BYTES` of different words.
+        Longer runs than `MAX_TRAINED_RUN` are cut for the training only: the tokenizer encodes them whole. Training
+        takes the texts up to `MAX_TRAINED_BYTES` of different words.
         """
-        if not BYTE_VALUES < vocab_size <= MOST_IDS:
+        if not BYTE_VALUES < vocab_size <= MAX_IDS:
             raise DataError(
                 f"a BPE of {vocab_size} entries cannot be trained: 256 bytes and {END_OF_TEXT} need at least 257, and "
-                f"ids must be below {MOST_IDS:,}"
+                f"ids must be below {MAX_IDS:,}"
             )
         backend = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
@@ -264,7 +264,7 @@ def _byte_level(model: models.Model, words: bool = True) -> tokenizers.Tokenizer
 def _long_runs() -> pre_tokenizers.PreTokenizer:
     """Cuts runs of letters, of digits, of other signs and of white space, the words of GPT-2's rule, where long."""
     kinds = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
-    pattern = "|".join(f"{kind}{{{LONGEST_TRAINED}}}" for kind in kinds)
+    pattern = "|".join(f"{kind}{{{MAX_TRAINED_RUN}}}" for kind in kinds)
     return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
 
 

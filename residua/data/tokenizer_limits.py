@@ -10,20 +10,20 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from residua.data.readers import DOCUMENT_CHARACTERS, LONGEST_DOCUMENT, DataError, cut
+from residua.data.readers import DOCUMENT_CHARACTERS, MAX_DOCUMENT_BYTES, DataError, cut
 from residua.reading import reason
 
 T = TypeVar("T")
 
-MOST_IDS = 1 << 24
+MAX_IDS = 1 << 24
 """The largest vocabulary; published ones have a million entries at most."""
-MOST_GROWTH = 256
+MAX_GROWTH = 256
 """How many times longer the replacements of a tokenizer may make a text at most."""
-TRAINED_BYTES = 7_000_000
+MAX_TRAINED_BYTES = 7_000_000
 """Bytes of different words that a BPE is trained on: its trainer takes up to 110 times this memory."""
 WORD_BYTES = 4
 """What a word costs its trainer, in addition to its letters."""
-_SLICE = 256
+_SLICE_CHARACTERS = 256
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
 _CHANGE = "use another tokenizer"
@@ -32,17 +32,17 @@ _CHANGE = "use another tokenizer"
 def check_size(backend: tokenizers.Tokenizer, where: str) -> int:
     """One more than the largest id. Refuses one that tables of a vocabulary could not hold."""
     token, largest = max(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
-    if largest >= MOST_IDS:
+    if largest >= MAX_IDS:
         named = f"{where} gives the token {token[:40]!r} the id {largest}"
-        raise DataError(f"{named}, and ids must be below {MOST_IDS:,}: {_CHANGE}")
+        raise DataError(f"{named}, and ids must be below {MAX_IDS:,}: {_CHANGE}")
     return int(largest) + 1
 
 
 def growth_of(backend: tokenizers.Tokenizer, where: str) -> float:
-    """How many times longer the normalizer can make a text. Refuses parts that lengthen it more than `MOST_GROWTH`."""
+    """How many times longer the normalizer can make a text. Refuses parts that lengthen it more than `MAX_GROWTH`."""
     growths = {name: _growth(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer", "decoder")}
     repeats = _growth(backend.post_processor) > 1
-    if worst := "post_processor" if repeats else next((n for n, g in growths.items() if g > MOST_GROWTH), None):
+    if worst := "post_processor" if repeats else next((n for n, g in growths.items() if g > MAX_GROWTH), None):
         raise DataError(f"the {worst} of {where} can make a text many times longer: {_CHANGE}")
     return growths["normalizer"]
 
@@ -80,13 +80,13 @@ def _longest_replacement(table: bytes) -> int:
 
 def check_growth(backend: tokenizers.Tokenizer, growth: float, texts: Sequence[str], where: str) -> None:
     """Refuse texts that a normalizer would make too long to encode."""
-    most, size = 2 * LONGEST_DOCUMENT, sum(map(len, texts))
+    most, size = 2 * MAX_DOCUMENT_BYTES, sum(map(len, texts))
     if growth * size <= most:
         return
     normalize, total = backend.normalizer.normalize_str, 0
     for text in texts:
-        for low in range(0, len(text), _SLICE):
-            total += len(normalize(text[low : low + _SLICE]))
+        for low in range(0, len(text), _SLICE_CHARACTERS):
+            total += len(normalize(text[low : low + _SLICE_CHARACTERS]))
             if total > most:
                 raise DataError(f"the normalizer of {where} makes a text far longer than it is: {_CHANGE}")
 
@@ -102,7 +102,7 @@ def without_panic(encode: Callable[[], T], where: str) -> T:
 
 
 def trainable(texts: Iterable[str]) -> Iterator[str]:
-    """Texts to train a BPE on, in pieces with the same words, until there are `TRAINED_BYTES` of different words."""
+    """Texts to train a BPE on, in pieces with the same words, until `MAX_TRAINED_BYTES` of different words."""
     words: set[str] = set()
     size = 0
     for text in texts:
@@ -111,7 +111,7 @@ def trainable(texts: Iterable[str]) -> Iterator[str]:
             added = set(_WORDS.findall(piece)) - words
             words |= added
             size += sum(len(word.encode()) + WORD_BYTES for word in added)
-            if size > TRAINED_BYTES:
+            if size > MAX_TRAINED_BYTES:
                 return
 
 

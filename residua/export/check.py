@@ -21,7 +21,7 @@ from residua.model.decoder import Decoder
 from residua.reading import read_json
 from residua.storage.tensors import WEIGHTS, read_tensors
 
-TOKENS = 16
+CHECKED_TOKENS = 16
 AGAIN = "export again"
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PACKAGE = "residua_export_under_check"
@@ -52,7 +52,7 @@ def check_layout(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
 
 @torch.no_grad()
 def _difference(exported: Callable[[Tensor], Any], model: Decoder, dtype: torch.dtype) -> float:
-    tokens = torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(model.config.vocab_size, (1, CHECKED_TOKENS), generator=torch.Generator().manual_seed(0))
     was_training = model.training
     expected = model.eval()(tokens.to(next(model.parameters()).device)).float().cpu()
     model.train(was_training)

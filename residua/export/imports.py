@@ -14,7 +14,7 @@ from residua.export.modules import imported_from, member, parsed
 
 ITSELF = "this_module"
 """The name under which a file holds its own module: transformers does not find `from . import file`."""
-LONGEST_LINE = 120
+MAX_LINE_CHARACTERS = 120
 
 
 class Place(NamedTuple):
@@ -65,7 +65,7 @@ def import_lines(places: Mapping[str, Place]) -> list[str]:
     for file in sorted(names):
         line = f"from .{file} import {', '.join(names[file])}"
         inside = "".join(f"    {name},\n" for name in names[file])
-        lines.append(line if len(line) <= LONGEST_LINE else f"from .{file} import (\n{inside})")
+        lines.append(line if len(line) <= MAX_LINE_CHARACTERS else f"from .{file} import (\n{inside})")
     return lines
 
 

@@ -18,7 +18,7 @@ from residua.study.tables import NONE, markdown_table
 
 KINDS = {"study": "study", "inside": "inside a model", "none": "no"}
 NEEDS_MODELS = "--run FOLDER"
-COST = 52  # characters
+COST_WIDTH = 52  # characters
 
 
 def print_list(console: Console, scale: Fraction) -> None:
@@ -26,7 +26,7 @@ def print_list(console: Console, scale: Fraction) -> None:
     rate = training_rate()
     for document, title in DOCUMENTS.items():
         console.print(Text(f"{document}: {title}", style="bold"), soft_wrap=True)
-        _line(console, "entry", "runs", f"{'as published':<{COST}}{f'at {scale}':<{COST}}", "what")
+        _line(console, "entry", "runs", f"{'as published':<{COST_WIDTH}}{f'at {scale}':<{COST_WIDTH}}", "what")
         for name in names():
             if name.startswith(document):
                 _line(console, name, *_cells(load(name), scale, rate))
@@ -36,7 +36,7 @@ def print_list(console: Console, scale: Fraction) -> None:
 
 
 def _line(console: Console, name: str, runs: str, costs: str, what: str) -> None:
-    line = Text(f"{name:<11} {runs:>5}  {costs:<{2 * COST}}{what}")
+    line = Text(f"{name:<11} {runs:>5}  {costs:<{2 * COST_WIDTH}}{what}")
     if console.is_terminal:
         console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
     else:
@@ -51,7 +51,7 @@ def _cells(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> tup
         return "", NEEDS_MODELS, entry.title
     costs = [estimated_cost(entry, at) for at in (Fraction(1), scale)]
     texts = [f"{count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs, {duration(cost.flops / rate)}" for cost in costs]
-    return str(costs[0].runs), "".join(f"{text:<{COST}}" for text in texts), entry.title
+    return str(costs[0].runs), "".join(f"{text:<{COST_WIDTH}}" for text in texts), entry.title
 
 
 def _short(cost: Cost) -> str:

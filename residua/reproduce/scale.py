@@ -15,8 +15,8 @@ from residua.config.model import ModelConfig, head_dim
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 
-NARROWEST = 32  # channels
-WIDER_BATCH = 4  # a narrower model takes micro-batches up to this many times as large
+MIN_WIDTH = 32  # channels
+MAX_BATCH_GROWTH = 4  # a narrower model takes micro-batches up to this many times as large
 
 
 def parse_scale(text: str) -> Fraction:
@@ -41,7 +41,7 @@ def changes(config: RunConfig, scale: Fraction, tokens: float | None = None) -> 
     narrow = _narrow(config.model, root)
     narrower = config.model.width / config.model.override(narrow).width
     batch = max(1, round(config.train.micro_batch * config.train.accumulate * root))
-    limit = max(1, int(config.train.micro_batch * min(WIDER_BATCH, narrower)))
+    limit = max(1, int(config.train.micro_batch * min(MAX_BATCH_GROWTH, narrower)))
     accumulate = -(-batch // limit)
     micro = max(1, round(batch / accumulate))
     steps = max(2, round(published * scale / (micro * accumulate * config.sequence)))
@@ -58,7 +58,7 @@ def changes(config: RunConfig, scale: Fraction, tokens: float | None = None) -> 
 
 
 def _narrow(model: ModelConfig, root: float) -> list[str]:
-    width = max(NARROWEST, NARROWEST * round(model.width * root / NARROWEST))
+    width = max(MIN_WIDTH, MIN_WIDTH * round(model.width * root / MIN_WIDTH))
     share = width / model.width
     return [
         f"width={width}",
@@ -104,7 +104,7 @@ def _narrow_linear(model: ModelConfig, share: float) -> list[str]:
 
 def _heads(width: int, dim: int, share: float) -> tuple[int, int]:
     """Heads and their width: the widest power of two that divides the narrowed width and leaves two heads."""
-    narrowed = max(NARROWEST, NARROWEST * round(width * share / NARROWEST))
+    narrowed = max(MIN_WIDTH, MIN_WIDTH * round(width * share / MIN_WIDTH))
     dim = min(dim, narrowed // 2)
     while narrowed % dim or dim & (dim - 1):
         dim -= 1
@@ -117,6 +117,6 @@ def sentence(scale: Fraction) -> str:
         return "The paper's size: parameters and tokens as published."
     return (
         f"Scale {scale}: about {float(scale):.3g} of the paper's parameters outside the embedding (the width is "
-        f"{NARROWEST} at least) and of its tokens; compute falls with the square. Depth, context and learning rates "
+        f"{MIN_WIDTH} at least) and of its tokens; compute falls with the square. Depth, context and learning rates "
         "are the paper's."
     )

@@ -135,7 +135,7 @@ def test_of_many_ranks_one_prints_how_the_command_is_used(say: Say, monkeypatch)
     monkeypatch.setattr(command.time, "sleep", waited.append)
     assert "no such option" in say("train tiny --nonsense") and waited == []
     monkeypatch.setitem(os.environ, "RANK", "1")
-    assert say("train tiny --nonsense") and waited == [command.GRACE]
+    assert say("train tiny --nonsense") and waited == [command.GRACE_SECONDS]
 
 
 def test_exit_codes_are_those_of_the_verbs(monkeypatch, capsys) -> None:

@@ -14,7 +14,7 @@ import pytest
 from residua.data import DataError, Tokenizer, open_corpus, prepare
 from residua.data.corpus import Document
 from residua.data.pipeline import encode_documents
-from residua.data.readers import DOCUMENT_CHARACTERS, LONGEST_DOCUMENT, SEPARATOR, cut, plain_documents, plain_lines
+from residua.data.readers import DOCUMENT_CHARACTERS, MAX_DOCUMENT_BYTES, SEPARATOR, cut, plain_documents, plain_lines
 
 from .texts import write_jsonl
 
@@ -26,7 +26,7 @@ def documents_in(text: str) -> list[str]:
 
 
 def test_line_of_four_mebibytes_is_whole_and_a_longer_one_is_cut() -> None:
-    line = "word " * (LONGEST_DOCUMENT // 5)
+    line = "word " * (MAX_DOCUMENT_BYTES // 5)
     assert documents_in(line) == [line]
     longer = line * 2 + "end"
     pieces = documents_in(longer)
@@ -37,7 +37,7 @@ def test_line_of_four_mebibytes_is_whole_and_a_longer_one_is_cut() -> None:
 
 @pytest.mark.parametrize("inside", [1, 7, len(SEPARATOR) - 1])
 def test_separator_across_the_pieces_of_a_line_ends_a_document(inside: int) -> None:
-    before = "x" * (LONGEST_DOCUMENT + len(SEPARATOR) - inside)
+    before = "x" * (MAX_DOCUMENT_BYTES + len(SEPARATOR) - inside)
     pieces = documents_in(before + SEPARATOR + "after")
     assert pieces[-1] == "after" and "".join(pieces[:-1]) == before
 
@@ -133,7 +133,7 @@ def test_a_long_document_is_encoded_alone() -> None:
 
 
 def test_problems_are_searched_for_in_a_limited_text(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("residua.data.corpus.SEARCHED_BYTES", 1000)
+    monkeypatch.setattr("residua.data.corpus.MAX_SEARCHED_BYTES", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text("{\n" + '{"text": "some words"}\n' * 1000 + "{\n")
     with pytest.raises(DataError, match=r"line 1 is not valid JSON"):

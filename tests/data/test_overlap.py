@@ -24,7 +24,7 @@ def test_normalised_text_is_letters_and_digits_without_case() -> None:
 
 
 def test_copies_of_validation_text_are_dropped_and_counted(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("residua.data.overlap.BLOCK", 7)
+    monkeypatch.setattr("residua.data.overlap.BLOCK_DOCUMENTS", 7)
     held = write_jsonl(tmp_path / "held.jsonl", TEXTS[:10])
     clean = write_jsonl(tmp_path / "clean.jsonl", TEXTS[10:])
     leaky = write_jsonl(tmp_path / "leaky.jsonl", [*TEXTS[10:50], *TEXTS[:3], *NEAR, TEXTS[0], *TEXTS[50:]])

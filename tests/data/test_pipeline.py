@@ -214,7 +214,7 @@ def test_ordinary_text_gives_the_same_shards_as_before(tmp_path: Path, monkeypat
         ("none", {"holdout": 0}, "b1b1ee84b966488836971dbaf2b7681e", "1a17c65435a2d32a"),
         ("limit", {"limit": 150_000, "holdout": 0.1}, "104278f3d863b0801355fc753d4731ba", "8336777399b8177e"),
     ):
-        monkeypatch.setattr("residua.data.corpus._IN_MEMORY", 1000)
+        monkeypatch.setattr("residua.data.corpus._MAX_MEMORY_BYTES", 1000)
         dataset = prepare(open_corpus([folder], **options), tmp_path / out, "bytes", shard_tokens=200_000)
         total = hashlib.sha256()
         for file in sorted(set(dataset.path.iterdir()) - {dataset.path / "dataset.json"}):

@@ -269,7 +269,7 @@ def test_tokenizer_that_asks_for_endless_memory_is_refused(case: str, tmp_path: 
 
 
 def test_replacements_within_the_limit_are_held_to_the_text(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("residua.data.tokenizer_limits.LONGEST_DOCUMENT", 10_000)
+    monkeypatch.setattr("residua.data.tokenizer_limits.MAX_DOCUMENT_BYTES", 10_000)
     (tmp_path / "tokenizer.json").write_text(hostile(normalizer=replacing(5, {"String": "a"}, "aa")))
     tokenizer = Tokenizer.load(tmp_path)
     assert len(tokenizer.encode("banana")) == 3 + 3 * 2**5
@@ -290,7 +290,7 @@ def test_panic_of_a_regular_expression_is_one_sentence(tmp_path: Path, monkeypat
 
 
 def test_training_stops_after_enough_different_words(monkeypatch) -> None:
-    monkeypatch.setattr("residua.data.tokenizer_limits.TRAINED_BYTES", 10_000)
+    monkeypatch.setattr("residua.data.tokenizer_limits.MAX_TRAINED_BYTES", 10_000)
     texts = iter([f"word{number}" for number in range(5000)])
     Tokenizer.train(texts, 300)
     assert next(texts) == "word920", "919 words of 7 letters and 4 more bytes each, less a few short ones"

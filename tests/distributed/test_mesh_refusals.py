@@ -116,7 +116,7 @@ def test_the_command_of_the_documentation_refuses_too(tmp_path: Path) -> None:
 
 def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example a rank without a GPU of its own, while rank 0 waits for it."""
-    monkeypatch.setattr(command, "GRACE", 0)
+    monkeypatch.setattr(command, "GRACE_SECONDS", 0)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
         command.fail(ConfigError("process 1 of this machine has no GPU of its own."))
