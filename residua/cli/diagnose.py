@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from residua.cli.options import DEVICES, Device, Threads, argument, option, require_choice, say, use_threads
+from residua.cli.options import Device, Threads, argument, choice, option, say, use_threads
 
 if TYPE_CHECKING:
     from residua.diagnose.api import Device as DeviceName
     from residua.diagnose.metrics.removal import Budget
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
+ABLATIONS = ("none", "layers", "all")
 
 
 @app.command()
@@ -33,7 +34,8 @@ def diagnose(
     length: Annotated[int | None, option("Tokens per sequence.", default="the context, 1024 at most", min=2)] = None,
     out: Annotated[Path | None, option("Where the report goes.", default="the run's folder, or diagnosis/NAME")] = None,
     ablations: Annotated[
-        str, option("What to remove: nothing, layers and sources, or heads too.", metavar="none|layers|all")
+        str,
+        choice("What to remove: nothing, layers and sources, or heads too.", "--ablations", "none", "layers", "all"),
     ] = "layers",
     ablation_tokens: Annotated[int, option("Tokens that ablations are measured on.", min=2)] = 4096,
     maps: Annotated[
@@ -55,8 +57,6 @@ def diagnose(
     Without --text: the first run's validation text; for folders of Hugging Face, the
     embedded corpus. Writes diagnosis.json and report.html, and prints a summary in words.
     """
-    require_choice("--ablations", ablations, ("none", "layers", "all"))
-    require_choice("--device", device, DEVICES)
     folder = out or _default_folder(models)
     import residua.diagnose as work
     from residua.report.terminal import ProgressBars, open_console

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from residua.cli.options import (
-    CHECKPOINTS,
     Checkpoint,
     Device,
     Precision,
@@ -19,7 +18,6 @@ from residua.cli.options import (
     Threads,
     argument,
     option,
-    require_choice,
     say,
     use_threads,
 )
@@ -84,7 +82,6 @@ def evaluate(
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if task_dir is not None and not names:
         raise UserError("--task-dir needs --tasks: name the tasks, or a group such as exoformer.")
-    require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.evaluate.tasks import open_tasks, refuse_text, text_advice
 
     if data is not None and data.is_file():

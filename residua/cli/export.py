@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from residua.cli.options import CHECKPOINTS, Checkpoint, argument, option, require_choice, say
+from residua.cli.options import Checkpoint, argument, option, say
 from residua.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def export(
     """
     if public and push is None:
         raise UserError("--public says who may see what is pushed: name the repository with --push ORG/NAME.")
-    require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.export import export as write
     from residua.reading import counted
     from residua.report.terminal import open_console

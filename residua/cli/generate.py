@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from residua.cli.options import (
-    CHECKPOINTS,
-    Checkpoint,
-    Device,
-    Precision,
-    Threads,
-    argument,
-    option,
-    require_choice,
-    use_threads,
-)
+from residua.cli.options import Checkpoint, Device, Precision, Threads, argument, option, use_threads
 from residua.errors import UserError
 
 if TYPE_CHECKING:
@@ -61,7 +51,6 @@ def generate(
     ("User: ...", "Model: ...") and drops the oldest turns when the context is full.
     """
     prompts = _prompts(prompt, file, chat)
-    require_choice("--checkpoint", checkpoint, CHECKPOINTS)
     from residua.generate.sample import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)

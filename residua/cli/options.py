@@ -27,8 +27,14 @@ def argument(help: str, default: str | bool = True, **settings: Any) -> Any:
     return typer.Argument(help=help, show_default=default, **settings)
 
 
-CHECKPOINTS = ("last", "best")
-DEVICES = ("auto", "cpu", "cuda")
+def choice(help: str, name: str, *choices: str) -> Any:
+    """An option with few values; others are refused."""
+
+    def check(value: str) -> str:
+        require_choice(name, value, choices)
+        return value
+
+    return option(help, name, metavar="|".join(choices), callback=check)
 
 
 def complete_preset(incomplete: str) -> list[str]:
@@ -42,8 +48,8 @@ Preset = Annotated[
     str, argument("A preset's name or a run's TOML file.", metavar="PRESET", autocompletion=complete_preset)
 ]
 Overrides = Annotated[list[str] | None, argument("Changes to the configuration.", metavar="[section.key=value ...]")]
-Checkpoint = Annotated[str, option("Which checkpoint of a run.", metavar="last|best")]
-Device = Annotated[str, option("Where to compute.", metavar="auto|cpu|cuda")]
+Checkpoint = Annotated[str, choice("Which checkpoint of a run.", "--checkpoint", "last", "best")]
+Device = Annotated[str, choice("Where to compute.", "--device", "auto", "cpu", "cuda")]
 Precision = Annotated[str, option("Of the weights; auto: bfloat16 on a GPU.", metavar="auto|float32|bfloat16")]
 Data = Annotated[Path | None, option("A folder made by `residua data prepare`.", default="the embedded corpus")]
 TaskDir = Annotated[Path | None, option("Local multiple-choice files, TASK.jsonl or .jsonl.xz.")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from residua.cli.options import DEVICES, Device, Threads, argument, option, require_choice, say, use_threads
+from residua.cli.options import Device, Threads, argument, option, say, use_threads
 
 if TYPE_CHECKING:
     from residua.quantize.run import Device as DeviceName
@@ -55,7 +55,6 @@ def quantize(
 
     Writes a checkpoint for residua.load and for engines that read compressed-tensors, results.json and report.html.
     """
-    require_choice("--device", device, DEVICES)
     import residua.quantize.run as work
     from residua.quantize.result import sentences
     from residua.report.terminal import ProgressBars, open_console

@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from residua.config.ffns import FFN as FFN
 from residua.config.ffns import GELU as GELU
 from residua.config.ffns import GLU as GLU
 from residua.config.ffns import DenseChoice as DenseChoice
@@ -21,18 +20,13 @@ from residua.config.ffns import ReLU2 as ReLU2
 from residua.config.ffns import SigmoidRouter as SigmoidRouter
 from residua.config.ffns import SoftmaxRouter as SoftmaxRouter
 from residua.config.ffns import SwiGLU as SwiGLU
-from residua.config.mixers import Attention as Attention
 from residua.config.mixers import GatedDeltaNet as GatedDeltaNet
 from residua.config.mixers import HybridAttention as HybridAttention
 from residua.config.mixers import KimiDelta as KimiDelta
 from residua.config.mixers import LatentAttention as LatentAttention
-from residua.config.mixers import LinearMixer as LinearMixer
 from residua.config.mixers import Mixer as Mixer
 from residua.config.mixers import SoftmaxAttention as SoftmaxAttention
-from residua.config.mixers import SoftmaxMixer as SoftmaxMixer
-from residua.config.mixers import divisors as divisors
 from residua.config.plugins import Family
-from residua.config.positions import RopeScaling as RopeScaling
 from residua.config.settings import Frozen, Positive
 from residua.config.topologies import Additive as Additive
 from residua.config.topologies import AttentionResidual as AttentionResidual

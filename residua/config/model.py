@@ -11,25 +11,22 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from residua.config.choices import (
-    FFN,
     Additive,
     Anchors,
-    Attention,
     GatedDeltaNet,
     Head,
     Init,
     KimiDelta,
     LatentAttention,
-    LinearMixer,
     NoAnchors,
     Norm,
     RMSNorm,
     SoftmaxAttention,
-    SoftmaxMixer,
     TiedHead,
     Topology,
-    divisors,
 )
+from residua.config.ffns import FFN
+from residua.config.mixers import Attention, LinearMixer, SoftmaxMixer, divisors
 from residua.config.positions import LongRope
 from residua.config.settings import ConfigError, Positive, WholeConfig, apply_overrides, of_file, read_toml
 from residua.errors import UserError
