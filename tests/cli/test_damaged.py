@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from residua.data.shards import HEADER_BYTES
+from tests.cli.conftest import Say
 from tests.trained import residua, train_run
 
 pytestmark = pytest.mark.slow
-
-Say = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -31,41 +30,16 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def say(monkeypatch, capsys, tmp_path: Path) -> Say:
-    """What a command that must refuse prints: one sentence. Nothing below the test's folder may change."""
-
-    def files() -> dict[Path, bytes | str]:
-        return {
-            path: str(path.readlink()) if path.is_symlink() else path.read_bytes()
-            for path in tmp_path.rglob("*")
-            if (path.is_symlink() or path.is_file()) and path.name != ".lock"
-        }
-
-    def refused(*arguments: object) -> str:
-        before = files()
-        capsys.readouterr()
-        assert residua(monkeypatch, *arguments) == 2
-        printed = capsys.readouterr().err.strip().splitlines()
-        assert len(printed) == 1 and printed[0].startswith("residua: "), printed
-        assert files() == before
-        return printed[0]
-
-    return refused
-
-
 def change(path: Path, edit: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
     content = json.loads(path.read_text())
     edit(content)
     path.write_text(json.dumps(content))
 
 
-def test_a_run_with_a_damaged_environment_is_not_resumed(run: Path, say: Say) -> None:
+def test_a_run_with_a_damaged_environment_is_not_resumed(run: Path, sentence: Say) -> None:
     change(run / "environment.json", lambda content: content.pop("sessions"))
-    sentence = say("train", "--resume", "--out", run, "train.steps=5")
-    assert sentence == (
-        f"residua: {run}/environment.json has no key sessions: move the file elsewhere to go on without it."
-    )
+    said = sentence("train", "--resume", "--out", run, "train.steps=5")
+    assert said == f"{run}/environment.json has no key sessions: move the file elsewhere to go on without it."
 
 
 @pytest.mark.parametrize(
@@ -78,12 +52,12 @@ def test_a_run_with_a_damaged_environment_is_not_resumed(run: Path, say: Say) ->
         ('{"kind": "validation", "step": 1, "loss": NaN, "bits_per_byte": 1}', "line 2: loss is nan, expected a"),
     ],
 )  # fmt: skip
-def test_a_bad_line_of_metrics_is_named(run: Path, say: Say, line: str, words: str) -> None:
+def test_a_bad_line_of_metrics_is_named(run: Path, sentence: Say, line: str, words: str) -> None:
     path = run / "metrics.jsonl"
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join([first, line, *rest, ""]))
-    sentence = say("train", "--resume", "--out", run, "train.steps=5")
-    assert f"{path}, {words}" in sentence and "correct or remove the line, or move the file elsewhere" in sentence
+    said = sentence("train", "--resume", "--out", run, "train.steps=5")
+    assert f"{path}, {words}" in said and "correct or remove the line, or move the file elsewhere" in said
 
 
 def test_a_finished_run_without_metrics_has_no_result(run: Path, monkeypatch, capsys) -> None:
@@ -108,14 +82,14 @@ def test_a_finished_run_without_metrics_has_no_result(run: Path, monkeypatch, ca
         (lambda state: state.update(watch=[]), "state.json: watch is a list of 0 entries, expected an object"),
     ],
 )
-def test_a_damaged_state_is_named(run: Path, say: Say, edit: Callable[[dict], object], words: str) -> None:  # type: ignore[type-arg]
+def test_a_damaged_state_is_named(run: Path, sentence: Say, edit: Callable[[dict], object], words: str) -> None:  # type: ignore[type-arg]
     path = run / "checkpoints" / "step-4" / "state.json"
     change(path, edit)
-    sentence = say("train", "--resume", "--out", run, "train.steps=5")
-    assert words in sentence and str(path) in sentence
+    said = sentence("train", "--resume", "--out", run, "train.steps=5")
+    assert words in said and str(path) in said
     shutil.copytree(path.parent, path.parent.with_name("step-2"))
     advice = f"move {path.parent} elsewhere to go on with {path.parent.with_name('step-2')}, which is complete."
-    assert say("train", "--resume", "--out", run, "train.steps=5").endswith(advice)
+    assert sentence("train", "--resume", "--out", run, "train.steps=5").endswith(advice)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +103,7 @@ def test_a_damaged_state_is_named(run: Path, say: Say, edit: Callable[[dict], ob
     ],
 )  # fmt: skip
 def test_every_reader_of_a_dataset_refuses_it(
-    run: Path, say: Say, tmp_path: Path, edit: Callable[[dict], object], words: str  # type: ignore[type-arg]
+    run: Path, sentence: Say, tmp_path: Path, edit: Callable[[dict], object], words: str  # type: ignore[type-arg]
 ) -> None:  # fmt: skip
     data = tmp_path / "data"
     shutil.copy(data / "validation-00000.bin", tmp_path / "secret")
@@ -141,10 +115,10 @@ def test_every_reader_of_a_dataset_refuses_it(
         ("quantize", run, "--out", tmp_path / "q", "--device", "cpu"),
         ("compare", "prenorm", "mgr", "--data", data, "--out", tmp_path / "study"),
     ):
-        assert words in say(*arguments)
+        assert words in sentence(*arguments)
 
 
-def test_an_id_that_was_not_written_is_named(run: Path, say: Say, tmp_path: Path) -> None:
+def test_an_id_that_was_not_written_is_named(run: Path, sentence: Say, tmp_path: Path) -> None:
     """The header still says what was written; the ids were changed later."""
     for split in ("train", "validation"):
         path = tmp_path / "data" / f"{split}-00000.bin"
@@ -157,7 +131,7 @@ def test_an_id_that_was_not_written_is_named(run: Path, say: Say, tmp_path: Path
         ("validation", ("eval", run, "--device", "cpu")),
         ("validation", ("quantize", run, "--out", tmp_path / "q", "--device", "cpu")),
     ):
-        assert f"{split}-00000.bin {words}" in say(*arguments)
+        assert f"{split}-00000.bin {words}" in sentence(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +145,7 @@ def test_an_id_that_was_not_written_is_named(run: Path, say: Say, tmp_path: Path
     ],
 )
 def test_every_reader_of_a_run_refuses_links_to_elsewhere(
-    run: Path, say: Say, tmp_path: Path, name: str, words: str
+    run: Path, sentence: Say, tmp_path: Path, name: str, words: str
 ) -> None:
     (run / name).rename(tmp_path / "elsewhere")
     (run / name).symlink_to(tmp_path / "elsewhere")
@@ -184,14 +158,14 @@ def test_every_reader_of_a_run_refuses_links_to_elsewhere(
         "train": ("train", "--resume", "--out", run, "train.steps=5"),
     }
     for arguments in commands.values():
-        assert words in say(*arguments)
+        assert words in sentence(*arguments)
 
 
-def test_links_of_an_environment_and_metrics_are_not_followed(run: Path, say: Say, tmp_path: Path) -> None:
+def test_links_of_an_environment_and_metrics_are_not_followed(run: Path, sentence: Say, tmp_path: Path) -> None:
     for name in ("environment.json", "metrics.jsonl", "tensorboard"):
         (run / name).rename(tmp_path / name)
         (run / name).symlink_to(tmp_path / name)
-        assert f"{name} is a link that leads out" in say("train", "--resume", "--out", run, "train.steps=5")
+        assert f"{name} is a link that leads out" in sentence("train", "--resume", "--out", run, "train.steps=5")
         (run / name).unlink()
         (tmp_path / name).rename(run / name)
 
@@ -205,9 +179,9 @@ def test_links_of_an_environment_and_metrics_are_not_followed(run: Path, say: Sa
         ("self = 1\nextends = 'tiny'", "self = 1 is not a known key"),
     ],
 )
-def test_a_run_file_of_wrong_types_is_named(say: Say, tmp_path: Path, text: str, words: str) -> None:
+def test_a_run_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "my.toml").write_text(text)
-    assert f"{tmp_path}/my.toml: {words}" in say("train", tmp_path / "my.toml", "--out", tmp_path / "new")
+    assert f"{tmp_path}/my.toml: {words}" in sentence("train", tmp_path / "my.toml", "--out", tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -224,9 +198,9 @@ def test_a_run_file_of_wrong_types_is_named(say: Say, tmp_path: Path, text: str,
         ("variants = ['mgr', 'prenorm']\nmatch = 3", "match = 3 should be a table of keys."),
     ],
 )  # fmt: skip
-def test_a_study_file_of_wrong_types_is_named(say: Say, tmp_path: Path, text: str, words: str) -> None:
+def test_a_study_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "study.toml").write_text(text)
-    assert f"{tmp_path}/study.toml: {words}" in say("compare", tmp_path / "study.toml", "--out", tmp_path / "new")
+    assert f"{tmp_path}/study.toml: {words}" in sentence("compare", tmp_path / "study.toml", "--out", tmp_path / "new")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +215,7 @@ def test_a_study_file_of_wrong_types_is_named(say: Say, tmp_path: Path, text: st
 )
 @pytest.mark.parametrize("kind", ["llama", "residua"])
 def test_every_reader_of_an_index_refuses_outward_names(
-    trained: Path, say: Say, tmp_path: Path, monkeypatch, kind: str, name: object, words: str
+    trained: Path, sentence: Say, tmp_path: Path, monkeypatch, kind: str, name: object, words: str
 ) -> None:
     """The folder is refused before transformers, or we, open any weights."""
     folder = tmp_path / "folder"
@@ -258,7 +232,7 @@ def test_every_reader_of_an_index_refuses_outward_names(
         pytest.importorskip("transformers", reason="transformers is not installed")
         if name != "link.safetensors":
             (folder / "link.safetensors").unlink()
-        assert words in say(*diagnose)
+        assert words in sentence(*diagnose)
         return
     for arguments in (
         diagnose,
@@ -267,7 +241,7 @@ def test_every_reader_of_an_index_refuses_outward_names(
         ("export", folder, "--out", tmp_path / "exported"),
         ("quantize", folder, "--out", tmp_path / "q", "--data", trained.with_name("data"), "--device", "cpu"),
     ):
-        assert words in say(*arguments)
+        assert words in sentence(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +254,7 @@ def test_every_reader_of_an_index_refuses_outward_names(
     ],
 )
 def test_a_configuration_of_wrong_types_is_not_imported(
-    say: Say, tmp_path: Path, changes: dict[str, object], words: str
+    sentence: Say, tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     keys = {
         "model_type": "llama", "vocab_size": 257, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
@@ -288,4 +262,4 @@ def test_a_configuration_of_wrong_types_is_not_imported(
     }  # fmt: skip
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(keys | changes))
-    assert words in say("import", tmp_path / "theirs", "--out", tmp_path / "ours")
+    assert words in sentence("import", tmp_path / "theirs", "--out", tmp_path / "ours")
