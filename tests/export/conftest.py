@@ -1,8 +1,12 @@
 """What several tests of this folder share."""
 
+import json
+import subprocess
 import venv
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +23,11 @@ def copied_code() -> None:
 
 
 @pytest.fixture(scope="session")
-def python_without_residua(tmp_path_factory) -> Path:
-    """A fresh interpreter that finds all that is installed here, but not Residua and what it alone needs."""
+def run_without_residua(tmp_path_factory) -> Callable[..., Any]:
+    """Runs a script where all that is installed here is found, but not Residua and what it alone needs.
+
+    Returns the last line that it prints, which is JSON.
+    """
     home = tmp_path_factory.mktemp("alone")
     venv.create(home, symlinks=True)
     (site,) = home.glob("lib/python*/site-packages")
@@ -29,4 +36,12 @@ def python_without_residua(tmp_path_factory) -> Path:
     for entry in Path(spec.origin).parents[1].iterdir():
         if not entry.name.startswith(WITHHELD) and entry.suffix != ".pth":
             (site / entry.name).symlink_to(entry)
-    return home / "bin" / "python"
+
+    def run(script: Path, *arguments: object, folder: Path) -> Any:
+        command = [home / "bin" / "python", "-I", script, *arguments]
+        environment = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run

@@ -1,7 +1,5 @@
 """An environment without Residua opens an exported folder and writes the same text."""
 
-import json
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -65,16 +63,12 @@ print(json.dumps(written))
 """
 
 
-def test_without_residua_the_same_text_is_written(python_without_residua, tmp_path):
+def test_without_residua_the_same_text_is_written(run_without_residua, tmp_path):
     models = {name: trained_like(bytes_config(small(**tables))) for name, tables in CONFIGS.items()}
     folders = {name: write(model, tmp_path / name) for name, model in models.items()}
     (tmp_path / "clones" / "residua").mkdir(parents=True)
     (tmp_path / "script.py").write_text(f"PROMPTS = {PROMPTS}\n{SCRIPT}")
-    command = [python_without_residua, "-I", tmp_path / "script.py", *folders.values()]
-    environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_without_residua(tmp_path / "script.py", *folders.values(), folder=tmp_path)
     for name, model in models.items():
         *texts, logits = found[str(folders[name])]
         assert texts == [continued(model, prompt) for prompt in PROMPTS]

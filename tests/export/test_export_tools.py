@@ -1,10 +1,7 @@
 """peft, accelerate, torchao and transformers' own helpers work on exported models: here, and without Residua."""
 
-import json
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -67,14 +64,9 @@ def test_tools_accept_an_export(check: str, folder: Path, tmp_path: Path, copied
 
 
 @pytest.mark.nightly
-def test_tools_accept_every_part_where_residua_is_not_installed(python_without_residua: Path, tmp_path: Path) -> None:
+def test_tools_accept_every_part_where_residua_is_not_installed(run_without_residua, tmp_path: Path) -> None:
     folders = [exported(row, tmp_path / "models") for row in COMBINATIONS]
-    home = tmp_path / "home"
-    environment = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
-    command = [python_without_residua, "-I", with_tools.__file__, home, *folders]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    passed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    passed = run_without_residua(Path(with_tools.__file__), tmp_path / "home", *folders, folder=tmp_path)
     assert len(passed) == len(COMBINATIONS) and all(checks == [*with_tools.CHECKS] for checks in passed.values())
 
 

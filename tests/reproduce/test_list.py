@@ -10,13 +10,18 @@ from residua.cli.reproduce import app
 from residua.reproduce import listing
 from residua.reproduce.entry import Nothing, Study, load, names
 from residua.reproduce.request import estimated_cost
-from tests.reproduce.captions import CAPTIONS
 
 ROOT = Path(__file__).parents[2]
+CAPTIONED = [
+    ("000", "fig", 6), ("000", "table", 4), ("001", "fig", 35), ("002", "fig", 3), ("002", "table", 1),
+    ("003", "fig", 8), ("003", "table", 5), ("004", "fig", 13), ("004", "table", 3),
+]  # fmt: skip
+"""How many figures and tables each document has. 002 does not number them: they are counted in order."""
 
 
 def test_every_numbered_table_and_figure_has_an_entry() -> None:
-    assert set(names()) == set(CAPTIONS)
+    numbered = {f"{paper}:{kind}{n}" for paper, kind, count in CAPTIONED for n in range(1, count + 1)}
+    assert set(names()) == numbered
 
 
 @pytest.mark.slow
