@@ -37,6 +37,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def made_of(results: ModuleType, root: Path, *blocks: str) -> tuple[str, dict[str, str]]:
+    """The README with these blocks filled in, and every file that is made, by name."""
+    (root / "README.md").write_text("".join(f"<!-- study {block} -->\nstale\n<!-- end -->\n" for block in blocks))
+    made = results.made(root)
+    return made[root / "README.md"], {path.name: content for path, content in made.items()}
+
+
 def test_studies_that_are_not_begun_can_be_begun(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "results" / "to-measure.md").read_text()
@@ -105,10 +112,7 @@ def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType,
 def test_claims_that_a_study_cannot_judge_are_counted(results: ModuleType, root: Path) -> None:
     ends = {"prenorm": 3.0, "full_attnres": 2.9}
     saved_study(ends).write(root / "docs" / "results" / "pretended.json")
-    readme = root / "README.md"
-    entries = ("004:table1", "003:table1")
-    readme.write_text("".join(f"<!-- study pretended claims {entry} -->\n<!-- end -->\n" for entry in entries))
-    text = results.made(root)[readme]
+    text, _ = made_of(results, root, *(f"pretended claims {entry}" for entry in ("004:table1", "003:table1")))
     assert [line.split(" | ")[2] for line in text.splitlines() if " | tiny | " in line] == ["not shown", "confirmed"]
     assert "- Claims about rows that are not in this study, left out: 9 of 11.\n" in text
     assert "Not judged yet: the study pretended has no complete run of the rows that 003:table1 compares" in text
@@ -117,15 +121,11 @@ def test_claims_that_a_study_cannot_judge_are_counted(results: ModuleType, root:
 def test_peaks_of_chosen_variants_are_drawn_and_tabled(results: ModuleType, root: Path) -> None:
     saved = with_peaks(saved_study({"prenorm": 3.0, "gatednorm": 2.9}), {"prenorm": (2.0, 3.0, 4.0)})
     saved.write(root / "docs" / "results" / "pretended.json")
-    readme = root / "README.md"
-    readme.write_text("<!-- study pretended peaks prenorm,gatednorm -->\n<!-- end -->\n")
-    made = results.made(root)
-    assert "<svg" in made[root / "docs" / "img" / "pretended-peaks.svg"]
-    assert "](docs/img/pretended-peaks.svg)" in made[readme]
-    assert "| prenorm | 2.02 (2 to 2.04) |" in made[readme] and "| gatednorm |" not in made[readme]
-    readme.write_text("<!-- study pretended peaks mgr -->\n<!-- end -->\n")
+    text, files = made_of(results, root, "pretended peaks prenorm,gatednorm")
+    assert "<svg" in files["pretended-peaks.svg"] and "](docs/img/pretended-peaks.svg)" in text
+    assert "| prenorm | 2.02 (2 to 2.04) |" in text and "| gatednorm |" not in text
     with pytest.raises(ValueError, match="has no variant mgr"):
-        results.made(root)
+        made_of(results, root, "pretended peaks mgr")
 
 
 @pytest.mark.slow
@@ -140,42 +140,33 @@ def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType,
     changes = {"budget": 2.0, "steps": 2 * first[0].steps, "validation": curve}
     twice = first[0].model_copy(update=changes)  # reads its text twice, so it is left out
     longer.model_copy(update={"runs": (*first, twice)}).write(root / "docs" / "results" / "main-mini.json")
-    readme = root / "README.md"
-    readme.write_text("<!-- study mini-39m ladder main-mini -->\n<!-- end -->\n")
-    text = results.made(root)[readme]
+    text, _ = made_of(results, root, "mini-39m ladder main-mini")
     # By hand: L(D) = 3.014963 + 466.9694·D^−0.353655 has mgr_resformer's 3.887065 at 1.3214 · 39.32 M tokens.
     assert "| mgr_resformer | 1.32× [1.27, 1.37] | 0.88× 1.15 M tok/s | 1.16× [1.11, 1.20] |" in text
     assert "Tokens of prenorm: 19.66 M (n = 3), 39.32 M (n = 3), 116.98 M (n = 2); the last is of [main-mini](" in text
     assert "| prenorm" not in text and "| naive" not in text  # the baseline, and a variant without speeds
     for other, words in (("lost", "asks for the study lost"), ("main-s", r"budgets of main-s: model\.\S+ differs")):
-        readme.write_text(f"<!-- study mini-39m ladder {other} -->\n<!-- end -->\n")
         with pytest.raises(ValueError, match=words):
-            results.made(root)
+            made_of(results, root, f"mini-39m ladder {other}")
 
 
 @pytest.mark.slow
 def test_studies_are_compared_on_the_variants_both_have(results: ModuleType, root: Path) -> None:
     shutil.copy(STUDY.with_name("mini-39m.json"), root / "docs" / "results")
     saved_study({"prenorm": 3.0, "mgr": 2.9, "mgr2": 2.8}).write(root / "docs" / "results" / "deep.json")
-    readme = root / "README.md"
-    readme.write_text("<!-- study deep beside mini-39m -->\n<!-- end -->\n")
-    made = results.made(root)
-    rows = [line for line in made[readme].splitlines() if line.startswith("|")]
-    drawn = made[root / "docs" / "img" / "deep-depths.svg"]
-    assert "](docs/img/deep-depths.svg)" in made[readme] and ">mgr<" in drawn and ">mgr2<" not in drawn
+    text, files = made_of(results, root, "deep beside mini-39m")
+    rows, drawn = [line for line in text.splitlines() if line.startswith("|")], files["deep-depths.svg"]
+    assert "](docs/img/deep-depths.svg)" in text and ">mgr<" in drawn and ">mgr2<" not in drawn
     assert rows[0] == "| Δ loss [95 %] | 8 layers of 512, mini-39m | 4 layers of 128, deep |"
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| mgr", "| mgr2"]
     assert rows[2].split(" | ")[1] == "-0.0568 [-0.0693, -0.0442]" and rows[3].split(" | ")[1] == "—"
     assert [float(row.split(" | ")[2].split()[0]) for row in rows[2:]] == pytest.approx([-0.1, -0.2], abs=1e-3)
     # whatever the order of the studies, lines go from few layers to many; with one depth there is no picture
-    readme.write_text("<!-- study mini-39m beside deep -->\n<!-- end -->\n")
-    assert "gains over 2 depths" in results.made(root)[root / "docs" / "img" / "mini-39m-depths.svg"]
-    readme.write_text("<!-- study rates beside mini-39m -->\n<!-- end -->\n")
-    made = results.made(root)
-    assert root / "docs" / "img" / "rates-depths.svg" not in made and "rates-depths.svg" not in made[readme]
-    readme.write_text("<!-- study deep beside lost -->\n<!-- end -->\n")
+    assert "gains over 2 depths" in made_of(results, root, "mini-39m beside deep")[1]["mini-39m-depths.svg"]
+    text, files = made_of(results, root, "rates beside mini-39m")
+    assert "rates-depths.svg" not in files and "rates-depths.svg" not in text
     with pytest.raises(ValueError, match="deep beside lost: studies are"):
-        results.made(root)
+        made_of(results, root, "deep beside lost")
 
 
 def test_results_file_is_filled_from_folders_without_weights(results: ModuleType, root: Path, tmp_path: Path) -> None:
@@ -210,9 +201,8 @@ def test_results_file_is_filled_from_folders_without_weights(results: ModuleType
 
 @pytest.mark.parametrize("block", ["lost rates", "rates sum", "rates claims", "rates table 004:table1", "rates peaks"])
 def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, root: Path, block: str) -> None:
-    (root / "README.md").write_text(f"<!-- study {block} -->\n<!-- end -->\n")
     with pytest.raises(ValueError, match=r"README\.md asks for part"):
-        results.made(root)
+        made_of(results, root, block)
 
 
 @pytest.mark.parametrize(
