@@ -37,6 +37,13 @@ def choice(help: str, name: str, *choices: str) -> Any:
     return option(help, name, metavar="|".join(choices), callback=check)
 
 
+def check_device(name: str) -> str:
+    """Refuse a device that does not exist, before anything is read; whether it is there, `choose_device` finds out."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device is {name!r}: choose auto, cpu or cuda.")
+    return name
+
+
 def complete_preset(incomplete: str) -> list[str]:
     """The presets that begin so, for the shell's completion."""
     from residua.config import presets
@@ -49,7 +56,7 @@ Preset = Annotated[
 ]
 Overrides = Annotated[list[str] | None, argument("Changes to the configuration.", metavar="[section.key=value ...]")]
 Checkpoint = Annotated[str, choice("Which checkpoint of a run.", "--checkpoint", "last", "best")]
-Device = Annotated[str, choice("Where to compute.", "--device", "auto", "cpu", "cuda")]
+Device = Annotated[str, option("Where to compute.", metavar="auto|cpu|cuda", callback=check_device)]
 Precision = Annotated[str, option("Of the weights; auto: bfloat16 on a GPU.", metavar="auto|float32|bfloat16")]
 Data = Annotated[Path | None, option("A folder made by `residua data prepare`.", default="the embedded corpus")]
 TaskDir = Annotated[Path | None, option("Local multiple-choice files, TASK.jsonl or .jsonl.xz.")]
