@@ -299,10 +299,8 @@ def decode_junctions(dtype: torch.dtype, width: int, count: int, n: int, rows: i
         _, _, *finished = decode.read_sources([y] * count, y, start, queries, weight)
         decode.read_partial(tuple(part[0] for part in finished), y, start, queries[0], weight)
     for competitive in (False, True):
-        gate = decode.Gate([y] * n, weight, torch.zeros(n + competitive), weight, competitive)
-        decode.gate_norm(gate.streams, y, weight, gate.bias, weight, weight, competitive=competitive)
-        if decode.launch.as_vectors(gate.streams):
-            decode.gate_prepared(gate, decode.prepare_gates(gate), y, weight)
+        bias = torch.zeros(n + competitive)
+        decode.gate_norm([y] * n, y, weight, bias, weight, weight, competitive=competitive)
 
 
 @torch.no_grad()

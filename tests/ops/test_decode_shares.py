@@ -1,13 +1,18 @@
-"""Whole layers divide the sources of a read among programs; merged, the shares are the read of all sources."""
+"""Junctions of whole layers against the references of single ones: reads in shares, and gated writes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from residua import ops
+from residua.ops import decode
 from residua.ops.decode import launch_layers, reference
 from residua.ops.decode.launch_layers import Layer, Layers, Shape, Vectors
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("triton")
@@ -18,13 +23,14 @@ DOWN, NORM = 4, 5
 """Phases: one prepares the junction after a layer, the other is that junction and the final norm."""
 
 
-def some_layers(depth: int, size: int, device: str) -> Layers:
+def some_layers(depth: int, device: str, junction: str = "read", width: int = WIDTH, **settings: Any) -> Layers:
     """Blocks have `size` sublayers. What nothing has written yet is NaN."""
-    shape = Shape(WIDTH, 1, 1, 8, 8, "relu2", 1e-6, "read", size=size)
-    matrices = [torch.zeros(s, device=device) for s in ((24, WIDTH), (WIDTH, 8), (8, WIDTH), (WIDTH, 8))]
+    shape = Shape(width, 1, 1, 8, 8, "relu2", 1e-6, junction, **settings)
+    matrices = [torch.zeros(s, device=device) for s in ((24, width), (width, 8), (8, width), (width, 8))]
     keys, table = torch.zeros(ROWS, 16, 1, 8, device=device), torch.zeros(16, 4, device=device)
-    junctions = torch.randn(2 * depth + 1, 3, WIDTH, device=device)
-    layers = Layers(shape, [Layer(*matrices, keys, keys)] * depth, Vectors(junctions, keys, None, table, table))
+    junctions = torch.randn(2 * depth + 1, 3, width, device=device)
+    biases = torch.randn(2 * depth + 1, shape.streams + 1, device=device)
+    layers = Layers(shape, [Layer(*matrices, keys, keys)] * depth, Vectors(junctions, biases, None, table, table))
     for buffer in (layers._state, layers._ready, layers._hidden):
         buffer.fill_(float("nan"))
     return layers
@@ -50,7 +56,7 @@ def test_merged_shares_are_the_read_of_all_sources(
     device: str, count: int, depth: int, size: int, spare: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch_layers, "_division", lambda x: (2, spare))
-    layers = some_layers(depth, size, device)
+    layers = some_layers(depth, device, size=size)
     sources = torch.randn(count, ROWS, WIDTH, device=device) * torch.arange(1, count + 1, device=device)[:, None, None]
     y, base = torch.randn(2, ROWS, WIDTH, device=device)
     layers._state[1], layers._state[2 : 2 + count] = base, sources
@@ -63,6 +69,40 @@ def test_merged_shares_are_the_read_of_all_sources(
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_sublayer_reads_the_embedding_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_layers, "_division", lambda x: (2, 4))
-    layers, y = some_layers(1, 1, device), torch.randn(ROWS, WIDTH, device=device)
+    layers, y = some_layers(1, device), torch.randn(ROWS, WIDTH, device=device)
     want = layers.vectors.junctions[0, 0] * torch.nn.functional.rms_norm(y, (WIDTH,), eps=1e-6)
     torch.testing.assert_close(normed_after(layers, 0, y), want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("competitive", [True, False])
+@pytest.mark.parametrize("streams", [2, 3, 4])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gated_junction_in_two_parts_equals_the_whole_one(device: str, streams: int, competitive: bool) -> None:
+    layers = some_layers(2, device, "gate", streams=streams, competitive=competitive)
+    s, y = torch.randn(streams, ROWS, WIDTH, device=device), torch.randn(ROWS, WIDTH, device=device)
+    layers._state[streams:] = s
+    gain, pool, query = layers.vectors.junctions[-1].double()
+    bias = layers.vectors.biases[-1, : streams + competitive].double()
+    want, _ = reference.gate_norm(s.double().unbind(), y.double(), query, bias, pool, gain, competitive=competitive)
+    assert (normed_after(layers, 2, y) - want).norm() < 3e-6 * want.norm()
+
+
+@pytest.mark.parametrize("share", only_nightly([1.0, 0.1, 1e-2, 1e-3, 1e-5], but=[1.0, 1e-3]))
+@pytest.mark.parametrize("device", DEVICES)
+def test_norm_of_streams_that_cancel_is_as_good_from_dot_products(device: str, share: float) -> None:
+    """Two streams and their opposites, all pooled alike: h is `share` of a stream, and so is the update."""
+    layers = some_layers(2, device, "gate", 96, streams=4)
+    first, second, rest, y = torch.randn(4, ROWS, 96, device=device)
+    s, y, (weight, zero, _) = [first, second, share * rest - first, -second], share * y, layers.vectors.junctions[-1]
+    weight.fill_(1)
+    layers.vectors.junctions[-1, 1:], layers.vectors.biases[-1] = 0, 0
+    layers._state[4:] = torch.stack(s)
+    whole = (s, y, zero, layers.vectors.biases[-1], zero, weight)
+    want, _ = reference.gate_norm([x.double() for x in s], y.double(), *(x.double() for x in whole[2:]))
+
+    def error(normed: Tensor) -> float:
+        return float((normed.double().norm(dim=-1) / want.norm(dim=-1) - 1).abs().max())
+
+    with ops.backend("triton"):
+        direct = error(decode.gate_norm(*whole)[0])
+    assert error(normed_after(layers, 2, y)) < max(2 * direct, 3e-6)

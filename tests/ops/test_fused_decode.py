@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops import decode
-from residua.ops.decode import Gate, overlap
 from residua.ops.mix_projection.reference import Mixing
 from tests.nightly import only_nightly
 
@@ -43,8 +40,6 @@ def compare(operator: Any, *inputs: Any, tolerance: float, **settings: Any) -> N
 def _double(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.double() if x.is_floating_point() else x
-    if isinstance(x, Gate):
-        return Gate(*map(_double, x))
     return type(x)(_double(y) for y in x) if isinstance(x, tuple | list) else x
 
 
@@ -103,74 +98,6 @@ def test_gated_write_pool_and_norm(
     w1, w2, weight = (draw(width, device=device) for _ in range(3))
     bias = draw(streams + competitive, device=device)
     compare(decode.gate_norm, s, f, w1, bias, w2, weight, competitive=competitive, tolerance=tolerance)
-
-
-def some_gate(device: str, streams: int, competitive: bool, dtype: torch.dtype, width: int = 24, rows: int = 3) -> Gate:
-    s = [draw(rows, width, device=device, dtype=dtype) * (i + 1) for i in range(streams)]
-    w1, w2 = (draw(width, device=device) for _ in range(2))
-    return Gate(s, w1, draw(streams + competitive, device=device), w2, competitive)
-
-
-MORE_STREAMS = [(5, 24), (6, 17), (7, 24)]  # padded to a power of two, as 3 is
-STREAMS = [
-    (2, 24),
-    (3, 33),
-    (4, 5),
-    (4, 96),
-    (8, 40),
-    *(pytest.param(*s, marks=pytest.mark.nightly) for s in MORE_STREAMS),
-]
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-@pytest.mark.parametrize("competitive", [True, False])
-@pytest.mark.parametrize(("streams", "width"), STREAMS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_gated_junction_in_two(
-    device: str, streams: int, width: int, competitive: bool, dtype: torch.dtype, tolerance: float
-) -> None:
-    gate = some_gate(device, streams, competitive, dtype, width)
-    compare(decode.prepare_gates, gate, tolerance=tolerance)
-    prepared = decode.prepare_gates.reference(_double(gate)).float()
-    y, weight = draw(3, width, device=device, dtype=dtype), draw(width, device=device)
-    compare(decode.gate_prepared, gate, prepared, y, weight, tolerance=tolerance)
-
-
-@pytest.mark.parametrize("competitive", [True, False])
-@pytest.mark.parametrize(("streams", "width"), STREAMS)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_junction_in_two_writes_what_the_whole_one_does(
-    device: str, streams: int, width: int, competitive: bool
-) -> None:
-    gate = some_gate(device, streams, competitive, torch.float32, width)
-    y, weight = draw(3, width, device=device), draw(width, device=device)
-    whole = (gate.streams, y, gate.query, gate.bias, gate.pool_query, weight)
-    compare(decode.gate_norm, *whole, tolerance=3e-6, competitive=competitive)
-    with ops.backend("triton"):
-        got = decode.gate_prepared(gate, decode.prepare_gates(gate), y, weight)
-    want = decode.gate_norm.reference(*_double(whole), competitive=competitive)
-    for a, b in zip(_flat(got), _flat(want), strict=True):
-        assert relative(a, b) < 3e-6
-
-
-@pytest.mark.parametrize("share", only_nightly([1.0, 0.1, 1e-2, 1e-3, 1e-5], but=[1.0, 1e-3]))
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_norm_of_streams_that_cancel_is_as_good_from_dot_products(device: str, share: float) -> None:
-    """Two streams and their opposites, all pooled alike: h is `share` of a stream, and so is the update."""
-    first, second, rest, y = (draw(3, 96, device=device) for _ in range(4))
-    streams = [first, second, share * rest - first, -second]
-    zero, weight = torch.zeros(96, device=device), torch.ones(96, device=device)
-    gate, y = Gate(streams, zero, torch.zeros(5, device=device), zero), share * y
-    whole = (streams, y, zero, gate.bias, zero, weight)
-    want, _ = decode.gate_norm.reference(*_double(whole))
-
-    def error(normed: Tensor) -> float:
-        return float((normed.double().norm(dim=-1) / want.norm(dim=-1) - 1).abs().max())
-
-    with ops.backend("triton"):
-        from_products = error(decode.gate_prepared(gate, decode.prepare_gates(gate), y, weight)[0])
-        direct = error(decode.gate_norm(*whole)[0])
-    assert from_products < max(2 * direct, 3e-6)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
@@ -264,57 +191,14 @@ def test_no_rows_give_no_rows(device: str) -> None:
     nothing = draw(0, 8, device=device)
     with ops.backend("triton"):
         normed, h = decode.add_norm(nothing, nothing, draw(8, device=device))
-        gate = some_gate(device, 2, True, torch.float32, 8, rows=0)
-        prepared = decode.prepare_gates(gate)
-        written, after = decode.gate_prepared(gate, prepared, nothing, draw(8, device=device))
+        w1, bias, w2, weight = (draw(size, device=device) for size in (8, 3, 8, 8))
+        written, after = decode.gate_norm([nothing] * 2, nothing, w1, bias, w2, weight)
     assert normed.shape == h.shape == written.shape == after[1].shape == (0, 8)
-    assert prepared.shape == (0, 7)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_scattered_rows_are_made_dense_but_not_for_a_kernel_beside_the_sublayer(device: str) -> None:
-    """A copy would have to be kept until the kernel on the side stream has read it."""
+def test_scattered_rows_are_made_dense(device: str) -> None:
     y, weight = draw(3, 8, device=device), draw(8, device=device)
     scattered = draw(8, 3, device=device).T
-    gate = Gate([y, scattered], weight, weight[:3], weight)
     compare(decode.add_norm, scattered, y, weight, tolerance=3e-6)
-    compare(decode.gate_norm, gate.streams, scattered, *gate[1:4], weight, tolerance=3e-6)
-    with ops.backend("triton"), pytest.raises(ValueError, match="no fused prepare_gates"):
-        decode.prepare_gates(gate)
-
-
-class FakeStream:
-    """Records which stream waits for which."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-
-def test_a_capture_forks_and_joins_once_and_other_launches_do_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    first, second = (FakeStream(name, log) for name in ("first", "second"))
-    on_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda")
-    monkeypatch.setattr(overlap, "_side", lambda main: FakeStream(f"beside {main.name}", log))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-
-    def on(stream: FakeStream, capturing: bool = True) -> None:
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-
-    on(second, capturing=False)
-    with overlap.beside(on_gpu):
-        pass
-    overlap.join(on_gpu)
-    assert not log
-    on(first)
-    with overlap.beside(on_gpu):
-        pass
-    on(second)
-    overlap.join(on_gpu)
-    on(first)
-    overlap.join(on_gpu)
-    overlap.join(on_gpu)
-    assert log == ["beside first waits for first", "first waits for beside first"]
+    compare(decode.gate_norm, [y, scattered], scattered, weight, weight[:3], weight, weight, tolerance=3e-6)

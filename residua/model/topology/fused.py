@@ -15,15 +15,11 @@ from torch import Tensor
 from residua.model.topology.base import State, Topology
 from residua.ops import decode
 from residua.ops.decode import MOST_STREAMS
-from residua.ops.decode.launch import MOST_SOURCES, as_vectors
+from residua.ops.decode.launch import MOST_SOURCES
 from residua.ops.decode.launch_layers import Junctions
-from residua.ops.decode.reference import Gate
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
-
-FEW = 8
-"""Rows up to which a gated junction is prepared while its sublayer runs; with more, that costs more than it saves."""
 
 
 class FusedTopology(Topology):
@@ -108,11 +104,7 @@ class FusedBlock(FusedTopology):
 
 
 class FusedMultiGate(FusedTopology):
-    """Multi-Gate Residuals: while the streams fill, a junction is a read of them; then one gated write and read.
-
-    State: the streams and, if there are few rows, what the next write needs of them alone, made while the sublayer
-    runs.
-    """
+    """Multi-Gate Residuals: while the streams fill, a junction is a read of them; then one gated write and read."""
 
     def __init__(
         self,
@@ -134,32 +126,12 @@ class FusedMultiGate(FusedTopology):
         return streams <= MOST_STREAMS
 
     def junction(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        normed, streams = (self._append if k < self.fill else self._write)(k, y, state)
-        return normed, (*streams, *self._ahead(k + 1, streams))
-
-    def _append(self, k: int, y: Tensor, streams: State) -> tuple[Tensor, State]:
         norm = self.norms[k + 1]
-        normed, *_ = decode.read_sources(streams, y, None, self.filling[k], norm.weight, eps=norm.eps)
-        return normed, (*streams, y)
-
-    def _write(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        streams, prepared = state[: self.fill + 1], state[self.fill + 1 :]
-        norm, gate = self.norms[k + 1], self._gate(k, streams)
-        if prepared:
-            return decode.gate_prepared(gate, prepared[0], y, norm.weight, eps=norm.eps)
-        return decode.gate_norm(
-            streams, y, gate.query, gate.bias, gate.pool_query, norm.weight, competitive=self.competitive, eps=norm.eps
-        )
-
-    def _ahead(self, k: int, streams: State) -> State:
-        """What the junction after sublayer k needs of the streams alone, if preparing it pays."""
-        written = self.fill <= k < len(self.pools)
-        pays = len(streams[0]) <= FEW and as_vectors(streams)
-        return (decode.prepare_gates(self._gate(k, streams)),) if written and pays else ()
-
-    def _gate(self, k: int, streams: State) -> Gate:
-        query, bias = self.gates[k - self.fill]
-        return Gate(streams, query, bias, self.pools[k], self.competitive)
+        if k < self.fill:
+            normed, *_ = decode.read_sources(state, y, None, self.filling[k], norm.weight, eps=norm.eps)
+            return normed, (*state, y)
+        gate, pool = self.gates[k - self.fill], self.pools[k]
+        return decode.gate_norm(state, y, *gate, pool, norm.weight, competitive=self.competitive, eps=norm.eps)
 
     @property
     def junctions(self) -> Junctions:

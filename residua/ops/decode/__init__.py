@@ -7,7 +7,6 @@ from torch import Tensor
 from residua.ops._runtime import fused
 from residua.ops._runtime.backend import Operator
 from residua.ops.decode import autograd, launch, reference
-from residua.ops.decode.reference import Gate
 from residua.ops.mix_projection.reference import Mixing
 
 MOST_STREAMS = 16
@@ -21,8 +20,6 @@ gate_norm = Operator(reference.gate_norm)
 enter_cache = Operator(reference.enter_cache)
 decode_attention = Operator(reference.decode_attention)
 activate = Operator(reference.activate)
-prepare_gates = Operator(reference.prepare_gates)
-gate_prepared = Operator(reference.gate_prepared)
 
 
 def _rows(*tensors: Tensor) -> bool:
@@ -67,16 +64,6 @@ def _serves_activation(x: Tensor, kind: str) -> bool:
     return fused.serves(x)
 
 
-def _serves_preparation(gate: Gate) -> bool:
-    """Streams must be contiguous: a copy would have to be kept until the kernel on the side stream has read it."""
-    dense = all(s.is_contiguous() for s in gate.streams)
-    return dense and launch.as_vectors(gate.streams) and _rows(*gate.streams)
-
-
-def _serves_prepared(gate: Gate, prepared: Tensor, y: Tensor, *_: Any, **__: Any) -> bool:
-    return _serves_preparation(gate) and _rows(y, *gate.streams) and fused.serves(prepared)
-
-
 if fused.INSTALLED:
     add_norm.register_fused(autograd.add_norm, _serves_add)
     read_sources.register_fused(autograd.read_sources, _serves_sources)
@@ -85,8 +72,6 @@ if fused.INSTALLED:
     enter_cache.register_fused(autograd.enter_cache, _serves_entry)
     decode_attention.register_fused(autograd.decode_attention, _serves_attention)
     activate.register_fused(autograd.activate, _serves_activation)
-    prepare_gates.register_fused(autograd.prepare_gates, _serves_preparation)
-    gate_prepared.register_fused(autograd.gate_prepared, _serves_prepared)
 
 __all__ = [
     "activate",
@@ -94,8 +79,6 @@ __all__ = [
     "decode_attention",
     "enter_cache",
     "gate_norm",
-    "gate_prepared",
-    "prepare_gates",
     "read_partial",
     "read_sources",
 ]

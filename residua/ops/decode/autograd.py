@@ -8,7 +8,6 @@ from torch import Tensor
 
 from residua.ops._runtime.library import operator
 from residua.ops.decode import launch
-from residua.ops.decode.reference import Gate
 from residua.ops.mix_projection.reference import Mixing
 
 _add_norm = operator(
@@ -33,18 +32,6 @@ _gate_norm = operator(
     " bool competitive, float eps) -> (Tensor, Tensor)",
     launch.gate_norm,
     launch.gate_norm_outputs,
-)
-_prepare_gates = operator(
-    "prepare_gates(Tensor[] streams, Tensor gate_query, Tensor gate_bias, Tensor pool_query, bool competitive)"
-    " -> Tensor",
-    launch.prepare_gates,
-    launch.prepare_gates_output,
-)
-_gate_prepared = operator(
-    "gate_prepared(Tensor[] streams, Tensor y, Tensor prepared, Tensor pool_query, Tensor weight, float eps)"
-    " -> (Tensor, Tensor)",
-    launch.gate_prepared,
-    launch.gate_prepared_outputs,
 )
 _enter_cache = operator(
     "enter_cache(Tensor projected, SymInt heads, Tensor[] gains, Tensor cos, Tensor sin, Tensor(a!) keys,"
@@ -104,21 +91,6 @@ def gate_norm(
     """The fused twin of `reference.gate_norm`."""
     queries = (gate_query, gate_bias, pool_query)
     normed, after = _gate_norm([s.contiguous() for s in streams], y.contiguous(), *queries, weight, competitive, eps)
-    return normed, after.unbind()
-
-
-def prepare_gates(gate: Gate) -> Tensor:
-    """The fused twin of `reference.prepare_gates`. In a capture it runs concurrently with the kernels that follow, up
-    to `gate_prepared`."""
-    prepared: Tensor = _prepare_gates(list(gate.streams), *gate[1:])
-    return prepared
-
-
-def gate_prepared(
-    gate: Gate, prepared: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The fused twin of `reference.gate_prepared`."""
-    normed, after = _gate_prepared(list(gate.streams), y.contiguous(), prepared, gate.pool_query, weight, eps)
     return normed, after.unbind()
 
 

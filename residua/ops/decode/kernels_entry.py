@@ -142,7 +142,7 @@ def _ready(ready_ptr, J, N: tl.constexpr):
 
 @triton.jit
 def _pooled(beta, s2, products, sums, J, key_eps, per_root, C: tl.constexpr, N: tl.constexpr):
-    """a as `_pool_weights` computes it. While the streams fill, those after number J are empty."""
+    """a = softmax_i(w2 · RMS(s'_i)/√C). While the streams fill, those after number J are empty."""
     z = ()
     for i in tl.static_range(N):
         own = _pool_score(i, beta, s2, products, sums, key_eps, per_root, C, N)

@@ -1,7 +1,7 @@
-"""Triton kernels of a gated junction in two parts: n streams as vectors [C], and their dot products as scalars.
+"""A gated junction of whole layers in two parts: n streams as vectors [C], and their dot products as scalars.
 
-Before the sublayer's output f is known, `prepare_gates_kernel` computes what depends on the streams alone: β_i, w2·s_i
-and s_i·s_j. `gate_prepared_kernel` does the rest. Equations and letters are those of `multi_gate`.
+Before the sublayer's output f is known, `_prepared` computes what depends on the streams alone: β_i, w2·s_i and
+s_i·s_j. The rest follows from s_i·f, ‖f‖² and w2·f. Equations and letters are those of `multi_gate`.
 """
 
 # mypy: ignore-errors
@@ -110,37 +110,6 @@ def _prepared(
 
 
 @triton.jit
-def prepare_gates_kernel(
-    s_ptrs, w1_ptr, bias_ptr, w2_ptr, prepared_ptr, key_eps, per_root,
-    C: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, COMPETITIVE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    live = c < C
-    b_s = _vectors(s_ptrs, row * C + c, live, N)  # N of [BLOCK]
-    b_w2 = _vector(w2_ptr, c, live)  # [BLOCK]
-    beta, s2, products = _prepared(
-        b_s, w1_ptr, bias_ptr, b_w2, c, live, key_eps, per_root, C, N, COMPETITIVE
-    )  # fmt: skip
-    ready_ptr = prepared_ptr + row * (N * (N + 5) // 2)
-    for i in tl.static_range(N):
-        tl.store(ready_ptr + i, beta[i])
-        tl.store(ready_ptr + N + i, s2[i])
-    for i in tl.static_range(N * (N + 1) // 2):
-        tl.store(ready_ptr + 2 * N + i, products[i])
-
-
-@triton.jit
-def _loaded(ready_ptr, N: tl.constexpr):
-    beta, s2, products = (), (), ()
-    for i in tl.static_range(N):
-        beta, s2 = beta + (tl.load(ready_ptr + i),), s2 + (tl.load(ready_ptr + N + i),)
-    for i in tl.static_range(N * (N + 1) // 2):
-        products = products + (tl.load(ready_ptr + 2 * N + i),)
-    return beta, s2, products
-
-
-@triton.jit
 def _pool_score(i: tl.constexpr, beta, s2, products, sums, key_eps, per_root, C: tl.constexpr, N: tl.constexpr):
     """w2 · RMS(s'_i)/√C of s'_i = (1 − β_i) s_i + β_i f; `sums` are s_i·f, ‖f‖², w2·f."""
     keep = 1 - beta[i]
@@ -166,15 +135,6 @@ def _softmax(z, N: tl.constexpr):
 
 
 @triton.jit
-def _pool_weights(beta, s2, products, sums, key_eps, per_root, C: tl.constexpr, N: tl.constexpr):
-    """a = softmax_i(w2 · RMS(s'_i)/√C)."""
-    z = ()
-    for i in tl.static_range(N):
-        z = z + (_pool_score(i, beta, s2, products, sums, key_eps, per_root, C, N),)
-    return _softmax(z, N)
-
-
-@triton.jit
 def _squared_norm(a, beta, products, sums, N: tl.constexpr):
     """‖h‖² = Σ_ij c_i c_j s_i·s_j + 2d Σ c_i s_i·f + d² ‖f‖² with c_i = a_i (1 − β_i), d = Σ a_i β_i.
 
@@ -193,40 +153,3 @@ def _squared_norm(a, beta, products, sums, N: tl.constexpr):
             across += a[j] * (1 - beta[j]) * products[N + i * (2 * N - i - 1) // 2 + j - i - 1]
         mixed += kept * across
     return parts + 2 * mixed, parts
-
-
-@triton.jit(do_not_specialize=["rows"])
-def gate_prepared_kernel(
-    s_ptrs, f_ptr, prepared_ptr, w2_ptr, weight_ptr, normed_ptr, after_ptr, rows, eps, key_eps, per_root,
-    C: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """s'_i and weight ⊙ RMS(h), from the scalars in `prepared`."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
-    live = c < C
-    at = row * C + c
-    b_s = _vectors(s_ptrs, at, live, N)  # N of [BLOCK]
-    b_w2, b_w = _vector(w2_ptr, c, live), _vector(weight_ptr, c, live)
-    b_f = _vector(f_ptr, at, live)  # [BLOCK]
-    beta, s2, products = _loaded(prepared_ptr + row * (N * (N + 5) // 2), N)
-    # the N + 2 sums with f: s_i·f, ‖f‖², w2·f
-    by_f = ()
-    for i in tl.static_range(N):
-        by_f = by_f + (b_s[i] * b_f,)
-    sums = _sums_by_6(by_f + (b_f * b_f, b_f * b_w2), N + 2)
-    # a, and ‖h‖² from dot products
-    a = _pool_weights(beta, s2, products, sums, key_eps, per_root, C, N)
-    hh, parts = _squared_norm(a, beta, products, sums, N)
-
-    # s'_i = s_i + β_i (f − s_i), h = Σ a_i s'_i
-    b_h = b_f * 0
-    for i in tl.static_range(N):
-        b_written = b_s[i] + beta[i] * (b_f - b_s[i])
-        b_h += a[i] * b_written
-        to_ptr = after_ptr + i * (rows * C).to(tl.int64) + at
-        tl.store(to_ptr, b_written.to(after_ptr.dtype.element_ty), mask=live)
-    # ‖h‖² once more where it cancelled; then weight ⊙ RMS(h)
-    if hh < parts * CANCELLED:
-        hh = tl.sum(b_h * b_h, 0)
-    rstd = tl.rsqrt(hh / C + eps)
-    tl.store(normed_ptr + at, (b_h * rstd * b_w).to(normed_ptr.dtype.element_ty), mask=live)

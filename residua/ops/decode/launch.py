@@ -11,7 +11,6 @@ from torch import Tensor
 
 from residua.ops._runtime import fused
 from residua.ops._runtime.launch import cdiv, on, power
-from residua.ops.decode import overlap
 from residua.ops.decode.reference import GATED, KEY_EPS
 
 MOST_SOURCES = 128
@@ -20,28 +19,18 @@ FEW_SOURCES = 32
 TILE = 8
 MOST_SPLITS = 16
 STEP = 1024
-MOST_VALUES = 8192
-"""Values of all streams of a row, each padded to a power of two, that a program holds as vectors."""
-MOST_VECTORS = 8
 
 
 class _Kernels(NamedTuple):
     junctions: Any
-    gates: Any
     sublayers: Any
 
 
 @cache
 def _kernels() -> _Kernels:
-    from residua.ops.decode import kernels, kernels_gates, kernels_sublayer
+    from residua.ops.decode import kernels, kernels_sublayer
 
-    return _Kernels(kernels, kernels_gates, kernels_sublayer)
-
-
-def as_vectors(streams: Sequence[Tensor]) -> bool:
-    """Whether a program can hold these streams as vectors, as a junction in two parts does; a whole one has a tile."""
-    n = len(streams)
-    return n <= MOST_VECTORS and n * power(streams[0].shape[-1]) <= MOST_VALUES
+    return _Kernels(kernels, kernels_sublayer)
 
 
 def _aligned(tensors: Sequence[Tensor]) -> bool:
@@ -148,49 +137,6 @@ def _padded(streams: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Tiles have a power of two rows, and at least two."""
     n = len(streams)
     return (*streams, *[streams[0]] * (max(2, power(n)) - n))
-
-
-def prepare_gates_output(
-    streams: Sequence[Tensor], gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, competitive: bool
-) -> Tensor:
-    n = len(streams)
-    return streams[0].new_empty(len(streams[0]), n * (n + 5) // 2, dtype=torch.float32)
-
-
-def prepare_gates(
-    streams: Sequence[Tensor], gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, competitive: bool
-) -> Tensor:
-    """In a capture, runs on a side stream until `gate_prepared`."""
-    prepared = prepare_gates_output(streams, gate_query, gate_bias, pool_query, competitive)
-    rows, width = streams[0].shape
-    if rows:
-        with on(prepared), overlap.beside(prepared):
-            _kernels().gates.prepare_gates_kernel[(rows,)](
-                tuple(streams), gate_query, gate_bias, pool_query, prepared, KEY_EPS, width**-0.5,
-                N=len(streams), COMPETITIVE=competitive, **_row_settings(width),
-            )  # fmt: skip
-    return prepared
-
-
-def gate_prepared_outputs(
-    streams: Sequence[Tensor], y: Tensor, prepared: Tensor, pool_query: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y), y.new_empty(len(streams), *y.shape)
-
-
-def gate_prepared(
-    streams: Sequence[Tensor], y: Tensor, prepared: Tensor, pool_query: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    normed, after = gate_prepared_outputs(streams, y, prepared, pool_query, weight, eps)
-    rows, width = y.shape
-    overlap.join(y)
-    if rows:
-        with on(y):
-            _kernels().gates.gate_prepared_kernel[(rows,)](
-                tuple(streams), y, prepared, pool_query, weight, normed, after, rows, eps, KEY_EPS, width**-0.5,
-                N=len(streams), **_row_settings(width, least=4),
-            )  # fmt: skip
-    return normed, after
 
 
 def enter_cache_output(

@@ -7,7 +7,6 @@ fused. Rows are [M, C]; equations are those of `depth_attention` and `multi_gate
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.nn.functional import gelu, relu, silu
 
 from residua.ops._runtime.numeric import rms, wide
 from residua.ops.mix_projection.reference import Mixing
-from residua.ops.multi_gate.reference import gates, multi_gate, pool
+from residua.ops.multi_gate.reference import multi_gate
 from residua.ops.norm_rotate.reference import rotate
 
 KEY_EPS = 1e-6
@@ -27,16 +26,6 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "glu": lambda gate, up: torch.sigmoid(gate) * up,
 }
 GATED = ("swiglu", "glu")
-
-
-class Gate(NamedTuple):
-    """A gated write whose update is not known yet: n streams [M, C] and the weights of `multi_gate`."""
-
-    streams: Sequence[Tensor]
-    query: Tensor
-    bias: Tensor
-    pool_query: Tensor
-    competitive: bool = True
 
 
 def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -107,29 +96,6 @@ def gate_norm(
     """`multi_gate` and the norm after it: weight ⊙ RMS(h) [M, C], and the streams, each [M, C], after the write."""
     together = torch.stack([wide(stream) for stream in streams], 1)
     hidden, after = multi_gate(together, wide(y), gate_query, gate_bias, pool_query, competitive=competitive)
-    return rms(hidden, eps, weight).to(y.dtype), after.to(y.dtype).unbind(1)
-
-
-def prepare_gates(gate: Gate) -> Tensor:
-    """What a gated write and the norm after it need of the streams alone.
-
-    Returns [M, n(n+5)/2]: β_i, w2·s_i, ‖s_i‖², and s_i·s_j of i < j, row by row.
-    """
-    s = torch.stack([wide(stream) for stream in gate.streams], 1)
-    beta = gates(s, gate.query, gate.bias, competitive=gate.competitive)
-    i, j = torch.triu_indices(s.shape[1], s.shape[1], 1, device=s.device)
-    products = s @ s.mT
-    return torch.cat([beta, s @ gate.pool_query.to(s.dtype), products.diagonal(0, 1, 2), products[:, i, j]], 1)
-
-
-def gate_prepared(
-    gate: Gate, prepared: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`gate_norm` with the result of `prepare_gates`, of which only β is used here."""
-    s = torch.stack([wide(stream) for stream in gate.streams], 1)
-    beta = prepared[:, : s.shape[1], None].to(s.dtype)
-    after = s + beta * (wide(y)[:, None] - s)
-    hidden = pool(after, gate.pool_query)
     return rms(hidden, eps, weight).to(y.dtype), after.to(y.dtype).unbind(1)
 
 
