@@ -164,7 +164,7 @@ def decode(
     residua bench decode mgr-s-prenorm --engine eager --engine graph --engine compile
     """
     from residua.bench import show
-    from residua.bench.decode import bench_decode, decode_report, print_decode
+    from residua.bench.inference import bench_decode, inference_report, print_decode
     from residua.bench.step import read_models
     from residua.bench.timing import measure_ceilings
     from residua.generate.engine import resolve_engine
@@ -186,7 +186,7 @@ def decode(
     show.print_ceilings(console, environment, ceilings)
     print_decode(console, results, ceilings)
     settings = {"filled": filled, "rounds": rounds, "cases": compare}
-    show.save_report(console, out, decode_report(environment, ceilings, settings, results))
+    show.save_report(console, out, inference_report(environment, ceilings, settings, results))
 
 
 @app.command()
@@ -218,7 +218,7 @@ def prefill(
     residua bench prefill mgr-s-prenorm --compare prenorm,mgr --engine eager --engine auto --no-peers
     """
     from residua.bench import show
-    from residua.bench.prefill import bench_prefill, prefill_report, print_prefill
+    from residua.bench.inference import bench_prefill, inference_report, print_prefill
     from residua.bench.step import read_models
     from residua.bench.timing import measure_ceilings
     from residua.generate.engine import resolve_engine
@@ -241,7 +241,7 @@ def prefill(
     show.print_ceilings(console, environment, ceilings)
     print_prefill(console, results)
     settings = {"rounds": rounds, "cases": compare}
-    show.save_report(console, out, prefill_report(environment, ceilings, settings, results))
+    show.save_report(console, out, inference_report(environment, ceilings, settings, results))
 
 
 @app.command(name="ops")

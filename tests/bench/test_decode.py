@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from residua.bench.decode import STEPS, bench_decode
+from residua.bench.inference import STEPS, bench_decode
 from residua.bench.show import BenchProgress
 from residua.bench.step import read_cases
 from residua.cli.bench import app

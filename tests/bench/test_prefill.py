@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from residua.bench.prefill import bench_prefill, prefill_flops
+from residua.bench.inference import bench_prefill, prefill_flops
 from residua.bench.step import read_cases
 from residua.cli.bench import app
 from residua.config.run import RunConfig

@@ -74,12 +74,12 @@ def test_the_harness_generates_folded(
 
 
 def test_the_decoding_benchmark_folds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from residua.bench import decode
+    from residua.bench import inference
     from residua.cli.bench import app
 
     models: list[nn.Module] = []
-    make = decode.build_step
-    monkeypatch.setattr(decode, "build_step", lambda model, *rest: (models.append(model), make(model, *rest))[1])
+    make = inference.build_step
+    monkeypatch.setattr(inference, "build_step", lambda model, *rest: (models.append(model), make(model, *rest))[1])
     settings = ["--compare", "base", "--batch", "1", "--filled", "4", "--rounds", "1", "--device", "cpu"]
     done = CliRunner().invoke(app, ["decode", str(run / "config.toml"), *settings])
     assert done.exit_code == 0, done.output
