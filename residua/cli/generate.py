@@ -114,7 +114,7 @@ def _continue(generator: Generator, request: Request, prompts: list[str]) -> Non
 
 
 def _chat(generator: Generator, request: Request) -> None:
-    from residua.generate.chat import Conversation
+    from residua.generate.text import Conversation
     from residua.report.plain import printable
 
     conversation = Conversation(generator, request)

@@ -1,14 +1,22 @@
-"""Decode tokens as they arrive: only whole characters, and never part of a stop string."""
+"""Text of a generator: decoded as tokens arrive, and a conversation with a base model in plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from residua.errors import UserError
+
+if TYPE_CHECKING:
+    from residua.generate.generator import Completion, Generator, Request, Show, Speed
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+PERSON, MODEL = "User:", "Model:"
 
 
 class TextStream:
-    """Decodes a growing list of tokens piece by piece.
+    """Decodes a growing list of tokens piece by piece: only whole characters, and never part of a stop string.
 
     Text that was shown is final. A character whose bytes span several tokens waits for the last of them, and text that
     may be the beginning of a stop string waits until that is decided. `text` ends before the stop string that begins
@@ -59,3 +67,32 @@ class TextStream:
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         tails = range(min(longest, len(self.text) - self._shown), 0, -1)
         return next((n for n in tails if any(stop.startswith(self.text[-n:]) for stop in self._stop)), 0)
+
+
+class Conversation:
+    """Alternating turns `User: …` and `Model: …`; the oldest are dropped when the context is full."""
+
+    def __init__(self, generator: Generator, request: Request) -> None:
+        self.generator = generator
+        self.request = replace(request, stop=(*request.stop, f"\n{PERSON}"))
+        self.turns: list[str] = []
+
+    def say(self, line: str, show: Show | None = None) -> tuple[list[Completion], Speed]:
+        """Add the user's next line and the model's answer to the conversation."""
+        self.turns.append(f"{PERSON} {line}\n{MODEL}")
+        try:
+            done, speed = self.generator([self._prompt()], self.request, show)
+        except UserError:
+            self.turns.pop()  # refused: the conversation stays as it was
+            raise
+        self.turns[-1] += f"{done[0].text}\n"
+        return done, speed
+
+    def _prompt(self) -> str:
+        """The last turns, as many as leave room for an answer, and always the newest."""
+        room = max(1, self.generator.model.config.context - self.request.tokens)
+        for first in range(len(self.turns)):
+            prompt = "".join(self.turns[first:])
+            if len(self.generator.encode(prompt)) <= room:
+                return prompt
+        return self.turns[-1]

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,85 +25,75 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_run(tmp_path_factory.mktemp("generate"))
 
 
-def test_a_prompt_is_continued_as_a_stream_and_the_speed_is_told(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert residua(monkeypatch, "generate", run, "--prompt", "depth is", "--tokens", 9, "--temperature", 0) == 0
-    printed = capsys.readouterr()
+Generate = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def generate(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Generate:
+    """`residua generate` of the run, or of another folder: the status, and what it printed."""
+    return lambda *arguments, folder=run: (residua(monkeypatch, "generate", folder, *arguments), *capsys.readouterr())
+
+
+def test_prompt_is_continued_as_a_stream_and_the_speed_is_told(run: Path, generate: Generate) -> None:
+    status, out, err = generate("--prompt", "depth is", "--tokens", 9, "--temperature", 0)
     text = Generator(*open_model(run))(["depth is"], Request(9))[0][0].text
-    assert printed.out == f"depth is{text}\n"
+    assert (status, out) == (0, f"depth is{text}\n")
     size = sum(p.numel() * 4 for p in library.load(run).parameters()) / 1e9
     assert re.fullmatch(
         r"\[9 tokens \(length\), [\d,.]+ tokens/s, [\d,.]+ GB/s of "
         + re.escape(f"{size:.3g}")
         + r" GB of weights; prompt: 8 tokens in [\d.]+ s\]\n",
-        printed.err,
+        err,
     )
 
 
-def test_a_single_token_has_no_speed(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert residua(monkeypatch, "generate", run, "--prompt", "depth is", "--tokens", 1) == 0
-    assert re.fullmatch(r"\[1 token \(\w+\); prompt: 8 tokens in [\d.]+ s\]\n", capsys.readouterr().err)
+def test_single_token_has_no_speed(generate: Generate) -> None:
+    status, _, err = generate("--prompt", "depth is", "--tokens", 1)
+    assert status == 0 and re.fullmatch(r"\[1 token \(\w+\); prompt: 8 tokens in [\d.]+ s\]\n", err)
 
 
-def test_the_end_of_the_context_is_told(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_end_of_the_context_is_told(generate: Generate) -> None:
     """The model's context is 32 tokens, so the longer prompt can have 3 more."""
-    prompts = ("--prompt", "x" * 29, "--prompt", "x")
-    assert residua(monkeypatch, "generate", run, *prompts, "--tokens", 9, "--temperature", 0) == 0
-    assert "[12 tokens (end of the model's context, length), " in capsys.readouterr().err
+    status, _, err = generate("--prompt", "x" * 29, "--prompt", "x", "--tokens", 9, "--temperature", 0)
+    assert status == 0 and "[12 tokens (end of the model's context, length), " in err
 
 
-def test_a_text_ends_at_every_id_that_the_models_settings_name(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_ends_at_every_id_that_the_models_settings_name(run: Path, tmp_path: Path, generate: Generate) -> None:
     """A run that came from an import has them in source/."""
     copied = shutil.copytree(run, tmp_path / "run")
     (copied / "source").mkdir()
     ids = list(range(library.load(run).config.vocab_size))
     (copied / "source" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-    assert residua(monkeypatch, "generate", copied, "--prompt", "depth is", "--tokens", 9) == 0
-    printed = capsys.readouterr()
-    assert printed.out == "depth is\n" and printed.err.startswith("[0 tokens (end)")
+    status, out, err = generate("--prompt", "depth is", "--tokens", 9, folder=copied)
+    assert (status, out) == (0, "depth is\n") and err.startswith("[0 tokens (end)")
 
 
-def test_the_documentation_works_as_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documentation_works_as_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(code.replace("runs/tiny", str(run)), {})
     assert " length " in capsys.readouterr().out
 
 
-def test_prompts_of_a_file_go_in_one_batch(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_of_a_file_go_in_one_batch(run: Path, tmp_path: Path, generate: Generate) -> None:
     (tmp_path / "prompts.txt").write_text("depth is\n\nhow\n")
     settings = ("--tokens", 6, "--top-k", 5, "--top-p", 0.9, "--seed", 4)
-    assert residua(monkeypatch, "generate", run, "--file", tmp_path / "prompts.txt", *settings) == 0
-    sampling = Sampling(0.8, 5, 0.9, 4)
-    done, _ = Generator(*open_model(run))(["depth is", "how"], Request(6, sampling))
+    status, out, _ = generate("--file", tmp_path / "prompts.txt", *settings)
+    done, _ = Generator(*open_model(run))(["depth is", "how"], Request(6, Sampling(0.8, 5, 0.9, 4)))
     expected = "".join(f"--- {p}\n{c.text}\n" for p, c in zip(["depth is", "how"], done, strict=True))
-    assert capsys.readouterr().out == re.sub(r"[^\x20-\x7e\n\t�]", "�", expected)
+    assert (status, out) == (0, re.sub(r"[^\x20-\x7e\n\t�]", "�", expected))
 
 
-def test_a_conversation_goes_on_until_an_empty_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("first", ["how far", "x" * 40])
+def test_conversation_goes_on_until_an_empty_line(
+    first: str, generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("how far\nis it\n\n"))
-    assert residua(monkeypatch, "generate", run, "--chat", "--tokens", 4) == 0
-    assert capsys.readouterr().out.count("Model:") == 2
-
-
-def test_a_line_too_long_is_refused_and_the_conversation_goes_on(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'x' * 40}\nis it\n\n"))
-    assert residua(monkeypatch, "generate", run, "--chat", "--tokens", 4) == 0
-    told = capsys.readouterr().err
-    assert told.count("the model's context is 32") == 1 and told.count("tokens/s") == 1
+    """Also after a line that is too long, which is refused."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{first}\nis it\n\n"))
+    status, out, err = generate("--chat", "--tokens", 4)
+    assert (status, out.count("Model:")) == (0, 2)
+    if len(first) == 40:
+        assert (err.count("the model's context is 32"), err.count("tokens/s")) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -128,28 +119,23 @@ def test_a_line_too_long_is_refused_and_the_conversation_goes_on(
         (("--prompt", "a", "--stop", ""), "a stop string is empty: it would stop before the first token."),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    run: Path,
-    arguments: tuple[str, ...],
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert residua(monkeypatch, "generate", run, *arguments) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("", f"residua: {sentence}\n")
+def test_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str, generate: Generate) -> None:
+    assert generate(*arguments) == (2, "", f"residua: {sentence}\n")
 
 
-@pytest.mark.parametrize("broken", ["nowhere", "empty", "without tokenizer"])
-def test_a_folder_that_holds_no_model_is_refused(
-    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("nowhere", "is not a folder"),
+        ("empty", "holds no model"),
+        ("without tokenizer", "has no tokenizer"),
+    ],
+)
+def test_folder_that_holds_no_model_is_refused(broken: str, words: str, tmp_path: Path, generate: Generate) -> None:
     folder = tmp_path / "model"
     if broken != "nowhere":
         folder.mkdir()
     if broken == "without tokenizer":
         (folder / "config.toml").write_text("")
-    assert residua(monkeypatch, "generate", folder, "--prompt", "a") == 2
-    words = {"nowhere": "is not a folder", "empty": "holds no model", "without tokenizer": "has no tokenizer"}
-    message = capsys.readouterr().err
-    assert message.startswith(f"residua: {folder} {words[broken]}: ") and message.count("\n") == 1
+    status, _, err = generate("--prompt", "a", folder=folder)
+    assert status == 2 and err.startswith(f"residua: {folder} {words}: ") and err.count("\n") == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,9 @@ import torch
 import residua
 from residua.data.tokenizer import Tokenizer
 from residua.generate import generator
-from residua.generate.chat import Conversation
 from residua.generate.generator import Completion, Generator, Request, weight_bytes
 from residua.generate.sample import Sampler, Sampling, candidates
-from residua.generate.text import TextStream
+from residua.generate.text import Conversation, TextStream
 from residua.model.decoder import Decoder
 from residua.model.fold import fold_mixing
 from residua.model.moe import MoE
@@ -33,7 +34,7 @@ def model(context: int = 64, **tables: object) -> Decoder:
     return residua.build(small(vocab_size=260, context=context, **tables))
 
 
-def continued(prompts: list[str], request: Request, **settings: object) -> list[Completion]:
+def continued(prompts: Sequence[Any], request: Request, **settings: object) -> list[Completion]:
     return Generator(model(), TOKENIZER, **settings)(prompts, request)[0]  # type: ignore[arg-type]
 
 
@@ -110,27 +111,26 @@ def test_a_generator_used_twice_starts_anew() -> None:
     assert generator(["abc"], Request(8))[0] == first
 
 
-def test_generation_ends_at_the_end_of_text_and_at_the_context() -> None:
+@torch.no_grad()
+def saying(token: int, weight: float = 2.0) -> Decoder:
+    """A model for which `token` is likelier than all others, or less likely."""
     built = model(context=16)
-    with torch.no_grad():
-        built.embed.weight.zero_()
-        built.embed.weight[:, 0] = 1.0
-        built.embed.weight[TOKENIZER.end_of_text, 0] = 2.0
-        done, _ = Generator(built, TOKENIZER)(["abc"], Request(9))
-        assert (done[0].reason, done[0].tokens) == ("end", [])
-        built.embed.weight[TOKENIZER.end_of_text, 0] = 0.0
-        done, speed = Generator(built, TOKENIZER)(["abc", "abcdefghij"], Request(9))
+    built.embed.weight.zero_()
+    built.embed.weight[:, 0] = 1.0
+    built.embed.weight[token, 0] = weight
+    return built
+
+
+def test_generation_ends_at_the_end_of_text_and_at_the_context() -> None:
+    done, _ = Generator(saying(TOKENIZER.end_of_text), TOKENIZER)(["abc"], Request(9))
+    assert (done[0].reason, done[0].tokens) == ("end", [])
+    done, speed = Generator(saying(TOKENIZER.end_of_text, 0.0), TOKENIZER)(["abc", "abcdefghij"], Request(9))
     assert [(c.reason, len(c.tokens)) for c in done] == [("length", 9), ("length", 6)]
     assert (speed.new_tokens, speed.prompt_tokens, speed.steps) == (15, 13, 8)
 
 
 def test_generation_ends_at_every_token_that_ends_a_text() -> None:
-    built = model(context=16)
-    with torch.no_grad():
-        built.embed.weight.zero_()
-        built.embed.weight[:, 0] = 1.0
-        built.embed.weight[7, 0] = 2.0
-    reasons = [Generator(built, TOKENIZER, ends=ends)(["abc"], Request(3))[0][0].reason for ends in ((), (5, 7))]
+    reasons = [Generator(saying(7), TOKENIZER, ends=ends)(["abc"], Request(3))[0][0].reason for ends in ((), (5, 7))]
     assert reasons == ["length", "end"]
 
 
@@ -188,63 +188,52 @@ def test_what_streams_is_what_is_returned() -> None:
     assert pieces == {i: completion.text for i, completion in enumerate(done)}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([], "there is no prompt: give the model a text to continue."),
-        ([""], "the prompt is empty: give the model a text to continue."),
-        (["x" * 64], "the prompt has 64 tokens and the model's context is 64: shorten it to 63 or fewer."),
-        ([[3, 260]], "the prompt holds id 260, and the model knows ids below 260: leave it out."),
-        ([[-1]], "the prompt holds id -1, and the model knows ids below 260: leave it out."),
-    ],
-)
-def test_a_prompt_that_cannot_be_continued_is_refused_in_one_sentence(prompts: list[str], message: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        continued(prompts, Request(4))
-    assert str(refused.value) == message
+ATTEMPTS: dict[str, Callable[[Any], object]] = {
+    "prompts": lambda prompts: continued(prompts, Request(4)),
+    "sampling": lambda settings: Sampling(**settings),
+    "engine": lambda name: Generator(model(), TOKENIZER, engine=name),
+}
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("kind", "value", "message"),
     [
-        ({"temperature": -1.0}, "temperature is -1.0: use 0 (greedy) or a positive number."),
-        ({"temperature": float("nan")}, "temperature is nan: use 0 (greedy) or a positive number."),
-        ({"top_k": 0}, "top-k is 0: keep at least 1 token."),
-        ({"top_p": 0.0}, "top-p is 0.0: use a share above 0 and up to 1."),
+        ("prompts", [], "there is no prompt: give the model a text to continue."),
+        ("prompts", [""], "the prompt is empty: give the model a text to continue."),
+        ("prompts", ["x" * 64], "the prompt has 64 tokens and the model's context is 64: shorten it to 63 or fewer."),
+        ("prompts", [[3, 260]], "the prompt holds id 260, and the model knows ids below 260: leave it out."),
+        ("prompts", [[-1]], "the prompt holds id -1, and the model knows ids below 260: leave it out."),
+        ("sampling", {"temperature": -1.0}, "temperature is -1.0: use 0 (greedy) or a positive number."),
+        ("sampling", {"temperature": float("nan")}, "temperature is nan: use 0 (greedy) or a positive number."),
+        ("sampling", {"top_k": 0}, "top-k is 0: keep at least 1 token."),
+        ("sampling", {"top_p": 0.0}, "top-p is 0.0: use a share above 0 and up to 1."),
+        ("engine", "graph", "engine graph replays CUDA graphs and this device is a CPU: use eager or compile."),
+        ("engine", "grpah", "engine grpah does not exist: choose auto, eager, graph or compile."),
     ],
 )
-def test_impossible_sampling_is_refused(settings: dict[str, float], message: str) -> None:
+def test_what_cannot_be_generated_is_refused_in_one_sentence(kind: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError) as refused:
-        Sampling(**settings)  # type: ignore[arg-type]
+        ATTEMPTS[kind](value)
     assert str(refused.value) == message
 
 
-def test_engines_that_a_cpu_does_not_have_are_refused_and_never_replaced() -> None:
-    with pytest.raises(ValueError, match="engine graph replays CUDA graphs and this device is a CPU"):
-        Generator(model(), TOKENIZER, engine="graph")
-    with pytest.raises(ValueError, match="engine grpah does not exist: choose auto, eager, graph or compile"):
-        Generator(model(), TOKENIZER, engine="grpah")
+EXPERTS = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
 
 
-def test_experts_in_a_loop_are_not_captured() -> None:
-    built = model(ffn={"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2})
-    assert Generator(built, TOKENIZER).engine == "eager"
-    with pytest.raises(ValueError, match="engine compile needs all experts in one product"):
-        Generator(built, TOKENIZER, engine="compile")
-
-
-def test_experts_of_another_kind_are_not_captured_either() -> None:
-    """Rounded ones, for instance, compute in fp32 and so one after the other."""
-    built = model(ffn={"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2})
-    for mixture in [module for module in built.modules() if isinstance(module, MoE)]:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_experts_in_a_loop_are_not_captured(replaced: bool) -> None:
+    """Nor are experts of another kind: rounded ones compute in fp32, and so one after the other."""
+    built = model(ffn=EXPERTS)
+    for mixture in [module for module in built.modules() if replaced and isinstance(module, MoE)]:
         mixture.experts = torch.nn.Identity()
+    assert Generator(built, TOKENIZER).engine == "eager"
     with pytest.raises(ValueError, match="engine compile needs all experts in one product"):
         Generator(built, TOKENIZER, engine="compile")
 
 
 @pytest.mark.parametrize(("rows", "visited"), [(1, 2), (2, 4), (5, 4)])
 def test_a_step_reads_no_more_experts_than_its_rows_can_visit(rows: int, visited: int) -> None:
-    built = model(ffn={"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2})
+    built = model(ffn=EXPERTS)
     experts = [p for name, p in built.named_parameters() if ".experts." in name]
     idle = sum(p.numel() * p.element_size() for p in experts) * (4 - visited) // 4
     everything = sum(p.numel() * p.element_size() for p in built.parameters())
