@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -54,6 +55,10 @@ def imports(tree: ast.Module) -> set[str]:
     return found
 
 
+def stores_class(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    return isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+
+
 def find_circle(graph: dict[str, set[str]]) -> list[str] | None:
     try:
         TopologicalSorter(graph).prepare()
@@ -71,6 +76,16 @@ def test_a_planted_circle_is_found() -> None:
     tree = ast.parse("def later():\n    from residua.train.trainer import train\n")
     graph = {name: imports(tree) for name, tree in modules().items()}
     assert find_circle({**graph, "residua.files": imports(tree)}) is not None
+
+
+def test_no_object_is_given_another_class() -> None:
+    """A model for inference is built, not made of another by `__class__ = …`."""
+    stored = ((name, node) for name, tree in modules().items() for node in ast.walk(tree) if stores_class(node))
+    assert [f"{name}:{node.lineno}" for name, node in stored] == []
+
+
+def test_planted_change_of_class_is_found() -> None:
+    assert any(stores_class(node) for node in ast.walk(ast.parse("def f(x):\n    x.y, x.__class__ = 1, int")))
 
 
 def test_no_module_imports_the_package_itself() -> None:

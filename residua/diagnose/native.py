@@ -29,7 +29,7 @@ from residua.diagnose.observe import (
 from residua.model import taps
 from residua.model.body import Body
 from residua.model.decoder import Decoder, Sublayer
-from residua.model.forward import for_sequences
+from residua.model.inference import InferenceDecoder
 from residua.reading import counted
 
 NEAR_ZERO = 1e-3
@@ -78,7 +78,7 @@ class NativeSubject(Subject):
             with ops.backend("reference"):
                 return model.losses(tokens, targets)[0]
         if tokens.is_cuda and not taps.recording():
-            model = for_sequences(model, junctions=False)  # something may be switched off: rewritten every time
+            model = InferenceDecoder(model, junctions=False)  # something may be switched off: rewritten every time
         return model.losses(tokens, targets)[0]
 
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:

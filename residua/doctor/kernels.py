@@ -15,7 +15,7 @@ from residua.doctor.findings import Finding, fix_of, in_words, quiet
 from residua.doctor.helpers import run_beside
 from residua.machine import available_cores, free_memory, python_command
 from residua.model.decoder import build
-from residua.ops import decode
+from residua.ops import inference
 from residua.ops._runtime.backend import Operator, backend
 from residua.ops._runtime.cases import Case, Draw, declared_operators, example_cases
 from residua.report.terminal import Progress
@@ -40,13 +40,14 @@ def decoding(d: Draw) -> Iterator[tuple[str, Operator[..., Any], Case]]:
     """One token per row, without gradients."""
     rows, slots, width, (n, head) = 5, 40, d.sizes.width, (d.sizes.heads, d.sizes.head_dim)
     x = partial(d.x, rows, width)
-    streams, cache = [x() for _ in range(n)], [d.x(rows, slots, n, head) for _ in range(2)]
+    streams, cache = tuple(x() for _ in range(n)), [d.x(rows, slots, n, head) for _ in range(2)]
+    weights = (d.gain(), d.w(n + 1), d.gain(), d.gain())
     calls: dict[str, tuple[Operator[..., Any], tuple[Any, ...]]] = {
-        "add_norm": (decode.add_norm, (x(), x(), d.gain())),
-        "gate_norm": (decode.gate_norm, (streams, x(), d.gain(), d.w(n + 1), d.gain(), d.gain())),
-        "read_sources": (decode.read_sources, (streams, x(), None, d.w(3, width, scale=0.1), d.gain())),
-        "attention": (decode.decode_attention, (d.x(rows, 8, head), *cache, d.below(slots, rows))),
-        "activate": (decode.activate, (x(), "swiglu")),
+        "add_norm": (inference.add_norm, (x(), x(), d.gain())),
+        "gate_norm": (inference.gate_norm, (inference.Streams(streams), x(), *weights)),
+        "read_sources": (inference.read_sources, (streams, x(), None, d.w(3, width, scale=0.1), d.gain())),
+        "attention": (inference.decode_attention, (d.x(rows, 8, head), *cache, d.below(slots, rows))),
+        "activate": (inference.activate, (x(), "swiglu")),
     }
     for name, (operator, args) in calls.items():
         yield f"decode.{name}", operator, Case(args, gradients=False)

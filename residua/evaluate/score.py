@@ -19,7 +19,7 @@ from residua import ops
 from residua.data import Dataset, validation_batches, whole_text
 from residua.data.loader import IGNORED
 from residua.generate.transfer import Arrival, integers, padded, send
-from residua.model.forward import Forward
+from residua.model.inference import Forward
 from residua.ops.linear_cross_entropy import token_likelihoods
 from residua.storage.tensors import overflowed
 

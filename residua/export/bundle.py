@@ -47,8 +47,7 @@ STAYING = (
     "residua.model.edges",
     "residua.model.init_fidelity",
     "residua.model.topology.facts",
-    "residua.model.topology.fused",
-    "residua.model.topology.normed",
+    "residua.model.topology.inference",
 )
 """What a model's parts need only to answer `residua quantize`, `diagnose`, `bench` and `generate`."""
 TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.", "residua.errors")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.errors import UserError
-from residua.generate.fused_decoder import fuse
 from residua.generate.whole_step import whole_step
+from residua.model.inference import InferenceDecoder
 from residua.model.moe import Experts, mixtures
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def resolve_engine(name: str, device: torch.device, among: Sequence[str] = ENGIN
 def engine_for(model: Decoder, name: str) -> str:
     """`resolve_engine` for a model: experts that run in a loop need the host in every step, so they need `eager`."""
     engine = resolve_engine(name, model.embed.weight.device)
-    if engine == "eager" or not _loops_over_experts(model):
+    if engine == "eager" or all(_in_one_product(m.experts, model.embed.weight) for m in mixtures(model)):
         return engine
     if name == "auto":
         return "eager"
@@ -54,10 +54,6 @@ def engine_for(model: Decoder, name: str) -> str:
         f"engine {name} needs all experts in one product, which takes a GPU with Triton and widths that are multiples "
         "of 8: use eager."
     )
-
-
-def _loops_over_experts(model: Decoder) -> bool:
-    return not all(_in_one_product(m.experts, model.embed.weight) for m in mixtures(model))
 
 
 def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
@@ -79,7 +75,7 @@ def launched_step(model: Decoder, cache: Cache, engine: str) -> Step:
     assert cache.static or engine == "eager"
     if engine == "graph" and (whole := whole_step(model, cache)) is not None:
         return whole
-    stepped = model if engine == "eager" else fuse(model, cache.capacity)
+    stepped = model if engine == "eager" else InferenceDecoder(model, cache.capacity)
 
     def step(tokens: Tensor) -> Tensor:
         return stepped.logits(stepped.hidden(tokens[:, None], cache=cache)[:, -1])

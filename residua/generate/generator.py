@@ -15,7 +15,7 @@ from residua.generate.engine import Step, build_step, engine_for
 from residua.generate.sample import Sampler, Sampling
 from residua.generate.text import TextStream
 from residua.generate.transfer import Arrival, integers, padded, send
-from residua.model.forward import Forward
+from residua.model.inference import Forward
 from residua.model.moe import MoE, mixtures
 from residua.reading import counted
 from residua.report.terminal import Progress

@@ -1,4 +1,4 @@
-"""A decoding step whose layers are one launch (`ops/decode/kernels_layers.py`), for what it serves."""
+"""A decoding step whose layers are one launch (`ops/whole_layers`), for what it serves: docs/whole-layers.md."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from residua.generate.fused_decoder import fused_topology
 from residua.model.anchors import Write
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import KeyValueCache
 from residua.model.decoder import Decoder, Embedding, Sublayer
 from residua.model.ffn import FeedForward
+from residua.model.inference import inference_topology
 from residua.model.norm import RMSNorm
 from residua.model.projection import is_plain, is_watched
-from residua.ops.decode import launch_layers
-from residua.ops.decode.launch_layers import Junctions, Layer, Layers, Shape, Vectors
+from residua.ops.whole_layers import launch
+from residua.ops.whole_layers.launch import Junctions, Layer, Layers, Shape, Vectors
 
 if TYPE_CHECKING:
     from residua.model.cache import Cache
@@ -49,31 +49,32 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
         return None
     if not (all(map(_serves_attention, bodies[::2])) and all(map(_serves_ffn, bodies[1::2]))):
         return None
-    norms = [*(s.norm for s in sublayers), model.norm]
-    junctions: Junctions | None = getattr(fused_topology(model.topology, norms), "junctions", None)
-    if junctions is None:
+    topology = inference_topology(model)
+    if topology is None or topology.whole_layers is None:
         return None
+    norms, junctions = topology.norms, topology.whole_layers
     attentions, ffns = cast("list[SoftmaxAttention]", bodies[::2]), cast("list[FeedForward]", bodies[1::2])
     if not _mixed_with_first(attentions) and not all(attention.mix.plain for attention in attentions):
         return None
     pairs = list(zip(attentions, ffns, strict=True))
-    plain = cast("list[RMSNorm]", norms)
-    shapes = {_shape(*pair, junctions, norm.eps) for pair in pairs for norm in plain}
+    shapes = {_shape(*pair, junctions, norm.eps) for pair in pairs for norm in norms}
     layers = [_layer(*pair, cast(KeyValueCache, part)) for pair, part in zip(pairs, cache.sublayers[::2], strict=True)]
     alike = len(shapes) == 1 and len({(a.qk_norm.gains is None, a.table.start) for a in attentions}) == 1
     if not alike or model.embed.weight.dtype != layers[0].keys.dtype:
         return None
     shape = shapes.pop()
-    if not launch_layers.serves(shape, layers):
+    if not launch.serves(shape, layers):
         return None
     every = torch.zeros(1, cache.capacity, dtype=torch.int64, device=model.embed.weight.device)
     table = cast("tuple[Tensor, ...]", model._rotary(every))[attentions[0].table]
-    return Layers(shape, layers, _vectors(plain, junctions, attentions, table))
+    return Layers(shape, layers, _vectors(norms, junctions, attentions, table))
 
 
 def _serves_attention(body: nn.Module) -> bool:
     """Softmax attention to the whole cache, with neither gate nor sink nor bias."""
-    return getattr(body, "bare_heads", False) and is_plain(body.project) and is_plain(body.out)  # type: ignore[arg-type]
+    if not isinstance(body, SoftmaxAttention) or not body.bare_heads:
+        return False
+    return is_plain(body.project) and is_plain(body.out)
 
 
 def _mixed_with_first(attentions: Sequence[SoftmaxAttention]) -> bool:
@@ -84,8 +85,9 @@ def _mixed_with_first(attentions: Sequence[SoftmaxAttention]) -> bool:
 
 def _serves_ffn(body: nn.Module) -> bool:
     """A dense feed-forward without bias, of a kind that kernels compute."""
-    activation = getattr(body, "activation", None)
-    return activation is not None and is_plain(body.entry) and is_plain(body.out)  # type: ignore[arg-type]
+    if not isinstance(body, FeedForward) or body.activation is None:
+        return False
+    return is_plain(body.entry) and is_plain(body.out)
 
 
 def _shape(attention: SoftmaxAttention, ffn: FeedForward, junctions: Junctions, eps: float) -> Shape:

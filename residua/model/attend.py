@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from residua.ops._runtime.numeric import wide
-from residua.ops.decode import decode_attention
+from residua.ops.inference import decode_attention
 
 if TYPE_CHECKING:
     from residua.model.cache import Now

@@ -23,7 +23,7 @@ from residua.model.norm import DyT
 from residua.model.projection import BiasedProjection, Projection, projection
 from residua.model.rope import GROWING
 from residua.model.taps import tap
-from residua.ops.decode.reference import KEY_EPS
+from residua.ops.inference.reference import KEY_EPS
 
 
 def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:

@@ -15,7 +15,7 @@ from residua.model.body import Body
 from residua.model.context import Anchors, Context
 from residua.model.edges import Edge, divide_rows, divide_square
 from residua.model.projection import BiasedProjection, Projection, is_plain, projection
-from residua.ops.decode.reference import ACTIVATIONS
+from residua.ops.inference.reference import ACTIVATIONS
 
 
 def relu2(x: Tensor) -> Tensor:

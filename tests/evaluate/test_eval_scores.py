@@ -22,7 +22,7 @@ from residua.evaluate.tasks import EXOFORMER, open_tasks, read_task
 from residua.generate.generator import Generator, Request
 from residua.generate.transfer import Arrival
 from residua.model.decoder import Decoder
-from residua.model.forward import Forward
+from residua.model.inference import Forward
 from tests.model.small import small
 
 pytestmark = pytest.mark.slow

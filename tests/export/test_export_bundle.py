@@ -67,7 +67,7 @@ def test_folder_holds_only_its_models_topology_and_mixers(bundles):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_only_tools_ask_a_model_for_is_left_out(bundles, name):
-    tools = {"topology_facts", "topology_ablation", "topology_fused", "edges"}
+    tools = {"topology_facts", "topology_ablation", "topology_inference", "edges"}
     assert not {f"residua_{tool}.py" for tool in tools} & bundles[name].keys()
     assert "torch._subclasses" not in "".join(bundles[name].values())
 

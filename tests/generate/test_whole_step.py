@@ -14,25 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from residua import ops
-from residua.data.tokenizer import Tokenizer
 from residua.generate.engine import launched_step
-from residua.generate.fused_decoder import fuse
-from residua.generate.generator import Generator, Request, prefill
+from residua.generate.generator import Request, prefill
 from residua.generate.whole_step import build_layers, whole_step
 from residua.model.cache import Cache
 from residua.model.decoder import Decoder
 from residua.model.fold import fold_mixing
-from residua.model.topology import fused
-from residua.ops.decode import launch_layers
-from residua.ops.decode.launch_layers import Layers
+from residua.ops import inference
+from residua.ops.whole_layers import launch
+from residua.ops.whole_layers.launch import Layers
 from residua.storage.model_folder import place
-from tests.generate.test_generate_fused import BLOCK, TOPOLOGIES, model
+from tests.generate.test_inference import (
+    BLOCK,
+    SOFTMAX,
+    TOPOLOGIES,
+    WIDE,
+    assert_generates,
+    decoded,
+    model,
+    value_residuals,
+)
 from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("triton")
-
-SOFTMAX = {"kind": "softmax", "heads": 2}
 
 
 def filled(built: Decoder, tokens: Tensor) -> Cache:
@@ -45,7 +50,7 @@ def filled(built: Decoder, tokens: Tensor) -> Cache:
 
 @torch.no_grad()
 def check(built: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_layers, "SPLITS", 2)
+    monkeypatch.setattr(launch, "SPLITS", 2)
     tokens = torch.randint(23, (rows, 6))
     cache = filled(built, tokens)
     with ops.backend("triton"):
@@ -72,14 +77,6 @@ def test_phases_decode_what_the_model_does(name: str, layers: int, monkeypatch: 
     check(model(TOPOLOGIES[name][0], layers=layers), 2, monkeypatch)
 
 
-def value_residuals(topology: dict[str, Any], granularity: str, **tables: Any) -> Decoder:
-    built = model(topology, anchors={"kind": "resformer", "granularity": granularity}, **tables)
-    for name, parameter in built.named_parameters():
-        if "scale" in name:
-            nn.init.normal_(parameter, mean=0.5, std=0.3)
-    return built
-
-
 @pytest.mark.parametrize(
     "case",
     only_nightly(
@@ -101,11 +98,12 @@ def test_phases_mix_values_with_those_of_the_first_layer(
 
 @pytest.mark.parametrize("layers", only_nightly([4, 17], but=[4]))
 def test_phases_take_more_sources_than_single_junctions(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_layers, "_division", lambda x: (1, 4))
-    monkeypatch.setattr(fused, "MOST_SOURCES", 2 * layers - 1)
+    monkeypatch.setattr(launch, "_division", lambda x: (1, 4))
+    monkeypatch.setattr(inference, "MOST_SOURCES", 2 * layers - 1)
     tables = {"width": 8, "attention": SOFTMAX | {"heads": 1}, "ffn": {"kind": "relu2", "hidden": 8}}
     built = model({"kind": "full_attnres"}, layers=layers, **tables)
-    assert fuse(built, 8).topology is built.topology
+    monkeypatch.delattr(inference, "read_sources")
+    torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=2e-5)
     check(built, 1, monkeypatch)
 
 
@@ -126,8 +124,8 @@ def test_phases_decode_what_other_layers_do(tables: dict[str, Any], monkeypatch:
 
 def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty tokens are three shares of sixteen slots, of which a program reads sixteen at a time."""
-    monkeypatch.setattr(launch_layers, "SPLITS", 4)
-    monkeypatch.setattr(launch_layers, "SLOTS_HELD", 16)
+    monkeypatch.setattr(launch, "SPLITS", 4)
+    monkeypatch.setattr(launch, "SLOTS_HELD", 16)
     built = model({"kind": "additive"}, layers=1, context=64)
     tokens = torch.randint(23, (1, 42))
     with torch.no_grad():
@@ -188,7 +186,7 @@ def test_many_rows_and_models_of_other_sizes_take_the_other_path(monkeypatch: py
     with ops.backend("triton"):
         assert build_layers(built, filled_with_nothing(built, 3)) is None  # there are two programs with weights
         assert build_layers(built, filled_with_nothing(built, 2)) is not None
-        monkeypatch.setattr(launch_layers, "MOST_HELD", 1)
+        monkeypatch.setattr(launch, "MOST_HELD", 1)
         assert build_layers(built, filled_with_nothing(built, 2)) is None
         monkeypatch.undo()
         assert build_layers(built.double(), filled_with_nothing(built, 2)) is None
@@ -205,30 +203,21 @@ def test_graphs_are_of_whole_layers_and_compiled_steps_are_not(monkeypatch: pyte
         assert "whole_step" not in launched_step(built, cache, "graph").__qualname__
 
 
-TABLES = {"vocab_size": 257, "context": 48, "width": 64, "attention": {"kind": "softmax", "heads": 4}}
+PROMPTS = ["hello there", "a"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "layers"), [*((name, 3) for name in TOPOLOGIES), ("full", 36), ("full", 70)])
 def test_one_launch_generates_what_plain_steps_do(name: str, layers: int) -> None:
-    assert_generates_the_same(model(TOPOLOGIES[name][0], layers=layers, **TABLES))
+    assert_generates(model(TOPOLOGIES[name][0], layers=layers, **WIDE), "graph", PROMPTS, Request(24))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
 @pytest.mark.parametrize("name", ["additive", "blocks of two", "two streams"])
 def test_one_launch_mixes_values_as_plain_steps_do(name: str, granularity: str) -> None:
-    assert_generates_the_same(value_residuals(TOPOLOGIES[name][0], granularity, layers=4, **TABLES))
-
-
-def assert_generates_the_same(built: Decoder) -> None:
-    """The graph of one launch and plain steps; prompts are read by the kernels of whole sequences."""
-    built = place(built, torch.device("cuda"), "float32")
-    prompts = ["hello there", "a"]
-    plain = Generator(built, Tokenizer.bytes(), engine="eager")
-    whole = Generator(built, Tokenizer.bytes(), engine="graph")
-    for again in (prompts, prompts[::-1]):
-        assert whole(again, Request(24))[0] == plain(again, Request(24))[0]
+    built = value_residuals(TOPOLOGIES[name][0], granularity, layers=4, **WIDE)
+    assert_generates(built, "graph", PROMPTS, Request(24))
 
 
 @pytest.mark.gpu
@@ -237,7 +226,7 @@ def assert_generates_the_same(built: Decoder) -> None:
 )
 @torch.no_grad()
 def test_phases_with_barriers_and_phases_that_are_launches_give_the_same_bits(name: str, layers: int) -> None:
-    built = place(model(TOPOLOGIES[name][0], layers=layers, **TABLES), torch.device("cuda"))
+    built = place(model(TOPOLOGIES[name][0], layers=layers, **WIDE), torch.device("cuda"))
     tokens, results = torch.randint(257, (2, 12), device="cuda"), []
     for run in (Layers.__call__, Layers.in_phases, Layers.__call__):
         cache = built.new_cache(2, 48)

@@ -64,28 +64,28 @@ MODELS: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_cached_tokens_see_what_they_see_in_one_pass(name: str) -> None:
-    from residua.generate.fused_decoder import fuse
+    from residua.model.inference import InferenceDecoder
 
     tokens, _ = tokens_and_targets(2, 8)
     model = randomise(residua.build(small(**MODELS[name]))).eval()
     cache = model.new_cache(2, 8)
     parts = [model(tokens[:, :3], cache=cache), model(tokens[:, 3:4], cache=cache), model(tokens[:, 4:7], cache=cache)]
-    parts.append(fuse(model, 8)(tokens[:, 7:], cache=cache))
+    parts.append(InferenceDecoder(model, 8)(tokens[:, 7:], cache=cache))
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-12)
 
 
 @torch.no_grad()
 def test_positions_that_depend_on_the_length_are_looked_up_in_no_table() -> None:
     """LongRoPE changes its angles when the sequence grows beyond its first length: decoding has to do so too."""
-    from residua.generate.fused_decoder import FusedAttention, fuse
+    from residua.model.inference import InferenceDecoder
 
     tokens, _ = tokens_and_targets(1, 4)
     model: Decoder = randomise(residua.build(small(attention=SOFTMAX | {"rope_scaling": LONG}))).eval()
-    fused = fuse(model, 8)
-    assert not any(isinstance(module, FusedAttention) for module in fused.modules())
+    rewritten = InferenceDecoder(model, 8)
+    assert rewritten.table is None
     cache = model.new_cache(1, 8)
     model(tokens[:, :3], cache=cache)
-    torch.testing.assert_close(fused(tokens[:, 3:], cache=cache), model(tokens)[:, 3:], rtol=0, atol=1e-12)
+    torch.testing.assert_close(rewritten(tokens[:, 3:], cache=cache), model(tokens)[:, 3:], rtol=0, atol=1e-12)
     short = residua.build(small(attention=SOFTMAX | {"rope_scaling": LONG | {"long": [1.0, 2.0]}})).double()
     short.load_state_dict(model.state_dict())
     longer, _ = tokens_and_targets(1, 5)

@@ -20,7 +20,7 @@ from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import KimiDeltaAttention
 from residua.model.retrofit import retrofit
 from residua.model.size import measure
-from residua.ops.decode import decode_attention
+from residua.ops.inference import decode_attention
 from tests.golden import kimi
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.combinations import TOPOLOGIES

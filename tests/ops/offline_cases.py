@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops import decode, optimizer_update, prefill
+from residua.ops import inference, optimizer_update
 from residua.ops._runtime.cases import example_cases
-from residua.ops.decode import launch_layers
-from residua.ops.decode.reference import GATED
 from residua.ops.delta_rule import gated_delta_step
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.hyper_connection import manifold_weights
 from residua.ops.hyper_connection.launch import normed_backward as normed_step_backward
 from residua.ops.hyper_connection.launch import normed_step
+from residua.ops.inference.reference import GATED
 from residua.ops.mix_projection.reference import Mixing
 from residua.ops.multi_gate.launch import normed_backward, normed_forward
 from residua.ops.squared_relu import launch
+from residua.ops.whole_layers import launch as whole_layers
 
 Case = tuple[str, Callable[[], Any]]
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -294,34 +294,34 @@ def symmetric_product(dtype: torch.dtype, m: int, k: int) -> None:
 def decode_junctions(dtype: torch.dtype, width: int, count: int, n: int, rows: int = 3) -> None:
     y, base = (torch.zeros(rows, width, dtype=dtype) for _ in range(2))
     weight, queries = torch.zeros(width), torch.zeros(3, width)
-    decode.add_norm(base, y, weight)
+    inference.add_norm(base, y, weight)
     for start in (None, base):
-        _, _, *finished = decode.read_sources([y] * count, y, start, queries, weight)
-        decode.read_partial(tuple(part[0] for part in finished), y, start, queries[0], weight)
+        _, _, *finished = inference.read_sources([y] * count, y, start, queries, weight)
+        inference.read_partial(tuple(part[0] for part in finished), y, start, queries[0], weight)
     for competitive in (False, True):
         bias = torch.zeros(n + competitive)
-        decode.gate_norm([y] * n, y, weight, bias, weight, weight, competitive=competitive)
+        inference.gate_norm(inference.Streams((y,) * n), y, weight, bias, weight, weight, competitive=competitive)
 
 
 @torch.no_grad()
 def decode_activations(dtype: torch.dtype, hidden: int, rows: int = 3) -> None:
     for kind in ("relu2", "gelu", "swiglu", "glu"):
-        decode.activate(torch.zeros(rows, 2 * hidden, dtype=dtype), kind)
+        inference.activate(torch.zeros(rows, 2 * hidden, dtype=dtype), kind)
 
 
 @torch.no_grad()
 def decode_heads(dtype: torch.dtype, width: int, slots: int, batch: int, heads: int, kv_heads: int) -> None:
     """One share of the slots if they are few or heads are many; otherwise up to 16, which the last program merges."""
     keys, values = (torch.zeros(batch, slots, kv_heads, width, dtype=dtype) for _ in range(2))
-    projected = torch.zeros(batch, (heads + 2 * kv_heads) * width, dtype=dtype)
+    projected = torch.zeros(batch, 1, (heads + 2 * kv_heads) * width, dtype=dtype)
     table = (torch.zeros(slots, width // 2), torch.zeros(slots, width // 2))
     until = torch.zeros(batch, dtype=torch.int64)
     for gains in (None, (torch.zeros(width), torch.zeros(width))):
-        q = decode.enter_cache(projected, heads, gains, *table, keys, values, until)
+        q = inference.enter_cache(projected, heads, gains, *table, keys, values, until)
     scale = torch.zeros(kv_heads, 1).expand(kv_heads, width)
-    decode.enter_cache(projected, heads, None, *table, keys, values, until, Mixing(keys[:, 0], scale, scale))
+    inference.enter_cache(projected, heads, None, *table, keys, values, until, Mixing(keys[:, :1], scale, scale))
     for sink in (None, torch.zeros(heads)):
-        decode.decode_attention(q, keys, values, until, sink)
+        inference.decode_attention(q[:, 0], keys, values, until, sink)
 
 
 @torch.no_grad()
@@ -332,18 +332,18 @@ def decode_layers(
     head_dim = 128 if width >= 512 else 8
     heads, gated = width // head_dim, kind in GATED
     hidden = (2 if gated else 4) * width
-    shape = launch_layers.Shape(
+    shape = whole_layers.Shape(
         width, heads, heads, head_dim, hidden, kind, 1e-6, junction, 4 if junction == "gate" else 1, size
     )
     matrices = ((3 * width, width), (width, width), (hidden * (1 + gated), width), (width, hidden))
     keys = torch.zeros(rows, 40, heads, head_dim, dtype=dtype)
-    layer = launch_layers.Layer(*(torch.zeros(size, dtype=dtype) for size in matrices), keys, keys)
+    layer = whole_layers.Layer(*(torch.zeros(size, dtype=dtype) for size in matrices), keys, keys)
     gains = torch.zeros(2, 2, head_dim) if gated else None
     table = torch.zeros(40, head_dim // 2)
     mixing = torch.zeros(2, 2, heads, head_dim) if gated else None
-    vectors = launch_layers.Vectors(torch.zeros(5, 3, width), torch.zeros(5, 5), gains, table, table, mixing)
-    assert launch_layers.serves(shape, [layer])
-    layers, lengths = launch_layers.Layers(shape, [layer] * 2, vectors), torch.zeros(rows, dtype=torch.int64)
+    vectors = whole_layers.Vectors(torch.zeros(5, 3, width), torch.zeros(5, 5), gains, table, table, mixing)
+    assert whole_layers.serves(shape, [layer])
+    layers, lengths = whole_layers.Layers(shape, [layer] * 2, vectors), torch.zeros(rows, dtype=torch.int64)
     layers(lengths) if whole else layers.in_phases(lengths)
 
 
@@ -354,22 +354,22 @@ def prefill_heads(dtype: torch.dtype, width: int, heads: int, kv_heads: int, len
     keys, values = (torch.zeros(2, length + 3, kv_heads, width, dtype=dtype)[:, :length] for _ in range(2))
     table = (torch.zeros(length, width // 2), torch.zeros(length, width // 2))
     for gains in (None, (torch.zeros(width), torch.zeros(width))):
-        prefill.turn_heads(projected, heads, kv_heads, gains, *table)
-        prefill.enter_heads(projected, heads, gains, *table, keys, values)
+        inference.turn_heads(projected, heads, kv_heads, gains, *table)
+        inference.enter_cache(projected, heads, gains, *table, keys, values)
     scale = torch.zeros(kv_heads, 1).expand(kv_heads, width)
-    prefill.enter_heads(projected, heads, None, *table, keys, values, Mixing(keys, scale, scale))
+    inference.enter_cache(projected, heads, None, *table, keys, values, None, Mixing(keys, scale, scale))
 
 
 @torch.no_grad()
 def prefill_junctions(dtype: torch.dtype, width: int, n: int, tokens: int = 40) -> None:
     y, weight = torch.zeros(tokens, width, dtype=dtype), torch.zeros(width)
     for base in (None, y):
-        prefill.read_norm([y], [torch.zeros(2, 48)], [1], y, base, weight, weight)
+        inference.read_norm([y], [torch.zeros(2, 48)], [1], y, base, weight, weight)
     for competitive in (False, True):
-        bias, held = torch.zeros(n + competitive), prefill.Streams((y,) * n)
+        bias, held = torch.zeros(n + competitive), inference.Streams((y,) * n)
         for store in (False, True):
             setting = {"store": store, "competitive": competitive}
-            _, held = prefill.gate_norm(held, y, weight, bias, weight, weight, **setting)
+            _, held = inference.gate_norm(held, y, weight, bias, weight, weight, **setting)
 
 
 def kimi_delta(dtype: torch.dtype, width: int, tokens: int = 70) -> None:

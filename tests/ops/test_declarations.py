@@ -34,7 +34,7 @@ def test_every_registered_operator_belongs_to_a_folder_with_cases() -> None:
     homeless = {name: run.__module__ for name, run in launchers.items() if run.__module__.startswith("residua.ops.")}
     assert len(homeless) > 60
     homeless = {name: home for name, home in homeless.items() if not home.startswith(tuple(folders))}
-    assert {home for home in homeless.values()} <= {"residua.ops.decode.launch", "residua.ops.prefill.launch"}
+    assert {home for home in homeless.values()} <= {"residua.ops.inference.launch"}
 
 
 class Shapes(TorchDispatchMode):

@@ -14,6 +14,7 @@ from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Costs, add_row
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
+    from residua.model.topology.inference import InferenceTopology
 
 
 class Additive(Topology):
@@ -29,15 +30,10 @@ class Additive(Topology):
         h = state[0] + y
         return h, (h,)
 
-    def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
-        from residua.model.topology.fused import FusedAdditive  # training does not need the decoding kernels
+    def inference(self, norms: Sequence[RMSNorm]) -> InferenceTopology | None:
+        from residua.model.topology.inference import AdditiveInference  # training does not need it
 
-        return FusedAdditive(norms) if type(self) is Additive else None
-
-    def normed(self, norms: Sequence[RMSNorm]) -> Topology | None:
-        from residua.model.topology.normed import NormedAdditive  # training does not need it
-
-        return NormedAdditive(norms) if type(self) is Additive else None
+        return AdditiveInference(norms) if type(self) is Additive else None
 
     def initialization(self) -> Initialization:
         return Initialization(is_additive=True)

@@ -21,6 +21,7 @@ from residua.ops.depth_attention.plan import ReadPlan
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
+    from residua.model.topology.inference import InferenceTopology
 
 
 class Read(nn.Module):
@@ -146,17 +147,10 @@ class BlockAttnRes(Topology):
     def boundary(self) -> Boundary:
         return SourcesBoundary(self)
 
-    def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
-        from residua.model.topology.fused import FusedBlock  # training does not need the decoding kernels
+    def inference(self, norms: Sequence[RMSNorm]) -> InferenceTopology | None:
+        from residua.model.topology.inference import ReadInference  # training does not need it
 
-        if not self._plain or self.block_size is None:
-            return None
-        return FusedBlock(self._queries().detach(), self.block_size, norms)
-
-    def normed(self, norms: Sequence[RMSNorm]) -> Topology | None:
-        from residua.model.topology.normed import NormedReads  # training does not need it
-
-        return NormedReads(self.plan, self._queries().detach(), norms) if self._plain else None
+        return ReadInference(self.plan, self._queries().detach(), self.block_size, norms) if self._plain else None
 
     @property
     def _plain(self) -> bool:

@@ -20,6 +20,7 @@ from residua.model.topology.facts import Ablations, Costs, SourceNames, trace_ro
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
+    from residua.model.topology.inference import InferenceTopology
 
 State = tuple[Tensor, ...]
 """Tensors only: compilation, activation checkpointing and pipeline stages carry it."""
@@ -93,15 +94,12 @@ class Topology(nn.Module):
         """What diagnoses can switch off."""
         return Ablations()
 
-    def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
-        """The same topology with norms[k] applied to the input of reader k, for decoding; None if there is none.
+    def inference(self, norms: Sequence[RMSNorm]) -> InferenceTopology | None:
+        """The same topology with norms[k] applied to the input of reader k, for prompts and decoding without gradients.
 
-        All `norms` are plain RMSNorms. Parameters may be prepared once: they do not change afterwards.
+        All `norms` are plain RMSNorms. Parameters may be prepared once: they do not change afterwards. By default None:
+        the junctions run as they are, and the norms after them.
         """
-        return None
-
-    def normed(self, norms: Sequence[RMSNorm]) -> Topology | None:
-        """As `fused`, but for whole sequences without gradients (`normed.py`)."""
         return None
 
 

@@ -33,6 +33,7 @@ from residua.ops.multi_gate.inversion import amplification, junctions_to_keep
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
+    from residua.model.topology.inference import InferenceTopology
 
 
 class Pool(nn.Module):
@@ -155,24 +156,14 @@ class MultiGate(Topology):
     def boundary(self) -> Boundary:
         return StreamsBoundary(self)
 
-    def fused(self, norms: Sequence[RMSNorm]) -> Topology | None:
-        from residua.model.topology.fused import FusedMultiGate  # training does not need the decoding kernels
-
-        if type(self) is not MultiGate or not FusedMultiGate.serves(self.fill + 1):
-            return None
-        return FusedMultiGate(*self._weights(), norms, competitive=self.competitive)
-
-    def normed(self, norms: Sequence[RMSNorm]) -> Topology | None:
-        from residua.model.topology.normed import NormedMultiGate  # training does not need it
+    def inference(self, norms: Sequence[RMSNorm]) -> InferenceTopology | None:
+        from residua.model.topology.inference import StreamInference  # training does not need it
 
         if type(self) is not MultiGate:
             return None
-        return NormedMultiGate(*self._weights(), norms, competitive=self.competitive)
-
-    def _weights(self) -> tuple[list[tuple[Tensor, Tensor]], list[Tensor]]:
-        """The query and bias of each gated junction, and the query of each read."""
-        gates: list[tuple[Tensor, Tensor]] = [(g.query, g.bias) for g in cast("list[Gates]", self.gates)]
-        return gates, [cast(Pool, pool).query.detach() for pool in self.pools]
+        gates = [(gate.query, gate.bias) for gate in cast("list[Gates]", self.gates)]
+        pools = [cast(Pool, pool).query.detach() for pool in self.pools]
+        return StreamInference(gates, pools, norms, competitive=self.competitive)
 
     def costs(self, sublayers: int, width: int) -> Costs:
         """Kept are the streams at every second junction, and each update."""

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from residua.ops._runtime.backend import Operator
 
-INFERENCE = ("decode", "prefill")
+INFERENCE = ("inference",)
 """Folders whose operators may be called as those of training are."""
 
 

@@ -106,6 +106,3 @@ def _kernels() -> Any:
     from residua.ops._runtime import kernels
 
     return kernels
-
-
-on, power = device_guard, next_power_of_2

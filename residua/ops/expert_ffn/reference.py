@@ -7,15 +7,15 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from residua.ops.decode import reference as decode
 from residua.ops.expert_slots import combine, dispatch, slots_of
 from residua.ops.grouped_linear import grouped_linear
+from residua.ops.inference import reference as dense
 
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
-    **decode.ACTIVATIONS,
+    **dense.ACTIVATIONS,
     "geglu": lambda gate, up: gelu(gate, approximate="tanh") * up,
 }
-GATED = (*decode.GATED, "geglu")
+GATED = (*dense.GATED, "geglu")
 """Activations of two arguments: the rows of `up` are those of the gate, then those of the linear branch."""
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels inside a sublayer that decodes: heads into the cache, attention to it, the activation."""
+"""Triton kernels inside a sublayer: heads of prompts and of one token per row, attention to a cache, the activation."""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -8,23 +8,88 @@ import triton.language as tl
 
 
 @triton.jit
-def _turned(x_ptr, gain_ptr, b_cos, b_sin, half, live, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    """The two halves of a head [LANES]: gain ⊙ RMS(x), then rotated."""
-    b_x1 = tl.load(x_ptr + half, mask=live, other=0.0).to(tl.float32)
-    b_x2 = tl.load(x_ptr + HALF + half, mask=live, other=0.0).to(tl.float32)
+def _tile(x_ptr, batch, start, group, stride_b, stride_t, HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+          GROUP: tl.constexpr):  # fmt: skip
+    """Pointers to the first half of a group's first head, for ROWS tokens of a sequence from `start` on."""
+    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
+    begin = batch.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t + group * (GROUP * 2 * HALF)
+    return x_ptr + begin + (row * stride_t + lane)
+
+
+@triton.jit
+def _halves(x_ptr, mask, HALF: tl.constexpr):
+    return tl.load(x_ptr, mask=mask, other=0.0), tl.load(x_ptr + HALF, mask=mask, other=0.0)
+
+
+@triton.jit
+def _put(x_ptr, b_x1, b_x2, mask, HALF: tl.constexpr):
+    tl.store(x_ptr, b_x1.to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(x_ptr + HALF, b_x2.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _turned(b_x1, b_x2, b_w1, b_w2, b_cos, b_sin, eps, HALF: tl.constexpr, NORM: tl.constexpr, AXIS: tl.constexpr):
+    """The two halves of heads [ROWS, LANES], or of one [LANES]: gain ⊙ RMS(x), then rotated."""
+    b_x1, b_x2 = b_x1.to(tl.float32), b_x2.to(tl.float32)
     if NORM:
-        rstd = tl.rsqrt(tl.sum(b_x1 * b_x1 + b_x2 * b_x2, 0) / (2 * HALF) + eps)
-        b_x1 = b_x1 * rstd * tl.load(gain_ptr + half, mask=live, other=0.0).to(tl.float32)
-        b_x2 = b_x2 * rstd * tl.load(gain_ptr + HALF + half, mask=live, other=0.0).to(tl.float32)
+        b_rstd = tl.rsqrt(tl.sum(b_x1 * b_x1 + b_x2 * b_x2, AXIS, keep_dims=True) / (2 * HALF) + eps)
+        b_x1, b_x2 = b_x1 * b_rstd * b_w1, b_x2 * b_rstd * b_w2
     return b_x1 * b_cos - b_x2 * b_sin, b_x2 * b_cos + b_x1 * b_sin
 
 
 @triton.jit
-def _mixed(anchor_ptr, b_x, anchor_scale_ptr, scale_ptr, live):
+def _mixed(b_a, b_x, anchor_scale_ptr, scale_ptr, live):
     """λ1 ⊙ a + λ2 ⊙ x."""
-    b_a = tl.load(anchor_ptr, mask=live, other=0.0).to(tl.float32)
     b_1 = tl.load(anchor_scale_ptr, mask=live, other=0.0).to(tl.float32)
-    return b_1 * b_a + tl.load(scale_ptr, mask=live, other=0.0).to(tl.float32) * b_x
+    b_2 = tl.load(scale_ptr, mask=live, other=0.0).to(tl.float32)
+    return b_1 * b_a.to(tl.float32) + b_2 * b_x.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["length", "tiles", "groups", "query_groups", "key_groups"])
+def heads_kernel(
+    x_ptr, query_gain_ptr, key_gain_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, anchor_ptr, anchor_scale_ptr, scale_ptr,
+    length, tiles, groups, query_groups, key_groups, stride_xb, stride_xt, stride_qb, stride_qt, stride_kb, stride_kt,
+    stride_ab, stride_at, stride_sh, stride_sd, eps,
+    HALF: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr,
+    MIXED: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens of GROUP heads: of queries, then keys, then values, as the projection has them."""
+    group, block = tl.program_id(0) % groups, tl.program_id(0) // groups
+    batch, start = block // tiles, block % tiles * ROWS
+    lane, token = tl.arange(0, LANES)[None, :], (start + tl.arange(0, ROWS))[:, None]
+    mask = (token < length) & (lane < HALF)
+    source_ptr = _tile(x_ptr, batch, start, group, stride_xb, stride_xt, HALF, LANES, ROWS, GROUP)
+    if group < query_groups + key_groups:
+        b_cos = tl.load(cos_ptr + token * HALF + lane, mask=mask, other=0.0)  # [ROWS, LANES]
+        b_sin = tl.load(sin_ptr + token * HALF + lane, mask=mask, other=0.0)
+        if group < query_groups:
+            target_ptr = _tile(q_ptr, batch, start, group, stride_qb, stride_qt, HALF, LANES, ROWS, GROUP)
+            b_w1, b_w2 = _halves(query_gain_ptr + lane, lane < HALF, HALF)
+        else:
+            first = group - query_groups
+            target_ptr = _tile(k_ptr, batch, start, first, stride_kb, stride_kt, HALF, LANES, ROWS, GROUP)
+            b_w1, b_w2 = _halves(key_gain_ptr + lane, lane < HALF, HALF)
+        for head in tl.static_range(GROUP):
+            # a query or a key: normed, rotated
+            b_x1, b_x2 = _halves(source_ptr + head * 2 * HALF, mask, HALF)
+            b_y1, b_y2 = _turned(b_x1, b_x2, b_w1, b_w2, b_cos, b_sin, eps, HALF, NORM, 1)
+            _put(target_ptr + head * 2 * HALF, b_y1, b_y2, mask, HALF)
+    else:
+        first = group - query_groups - key_groups
+        target_ptr = _tile(v_ptr, batch, start, first, stride_kb, stride_kt, HALF, LANES, ROWS, GROUP)
+        for head in tl.static_range(GROUP):
+            # a value, as it is or mixed with its anchor
+            b_x1, b_x2 = _halves(source_ptr + head * 2 * HALF, mask, HALF)
+            if MIXED:
+                own_ptr = _tile(anchor_ptr, batch, start, first, stride_ab, stride_at, HALF, LANES, ROWS, GROUP)
+                b_a1, b_a2 = _halves(own_ptr + head * 2 * HALF, mask, HALF)
+                here = (first * GROUP + head) * stride_sh + lane * stride_sd
+                there = here + HALF * stride_sd
+                b_y1 = _mixed(b_a1, b_x1, anchor_scale_ptr + here, scale_ptr + here, lane < HALF)
+                b_y2 = _mixed(b_a2, b_x2, anchor_scale_ptr + there, scale_ptr + there, lane < HALF)
+                _put(target_ptr + head * 2 * HALF, b_y1, b_y2, mask, HALF)
+            else:
+                _put(target_ptr + head * 2 * HALF, b_x1, b_x2, mask, HALF)
 
 
 @triton.jit
@@ -41,30 +106,28 @@ def enter_cache_kernel(
     position = tl.load(positions_ptr + batch)
     b_cos = tl.load(cos_ptr + position * HALF + half, mask=live, other=0.0)  # [LANES]
     b_sin = tl.load(sin_ptr + position * HALF + half, mask=live, other=0.0)
-    head_ptr = x_ptr + batch * stride_xb + h * 2 * HALF
+    head_ptr = x_ptr + batch * stride_xb + h * 2 * HALF + half
+    b_x1, b_x2 = _halves(head_ptr, live, HALF)
     # a query: normed, rotated, returned
     if h < HEADS:
-        b_y1, b_y2 = _turned(head_ptr, q_gain_ptr, b_cos, b_sin, half, live, eps, HALF, NORM)
-        to_ptr = q_ptr + (batch * HEADS + h) * 2 * HALF + half
-        tl.store(to_ptr, b_y1.to(q_ptr.dtype.element_ty), mask=live)
-        tl.store(to_ptr + HALF, b_y2.to(q_ptr.dtype.element_ty), mask=live)
+        b_w1, b_w2 = _halves(q_gain_ptr + half, live, HALF)
+        b_y1, b_y2 = _turned(b_x1, b_x2, b_w1, b_w2, b_cos, b_sin, eps, HALF, NORM, 0)
+        _put(q_ptr + (batch * HEADS + h) * 2 * HALF + half, b_y1, b_y2, live, HALF)
     else:
         # a key: normed, rotated, put into its slot; and its value, as it is or mixed with its anchor
-        b_y1, b_y2 = _turned(head_ptr, k_gain_ptr, b_cos, b_sin, half, live, eps, HALF, NORM)
+        b_w1, b_w2 = _halves(k_gain_ptr + half, live, HALF)
+        b_y1, b_y2 = _turned(b_x1, b_x2, b_w1, b_w2, b_cos, b_sin, eps, HALF, NORM, 0)
         slot = batch * stride_kb + position * stride_ks + (h - HEADS) * stride_kh + half
-        tl.store(k_ptr + slot, b_y1.to(k_ptr.dtype.element_ty), mask=live)
-        tl.store(k_ptr + slot + HALF, b_y2.to(k_ptr.dtype.element_ty), mask=live)
-        value_ptr = head_ptr + KV * 2 * HALF + half
-        b_v1 = tl.load(value_ptr, mask=live, other=0.0).to(tl.float32)
-        b_v2 = tl.load(value_ptr + HALF, mask=live, other=0.0).to(tl.float32)
+        _put(k_ptr + slot, b_y1, b_y2, live, HALF)
+        b_v1, b_v2 = _halves(head_ptr + KV * 2 * HALF, live, HALF)
+        b_v1, b_v2 = b_v1.to(tl.float32), b_v2.to(tl.float32)
         if MIXED:
-            own_ptr = anchor_ptr + batch * stride_ab + (h - HEADS) * 2 * HALF + half
+            b_a1, b_a2 = _halves(anchor_ptr + batch * stride_ab + (h - HEADS) * 2 * HALF + half, live, HALF)
             here = (h - HEADS) * stride_sh + half * stride_sd
             there = here + HALF * stride_sd
-            b_v1 = _mixed(own_ptr, b_v1, anchor_scale_ptr + here, scale_ptr + here, live)
-            b_v2 = _mixed(own_ptr + HALF, b_v2, anchor_scale_ptr + there, scale_ptr + there, live)
-        tl.store(v_ptr + slot, b_v1.to(v_ptr.dtype.element_ty), mask=live)
-        tl.store(v_ptr + slot + HALF, b_v2.to(v_ptr.dtype.element_ty), mask=live)
+            b_v1 = _mixed(b_a1, b_v1, anchor_scale_ptr + here, scale_ptr + here, live)
+            b_v2 = _mixed(b_a2, b_v2, anchor_scale_ptr + there, scale_ptr + there, live)
+        _put(v_ptr + slot, b_v1, b_v2, live, HALF)
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from residua.ops._runtime.kernels import tensor
-from residua.ops.decode.kernels_entry import enter, prepare, write
-from residua.ops.decode.kernels_sublayer import activation
+from residua.ops.inference.kernels_sublayers import activation
+from residua.ops.whole_layers.kernels_entry import enter, prepare, write
 
 ALL = tl.constexpr(-1)
 """Every phase, with barriers; otherwise the number of the only one."""

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from residua import ops
-from residua.ops import decode
-from residua.ops.decode import launch_layers, reference
-from residua.ops.decode.launch_layers import Layer, Layers, Shape, Vectors
+from residua.ops import inference
+from residua.ops.inference import Streams, reference
+from residua.ops.whole_layers import launch
+from residua.ops.whole_layers.launch import Layer, Layers, Shape, Vectors
 from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
@@ -55,7 +56,7 @@ COUNTS = [(1, 9, 18), (2, 9, 9), (3, 9, 6), (4, 9, 5), (5, 9, 4), (9, 9, 2), (17
 def test_merged_shares_are_the_read_of_all_sources(
     device: str, count: int, depth: int, size: int, spare: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_layers, "_division", lambda x: (2, spare))
+    monkeypatch.setattr(launch, "_division", lambda x: (2, spare))
     layers = some_layers(depth, device, size=size)
     sources = torch.randn(count, ROWS, WIDTH, device=device) * torch.arange(1, count + 1, device=device)[:, None, None]
     y, base = torch.randn(2, ROWS, WIDTH, device=device)
@@ -68,7 +69,7 @@ def test_merged_shares_are_the_read_of_all_sources(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_first_sublayer_reads_the_embedding_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_layers, "_division", lambda x: (2, 4))
+    monkeypatch.setattr(launch, "_division", lambda x: (2, 4))
     layers, y = some_layers(1, device), torch.randn(ROWS, WIDTH, device=device)
     want = layers.vectors.junctions[0, 0] * torch.nn.functional.rms_norm(y, (WIDTH,), eps=1e-6)
     torch.testing.assert_close(normed_after(layers, 0, y), want, rtol=0, atol=3e-6)
@@ -83,7 +84,8 @@ def test_gated_junction_in_two_parts_equals_the_whole_one(device: str, streams: 
     layers._state[streams:] = s
     gain, pool, query = layers.vectors.junctions[-1].double()
     bias = layers.vectors.biases[-1, : streams + competitive].double()
-    want, _ = reference.gate_norm(s.double().unbind(), y.double(), query, bias, pool, gain, competitive=competitive)
+    held, weights = Streams(s.double().unbind()), (query, bias, pool, gain)
+    want, _ = reference.gate_norm(held, y.double(), *weights, competitive=competitive)
     assert (normed_after(layers, 2, y) - want).norm() < 3e-6 * want.norm()
 
 
@@ -97,12 +99,12 @@ def test_norm_of_streams_that_cancel_is_as_good_from_dot_products(device: str, s
     weight.fill_(1)
     layers.vectors.junctions[-1, 1:], layers.vectors.biases[-1] = 0, 0
     layers._state[4:] = torch.stack(s)
-    whole = (s, y, zero, layers.vectors.biases[-1], zero, weight)
-    want, _ = reference.gate_norm([x.double() for x in s], y.double(), *(x.double() for x in whole[2:]))
+    whole = (y, zero, layers.vectors.biases[-1], zero, weight)
+    want, _ = reference.gate_norm(Streams(tuple(x.double() for x in s)), *(x.double() for x in whole))
 
     def error(normed: Tensor) -> float:
         return float((normed.double().norm(dim=-1) / want.norm(dim=-1) - 1).abs().max())
 
     with ops.backend("triton"):
-        direct = error(decode.gate_norm(*whole)[0])
+        direct = error(inference.gate_norm(Streams(tuple(s)), *whole)[0])
     assert error(normed_after(layers, 2, y)) < max(2 * direct, 3e-6)

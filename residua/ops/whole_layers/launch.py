@@ -1,4 +1,4 @@
-"""Decoding: launching whole layers. Apart from `launch.py`: it keeps buffers, addresses and counts between launches."""
+"""Launching whole layers: what they need, and the buffers, addresses and counts that last between launches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime import fused
-from residua.ops._runtime.launch import cdiv, on, power
-from residua.ops.decode.reference import GATED, KEY_EPS
+from residua.ops._runtime.launch import cdiv, device_guard, next_power_of_2
+from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors, supports
+from residua.ops.inference.reference import GATED, KEY_EPS
 
 MOST_ROWS = 2
 """Rows are taken one after the other: with more of them, one launch for all rows of an operation is faster."""
@@ -95,12 +95,12 @@ def serves(shape: Shape, layers: Sequence[Layer]) -> bool:
     dense = all(t.is_contiguous() for layer in layers for t in layer[:4]) and first.stride(3) == 1
     aligned = all(t.data_ptr() % 16 == 0 and t.shape[-1] % 8 == 0 for t in tensors)
     few = len(first) <= min(MOST_ROWS, _division(first)[0]) and shape.streams <= MOST_STREAMS
-    return alike and dense and aligned and few and _held(shape, first) <= MOST_HELD and fused.serves(*tensors)
+    return alike and dense and aligned and few and _held(shape, first) <= MOST_HELD and supports(*tensors)
 
 
 def _division(x: Tensor) -> tuple[int, int]:
     """Programs with weights, and without."""
-    programs = fused.multiprocessors(x)
+    programs = multiprocessors(x)
     spare = SPARE if programs > 4 * SPARE else 1
     return programs - spare, spare
 
@@ -120,7 +120,7 @@ def _held(shape: Shape, x: Tensor) -> int:
 
 def line(width: int) -> int:
     """Channels of a line of weights: 16 bytes for each thread of a warp in bfloat16, or all there are."""
-    return min(LINE, power(width))
+    return min(LINE, next_power_of_2(width))
 
 
 class Layers:
@@ -153,16 +153,16 @@ class Layers:
     def _sizes(self) -> dict[str, Any]:
         shape, like = self.shape, self.layers[0].keys
         work, spare = _division(like)
-        lanes = power(shape.head_dim)
+        lanes = next_power_of_2(shape.head_dim)
         sizes = {
             "M": len(like), "C": shape.width, "HEADS": shape.heads, "KV": shape.kv_heads, "D": shape.head_dim,
             "LANES": lanes, "HIDDEN": shape.hidden, "KIND": shape.kind, "NORM": self.vectors.gains is not None,
             "MIXED": self.vectors.mixing is not None,
             "JUNCTION": shape.junction, "N": shape.streams, "SIZE": shape.size, "COMPETITIVE": shape.competitive,
-            "WIDE": power(shape.width), "WORK": work, "SPARE": spare, "ROWS": WARPS, "SPLITS": SPLITS,
+            "WIDE": next_power_of_2(shape.width), "WORK": work, "SPARE": spare, "ROWS": WARPS, "SPLITS": SPLITS,
             "SLOTS": max(16, SLOTS_HELD // lanes), "LINE": line(shape.width),
         }  # fmt: skip
-        return sizes if fused.INTERPRETED else sizes | {"num_warps": WARPS, "num_stages": 1}
+        return sizes if INTERPRETED else sizes | {"num_warps": WARPS, "num_stages": 1}
 
     def __call__(self, lengths: Tensor) -> Tensor:
         """The final normed state [M, C] of `y`; the heads of the new token are put into the cache.
@@ -170,16 +170,16 @@ class Layers:
         The launch is cooperative: the driver makes sure that all programs run at once. Otherwise two models that decode
         side by side could each have some of the multiprocessors, and wait for the rest for ever.
         """
-        if fused.INTERPRETED:
+        if INTERPRETED:
             return self.in_phases(lengths)
-        with on(self.y):
+        with device_guard(self.y):
             self._launch(lengths, 0, len(self.layers), -1, launch_cooperative_grid=True)
         return self.normed
 
     def in_phases(self, lengths: Tensor) -> Tensor:
         """The same with a launch for each phase: the interpreter, which has one program at a time, cannot wait."""
         count = len(self.layers)
-        with on(self.y):
+        with device_guard(self.y):
             for layer in range(count):
                 for phase in range(5):
                     self._launch(lengths, layer, layer + 1, phase)
@@ -199,6 +199,6 @@ class Layers:
 
 @cache
 def _kernels() -> Any:
-    from residua.ops.decode import kernels_layers
+    from residua.ops.whole_layers import kernels
 
-    return kernels_layers
+    return kernels

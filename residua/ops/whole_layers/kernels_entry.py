@@ -16,8 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops.decode.kernels import _add4, _scores
-from residua.ops.decode.kernels_gates import (
+from residua.ops.inference.kernels_junctions import _scores
+from residua.ops.multi_gate.kernels import add4
+from residua.ops.whole_layers.kernels_gates import (
     CANCELLED,
     _pool_score,
     _prepared,
@@ -113,7 +114,7 @@ def _enter_read(
         b_op += b_w * b_v
         b_oo += b_w * b_w
         b_o = b_o + (b_w,)
-    pp, up, op, oo = tl.reduce((b_pp, b_up, b_op, b_oo), 0, _add4)
+    pp, up, op, oo = tl.reduce((b_pp, b_up, b_op, b_oo), 0, add4)
     # t = sigmoid(u · RMS(p) − lse), ‖h‖² from dot products, h = o + t (p − o)
     t = tl.sigmoid(up * tl.rsqrt(pp / C + key_eps) - lse)
     hh = (1 - t) * (1 - t) * oo + 2 * t * (1 - t) * op + t * t * pp

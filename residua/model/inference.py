@@ -1,16 +1,14 @@
-"""The forward pass over whole sequences without gradients, for prefill, scoring and perplexity.
+"""Models without gradients: prompts, scoring, perplexity, and decoding one token per row.
 
-On a GPU the model is rewritten: junctions apply the next norm as well (`topology/normed.py`), heads go straight into
-the cache, and an activation is one kernel. The rewritten model shares every parameter; parts without such a form stay.
-A batch of few tokens, whose kernels the host cannot launch as fast as the GPU runs them, is captured as a CUDA graph
-when its shape comes a second time. On a CPU the model runs as it is.
+On a GPU a model is rewritten (`InferenceDecoder`): junctions apply the next norm as well (`topology/inference.py`),
+heads go straight into the cache, and an activation is one kernel. `Forward` runs whole sequences through it, as CUDA
+graphs where that pays; `generate/engine.py` runs decoding steps.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -21,16 +19,16 @@ from residua.model.anchors import mix_values
 from residua.model.attend import attend
 from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
 from residua.model.body import Body
-from residua.model.cache import Cache, Now
+from residua.model.cache import Cache, KeyValueCache, Now
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.ffn import FeedForward, SquaredReluFFN
 from residua.model.moe import mixtures
-from residua.model.norm import Norm
+from residua.model.norm import NoNorm, RMSNorm
 from residua.model.projection import is_watched
-from residua.ops import decode, prefill
+from residua.model.topology.inference import InferenceTopology
+from residua.ops import inference
 from residua.ops._runtime.ahead import compile_ahead
-from residua.ops.mix_projection.reference import Mixing
 
 MOST_GRAPHS = 8
 """Shapes whose graphs are kept."""
@@ -43,113 +41,137 @@ COMPILED_TOKENS = 2048
 """Most tokens of the batch that kernels are compiled with; those of larger batches are the same."""
 
 
-class SequenceAttention(Body):
-    """Softmax attention without anchors but the first layer's values: project → norm, rotate, mix and store → attend →
-    gate → out."""
+def _begins(now: Now | None) -> bool:
+    """Whether the tokens are the first of their rows."""
+    return now is None or (now.visible is None and now.until is None)
 
-    def __init__(self, attention: SoftmaxAttention) -> None:
+
+class InferenceAttention(Body):
+    """Softmax attention without anchors but the first layer's values: project → norm, rotate, mix and store → attend →
+    gate → out.
+
+    With `decodes`, `context.rotary` of one token per row is the table of all positions. Other tokens that follow cached
+    ones are left to the attention itself.
+    """
+
+    def __init__(self, attention: SoftmaxAttention, decodes: bool) -> None:
         super().__init__()
-        self.attention = attention
-        self.heads, self.width = attention.query_heads
-        self.kv_heads = attention.rows[1] // self.width
+        self.attention, self.decodes = attention, decodes
+        self.heads, width = attention.query_heads
+        self.kv_heads = attention.rows[1] // width
+
+    def new_cache(self, batch: int, capacity: int, like: Tensor) -> KeyValueCache:
+        return self.attention.new_cache(batch, capacity, like)
 
     @staticmethod
-    def serves(body: nn.Module) -> bool:
+    def serves(body: Body) -> bool:
         """Whether the kernels compute what an attention does before it attends."""
         if type(body) is not SoftmaxAttention or is_watched(body):
             return False
         return body.mix.only_values and type(body.qk_norm) in (QKNorm, NoQKNorm)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
-        attention = self.attention
-        assert context.rotary is not None
-        projected = attention.project(x)
-        own = attention.own_values(projected)
+        attention, cache = self.attention, context.cache
+        until = None if context.now is None else context.now.until
+        if not (_begins(context.now) if until is None else self.decodes):
+            return cast("tuple[Tensor, Anchors]", attention(x, anchors, context))
+        norm, projected = attention.qk_norm, attention.project(x)
+        assert context.rotary is not None and isinstance(norm, QKNorm | NoQKNorm)
+        cos, sin = context.rotary[attention.table]
+        own, heads = attention.own_values(projected), (projected, self.heads, norm.gains, cos, sin)
         mixing, anchors = mix_values(attention.mix, own, anchors)
-        q, k, v = self._heads(projected, own, mixing, context.rotary[attention.table], context)
-        y = attend(q, k, v, segments=context.segments, sink=attention.sink, window=attention.window)
+        if until is not None:
+            q = inference.enter_cache(*heads, cache.keys, cache.values, until, mixing, eps=norm.eps)
+            y = inference.decode_attention(q[:, 0], cache.keys, cache.values, until, attention.sink)[:, None]
+        else:
+            if context.now is None and mixing is None:
+                q, k = inference.turn_heads(projected, self.heads, self.kv_heads, norm.gains, cos, sin, eps=norm.eps)
+                v = own
+            else:
+                k, v = own.new_empty(2, *own.shape) if cache is None else cache.first(x.shape[1])
+                q = inference.enter_cache(*heads, k, v, None, mixing, eps=norm.eps)
+            y = attend(q, k, v, segments=context.segments, sink=attention.sink, window=attention.window)
         if "g" in attention.head_width:
             width = attention.head_width["g"]
             y = y * torch.sigmoid(projected[..., -self.heads * width :].unflatten(-1, (self.heads, width)))
         return attention.out(y.flatten(-2)), anchors
 
-    def _heads(
-        self,
-        projected: Tensor,
-        own: Tensor,
-        mixing: Mixing | None,
-        table: tuple[Tensor, ...],
-        context: Context,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values that attend, of the projection and its own values."""
-        norm, (cos, sin) = self.attention.qk_norm, table
-        assert isinstance(norm, QKNorm | NoQKNorm)
-        if context.now is None and mixing is None:
-            q, k = prefill.turn_heads(projected, self.heads, self.kv_heads, norm.gains, cos, sin, eps=norm.eps)
-            return q, k, own
-        if context.now is None:
-            k, v = (projected.new_empty(own.shape) for _ in range(2))
-        else:
-            k, v = context.cache.first(projected.shape[1])
-        q = prefill.enter_heads(projected, self.heads, norm.gains, cos, sin, k, v, mixing, eps=norm.eps)
-        return q, k, v
 
+class InferenceFFN(Body):
+    """A feed-forward whose activation, gate included, is one kernel.
 
-class SequenceFFN(Body):
-    """A feed-forward whose activation, gate included, is one kernel."""
+    Of several tokens, a squared ReLU is already part of a product.
+    """
 
     def __init__(self, body: FeedForward) -> None:
         super().__init__()
-        self.entry, self.out, self.kind = body.entry, body.out, cast(str, body.activation)
+        self.body, self.kind = body, cast(str, body.activation)
 
     @staticmethod
-    def serves(body: nn.Module) -> bool:
-        """Whether there is such a kernel. A squared ReLU is already part of a product."""
-        known = isinstance(body, FeedForward) and body.activation is not None
-        return known and not isinstance(body, SquaredReluFFN) and not is_watched(body)
+    def serves(body: Body) -> bool:
+        """Whether there is such a kernel."""
+        return isinstance(body, FeedForward) and body.activation is not None and not is_watched(body)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
-        entered = self.entry(x)
-        return self.out(decode.activate(entered.flatten(0, 1), self.kind).unflatten(0, x.shape[:2])), anchors
+        if isinstance(self.body, SquaredReluFFN) and x.shape[1] > 1:
+            return cast("tuple[Tensor, Anchors]", self.body(x, anchors, context))
+        entered = self.body.entry(x)
+        return self.body.out(inference.activate(entered.flatten(0, 1), self.kind).unflatten(0, x.shape[:2])), anchors
 
 
-class SequenceDecoder(Decoder):
-    """A decoder of sequences that begin with their first token: all rows have the same positions, and one table."""
+def inference_topology(model: Decoder) -> InferenceTopology | None:
+    """Junctions that apply the model's norms as well; None if the topology or a norm has no such form."""
+    norms = [*(cast(Sublayer, sublayer).norm for sublayer in model.sublayers), model.norm]
+    plain = [norm for norm in norms if isinstance(norm, RMSNorm) and norm.plain_rms]
+    return model.topology.inference(plain) if len(plain) == len(norms) else None
+
+
+class InferenceDecoder(Decoder):
+    """A model rewritten to run without gradients; it shares every parameter. Change no weight afterwards.
+
+    Parts without a form for inference stay as they are. So does a sublayer that someone looks into, and then so do all
+    junctions; also without `junctions`, where the topology may be changed. Sequences begin with their first token: all
+    rows have the same positions. With `positions`, tokens that follow one by one look their rotary angles up in a table
+    of as many, if that holds for every attention.
+    """
+
+    def __init__(self, model: Decoder, positions: int = 0, *, junctions: bool = True) -> None:
+        nn.Module.__init__(self)
+        self.config, self.embed, self.anchors, self.unembed = model.config, model.embed, model.anchors, model.unembed
+        self.topology, self.norm = model.topology, model.norm
+        sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
+        watched = [is_watched(sublayer) or is_watched(sublayer.norm) for sublayer in sublayers]
+        norms = [sublayer.norm for sublayer in sublayers]
+        topology = inference_topology(model) if junctions and not any(watched) else None
+        if topology is not None:
+            self.topology, self.norm = topology, NoNorm()
+            norms = [NoNorm() for _ in norms]
+        direct = [
+            not looked_into and sublayer.body.plain_heads and InferenceAttention.serves(sublayer.body)
+            for sublayer, looked_into in zip(sublayers, watched, strict=True)
+            if isinstance(sublayer.body, SoftmaxAttention)
+        ]
+        self.table: tuple[Tensor, ...] | None = None
+        if positions and direct and all(direct):
+            every = torch.zeros(1, positions, dtype=torch.int64, device=model.embed.weight.device)
+            self.table = super()._rotary(every)
+        self.sublayers = nn.ModuleList(
+            sublayer if looked_into else Sublayer(norm, self._body(sublayer.body), sublayer.after)
+            for norm, sublayer, looked_into in zip(norms, sublayers, watched, strict=True)
+        )
+        self.eval()
+
+    def _body(self, body: Body) -> Body:
+        if InferenceAttention.serves(body):
+            return InferenceAttention(cast(SoftmaxAttention, body), self.table is not None)
+        return InferenceFFN(cast(FeedForward, body)) if InferenceFFN.serves(body) else body
 
     def _rotary(
         self, tokens: Tensor, now: Now | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, ...] | None:
-        return super()._rotary(tokens)
-
-
-def for_sequences(model: Decoder, *, junctions: bool = True) -> Decoder:
-    """The model rewritten for whole sequences without gradients; it shares every parameter.
-
-    A sublayer that someone looks into stays as it is, and then so do all junctions; also without `junctions`, where the
-    topology may be changed.
-    """
-    rewritten = copy(model)
-    rewritten._modules = dict(model._modules)
-    rewritten.__class__ = SequenceDecoder
-    sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
-    watched = [is_watched(sublayer) or is_watched(sublayer.norm) for sublayer in sublayers]
-    norms: list[Any] = [*(sublayer.norm for sublayer in sublayers), model.norm]
-    plain = junctions and not any(watched) and all(getattr(norm, "plain_rms", False) for norm in norms)
-    topology = model.topology.normed(norms) if plain else None
-    if topology is not None:
-        norms = [nn.Identity() for _ in norms]
-        rewritten.topology, rewritten.norm = topology, cast(Norm, norms[-1])
-    rewritten.sublayers = nn.ModuleList(
-        sublayer if looked_into else Sublayer(norm, _body(sublayer.body), sublayer.after)
-        for norm, sublayer, looked_into in zip(norms[:-1], sublayers, watched, strict=True)
-    )
-    return rewritten.eval()
-
-
-def _body(body: Body) -> Body:
-    if SequenceAttention.serves(body):
-        return SequenceAttention(cast(SoftmaxAttention, body))
-    return SequenceFFN(cast(FeedForward, body)) if SequenceFFN.serves(body) else body
+        if now is not None and now.until is not None and self.table is not None:
+            return self.table
+        return super()._rotary(tokens) if _begins(now) else super()._rotary(tokens, now)
 
 
 class _Graph(NamedTuple):
@@ -162,18 +184,21 @@ class _Graph(NamedTuple):
 class Forward:
     """`model.hidden` of whole sequences without gradients, as fast as the device allows; change no weight afterwards.
 
+    A batch of few tokens, whose kernels the host cannot launch as fast as the GPU runs them, is captured as a CUDA
+    graph when its shape comes a second time. On a CPU the model runs as it is.
+
     What it returns may be overwritten by the next call: use it before, or copy it.
     """
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
-        self._fast = for_sequences(model) if model.embed.weight.is_cuda else None
+        self._fast = InferenceDecoder(model) if model.embed.weight.is_cuda else None
         self._graphs: OrderedDict[tuple[Any, ...], _Graph | None] = OrderedDict()
         self._pool = None if self._fast is None else torch.cuda.graph_pool_handle()  # memory that all graphs share
         self._cache: Cache | None = None
         routed = bool(mixtures(model))
         # experts may run in a loop that needs the host, and so does attention with a sink
-        self._refused = routed or any(getattr(m, "sink", None) is not None for m in model.modules())
+        self._refused = routed or any(isinstance(m, SoftmaxAttention) and m.sink is not None for m in model.modules())
         # experts are chosen by what the kernels compute, so a mixture cannot run without them
         self._compiled = self._fast is None or routed
 

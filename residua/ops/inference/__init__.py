@@ -1,0 +1,131 @@
+"""Inference without gradients: a junction and its norm in one launch, heads straight into the cache, attention to it.
+
+The same operators serve prompts and decoding by operation, one token per row. (`whole_layers` decodes one or two rows
+in a single launch.)
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.triton_support import INSTALLED, supports
+from residua.ops.inference import reference
+from residua.ops.inference.reference import Queries, Streams
+from residua.ops.mix_projection.reference import Mixing
+
+MOST_SOURCES = 128
+"""Sources that one launch of `read_sources` takes."""
+MOST_STREAMS = 16
+WIDEST = 8192
+WIDEST_HEAD = 256
+
+add_norm = Operator(reference.add_norm)
+read_sources = Operator(reference.read_sources)
+read_partial = Operator(reference.read_partial)
+source_scores = Operator(reference.source_scores)
+read_group = Operator(reference.read_group)
+read_norm = Operator(reference.read_norm)
+gate_norm = Operator(reference.gate_norm)
+turn_heads = Operator(reference.turn_heads)
+enter_cache = Operator(reference.enter_cache)
+decode_attention = Operator(reference.decode_attention)
+activate = Operator(reference.activate)
+
+
+def _alike(*tensors: Tensor | None) -> bool:
+    """Tensors of one dtype; None stands for no tensor."""
+    present = [t for t in tensors if t is not None]
+    return all(t.dtype == present[0].dtype for t in present) and supports(*present)
+
+
+def _rows(*tensors: Tensor | None) -> bool:
+    """Rows that a program can hold, all of one dtype and width."""
+    widths = {t.shape[-1] for t in tensors if t is not None}
+    return len(widths) == 1 and max(widths) <= WIDEST and _alike(*tensors)
+
+
+def _serves_add(base: Tensor, y: Tensor, weight: Tensor, **_: Any) -> bool:
+    return _rows(base, y)
+
+
+def _serves_sources(sources: Any, y: Tensor, base: Tensor | None, *_: Any, **__: Any) -> bool:
+    return len(sources) <= MOST_SOURCES and _rows(*sources, y, base)
+
+
+def _serves_partial(finished: Any, y: Tensor, base: Tensor | None, *_: Any, **__: Any) -> bool:
+    return _rows(y, base) and supports(*finished)
+
+
+def _serves_scores(y: Tensor, base: Tensor | None, *_: Any) -> bool:
+    return _alike(y, base)
+
+
+def _serves_group(sources: Any, *_: Any) -> bool:
+    return _alike(*sources)
+
+
+def _serves_read(others: Any, scores: Any, rows: Any, y: Tensor, base: Tensor | None, *_: Any, **__: Any) -> bool:
+    return _alike(y, *others, base)
+
+
+def _serves_gate(held: Streams, y: Tensor, *_: Any, store: bool = True, **__: Any) -> bool:
+    fits = _rows if store and not held.updates else _alike
+    return len(held.stored) <= MOST_STREAMS and fits(*held.stored, *held.updates, y)
+
+
+def _serves_heads(projected: Tensor, heads: int, kv_heads: int, gains: Any, cos: Tensor, *_: Any, **__: Any) -> bool:
+    return cos.dim() == 2 and supports(projected, cos)
+
+
+def _serves_entry(
+    projected: Tensor, heads: int, gains: Any, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
+    positions: Tensor | None = None, mixing: Mixing | None = None, **_: Any,
+) -> bool:  # fmt: skip
+    width, anchors = keys.shape[-1], () if mixing is None else (mixing.anchor,)
+    dense = keys.stride() == values.stride() and keys.stride(3) == 1 and width % 2 == 0 and cos.dim() == 2
+    dense = dense and all(anchor.stride()[2:] == (width, 1) for anchor in anchors)
+    if positions is None:  # tiles of several heads, which are stored as they are computed
+        dense = dense and keys.stride(2) == width and _alike(projected, keys, *anchors)
+    return dense and supports(projected, cos, sin, keys, values, *anchors)
+
+
+def _serves_attention(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> bool:
+    alike = keys.shape == values.shape and keys.stride() == values.stride() and keys.stride(-1) == 1
+    return alike and q.shape[-1] <= WIDEST_HEAD and supports(q, keys, values)
+
+
+def _serves_activation(x: Tensor, kind: str) -> bool:
+    return supports(x)
+
+
+if INSTALLED:
+    from residua.ops.inference import launch
+
+    add_norm.register_fused(launch.add_norm, _serves_add)
+    read_sources.register_fused(launch.read_sources, _serves_sources)
+    read_partial.register_fused(launch.read_partial, _serves_partial)
+    source_scores.register_fused(launch.source_scores, _serves_scores)
+    read_group.register_fused(launch.read_group, _serves_group)
+    read_norm.register_fused(launch.read_norm, _serves_read)
+    gate_norm.register_fused(launch.gate_norm, _serves_gate)
+    turn_heads.register_fused(launch.turn_heads, _serves_heads)
+    enter_cache.register_fused(launch.enter_cache, _serves_entry)
+    decode_attention.register_fused(launch.decode_attention, _serves_attention)
+    activate.register_fused(launch.activate, _serves_activation)
+
+__all__ = [
+    "Queries",
+    "Streams",
+    "activate",
+    "add_norm",
+    "decode_attention",
+    "enter_cache",
+    "gate_norm",
+    "read_group",
+    "read_norm",
+    "read_partial",
+    "read_sources",
+    "source_scores",
+    "turn_heads",
+]
