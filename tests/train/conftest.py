@@ -58,7 +58,7 @@ class Lab:
             self.train(*changes, out=out, **settings)
         return end.value.exit_code
 
-    def refuse(self, sentence: str, *changes: str, error: type[Exception] = ValueError, **settings: Any) -> str:
+    def refuse(self, sentence: str | None, *changes: str, error: type[Exception] = ValueError, **settings: Any) -> str:
         """A run that ends with this error, and what the error says."""
         with pytest.raises(error, match=sentence) as refused:
             self.train(*changes, **settings)

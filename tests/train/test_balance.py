@@ -271,7 +271,14 @@ def test_a_dense_model_has_no_balancer(config: RunConfig) -> None:
     assert build_balancer(residua.build(config.model), config.train.balance, CPU) is None
 
 
-@pytest.mark.parametrize("changes", [*([f"train.balance.load={load}"] for load in LOADS), BIASED])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["train.balance.load=previous_step"],
+        pytest.param(["train.balance.load=same_step"], marks=pytest.mark.nightly),
+        BIASED,
+    ],
+)
 def test_resumed_mixture_equals_the_uninterrupted_one(mixture: RunConfig, changes: list[str], tmp_path: Path) -> None:
     lab = Lab(mixture.override(changes), tmp_path)
     lab.train(out="whole")

@@ -103,7 +103,7 @@ def test_running_out_of_gpu_memory_says_what_to_lower(lab: Lab, monkeypatch: pyt
 
 def test_error_that_ends_a_run_is_kept_for_watchers(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "__call__", raising(KeyError("a plugin's own mistake")))
-    lab.refuse("", error=KeyError)
+    lab.refuse(None, error=KeyError)
     assert lab.sessions()[-1]["failed"] == 'KeyError: "a plugin\'s own mistake"'
     assert not has_ended(lab.sessions()[-1]["process"])
 
@@ -204,7 +204,7 @@ def begun(lab: Lab) -> Lab:
 def test_resuming_on_another_text_is_refused(begun: Lab, text: str, validation: str) -> None:
     run, before = begun / "run", files(begun / "run")
     other = prepared(begun / "other", text, validation)
-    assert begun.refuse("", f"data.path='{other}'", resume=True) == (
+    assert begun.refuse(None, f"data.path='{other}'", resume=True) == (
         f"{other} is not the text that {run} was trained on ({begun.config.data.path}): resume with that text, or "
         f"begin a new run from its weights with --from {run}."
     )

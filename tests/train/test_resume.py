@@ -93,7 +93,7 @@ def test_run_may_stop_many_times(lab: Lab, whole: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(["model.topology.kind=full_attnres"], id="attnres"),
+        pytest.param(["model.topology.kind=full_attnres"], id="attnres", marks=pytest.mark.nightly),
         pytest.param(["data.masking=documents"], id="documents"),
         pytest.param(["train.optimizer.kind=adamw"], id="adamw"),
         pytest.param(

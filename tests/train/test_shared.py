@@ -91,7 +91,7 @@ def test_shared_run_equals_one_in_a_process_of_its_own(lab: Lab) -> None:
 def test_broken_or_interrupted_run_leaves_nothing_to_the_next(lab: Lab) -> None:
     alone, world = separate(lab, "one"), SharedWorld(torch.device("cpu"))
     broken = ["train.optimizer.lr=1e30", "train.log_every=1"]
-    lab.refuse("", *broken, error=TrainingStopped, out="broken", world=world)
+    lab.refuse(None, *broken, error=TrainingStopped, out="broken", world=world)
     shared(lab, "one", "after", world)
     assert_same_run(lab / "after" / "one", alone)
 

@@ -77,7 +77,7 @@ def test_a_junction_takes_the_norm_if_nothing_else_reads_h():
     assert forward["residua.rms_norm.default"] == backward["residua.rms_norm_backward.default"] == 1
 
 
-@pytest.mark.parametrize("norm", ["all", "each"])
+@pytest.mark.parametrize("norm", ["all", pytest.param("each", marks=pytest.mark.nightly)])
 def test_hyper_connection_takes_the_norm_if_it_alone_reads_h(norm):
     generator = torch.Generator().manual_seed(5)
     n, width = 2, 8
