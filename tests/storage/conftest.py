@@ -2,3 +2,4 @@
 
 from tests.train.conftest import config as config
 from tests.train.conftest import data as data
+from tests.train.conftest import lab as lab

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import math
 import shutil
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import residua as package
-from residua.config.run import RunConfig
 from residua.distributed.convert import convert
-from residua.storage.checkpoint import checkpoints
 from residua.storage.tensors import nonfinite
 from residua.train.health import TrainingStopped
 from residua.train.step import Step
-from residua.train.trainer import train
+from tests.train.conftest import Lab, after_each_step
 from tests.trained import residua, train_run
-
-QUIET = Console(quiet=True)
 
 
 def spoil(file: Path, name: str | None = None, value: float = math.nan) -> str:
@@ -141,10 +135,10 @@ def test_weights_too_large_for_the_arithmetic_are_refused(run: Path, tmp_path, m
 
 
 @pytest.fixture
-def stopped(config: RunConfig, tmp_path: Path) -> Path:
+def stopped(lab: Lab) -> Path:
     """A run that has saved steps 2, 4 and 6."""
-    train(config.override(["train.steps=6", "train.keep=5"]), tmp_path / "stopped", console=QUIET)
-    return tmp_path / "stopped"
+    lab.train("train.keep=5")
+    return lab / "run"
 
 
 def test_a_run_to_convert_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -158,46 +152,37 @@ def test_a_run_to_convert_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["model", "optimizer"])
-def test_resume_goes_on_from_the_newest_finite_checkpoint(config: RunConfig, stopped: Path, file: str) -> None:
+def test_resume_goes_on_from_the_newest_finite_checkpoint(lab: Lab, stopped: Path, file: str) -> None:
     for step in (4, 6):
         name = spoil(stopped / f"checkpoints/step-{step}/{file}.safetensors")
-    said = StringIO()
-    console = Console(file=said, width=200, highlight=False)
-    train(config.override(["train.steps=8", "train.keep=5"]), stopped, resume=True, console=console)
-    words = said.getvalue()
-    assert "resuming after step 2 of 8" in words
+    lab.resume("train.steps=8", "train.keep=5")
+    assert "resuming after step 2 of 8" in lab.printed
     for step in (4, 6):
-        assert f"step-{step}: {name} is not finite; it is now step-{step}-not-finite-1" in words
+        assert f"step-{step}: {name} is not finite; it is now step-{step}-not-finite-1" in lab.printed
         assert (stopped / f"checkpoints/step-{step}-not-finite-1/model.safetensors").exists()
-    assert [c.step for c in checkpoints(stopped)] == [2, 4, 6, 8]
+    assert lab.saved() == [2, 4, 6, 8]
     assert package.load(stopped) is not None
 
 
 @pytest.mark.slow
-def test_run_without_a_finite_checkpoint_is_not_resumed(config: RunConfig, stopped: Path) -> None:
+def test_run_without_a_finite_checkpoint_is_not_resumed(lab: Lab, stopped: Path) -> None:
+    """And stays as it was."""
     for step in (2, 4, 6):
         spoil(stopped / f"checkpoints/step-{step}/model.safetensors", "norm.weight")
     before = sorted(stopped.rglob("*"))
-    with pytest.raises(ValueError, match=r"no checkpoint of .*stopped is finite .*norm\.weight is not finite"):
-        train(config.override(["train.steps=8"]), stopped, resume=True, console=QUIET)
+    lab.refuse(r"no checkpoint of .*run is finite .*norm\.weight is not finite", "train.steps=8", resume=True)
     assert sorted(stopped.rglob("*")) == before
     with pytest.raises(ValueError, match=r"step-6: weight norm\.weight is not finite"):
         convert(stopped, stopped / "converted")
 
 
 @pytest.mark.slow
-def test_an_optimizer_state_that_is_not_finite_is_not_saved(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
-    call, done = Step.__call__, 0
+def test_optimizer_state_that_is_not_finite_is_not_saved(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil_state(step: Step, done: int) -> None:
+        momenta = [tensor for name, tensor in step.optimizer.tensors().items() if "/momentum" in name]
+        momenta[0].view(-1)[0] = math.nan if done == 4 else momenta[0].view(-1)[0]
 
-    def spoiled(self: Step, *arguments: object) -> None:
-        nonlocal done
-        call(self, *arguments)
-        done += 1
-        if done == 4:
-            state = {name: t for name, t in self.optimizer.tensors().items() if "/momentum" in name}
-            next(iter(state.values())).view(-1)[0] = math.nan
-
-    monkeypatch.setattr(Step, "__call__", spoiled)
-    with pytest.raises(TrainingStopped, match=r"/momentum is no longer finite and was not saved; .* is .*step-2"):
-        train(config, tmp_path / "run", console=QUIET)
-    assert [c.step for c in checkpoints(tmp_path / "run")] == [2]
+    after_each_step(monkeypatch, spoil_state)
+    sentence = r"/momentum is no longer finite and was not saved; .* is .*step-2"
+    lab.refuse(sentence, error=TrainingStopped)
+    assert lab.saved() == [2]
