@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from residua import ops as ops
     from residua.config import choices as choices
     from residua.config.model import ModelConfig as ModelConfig
+    from residua.model.builders import build as build
+    from residua.model.builders import build_topology as build_topology
     from residua.model.decoder import Decoder as Decoder
-    from residua.model.from_table import build_topology as build_topology
-    from residua.model.plugin_rules import build as build
     from residua.storage.load import load as load
 
 # Names resolve when first used: `import residua` must stay instant, and most commands do not need torch.
 _HOMES = {
     "ModelConfig": ("residua.config.model", "ModelConfig"),
     "Decoder": ("residua.model.decoder", "Decoder"),
-    "build": ("residua.model.plugin_rules", "build"),
-    "build_topology": ("residua.model.from_table", "build_topology"),
+    "build": ("residua.model.builders", "build"),
+    "build_topology": ("residua.model.builders", "build_topology"),
     "choices": ("residua.config.choices", None),
     "load": ("residua.storage.load", "load"),
     "ops": ("residua.ops", None),

@@ -20,6 +20,7 @@ from residua.config.settings import flat
 from residua.convert.positions import read_positions, write_positions
 from residua.errors import UserError
 from residua.model.decoder import Decoder, build
+from residua.model.projection import declared_matrices
 from residua.model.size import shapes_only
 from residua.reading import OpenShape, counted
 
@@ -380,5 +381,4 @@ def _parts(model: Decoder, name: str, parameter: Tensor) -> tuple[int, ...]:
     """The rows of the independent maps that are fused in a parameter."""
     parent, _, leaf = name.rpartition(".")
     module: nn.Module = model.get_submodule(parent)
-    declared: dict[str, tuple[int, ...]] = getattr(module, "hidden_matrices", {})
-    return declared.get("weight" if leaf == "bias" else leaf, (parameter.shape[0],))
+    return declared_matrices(module).get("weight" if leaf == "bias" else leaf, (parameter.shape[0],))

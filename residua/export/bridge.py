@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from residua.errors import UserError
-from residua.model.attend import attend_cached
 from residua.model.cache import Now
+from residua.model.sdpa import attend_cached
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """An attention function of transformers' registry."""

@@ -44,8 +44,7 @@ FILES = {
 CHOOSING = ("residua.model.decoder", "residua.model.topology")
 """The modules that import parts of every kind, of which a model has some."""
 STAYING = (
-    "residua.model.edges",
-    "residua.model.init_fidelity",
+    "residua.model.equivalence",
     "residua.model.topology.facts",
     "residua.model.topology.inference",
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.model.context import Anchors, Context
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.projection import Projection
 
 

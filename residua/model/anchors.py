@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from residua.config import choices
 from residua.errors import UserError
 from residua.model.anchor_source import AnchorNorm, HeadShape
 from residua.model.context import Anchors
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.projection import Projection, is_plain, is_watched
 from residua.ops._runtime.numeric import wide
 from residua.ops._runtime.triton_support import INSTALLED
@@ -37,19 +37,33 @@ RotaryTable = tuple[Tensor, Tensor]
 """cos and sin, as `Context.rotary` has them."""
 
 
-class QueryKeyNorm(Protocol):
-    """What is applied to queries and keys before their product; `gains` are its parameters, None if it only rotates."""
+GRANULARITIES = ("scalar", "headwise", "elementwise")
+"""By the number of axes of a λ."""
 
-    eps: float
+
+class QueryKeyNorm(nn.Module):
+    """What is applied to queries and keys [B, T, heads, head_dim] before their product: q, k, table in, both out."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
 
     @property
-    def gains(self) -> tuple[Tensor, Tensor] | None: ...
+    def gains(self) -> tuple[Tensor, Tensor] | None:
+        """Its gains per head, for kernels that compute it; None if it only rotates."""
+        raise NotImplementedError(f"{type(self).__name__} is no norm with one gain for all heads")
 
-    def __call__(self, q: Tensor, k: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]: ...
+    @property
+    def in_kernels(self) -> bool:
+        """Whether decoding kernels compute it."""
+        return False
 
 
 class Unmixed(nn.Module):
     """A layer without anchors: splits the projection into heads, norms and rotates queries and keys."""
+
+    pathways: tuple[str, ...] = ()
+    """What is mixed with an anchor, or becomes one."""
 
     def __init__(self, sections: ops.Sections) -> None:
         super().__init__()
@@ -88,7 +102,7 @@ class Unmixed(nn.Module):
 
     def mixes(self, pathway: str) -> bool:
         """Whether this pathway is mixed with an anchor, or becomes one."""
-        return False
+        return pathway in self.pathways
 
     def readers(self) -> tuple[Tensor, ...]:
         """Every matrix [R, C] that reads the layer's input."""
@@ -133,9 +147,6 @@ class Write(Unmixed):
             raise _other_source()
         return self.norm.begin_as(old.norm, [s for s in self.pathways if s in old.pathways])
 
-    def mixes(self, pathway: str) -> bool:
-        return pathway in self.pathways
-
 
 def _other_source() -> UserError:
     return UserError(
@@ -162,7 +173,8 @@ class Mix(Unmixed):
     ) -> None:
         super().__init__(sections)
         self.pathways, self.start = pathways, start
-        sizes = {s: _scale_shape(granularity, shape.heads[s], shape.head_dim) for s in pathways}
+        rank = GRANULARITIES.index(granularity)
+        sizes = {s: (shape.heads[s], shape.head_dim)[:rank] for s in pathways}
         self.anchor_scale = nn.ParameterDict({s: nn.Parameter(torch.empty(sizes[s])) for s in pathways})
         self.current_scale = nn.ParameterDict({s: nn.Parameter(torch.empty(sizes[s])) for s in pathways})
         self.reset_parameters()
@@ -206,10 +218,14 @@ class Mix(Unmixed):
 
     @property
     def only_values(self) -> bool:
-        return type(self) is Mix and self.pathways == ("v",)
+        return type(self) in (Mix, FoldedMix) and self.pathways == ("v",)
 
     def value_scales(self) -> tuple[Tensor, Tensor] | None:
-        return over_values(self.sections, self.anchor_scale, self.current_scale)
+        """Without copying them."""
+        if "v" not in self.pathways:
+            return None
+        first, second = per_head(self.anchor_scale["v"]), per_head(self.current_scale["v"])
+        return first.expand(self.sections["v"]), second.expand(self.sections["v"])
 
     def _shares(self, anchors: Anchors) -> bool:
         """Whether there are handles behind the anchors; the first are this layer's."""
@@ -261,9 +277,6 @@ class Mix(Unmixed):
             gamma=self.factors(x),
             eps=qk_norm.eps,
         )
-
-    def mixes(self, pathway: str) -> bool:
-        return pathway in self.pathways
 
     def divide_values(self) -> Callable[[Tensor], None] | None:
         """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: both λ, if they have one number per element."""
@@ -353,6 +366,20 @@ class DynamicMix(Mix):
         return (self.gamma.down.weight,)
 
 
+class FoldedMix(Mix):
+    """Ŝ = λ1 ⊙ S_anc + W' x with W' = diag(λ2) W, for inference (`attention.fold_mixing`).
+
+    Mixing comes before QK-norm, rotation and the gate's sigmoid, so on every pathway the scale moves into W exactly,
+    but for rounding. A layer that writes the anchors keeps its W; a dynamic λ depends on the token and stays.
+    """
+
+    def __init__(self, mix: Mix) -> None:
+        Unmixed.__init__(self, mix.sections)
+        self.pathways, self.start, self.anchor_scale = mix.pathways, mix.start, mix.anchor_scale
+        ones = {s: torch.ones_like(scale) for s, scale in mix.current_scale.items()}
+        self.current_scale = nn.ParameterDict({s: nn.Parameter(one, requires_grad=False) for s, one in ones.items()})
+
+
 def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
     """How kernels mix a layer's own values [..., H_kv, D], None: not at all; and the anchors for later layers.
 
@@ -362,16 +389,6 @@ def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | No
         return None, (own,)
     scales = mix.value_scales()
     return None if scales is None else Mixing(anchors[0], *scales), anchors
-
-
-def over_values(
-    sections: ops.Sections, anchor_scale: nn.ParameterDict, scale: nn.ParameterDict
-) -> tuple[Tensor, Tensor] | None:
-    """λ1 and λ2 of the values as [H_kv, D], without copying them; None if values are not mixed."""
-    if "v" not in scale:
-        return None
-    first, second = (per_head(own["v"]).expand(sections["v"]) for own in (anchor_scale, scale))
-    return first, second
 
 
 class Sharing(NamedTuple):
@@ -388,7 +405,8 @@ class Sharing(NamedTuple):
         """
         watched = any(is_watched(part) for mix, _ in self.readers for part in (mix, *mix.children()))
         maps = [part for mix, own in self.readers for part in (own, *mix.projections)]
-        if not INSTALLED or watched or not all(map(is_plain, maps)) or len(self.readers) < 2:
+        folded = any(isinstance(mix, FoldedMix) for mix, _ in self.readers)
+        if not INSTALLED or watched or folded or not all(map(is_plain, maps)) or len(self.readers) < 2:
             return anchors
         scales = [dict(mix.anchor_scale.items()) for mix, _ in self.readers]
         if not shared.serves(anchors, [*(m.weight for m in maps), *(each for own in scales for each in own.values())]):
@@ -401,17 +419,12 @@ class Sharing(NamedTuple):
         return (*anchors, *chain.from_iterable(handles))
 
 
-def _scale_shape(granularity: str, heads: int, head_dim: int) -> tuple[int, ...]:
-    return {"elementwise": (heads, head_dim), "headwise": (heads,), "scalar": ()}[granularity]
-
-
 def _repeated(old: Tensor, new: Tensor) -> Tensor:
     """λ of one granularity in the shape of a finer one."""
     if old.dim() > new.dim():
-        names = ("scalar", "headwise", "elementwise")
         raise UserError(
-            f"model.anchors.granularity = '{names[new.dim()]}' has fewer λ than the model to start from: leave it at "
-            f"'{names[old.dim()]}'."
+            f"model.anchors.granularity = '{GRANULARITIES[new.dim()]}' has fewer λ than the model to start from: leave "
+            f"it at '{GRANULARITIES[old.dim()]}'."
         )
     return old.reshape((*old.shape, *(1,) * (new.dim() - old.dim()))).expand_as(new)
 

@@ -12,16 +12,15 @@ from residua import ops
 from residua.config import choices
 from residua.errors import UserError
 from residua.model.anchor_source import HeadShape
-from residua.model.anchors import DynamicMix, Unmixed, Write, build_mix
-from residua.model.attend import attend
+from residua.model.anchors import DynamicMix, FoldedMix, Mix, QueryKeyNorm, Unmixed, Write, build_mix
 from residua.model.body import Body
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
-from residua.model.edges import Edge, divide_rows
-from residua.model.init_fidelity import InitFidelity, take_parameters
+from residua.model.equivalence import Edge, InitFidelity, divide_rows, take_parameters
 from residua.model.norm import DyT
 from residua.model.projection import BiasedProjection, Projection, projection
 from residua.model.rope import GROWING
+from residua.model.sdpa import attend
 from residua.model.taps import tap
 from residua.ops.inference.reference import KEY_EPS
 
@@ -32,12 +31,11 @@ def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
     return HeadShape({"q": config.heads, "k": kv, "v": kv, "g": config.heads}, config.head_dim or width // config.heads)
 
 
-class QKNorm(nn.Module):
+class QKNorm(QueryKeyNorm):
     """RMS over head_dim with a gain each for queries and keys (arXiv 2010.04245), then rotation by position."""
 
     def __init__(self, shape: HeadShape, config: choices.SoftmaxAttention) -> None:
-        super().__init__()
-        self.eps = config.qk_eps
+        super().__init__(config.qk_eps)
         query, key = self._sizes(shape)
         self.query = nn.Parameter(torch.empty(query))
         self.key = nn.Parameter(torch.empty(key))
@@ -57,7 +55,6 @@ class QKNorm(nn.Module):
 
     @property
     def in_kernels(self) -> bool:
-        """Whether decoding kernels compute it."""
         return self.eps == KEY_EPS
 
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -86,33 +83,25 @@ class JointQKNorm(QKNorm):
         return q, k
 
 
-class TanhQKNorm(nn.Module):
+class TanhQKNorm(QueryKeyNorm):
     """DyT over head_dim, each with its own α, gain and bias for queries and keys, then rotation by position."""
 
-    in_kernels = False
-
     def __init__(self, shape: HeadShape, config: choices.SoftmaxAttention) -> None:
-        super().__init__()
-        self.eps = config.qk_eps
+        super().__init__(config.qk_eps)
         self.query, self.key = (DyT(choices.DyT(alpha=config.qk_alpha), shape.head_dim) for _ in range(2))
-
-    @property
-    def gains(self) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("a tanh is no norm that kernels compute")
 
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return ops.rotate(self.query(q), table), ops.rotate(self.key(k), table)
 
 
-class NoQKNorm(nn.Module):
+class NoQKNorm(QueryKeyNorm):
     """Rotates queries and keys by position, nothing else."""
 
     gains = None
     in_kernels = True
 
     def __init__(self, shape: HeadShape, config: choices.SoftmaxAttention) -> None:
-        super().__init__()
-        self.eps = config.qk_eps
+        super().__init__(config.qk_eps)
 
     def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return ops.rotate(q, table), ops.rotate(k, table)
@@ -140,7 +129,7 @@ def _begin_qk_norm(new: nn.Module, old: nn.Module) -> InitFidelity:
 
 NEW_SINK = -10.0
 
-QK_NORMS: dict[str, type[QKNorm] | type[TanhQKNorm] | type[NoQKNorm]] = {
+QK_NORMS: dict[str, Callable[[HeadShape, choices.SoftmaxAttention], QueryKeyNorm]] = {
     "rms": QKNorm,
     "rms_all": JointQKNorm,
     "dyt": TanhQKNorm,
@@ -313,3 +302,19 @@ class SoftmaxAttention(Body):
         if not self.mix.mixes("v"):
             return partial(divide_rows, self.project, sum(self.rows[:2]), self.rows[2])
         return self.mix.divide_values()
+
+
+@torch.no_grad()
+def fold_mixing(model: nn.Module) -> int:
+    """Fold every static λ2 of a model into its projections, in place; returns the number of layers changed."""
+    # a projection in low precision keeps its rounded rows
+    attentions = [
+        body
+        for body in model.modules()
+        if isinstance(body, SoftmaxAttention) and type(body.mix) is Mix and type(body.project) is Projection
+    ]
+    for body in attentions:
+        assert isinstance(body.mix, Mix)
+        body.project.weight.copy_(body.mix.folded(body.project.weight))
+        body.mix = FoldedMix(body.mix)
+    return len(attentions)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from residua.model.anchors import Unmixed
     from residua.model.cache import SublayerCache
-    from residua.model.edges import Edge
+    from residua.model.equivalence import Edge
 
 
 class Body(nn.Module):

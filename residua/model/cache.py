@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from residua.errors import UserError
-from residua.model.attend import attend_cached
+from residua.model.sdpa import attend_cached
 
 
 class Now(NamedTuple):

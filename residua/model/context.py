@@ -1,4 +1,4 @@
-"""What all sublayers of one forward pass share: positions, documents, and the caches while decoding."""
+"""What a forward pass may be given, and what all its sublayers share: positions, documents, caches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from residua.errors import UserError
+from residua.ops._runtime.numeric import begins
+
 if TYPE_CHECKING:
     from residua.model.anchors import Sharing
-    from residua.model.cache import Now
+    from residua.model.cache import Cache, Now
 
 Anchors = tuple[Tensor, ...]
 """The anchor projections, one per pathway in the configured order; empty until they are written.
@@ -39,3 +42,35 @@ class Context(NamedTuple):
     def at(self, k: int) -> Context:
         """The context of sublayer k."""
         return self if self.caches is None else self._replace(cache=self.caches[k])
+
+
+def check_inputs(tokens: Tensor, segments: Tensor | None, cache: Cache | None, width: int) -> None:
+    """Refuse tokens that are neither ids [B, T] nor vectors [B, T, width], and documents together with a cache."""
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"a model takes a tensor of tokens [B, T], not {type(tokens).__name__}: use torch.tensor(…).")
+    expected = (width,) if tokens.is_floating_point() else ()
+    if tokens.ndim < 2 or tokens.shape[2:] != expected:
+        raise UserError(
+            f"a model takes tokens [B, T], or their vectors [B, T, {width}], not a {tokens.dtype} tensor of shape "
+            f"{tuple(tokens.shape)}{': tokens[None] is a batch of one sequence.' if tokens.ndim == 1 else '.'}"
+        )
+    if segments is not None and cache is not None:
+        raise UserError(
+            "a cache continues one document in each row, so segments cannot be given with it: give each document a row "
+            "of its own, or leave the cache out."
+        )
+
+
+def for_rows(tokens: Tensor, rows: int) -> Tensor:
+    """The tokens for each row of a cache; a single sequence is given to all of them."""
+    if tokens.shape[0] not in (1, rows):
+        raise UserError(
+            f"the cache has {rows} {'row' if rows == 1 else 'rows'} and the tokens have {tokens.shape[0]}: "
+            f"new_cache({tokens.shape[0]}, …) makes one for them."
+        )
+    return tokens if tokens.shape[0] == rows else tokens.expand(rows, *tokens.shape[1:])
+
+
+def number_documents(segments: Tensor | None) -> Tensor | None:
+    """[B, T]: the number of each token's document in its row. A document is a run of equal ids in segments [B, T]."""
+    return None if segments is None else begins(segments, segments).cumsum(1)

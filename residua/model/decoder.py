@@ -18,9 +18,8 @@ from residua.model.anchors import Mix, Sharing
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.body import Body, reset
 from residua.model.cache import Cache, Now
-from residua.model.context import Anchors, Context
+from residua.model.context import Anchors, Context, check_inputs, for_rows, number_documents
 from residua.model.ffn import build_ffn
-from residua.model.given import check_given, for_rows, number_documents
 from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.model.moe import MoE, Routing
@@ -113,11 +112,7 @@ class Decoder(nn.Module):
         return Cache([body.new_cache(batch, capacity, like) for body in bodies], batch, capacity, like.device)
 
     def hidden(
-        self,
-        tokens: Tensor,
-        segments: Tensor | None = None,
-        cache: Cache | None = None,
-        counts: Tensor | None = None,
+        self, tokens: Tensor, segments: Tensor | None = None, cache: Cache | None = None, counts: Tensor | None = None
     ) -> Tensor:
         """The final normed state [B, T, C]; no mixer looks across documents, the runs of equal ids in segments [B, T].
 
@@ -137,7 +132,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """`hidden`, and how each mixture of experts routed."""
-        check_given(tokens, segments, cache, self.config.width)
+        check_inputs(tokens, segments, cache, self.config.width)
         now = None if cache is None else cache.now(tokens.shape[1], counts)
         if now is not None:
             tokens = for_rows(tokens, now.positions.shape[0])
@@ -169,7 +164,8 @@ class Decoder(nn.Module):
             return None
         bodies = (cast(Sublayer, sublayer).body for sublayer in self.sublayers)
         softmax = [body for body in bodies if isinstance(body, SoftmaxAttention)]
-        return Sharing(tuple((body.mix, body.project) for body in softmax if isinstance(body.mix, Mix)))
+        readers = tuple((body.mix, body.project) for body in softmax if isinstance(body.mix, Mix))
+        return Sharing(readers) if readers else None
 
     def logits(self, h: Tensor) -> Tensor:
         """[..., V] from final states [..., C]."""

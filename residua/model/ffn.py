@@ -13,9 +13,11 @@ from residua import ops
 from residua.config import choices
 from residua.model.body import Body
 from residua.model.context import Anchors, Context
-from residua.model.edges import Edge, divide_rows, divide_square
+from residua.model.equivalence import Edge, divide_rows, divide_square
 from residua.model.projection import BiasedProjection, Projection, is_plain, projection
 from residua.ops.inference.reference import ACTIVATIONS
+
+Activation = Callable[[Tensor], Tensor]
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -31,7 +33,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 class FeedForward(Body):
     """A dense feed-forward: y = W_out act(W x), gated or not. The methods besides `forward` are facts for tools."""
 
-    act: Callable[[Tensor], Tensor]
+    act: Activation
     out: Projection
 
     @property
@@ -52,14 +54,7 @@ class GatedFFN(FeedForward):
     """y = W_out (act(W_gate x) ⊙ W_up x) (arXiv 2002.05202): SwiGLU with silu, GLU with sigmoid, GeGLU with gelu."""
 
     def __init__(
-        self,
-        act: Callable[[Tensor], Tensor],
-        width: int,
-        hidden: int,
-        *,
-        std: float,
-        output_std: float,
-        bias: bool = False,
+        self, act: Activation, width: int, hidden: int, *, std: float, output_std: float, bias: bool = False
     ) -> None:
         super().__init__()
         self.act = act
@@ -85,14 +80,7 @@ class PlainFFN(FeedForward):
     """y = W_out act(W_in x)."""
 
     def __init__(
-        self,
-        act: Callable[[Tensor], Tensor],
-        width: int,
-        hidden: int,
-        *,
-        std: float,
-        output_std: float,
-        bias: bool = False,
+        self, act: Activation, width: int, hidden: int, *, std: float, output_std: float, bias: bool = False
     ) -> None:
         super().__init__()
         self.act = act
@@ -129,7 +117,7 @@ class SquaredReluFFN(PlainFFN):
         return super().forward(x, anchors, context)
 
 
-FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Callable[[Tensor], Tensor]]] = {
+FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Activation]] = {
     "swiglu": (GatedFFN, silu),
     "glu": (GatedFFN, sigmoid),
     "geglu": (GatedFFN, gelu_tanh),

@@ -13,11 +13,6 @@ CLOSED = 0.2
 """A gate below this is nearly closed."""
 
 
-def stream_peaks(streams: Tensor) -> Tensor:
-    """The largest |s_i| of each stream, [n], of streams [B, T, n, C]."""
-    return streams.abs().amax((0, 1, 3))
-
-
 def peak_and_sizes(h: Tensor) -> tuple[Tensor, Tensor]:
     """The largest |h|, and the mean of |h| over tokens, [C], of states [B, T, C]."""
     size = wide(h).abs()

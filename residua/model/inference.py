@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from residua.model.anchors import mix_values
-from residua.model.attend import attend
 from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
 from residua.model.body import Body
 from residua.model.cache import Cache, KeyValueCache, Now
@@ -26,6 +25,7 @@ from residua.model.ffn import FeedForward, SquaredReluFFN
 from residua.model.moe import mixtures
 from residua.model.norm import NoNorm, RMSNorm
 from residua.model.projection import is_watched
+from residua.model.sdpa import attend
 from residua.model.topology.inference import InferenceTopology
 from residua.ops import inference
 from residua.ops._runtime.ahead import compile_ahead

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from residua import ops
 from residua.config import choices
-from residua.model.attend import attend, attend_cached, attend_latents
 from residua.model.body import Body
 from residua.model.cache import KeyValueCache, Now
 from residua.model.context import Anchors, Context
-from residua.model.edges import Edge
+from residua.model.equivalence import Edge
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection, is_plain
+from residua.model.sdpa import attend, attend_cached, attend_latents
 from residua.model.taps import tap
 
 

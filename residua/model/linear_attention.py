@@ -17,7 +17,7 @@ from residua.config import choices
 from residua.model.body import Body
 from residua.model.cache import RecurrentCache
 from residua.model.context import Anchors, Context
-from residua.model.edges import Edge, divide_rows
+from residua.model.equivalence import Edge, divide_rows
 from residua.model.norm import RMSNorm
 from residua.model.projection import Projection
 from residua.ops._runtime.numeric import begins, wide

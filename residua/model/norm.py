@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.errors import UserError
-from residua.model.init_fidelity import InitFidelity, take_parameters
+from residua.model.equivalence import InitFidelity, take_parameters
 
 GATE_STD = 0.02
 
@@ -78,7 +78,7 @@ class RMSNorm(Norm):
     scale_invariant = True
     eps: float
 
-    def __init__(self, config: choices.RMSNorm, width: int) -> None:
+    def __init__(self, config: choices.RMSNorm | choices.GatedNorm, width: int) -> None:
         super().__init__()
         self.eps = config.eps
         self.weight = nn.Parameter(torch.empty(width))
@@ -129,7 +129,7 @@ class PreAffine(Norm):
     @torch.no_grad()
     def begin_as(self, old: Norm) -> InitFidelity:
         """An RMSNorm is one with `affine` = 1."""
-        if not isinstance(old, RMSNorm):
+        if type(old) is not RMSNorm:
             return super().begin_as(old)
         self.weight.copy_(old.weight)
         nn.init.ones_(self.affine)
@@ -187,28 +187,19 @@ class LowRankGate(nn.Module):
         return ops.low_rank_gate(y, self.down, self.up, activation=self.activation)
 
 
-class GatedNorm(Norm):
+class GatedNorm(RMSNorm):
     """y = RMSNorm(x), y' = y ⊙ σ(up · silu(down · y)) (arXiv 2601.22966)."""
 
-    scale_invariant = True
-    eps: float
-
     def __init__(self, config: choices.GatedNorm, width: int) -> None:
-        super().__init__()
-        self.eps = config.eps
-        self.weight = nn.Parameter(torch.empty(width))
+        super().__init__(config, width)
         self.gate = LowRankGate(config, width)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate
         return ops.gated_norm(x, self.weight, gate.down, gate.up, eps=self.eps, activation=gate.activation)
 
     def gate_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = ops.rms_norm(x, self.weight, eps=self.eps)
+        y = super().forward(x)
         return y, self.gate.scores(y)
 
     @torch.no_grad()
@@ -217,7 +208,7 @@ class GatedNorm(Norm):
         if isinstance(old, GatedNorm):
             self.weight.copy_(old.weight)
             return self.gate.begin_as(old.gate)
-        if not isinstance(old, RMSNorm) or self.gate.activation != "sigmoid":
+        if type(old) is not RMSNorm or self.gate.activation != "sigmoid":
             return super().begin_as(old)
         self.weight.copy_(2 * old.weight)
         nn.init.zeros_(self.gate.up)

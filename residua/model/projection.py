@@ -52,6 +52,12 @@ def projection(
     return (BiasedProjection if bias else Projection)(inputs, outputs, std=std, parts=parts)
 
 
+def declared_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """What a module declares in `hidden_matrices`; any may, also a plugin's (docs/extend.md)."""
+    declared: dict[str, tuple[int, ...]] = getattr(module, "hidden_matrices", {})
+    return declared
+
+
 def is_plain(module: nn.Module) -> bool:
     """Whether it is a `Projection`, neither replaced nor wrapped nor hooked."""
     return type(module) is Projection and not is_watched(module)

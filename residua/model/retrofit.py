@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import reduce
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from residua.config.settings import Frozen, function_changes
 from residua.errors import UserError
 from residua.model.attention import SoftmaxAttention
 from residua.model.decoder import Decoder, Sublayer
-from residua.model.init_fidelity import InitFidelity, WeightsMismatch, take_parameters
+from residua.model.equivalence import InitFidelity, WeightsMismatch, take_parameters
 from residua.model.norm import Norm
 
 SHAPES = ("vocab_size", "layers", "width", "ffn", "placement")
@@ -44,7 +44,7 @@ class _Retrofit:
     def run(self) -> dict[str, InitFidelity]:
         model, old = self.model, self.old
         self._check_shapes()
-        self._begin("attention", self._begin_bodies)
+        self._begin("attention", lambda: max(_begin_body(new.body, old.body) for new, old in self._sublayers()))
         self._begin("anchors", self._begin_anchors)
         self._begin("norm", self._begin_norms)
         self._begin("topology", self._begin_topology)
@@ -93,9 +93,6 @@ class _Retrofit:
     def _same_kind(self, table: str) -> bool:
         return type(getattr(self.before, table)) is type(getattr(self.after, table))
 
-    def _begin_bodies(self) -> InitFidelity:
-        return max(_begin_body(new.body, theirs.body) for new, theirs in self._sublayers())
-
     def _begin_anchors(self) -> InitFidelity:
         kept = [self.model.anchors.begin_as(self.old.anchors)]
         for new, theirs in self._sublayers():
@@ -104,9 +101,9 @@ class _Retrofit:
         return max(kept)
 
     def _begin_norms(self) -> InitFidelity:
-        pairs: list[Any] = list(zip(_norms(self.model), _norms(self.old), strict=True))
+        pairs = list(zip(_norms(self.model), _norms(self.old), strict=True))
         if self._of("norm") not in ([], ["norm.eps"]):
-            return max(cast(InitFidelity, new.begin_as(theirs)) for new, theirs in pairs)
+            return max(new.begin_as(theirs) for new, theirs in pairs)
         for new, theirs in pairs:
             take_parameters(new, theirs)
         return InitFidelity.EXACTLY
@@ -116,14 +113,17 @@ class _Retrofit:
         if not self._of("topology"):
             take_parameters(new, theirs)
             return InitFidelity.EXACTLY
+        start = new.initialization()
+        if self._same_kind("topology") and start.begin_as is not None:
+            return start.begin_as(theirs)
         if self._same_kind("topology"):
-            return self._begin_same_topology()
+            take_parameters(new, theirs)
+            return InitFidelity.NOT
         if not theirs.initialization().is_additive:
             raise UserError(
                 f"the model to start from has topology.kind = '{self.before.topology.kind}', and only one that adds up "
                 "its outputs ('additive') can be given another topology: keep it, or start from another run."
             )
-        start = new.initialization()
         kept = start.init_as_additive()
         if kept is not InitFidelity.UP_TO_EPS:
             return kept
@@ -132,13 +132,6 @@ class _Retrofit:
         if not all(factor == 1 or taken for factor, taken in zip(factors, takes_out, strict=True)):
             return InitFidelity.NOT
         return InitFidelity.EXACTLY if self.after.reader_eps == "sum" else InitFidelity.UP_TO_EPS
-
-    def _begin_same_topology(self) -> InitFidelity:
-        new, theirs = self.model.topology, self.old.topology
-        if (begin_as := new.initialization().begin_as) is not None:
-            return begin_as(theirs)
-        take_parameters(new, theirs)
-        return InitFidelity.NOT
 
     def _same_eps(self) -> bool:
         old, new = (getattr(config.norm, "eps", None) for config in (self.before, self.after))
@@ -170,9 +163,9 @@ def _begin_body(new: nn.Module, old: nn.Module) -> InitFidelity:
     return InitFidelity.EXACTLY
 
 
-def _norms(model: Decoder) -> list[nn.Module]:
+def _norms(model: Decoder) -> list[Norm]:
     outputs = (cast(Sublayer, sublayer).after for sublayer in model.sublayers)
-    return [*_reader_norms(model), *(norm for norm in outputs if norm is not None)]
+    return [*_reader_norms(model), *(cast(Norm, norm) for norm in outputs if norm is not None)]
 
 
 def _reader_norms(model: Decoder) -> list[Norm]:

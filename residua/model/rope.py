@@ -46,19 +46,10 @@ def _inverse(positions: Tensor, head_dim: int, theta: float | Tensor) -> Tensor:
     return theta**exponent
 
 
-def _length(positions: Tensor) -> Tensor:
-    """The tokens up to the last position of the batch."""
-    return positions.max() + 1
-
-
-def _linear(config: scalings.LinearRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
-    return 1.0 / inverse / config.factor, 1.0
-
-
 def _dynamic(config: scalings.DynamicRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
     """theta · (factor · length / original − (factor − 1))^(D / (D − 2)) for sequences longer than the original."""
     head_dim, original = 2 * len(inverse), config.original_context
-    length = _length(positions).clamp(min=original)
+    length = (positions.max() + 1).clamp(min=original)
     growth = (config.factor * length / original - (config.factor - 1)) ** (head_dim / (head_dim - 2))
     return 1.0 / _inverse(positions, head_dim, theta * growth), 1.0
 
@@ -92,7 +83,7 @@ def _llama3(config: scalings.Llama3Rope, inverse: Tensor, theta: float, position
 def _longrope(config: scalings.LongRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
     device = inverse.device
     short, long = (torch.tensor(each, device=device, dtype=torch.float32) for each in (config.short, config.long))
-    divisor = torch.where(_length(positions) > config.original_context, long, short)
+    divisor = torch.where(positions.max() + 1 > config.original_context, long, short)
     return 1.0 / (divisor * inverse), config.attention_factor
 
 
@@ -102,7 +93,7 @@ def _proportional(config: scalings.ProportionalRope, inverse: Tensor, theta: flo
 
 
 SCALINGS: dict[str, Callable[..., Frequencies]] = {
-    "linear": _linear,
+    "linear": lambda config, inverse, theta, positions: (1.0 / inverse / config.factor, 1.0),
     "dynamic_ntk": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,

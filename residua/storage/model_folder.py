@@ -17,7 +17,8 @@ from residua.data.source import find_data
 from residua.data.tokenizer import SOURCE, Tokenizer
 from residua.errors import UserError
 from residua.machine import require_memory
-from residua.model.fold import fold_mixing
+from residua.model.attention import fold_mixing
+from residua.model.projection import declared_matrices
 from residua.reading import inside
 from residua.storage.load import load, own_tokenizer
 
@@ -78,7 +79,7 @@ def place(model: Decoder, device: torch.device, precision: str = "auto") -> Deco
         require_memory("the model needs", weights, "choose --device cpu, or end other programs on the GPU", device)
     model = model.to(device)
     for module in model.modules():
-        names = [*getattr(module, "hidden_matrices", ())]
+        names = [*declared_matrices(module)]
         if module in (model.embed, model.unembed):
             names.append("weight")
         for name in names:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.config.run import AdamW, Muon
+from residua.model.projection import declared_matrices
 from residua.ops.optimizer_update import cautious_descent, momentum_directions, plain_descent
 from residua.ops.symmetric_product import symmetric_product
 
@@ -28,7 +29,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, Parts]:
     """The declared matrices of a model by parameter name, each with the row counts of its parts."""
     declared: dict[str, Parts] = {}
     for prefix, module in model.named_modules():
-        for name, rows in cast("dict[str, Parts]", getattr(module, "hidden_matrices", {})).items():
+        for name, rows in declared_matrices(module).items():
             full = f"{prefix}.{name}" if prefix else name
             shape = tuple(module.get_parameter(name).shape)
             assert len(shape) == 2 and sum(rows) == shape[0], f"{full} of shape {shape} declares parts {rows}"

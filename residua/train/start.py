@@ -15,9 +15,9 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.data.tokenizer import Tokenizer
 from residua.errors import UserError
+from residua.model.builders import check_plugins
 from residua.model.decoder import Decoder, build, build_parts
-from residua.model.init_fidelity import InitFidelity
-from residua.model.plugin_rules import check_plugins
+from residua.model.equivalence import InitFidelity
 from residua.model.retrofit import retrofit
 from residua.model.size import shapes_only
 from residua.reading import inside

@@ -62,7 +62,7 @@ class Gauges(dict[str, Tensor]):
             ("sublayer", "input"): self._take_input,
             ("depth", "weights"): lambda k, weights: self._weights.__setitem__(k + 1, weights),
             ("depth", "pre"): self._weights.__setitem__,
-            ("depth", "streams"): lambda k, streams: self._note_each("stream", k + 1, gauges.stream_peaks(streams)),
+            ("depth", "streams"): lambda k, streams: self._note_each("stream", k + 1, streams.abs().amax((0, 1, 3))),
             ("depth", "beta"): self._take_beta,
             ("attention", "gate"): self._take_gate,
             ("attention", "gamma"): self._gammas.__setitem__,

@@ -10,7 +10,7 @@ import torch
 
 import residua
 from residua.config.settings import ConfigError
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.topology import build_topology
 from tests.docs.test_documentation import python_blocks
 from tests.model.depth import SMALL, drive, embedding_and_outputs

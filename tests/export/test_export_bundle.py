@@ -121,7 +121,7 @@ def test_a_copy_differs_from_the_library_in_its_imports_only(bundles):
         lines = text[text.index("\n\n\n") :].splitlines()
         return [line for line in lines if not line.strip().startswith("from ")]
 
-    for module in ("residua.model.norm", "residua.model.topology.multigate", "residua.model.attend"):
+    for module in ("residua.model.norm", "residua.model.topology.multigate", "residua.model.sdpa"):
         file = f"residua_{module.removeprefix('residua.model.').replace('.', '_')}.py"
         source, copied = modules.source(module), bundles["mgr"][file]
         assert copied.startswith(f"# {module.replace('.', '/')}.py, copied with its imports rewritten")

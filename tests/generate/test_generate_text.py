@@ -15,8 +15,8 @@ from residua.generate import generator
 from residua.generate.generator import Completion, Generator, Request, weight_bytes
 from residua.generate.sample import Sampler, Sampling, candidates
 from residua.generate.text import Conversation, TextStream
+from residua.model.attention import fold_mixing
 from residua.model.decoder import Decoder
-from residua.model.fold import fold_mixing
 from residua.model.moe import MoE
 from residua.storage.model_folder import place
 from tests.model.combinations import ROWS, config_of, name_of

@@ -12,8 +12,8 @@ import residua
 from residua.data.tokenizer import Tokenizer
 from residua.generate.generator import Generator, Request, prefill
 from residua.generate.sample import Sampling
+from residua.model.attention import fold_mixing
 from residua.model.decoder import Decoder
-from residua.model.fold import fold_mixing
 from residua.model.inference import Forward, InferenceAttention, InferenceDecoder, InferenceFFN
 from residua.model.topology.inference import AdditiveInference, InferenceTopology, ReadInference, StreamInference
 from residua.ops import inference

@@ -17,9 +17,9 @@ from residua import ops
 from residua.generate.engine import launched_step
 from residua.generate.generator import Request, prefill
 from residua.generate.whole_step import build_layers, whole_step
+from residua.model.attention import fold_mixing
 from residua.model.cache import Cache
 from residua.model.decoder import Decoder
-from residua.model.fold import fold_mixing
 from residua.ops import inference
 from residua.ops.whole_layers import launch
 from residua.ops.whole_layers.launch import Layers

@@ -34,20 +34,17 @@ NORMS: dict[str, Any] = {
     "gated_dyt": {"kind": "gated_dyt", "rank": 4},
 }
 FFNS: dict[str, Any] = {kind: {"kind": kind, "hidden": 24} for kind in ("swiglu", "glu", "relu2", "gelu")}
+MOE = {"kind": "moe", "hidden": 8}
+SIGMOID = {"activation": "relu2", "dense_layers": 1, "router": {"kind": "sigmoid_scores", "scale": 2.0}}
 FFNS |= {
-    "moe": {"kind": "moe", "hidden": 8, "experts": 5, "top_k": 2, "shared_gate": "sigmoid"},
-    "moe plain": {
-        "kind": "moe",
-        "hidden": 8,
-        "experts": 4,
-        "top_k": 3,
-        "shared": 0,
-        "activation": "relu2",
-        "dense_layers": 1,
-        "router": {"kind": "sigmoid_scores", "scale": 2.0},
-    },
+    "moe": MOE | {"experts": 5, "top_k": 2, "shared_gate": "sigmoid"},
+    "moe plain": MOE | {"experts": 4, "top_k": 3, "shared": 0} | SIGMOID,
 }
 LINEAR = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
+HYBRID = {"kind": "hybrid", "softmax_every": 2, "linear": LINEAR}
+DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
+LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
+NOWHERE = LATENT | {"positions": "none"}
 ATTENTIONS: dict[str, Any] = {
     "plain": {"kind": "softmax", "heads": 2},
     "gated": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
@@ -55,34 +52,16 @@ ATTENTIONS: dict[str, Any] = {
     "no qk-norm": {"kind": "softmax", "heads": 2, "qk_norm": "none"},
     "sink": {"kind": "softmax", "heads": 2, "head_dim": 6, "sink": "learned", "gate": "elementwise"},
     "linear": LINEAR,
-    "hybrid": {"kind": "hybrid", "softmax_every": 2, "softmax": {"heads": 2}, "linear": LINEAR},
-    "hybrid gated": {
-        "kind": "hybrid",
-        "softmax_every": 2,
-        "softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise"},
-        "linear": LINEAR,
-    },
-}
-LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
-ATTENTIONS |= {
+    "hybrid": HYBRID | {"softmax": {"heads": 2}},
+    "hybrid gated": HYBRID | {"softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise"}},
     "latent": LATENT | {"query_rank": 7},
-    "hybrid kimi": {
-        "kind": "hybrid",
-        "softmax_layers": [1, 2],
-        "softmax": LATENT | {"positions": "none"},
-        "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
-    },
+    "hybrid kimi": {"kind": "hybrid", "softmax_layers": [1, 2], "softmax": NOWHERE, "linear": DELTA},
 }
 HEADS: dict[str, Any] = {"tied": {"kind": "tied"}, "untied": {"kind": "untied"}}
 
 TABLES = {
-    "topology": TOPOLOGIES,
-    "anchors": ANCHORS,
-    "norm": NORMS,
-    "attention": ATTENTIONS,
-    "ffn": FFNS,
-    "head": HEADS,
-}
+    "topology": TOPOLOGIES, "anchors": ANCHORS, "norm": NORMS, "attention": ATTENTIONS, "ffn": FFNS, "head": HEADS,
+}  # fmt: skip
 GATED_ANCHORS = {"nuresformer with gate", "exoformer with gate", "exoformer dynamic"}
 GATED_ATTENTIONS = {"gated", "sink", "hybrid gated"}
 

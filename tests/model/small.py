@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig
+from residua.model.decoder import Decoder
 
 VOCABULARY = 23
 
@@ -30,3 +31,9 @@ def tokens_and_targets(batch: int = 2, length: int = 6) -> tuple[Tensor, Tensor]
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randint(VOCABULARY, (batch, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def in_parts(model: Decoder, tokens: Tensor, sizes: list[int]) -> Tensor:
+    """The logits of tokens [B, T] that a cache gets in parts of these sizes."""
+    cache = model.new_cache(*tokens.shape)
+    return torch.cat([model(part, cache=cache) for part in tokens.split(sizes, 1)], 1)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from residua.config import choices
 from residua.model.anchor_source import ExoSource, build_source
-from residua.model.attend import attend
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.context import Context
 from residua.model.rope import rotary_table, rotate
+from residua.model.sdpa import attend
 from tests.golden import attention as golden
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 
@@ -267,7 +267,7 @@ def test_any_subset_of_pathways_in_any_order_is_mixed(pathways: tuple[str, ...],
     check_mixing(choices.NuResFormer(pathways=pathways, mixing=mixing), GATED)
 
 
-def test_lambda_half_of_an_unnormed_copy_of_itself_changes_nothing() -> None:
+def test_half_of_an_unnormed_copy_of_itself_changes_nothing() -> None:
     """½ V_1 + ½ V_1 = V_1: a second ResFormer layer with the first one's matrix and input repeats it."""
     layers = [
         SoftmaxAttention(attention_config(), choices.ResFormer(), i, WIDTH, std=0.3, output_std=0.3).double()

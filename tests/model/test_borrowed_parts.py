@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 import residua
 from residua.config.model import ModelConfig
-from residua.config.settings import ConfigError
 from residua.model.context import Context
 from residua.model.decoder import Decoder
 from residua.model.size import measure
@@ -75,7 +73,7 @@ def test_cached_tokens_see_what_they_see_in_one_pass(name: str) -> None:
 
 
 @torch.no_grad()
-def test_positions_that_depend_on_the_length_are_looked_up_in_no_table() -> None:
+def test_positions_that_depend_on_length_use_no_table() -> None:
     """LongRoPE changes its angles when the sequence grows beyond its first length: decoding has to do so too."""
     from residua.model.inference import InferenceDecoder
 
@@ -104,28 +102,6 @@ def test_biased_projections_quantize_with_their_bias() -> None:
     quantize_model(model, find_scheme("fp8"))
     assert abs(float(model.loss(tokens, targets) - before)) < 0.1
     assert model.sublayers[0].body.project.bias is not None
-
-
-@pytest.mark.parametrize(
-    ("attention", "message"),
-    [
-        ({"window_layers": [0]}, "attention.window_layers needs attention.window"),
-        ({"window": 2, "window_layers": [3]}, "attention.window_layers contains 3, and layers = 3"),
-        ({"rope_scaling": LONG | {"short": [1.0], "long": [1.0]}}, "heads of width 4 have 2 pairs"),
-        ({"rope_scaling": LONG | {"short": [1.0]}}, "has 1 factors and"),
-        ({"rope_scaling": {"kind": "llama3", "factor": 2.0, "original_context": 4, "high": 1.0}}, "must be more than"),
-        ({"rope_scaling": {"kind": "yarm"}}, "did you mean 'yarn'?"),
-    ],
-    ids=str,
-)
-def test_mistakes_are_refused_in_a_sentence(attention: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        small(attention=SOFTMAX | attention)
-
-
-def test_anchors_and_a_norm_over_all_heads_are_refused_together() -> None:
-    with pytest.raises(ConfigError, match=r"norms them together.* a trained model computes something else"):
-        small(attention=SOFTMAX | {"qk_norm": "rms_all"}, anchors={"kind": "resformer"})
 
 
 def test_scaled_positions_survive_toml_and_the_hybrid_variant() -> None:

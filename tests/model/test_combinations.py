@@ -78,13 +78,13 @@ def learn(model: Decoder) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def test_the_rows_hold_every_possible_pair_and_nothing_impossible() -> None:
+def test_rows_hold_every_possible_pair_and_no_other() -> None:
     met = set().union(*(pairs_of(row) for row in ROWS))
     assert met == possible_pairs(FACTORS, fits)
     assert len(ROWS) < 1.25 * len(FACTORS["topology"]) * len(FACTORS["norm"])
 
 
-def test_what_the_rows_leave_out_is_what_the_configuration_refuses() -> None:
+def test_rows_leave_out_what_the_configuration_refuses() -> None:
     for anchors, table in TABLES["anchors"].items():
         for attention, mixer in TABLES["attention"].items():
             if fits({"anchors": anchors, "attention": attention}):
@@ -95,7 +95,7 @@ def test_what_the_rows_leave_out_is_what_the_configuration_refuses() -> None:
 
 
 @pytest.mark.parametrize("row", covering(ROWS, ("topology", "anchors"), ("attention", "anchors")), ids=name_of)
-def test_a_combination_learns_everywhere_but_where_it_must_start_dead(row: Row) -> None:
+def test_combination_learns_except_where_it_must_start_dead(row: Row) -> None:
     config = config_of(row)
     model = residua.build(config)
     gradients = learn(model)
@@ -111,7 +111,7 @@ def test_a_combination_learns_everywhere_but_where_it_must_start_dead(row: Row) 
 
 
 @pytest.mark.parametrize("row", covering(ROWS, ("anchors", "attention")), ids=name_of)
-def test_a_combination_is_finite_and_near_single_precision_in_half(row: Row) -> None:
+def test_combination_in_half_is_finite_and_near_single_precision(row: Row) -> None:
     """Both ways: weights in bfloat16, and float32 weights under autocast."""
     model = residua.build(config_of(row))
     tokens, targets = tokens_and_targets()
@@ -131,7 +131,7 @@ def test_a_combination_is_finite_and_near_single_precision_in_half(row: Row) -> 
         torch.testing.assert_close(loss, reference, rtol=0.05, atol=0)
 
 
-def test_declared_hidden_matrices_are_the_modules_own_and_their_parts_add_up() -> None:
+def test_declared_matrices_are_own_and_their_parts_add_up() -> None:
     """Optimizers that orthogonalise go by this declaration; each parameter is declared once at most."""
     for row in ROWS[::5]:
         with torch.device("meta"):
@@ -142,7 +142,7 @@ def test_declared_hidden_matrices_are_the_modules_own_and_their_parts_add_up() -
                 assert own[name].dim() == 2 and sum(parts) == own[name].shape[0]
 
 
-def test_zero_initialised_outputs_and_head_wake_one_after_the_other() -> None:
+def test_zero_outputs_and_head_wake_one_after_the_other() -> None:
     """ExoFormer's recipe: the head first, then the output projections, then everything before them."""
     config = small(
         head={"kind": "untied", "init": "zero"},

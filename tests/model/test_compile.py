@@ -31,17 +31,20 @@ def loss_and_gradients(model: torch.nn.Module, run) -> tuple[torch.Tensor, list[
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.slow
+def check_compiled(model: torch.nn.Module, **how: object) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One graph with the same loss and gradients; returns those of the eager model."""
+    loss, gradients = loss_and_gradients(model, model)
+    again, compiled = loss_and_gradients(model, torch.compile(model, fullgraph=True, **how))
+    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-6)
+    return loss, gradients
+
+
 @pytest.mark.parametrize("topology", only_nightly(TOPOLOGIES, ["additive", "full_attnres", "multi_gate"]))
-def test_a_compiled_model_is_one_graph_with_the_same_loss_and_gradients(topology: str) -> None:
+def test_compiled_model_is_one_graph_with_the_same_gradients(topology: str) -> None:
     torch._dynamo.reset()
     config = small(layers=2, width=32, ffn={"kind": "relu2", "hidden": 32}, topology=TOPOLOGIES[topology])
-    model = randomise(residua.build(config), 0.05).float()
-    loss, gradients = loss_and_gradients(model, model)
-    compiled = torch.compile(model, fullgraph=True)
-    again, compiled_gradients = loss_and_gradients(model, compiled)
-    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(compiled_gradients, gradients, rtol=1e-4, atol=1e-6)
+    check_compiled(randomise(residua.build(config), 0.05).float())
 
 
 MIXERS = {
@@ -55,10 +58,7 @@ MIXERS = {
 def test_kimi_linears_mixers_are_one_graph(mixer: str) -> None:
     torch._dynamo.reset()
     model = randomise(residua.build(small(layers=1, attention=MIXERS[mixer])), 0.05).float()
-    loss, gradients = loss_and_gradients(model, model)
-    again, compiled = loss_and_gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-6)
+    check_compiled(model, backend="aot_eager")
 
 
 @pytest.mark.nightly
@@ -81,7 +81,6 @@ def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytes
         assert float((found - expected).norm()) <= 0.05 * float(expected.norm())
 
 
-@pytest.mark.slow
 def test_linear_attention_on_its_kernels_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, in float32, and with tiles of a few tokens, for it takes them one by one."""
     monkeypatch.setattr(ops.delta_mixer, "_serves", lambda *_, **__: True)
@@ -89,10 +88,7 @@ def test_linear_attention_on_its_kernels_is_one_graph(monkeypatch: pytest.Monkey
     torch._dynamo.reset()
     attention = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 16}
     model = randomise(residua.build(small(layers=1, width=32, attention=attention)), 0.05).float()
-    loss, gradients = loss_and_gradients(model, model)
-    again, compiled = loss_and_gradients(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(again, loss, rtol=1e-5, atol=0)
-    torch.testing.assert_close(compiled, gradients, rtol=1e-4, atol=1e-6)
+    loss, gradients = check_compiled(model, backend="aot_eager")
     with ops.backend("reference"):
         reference, plain = loss_and_gradients(model, model)
     torch.testing.assert_close(loss, reference, rtol=1e-5, atol=0)

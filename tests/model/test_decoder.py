@@ -23,9 +23,8 @@ def golden_states(model: Decoder, tokens: list[int], depth, mixer, feed_forward,
     y: list[list[Tensor]] = [[] for _ in tokens]
     for k, sublayer in enumerate(model.sublayers):
         normed = torch.stack([norm(sublayer.norm, depth(k, x[t], y[t])) for t in range(len(tokens))])
-        outputs = (
-            mixer(k // 2, sublayer.body, normed) if k % 2 == 0 else [feed_forward(sublayer.body, v) for v in normed]
-        )
+        body = sublayer.body
+        outputs = [feed_forward(body, v) for v in normed] if k % 2 else mixer(k // 2, body, normed)
         for t, output in enumerate(outputs):
             y[t].append(output)
     last = len(model.sublayers)
@@ -37,7 +36,7 @@ def heads_of(x: Tensor, weight: Tensor, heads: dict[str, int], head_dim: int) ->
     return {s: golden_attention.project(x, W, n) for (s, n), W in zip(heads.items(), matrices, strict=True)}
 
 
-def test_full_attention_residuals_with_value_residual_is_its_equation(exact_rotary: None) -> None:
+def test_full_attnres_with_value_residuals_is_its_equation(exact_rotary: None) -> None:
     config = small(
         layers=2,
         topology={"kind": "full_attnres"},
@@ -61,16 +60,10 @@ def test_full_attention_residuals_with_value_residual_is_its_equation(exact_rota
             norm = body.qk_norm
             return golden_attention.attention(S, body.out.weight, theta=1e4, q_gain=norm.query, k_gain=norm.key)
 
-        expected.append(
-            golden_states(
-                model,
-                row,
-                lambda k, x, y: attnres.full(x, y[:k], readers)[-1],
-                mixer,
-                lambda f, v: parts.relu2(v, f.up.weight, f.out.weight),
-                lambda n, v: parts.preaffine(v, n.affine, n.weight),
-            )
-        )
+        depth = lambda k, x, y: attnres.full(x, y[:k], readers)[-1]  # noqa: E731
+        ffn = lambda f, v: parts.relu2(v, f.up.weight, f.out.weight)  # noqa: E731
+        norm = lambda n, v: parts.preaffine(v, n.affine, n.weight)  # noqa: E731
+        expected.append(golden_states(model, row, depth, mixer, ffn, norm))
     check_logits_and_losses(model, tokens, targets, torch.stack(expected), model.embed.weight)
 
 
@@ -102,27 +95,16 @@ def test_multi_gate_exoformer_with_everything_on_is_its_equation(exact_rotary: N
 
         def mixer(layer: int, body, x: Tensor, anchors=anchors) -> Tensor:
             gamma = body.mix.gamma
-            S = golden_attention.mixed(
-                x,
-                heads_of(x, body.project.weight, heads, 8),
-                anchors,
-                body.mix.anchor_scale,
-                body.mix.current_scale,
-                (gamma.down.weight, gamma.up.weight, gamma.bias),
-            )
+            own, scales = heads_of(x, body.project.weight, heads, 8), (body.mix.anchor_scale, body.mix.current_scale)
+            weights = gamma.down.weight, gamma.up.weight, gamma.bias
+            S = golden_attention.mixed(x, own, anchors, *scales, weights)
             gains = {"q_gain": body.qk_norm.query, "k_gain": body.qk_norm.key}
             return golden_attention.attention(S, body.out.weight, theta=1e4, sink=body.sink, **gains)
 
-        expected.append(
-            golden_states(
-                model,
-                row,
-                lambda k, x, y: equation(x, y[:k])[-1],
-                mixer,
-                lambda f, v: parts.swiglu(v, *f.gate_up.weight.chunk(2), f.out.weight),
-                lambda n, v: parts.gatednorm(v, n.weight, n.gate.down, n.gate.up),
-            )
-        )
+        depth = lambda k, x, y: equation(x, y[:k])[-1]  # noqa: E731
+        ffn = lambda f, v: parts.swiglu(v, *f.gate_up.weight.chunk(2), f.out.weight)  # noqa: E731
+        norm = lambda n, v: parts.gatednorm(v, n.weight, n.gate.down, n.gate.up)  # noqa: E731
+        expected.append(golden_states(model, row, depth, mixer, ffn, norm))
     check_logits_and_losses(model, tokens, targets, torch.stack(expected), model.unembed.weight)
 
 
@@ -228,7 +210,7 @@ def test_gradients_stay_inside_the_document() -> None:
     assert gradient[4:].abs().amax(-1).min() > 0
 
 
-def test_a_model_runs_under_autocast_in_half_precision_and_returns_a_float32_loss() -> None:
+def test_autocast_runs_in_half_and_returns_a_float32_loss() -> None:
     model = residua.build(small(topology={"kind": "block_attnres", "sublayers_per_block": 2}))
     tokens, targets = tokens_and_targets()
     with torch.autocast("cpu", torch.bfloat16):

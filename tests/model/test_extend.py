@@ -55,7 +55,7 @@ def run(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_run(tmp_path_factory.mktemp("own"), **OWN)
 
 
-def test_a_kind_of_ones_own_is_written_read_and_overridden_like_any_other(own: Path) -> None:
+def test_own_kind_is_written_read_and_overridden_like_any_other(own: Path) -> None:
     config = small(**OWN)
     assert ModelConfig.from_dict(config.model_dump()) == config and 'kind = "layer_scale"' in config.to_toml()
     assert config.override(["topology.start=0.5"]).topology.model_dump() == {"kind": "layer_scale", "start": 0.5}
@@ -80,7 +80,7 @@ def test_every_parameter_of_ones_own_gets_a_gradient(own: Path) -> None:
     assert parameters and all(p.grad is not None and p.grad.abs().sum() > 0 for p in parameters)
 
 
-def test_an_unknown_kind_is_refused_and_the_variable_is_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_kind_is_refused_and_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PLUGINS, raising=False)
     for table in ("topology", "norm"):
         with pytest.raises(ConfigError, match=f"{table}.kind = 'nowhere' does not exist.*{PLUGINS}"):
@@ -127,7 +127,7 @@ def test_a_kind_that_exists_cannot_be_taken_over() -> None:
         TopologyChoice.join(Additive)
 
 
-def test_a_choice_without_a_kind_of_its_own_is_refused_when_it_is_registered() -> None:
+def test_choice_without_a_kind_is_refused_at_registration() -> None:
     class Word(TopologyChoice):
         kind: str = "word"
 

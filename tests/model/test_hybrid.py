@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.config.settings import ConfigError
 from residua.model import taps
 from residua.model.anchors import Mix, Write
 from residua.model.attention import SoftmaxAttention
@@ -17,7 +16,7 @@ from residua.model.decoder import Decoder, build
 from residua.model.linear_attention import GatedDeltaNet
 from residua.model.size import measure
 from tests.golden.compare import close, randomise
-from tests.model.small import small, tokens_and_targets
+from tests.model.small import in_parts, small, tokens_and_targets
 
 LINEAR = {"key_heads": 1, "value_heads": 2, "head_dim": 8}
 MOE = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
@@ -38,16 +37,14 @@ def test_the_last_of_every_few_layers_is_softmax() -> None:
     assert kinds == [GatedDeltaNet] * 3 + [SoftmaxAttention] + [GatedDeltaNet] * 3 + [SoftmaxAttention]
 
 
-def test_the_first_softmax_layer_writes_the_anchors_and_only_softmax_layers_mix_them() -> None:
+def test_first_softmax_layer_writes_anchors_and_later_ones_mix() -> None:
     anchors = {"kind": "nuresformer", "pathways": ["q", "k", "v"]}
     bodies = mixers(build(small(layers=6, attention=hybrid(), anchors=anchors)))
-    assert [type(getattr(body, "mix", None)) for body in bodies] == [type(None), Write, type(None), Mix] + [
-        type(None),
-        Mix,
-    ]
+    assert [type(body.anchor_mix()) for body in bodies[1::2]] == [Write, Mix, Mix]
+    assert not any(body.anchor_mix() for body in bodies[::2])
 
 
-def test_anchors_written_by_the_first_softmax_layer_are_its_values() -> None:
+def test_anchors_of_the_first_softmax_layer_are_its_values() -> None:
     """With λ1 = 1 and λ2 = 0 a later layer's values are the first softmax layer's, whatever its own are."""
     model = build(small(layers=4, attention=hybrid(), anchors={"kind": "resformer"}))
     later = mixers(model)[3].mix
@@ -69,16 +66,14 @@ def test_exoformer_opens_anchors_of_the_softmax_layers_shape() -> None:
 
 @pytest.mark.parametrize("ffn", ["dense", "moe"])
 @pytest.mark.parametrize("anchors", ["none", "resformer"])
-def test_decoding_with_both_kinds_of_cache_equals_the_full_forward(ffn: str, anchors: str) -> None:
+def test_decoding_with_both_caches_equals_the_full_forward(ffn: str, anchors: str) -> None:
     tables = {"ffn": MOE} if ffn == "moe" else {}
     config = small(layers=4, attention=hybrid(), anchors={"kind": anchors}, **tables)
     model = randomise(build(config), 0.05)
     tokens = torch.randint(23, (2, 70))
-    cache = model.new_cache(2, 80)
-    kinds = [type(part) for part in cache.sublayers[::2]]
+    kinds = [type(part) for part in model.new_cache(2, 80).sublayers[::2]]
     assert kinds == [RecurrentCache, KeyValueCache] * 2
-    parts = [model(part, cache=cache) for part in tokens.split([66, 1, 1, 2], 1)]
-    close("logits", torch.cat(parts, 1), model(tokens), tolerance=1e-6)
+    close("logits", in_parts(model, tokens, [66, 1, 1, 2]), model(tokens), tolerance=1e-6)
 
 
 def test_documents_stay_apart() -> None:
@@ -95,27 +90,6 @@ def test_only_softmax_layers_pay_for_the_length_of_the_context() -> None:
 
     assert flops(4, 108) - flops(4, 8) == 6 * 2 * 16 * 100
     assert flops(2, 108) - flops(2, 8) == 6 * 4 * 16 * 100
-
-
-@pytest.mark.parametrize(
-    ("attention", "words"),
-    [
-        (hybrid(every=4), "attention.softmax_every = 4 leaves layers = 3 without softmax"),
-        (hybrid(every=1), "attention.softmax_every = 1"),
-        (hybrid(heads=3), "attention.softmax.heads = 3 does not divide width = 16"),
-        (hybrid(kv_heads=3), "attention.softmax.kv_heads = 3 does not divide attention.softmax.heads = 2"),
-        (hybrid() | {"linear": LINEAR | {"key_heads": 3}}, "attention.linear.key_heads = 3"),
-        ({"kind": "hybrid", "softmax": {"heads": 2}}, "attention.linear is missing"),
-    ],
-)
-def test_a_hybrid_that_cannot_be_is_refused(attention: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        small(attention=attention)
-
-
-def test_a_gate_to_mix_where_the_softmax_layers_have_none_names_their_table() -> None:
-    with pytest.raises(ConfigError, match=r"attention\.softmax\.gate = 'none'"):
-        small(attention=hybrid(), anchors={"kind": "exoformer"})
 
 
 @pytest.mark.slow

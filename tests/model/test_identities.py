@@ -63,7 +63,7 @@ def test_two_phases_reproduce_a_whole_block_model(per_block: int) -> None:
 
 
 @pytest.mark.parametrize("gate", ["competitive", "independent"])
-def test_multi_gate_with_closed_gates_keeps_the_streams_of_the_fill_phase(gate: str) -> None:
+def test_closed_gates_keep_the_streams_of_the_fill_phase(gate: str) -> None:
     topology = random_topology(choices.MultiGate(streams=4, gate=gate), 10, 7)
     with torch.no_grad():
         for junction in topology.gates:
@@ -89,7 +89,7 @@ def test_streams_are_filled_by_outputs_never_by_copies() -> None:
     assert torch.linalg.matrix_rank(state[0][0, 0]) == 4
 
 
-def test_the_scalar_highway_is_an_independent_gate_over_one_stream() -> None:
+def test_scalar_highway_is_an_independent_gate_of_one_stream() -> None:
     highway = random_topology(choices.Highway(), 4, 7)
     x, y = embedding_and_outputs(4, 7)
     h = x
@@ -124,7 +124,7 @@ def test_doubly_stochastic_mixing_keeps_the_mean_of_the_streams(config: choices.
     close("exit", drive(topology, x, [torch.zeros_like(o) for o in y])[-1], 4 * x, 1e-12)
 
 
-def test_the_first_and_last_mixing_of_lite_hyper_connections_cannot_matter() -> None:
+def test_first_and_last_mixing_of_mhc_lite_cannot_matter() -> None:
     """Rows sum to one and the streams enter equal; columns sum to one and the streams leave as their sum."""
     topology = random_topology(choices.ManifoldHyperLite(streams=3), 6, 7)
     x, y = embedding_and_outputs(6, 7)

@@ -21,13 +21,19 @@ from tests.model.small import small, tokens_and_targets
 pytestmark = pytest.mark.slow
 
 
-def from_meta(config: ModelConfig) -> Decoder:
-    """Built without memory, made real as NaN, then initialised: what is left out of the last pass shows."""
+def unfilled(config: ModelConfig) -> Decoder:
+    """Built without memory and made real as NaN."""
     with torch.device("meta"):
         model = residua.build(config)
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(float("nan"))
+    return model
+
+
+def from_meta(config: ModelConfig) -> Decoder:
+    """Built without memory, made real, then initialised: what is left out of the last pass shows."""
+    model = unfilled(config)
     model.reset_parameters()
     return model
 
@@ -84,7 +90,7 @@ def test_multi_gates_initial_beta_is_its_formula(layers: int, n: int, gate: str,
         close("β", beta, torch.full_like(beta, expected), 1e-6)
 
 
-def test_the_initial_beta_of_the_papers_sizes_is_the_published_one() -> None:
+def test_initial_beta_of_the_papers_sizes_is_the_published_one() -> None:
     """S, M and L with four competitive streams, and what the printed independent formula gives instead."""
     lerping = [2 * layers - 3 for layers in (12, 24, 36)]
     assert [round(multigate.intended_beta(n), 4) for n in lerping] == [0.0474, 0.0324, 0.0262]
@@ -132,7 +138,7 @@ def test_static_lambdas_start_at_one_half(granularity: str, how: str) -> None:
             assert scale.shape == shape and (scale == 0.5).all()
 
 
-def test_sigmoid_gated_norms_start_at_half_the_norm_and_the_others_do_not_start_silent() -> None:
+def test_gated_norms_start_at_half_or_at_least_not_silent() -> None:
     tokens, targets = tokens_and_targets()
     model = residua.build(small(norm={"kind": "gatednorm"}))
     norm, x = model.sublayers[0].norm, torch.randn(2, 6, 16)
@@ -181,16 +187,14 @@ PARTS = {
         "anchors": {"kind": "exoformer", "mixing": {"kind": "dynamic"}},
         "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise", "sink": "learned"},
     },
-    "gated_deltanet": {
-        "attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8},
-    },
+    "gated_deltanet": {"attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}},
     "untied": {"head": {"kind": "untied"}},
     "zero": {"head": {"kind": "untied", "init": "zero"}, "init": {"output": "zero"}},
 }
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_model_from_the_meta_device_starts_as_one_built_directly(name: str) -> None:
+def test_model_from_meta_starts_as_one_built_directly(name: str) -> None:
     """What does not depend on the seed is equal, what does has the same spread, and nothing is forgotten."""
     config = small(**PARTS[name])
     torch.manual_seed(1)
@@ -209,26 +213,13 @@ def test_a_model_from_the_meta_device_starts_as_one_built_directly(name: str) ->
             assert abs(late.std().item() / value.std().item() - 1) < 0.3, key
 
 
+LATENT = {"kind": "mla", "heads": 2, "head_dim": 4, "shared_dim": 2, "rank": 8, "query_rank": 8}
+DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
+EXPERTS = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
 EVERY_PART = PARTS | {
     "topology boundary_attnres": {"topology": {"kind": "boundary_attnres", "sublayers_per_block": 2}},
-    "kimi_delta and mla": {
-        "attention": {
-            "kind": "hybrid",
-            "softmax_every": 2,
-            "softmax": {"kind": "mla", "heads": 2, "head_dim": 4, "shared_dim": 2, "rank": 8, "query_rank": 8},
-            "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
-        },
-    },
-    "experts": {
-        "ffn": {
-            "kind": "moe",
-            "hidden": 8,
-            "experts": 4,
-            "top_k": 2,
-            "router": {"kind": "sigmoid_scores"},
-            "shared_gate": "sigmoid",
-        },
-    },
+    "kimi_delta and mla": {"attention": {"kind": "hybrid", "softmax_every": 2, "softmax": LATENT, "linear": DELTA}},
+    "experts": {"ffn": EXPERTS | {"router": {"kind": "sigmoid_scores"}, "shared_gate": "sigmoid"}},
 }
 
 
@@ -236,12 +227,7 @@ EVERY_PART = PARTS | {
 def test_saved_tensors_are_all_that_a_model_needs(name: str) -> None:
     """Built without memory and given what another saved, it computes the same."""
     config = small(**EVERY_PART[name])
-    old = residua.build(config)
-    with torch.device("meta"):
-        new = residua.build(config)
-    new.to_empty(device="cpu")
-    for tensor in (*new.parameters(), *new.buffers()):
-        tensor.data.fill_(float("nan"))
+    old, new = residua.build(config), unfilled(config)
     new.load_state_dict(old.state_dict())
     tokens, _ = tokens_and_targets()
     with torch.no_grad():

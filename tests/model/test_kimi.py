@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
-from residua.config.settings import ConfigError
 from residua.model import taps
 from residua.model.cache import KeyValueCache, Now, RecurrentCache
 from residua.model.context import Context
 from residua.model.decoder import build
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import KimiDeltaAttention
 from residua.model.retrofit import retrofit
@@ -24,7 +23,7 @@ from residua.ops.inference import decode_attention
 from tests.golden import kimi
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.combinations import TOPOLOGIES
-from tests.model.small import small, tokens_and_targets
+from tests.model.small import in_parts, small, tokens_and_targets
 
 pytestmark = pytest.mark.slow
 
@@ -100,25 +99,6 @@ def test_latent_attention_is_its_equations(name: str, packed: bool) -> None:
     agree([run(module, x, segments)], [torch.stack(golden)], leaves_of(module, x=x))
 
 
-@pytest.mark.parametrize("convolution", [1, 4])
-@pytest.mark.parametrize("prefill", [0, 2, 66])
-def test_decoding_delta_attention_equals_the_full_forward(prefill: int, convolution: int) -> None:
-    module, x = delta(convolution=convolution), random(2, 70, WIDTH, grad=False)
-    cache, outputs = None, []
-    for part in x.split([prefill] * (prefill > 0) + [1] * 2 + [70 - prefill - 2], 1):
-        y, cache = module.advance(part, cache)
-        outputs.append(y)
-    close("output", torch.cat(outputs, 1), run(module, x))
-
-
-def test_packed_documents_of_several_chunks_equal_documents_run_apart() -> None:
-    module, x = delta(), random(2, 75, WIDTH)
-    documents = x.split([1, 2, 66, 6], 1)
-    segments = torch.cat([torch.full((2, part.shape[1]), i) for i, part in enumerate(documents)], 1)
-    apart = torch.cat([run(module, part) for part in documents], 1)
-    agree([run(module, x, segments)], [apart], leaves_of(module, x=x))
-
-
 @pytest.mark.parametrize("name", VARIATIONS)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("absorbed", [True, False])
@@ -156,9 +136,8 @@ def test_a_token_that_sees_its_slots_up_to_one_decodes_alike(absorbed: bool) -> 
     cache, positions = module.new_cache(2, 8, x), torch.arange(5).expand(2, -1)
     with torch.no_grad():
         module(x[:, :4], (), Context(None, None, Now(positions[:, :4], None, None, None, None), cache))
-        y, _ = module(
-            x[:, 4:], (), Context(None, None, Now(positions[:, 4:], None, positions[:, 4], None, None), cache)
-        )
+        now = Now(positions[:, 4:], None, positions[:, 4], None, None)
+        y, _ = module(x[:, 4:], (), Context(None, None, now, cache))
         close("last token", y, run(module, x)[:, 4:], 1e-5)
 
 
@@ -170,7 +149,7 @@ def test_decoding_kernels_leave_values_of_another_width_alone() -> None:
         decode_attention(torch.randn(2, 2, 12), keys, values, until)
 
 
-def test_a_latent_cache_holds_the_latent_and_the_shared_part_and_no_more() -> None:
+def test_latent_cache_holds_latent_and_shared_part_alone() -> None:
     model = build(small(attention=KIMI))
     kinds = [type(part) for part in model.new_cache(2, 9).sublayers[::2]]
     assert kinds == [RecurrentCache, KeyValueCache, KeyValueCache]
@@ -188,16 +167,10 @@ def test_a_kimi_model_composes_with_every_topology(topology: str) -> None:
     silent = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not silent
     with torch.no_grad():
-        cache = model.new_cache(2, 6)
-        parts = [
-            model(tokens[:, :4], cache=cache),
-            model(tokens[:, 4:5], cache=cache),
-            model(tokens[:, 5:], cache=cache),
-        ]
-        close("logits", torch.cat(parts, 1), model(tokens))
+        close("logits", in_parts(model, tokens, [4, 1, 1]), model(tokens))
 
 
-def test_the_layers_named_have_softmax_attention_and_the_others_the_delta_rule() -> None:
+def test_named_layers_have_softmax_and_others_the_delta_rule() -> None:
     model = build(small(attention=KIMI))
     bodies = [sublayer.body for sublayer in model.sublayers][::2]
     assert [type(body) for body in bodies] == [KimiDeltaAttention, LatentAttention, LatentAttention]
@@ -226,42 +199,9 @@ def test_flops_count_the_width_of_keys_and_of_values() -> None:
     assert linear.flops_per_token == 6 * linear.active
 
 
-def test_reset_after_a_meta_build_gives_finite_decays() -> None:
-    with torch.device("meta"):
-        module = KimiDeltaAttention(choices.KimiDelta(heads=64, head_dim=4), WIDTH, std=0.02, output_std=0.0)
-    module.to_empty(device="cpu").reset_parameters()
-    rates, steps = module.A_log.exp(), nn.functional.softplus(module.dt_bias)
-    assert rates.min() >= 1 and rates.max() <= 16 and rates.std() > 2
-    assert steps.min() >= 0.99e-3 and steps.max() <= 1.01e-1
-
-
-@pytest.mark.parametrize(
-    ("tables", "words"),
-    [
-        ({"attention": KIMI, "anchors": {"kind": "resformer"}}, "latent attention ('mla') has none"),
-        ({"attention": LATENT | {"shared_dim": 0}}, "attention.shared_dim = 0"),
-        ({"attention": LATENT | {"shared_dim": 3}}, "attention.shared_dim = 3"),
-        ({"attention": KIMI | {"softmax_layers": [3]}}, "attention.softmax_layers = [3] must name one or more of"),
-        ({"attention": KIMI | {"softmax_layers": []}}, "attention.softmax_layers = [] must name"),
-        ({"attention": KIMI | {"linear": {"kind": "kimi_delta"}}}, "attention.linear.heads is missing"),
-        ({"attention": KIMI | {"softmax": {"kind": "mlp", "heads": 2}}}, "did you mean 'mla'"),
-    ],
-)
-def test_what_cannot_be_is_refused(tables: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        small(**tables)
-    assert words in str(error.value)
-
-
 def test_tables_of_a_hybrid_may_leave_their_kind_out() -> None:
-    short = small(
-        attention={
-            "kind": "hybrid",
-            "softmax_every": 3,
-            "softmax": {"heads": 2},
-            "linear": {"key_heads": 1, "value_heads": 2},
-        }
-    )
+    linear = {"key_heads": 1, "value_heads": 2}
+    short = small(attention={"kind": "hybrid", "softmax_every": 3, "softmax": {"heads": 2}, "linear": linear})
     assert (short.softmax.kind, short.linear.kind) == ("softmax", "gated_deltanet")
     kimi_config = small(attention=KIMI)
     assert type(kimi_config).from_dict(kimi_config.model_dump(exclude_none=True)) == kimi_config
@@ -274,23 +214,12 @@ def test_a_quantized_model_decodes_what_it_computes() -> None:
 
     model = build(small(layers=3, attention=KIMI, ffn=EXPERTS)).eval()
     rounded = quantize_model(model, find_scheme("fp8-row"))
-    assert {name.split(".")[3] for name in rounded if ".body." in name} >= {
-        "project",
-        "gate",
-        "expand",
-        "out",
-        "experts",
-    }
+    maps = {name.split(".")[3] for name in rounded if ".body." in name}
+    assert maps >= {"project", "gate", "expand", "out", "experts"}
     assert not any(name.endswith((".decay", ".gates", ".router")) for name in rounded)
     tokens = tokens_and_targets()[0]
     with torch.no_grad():
-        cache = model.new_cache(2, 6)
-        parts = [
-            model(tokens[:, :4], cache=cache),
-            model(tokens[:, 4:5], cache=cache),
-            model(tokens[:, 5:], cache=cache),
-        ]
-        torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(in_parts(model, tokens, [4, 1, 1]), model(tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_another_topology_starts_as_the_model_it_replaces() -> None:

@@ -1,6 +1,8 @@
-"""Gated DeltaNet as a sequence mixer: documents, decoding, initialisation, training."""
+"""Linear attention as a sequence mixer: documents, decoding, initialisation, training."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad, rms_norm, sigmoid, silu, softplus
 
 from residua.config import choices
+from residua.model.body import reset
 from residua.model.context import Context
 from residua.model.decoder import build
-from residua.model.linear_attention import GatedDeltaNet
+from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.ops.delta_rule.reference import naive
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.small import small, tokens_and_targets
@@ -24,6 +27,17 @@ def mixer(convolution: int = 4) -> GatedDeltaNet:
     module = GatedDeltaNet(config, WIDTH, std=0.2, output_std=0.2)
     randomise(module, 0.2)
     return module
+
+
+def delta(convolution: int = 4) -> KimiDeltaAttention:
+    """Kimi's, with two heads of 8."""
+    config = choices.KimiDelta(heads=2, head_dim=8, convolution=convolution)
+    module = KimiDeltaAttention(config, WIDTH, std=0.2, output_std=0.2)
+    randomise(module, 0.2)
+    return module
+
+
+every_mixer = pytest.mark.parametrize("build_mixer", [mixer, delta])
 
 
 def run(module: nn.Module, x: Tensor, segments: Tensor | None = None) -> Tensor:
@@ -55,9 +69,10 @@ def test_mixer_is_its_equations() -> None:
     agree([run(module, x)], [gated.flatten(-2) @ module.out.weight.T], leaves_of(module, x=x))
 
 
+@every_mixer
 @pytest.mark.parametrize("convolution", [1, 4])
-def test_packed_documents_equal_documents_run_apart(convolution: int) -> None:
-    module, x = mixer(convolution=convolution), random(2, 75, WIDTH)
+def test_packed_documents_equal_documents_run_apart(build_mixer: Any, convolution: int) -> None:
+    module, x = build_mixer(convolution), random(2, 75, WIDTH)
     documents = x.split([1, 2, 66, 6], 1)
     segments = torch.cat([torch.full((2, part.shape[1]), i) for i, part in enumerate(documents)], 1)
     apart = torch.cat([run(module, part) for part in documents], 1)
@@ -71,10 +86,11 @@ def test_an_output_depends_on_no_later_token() -> None:
     assert gradient[:, 67:].abs().sum() == 0
 
 
+@every_mixer
 @pytest.mark.parametrize("convolution", [1, 4])
 @pytest.mark.parametrize("prefill", [0, 1, 2, 66])
-def test_cached_decoding_equals_the_full_forward(prefill: int, convolution: int) -> None:
-    module, x = mixer(convolution=convolution), random(2, 70, WIDTH)
+def test_cached_decoding_equals_the_full_forward(build_mixer: Any, prefill: int, convolution: int) -> None:
+    module, x = build_mixer(convolution), random(2, 70, WIDTH)
     cache, outputs = None, []
     for part in x.split([prefill] * (prefill > 0) + [1] * 2 + [70 - prefill - 2], 1):
         y, cache = module.advance(part, cache)
@@ -113,16 +129,20 @@ def test_every_parameter_learns() -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_reset_after_a_meta_build_gives_the_stated_ranges() -> None:
-    config = choices.GatedDeltaNet(key_heads=64, value_heads=256, head_dim=2)
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (GatedDeltaNet, choices.GatedDeltaNet(key_heads=64, value_heads=256, head_dim=2)),
+        (KimiDeltaAttention, choices.KimiDelta(heads=256, head_dim=4)),
+    ],
+)
+def test_reset_after_a_meta_build_gives_the_stated_ranges(kind: Any, config: Any) -> None:
     with torch.device("meta"):
-        module = GatedDeltaNet(config, WIDTH, std=0.02, output_std=0.0)
+        module = kind(config, WIDTH, std=0.02, output_std=0.0)
     module.to_empty(device="cpu")
     for parameter in module.parameters():
         nn.init.constant_(parameter, float("nan"))
-    for part in module.modules():
-        if hasattr(part, "reset_parameters"):
-            part.reset_parameters()
+    reset(module)
     rate, dt = module.A_log.exp(), softplus(module.dt_bias)
     assert 1 <= rate.min() < 2 and 15 < rate.max() <= 16.01
     assert 0.99e-3 <= dt.min() < 1.2e-3 and 0.08 < dt.max() <= 0.101
@@ -146,7 +166,7 @@ def test_one_graph_under_compile() -> None:
     close("output", run(compiled, x, segments), run(module, x, segments))
 
 
-def test_decoder_with_the_mixer_keeps_documents_apart_and_learns_everywhere() -> None:
+def test_decoder_keeps_documents_apart_and_learns_everywhere() -> None:
     attention = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
     model = build(small(attention=attention)).double()
     tokens, targets = tokens_and_targets()

@@ -1,6 +1,8 @@
-"""Mixture of experts: its equations, no token dropped, precision, compilation and size."""
+"""Mixture of experts: its equations, no token dropped, routers, precision, compilation and size."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +11,14 @@ from torch.nn.functional import relu, silu
 
 from residua import ops
 from residua.config import choices
-from residua.config.settings import ConfigError
 from residua.model.context import Context
 from residua.model.decoder import build
-from residua.model.moe import MoE, balance_loss
-from residua.model.size import measure
+from residua.model.ffn import GatedFFN
+from residua.model.moe import MoE, SigmoidRouter, balance_loss
+from residua.model.size import measure, shapes
 from residua.train.optimizer import hidden_matrices
 from residua.train.step import recompute_sublayers
+from tests.golden import kimi
 from tests.golden.compare import agree, leaves_of, random, randomise
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
@@ -24,18 +27,40 @@ WIDTH, HIDDEN, EXPERTS = 16, 8, 5
 TABLE = {"kind": "moe", "hidden": HIDDEN, "experts": EXPERTS, "top_k": 2}
 
 
-def mixture(**options: object) -> MoE:
+BIASED: dict[str, Any] = TABLE | {"router": {"kind": "sigmoid_scores", "scale": 2.446}}
+NONE = Context(None, None)
+
+
+def mixture(**options: Any) -> MoE:
     config = choices.MoE(**(TABLE | options))
     return randomise(MoE(config, 0, WIDTH, std=0.3, output_std=0.3))
 
 
+def biased(**options: Any) -> MoE:
+    """A mixture whose router has sigmoid scores and a correcting bias away from zero."""
+    module = mixture(**(BIASED | options))
+    module.router.bias.copy_(0.2 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(3)))
+    return module
+
+
 def run(module: nn.Module, x: Tensor) -> Tensor:
-    y, anchors, _ = module(x, (), Context(None, None))
+    y, anchors, _ = module(x, (), NONE)
     assert anchors == ()
     return y
 
 
-def token_by_token(module: MoE, x: Tensor, *, gated: bool, normalize: bool = True) -> Tensor:
+def visits(module: MoE, t: Tensor, normalize: bool) -> dict[int, Tensor]:
+    """The experts of one token and their weights."""
+    router = module.router
+    if isinstance(router, SigmoidRouter):
+        return kimi.route(router.weight, router.bias, t, top_k=router.top_k, scale=router.scale, normalize=normalize)
+    p = torch.softmax(router.weight @ t, 0)
+    chosen = p.argsort(descending=True)[: router.top_k].tolist()
+    total = sum(p[j] for j in chosen) if normalize else 1
+    return {e: p[e] / total for e in chosen}
+
+
+def token_by_token(module: MoE, x: Tensor, *, gated: bool = True, normalize: bool = True) -> Tensor:
     """The equations, one token and one expert at a time."""
     up, out = (w.unflatten(0, (EXPERTS, -1)) for w in (module.experts.up, module.experts.out))
 
@@ -43,25 +68,21 @@ def token_by_token(module: MoE, x: Tensor, *, gated: bool, normalize: bool = Tru
         h = up[e] @ t
         return out[e] @ (silu(h[:HIDDEN]) * h[HIDDEN:] if gated else relu(h) ** 2)
 
-    rows = []
-    for t in x.flatten(0, 1):
-        p = torch.softmax(module.router.weight @ t, 0)
-        chosen = p.argsort(descending=True)[: module.router.top_k].tolist()
-        total = sum(p[j] for j in chosen) if normalize else 1
-        rows.append(sum(p[e] / total * expert(e, t) for e in chosen))
+    rows = [sum(w * expert(e, t) for e, w in visits(module, t, normalize).items()) for t in x.flatten(0, 1)]
     return torch.stack(rows).view_as(x)
 
 
-@pytest.mark.parametrize("top_k", [2, 3, 5])
-def test_mixture_is_its_equations(top_k: int) -> None:
-    module, x = mixture(top_k=top_k, shared=0), random(2, 7, WIDTH)
-    agree([run(module, x)], [token_by_token(module, x, gated=True)], leaves_of(module, x=x))
-
-
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_weights_that_are_not_normalized_are_the_routers_probabilities(top_k: int) -> None:
-    module, x = mixture(top_k=top_k, shared=0, normalize=False), random(2, 7, WIDTH)
-    agree([run(module, x)], [token_by_token(module, x, gated=True, normalize=False)], leaves_of(module, x=x))
+@pytest.mark.parametrize(
+    ("build_mixture", "top_k", "normalize"),
+    [
+        *((mixture, top_k, True) for top_k in (2, 3, 5)),
+        *((mixture, top_k, False) for top_k in (1, 3)),  # the weights are the router's probabilities
+        *((biased, *case) for case in ((2, True), (3, True), (1, False))),
+    ],
+)
+def test_mixture_is_its_equations(build_mixture: Any, top_k: int, normalize: bool) -> None:
+    module, x = build_mixture(top_k=top_k, shared=0, normalize=normalize), random(2, 7, WIDTH)
+    agree([run(module, x)], [token_by_token(module, x, normalize=normalize)], leaves_of(module, x=x))
 
 
 @pytest.mark.parametrize("router", ["softmax_scores", "sigmoid_scores"])
@@ -69,12 +90,12 @@ def test_one_expert_has_a_constant_weight_without_a_gradient(router: str) -> Non
     """Not one of rounding either, which AdamW would make full steps of."""
     module, x = mixture(top_k=1, shared=0, router={"kind": router}).float(), random(2, 7, WIDTH, grad=False).float()
     y = run(module, x)
-    torch.testing.assert_close(y, token_by_token(module, x, gated=True))
+    torch.testing.assert_close(y, token_by_token(module, x))
     y.square().sum().backward()
     assert module.router.weight.grad is None and module.experts.up.grad.any()
 
 
-def test_plain_experts_and_shared_ones_with_a_gate_are_their_equations() -> None:
+def test_plain_and_gated_shared_experts_are_their_equations() -> None:
     module, x = mixture(activation="relu2", shared=2, shared_gate="sigmoid"), random(2, 7, WIDTH)
     shared = relu(x @ module.shared.up.weight.T) ** 2 @ module.shared.out.weight.T
     assert module.shared.up.weight.shape == (2 * HIDDEN, WIDTH)
@@ -88,13 +109,13 @@ def test_no_token_is_dropped_when_all_choose_the_same_experts() -> None:
     with torch.no_grad():
         module.router.weight.zero_()  # a tie everywhere: topk takes the same two for all
     assert (run(module, x).abs().sum(-1) > 0).all()
-    load = module(x, (), Context(None, None))[2].load
+    load = module(x, (), NONE)[2].load
     assert sorted(load.tolist()) == pytest.approx([0, 0, 0, 0.5, 0.5])
 
 
 def test_routing_counts_choices_and_averages_probabilities() -> None:
     module, x = mixture(), random(2, 7, WIDTH, grad=False)
-    routing = module(x, (), Context(None, None))[2]
+    routing = module(x, (), NONE)[2]
     logits = x.flatten(0, 1) @ module.router.weight.T
     chosen = logits.softmax(-1).topk(2).indices
     counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
@@ -112,6 +133,41 @@ def test_balanced_load_gives_the_loss_its_minimum_of_one() -> None:
     assert balance_loss(one, one) == EXPERTS
 
 
+def test_the_bias_selects_and_leaves_the_weights_alone() -> None:
+    router = biased().router
+    x = random(9, WIDTH, grad=False)
+    router.bias.zero_()
+    router.bias[3] = 10
+    weights, chosen, *_ = router(x)
+    assert (chosen == 3).any(-1).all()
+    scores = torch.sigmoid(x @ router.weight.T).gather(-1, chosen)
+    torch.testing.assert_close(weights, 2.446 * scores / scores.sum(-1, keepdim=True))
+
+
+def test_the_bias_moves_by_the_rate_against_the_load() -> None:
+    router = biased().router
+    router.bias.zero_()
+    router.correct(torch.tensor([0.2, 0.2 + 1e-12, 0.5, 0.1, 0.0], dtype=torch.float64), rate=0.25)
+    assert router.bias.tolist() == [0, 0, -0.25, 0.25, 0.25]
+
+
+def test_routing_tells_the_balance_loss_scores_that_sum_to_one() -> None:
+    module, x = biased(), random(2, 7, WIDTH, grad=False)
+    routing = module(x, (), NONE)[2]
+    scores = torch.sigmoid(x.flatten(0, 1) @ module.router.weight.T)
+    torch.testing.assert_close(routing.probability, (scores / scores.sum(-1, keepdim=True)).mean(0))
+    assert routing.load.sum() == pytest.approx(1)
+
+
+def test_the_bias_is_saved_and_starts_at_zero_on_any_device() -> None:
+    config = small(ffn=BIASED)
+    names = [name for name in build(config).state_dict() if name.endswith("router.bias")]
+    assert len(names) == config.layers
+    model = shapes(config)
+    model.to_empty(device="cpu").reset_parameters()
+    assert all((model.state_dict()[name] == 0).all() for name in names)
+
+
 def test_every_expert_is_a_matrix_of_its_own_to_the_optimizer() -> None:
     declared = hidden_matrices(mixture())
     assert declared["experts.up"] == (HIDDEN,) * 2 * EXPERTS
@@ -119,16 +175,17 @@ def test_every_expert_is_a_matrix_of_its_own_to_the_optimizer() -> None:
     assert "router.weight" not in declared
 
 
-def test_the_router_decides_in_single_precision_under_autocast() -> None:
-    module, x = mixture().float(), random(2, 7, WIDTH, grad=False).float()
-    exact = module(x, (), Context(None, None))[2]
+@pytest.mark.parametrize("build_mixture", [mixture, biased])
+def test_the_router_decides_in_single_precision_under_autocast(build_mixture: Any) -> None:
+    module, x = build_mixture().float(), random(2, 7, WIDTH, grad=False).float()
+    exact = module(x, (), NONE)[2]
     with torch.autocast("cpu", torch.bfloat16):
-        y, _, routing = module(x, (), Context(None, None))
+        y, _, routing = module(x, (), NONE)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(routing, exact)
 
 
-def test_recomputed_sublayers_give_the_same_losses_routing_and_gradients() -> None:
+def test_recomputed_sublayers_give_the_same_routing_and_gradients() -> None:
     tokens, targets = tokens_and_targets()
 
     def gradients(recompute: bool) -> tuple[Tensor, ...]:
@@ -169,6 +226,19 @@ def test_the_pure_loss_has_no_part_of_the_balance_loss() -> None:
     assert build(small()).routed_losses(*batch)[2] is None
 
 
+@pytest.mark.parametrize(("options", "width"), [({}, 3 * HIDDEN), ({"dense_hidden": 20}, 20)])
+def test_the_first_layers_of_a_mixture_can_be_dense(options: dict[str, int], width: int) -> None:
+    """By default as wide as what a token visits elsewhere: two experts and a shared one."""
+    config = small(ffn=BIASED | {"dense_layers": 2} | options)
+    model = build(config)
+    bodies = [sublayer.body for sublayer in model.sublayers][1::2]
+    assert [type(body) for body in bodies] == [GatedFFN, GatedFFN, MoE]
+    assert bodies[0].out.weight.shape == (WIDTH, width)
+    _, _, routing = model.routed_losses(*tokens_and_targets())
+    assert routing is not None and routing.load.shape == (1, EXPERTS)
+    assert isinstance(bodies[2].router, SigmoidRouter) and measure(config).idle == 3 * 3 * HIDDEN * WIDTH
+
+
 def test_size_counts_the_experts_a_token_does_not_visit() -> None:
     table = {"hidden": 8, "experts": 16, "top_k": 3, "activation": "relu2"}
     sparse = measure(small(ffn={"kind": "moe", **table}))
@@ -178,16 +248,3 @@ def test_size_counts_the_experts_a_token_does_not_visit() -> None:
     assert sparse.active == dense.active + layers * router
     assert sparse.parameters == dense.parameters + layers * (13 * expert + router)
     assert sparse.flops_per_token == dense.flops_per_token + 6 * layers * router
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"top_k": 6}, "ffn.top_k = 6 is more than ffn.experts = 5"),
-        ({"shared": 0, "shared_gate": "sigmoid"}, "ffn.shared_gate = 'sigmoid'"),
-        ({"activation": "swigl"}, "did you mean 'swiglu'"),
-    ],
-)
-def test_a_mixture_that_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        small(ffn=TABLE | changes)

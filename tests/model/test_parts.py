@@ -55,7 +55,7 @@ def test_dyt_is_its_equation(width: int) -> None:
     check_norm(choices.DyT(), width, lambda n, x: parts.dyt(x, n.alpha, n.weight, n.bias))
 
 
-def test_a_channel_scale_folds_into_gated_norm_only_together_with_its_gate() -> None:
+def test_channel_scale_folds_into_gated_norm_and_gate_together() -> None:
     """weight/s alone changes the output; with down's columns times s as well it is the scaled output exactly."""
     norm = randomise(build_norm(choices.GatedNorm(rank=3), 7))
     x, s = random(2, 3, 7), random(7, seed=1, grad=False).exp()

@@ -16,10 +16,10 @@ from residua.config import plugins
 from residua.config.choices import NormChoice, TopologyChoice
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.model import decoder, plugin_rules
+from residua.model import builders, decoder
+from residua.model.builders import check_part, check_plugins, junctions, normed
 from residua.model.norm import NORMS as KNOWN_NORMS
 from residua.model.norm import Norm, build_norm, register_norm
-from residua.model.plugin_rules import check_part, check_plugins, junctions, normed
 from residua.model.topology import TOPOLOGIES, State, Topology, build_topology, register_topology
 from residua.storage.run import read_metrics
 from residua.train.start import check_model
@@ -132,7 +132,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_topology_that_breaks_a_rule_is_refused_in_one_sentence(fault: str) -> None:
+def test_topology_that_breaks_a_rule_is_refused(fault: str) -> None:
     config = small(topology=own(fault))
     sentence = rf"^the topology 'own' of the plugin {__name__} breaks a rule of docs/extend.md: .*{FAULTS[fault]}.*\.$"
     for refused in (lambda: residua.build(config), lambda: check_model(RunConfig(model=config))):
@@ -186,12 +186,12 @@ def test_trial_with_a_gpu_only_warns_of_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_built_in_or_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(plugin_rules, "_try", lambda *arguments: tried.append(arguments))
+    monkeypatch.setattr(builders, "_try", lambda *arguments: tried.append(arguments))
     check_plugins(small())
     assert not tried
     check_plugins(small(topology=own("")))
     assert len(tried) == 1
-    monkeypatch.setattr(plugin_rules, "LARGEST", 100)
+    monkeypatch.setattr(builders, "LARGEST", 100)
     check_plugins(small(topology=own("")))
     assert len(tried) == 1
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.model.attend import attend
 from residua.model.decoder import build
+from residua.model.sdpa import attend
 from tests.model.small import small, tokens_and_targets
 
 SOME = torch.tensor([5, 0, 1, 6])

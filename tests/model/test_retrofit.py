@@ -12,7 +12,7 @@ import torch
 import residua
 from residua.config.model import ModelConfig
 from residua.model.decoder import Decoder
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.retrofit import retrofit
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
@@ -115,7 +115,7 @@ def test_exact_starts_are_exact(case: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", on_bases(UP_TO_EPS), ids=", ".join)
-def test_starts_as_a_multiple_of_the_sum_are_exact_with_the_eps_of_the_sum(case: tuple[str, str]) -> None:
+def test_multiples_of_the_sum_are_exact_with_the_eps_of_the_sum(case: tuple[str, str]) -> None:
     """The norm of each reader takes the multiple out: exactly if its eps is scaled too, else up to its eps."""
     name, base = case
     new, old, kept = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-3)
@@ -163,9 +163,7 @@ def test_what_is_not_kept_is_not_claimed(name: str) -> None:
     ],
     ids=str,
 )
-def test_where_outputs_are_normed_sublayers_must_read_the_sum_itself(
-    kind: dict[str, Any], claimed: InitFidelity
-) -> None:
+def test_sublayers_with_normed_outputs_must_read_the_sum_itself(kind: dict[str, Any], claimed: InitFidelity) -> None:
     """Only the head of OLMo 2 has a norm in front that takes a multiple out."""
     old = randomise(residua.build(configured("plain", {"placement": "output"}, eps=1e-3)), 0.3)
     tables = {"placement": "output", "topology": kind, "reader_eps": "sum"}

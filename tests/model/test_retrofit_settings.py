@@ -23,7 +23,7 @@ from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError, Frozen
 from residua.errors import UserError
 from residua.model.decoder import Decoder
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.norm import Norm
 from residua.model.retrofit import retrofit
 from tests.golden.compare import randomise

@@ -25,7 +25,7 @@ def names(pattern: str, indices: range = range(SUBLAYERS)) -> set[str]:
 
 
 @pytest.mark.parametrize("topology", SMALL)
-def test_every_model_publishes_the_inputs_and_outputs_of_its_sublayers(topology: str) -> None:
+def test_every_model_publishes_sublayer_inputs_and_outputs(topology: str) -> None:
     seen = seen_in(topology=SMALL[topology].model_dump(exclude_none=True))
     for name in names("sublayer.{}.input") | names("sublayer.{}.output") | {"final.input"}:
         assert seen[name].shape == (BATCH, LENGTH, WIDTH)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -16,89 +19,114 @@ from tests.model.depth import drive, embedding_and_outputs, named, random_topolo
 
 pytestmark = pytest.mark.slow
 
-
-def check(topology: Topology, equation, sublayers: int, width: int) -> None:
-    """Compare all inputs and the gradients of the embedding, every output and every parameter."""
-    x, y = embedding_and_outputs(sublayers, width, length=2 if sublayers < 30 else 1)
-    leaves = leaves_of(topology, **named(x, y))
-    agree(drive(topology, x, y), each_token(equation, x, y), leaves)
+Equation = Callable[..., Any]
+"""The embedding and the outputs of one token in; the inputs of all readers out."""
 
 
-def test_additive_is_its_equation() -> None:
-    check(random_topology(choices.Additive(), 4, 7), dense.additive, 4, 7)
-
-
-def test_clipped_is_its_equation_and_clips() -> None:
-    topology = random_topology(choices.Clipped(limit=1.5), 6, 33)
-    check(topology, partial(dense.clipped, c=1.5), 6, 33)
+def test_a_clip_bites() -> None:
     x, y = embedding_and_outputs(6, 33)
-    last = drive(topology, x, y)[-1]
+    last = drive(random_topology(choices.Clipped(limit=1.5), 6, 33), x, y)[-1]
     assert last.abs().max() == 1.5 and (last.abs() == 1.5).float().mean() > 0.1
 
 
-def readers_of(topology: Topology, config: choices.FullAttnRes | choices.BlockAttnRes) -> list[attnres.Reader]:
-    return [attnres.Reader(r.query, r.gain, config.scale, config.key_norm, config.activation) for r in topology.reads]
+def attention_residuals(topology: Any) -> Equation:
+    config = topology.config
+    reads = [attnres.Reader(r.query, r.gain, config.scale, config.key_norm, config.activation) for r in topology.reads]
+    if isinstance(config, choices.FullAttnRes):
+        return partial(attnres.full, readers=reads, window=config.window)
+    return partial(attnres.block, readers=reads, sublayers_per_block=config.sublayers_per_block)
 
 
-FULL = {
-    "plain": choices.FullAttnRes(),
-    "scaled": choices.FullAttnRes(scale=0.25),
-    "raw keys": choices.FullAttnRes(key_norm="none"),
-    "sigmoid": choices.FullAttnRes(activation="sigmoid"),
-    "window of 1": choices.FullAttnRes(window=1),
-    "window of 3": choices.FullAttnRes(window=3),
-    "window as wide as the model": choices.FullAttnRes(window=6),
-    "all at once": choices.FullAttnRes(window=2, activation="sigmoid", key_norm="none", scale=0.5),
-}
-
-
-@pytest.mark.parametrize("width", [7, 33])
-@pytest.mark.parametrize("name", FULL)
-def test_full_attention_residuals_are_their_equation(name: str, width: int) -> None:
-    config = FULL[name]
-    topology = random_topology(config, 6, width)
-    equation = partial(attnres.full, readers=readers_of(topology, config), window=config.window)
-    check(topology, equation, 6, width)
-
-
-def test_full_attention_residuals_over_33_sources_are_their_equation() -> None:
-    config = choices.FullAttnRes()
-    topology = random_topology(config, 32, 7)
-    check(topology, partial(attnres.full, readers=readers_of(topology, config)), 32, 7)
-
-
-BLOCK = [(6, 1), (6, 2), (6, 3), (6, 6), (8, 3), (8, 5), (64, 2)]
-
-
-@pytest.mark.parametrize(("sublayers", "per_block"), BLOCK)
-def test_block_attention_residuals_are_their_equation(sublayers: int, per_block: int) -> None:
-    """Whole and unfinished last blocks, one block, blocks of one, 33 sources."""
-    config = choices.BlockAttnRes(sublayers_per_block=per_block)
-    topology = random_topology(config, sublayers, 7)
-    equation = partial(attnres.block, readers=readers_of(topology, config), sublayers_per_block=per_block)
-    check(topology, equation, sublayers, 7)
-
-
-@pytest.mark.parametrize("options", [{"activation": "sigmoid"}, {"key_norm": "none"}, {"scale": 0.2}], ids=str)
-def test_block_attention_residuals_take_the_ablations(options: dict) -> None:
-    config = choices.BlockAttnRes(sublayers_per_block=2, **options)
-    topology = random_topology(config, 6, 33)
-    check(topology, partial(attnres.block, readers=readers_of(topology, config), sublayers_per_block=2), 6, 33)
-
-
-@pytest.mark.parametrize("gate", ["competitive", "independent"])
-@pytest.mark.parametrize(("n", "sublayers", "width"), [(2, 6, 7), (2, 2, 33), (4, 8, 33), (4, 4, 7), (8, 14, 7)])
-def test_multi_gate_residuals_are_their_equation(n: int, sublayers: int, width: int, gate: str) -> None:
-    topology = random_topology(choices.MultiGate(streams=n, gate=gate), sublayers, width)
-    equation = partial(
+def multi_gate(topology: Any) -> Equation:
+    return partial(
         multigate.multi_gate_residuals,
-        n=n,
+        n=topology.fill + 1,
         gate_queries=[g.query for g in topology.gates],
         biases=[g.bias for g in topology.gates],
         pool_queries=[p.query for p in topology.pools],
-        competitive=gate == "competitive",
+        competitive=topology.competitive,
     )
-    check(topology, equation, sublayers, width)
+
+
+def highway(topology: Any) -> Equation:
+    if hasattr(topology.gates[0], "weight"):
+        W, b = [g.weight for g in topology.gates], [g.bias for g in topology.gates]
+        return partial(multigate.highway_elementwise, W=W, b=b)
+    gates = [g.gates for g in topology.gates]
+    return partial(multigate.highway_scalar, w=[g.query for g in gates], b=[g.bias for g in gates])
+
+
+def hyper_connections(topology: Any) -> Equation:
+    """The product keeps mix[out, in]; the paper's A_r is [in, out] and acts transposed."""
+    junctions = []
+    for j in topology.junctions:
+        maps = () if not hasattr(j, "maps") else (j.maps.pre, j.maps.post, j.maps.mix, j.maps.alpha, j.maps.beta)
+        junctions.append(hyper.HyperJunction(j.pre, j.post, j.mix.T, *maps))
+    return partial(hyper.streams, n=topology.streams, junctions=junctions)
+
+
+def manifold(topology: Any) -> Equation:
+    n, mixing = topology.streams, topology.junctions[0].mixing
+    mix: Any = partial(hyper.permutation_mixture, n=n)
+    if hasattr(mixing, "iterations"):
+        mix = lambda res: hyper.sinkhorn(res.reshape(n, n), mixing.iterations)  # noqa: E731
+    junctions = [hyper.ManifoldJunction(j.phi.T, j.alpha, j.bias, mix) for j in topology.junctions]
+    return partial(hyper.streams, n=n, junctions=junctions)
+
+
+def denseformer(topology: Any) -> Equation:
+    alpha = {int(i): a for i, a in topology.alphas.items()}
+    assert sorted(alpha) == [i for i in range(1, 11) if i % topology.period == 0]
+    return partial(dense.denseformer, alpha=alpha, dilation=topology.dilation, period=topology.period)
+
+
+FULL: list[dict[str, Any]] = [
+    {}, {"scale": 0.25}, {"key_norm": "none"}, {"activation": "sigmoid"}, {"window": 1}, {"window": 3}, {"window": 6},
+    {"window": 2, "activation": "sigmoid", "key_norm": "none", "scale": 0.5},
+]  # fmt: skip
+BLOCK = [(6, 1), (6, 2), (6, 3), (6, 6), (8, 3), (8, 5), (64, 2)]
+"""Whole and unfinished last blocks, one block, blocks of one, 33 sources."""
+ABLATED: list[dict[str, Any]] = [{"activation": "sigmoid"}, {"key_norm": "none"}, {"scale": 0.2}]
+GATES = [(2, 6, 7), (2, 2, 33), (4, 8, 33), (4, 4, 7), (8, 14, 7)]
+DENSE = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 5), (1, 20)]
+EQUATIONS: list[Any] = [
+    (choices.Additive(), 4, 7, lambda _: dense.additive),
+    (choices.Clipped(limit=1.5), 6, 33, lambda t: partial(dense.clipped, c=1.5)),
+    *((choices.FullAttnRes(**keys), 6, width, attention_residuals) for keys, width in product(FULL, (7, 33))),
+    (choices.FullAttnRes(), 32, 7, attention_residuals),
+    *((choices.BlockAttnRes(sublayers_per_block=size), n, 7, attention_residuals) for n, size in BLOCK),
+    *((choices.BlockAttnRes(sublayers_per_block=2, **keys), 6, 33, attention_residuals) for keys in ABLATED),
+    *(
+        (choices.MultiGate(streams=n, gate=gate), sublayers, width, multi_gate)
+        for (n, sublayers, width), gate in product(GATES, ("competitive", "independent"))
+    ),
+    *((choices.Highway(gate=gate), 6, width, highway) for gate, width in product(("scalar", "elementwise"), (7, 33))),
+    *(
+        (choices.HyperConnections(streams=n, weights=weights), 4, width, hyper_connections)
+        for (n, width), weights in product([(1, 7), (2, 33), (4, 7), (8, 7)], ("static", "dynamic"))
+    ),
+    *(
+        (choices.ManifoldHyper(streams=n, iterations=iterations), 4, width, manifold)
+        for n, width, iterations in [(2, 33, 20), (4, 7, 20), (3, 7, 1)]
+    ),
+    pytest.param(choices.ManifoldHyper(streams=8, iterations=3), 4, 7, manifold, marks=pytest.mark.nightly),
+    *((choices.ManifoldHyperLite(streams=n), 4, width, manifold) for n, width in [(1, 7), (2, 33), (3, 7), (4, 7)]),
+    *(
+        (choices.DenseFormer(dilation=dilation, period=period), 20, width, denseformer)
+        for (dilation, period), width in product(DENSE, (7, 33))
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "sublayers", "width", "equation_of"), EQUATIONS, ids=lambda x: str(x)[:70])
+def test_every_topology_is_its_equation(
+    config: choices.Topology, sublayers: int, width: int, equation_of: Callable[[Topology], Equation]
+) -> None:
+    """All inputs and the gradients of the embedding, every output and every parameter."""
+    topology = random_topology(config, sublayers, width)
+    x, y = embedding_and_outputs(sublayers, width, length=2 if sublayers < 30 else 1)
+    leaves = leaves_of(topology, **named(x, y))
+    agree(drive(topology, x, y), each_token(equation_of(topology), x, y), leaves)
 
 
 @pytest.mark.parametrize("memory", [choices.Recompute(segment=5), choices.Invert(), choices.Invert(share=0)], ids=repr)
@@ -114,7 +142,7 @@ def test_what_multi_gate_residuals_keep_changes_nothing(memory: choices.Memory) 
         torch.testing.assert_close(found, kept, rtol=1e-9, atol=1e-10)
 
 
-def test_a_chain_of_inverted_junctions_may_end_where_a_pipeline_cuts_it() -> None:
+def test_inverted_junctions_end_where_a_pipeline_cuts_them() -> None:
     outcomes = []
     for cut in (None, 5):
         topology = random_topology(choices.MultiGate(streams=3, memory=choices.Invert()), 8, 7)
@@ -127,60 +155,6 @@ def test_a_chain_of_inverted_junctions_may_end_where_a_pipeline_cuts_it() -> Non
         outcomes.append(torch.autograd.grad(h.square().sum(), leaves))
     for whole, cut_up in zip(*outcomes, strict=True):
         torch.testing.assert_close(cut_up, whole, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("width", [7, 33])
-def test_the_scalar_highway_is_its_equation(width: int) -> None:
-    topology = random_topology(choices.Highway(gate="scalar"), 6, width)
-    gates = [g.gates for g in topology.gates]
-    check(topology, partial(multigate.highway_scalar, w=[g.query for g in gates], b=[g.bias for g in gates]), 6, width)
-
-
-@pytest.mark.parametrize("width", [7, 33])
-def test_the_elementwise_highway_is_its_equation(width: int) -> None:
-    topology = random_topology(choices.Highway(gate="elementwise"), 6, width)
-    W, b = [g.weight for g in topology.gates], [g.bias for g in topology.gates]
-    check(topology, partial(multigate.highway_elementwise, W=W, b=b), 6, width)
-
-
-def hyper_junction(junction) -> hyper.HyperJunction:
-    """The product keeps mix[out, in]; the paper's A_r is [in, out] and acts transposed."""
-    static = (junction.pre, junction.post, junction.mix.T)
-    if not hasattr(junction, "maps"):
-        return hyper.HyperJunction(*static)
-    maps = junction.maps
-    return hyper.HyperJunction(*static, maps.pre, maps.post, maps.mix, maps.alpha, maps.beta)
-
-
-@pytest.mark.parametrize("weights", ["static", "dynamic"])
-@pytest.mark.parametrize(("n", "width"), [(1, 7), (2, 33), (4, 7), (8, 7)])
-def test_hyper_connections_are_their_equation(n: int, width: int, weights: str) -> None:
-    topology = random_topology(choices.HyperConnections(streams=n, weights=weights), 4, width)
-    junctions = [hyper_junction(j) for j in topology.junctions]
-    check(topology, partial(hyper.streams, n=n, junctions=junctions), 4, width)
-
-
-def manifold_junctions(topology: Topology, mixing) -> list[hyper.ManifoldJunction]:
-    return [hyper.ManifoldJunction(j.phi.T, j.alpha, j.bias, mixing) for j in topology.junctions]
-
-
-@pytest.mark.parametrize(
-    ("n", "width", "iterations"),
-    [(2, 33, 20), (4, 7, 20), pytest.param(8, 7, 3, marks=pytest.mark.nightly), (3, 7, 1)],
-)
-def test_manifold_hyper_connections_are_their_equation(n: int, width: int, iterations: int) -> None:
-    topology = random_topology(choices.ManifoldHyper(streams=n, iterations=iterations), 4, width)
-    mixing = lambda res: hyper.sinkhorn(res.reshape(n, n), iterations)  # noqa: E731
-    equation = partial(hyper.streams, n=n, junctions=manifold_junctions(topology, mixing))
-    check(topology, equation, 4, width)
-
-
-@pytest.mark.parametrize(("n", "width"), [(1, 7), (2, 33), (3, 7), (4, 7)])
-def test_lite_manifold_hyper_connections_are_their_equation(n: int, width: int) -> None:
-    topology = random_topology(choices.ManifoldHyperLite(streams=n), 4, width)
-    mixing = partial(hyper.permutation_mixture, n=n)
-    equation = partial(hyper.streams, n=n, junctions=manifold_junctions(topology, mixing))
-    check(topology, equation, 4, width)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 20])
@@ -208,19 +182,6 @@ def test_sinkhorn_survives_a_stream_far_below_the_others(axis: int) -> None:
     shifted = logits.clone()
     shifted.select(axis, 2).sub_(120.0)
     torch.testing.assert_close(sinkhorn(shifted, 20), sinkhorn(logits, 20), atol=1e-3, rtol=0)
-
-
-DENSE = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 5), (1, 20)]
-
-
-@pytest.mark.parametrize(("dilation", "period"), DENSE)
-@pytest.mark.parametrize("width", [7, 33])
-def test_denseformer_is_its_equation(dilation: int, period: int, width: int) -> None:
-    topology = random_topology(choices.DenseFormer(dilation=dilation, period=period), 20, width)
-    alpha = {int(i): a for i, a in topology.alphas.items()}
-    assert sorted(alpha) == [i for i in range(1, 11) if i % period == 0]
-    equation = partial(dense.denseformer, alpha=alpha, dilation=dilation, period=period)
-    check(topology, equation, 20, width)
 
 
 def test_denseformer_has_one_weight_for_every_earlier_layer() -> None:

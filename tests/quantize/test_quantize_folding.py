@@ -10,7 +10,7 @@ from torch import Tensor
 import residua
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
-from residua.model.edges import divide_square
+from residua.model.equivalence import divide_square
 from residua.model.norm import GatedDyT, GatedNorm, Norm
 from residua.quantize.modules import targets
 from residua.quantize.smoothing import channel_peaks, edges, readers, smooth, smoothing_factors, stated

@@ -14,8 +14,7 @@ import residua
 from residua.config import choices
 from residua.config.run import Balance, RunConfig
 from residua.data.loader import Batch
-from residua.model.moe import Routing, balance_loss
-from residua.model.router import Router
+from residua.model.moe import Router, Routing, balance_loss
 from residua.storage.run import read_metrics
 from residua.train.balance import Balancer, build_balancer
 from residua.train.step import Step, build_step

@@ -13,7 +13,7 @@ from residua.cli.train import _retrofit
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import open_corpus, prepare
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.quantize import quantize
 from residua.storage.hugging_face import companions
 from residua.storage.load import load, weights_fingerprint

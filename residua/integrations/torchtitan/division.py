@@ -42,10 +42,11 @@ from torch.func import functional_call
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
 from residua.model.anchor_source import ExoSource
-from residua.model.attend import attend
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder
+from residua.model.projection import declared_matrices
 from residua.model.rope import GROWING
+from residua.model.sdpa import attend
 from residua.model.size import shapes_only
 
 TENSOR = "--parallelism.tensor_parallel_degree"
@@ -131,7 +132,7 @@ def _declared_parts(model: nn.Module) -> Iterator[tuple[tuple[str, int], tuple[i
     """The maps that are fused in one parameter, along an axis."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        for name, rows in getattr(module, "hidden_matrices", {}).items():
+        for name, rows in declared_matrices(module).items():
             yield (f"{prefix}{name}", 0), rows
             if getattr(module, "bias", None) is not None:
                 yield (f"{prefix}bias", 0), rows

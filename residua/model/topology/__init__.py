@@ -40,14 +40,6 @@ def build_topology(config: choices.TopologyChoice, sublayers: int, width: int) -
 
 
 __all__ = [
-    "TOPOLOGIES",
-    "Ablations",
-    "Boundary",
-    "Costs",
-    "Initialization",
-    "SourceNames",
-    "State",
-    "Topology",
-    "build_topology",
-    "register_topology",
-]
+    "TOPOLOGIES", "Ablations", "Boundary", "Costs", "Initialization", "SourceNames", "State", "Topology",
+    "build_topology", "register_topology",
+]  # fmt: skip

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from residua.config import choices
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.topology.base import Initialization, State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Costs, add_rows
 

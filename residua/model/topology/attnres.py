@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
-from residua.model.init_fidelity import InitFidelity, take_parameters
+from residua.model.equivalence import InitFidelity, take_parameters
 from residua.model.taps import tap
 from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
 from residua.model.topology.facts import Ablations, Costs, Rows, SourceNames, parameters_set, read_rows, sources_dropped

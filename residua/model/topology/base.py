@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from residua.errors import UserError
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.topology.facts import Ablations, Costs, SourceNames, trace_rows
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from residua.config import choices
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.taps import tap
 from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, Ablations, Costs, SourceNames, parameters_set, trace_rows

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.model.body import reset
-from residua.model.init_fidelity import InitFidelity, take_parameters
+from residua.model.equivalence import InitFidelity, take_parameters
 from residua.model.taps import tap
 from residua.model.topology.base import Initialization, State, Topology
 from residua.model.topology.facts import Ablations, Costs, SourceNames, add_rows, reads_changed, stream_rows
@@ -326,17 +326,24 @@ class ManifoldJunction(Junction):
             nn.init.constant_(self.bias[self.k % n], math.log(1 / ((n - 1) * others) - 1))
 
     def read(self) -> ReadWeights:
-        return ReadWeights(
-            self.bias[: self.streams], {"scale": self.alpha[0], "phi": self.phi, "norm": "all"}
-        )  # fmt: skip
+        projection = {"scale": self.alpha[0], "phi": self.phi, "norm": "all"}
+        return ReadWeights(self.bias[: self.streams], projection)
 
     def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
         post, mix = self.mixing(logits[0], self.alpha, self.bias)
         return post, mix
 
 
-class Manifold(Streams):
-    """What mHC and mHC-lite share."""
+class ManifoldHyper(Streams):
+    """mHC: X' = H_res X + H_postᵀ f(H_pre X); Sinkhorn makes H_res doubly stochastic, which keeps the streams' mean."""
+
+    def __init__(self, config: choices.ManifoldHyper | choices.ManifoldHyperLite, sublayers: int, width: int) -> None:
+        super().__init__(config.streams, sublayers)
+        junctions = (ManifoldJunction(k, config.streams, width, self._mixing(config)) for k in range(sublayers))
+        self.junctions = nn.ModuleList(junctions)
+
+    def _mixing(self, config: Any) -> SinkhornMixing | PermutationMixing:
+        return SinkhornMixing(config.streams, config.iterations)
 
     def initialization(self) -> Initialization:
         read = 1.0 if self.streams > 1 else 0.5
@@ -350,22 +357,8 @@ class Manifold(Streams):
         return InitFidelity.UP_TO_EPS
 
 
-class ManifoldHyper(Manifold):
-    """mHC: X' = H_res X + H_postᵀ f(H_pre X); Sinkhorn makes H_res doubly stochastic, which keeps the streams' mean."""
-
-    def __init__(self, config: choices.ManifoldHyper, sublayers: int, width: int) -> None:
-        super().__init__(config.streams, sublayers)
-        self.junctions = nn.ModuleList(
-            ManifoldJunction(k, config.streams, width, SinkhornMixing(config.streams, config.iterations))
-            for k in range(sublayers)
-        )
-
-
-class ManifoldHyperLite(Manifold):
+class ManifoldHyperLite(ManifoldHyper):
     """mHC-lite: H_res a convex sum of permutations, for at most 4 streams."""
 
-    def __init__(self, config: choices.ManifoldHyperLite, sublayers: int, width: int) -> None:
-        super().__init__(config.streams, sublayers)
-        self.junctions = nn.ModuleList(
-            ManifoldJunction(k, config.streams, width, PermutationMixing(config.streams)) for k in range(sublayers)
-        )
+    def _mixing(self, config: Any) -> SinkhornMixing | PermutationMixing:
+        return PermutationMixing(config.streams)

@@ -14,7 +14,7 @@ from residua import ops
 from residua.config import choices
 from residua.config.topologies import depth_bias, gate_bias, lerping_sublayers
 from residua.errors import UserError
-from residua.model.init_fidelity import InitFidelity
+from residua.model.equivalence import InitFidelity
 from residua.model.taps import tap
 from residua.model.topology.base import Boundary, Initialization, Recovery, State, Topology, reentrant_checkpoint
 from residua.model.topology.facts import (
@@ -105,7 +105,7 @@ class MultiGate(Topology):
         gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
         keeps = ends or k == self.last or (self._recovery is not None and k in self._recovery.kept)
         h, after = self._write(keeps, state, y, gates.query, gates.bias, pool.query)
-        tap(f"depth.{k}.beta", lambda: self._beta(gates, _stacked(state, y)))
+        tap(f"depth.{k}.beta", lambda: self._beta(gates, state, y))
         tap(f"depth.{k}.weights", lambda: ops.pool_weights(after[0], pool.query))
         tap(f"depth.{k}.streams", after[0])
         return h, after
@@ -147,7 +147,9 @@ class MultiGate(Topology):
             cast(Gates, gate).begin(bias)
         return InitFidelity.UP_TO_EPS
 
-    def _beta(self, gates: Gates, streams: Tensor) -> Tensor:
+    def _beta(self, gates: Gates, state: State, y: Tensor) -> Tensor:
+        """The gates of a state, also of one that the fill phase left."""
+        streams = state[0] if state[0].dim() > y.dim() else torch.stack(state, -2)
         return ops.gates(streams, gates.query, gates.bias, competitive=self.competitive)
 
     def recovery(self) -> Recovery | None:
@@ -190,11 +192,6 @@ class MultiGate(Topology):
             without_writes=lambda sublayers: junctions_skipped(self, [k for k in sublayers if k >= self.fill]),
             fill_phase=self.fill,
         )
-
-
-def _stacked(state: State, y: Tensor) -> Tensor:
-    """The streams [B, T, n, C] of a state, also of one that the fill phase left."""
-    return state[0] if state[0].dim() > y.dim() else torch.stack(state, -2)
 
 
 def averaging(sublayers: int) -> Sequence[float]:

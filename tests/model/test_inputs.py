@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import residua
+from residua.model.context import number_documents
 from residua.model.decoder import Decoder
-from residua.model.given import number_documents
 from tests.golden.compare import randomise
 from tests.model.small import VOCABULARY, small, tokens_and_targets
 from tests.nightly import only_nightly
@@ -41,7 +41,7 @@ def other_first_token(tokens: Tensor) -> Tensor:
 
 
 @every_mixer
-def test_a_document_is_a_run_of_equal_ids_also_if_the_id_comes_back(mixer: str) -> None:
+def test_document_is_a_run_of_ids_even_if_the_id_comes_back(mixer: str) -> None:
     model = random_model(mixer)
     tokens, _ = tokens_and_targets(batch=1)
     before, after = model(tokens, RETURNS), model(other_first_token(tokens), RETURNS)

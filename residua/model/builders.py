@@ -1,29 +1,33 @@
-"""The rules of docs/extend.md, tried on a few tokens before a model with a plugin's topology or norm is trained.
+"""`residua.build` and `residua.build_topology`, and the rules of docs/extend.md for what a plugin adds to them.
 
-Each rule that is broken would otherwise train, and give wrong numbers. The parts that come with Residua are not tried
-here but in the tests. The random numbers of the caller stay as they are.
+A plugin's topology or norm is tried on a few tokens before a model with it is trained. Each rule that is broken would
+otherwise train, and give wrong numbers. The parts that come with Residua are not tried here but in the tests. The
+random numbers of the caller stay as they are.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.config.plugins import plugin_place
-from residua.config.settings import ConfigError
+from residua.config.settings import ConfigError, explain
 from residua.model.decoder import Decoder
 from residua.model.decoder import build as build_decoder
 from residua.model.norm import build_norm
-from residua.model.topology import State, build_topology
+from residua.model.topology import State, Topology
+from residua.model.topology import build_topology as build_chosen
 from residua.reading import brief
 
 ROWS, TOKENS = 2, 4
@@ -47,10 +51,26 @@ def build(config: ModelConfig) -> Decoder:
     return build_decoder(config)
 
 
+def build_topology(config: choices.TopologyChoice | Mapping[str, Any], sublayers: int, width: int) -> Topology:
+    """The topology a configuration describes, for a model of `sublayers` sublayers.
+
+    A table is a configuration too: {"kind": "multi_gate", "streams": 4} is choices.MultiGate(streams=4).
+    """
+    choice = config if isinstance(config, choices.TopologyChoice) else _chosen(dict(config))
+    return build_chosen(choice, sublayers, width)
+
+
+def _chosen(table: dict[str, Any]) -> choices.TopologyChoice:
+    try:
+        return choices.TopologyChoice.choose(table)
+    except ValidationError as error:
+        raise ConfigError(explain(error, choices.TopologyChoice)) from None
+
+
 def check_plugins(config: ModelConfig) -> None:
     """Refuse a topology or norm of a plugin that breaks a rule of docs/extend.md; an error of its own comes through."""
     sublayers, width = config.sublayers, config.width
-    topology = partial(build_topology, config.topology, sublayers, width)
+    topology = partial(build_chosen, config.topology, sublayers, width)
     norm = partial(build_norm, config.norm, width)
     for what, choice, make, outputs in (
         ("topology", config.topology, topology, junctions),
@@ -93,33 +113,24 @@ class _Poisoned(TorchFunctionMode):
     """New memory that nothing has filled yet holds NaN."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        return _poison(made) if "empty" in getattr(func, "__name__", "") else made
-
-
-@torch.no_grad()
-def _poison(tensor: Tensor) -> Tensor:
-    return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+        returned = func(*args, **(kwargs or {}))
+        if "empty" in getattr(func, "__name__", "") and returned.is_floating_point():
+            with torch.no_grad():
+                returned.fill_(math.nan)
+        return returned
 
 
 def _filled(make: Callable[[], nn.Module]) -> nn.Module:
     """The part, once `__init__` is seen to fill all of it, by itself or by `reset_parameters`."""
     with _Poisoned():
         part = make()
-    if names := _unfilled(part):
+    tensors = chain(part.named_parameters(), part.named_buffers())
+    if names := ", ".join(name for name, tensor in tensors if tensor.isnan().any()):
         raise _Breach(
             f"{names} is left unfilled: fill every parameter and buffer in the `reset_parameters` of the module that "
             "has it, and end `__init__` with self.reset_parameters()"
         )
     return part
-
-
-def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(part.named_parameters(), part.named_buffers())
-
-
-def _unfilled(part: nn.Module) -> str:
-    return ", ".join(name for name, tensor in _tensors(part) if tensor.isnan().any())
 
 
 def junctions(topology: Any, x: Tensor) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,88 @@
+"""Models that cannot be: each is refused with a sentence that names the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from residua.config.settings import ConfigError
+from tests.model.small import small
+
+SOFTMAX = {"kind": "softmax", "heads": 4, "kv_heads": 2}
+LINEAR = {"key_heads": 1, "value_heads": 2, "head_dim": 8}
+LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
+DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
+KIMI = {"kind": "hybrid", "softmax_layers": [1, 2], "softmax": LATENT | {"positions": "none"}, "linear": DELTA}
+MOE = {"kind": "moe", "hidden": 8, "experts": 5, "top_k": 2}
+LONG = {"kind": "longrope", "short": [1.0, 2.0], "long": [3.0, 4.0], "original_context": 4}
+LLAMA = {"kind": "llama3", "factor": 2.0, "original_context": 4, "high": 1.0}
+RESFORMER = {"kind": "resformer"}
+
+
+def hybrid(every: int = 2, **options: Any) -> dict[str, Any]:
+    return {"kind": "hybrid", "softmax_every": every, "softmax": {"heads": 2} | options, "linear": LINEAR}
+
+
+ATTENTIONS: list[tuple[dict[str, Any], str]] = [
+    (SOFTMAX | {"window_layers": [0]}, "attention.window_layers needs attention.window"),
+    (SOFTMAX | {"window": 2, "window_layers": [3]}, "attention.window_layers contains 3, and layers = 3"),
+    (SOFTMAX | {"rope_scaling": LONG | {"short": [1.0], "long": [1.0]}}, "heads of width 4 have 2 pairs"),
+    (SOFTMAX | {"rope_scaling": LONG | {"short": [1.0]}}, "has 1 factors and"),
+    (SOFTMAX | {"rope_scaling": LLAMA}, "must be more than"),
+    (SOFTMAX | {"rope_scaling": {"kind": "yarm"}}, "did you mean 'yarn'?"),
+    (hybrid(every=4), "attention.softmax_every = 4 leaves layers = 3 without softmax"),
+    (hybrid(every=1), "attention.softmax_every = 1"),
+    (hybrid(heads=3), "attention.softmax.heads = 3 does not divide width = 16"),
+    (hybrid(kv_heads=3), "attention.softmax.kv_heads = 3 does not divide attention.softmax.heads = 2"),
+    (hybrid() | {"linear": LINEAR | {"key_heads": 3}}, "attention.linear.key_heads = 3"),
+    ({"kind": "hybrid", "softmax": {"heads": 2}}, "attention.linear is missing"),
+    (LATENT | {"shared_dim": 0}, "attention.shared_dim = 0"),
+    (LATENT | {"shared_dim": 3}, "attention.shared_dim = 3"),
+    (KIMI | {"softmax_layers": [3]}, "attention.softmax_layers = [3] must name one or more of"),
+    (KIMI | {"softmax_layers": []}, "attention.softmax_layers = [] must name"),
+    (KIMI | {"linear": {"kind": "kimi_delta"}}, "attention.linear.heads is missing"),
+    (KIMI | {"softmax": {"kind": "mlp", "heads": 2}}, "did you mean 'mla'"),
+]
+EXPERTS: list[tuple[dict[str, Any], str]] = [
+    ({"top_k": 6}, "ffn.top_k = 6 is more than ffn.experts = 5"),
+    ({"shared": 0, "shared_gate": "sigmoid"}, "ffn.shared_gate = 'sigmoid'"),
+    ({"activation": "swigl"}, "did you mean 'swiglu'"),
+    ({"dense_layers": 3}, "ffn.dense_layers = 3 leaves layers = 3 without experts"),
+    ({"dense_hidden": 3}, "ffn.dense_hidden = 3 is the width of dense layers"),
+    ({"router": {"kind": "sigmoid_scores", "scale": 0}}, "ffn.router"),
+    ({"router": {"kind": "sigmoid_score"}}, "did you mean 'sigmoid_scores'"),
+]
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"attention": KIMI, "anchors": RESFORMER}, "latent attention ('mla') has none"),
+    ({"attention": hybrid(), "anchors": {"kind": "exoformer"}}, "attention.softmax.gate = 'none'"),
+    (
+        {"attention": SOFTMAX | {"qk_norm": "rms_all"}, "anchors": RESFORMER},
+        "norms them together.* a trained model computes something else",
+    ),
+    (
+        {"attention": SOFTMAX | {"qk_norm": "dyt"}, "anchors": RESFORMER},
+        "attention.qk_norm = 'dyt': use anchors.kind = 'none' or qk_norm = 'rms'",
+    ),
+    (
+        {"topology": {"kind": "multi_gate", "streams": 4, "base_depth": 400, "base_bias": -1.0}},
+        "ln(sqrt(L/400)(e^1+1) - n) has no solution",
+    ),
+    (
+        {"topology": {"kind": "boundary_attnres", "sublayers_per_block": 7}},
+        "topology.sublayers_per_block = 7 is more than the model's 6 sublayers",
+    ),
+]
+CASES = [
+    *(({"attention": table}, words) for table, words in ATTENTIONS),
+    *(({"ffn": MOE | changes}, words) for changes, words in EXPERTS),
+    *OTHERS,
+]
+
+
+@pytest.mark.parametrize(("tables", "words"), CASES, ids=[words for _, words in CASES])
+def test_a_model_that_cannot_be_is_refused(tables: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        small(**tables)
+    for part in words.split(".*"):
+        assert part in str(refusal.value)
