@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from residua.config.choices import MoE
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.data.dataset import DESCRIPTION
@@ -147,8 +146,9 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, str]]:
     if config.linear is not None:
         yield "linear", config.linear.kind
     yield "ffn", config.ffn.kind
-    if isinstance(config.ffn, MoE):
-        yield "router", config.ffn.router.kind
+    router = config.ffn.model_dump().get("router")
+    if router is not None:
+        yield "router", router["kind"]
     yield "head", config.head.kind
 
 
