@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from residua.ops.delta_rule import gated_delta
+from residua.ops.delta_rule.rules import gated_delta
 from residua.ops.gated_output import gated_output
 from residua.ops.short_convolution import convolve_heads
 
