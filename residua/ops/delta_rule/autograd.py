@@ -37,9 +37,9 @@ def gated_delta(
     """The fused twin of `reference.gated_delta`."""
     check_shapes(q, k, v, g, beta, per_channel=False)
     first = None if segments is None else begins(v, segments).to(torch.uint8)
-    given = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    o, last = _gated_delta(*given, first, keep)
+    inputs = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    o, last = _gated_delta(*inputs, first, keep)
     return o, last
 
 
@@ -129,9 +129,9 @@ def delta_mixer(
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of `mixer.delta_mixer`."""
     first = None if segments is None else begins(projected, segments).to(torch.uint8)
-    given = projected, g.float(), beta.float(), convolution, gain
-    keep = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    y, last = _delta_mixer(*given, first, key_heads, eps, keep)
+    inputs = projected, g.float(), beta.float(), convolution, gain
+    keep = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    y, last = _delta_mixer(*inputs, first, key_heads, eps, keep)
     return y, last
 
 

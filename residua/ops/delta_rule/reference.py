@@ -220,8 +220,8 @@ def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tens
     decay = (g[..., :, None, :] - g[..., None, :, :]).masked_fill(~lower[..., None], float("-inf")).exp()
     faded = decay * keys[..., None, :, :]  # [B, H, N, 4, 16, 16, K]
     within = torch.stack([(x[..., :, None, :] * faded).sum(-1) for x in (keys, queries)], -3)
-    own = torch.eye(BLOCKS, dtype=k.dtype, device=k.device)[:, None, None, :, None]  # [4, 1, 1, 4, 1]
-    whole = across + (within[..., None, :] * own).flatten(-2)
+    diagonal = torch.eye(BLOCKS, dtype=k.dtype, device=k.device)[:, None, None, :, None]  # [4, 1, 1, 4, 1]
+    whole = across + (within[..., None, :] * diagonal).flatten(-2)
     of_keys, of_queries = (x.flatten(-3, -2) for x in whole.unbind(-3))
     return of_keys, of_queries
 

@@ -62,13 +62,13 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
-        first: int, own: int, goes_on: bool, handed: int, *before: Tensor,
+        first: int, readers: int, goes_on: bool, handed: int, *before: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.save_for_backward(value, scores, rstd, u, *before[handed:])
-        ctx.first, ctx.own, ctx.goes_on, ctx.handed = first, own, goes_on, handed
+        ctx.first, ctx.readers, ctx.goes_on, ctx.handed = first, readers, goes_on, handed
         ctx.set_materialize_grads(False)
-        gradients = [handle(value, value.shape) for _ in range(own + goes_on)]
-        stats = [handle(scores, (2, scores.shape[1])) for _ in range(own)]
+        gradients = [handle(value, value.shape) for _ in range(readers + goes_on)]
+        stats = [handle(scores, (2, scores.shape[1])) for _ in range(readers)]
         return handle(u, u.shape), *gradients, *stats
 
     @staticmethod
@@ -83,10 +83,10 @@ class _Fork(torch.autograd.Function):
         onward = None if onward is None else onward.contiguous()
         if all(g is None for g in of_reads):
             return (onward, du, *frozen, *[onward] * grown, *nothing)
-        dh = [torch.zeros_like(value) if g is None else g for g in of_reads[: ctx.own]]
-        stats = [scores.new_zeros(2, scores.shape[1]) if g is None else g for g in of_reads[ctx.own :]]
+        dh = [torch.zeros_like(value) if g is None else g for g in of_reads[: ctx.readers]]
+        stats = [scores.new_zeros(2, scores.shape[1]) if g is None else g for g in of_reads[ctx.readers :]]
         if led:
-            block = [[own, *led[i::3]] for i, own in enumerate((value, scores, rstd))]
+            block = [[mine, *led[i::3]] for i, mine in enumerate((value, scores, rstd))]
             du, dv, *handed = launch.depth_block_gradient(*block, u, ctx.first, dh, stats, du)
             return (dv, du, *frozen, *handed, *[None] * len(led))
         dv, du = launch.depth_source_gradient(value, scores, rstd, u, ctx.first, onward, dh, stats, du)
@@ -111,10 +111,10 @@ class _Read(torch.autograd.Function):
 @in_graph
 def make_handles(
     y: Tensor, chain: Tensor, value: Tensor, scores: Tensor, rstd: Tensor, u: Tensor,
-    first: int, own: int, goes_on: bool, onward: list[Tensor], led: list[Tensor],
+    first: int, readers: int, goes_on: bool, onward: list[Tensor], led: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     handles: tuple[Tensor, ...] = _Fork.apply(
-        y, chain, value, scores, rstd, u, first, own, goes_on, len(onward), *onward, *led
+        y, chain, value, scores, rstd, u, first, readers, goes_on, len(onward), *onward, *led
     )
     return handles
 

@@ -52,29 +52,29 @@ def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State
     u = queries.detach().contiguous()
     value = x.detach().contiguous()
     parts = launch.depth_parts(u) if narrow(value) else u
-    made = value, *launch.depth_scores(value, parts, 0, len(plan.readers[0]), eps)
-    chain, *handles = _fork(plan, 0, x, made, [], u, queries)
-    return u, parts, chain, *made, *handles
+    source = value, *launch.depth_scores(value, parts, 0, len(plan.readers[0]), eps)
+    chain, *handles = _fork(plan, 0, x, source, [], u, queries)
+    return u, parts, chain, *source, *handles
 
 
 def step(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tuple[Tensor, State]:
     """Make source k+1 from the output y of sublayer k, then read: h [..., C] and the next state."""
     table, (u, parts, link) = plan.steps[k], state[:FRONT]
     y = y.to(state[table.newest].dtype)
-    made, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), state, eps)
+    source, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), state, eps)
     before = [state[i : i + 4] for i in table.onward]
-    chain, *rest = _fork(plan, k + 1, y, made, before, u, link)
+    chain, *rest = _fork(plan, k + 1, y, source, before, u, link)
     handles = list(rest)  # to torch 2.11's compiler `rest` is a tuple
     gradients, stats = [state[i] for i in table.gradients], [state[i] for i in table.stats]
     if k in plan.own[k + 1]:
-        first, own = int(plan.goes_on(k + 1)), len(plan.own[k + 1])
-        stats.append(handles.pop(first + own))
+        first, readers = int(plan.goes_on(k + 1)), len(plan.own[k + 1])
+        stats.append(handles.pop(first + readers))
         gradients.append(handles.pop(first))
     h = autograd.read(torch.compiler.is_compiling(), h, lse, gradients, stats)
     after = [u, parts, chain, *partial]
     for start, stop in table.kept:
         after += state[start:stop]
-    return h, (*after, *made, *handles) if plan.keeps_new(k) else tuple(after)
+    return h, (*after, *source, *handles) if plan.keeps_new(k) else tuple(after)
 
 
 def values(plan: ReadPlan, k: int, y: Tensor, state: State) -> list[Tensor]:
@@ -89,11 +89,11 @@ def holds(plan: ReadPlan, k: int, state: State) -> bool:
     return len(state) > len(plan.sees[k])
 
 
-Made = tuple[Tensor, Tensor, Tensor]
+Source = tuple[Tensor, Tensor, Tensor]
 """The value of a source, its scores and its rstd."""
 
 
-def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tuple[Made, Tensor, Tensor, State]:
+def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tuple[Source, Tensor, Tensor, State]:
     """All that step k computes, without autograd: source k+1, then h and lse of the read, then the partial reads.
 
     The first step of a group evaluates all its reads over the sources so far; `partial` holds their lse, and o_l of
@@ -109,10 +109,10 @@ def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tu
         partial = (partial[0], *partial[2:]) if len(partial) > 2 else ()
     base = state[table.newest] if plan.grows[k + 1] else None
     if base is not None and plan.fuses(k):
-        *made, h, lse = launch.depth_sum_read(base, y, u, k, values, scores, rows, eps)
-        return (made[0], made[1], made[2]), h, lse, partial
+        value, z, rstd, h, lse = launch.depth_sum_read(base, y, u, k, values, scores, rows, eps)
+        return (value, z, rstd), h, lse, partial
     if base is None:
-        new: Made = (y, *launch.depth_scores(y, parts, first, count, eps))
+        new: Source = (y, *launch.depth_scores(y, parts, first, count, eps))
     else:
         new = launch.depth_sum_scores(base, y, parts, first, count, eps)
     values, scores, rows = [*values, new[0]], [*scores, new[1]], [*rows, k - first]
@@ -124,7 +124,7 @@ def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tu
 
 
 def _fork(
-    plan: ReadPlan, s: int, y: Tensor, made: Made, before: Sequence[State], u: Tensor, chain: Tensor
+    plan: ReadPlan, s: int, y: Tensor, source: Source, before: Sequence[State], u: Tensor, chain: Tensor
 ) -> tuple[Tensor, ...]:
     """The next link of the chain that collects du, then the handles of source s in the order of the state.
 
@@ -132,4 +132,6 @@ def _fork(
     """
     onward = [source[3] for source in before]
     led = [t for source in before for t in source[:3]] if s in plan.leads else []
-    return autograd.make_handles(y, chain, *made, u, plan.readers[s][0], len(plan.own[s]), plan.goes_on(s), onward, led)
+    return autograd.make_handles(
+        y, chain, *source, u, plan.readers[s][0], len(plan.own[s]), plan.goes_on(s), onward, led
+    )

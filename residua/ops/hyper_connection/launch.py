@@ -136,9 +136,9 @@ def normed_backward(
 
 def _write_and_read(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor,
-    made: Sequence[Tensor], norm: str, eps: float, after_it: Norm = NO_NORM,
+    outputs: Sequence[Tensor], norm: str, eps: float, after_it: Norm = NO_NORM,
 ) -> None:  # fmt: skip
-    after, hidden, logits, rstd, weights = made
+    after, hidden, logits, rstd, weights = outputs
     tokens, n, _ = streams.shape
     if not tokens:
         return
@@ -162,10 +162,10 @@ def _write_and_read(
 
 def _sum_and_spread(
     g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
-    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, made: Sequence[Tensor],
+    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, gradients: Sequence[Tensor],
     norm: str, after_it: Norm = NO_NORM,
 ) -> None:  # fmt: skip
-    g_streams, g_update, g_post, g_mix, g_pre, g_z = made
+    g_streams, g_update, g_post, g_mix, g_pre, g_z = gradients
     tokens = len(streams)
     if not tokens:
         return

@@ -103,9 +103,9 @@ class _Junction(torch.autograd.Function):
             g_hidden = torch.zeros_like(kept[-2])
         junction = starts(kept, g_hidden)
         start, since = kept[:junction], kept[junction:]
-        given = [] if g_after is None else [g_after]
+        passed_on = [] if g_after is None else [g_after]
         *g_streams, g_update, g_rest = launch.backward(
-            g_hidden, given, start, since[::2], since[1::2], gate_query, pool_query,
+            g_hidden, passed_on, start, since[::2], since[1::2], gate_query, pool_query,
             ctx.count > 1, ctx.competitive, ctx.eps,
         )  # fmt: skip
         dtypes = (gate_query.dtype, ctx.bias_dtype, pool_query.dtype)
@@ -132,16 +132,16 @@ class Fused:
         return out
 
     def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
-        found: Tensor = launch.invert(after, update, stats, inversion.FLOOR)
-        return found
+        streams: Tensor = launch.invert(after, update, stats, inversion.FLOOR)
+        return streams
 
     def backward(
         self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         gate_query, _, pool_query = weights
-        given = [] if g_after is None else [g_after]
+        passed_on = [] if g_after is None else [g_after]
         g_streams, g_update, g_rest = launch.backward(
-            g_hidden, given, [streams], [update], [stats], gate_query, pool_query, False, self.competitive, self.eps
+            g_hidden, passed_on, [streams], [update], [stats], gate_query, pool_query, False, self.competitive, self.eps
         )
         return g_streams, g_update, *_apart(g_rest, [w.dtype for w in weights], g_hidden.shape[-1], self.competitive)
 
@@ -181,9 +181,9 @@ class _Pool(torch.autograd.Function):
         query, stats, *streams = ctx.saved_tensors
         if g_hidden is None:
             return None, None, *g_after
-        given = [torch.zeros_like(g_hidden) if g is None else g for g in g_after]
-        given = [] if all(g is None for g in g_after) else given
-        *g_streams, g_query = launch.pool_backward(g_hidden, given, streams, query, stats, ctx.eps)
+        passed_on = [torch.zeros_like(g_hidden) if g is None else g for g in g_after]
+        passed_on = [] if all(g is None for g in g_after) else passed_on
+        *g_streams, g_query = launch.pool_backward(g_hidden, passed_on, streams, query, stats, ctx.eps)
         return None, g_query.to(query.dtype), *g_streams
 
 

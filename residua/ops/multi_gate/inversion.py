@@ -62,13 +62,13 @@ def junctions_to_keep(amplified: Mapping[int, float], kept: Collection[int], eps
 
 def _exceeding(amplified: Mapping[int, float], kept: Collection[int], most: float) -> list[int]:
     """Backwards along the chain, the junctions at which the product exceeds `most`; each starts it anew."""
-    found, product = [], 1.0
+    chosen, product = [], 1.0
     for k in sorted(amplified, reverse=True):
         product *= amplified[k]
         if k in kept or product > most:
-            found += [] if k in kept else [k]
+            chosen += [] if k in kept else [k]
             product = 1.0
-    return found[::-1]
+    return chosen[::-1]
 
 
 class Halves(Protocol):
@@ -107,8 +107,8 @@ class Plain:
         leaves = [t.detach().requires_grad_() for t in (streams, update, *weights)]
         with torch.enable_grad():
             outputs = reference.multi_gate(*leaves, **self.settings)
-        given = (g_hidden, torch.zeros_like(streams) if g_after is None else g_after)
-        return torch.autograd.grad(outputs, leaves, given, materialize_grads=True)
+        gradients = (g_hidden, torch.zeros_like(streams) if g_after is None else g_after)
+        return torch.autograd.grad(outputs, leaves, gradients, materialize_grads=True)
 
 
 HALVES: dict[str, Callable[[bool, float], Halves]] = {"plain": Plain}
@@ -188,8 +188,8 @@ class _Inverted(torch.autograd.Function):
             )
         else:
             where, rows = rest
-            found = ctx.halves.invert(after, update, stats)
-            streams = found.flatten(0, -2).index_copy_(0, where, rows).view_as(found)
+            recovered = ctx.halves.invert(after, update, stats)
+            streams = recovered.flatten(0, -2).index_copy_(0, where, rows).view_as(recovered)
         g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
         g_streams, *gradients = ctx.halves.backward(g_hidden, g_after, streams, update, stats, *weights)
         apart = [g_streams] if ctx.count == 1 else g_streams.unbind(-2)
@@ -205,7 +205,7 @@ def _rows(streams: Sequence[Tensor], where: Tensor) -> Tensor:
         return streams[0].flatten(0, -2).index_select(0, where)
     n = len(streams)
     token, stream = where // n, where % n
-    found = streams[0].flatten(0, -2).index_select(0, token)
+    rows = streams[0].flatten(0, -2).index_select(0, token)
     for i in range(1, n):
-        found = torch.where((stream == i)[:, None], streams[i].flatten(0, -2).index_select(0, token), found)
-    return found
+        rows = torch.where((stream == i)[:, None], streams[i].flatten(0, -2).index_select(0, token), rows)
+    return rows

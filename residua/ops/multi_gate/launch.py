@@ -58,8 +58,8 @@ def _floor(wanted: float) -> int:
 
 
 def _tile(plan: Any, n: int, x: Tensor) -> tuple[TilePlan, dict[str, Any]]:
-    made = plan(n, x.shape[-1], x.element_size())
-    return made, made.settings(n, x.shape[-1])
+    chosen = plan(n, x.shape[-1], x.element_size())
+    return chosen, chosen.settings(n, x.shape[-1])
 
 
 def _numbers(width: int, eps: float) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""The short causal convolution of linear attention, and the heads made from it, in plain PyTorch."""
+"""The short causal convolution of linear attention, and the heads convolved from it, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def convolve_heads(
     channels = weight.shape[1]
     head_dim = channels // (2 * key_heads + value_heads)
     mixed, z = projected.split([channels, projected.shape[-1] - channels], -1)
-    made = short_convolution(pad(mixed, (0, 0, weight.shape[0] - 1, 0)), weight, segments)
-    q, k, v = made.unflatten(-1, (-1, head_dim)).split([key_heads, key_heads, value_heads], 2)
+    convolved = short_convolution(pad(mixed, (0, 0, weight.shape[0] - 1, 0)), weight, segments)
+    q, k, v = convolved.unflatten(-1, (-1, head_dim)).split([key_heads, key_heads, value_heads], 2)
     return unit(q, eps) * head_dim**-0.5, unit(k, eps), v, z.unflatten(-1, (-1, head_dim))
 
 
