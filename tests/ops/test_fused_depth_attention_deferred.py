@@ -1,6 +1,5 @@
 """Attention Residuals with the deferred backward against the plain topology in float64: outputs and every gradient."""
 
-import itertools
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from residua.ops.depth_attention import deferred, launch
 from residua.ops.depth_attention.plan import BLOCK as BLOCK_SIZE
 from residua.ops.depth_attention.plan import GROUP, MAX_FUSED_READERS, ReadPlan, cheapest
 from tests.nightly import only_nightly
-from tests.ops.harness import assert_close, relative
+from tests.ops.harness import assert_close, assert_equal, relative
 
 from .test_fused_depth_attention import as_near
 
@@ -68,40 +67,30 @@ def truth_of(topology, outputs, upstream, **options):
     return run("reference", topology.double(), [y.double() for y in outputs], [g.double() for g in upstream], **options)
 
 
-WALKED = {
-    "full, one sublayer": (FULL, 1),
-    "full": (FULL, 5),
-    "full, groups": (FULL, 17),
-    "full, window": (WINDOW, 5),
-    "block": (BLOCK, 7),
-    "block of one": (choices.BlockAttnRes(sublayers_per_block=1), 3),
-}
 # a row of 33 is one piece, a row of 100 is two
-BY_NIGHT = {("full, groups", 100), ("full, window", 33), ("block of one", 100)}
+WALKED = {
+    "full, one sublayer": (FULL, 1, 33),
+    "full, one sublayer, two pieces": (FULL, 1, 100),
+    "full": (FULL, 5, 33),
+    "full, two pieces": (FULL, 5, 100),
+    "full, groups": (FULL, 17, 33),
+    "full, groups, two pieces": (FULL, 17, 100),
+    "full, window": (WINDOW, 5, 33),
+    "full, window, two pieces": (WINDOW, 5, 100),
+    "full, blocks of sources that end between tokens": (FULL, 12, 16, (19,)),
+    "full, 73 sources: groups and blocks of every size, readers in three chunks": (FULL, 72, 8, (3,)),
+    "block": (BLOCK, 7, 33),
+    "block, two pieces": (BLOCK, 7, 100),
+    "block, groups": (BLOCK, 13, 24, (2, 16)),
+    "block of one": (choices.BlockAttnRes(sublayers_per_block=1), 3, 33),
+    "block of one, two pieces": (choices.BlockAttnRes(sublayers_per_block=1), 3, 100),
+}
+BY_NIGHT = ("full, groups, two pieces", "full, window", "block of one, two pieces", "full, 73 sources")
 
 
-@pytest.mark.parametrize(
-    "walked, width",
-    [
-        pytest.param(*case, marks=pytest.mark.nightly if case in BY_NIGHT else ())
-        for case in itertools.product(WALKED, [33, 100])
-    ],
-)
-def test_reads_and_gradients_equal_the_plain_topology(walked, width):
-    case = case_of(*WALKED[walked], width)
-    assert_close(run("triton", *case), truth_of(*case), 2e-5)
-
-
-def test_blocks_read_in_groups_equal_the_plain_topology():
-    case = case_of(choices.BlockAttnRes(sublayers_per_block=3), 13, 24, shape=(2, 16))
-    assert any(size > 1 for _, size in case[0].plan.group)
-    assert_close(run("triton", *case), truth_of(*case), 2e-5)
-
-
-@pytest.mark.nightly
-def test_a_deep_model_equals_the_plain_topology_in_float64():
-    """73 sources: groups and blocks of every size, and readers in three chunks."""
-    case = case_of(FULL, 72, 8, shape=(3,))
+@pytest.mark.parametrize("walked", only_nightly(WALKED, but=[w for w in WALKED if w.split(":")[0] not in BY_NIGHT]))
+def test_reads_and_gradients_equal_the_plain_topology(walked):
+    case = case_of(*WALKED[walked])
     assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
@@ -126,6 +115,7 @@ def test_groups_of_reads_and_blocks_of_sources_grow_with_depth():
     assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == GROUP
     assert blocks == sorted(blocks, reverse=True) and blocks[0] == BLOCK_SIZE
     assert max(len(own) for s, own in enumerate(plan.own) if s in plan.leader) == MAX_FUSED_READERS
+    assert any(size > 1 for _, size in topology_of(BLOCK, 13, 24).plan.group) and topology_of(FULL, 12, 16).plan.leads
 
 
 def test_ranges_are_the_cheapest_of_all():
@@ -183,13 +173,15 @@ def test_a_read_of_many_sources_needs_no_other_kernel():
     assert relative(lse[:5], z.logsumexp(0)) < 1e-6
 
 
-def test_sublayers_that_depend_on_inputs_get_the_same_gradients():
-    def chained(topology, x, outputs):
-        h, state = topology.open(x)
-        for k, y in enumerate(outputs):
-            h, state = topology.step(k, torch.tanh(h * y), state)
-        return [h]
+def chained(topology, x, outputs):
+    """The last h when every sublayer's output depends on its input."""
+    h, state = topology.open(x)
+    for k, y in enumerate(outputs):
+        h, state = topology.step(k, torch.tanh(h * y), state)
+    return [h]
 
+
+def test_sublayers_that_depend_on_inputs_get_the_same_gradients():
     for config, sublayers in ((FULL, 8), (BLOCK, 5)):
         case = case_of(config, sublayers, 24)
         assert_close(run("triton", *case, walk=chained), truth_of(*case, walk=chained), 2e-5)
@@ -202,12 +194,8 @@ def test_a_loss_that_skips_some_reads_is_differentiated_right(config):
         return [reads[1], reads[2]]
 
     case = case_of(config, 4, 24)
-    agree_where_used = zip(run("triton", *case, walk=early), truth_of(*case, walk=early), strict=True)
-    for ours, truth in agree_where_used:
-        if truth is not None:
-            assert relative(ours, truth) < 2e-5
-        else:
-            assert ours is None or not ours.any()
+    for ours, truth in zip(run("triton", *case, walk=early), truth_of(*case, walk=early), strict=True):
+        assert relative(ours, truth) < 2e-5 if truth is not None else ours is None or not ours.any()
 
 
 def test_frozen_inputs_and_queries_leave_other_gradients_alone():
@@ -238,8 +226,7 @@ def test_bfloat16_is_near_even_with_stores_rounded_to_zero():
 @pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
 def test_two_runs_give_the_same_bits(config):
     case = case_of(config, 4, 33)
-    for first, second in zip(run("triton", *case), run("triton", *case), strict=True):
-        assert torch.equal(first, second)
+    assert_equal(run("triton", *case), run("triton", *case))
 
 
 @pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
@@ -249,20 +236,13 @@ def test_checkpointing_each_step_changes_no_bit(config):
         for k, y in enumerate(outputs):
 
             def junction(h, y, *state, k=k):
-                return topology.step(k, torch.tanh(h + y), state)
+                return topology.step(k, torch.tanh(h * y), state)
 
             h, state = checkpoint(junction, h, y, *state, use_reentrant=False)
         return [h]
 
-    def kept(topology, x, outputs):
-        h, state = topology.open(x)
-        for k, y in enumerate(outputs):
-            h, state = topology.step(k, torch.tanh(h + y), state)
-        return [h]
-
     case = case_of(config, 6, 24)
-    for first, second in zip(run("triton", *case, walk=checkpointed), run("triton", *case, walk=kept), strict=True):
-        assert torch.equal(first, second)
+    assert_equal(run("triton", *case, walk=checkpointed), run("triton", *case, walk=chained))
 
 
 @pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
@@ -316,12 +296,6 @@ def test_queries_in_two_parts_keep_sixteen_bits():
     assert (parts.double().sum(1) - u).abs().le(2.0**-17 * u.abs()).all()
 
 
-def test_the_last_tokens_of_a_block_get_no_slopes_from_beyond():
-    case = case_of(FULL, 12, 16, shape=(19,))
-    assert case[0].plan.leads
-    assert_close(run("triton", *case), truth_of(*case), 2e-5)
-
-
 def test_kernels_describe_their_outputs_truly():
     v, u = torch.randn(2, 5, 24), torch.randn(3, 24)
     z, rstd = launch.depth_scores(v, u, 1, 2, 1e-6)
@@ -371,8 +345,7 @@ def test_gpu_runs_are_fused_unasked_and_give_the_same_bits(config):
     case = case_of(config, 6, 768, shape=(4, 128), device="cuda", dtype=torch.bfloat16)
     with ops.backend("auto"):
         assert len(case[0].open(case[1][0])[1]) > 1
-    for first, second in zip(run("auto", *case), run("auto", *case), strict=True):
-        assert torch.equal(first, second)
+    assert_equal(run("auto", *case), run("auto", *case))
 
 
 @pytest.mark.gpu
@@ -380,8 +353,7 @@ def test_gpu_runs_are_fused_unasked_and_give_the_same_bits(config):
 @pytest.mark.parametrize("readers", [40, 72])
 def test_gpu_runs_with_many_readers_give_the_same_bits(readers, dtype):
     case = case_of(FULL, readers, 768, shape=(8, 128), device="cuda", dtype=dtype)
-    for first, second in zip(run("triton", *case), run("triton", *case), strict=True):
-        assert torch.equal(first, second)
+    assert_equal(run("triton", *case), run("triton", *case))
 
 
 @pytest.mark.gpu

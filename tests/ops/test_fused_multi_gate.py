@@ -13,7 +13,7 @@ from residua import ops
 from residua.ops.multi_gate import multi_gate_chain, reference
 from residua.ops.rms_norm.reference import rms_norm
 from tests.nightly import only_nightly
-from tests.ops.harness import assert_close, interpreter, on_gpu
+from tests.ops.harness import assert_close, assert_equal, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +118,15 @@ def chain(
     return [*hidden, state[0]]
 
 
+def chain_with_gradients(
+    weights: list[list[Tensor]], streams: Tensor, updates: list[Tensor], apart: bool = False, **settings: int
+) -> list[Tensor]:
+    """`chain`, of one tensor of streams or of n, and the gradients of all its inputs."""
+    outputs = chain(weights, streams.unbind(-2) if apart else streams, updates, **settings)
+    leaves = [streams, *updates, *(w for ws in weights for w in ws)]
+    return [*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)]
+
+
 def chain_inputs(junctions: int, dtype: torch.dtype) -> tuple[list[list[Tensor]], Tensor, list[Tensor]]:
     drawn = [junction(1, 3, 10, True) for _ in range(junctions)]
     weights = [[t.requires_grad_() for t in d[2:]] for d in drawn]
@@ -127,14 +136,9 @@ def chain_inputs(junctions: int, dtype: torch.dtype) -> tuple[list[list[Tensor]]
 @interpreter
 @pytest.mark.parametrize("dtype", only_nightly([FP32, BF16], but=[BF16]), ids=str)
 def test_streams_made_again_are_bit_for_bit_the_same(dtype):
-    weights, streams, updates = chain_inputs(4, dtype)
-    leaves = [streams, *updates, *(w for ws in weights for w in ws)]
-    outcomes = []
-    for segment in (1, 3, 4):
-        outputs = chain(weights, streams, updates, segment=segment)
-        outcomes.append([*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)])
-    for one, other in pairwise(outcomes):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    inputs = chain_inputs(4, dtype)
+    for one, other in pairwise(chain_with_gradients(*inputs, segment=segment) for segment in (1, 3, 4)):
+        assert_equal(one, other)
 
 
 @interpreter
@@ -178,7 +182,7 @@ def test_compiles_into_one_graph():
         torch.autograd.grad(f(streams, *updates), [streams, *updates])
         for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))
     )
-    assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
+    assert_equal(eager, compiled)
 
 
 def assert_the_fill_phase_is_right(
@@ -214,13 +218,8 @@ def test_the_fill_phase_equals_the_reference_in_every_gradient(case):
 
 @interpreter
 def test_streams_of_the_fill_phase_need_not_be_stacked():
-    weights, streams, updates = chain_inputs(3, torch.float32)
-    leaves = [streams, *updates, *(w for ws in weights for w in ws)]
-    outcomes = []
-    for state in ((streams,), streams.unbind(-2)):
-        outputs = chain(weights, state, updates, segment=2)
-        outcomes.append([*outputs, *torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    inputs = chain_inputs(3, torch.float32)
+    assert_equal(*(chain_with_gradients(*inputs, apart=apart, segment=2) for apart in (False, True)))
 
 
 def test_auto_leaves_a_cpu_to_the_reference():
@@ -273,15 +272,9 @@ def test_on_a_gpu_the_fill_phase_equals_the_reference(n, width, dtype, passes_on
 def test_on_a_gpu_two_runs_are_bit_identical(segment):
     torch.manual_seed(0)
     drawn = [[t.cuda() for t in junction(3000, 4, 768, True)] for _ in range(6)]
-    outcomes = []
-    for _ in range(2):
-        weights = [[t.detach().requires_grad_() for t in d[2:]] for d in drawn]
-        streams = drawn[0][0].bfloat16().requires_grad_()
-        updates = [d[1].bfloat16().requires_grad_() for d in drawn]
-        outputs = chain(weights, streams, updates, segment=segment)
-        leaves = [streams, *updates, *(w for ws in weights for w in ws)]
-        outcomes.append([*outputs, *torch.autograd.grad(sum(y.float().square().sum() for y in outputs), leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    weights = [[t.detach().requires_grad_() for t in d[2:]] for d in drawn]
+    streams, updates = drawn[0][0].bfloat16().requires_grad_(), [d[1].bfloat16().requires_grad_() for d in drawn]
+    assert_equal(*(chain_with_gradients(weights, streams, updates, segment=segment) for _ in range(2)))
 
 
 def normed_inputs(tokens: int, n: int, width: int, competitive: bool, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -357,7 +350,7 @@ def second_of_a_segment(drawn: list[Tensor], first: list[Tensor]) -> list[list[T
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_streams_made_again_for_normed_junctions_are_the_same(dtype):
     again, kept = second_of_a_segment(*(normed_inputs(2, 3, 10, True, dtype, "cpu") for _ in range(2)))
-    assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
+    assert_equal(again, kept)
 
 
 # every way in which the launcher cuts rows
