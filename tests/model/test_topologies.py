@@ -118,7 +118,9 @@ EQUATIONS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "sublayers", "width", "equation_of"), EQUATIONS, ids=lambda x: str(x)[:70])
+@pytest.mark.parametrize(
+    ("config", "sublayers", "width", "equation_of"), EQUATIONS, ids=lambda x: "" if callable(x) else str(x)[:70]
+)
 def test_every_topology_is_its_equation(
     config: choices.Topology, sublayers: int, width: int, equation_of: Callable[[Topology], Equation]
 ) -> None:
