@@ -130,7 +130,7 @@ def _declared(
             given[i] = x
         args, settings = tree_unflatten(given, form)
         results = run(*args, **settings)
-        outputs = tree_leaves(results[0] if example.first else results)
+        outputs = tree_leaves(results if example.only is None else results[example.only])
         return [y for y in outputs if y.requires_grad] or outputs
 
     moved = _bytes(Rows(*example.moved), shape) if example.moved else (0, 0)

@@ -15,9 +15,8 @@ from residua.doctor.findings import Finding, fix_of, in_words, quiet
 from residua.doctor.helpers import run_beside
 from residua.machine import available_cores, free_memory, python_command
 from residua.model.decoder import build
-from residua.ops import inference
 from residua.ops._runtime.backend import Operator, backend
-from residua.ops._runtime.cases import Case, Draw, declared_operators, example_cases
+from residua.ops._runtime.cases import Case, declared_operators, example_cases
 from residua.report.terminal import Progress
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -31,26 +30,9 @@ def checks(device: torch.device) -> dict[str, Callable[[], Finding]]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     operators = {
         name: partial(check, name, operator, case, TOLERANCE[dtype])
-        for name, operator, case in (*example_cases(device, dtype), *decoding(Draw(device, dtype)))
+        for name, operator, case in example_cases(device, dtype)
     }
     return {**operators, "a small model": partial(_attempt, "a small model", partial(_model, device))}
-
-
-def decoding(d: Draw) -> Iterator[tuple[str, Operator[..., Any], Case]]:
-    """One token per row, without gradients."""
-    rows, slots, width, (n, head) = 5, 40, d.sizes.width, (d.sizes.heads, d.sizes.head_dim)
-    x = partial(d.x, rows, width)
-    streams, cache = tuple(x() for _ in range(n)), [d.x(rows, slots, n, head) for _ in range(2)]
-    weights = (d.gain(), d.w(n + 1), d.gain(), d.gain())
-    calls: dict[str, tuple[Operator[..., Any], tuple[Any, ...]]] = {
-        "add_norm": (inference.add_norm, (x(), x(), d.gain())),
-        "gate_norm": (inference.gate_norm, (inference.Streams(streams), x(), *weights)),
-        "read_sources": (inference.read_sources, (streams, x(), None, d.w(3, width, scale=0.1), d.gain())),
-        "attention": (inference.decode_attention, (d.x(rows, 8, head), *cache, d.below(slots, rows))),
-        "activate": (inference.activate, (x(), "swiglu")),
-    }
-    for name, (operator, args) in calls.items():
-        yield f"decode.{name}", operator, Case(args, gradients=False)
 
 
 def self_test(device: torch.device, helpers: int | None = None, progress: Progress | None = None) -> Iterator[Finding]:

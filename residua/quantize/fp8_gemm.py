@@ -9,15 +9,15 @@ So does what `torch.compile` can trace: the product is one operator of ours, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from residua.ops._runtime.library import operator
+from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import working_dtype
 from residua.quantize import fp8
 from residua.quantize.fp8 import Fp8, Tile, encode_fp8
@@ -137,20 +137,10 @@ PRODUCTS: dict[Scaling, tuple[Product, ...]] = {
 """The functions to try, PyTorch's public one first."""
 
 
-def _run(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scaling: Scaling, number: int) -> Tensor:
-    return PRODUCTS[scaling][number](a, b, scale_a, scale_b)
-
-
-def _empty(a: Tensor, b: Tensor, *_: Any) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
-
-
-_product = operator(
-    "fp8_product(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str scaling, int number) -> Tensor",
-    _run,
-    _empty,
-    ahead=False,
-)
+@launcher("fp8_product", ahead=False)
+def _product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, scaling: str, number: int) -> Iterator[Tensor]:
+    yield a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+    yield PRODUCTS[cast("Scaling", scaling)][number](a, b, scale_a, scale_b)
 
 
 def _multiply(scaling: Scaling, number: int, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:

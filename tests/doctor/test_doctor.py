@@ -22,7 +22,7 @@ from residua.doctor.findings import Finding
 from residua.doctor.installed import Requirement
 from residua.machine import python_command
 from residua.ops._runtime.backend import Operator
-from residua.ops._runtime.cases import Case, Draw, Sizes, example_cases
+from residua.ops._runtime.cases import Case, Sizes, example_cases
 from tests.nightly import only_nightly
 from tests.trained import residua
 
@@ -31,8 +31,7 @@ CPU = torch.device("cpu")
 
 
 def examples(**sizes: int) -> dict[str, tuple[Operator, Case]]:
-    draw = Draw(CPU, torch.float32, Sizes(**sizes))
-    cases = [*example_cases(CPU, torch.float32, draw.sizes), *kernels.decoding(draw)]
+    cases = example_cases(CPU, torch.float32, Sizes(**sizes))
     return {name: (operator, case) for name, operator, case in cases}
 
 
@@ -49,7 +48,7 @@ def test_on_a_cpu_the_references_run_and_agree_with_float64() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", only_nightly(CASES, but=["decode.activate", "norm_rotate", "mix_heads"]))
+@pytest.mark.parametrize("name", only_nightly(CASES, but=["inference.activate", "norm_rotate", "mix_heads"]))
 def test_the_kernels_take_the_self_tests_inputs_and_pass(name: str) -> None:
     """In Triton's interpreter; on a GPU the same calls run compiled."""
     if name == "grouped_linear":

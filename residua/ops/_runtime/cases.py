@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from residua.ops._runtime.backend import Operator
 
-INFERENCE = ("inference",)
-"""Folders whose operators may be called as those of training are."""
+INFERENCE = "inference"
+"""A folder whose operators may be called as those of training are."""
 
 
 @dataclass(frozen=True)
 class Case:
     """Inputs of an operator, of which all floating-point tensors but the `fixed` ones get gradients.
 
-    `first`: only the first output counts, as the others differ between paths. `moved` are the least rows of tokens ×
+    `only`: the one output that counts, where others differ between paths. `moved` are the least rows of tokens ×
     width that the case must move, forward and backward. `in_place`: the argument that is written to, and counts as an
     output. `note`: what the fused path needs, for a person.
     """
@@ -36,7 +36,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     label: str = ""
     gradients: bool = True
-    first: bool = False
+    only: int | None = None
     fixed: Sequence[Tensor] = ()
     moved: tuple[float, float] | None = None
     in_place: int | None = None
@@ -59,7 +59,7 @@ class Case:
         args, settings, leaves = self.leaves(dtype)
         with torch.set_grad_enabled(self.gradients):
             made = run(*args, **settings)
-        outputs = [x for x in tree_leaves(made[0] if self.first else made) if isinstance(x, Tensor)]
+        outputs = [x for x in tree_leaves(made if self.only is None else made[self.only]) if isinstance(x, Tensor)]
         if not self.gradients:
             return outputs if self.in_place is None else [*outputs, *tree_leaves(args[self.in_place])]
         outputs = [x for x in outputs if x.requires_grad]
@@ -78,14 +78,14 @@ Cases = Iterable[Case]
 
 
 def declared_operators() -> dict[str, Operator[..., Any]]:
-    """Every operator by its name; that of the folder stands before it in `INFERENCE`."""
+    """Every operator by its name; those for inference have the folder before it."""
     folders = import_module("residua.ops")
     operators: dict[str, Operator[..., Any]] = {}
     for folder in sorted(module.name for module in iter_modules(folders.__path__) if module.ispkg):
         package = import_module(f"residua.ops.{folder}")
         for name, value in vars(package).items():
             if isinstance(value, Operator) and value.folder == package.__name__:
-                operators[f"{folder}.{name}" if folder in INFERENCE else name] = value
+                operators[f"{folder}.{name}" if folder == INFERENCE else name] = value
     return operators
 
 

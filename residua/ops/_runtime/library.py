@@ -42,35 +42,6 @@ def dry_run() -> Iterator[list[Call]]:
         _calls = before
 
 
-def operator(schema: str, run: Callable[..., Any], outputs: Callable[..., Any], *, ahead: bool = True) -> Any:
-    """Register `residua::schema` and return it: `torch.compile` sees one opaque call, autograd nothing.
-
-    `run` does the work, `outputs` makes empty results of the right shapes. They live in the operator's folder, whose
-    `autograd.py` makes this call. Defined on a library, not by `custom_op`: a training step makes two hundred calls,
-    and the wrappers of `custom_op` would cost more than the kernels.
-    `ahead`: to compile its kernels, `precompile` may call `run` on a CPU with tensors whose memory is never touched;
-    off where `run` also multiplies matrices.
-    """
-    name = schema.split("(")[0]
-    module = f"{run.__module__.rpartition('.')[0]}.autograd"
-
-    def traced(*args: Any, **settings: Any) -> Any:
-        for listener in listeners if ahead else ():
-            listener(module, name, args, settings)
-        return outputs(*args, **settings)
-
-    def launched(*args: Any, **settings: Any) -> Any:
-        if _calls is None:
-            return run(*args, **settings)
-        _calls.append(Call(name, run, args, settings))
-        return outputs(*args, **settings)
-
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, launched if ahead else run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"residua::{name}", traced, lib=_LIBRARY)
-    return getattr(torch.ops.residua, name).default
-
-
 def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Register a launcher as `residua::name` and return that: `torch.compile` sees one opaque call, autograd nothing.
 

@@ -19,7 +19,7 @@ from residua.ops.short_convolution import MOST_TAPS
 def _mixers(d: Draw) -> Cases:
     width, (decay, share) = d.sizes.head_dim, gates(d)
     projected, convolution = d.x(*d.sizes.batch, 6 * width), d.w(4, 4 * width)
-    yield Case((projected, decay[..., :2], share[..., :2], convolution, d.w(width), 1), first=True)
+    yield Case((projected, decay[..., :2], share[..., :2], convolution, d.w(width), 1), only=0)
 
 
 def _serves_mixer(

@@ -27,7 +27,7 @@ def gates(d: Draw) -> tuple[Tensor, Tensor]:
 
 
 def _gated(d: Draw) -> Cases:
-    yield Case((*_heads(d), *gates(d)), first=True, moved=(4, 7))
+    yield Case((*_heads(d), *gates(d)), only=0, moved=(4, 7))
 
 
 def _steps(d: Draw) -> Cases:
@@ -38,7 +38,7 @@ def _steps(d: Draw) -> Cases:
 
 def _by_channel(d: Draw) -> Cases:
     decay = -d.w(*d.sizes.batch, d.sizes.heads, d.sizes.head_dim).exp() / 8
-    yield Case((*_heads(d), decay, gates(d)[1]), first=True, moved=(6, 11))
+    yield Case((*_heads(d), decay, gates(d)[1]), only=0, moved=(6, 11))
 
 
 gated_delta = Operator(reference.gated_delta, _gated, compile_seconds=10)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
+from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.inference import reference
 from residua.ops.inference.reference import Queries, Streams
@@ -20,17 +21,90 @@ MOST_STREAMS = 16
 WIDEST = 8192
 WIDEST_HEAD = 256
 
-add_norm = Operator(reference.add_norm)
-read_sources = Operator(reference.read_sources)
-read_partial = Operator(reference.read_partial)
-source_scores = Operator(reference.source_scores)
-read_group = Operator(reference.read_group)
-read_norm = Operator(reference.read_norm)
-gate_norm = Operator(reference.gate_norm)
-turn_heads = Operator(reference.turn_heads)
-enter_cache = Operator(reference.enter_cache)
-decode_attention = Operator(reference.decode_attention)
-activate = Operator(reference.activate)
+ROWS, SLOTS = 5, 40
+"""Of the examples: tokens, and places in a cache."""
+
+
+def _case(*args: Any, **settings: Any) -> Case:
+    return Case(args, gradients=False, **settings)
+
+
+def _row(d: Draw) -> Tensor:
+    return d.x(ROWS, d.sizes.width)
+
+
+def _scores(d: Draw) -> Tensor:
+    """Of one source for two readers, padded as kernels leave them."""
+    return d.w(2, 16)
+
+
+def _cache(d: Draw) -> tuple[Tensor, Tensor]:
+    shape = (ROWS, SLOTS, d.sizes.heads, d.sizes.head_dim)
+    return d.x(*shape), d.x(*shape)
+
+
+def _heads(d: Draw) -> tuple[Tensor, int]:
+    """A projection [Q | K | V] of one token per row, and how many heads each part has."""
+    return d.x(ROWS, 1, 3 * d.sizes.width), d.sizes.heads
+
+
+def _gains(d: Draw) -> tuple[Tensor, Tensor]:
+    return d.w(d.sizes.head_dim), d.w(d.sizes.head_dim)
+
+
+def _table(d: Draw) -> tuple[Tensor, Tensor]:
+    angles = d.w(SLOTS, d.sizes.head_dim // 2)
+    return angles.cos(), angles.sin()
+
+
+def _reads(d: Draw) -> Cases:
+    sources = [_row(d) for _ in range(d.sizes.streams)]
+    yield _case(sources, _row(d), None, d.w(3, d.sizes.width, scale=0.1), d.gain())
+
+
+def _merges(d: Draw) -> Cases:
+    o = d.w(ROWS, d.sizes.width)
+    yield _case((o, d.w(ROWS), o.square().sum(-1)), _row(d), None, d.w(d.sizes.width, scale=0.1), d.gain())
+
+
+def _gates(d: Draw) -> Cases:
+    held = Streams(tuple(_row(d) for _ in range(d.sizes.streams)))
+    for store in (True, False):
+        args = (held, _row(d), d.gain(), d.w(d.sizes.streams + 1), d.gain(), d.gain())
+        yield Case(args, {"store": store}, "" if store else "noted", gradients=False)
+
+
+def _turns(d: Draw) -> Cases:
+    (projected, heads), (cos, sin) = _heads(d), _table(d)
+    yield _case(projected, heads, heads, _gains(d), cos[:1], sin[:1])
+
+
+def _entries(d: Draw) -> Cases:
+    yield _case(*_heads(d), _gains(d), *_table(d), *_cache(d), d.below(SLOTS, ROWS), in_place=5)
+
+
+def _attention(d: Draw) -> Cases:
+    yield _case(d.x(ROWS, 2 * d.sizes.heads, d.sizes.head_dim), *_cache(d), d.below(SLOTS, ROWS))
+
+
+add_norm = Operator(reference.add_norm, lambda d: [_case(_row(d), _row(d), d.gain())])
+read_sources = Operator(reference.read_sources, _reads)
+read_partial = Operator(reference.read_partial, _merges)
+source_scores = Operator(  # scores are padded to a multiple of 16 tokens
+    reference.source_scores,
+    lambda d: [_case(_row(d), None, Queries.of(d.w(3, d.sizes.width, scale=0.1)), 0, 3, only=1)],
+)
+read_group = Operator(
+    reference.read_group, lambda d: [_case([_row(d), _row(d)], [_scores(d), _scores(d)], [0, 0], 2, only=1)]
+)
+read_norm = Operator(
+    reference.read_norm, lambda d: [_case([_row(d)], [_scores(d)], [1], _row(d), None, d.gain(), d.gain())]
+)
+gate_norm = Operator(reference.gate_norm, _gates)
+turn_heads = Operator(reference.turn_heads, _turns)
+enter_cache = Operator(reference.enter_cache, _entries)
+decode_attention = Operator(reference.decode_attention, _attention)
+activate = Operator(reference.activate, lambda d: [_case(_row(d), "swiglu")])
 
 
 def _alike(*tensors: Tensor | None) -> bool:

@@ -24,10 +24,10 @@ linear_cross_entropy = Operator(reference.linear_cross_entropy, lambda d: [Case(
 linear_cross_entropy.register_fused(launch.linear_cross_entropy, _serves)
 
 # only loss + z has a right gradient: without z, the loss
-training_cross_entropy = Operator(reference.training_cross_entropy, lambda d: [Case(_head(d), first=True)])
+training_cross_entropy = Operator(reference.training_cross_entropy, lambda d: [Case(_head(d), only=0)])
 training_cross_entropy.register_fused(launch.training_cross_entropy, _serves)
 
-token_likelihoods = Operator(reference.token_likelihoods, lambda d: [Case(_head(d), gradients=False, first=True)])
+token_likelihoods = Operator(reference.token_likelihoods, lambda d: [Case(_head(d), gradients=False, only=0)])
 token_likelihoods.register_fused(launch.token_likelihoods, _serves)
 
 head_piece = Operator(reference.head_piece, lambda d: [Case(_head(d))])

@@ -46,16 +46,16 @@ def _junctions(d: Draw) -> Cases:
 
 def _chains(d: Draw) -> Cases:
     streams, *rest = _junction(d)
-    yield Case(([streams], *rest), first=True)
+    yield Case(([streams], *rest), only=0)
 
 
 def _inverted_chains(d: Draw) -> Cases:
     streams, *rest = _junction(d)
-    yield Case(([streams], *rest), {"last": True}, first=True)
+    yield Case(([streams], *rest), {"last": True}, only=0)
 
 
 def _pools(d: Draw) -> Cases:
-    yield Case(([d.x() for _ in range(d.sizes.streams)], d.gain()), first=True)
+    yield Case(([d.x() for _ in range(d.sizes.streams)], d.gain()), only=0)
 
 
 multi_gate = Operator(reference.multi_gate, _junctions, compile_seconds=5)
