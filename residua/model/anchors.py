@@ -184,6 +184,11 @@ class Mix(Unmixed):
             for scale in scales.values():
                 nn.init.constant_(scale, start * self.WHOLE)
 
+    @property
+    def own_scale(self) -> nn.ParameterDict:
+        """λ2 by pathway, as far as it is not inside the projection."""
+        return self.current_scale
+
     def factors(self, x: Tensor) -> Tensor | None:
         """γ [B, T, 2·pathways]; None for a static mixture."""
         return None
@@ -224,7 +229,7 @@ class Mix(Unmixed):
         """Without copying them."""
         if "v" not in self.pathways:
             return None
-        first, second = per_head(self.anchor_scale["v"]), per_head(self.current_scale["v"])
+        first, second = per_head(self.anchor_scale["v"]), per_head(self.own_scale["v"])
         return first.expand(self.sections["v"]), second.expand(self.sections["v"])
 
     def _shares(self, anchors: Anchors) -> bool:
@@ -271,7 +276,7 @@ class Mix(Unmixed):
             self.sections,
             named,
             scales,
-            dict(self.current_scale.items()),
+            dict(self.own_scale.items()),
             table,
             gains=qk_norm.gains,
             gamma=self.factors(x),
@@ -280,17 +285,17 @@ class Mix(Unmixed):
 
     def divide_values(self) -> Callable[[Tensor], None] | None:
         """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: both λ, if they have one number per element."""
-        return self._divide_scales if self.current_scale["v"].dim() == 2 else None
+        return self._divide_scales if self.own_scale["v"].dim() == 2 else None
 
     @torch.no_grad()
     def _divide_scales(self, by: Tensor) -> None:
-        for scale in (self.anchor_scale["v"], self.current_scale["v"]):
+        for scale in (self.anchor_scale["v"], self.own_scale["v"]):
             scale.div_(by.view_as(scale))
 
     def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
         means = [1.0] * 2 * len(self.pathways) if gamma is None else wide(gamma).flatten(0, -2).mean(0).unbind()
         return {
-            s: (self.anchor_scale[s].detach() * means[2 * i], self.current_scale[s].detach() * means[2 * i + 1])
+            s: (self.anchor_scale[s].detach() * means[2 * i], self.own_scale[s].detach() * means[2 * i + 1])
             for i, s in enumerate(self.pathways)
         }
 
@@ -377,7 +382,11 @@ class FoldedMix(Mix):
         Unmixed.__init__(self, mix.sections)
         self.pathways, self.start, self.anchor_scale = mix.pathways, mix.start, mix.anchor_scale
         ones = {s: torch.ones_like(scale) for s, scale in mix.current_scale.items()}
-        self.current_scale = nn.ParameterDict({s: nn.Parameter(one, requires_grad=False) for s, one in ones.items()})
+        self.ones = nn.ParameterDict({s: nn.Parameter(one, requires_grad=False) for s, one in ones.items()})
+
+    @property
+    def own_scale(self) -> nn.ParameterDict:
+        return self.ones
 
 
 def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
