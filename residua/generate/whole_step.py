@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from residua.model.anchors import Write
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import KeyValueCache
 from residua.model.decoder import Decoder, Embedding, Sublayer
 from residua.model.ffn import FeedForward
-from residua.model.inference import inference_topology
+from residua.model.inference import bare_attention, bare_ffn, inference_topology
 from residua.model.norm import RMSNorm
-from residua.model.projection import is_plain, is_watched
+from residua.model.projection import is_watched
 from residua.ops.whole_layers import launch
 from residua.ops.whole_layers.launch import Junctions, Layer, Layers, Shape, Vectors
 
@@ -47,13 +47,14 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
     watched = any(map(is_watched, (model.embed, *sublayers, *bodies)))
     if watched or type(model.embed) is not Embedding or any(s.after is not None for s in sublayers):
         return None
-    if not (all(map(_serves_attention, bodies[::2])) and all(map(_serves_ffn, bodies[1::2]))):
+    attentions = [body for body in map(bare_attention, bodies[::2]) if body is not None]
+    ffns = [body for body in map(bare_ffn, bodies[1::2]) if body is not None]
+    if len(attentions) + len(ffns) < len(bodies):
         return None
     topology = inference_topology(model)
     if topology is None or topology.whole_layers is None:
         return None
     norms, junctions = topology.norms, topology.whole_layers
-    attentions, ffns = cast("list[SoftmaxAttention]", bodies[::2]), cast("list[FeedForward]", bodies[1::2])
     if not _mixed_with_first(attentions) and not all(attention.mix.plain for attention in attentions):
         return None
     pairs = list(zip(attentions, ffns, strict=True))
@@ -70,24 +71,10 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
     return Layers(shape, layers, _vectors(norms, junctions, attentions, table))
 
 
-def _serves_attention(body: nn.Module) -> bool:
-    """Softmax attention to the whole cache, with neither gate nor sink nor bias."""
-    if not isinstance(body, SoftmaxAttention) or not body.bare_heads:
-        return False
-    return is_plain(body.project) and is_plain(body.out)
-
-
 def _mixed_with_first(attentions: Sequence[SoftmaxAttention]) -> bool:
     """Whether all layers mix their values with those of the first."""
     first, *others = (attention.mix for attention in attentions)
     return isinstance(first, Write) and all(mix.value_scales() is not None for mix in others)
-
-
-def _serves_ffn(body: nn.Module) -> bool:
-    """A dense feed-forward without bias, of a kind that kernels compute."""
-    if not isinstance(body, FeedForward) or body.activation is None:
-        return False
-    return is_plain(body.entry) and is_plain(body.out)
 
 
 def _shape(attention: SoftmaxAttention, ffn: FeedForward, junctions: Junctions, eps: float) -> Shape:

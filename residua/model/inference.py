@@ -24,7 +24,7 @@ from residua.model.decoder import Decoder, Sublayer
 from residua.model.ffn import FeedForward, SquaredReluFFN
 from residua.model.moe import mixtures
 from residua.model.norm import NoNorm, RMSNorm
-from residua.model.projection import is_watched
+from residua.model.projection import is_plain, is_watched
 from residua.model.sdpa import attend
 from residua.model.topology.inference import InferenceTopology
 from residua.ops import inference
@@ -284,3 +284,17 @@ class Forward:
             if cache is not None:
                 cache.reach = reach
         return _Graph(graph, *static, hidden)
+
+
+def bare_attention(body: nn.Module) -> SoftmaxAttention | None:
+    """The body, if it is softmax attention to the whole cache with neither gate nor sink nor bias."""
+    if not isinstance(body, SoftmaxAttention) or not body.bare_heads:
+        return None
+    return body if is_plain(body.project) and is_plain(body.out) else None
+
+
+def bare_ffn(body: nn.Module) -> FeedForward | None:
+    """The body, if it is a dense feed-forward without bias, of a kind that kernels compute."""
+    if not isinstance(body, FeedForward) or body.activation is None:
+        return None
+    return body if is_plain(body.entry) and is_plain(body.out) else None
