@@ -170,7 +170,8 @@ class StudyResult(Frozen):
     seeds: tuple[int, ...]
     side_by_side: int = Field(description="runs that shared the machine while speeds were measured")
     dataset: DatasetFacts | None = None
-    validated_tokens: int | None = Field(None, description="validation tokens that every loss is measured on")
+    validated_tokens: int | None = Field(None, description="validation tokens that last losses are measured on")
+    curve_tokens: int | None = Field(None, description="validation tokens of curves, and so of step-wise gains")
     variants: tuple[VariantResult, ...]
     ladder: tuple[LadderResult, ...] = ()
     scaling: tuple[ScalingResult, ...] = ()
@@ -285,8 +286,12 @@ class _Collection:
     def validated_tokens(self, dataset: DatasetFacts | None) -> int | None:
         """The validation tokens that the last losses are on: all, or the fixed part; None without a text."""
         final = next((record.final for record in self.records.values() if record.final is not None), None)
-        if final is not None or dataset is None:
-            return None if final is None else final.tokens
+        return self.curve_tokens(dataset) if final is None else final.tokens
+
+    def curve_tokens(self, dataset: DatasetFacts | None) -> int | None:
+        """The fixed part of the validation text that losses between the steps are on; None without a text."""
+        if dataset is None:
+            return None
         config = next(iter(self.plan.models.values())).config
         return validated_tokens(dataset.validation_tokens, config.sequence, config.data.validation_tokens)
 
@@ -315,6 +320,7 @@ def collect(
         side_by_side=min(study.workers, len(plan.runs)),
         dataset=dataset,
         validated_tokens=collection.validated_tokens(dataset),
+        curve_tokens=collection.curve_tokens(dataset),
         variants=variants,
         ladder=tuple(collection.ladder(size) for size in study.sizes if collection.rungs(size)),
         scaling=_scaling(study, runs, variants) if study.scaling else (),

@@ -325,7 +325,10 @@ def validation_sentence(result: StudyResult) -> str:
     compared = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
     unknown = bool(compared) and all(row.text_error is None for row in compared)
     sampling = " The error from sampling this text is not known, since losses by document were not kept." * unknown
-    return f"Losses are measured on {share}.{sampling}"
+    part = ""
+    if result.curve_tokens is not None and result.curve_tokens < result.validated_tokens:
+        part = f" Curves and step-wise gains are on the first {result.curve_tokens:,} of them."
+    return f"Losses are measured on {share}.{part}{sampling}"
 
 
 def text_sentences(result: StudyResult) -> list[str]:

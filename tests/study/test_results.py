@@ -437,6 +437,8 @@ def test_losses_by_document_give_the_error_of_the_text(
     assert mgr.text_error == pytest.approx((4 / 3 * 2) ** 0.5 / 100)
     text = markdown(result)
     assert f"on 100 of the {facts.validation_tokens:,} validation tokens.\n" in text and "| ± 0.0163 |" in text
+    less = markdown(result.model_copy(update={"curve_tokens": 64}))
+    assert result.curve_tokens == 256 and "Curves and step-wise gains are on the first 64 of them." in less
     (plan.runs[0].folder / "validation.json").unlink()  # one run of an older version: all are on the part that it read
     older = summarise(study, plan, out, {}, facts).result
     loss = row(older, "mgr").loss
