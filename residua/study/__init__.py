@@ -5,8 +5,8 @@
 | configuration and plan | `config`, `plan` |
 | running | `run_study` (from start to end), `train_runs`, `worker_pool`, `extend_study` |
 | measuring | `records` (of a run), `results_file` (of a study), `measurements`, `score_tasks`, `timing` |
-| statistics | `statistics`, `ladder`, `gains`, `results` |
-| report | `verdicts`, `tables`, `figures`, `page` |
+| statistics | `statistics`, `ladder`, `gains` (which decides whether a variant pays), `results` |
+| report | `verdicts` (which words the decision), `tables`, `figures`, `page` |
 """
 
 from residua.study.config import StudyConfig
