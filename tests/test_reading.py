@@ -39,7 +39,7 @@ READERS = {
     "integrations/torchtitan/compat.py": "what RunConfig.to_toml returned in this job, no files",
     "doctor/helpers.py": "answers of the processes of a self-test through a pipe, no files",
     "bench/turns.py": "answers of the processes that take turns through a pipe, no files",
-    "study/worker.py": "requests of the study through a pipe, no files",
+    "study/worker_pool.py": "requests of the study through a pipe, no files",
     "train/compile/precompile.py": "requests of the parent process through a pipe, no files",
 }
 DECODING = {
