@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from residua.data.parquet_pages import largest_page
 from residua.data.problems import Problem
 from residua.reading import MIB, ReadError, counted, inside, parse_json, reason, shown
 
@@ -43,6 +44,8 @@ FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
 MAX_NAMED_SUFFIXES = 4
 UNREADABLE = "restore it from a copy or leave it out"
 CORRECT = "correct or remove it"
+MAX_PAGE_BYTES = 128 * MIB
+"""Of a page of a parquet file, and of the values in a batch of rows."""
 MAX_XZ_MEMORY = 256 * MIB
 """Memory that an .xz file may ask for: `xz -9` needs 65 MiB."""
 READ_BYTES = 1 << 16
@@ -309,8 +312,15 @@ def _parquet(path: Path, field: str) -> Documents:
         hint = f"name one of {', '.join(names)} with --field"
         yield Problem("file", f"without the field {field!r}", f"{path} has no field {field!r}", hint), 0
         return
+    page = largest_page(path, file.metadata, field)
+    if page > MAX_PAGE_BYTES:
+        problem = f"{path} has a page of {page:,} bytes, and {MAX_PAGE_BYTES:,} are the most"
+        yield Problem("file", "with too large a page", problem, "write it with smaller pages"), 0
+        return
     size, rows, seen = path.stat().st_size, max(1, file.metadata.num_rows), 0
-    for batch in file.iter_batches(batch_size=256, columns=[field]):
+    # no value is larger than a page, but each row of a batch may be a value of the same page
+    batches = file.iter_batches(batch_size=min(256, max(1, MAX_PAGE_BYTES // max(1, page))), columns=[field])
+    for batch in batches:
         for text in batch.column(0):
             seen += 1
             where = f"{path}, row {seen}"

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from residua.data import DataError, open_corpus
-from residua.data.readers import DOCUMENT_CHARACTERS, plain_documents
+from residua.data import DataError, open_corpus, readers
+from residua.data.parquet_pages import PageHeader, largest_page
+from residua.data.problems import Problem
+from residua.data.readers import DOCUMENT_CHARACTERS, plain_documents, read_file
 
 TEXTS = ["first\ndocument", "zweites Dokument äöü", "第三"]
 
@@ -43,6 +45,45 @@ def test_every_compression_reads_like_the_plain_file(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+@pytest.mark.parametrize("encoding", [None, "PLAIN", "DELTA_BYTE_ARRAY"])
+def test_parquet_pages_are_as_large_as_their_headers_say(version: str, encoding: str | None, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path, text = tmp_path / "a.parquet", "x" * 100_000
+    table = pyarrow.table({"id": list(range(300)), "text": [text] * 300})
+    how = {"use_dictionary": encoding is None, "column_encoding": {"text": encoding} if encoding else None}
+    parquet.write_table(table, path, compression="zstd", data_page_version=version, row_group_size=100, **how)
+    page = largest_page(path, parquet.read_metadata(path), "text")
+    assert len(text) <= page <= 300 * len(text)
+    assert largest_page(path, parquet.read_metadata(path), "id") < 10_000
+
+
+def test_parquet_value_of_many_rows_takes_the_memory_of_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["x" * 1_000_000] * 256}), path, compression="zstd")
+    assert path.stat().st_size < 10_000
+    monkeypatch.setattr(readers, "MAX_PAGE_BYTES", 4_000_000)
+    before = pyarrow.total_allocated_bytes()
+    held = [pyarrow.total_allocated_bytes() - before for _ in read_file(path, "text")]
+    assert len(held) == 256 and max(held) < 20_000_000
+    monkeypatch.setattr(readers, "MAX_PAGE_BYTES", 500_000)
+    ((problem, _),) = read_file(path, "text")
+    assert isinstance(problem, Problem) and "has a page of 1,000,004 bytes" in problem.what
+
+
+@pytest.mark.parametrize(
+    "header", [b"", b"\x15\x00\x00", b"\x19\x00", b"\x15\x00\x15\x01\x15\x02\x00", b"\x18\xff\x7f"]
+)
+def test_a_damaged_page_header_is_refused(header: bytes) -> None:
+    with pytest.raises(ValueError, match="a page"):
+        PageHeader(header)
+
+
 def test_parquet_gives_the_named_column(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -1,0 +1,97 @@
+"""How large the pages of a parquet file are, read from their headers: pyarrow decodes a page as a whole.
+
+A page of a few bytes can stand for gigabytes, and a value of a dictionary for as many rows as a batch has. The sizes in
+the file's footer may be wrong; those in the headers are what pyarrow allocates.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_HEADER_BYTES = 1 << 16
+"""Bytes that hold a header: statistics in it are the only part without a limit, and writers cut them."""
+_UNCOMPRESSED, _COMPRESSED = 2, 3
+
+
+def largest_page(path: Path, metadata: Any, field: str) -> int:
+    """Bytes of the largest page of a column, decompressed. `metadata` is pyarrow's of the file."""
+    largest = 0
+    with path.open("rb") as file:
+        for group in range(metadata.num_row_groups):
+            columns = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
+            for column in columns:
+                if column.path_in_schema.split(".")[0] == field:
+                    largest = max(largest, _largest_of(file, column))
+    return largest
+
+
+def _largest_of(file: BinaryIO, column: Any) -> int:
+    start = column.data_page_offset
+    if column.has_dictionary_page and 0 < column.dictionary_page_offset < start:
+        start = column.dictionary_page_offset
+    position, end, largest = start, start + column.total_compressed_size, 0
+    while position < end:
+        file.seek(position)
+        header = PageHeader(file.read(_HEADER_BYTES))
+        largest = max(largest, header.sizes[_UNCOMPRESSED])
+        position += header.length + header.sizes[_COMPRESSED]
+    return largest
+
+
+class PageHeader:
+    """A page header in Thrift's compact protocol: its two sizes, and its own length."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.length = data, 0
+        self.sizes: dict[int, int] = {}
+        field = 0
+        while kind := self._byte():
+            field = field + (kind >> 4) if kind >> 4 else self._number()
+            if field in (_UNCOMPRESSED, _COMPRESSED):
+                self.sizes[field] = self._number()
+            else:
+                self._skip(kind & 15)
+        if min(self.sizes.get(_UNCOMPRESSED, -1), self.sizes.get(_COMPRESSED, -1)) < 0:
+            raise ValueError("a page without a size")
+
+    def _byte(self) -> int:
+        if self.length >= len(self._data):
+            raise ValueError("a page header that does not end")
+        self.length += 1
+        return self._data[self.length - 1]
+
+    def _unsigned(self) -> int:
+        value = shift = 0
+        while True:
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    def _number(self) -> int:
+        """A zigzag number."""
+        value = self._unsigned()
+        return (value >> 1) ^ -(value & 1)
+
+    def _skip(self, kind: int) -> None:
+        match kind:
+            case 1 | 2:  # true, false
+                pass
+            case 3:  # a byte
+                self._byte()
+            case 4 | 5 | 6:  # numbers
+                self._unsigned()
+            case 7:  # a double
+                self.length += 8
+            case 8:  # bytes
+                count = self._unsigned()
+                self.length += count
+            case 12:  # a struct
+                while inner := self._byte():
+                    if not inner >> 4:
+                        self._unsigned()
+                    self._skip(inner & 15)
+            case _:
+                raise ValueError(f"a page header with a part of kind {kind}")
