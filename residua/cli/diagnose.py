@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from residua.diagnose.metrics.removal import Budget
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-ABLATIONS = ("none", "layers", "all")
 
 
 @app.command()

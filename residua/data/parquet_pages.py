@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_HEADER_BYTES = 1 << 16
-"""Bytes that hold a header: statistics in it are the only part without a limit, and writers cut them."""
+_HEADER_BYTES = (1 << 16, 1 << 24)
+"""Bytes that hold most headers, and any that pyarrow reads: some writers put whole values into their statistics."""
 _UNCOMPRESSED, _COMPRESSED = 2, 3
 
 
@@ -21,7 +21,7 @@ def largest_page(path: Path, metadata: Any, field: str) -> int:
         for group in range(metadata.num_row_groups):
             columns = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
             for column in columns:
-                if column.path_in_schema.split(".")[0] == field:
+                if f"{column.path_in_schema}.".startswith(f"{field}."):
                     largest = max(largest, _largest_of(file, column))
     return largest
 
@@ -32,11 +32,20 @@ def _largest_of(file: BinaryIO, column: Any) -> int:
         start = column.dictionary_page_offset
     position, end, largest = start, start + column.total_compressed_size, 0
     while position < end:
-        file.seek(position)
-        header = PageHeader(file.read(_HEADER_BYTES))
+        header = _header(file, position)
         largest = max(largest, header.sizes[_UNCOMPRESSED])
         position += header.length + header.sizes[_COMPRESSED]
     return largest
+
+
+def _header(file: BinaryIO, position: int) -> PageHeader:
+    usual, most = _HEADER_BYTES
+    file.seek(position)
+    data = file.read(usual)
+    try:
+        return PageHeader(data)
+    except EOFError:
+        return PageHeader(data + file.read(most - usual))
 
 
 class PageHeader:
@@ -57,7 +66,7 @@ class PageHeader:
 
     def _byte(self) -> int:
         if self.length >= len(self._data):
-            raise ValueError("a page header that does not end")
+            raise EOFError("a page header that does not end")
         self.length += 1
         return self._data[self.length - 1]
 

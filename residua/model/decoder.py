@@ -162,7 +162,11 @@ class Decoder(nn.Module):
         """The layers that mix the anchors, if one backward pass serves them all."""
         if not self.anchors.shares_gradient or not torch.is_grad_enabled():
             return None
-        bodies = (cast(Sublayer, sublayer).body for sublayer in self.sublayers)
+        # Layers take their handles in turn: one that is wrapped, sharded or left out would take another's, or none.
+        bodies = [sublayer.body for sublayer in self.sublayers if type(sublayer) is Sublayer]
+        replaced = any("forward" in vars(part) for part in (*self.sublayers, *bodies))
+        if replaced or len(bodies) < len(self.sublayers) or not all(isinstance(body, Body) for body in bodies):
+            return None
         softmax = [body for body in bodies if isinstance(body, SoftmaxAttention)]
         readers = tuple((body.mix, body.project) for body in softmax if isinstance(body.mix, Mix))
         return Sharing(readers) if readers else None

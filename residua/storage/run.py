@@ -97,8 +97,12 @@ class Run:
     def start_again(cls, folder: Path, config: RunConfig) -> Run:
         """Take the folder of a run that `failed_early`, for a run of any configuration; the old metrics are kept."""
         run = cls._take_over(folder, config, must_have_failed=True)
-        with suppress(UserError):  # of a kind, say, that its plugin has renamed since
-            run._changes = differences(saved_config(folder), config)
+        try:
+            with suppress(UserError):  # of a kind, say, that its plugin has renamed since
+                run._changes = differences(saved_config(folder), config)
+        except BaseException:
+            run.close()
+            raise
         run._stale = (folder / SOURCE, folder / "wandb-id")
         return run
 

@@ -416,8 +416,8 @@ def _read_inspection(folder: Path, config: RunConfig) -> dict[str, Any] | None:
 
 def read_current(folder: Path, name: str, shape: type[T]) -> T | None:
     """A measurement of a run as it is; None if it is missing, damaged, or older than the run's last training."""
-    path = folder / name
-    if not path.exists() or path.stat().st_mtime < (folder / INSPECTION).stat().st_mtime:
+    path, inspection = folder / name, folder / INSPECTION
+    if not path.exists() or not inspection.exists() or path.stat().st_mtime < inspection.stat().st_mtime:
         return None
     return read_measured(path, shape)
 

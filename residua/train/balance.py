@@ -12,7 +12,7 @@ f, which every rank knows (uniform before the first step, where L is constant): 
 forward pass returns its statistics and they are summed here, so a sublayer that is recomputed in the backward pass is
 not counted twice.
 
-Routers with a bias (`model/router.py`) are balanced by it: after each step it moves by the load of the whole step, and
+Routers with a bias (`model/moe.py`) are balanced by it: after each step it moves by the load of the whole step, and
 is the same on every rank.
 """
 

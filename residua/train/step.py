@@ -140,7 +140,7 @@ class Step:
     def restart(self, model: Decoder, config: TrainConfig) -> None:
         """Begin another run with the weights of `model`; compiled code, CUDA graphs and buffers stay in use.
 
-        `model` and `config` must compute the same graph as before (`shared.graph_of`).
+        `model` and `config` must compute the same graph as before (`world.graph_of`).
         """
         fresh = _tensors(model)
         for name, tensor in _tensors(self.model).items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -58,20 +58,25 @@ class Gauges(dict[str, Tensor]):
         self._weights: dict[int, Tensor] = {}
         self._betas: dict[int, Tensor] = {}
         self._gammas: dict[int, Tensor] = {}
-        self._takers: dict[tuple[str, str], Callable[[int, Tensor], None]] = {
-            ("sublayer", "input"): self._take_input,
-            ("depth", "weights"): lambda k, weights: self._weights.__setitem__(k + 1, weights),
-            ("depth", "pre"): self._weights.__setitem__,
-            ("depth", "streams"): lambda k, streams: self._note_each("stream", k + 1, streams.abs().amax((0, 1, 3))),
-            ("depth", "beta"): self._take_beta,
-            ("attention", "gate"): self._take_gate,
-            ("attention", "gamma"): self._gammas.__setitem__,
-        }
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         part, number, what = taps.parts(name) or ("sublayer", len(self.model.sublayers), "input")  # final.input
-        if (part, what) in self._takers:
-            self._takers[part, what](number, value)
+        match part, what:
+            case "sublayer", "input":
+                self._figures["peak", number], self._sizes[number] = gauges.peak_and_sizes(value)
+            case "depth", "weights":
+                self._weights[number + 1] = value
+            case "depth", "pre":
+                self._weights[number] = value
+            case "depth", "streams":
+                self._note_each("stream", number + 1, value.abs().amax((0, 1, 3)))
+            case "depth", "beta":
+                self._take_beta(number, value)
+            case "attention", "gate":
+                self._figures["gate_mean", number] = value.double().mean()
+                self._figures["gate_closed", number] = gauges.closed(value).double().mean()
+            case "attention", "gamma":
+                self._gammas[number] = value
 
     def figures(self) -> dict[tuple[str, int], float]:
         """All figures. Waits for the device."""
@@ -94,19 +99,12 @@ class Gauges(dict[str, Tensor]):
             places[name][place] = value
         return {name: [_rounded(at.get(i)) for i in range(max(at) + 1)] for name, at in places.items()}
 
-    def _take_input(self, reader: int, h: Tensor) -> None:
-        self._figures["peak", reader], self._sizes[reader] = gauges.peak_and_sizes(h)
-
     def _take_beta(self, k: int, beta: Tensor) -> None:
         self._betas[k] = beta
         recovery = self.model.topology.recovery()
         amplification = None if recovery is None else recovery.amplification(k, beta)
         if amplification is not None:
             self._figures["recovery", k] = amplification
-
-    def _take_gate(self, layer: int, gate: Tensor) -> None:
-        self._figures["gate_mean", layer] = gate.double().mean()
-        self._figures["gate_closed", layer] = gauges.closed(gate).double().mean()
 
     def _note_each(self, name: str, place: int, values: Tensor) -> None:
         for i, value in enumerate(values.unbind()):

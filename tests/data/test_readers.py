@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from residua.data import DataError, open_corpus, readers
-from residua.data.parquet_pages import PageHeader, largest_page
+from residua.data.parquet_pages import PageHeader, _header, largest_page
 from residua.data.problems import Problem
 from residua.data.readers import DOCUMENT_CHARACTERS, plain_documents, read_file
 
@@ -80,8 +80,23 @@ def test_parquet_value_of_many_rows_takes_the_memory_of_few(tmp_path: Path, monk
     "header", [b"", b"\x15\x00\x00", b"\x19\x00", b"\x15\x00\x15\x01\x15\x02\x00", b"\x18\xff\x7f"]
 )
 def test_a_damaged_page_header_is_refused(header: bytes) -> None:
-    with pytest.raises(ValueError, match="a page"):
+    with pytest.raises((ValueError, EOFError), match="a page"):
         PageHeader(header)
+
+
+def test_parquet_headers_may_hold_long_statistics_and_names_dots(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path, texts = tmp_path / "a.parquet", [letter * 150_000 for letter in "ab"]
+    how = {"use_dictionary": False, "write_page_index": False, "write_statistics": True, "compression": "zstd"}
+    parquet.write_table(pyarrow.table({"a.text": texts}), path, **how)
+    assert largest_page(path, parquet.read_metadata(path), "a.text") >= 300_000
+    # field 5, a struct whose field 1 is 100,000 bytes; then the two sizes
+    header = b"\x5c\x18" + bytes([0xA0, 0x8D, 0x06]) + b"x" * 100_000 + b"\x00\x05\x04\x0a\x15\x0c\x00"
+    (tmp_path / "page").write_bytes(header)
+    with (tmp_path / "page").open("rb") as file:
+        assert _header(file, 0).sizes == {2: 5, 3: 6}
 
 
 def test_parquet_gives_the_named_column(tmp_path: Path) -> None:

@@ -104,3 +104,18 @@ def test_a_hook_on_a_sublayer_changes_no_gradient() -> None:
     model.sublayers[0].register_forward_hook(lambda *_: None)
     hooked = gradients(model, model.loss, "triton")
     assert all(torch.equal(plain[name], hooked[name]) for name in plain)
+
+
+@pytest.mark.parametrize("change", ["wrapped", "replaced", "another class"])
+def test_layers_that_may_not_take_their_handle_share_nothing(change: str) -> None:
+    """Handles are taken in turn: one that is left would be the next layer's."""
+    model = built(MODELS["exoformer"] | {"layers": 3}).float()
+    assert model._sharing() is not None
+    sublayer = model.sublayers[2]
+    if change == "wrapped":
+        sublayer.body = torch.nn.Sequential(sublayer.body)
+    elif change == "replaced":
+        sublayer.forward = lambda h, anchors, context: (torch.zeros_like(h), anchors)
+    else:
+        model.sublayers[2] = torch.nn.Identity()
+    assert model._sharing() is None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from residua.config import choices
 from residua.model.topology.additive import Additive, Clipped
 from residua.model.topology.attnres import BlockAttnRes, BoundaryAttnRes, FullAttnRes
-from residua.model.topology.base import Boundary, Initialization, State, Topology
+from residua.model.topology.base import Boundary, Initialization, State, Topology, refuse_moved
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.facts import Ablations, Costs, SourceNames
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
@@ -36,7 +36,9 @@ def register_topology(choice: type[choices.TopologyChoice], topology: Callable[.
 
 def build_topology(config: choices.TopologyChoice, sublayers: int, width: int) -> Topology:
     """The topology a configuration describes, for a model of `sublayers` sublayers."""
-    return TOPOLOGIES[type(config)](config, sublayers, width)
+    topology = TOPOLOGIES[type(config)](config, sublayers, width)
+    refuse_moved(type(topology).__name__, vars(topology))
+    return topology
 
 
 __all__ = [

@@ -33,9 +33,20 @@ MOVED = {
     "source_names": "source_name initial_source one_stream block_of_reader block_of_source",
     "ablations": "sources_seen without_source weighing_readers with_equal_weights stream_count without_stream "
     "without_writes fill_phase",
-    "initialization": "begin_as_sum sum_factors begin_as output_gain",
+    "initialization": "begin_as_sum sum_factors begin_as output_gain adds",
+    "inference": "fused normed",
 }
 """What plugins of Residua 0.1 may state, by the method whose object has it now."""
+
+
+def refuse_moved(name: str, stated: Mapping[str, Any]) -> None:
+    """Refuse what a topology states under names that nothing reads any more."""
+    for method, names in MOVED.items():
+        if moved := [each for each in names.split() if each in stated]:
+            raise UserError(
+                f"{name} states {', '.join(moved)}, which nothing reads: return it in the object of `{method}` "
+                "(docs/extend.md)."
+            )
 
 
 class Topology(nn.Module):
@@ -51,12 +62,7 @@ class Topology(nn.Module):
 
     def __init_subclass__(cls, **keys: Any) -> None:
         super().__init_subclass__(**keys)
-        for method, names in MOVED.items():
-            if stated := [name for name in names.split() if name in vars(cls)]:
-                raise UserError(
-                    f"{cls.__name__} states {', '.join(stated)}, which nothing reads: return it in the object of "
-                    f"`{method}` (docs/extend.md)."
-                )
+        refuse_moved(cls.__name__, vars(cls))
         for name in ("open", "step"):
             if name in vars(cls):
                 setattr(cls, name, keeps_gradients(vars(cls)[name]))

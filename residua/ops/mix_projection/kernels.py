@@ -339,7 +339,8 @@ def gather_kernel(
             if DYNAMIC:
                 b_g1 = tl.load(gamma_ptrs[l] + t * stride_gt, mask=t < tokens, other=0.0).to(tl.float32)  # [ROWS, 1]
                 b_g2 = tl.load(gamma_ptrs[l] + t * stride_gt + 1, mask=t < tokens, other=1.0).to(tl.float32)
-                b_wide *= tl.where(b_g2 == 0.0, 0.0, b_g1 / b_g2)
+                # with so small a γ2 nothing is left of γ2 dm, and the quotient may overflow
+                b_wide *= tl.where(b_g2 < 1e-30, 0.0, b_g1 / b_g2)
             b_da += b_wide * b_scale
             b_new = b_new + (b_sums[l] + b_wide * b_a,)
         b_sums = b_new

@@ -149,9 +149,7 @@ def serve(requests: Iterator[Request], capability: int, multiprocessors: int) ->
     for module, name, args, settings in requests:
         with suppress(Exception):  # the launch itself will report it
             import_module(module)
-            tensors, named = tree_map_only(
-                StandIn, StandIn.make, (args, settings), is_leaf=lambda x: isinstance(x, StandIn)
-            )
+            tensors, named = tree_map_only(StandIn, StandIn.make, (args, settings), is_leaf=_is_leaf)
             getattr(torch.ops.residua, name)(*tensors, **named)
     return compiled
 
