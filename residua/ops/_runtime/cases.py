@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
+from operator import itemgetter
 from pkgutil import iter_modules
 from typing import Any
 
@@ -83,7 +84,7 @@ def declared_operators() -> dict[str, Operator[..., Any]]:
     operators: dict[str, Operator[..., Any]] = {}
     for folder in sorted(module.name for module in iter_modules(folders.__path__) if module.ispkg):
         package = import_module(f"residua.ops.{folder}")
-        for name, value in vars(package).items():
+        for name, value in sorted(vars(package).items(), key=itemgetter(0)):
             if isinstance(value, Operator) and value.folder == package.__name__:
                 operators[f"{folder}.{name}" if folder == INFERENCE else name] = value
     return operators
