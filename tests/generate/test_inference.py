@@ -239,7 +239,7 @@ def test_junctions_may_stay_as_they_are() -> None:
     assert isinstance(rewritten.sublayers[0].body, InferenceAttention)
 
 
-def test_rewritten_model_shares_every_weight_and_leaves_the_model_alone() -> None:
+def test_rewritten_model_shares_weights_and_leaves_the_model_alone() -> None:
     built = model(BLOCK | {"sublayers_per_block": 2})
     names = set(built.state_dict())
     rewritten = InferenceDecoder(built, 8)
@@ -259,7 +259,7 @@ def test_on_a_cpu_the_model_runs_as_it_is() -> None:
     assert torch.equal(ours, exact)
 
 
-def test_prompts_padded_to_a_multiple_fill_the_cache_with_their_own_tokens() -> None:
+def test_padded_prompts_fill_the_cache_with_their_own_tokens() -> None:
     built = model().double()
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
     caches = [built.new_cache(2, capacity) for capacity in (9, 9, 6)]
