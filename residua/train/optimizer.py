@@ -6,6 +6,7 @@ the weight towards zero. Plain decay: x ← x − η(u + wd·x). Parameters are 
 
 Modules declare which matrices Muon updates: `hidden_matrices` maps the name of a module's own 2-D parameter to the row
 counts of its independent parts, so that the projections of a fused Q, K, V, G matrix are orthogonalised separately.
+They also declare factors on the learning rate of single parameters (`RatedModule`); those form groups of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from residua.config.run import AdamW, Muon
 from residua.model.projection import declared_matrices
+from residua.model.rates import declared_factors
 from residua.ops.optimizer_update import cautious_descent, momentum_directions, plain_descent
 from residua.ops.symmetric_product import symmetric_product
 
@@ -127,15 +129,18 @@ def build_optimizer(
     rest = {name: parameter for name, parameter in named.items() if name not in declared}
     if isinstance(config, AdamW):
         plain = config.model_copy(update={"weight_decay": 0.0})
-        return kind([_group("matrices", matrices, config), _group("rest", rest, plain)])
-    muon = _group("matrices", matrices, config) | {"parts": [declared[name] for name in matrices]}
-    if config.embedding_decay is None:
-        return kind([muon, _group("rest", rest, config.rest)])
-    modules = model.named_modules()
-    tables = {f"{prefix}.weight".lstrip(".") for prefix, module in modules if isinstance(module, nn.Embedding)}
-    embedding = {name: rest.pop(name) for name in list(rest) if name in tables}
-    decayed = config.rest.model_copy(update={"weight_decay": config.embedding_decay, "decay": config.decay})
-    return kind([muon, _group("embedding", embedding, decayed), _group("rest", rest, config.rest)])
+        groups = [_group("matrices", matrices, config), _group("rest", rest, plain)]
+    else:
+        groups = [_group("matrices", matrices, config) | {"parts": [declared[name] for name in matrices]}]
+        if config.embedding_decay is not None:
+            modules = model.named_modules()
+            tables = {f"{prefix}.weight".lstrip(".") for prefix, module in modules if isinstance(module, nn.Embedding)}
+            embedding = {name: rest.pop(name) for name in list(rest) if name in tables}
+            decayed = config.rest.model_copy(update={"weight_decay": config.embedding_decay, "decay": config.decay})
+            groups.append(_group("embedding", embedding, decayed))
+        groups.append(_group("rest", rest, config.rest))
+    factors = declared_factors(model)
+    return kind([part for group in groups for part in _by_factor(group, factors)])
 
 
 def _group(title: str, parameters: dict[str, nn.Parameter], config: Muon | AdamW) -> dict[str, Any]:
@@ -144,6 +149,20 @@ def _group(title: str, parameters: dict[str, nn.Parameter], config: Muon | AdamW
     if isinstance(config, Muon):
         return group | {"rule": "muon", "momentum": config.momentum}
     return group | {"rule": "adamw", "betas": config.betas, "eps": config.eps}
+
+
+PER_PARAMETER = ("params", "names", "parts")
+"""Entries of a group that are lists with one item per parameter."""
+
+
+def _by_factor(group: dict[str, Any], factors: Mapping[str, float]) -> Iterator[dict[str, Any]]:
+    """A group divided by the factors on its rate, the parameters without one first."""
+    of_each = [factors.get(name, 1.0) for name in group["names"]]
+    for factor in (1.0, *sorted(set(of_each) - {1.0})):
+        chosen = [i for i, own in enumerate(of_each) if own == factor]
+        lists = {key: [group[key][i] for i in chosen] for key in PER_PARAMETER if key in group}
+        title = group["title"] if factor == 1 else f"{group['title']} x{factor:g}"
+        yield group | lists | {"title": title, "peak_lr": group["peak_lr"] * factor}
 
 
 _STATE = {"muon": ("momentum",), "adamw": ("mean", "square")}

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from residua.config.run import AdamW, Muon, RunConfig
 from residua.config.settings import ConfigError
+from residua.errors import UserError
 from residua.model.decoder import Decoder
+from residua.model.rates import RatedModule
 from residua.train.optimizer import build_optimizer, hidden_matrices, polar_express
 
 
@@ -327,3 +329,63 @@ def test_a_configuration_that_names_no_rule_decays_cautiously(table: Muon | Adam
 def test_an_unknown_rule_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"train\.optimizer\.decay = 'plane' is not a choice: did you mean 'plain'"):
         RunConfig.find("tiny").override(["train.optimizer.decay=plane"])
+
+
+class Rated(StandIn, RatedModule):
+    """The stand-in with two scalars in a list that want a hundredth of the rate, and a matrix that wants a quarter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalars = nn.ParameterList(torch.ones(()) for _ in range(2))
+
+    def rate_factors(self) -> dict[str, float]:
+        return {"scalars": 1 / 128, "out.weight": 0.25, "gain": 1.0}
+
+
+def moves(model: Rated, config: Muon | AdamW) -> dict[str, Tensor]:
+    """What one step adds to each parameter, which starts at zero so that nothing is rounded."""
+    optimizer = build_optimizer(model, config)
+    model.load_state_dict({name: torch.zeros_like(weight) for name, weight in model.weights().items()})
+    model.set_gradients(0)
+    optimizer.step()
+    return model.weights()
+
+
+@pytest.mark.parametrize("config", [Muon(embedding_decay=0.1), AdamW()], ids=["muon", "adamw"])
+def test_a_declared_factor_scales_an_update_exactly(config: Muon | AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    rated = moves(Rated(), config)
+    monkeypatch.setattr(Rated, "rate_factors", lambda self: {})
+    plain = moves(Rated(), config)
+    factors = {"scalars.0": 1 / 128, "scalars.1": 1 / 128, "out.weight": 0.25}
+    for name, move in plain.items():
+        assert torch.equal(rated[name], factors.get(name, 1.0) * move) and move.any(), name
+
+
+def test_groups_with_a_factor_are_named_saved_and_resumed() -> None:
+    model = Rated()
+    optimizer = build_optimizer(model, Muon(lr=0.01))
+    titles = {group["title"]: (group["names"], group["peak_lr"]) for group in optimizer.param_groups}
+    assert titles["matrices x0.25"] == (["out.weight"], 0.0025)
+    assert titles["rest x0.0078125"] == (["scalars.0", "scalars.1"], 0.003 / 128)
+    for seed in range(2):
+        model.set_gradients(seed)
+        optimizer.step()
+    saved = optimizer.tensors()
+    assert int(saved["adamw-rest x0.0078125/steps"]) == 2
+    copy = Rated()
+    copy.load_state_dict(model.state_dict())
+    second = build_optimizer(copy, Muon(lr=0.01))
+    second.load_tensors({name: tensor.clone() for name, tensor in saved.items()})
+    for one, its_optimizer in ((model, optimizer), (copy, second)):
+        one.set_gradients(9)
+        its_optimizer.step()
+    assert all(torch.equal(weight, copy.weights()[name]) for name, weight in model.weights().items())
+
+
+@pytest.mark.parametrize("declared", [{"gian": 0.5}, {"gain": 0.0}], ids=["misspelt", "zero"])
+def test_a_rate_factor_that_fits_nothing_is_refused(
+    declared: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rated, "rate_factors", lambda self: declared)
+    with pytest.raises(UserError, match=r"Rated\.rate_factors gives 'g"):
+        build_optimizer(Rated(), Muon())
