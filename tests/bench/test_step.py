@@ -117,7 +117,7 @@ def test_memory_is_released_without_importing_the_compiler(monkeypatch):
     assert resets == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cases_that_take_turns_train_as_they_do_alone(base):
     cases = read_cases(base, ["prenorm", "mgr backend=reference"])
     alone = bench_step(cases, CPU, steps=5, warmup=1)

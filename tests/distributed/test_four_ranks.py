@@ -15,9 +15,9 @@ DAY: Cases = {
     "four-stages": ("full", {"pipeline": 4}),
     "experts-and-shard": ("moe", {"shard": 4, "experts": 2}),
     "experts-and-pipeline": ("biased", {"pipeline": 2, "shard": 2, "experts": 2}),
-    "head-twice-on-a-rank": ("mhc", {"shard": 2, **INTERLEAVED, "cuts": [3, 8, 10], "pieces": 4}),
 }
 NIGHT: Cases = {
+    "head-twice-on-a-rank": ("mhc", {"shard": 2, **INTERLEAVED, "cuts": [3, 8, 10], "pieces": 4}),
     "shard-and-shared-anchors": ("exoformer", {"shard": 2, "pipeline": 2}),  # whole matrices beside sharded ones
     "data-and-pipeline": ("exoformer", {"data": 2, "pipeline": 2}),
     "sharded-heads": ("mhc", {"shard": 2, "pipeline": 2, "cuts": [10], "pieces": 4}),

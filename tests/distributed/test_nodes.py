@@ -104,6 +104,7 @@ def test_run_traces_chosen_steps_and_names_a_slow_rank(ranks: Ranks) -> None:
     assert all(300 <= line["forward_ms"][1] < 1e5 for line in lines)
 
 
+@pytest.mark.nightly
 def test_pipeline_of_unlike_stages_names_no_slow_rank(ranks: Ranks) -> None:
     """And its summary counts the whole model."""
     ranks.start(2, "parallel.pipeline=2", "train.steps=3", SHORT, slow=[1, 0.3])

@@ -63,6 +63,7 @@ def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(ranks: Ranks, rec
     assert curve(run).keys() == unbroken.keys()
 
 
+@pytest.mark.nightly
 def test_divided_experts_are_saved_as_one_model_and_go_on_alone(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks with different experts save shards. One process reads and trains them on, as if it had made them."""
     mixture = ["model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.top_k=2", "model.ffn.hidden=16"]

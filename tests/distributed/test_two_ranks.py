@@ -21,21 +21,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "interleaved": INTERLEAVED,
 }
 EXTRA: Cases = {
+    "recomputed-stages": ("block", {"pipeline": 2, "recompute": "sublayers"}),
+    "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
     "scalars": ("hyper", {"shard": 2}),
     "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
-    "dense": ("dense", INTERLEAVED),
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
     "exo-in-sources": ("exo-block", INTERLEAVED),
-    "recomputed-stages": ("block", {"pipeline": 2, "recompute": "sublayers"}),
     "inside-a-layer": ("mgr", {**INTERLEAVED, "cuts": [1, 3, 6]}),
     "half-a-tied-head": ("full", {"pipeline": 2, "cuts": [11], "pieces": 4}),
     "ddp-in-turns": ("additive", {"data": 2, "turn": 1}),
-    "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
     "divided-experts": ("moe", {"shard": 2, "experts": 2}),
     "measured-stages": ("moe", {"pipeline": 2, "balance": {"load": "same_step", "weight": 1.0}}),
 }
 EXTRA_NIGHTLY: Cases = {
+    "dense": ("dense", INTERLEAVED),
     "inside-a-block": ("block", {**INTERLEAVED, "cuts": [1, 4, 7]}),
     "inside-an-anchored-layer": ("nures", {"pipeline": 2, "cuts": [1]}),
     "half-a-head": ("additive", {"pipeline": 2, "cuts": [10], "pieces": 4}),
@@ -75,7 +75,8 @@ GRID = [(model, way) for model in ("additive", "full", "block", "mgr", "mhc", "e
 NORMAL = [
     *(("additive", way) for way in ("ddp", "fsdp", "1f1b")),
     ("full", "ddp"),  # the deferred backward under DDP's hooks
-    *((model, way) for model in ("full", "block") for way in ("1f1b", "interleaved")),
+    ("full", "interleaved"),
+    ("block", "1f1b"),
     ("mgr", "fsdp"),  # a state that is bound to the process
     ("mgr", "interleaved"),  # stage boundaries inside the fill phase and after it
     ("exoformer", "interleaved"),

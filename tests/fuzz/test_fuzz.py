@@ -27,7 +27,7 @@ def fuzz(*arguments: object) -> None:
 
 @pytest.mark.slow
 def test_damaged_files_are_refused_in_one_sentence() -> None:
-    fuzz("--quick", "--cases", 12)
+    fuzz("--quick", "--cases", 6)
 
 
 @pytest.mark.nightly

@@ -19,10 +19,10 @@ FORMS = ["norm", "sum", "scaled"]
 def drawn(form: str, tokens: int, width: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Rows of different size, then weights; an affine has one large channel, as training makes it."""
     size = 1 + torch.arange(tokens, device=device)[:, None] % 5
-    rows = [torch.randn(tokens, width, device=device) * size for _ in range(2 if form == "sum" else 1)]
-    weights = [torch.randn(width, device=device)]
+    rows = [torch.randn(tokens, width).to(device) * size for _ in range(2 if form == "sum" else 1)]
+    weights = [torch.randn(width).to(device)]
     if form == "scaled":
-        weights.append(1 + 0.5 * torch.randn(width, device=device))
+        weights.append(1 + 0.5 * torch.randn(width).to(device))
         weights[1][width // 2] = 7.19
     return [*(x.to(dtype) for x in rows), *weights]
 

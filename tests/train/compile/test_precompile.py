@@ -124,7 +124,7 @@ def _entries(cache: Path) -> set[Path]:
     return {path.relative_to(cache) for path in cache.glob("*/*.cubin")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_helper_compiles_what_a_launch_looks_for_and_ends(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, and after a call that it cannot make; in the cache the kernel has the same key."""
     started, start = [], subprocess.Popen
