@@ -4,9 +4,10 @@
     two warpgroups  take 64 rows of a tile each: products, then relu(·)² or the slope, into slots of shared memory;
     two warps       write what is in the slots of a warpgroup, and (backward) first load there the part of a it needs.
 
-What it gains over the products of `kernels.py` is not measured alone; with it they take 306 and 321 µs at L, cuBLAS and
-a pass 386 and 408 (docs/results/step.md). To time a step without it, before `residua.cli.main.main()` runs
-`residua bench step mgr-l-prenorm --micro-batch 16 --accumulate 4`, set `launch.FORWARD, launch.BACKWARD =
+It gains 1.1 % of a step at S over the products of `kernels.py` (57.9 for 58.5 ms, medians of 30 steps in turns; one
+H200, e2e7122; at L not timed side by side). At L its products take 306 and 321 µs, cuBLAS and a pass 386 and 408
+(docs/results/step.md). To time a step without it, before `residua.cli.main.main()` runs
+`residua bench step mgr-s-prenorm --micro-batch 32 --accumulate 1`, set `launch.FORWARD, launch.BACKWARD =
 launch.FLAT_FORWARD, launch.FLAT_BACKWARD`.
 
 Only the stages synchronise the two warpgroups: while one finishes its tile, the other keeps the tensor cores busy. A
