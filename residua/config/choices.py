@@ -61,6 +61,9 @@ class AnchorChoice(Frozen):
     from_embedding: ClassVar[bool] = False
     """Whether the anchors are projections of the embedding; otherwise the first softmax layer writes them."""
 
+    reads_tokens: ClassVar[bool] = False
+    """Whether the source or the layers look token ids up (`Context.tokens`)."""
+
     @property
     def mixed(self) -> tuple[Pathway, ...]:
         """The pathways that layers mix an anchor into."""

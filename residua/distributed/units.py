@@ -86,7 +86,7 @@ class Unit(nn.Module):
             h, anchors, *routing = sublayer(h, anchors, context)
             routed += routing
             if i < last or self.closed:
-                h, state = topology.step(self.first + i, h, state)
+                h, state = topology.step(self.first + i, h, state, *context.ids_for(topology))
         return h, state, anchors, routed
 
 
@@ -127,7 +127,7 @@ class LayeredLosses(nn.Module):
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
         h, state, anchors, rotary = self.begin(tokens, positions)
-        context = self.model._context(rotary, segments, positions=positions)
+        context = self.model._context(rotary, segments, positions=positions)._replace(tokens=self.model.ids_of(tokens))
         h, _, _, routed = pass_through(self.units, h, state, anchors, context)
         cross_entropy, z = self.end(h, targets)
         return cross_entropy, z, Routing.stack(routed) if routed else None
@@ -144,8 +144,9 @@ class LayeredLosses(nn.Module):
         self, tokens: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, State, Anchors, tuple[Tensor, ...] | None]:
         x = self.model._embedded(tokens)
-        h, state = self.model.topology.open(x)
-        return h, state, self.model.anchors.open(x), self.model._rotary(tokens, positions=positions)
+        context = Context(None, None, tokens=self.model.ids_of(tokens))
+        h, state = self.model.topology.open(x, *context.ids_for(self.model.topology))
+        return h, state, self.model.anchors.open(x, context), self.model._rotary(tokens, positions=positions)
 
     def _end(self, h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return ops.training_cross_entropy(self.model.norm(h), self.model.head_weight, targets, z_loss=self.z_loss)

@@ -45,7 +45,8 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
     sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
     bodies = [sublayer.body for sublayer in sublayers]
     watched = any(map(is_watched, (model.embed, *sublayers, *bodies)))
-    if watched or type(model.embed) is not Embedding or any(s.after is not None for s in sublayers):
+    plain_embedding = type(model.embed) is Embedding and not model.token_readers
+    if watched or not plain_embedding or any(s.after is not None for s in sublayers):
         return None
     attentions = [body for body in map(bare_attention, bodies[::2]) if body is not None]
     ffns = [body for body in map(bare_ffn, bodies[1::2]) if body is not None]

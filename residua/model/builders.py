@@ -135,10 +135,11 @@ def _filled(make: Callable[[], nn.Module]) -> nn.Module:
 
 def junctions(topology: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
     """What a topology gives its readers for the embedding x[0] and the sublayers' outputs x[1], x[2], …"""
-    h, state = _pair("open", topology.open(x[0].clone()))  # it may overwrite what it gets
+    ids = ((x[0].sum(-1) * 8).long() % 8,) if topology.reads_tokens else ()
+    h, state = _pair("open", topology.open(x[0].clone(), *ids))  # it may overwrite what it gets
     yield "open", h
     for k, y in enumerate(x[1:]):
-        h, state = _pair("step", topology.step(k, y.clone(), state))
+        h, state = _pair("step", topology.step(k, y.clone(), state, *ids))
         yield "step", h
 
 

@@ -13,6 +13,7 @@ from residua.ops._runtime.numeric import begins
 if TYPE_CHECKING:
     from residua.model.anchors import Sharing
     from residua.model.cache import Cache, Now
+    from residua.model.topology import Topology
 
 Anchors = tuple[Tensor, ...]
 """The anchor projections, one per pathway in the configured order; empty until they are written.
@@ -29,6 +30,7 @@ class Context(NamedTuple):
     and what this sublayer keeps of earlier tokens (`model/cache.py`). across: attends in place of `attend` if other
     ranks have the other tokens of the sequences; segments then has all tokens, and rotary those of this rank.
     caches: `cache` of every sublayer. sharing: the layers that mix the anchors, if one gradient pass serves them.
+    tokens: the ids [B, T] of the tokens, if the topology or the anchors read them (`reads_tokens`).
     """
 
     rotary: tuple[Tensor, ...] | None
@@ -38,14 +40,24 @@ class Context(NamedTuple):
     across: Callable[..., Tensor] | None = None
     caches: Sequence[Any] | None = None
     sharing: Sharing | None = None
+    tokens: Tensor | None = None
 
     def at(self, k: int) -> Context:
         """The context of sublayer k."""
         return self if self.caches is None else self._replace(cache=self.caches[k])
 
+    def ids_for(self, topology: Topology) -> tuple[Tensor, ...]:
+        """What `open` and `step` of a topology take last: the token ids if it reads them."""
+        return () if self.tokens is None or not topology.reads_tokens else (self.tokens,)
 
-def check_inputs(tokens: Tensor, segments: Tensor | None, cache: Cache | None, width: int) -> None:
-    """Refuse tokens that are neither ids [B, T] nor vectors [B, T, width], and documents together with a cache."""
+
+def check_inputs(
+    tokens: Tensor, segments: Tensor | None, cache: Cache | None, width: int, readers: Sequence[str] = ()
+) -> None:
+    """Refuse tokens that are neither ids [B, T] nor vectors [B, T, width], and documents together with a cache.
+
+    `readers` names the settings whose parts look token ids up: vectors are refused for them.
+    """
     if not isinstance(tokens, Tensor):
         raise TypeError(f"a model takes a tensor of tokens [B, T], not {type(tokens).__name__}: use torch.tensor(…).")
     expected = (width,) if tokens.is_floating_point() else ()
@@ -53,6 +65,11 @@ def check_inputs(tokens: Tensor, segments: Tensor | None, cache: Cache | None, w
         raise UserError(
             f"a model takes tokens [B, T], or their vectors [B, T, {width}], not a {tokens.dtype} tensor of shape "
             f"{tuple(tokens.shape)}{': tokens[None] is a batch of one sequence.' if tokens.ndim == 1 else '.'}"
+        )
+    if readers and tokens.is_floating_point():
+        raise UserError(
+            f"{' and '.join(readers)} {'reads' if len(readers) == 1 else 'read'} token ids, and the model was given "
+            "vectors: give it tokens [B, T]."
         )
     if segments is not None and cache is not None:
         raise UserError(

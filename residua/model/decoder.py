@@ -105,6 +105,17 @@ class Decoder(nn.Module):
         """[V, C]: the embedding's matrix when tied."""
         return self.embed.weight if self.unembed is None else self.unembed.weight
 
+    @property
+    def token_readers(self) -> list[str]:
+        """The settings whose parts look token ids up."""
+        topology, anchors = self.config.topology, self.config.anchors
+        parts = (("topology", topology, self.topology.reads_tokens), ("anchors", anchors, anchors.reads_tokens))
+        return [f"model.{part}.kind = {choice.kind!r}" for part, choice, reads in parts if reads]
+
+    def ids_of(self, tokens: Tensor) -> Tensor | None:
+        """`Context.tokens` for these tokens: None if no part reads them."""
+        return tokens if self.token_readers else None
+
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, by default in the embedding's dtype."""
         like = self.embed.weight.new_empty(0, dtype=dtype)
@@ -132,14 +143,15 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
     ) -> tuple[Tensor, list[Routing]]:
         """`hidden`, and how each mixture of experts routed."""
-        check_inputs(tokens, segments, cache, self.config.width)
+        check_inputs(tokens, segments, cache, self.config.width, self.token_readers)
         now = None if cache is None else cache.now(tokens.shape[1], counts)
         if now is not None:
             tokens = for_rows(tokens, now.positions.shape[0])
         x = self._embedded(tokens)
         context = self._context(self._rotary(tokens, now, positions), segments, now, positions)
         caches = None if cache is None else cache.sublayers
-        h, routed = self._pass(x, context._replace(caches=caches, sharing=self._sharing()))
+        context = context._replace(caches=caches, sharing=self._sharing(), tokens=self.ids_of(tokens))
+        h, routed = self._pass(x, context)
         if cache is not None:
             cache.advance(tokens.shape[1], counts)
         return h, routed
@@ -147,13 +159,14 @@ class Decoder(nn.Module):
     def _pass(self, x: Tensor, context: Context) -> tuple[Tensor, list[Routing]]:
         """The forward pass: the embedding in, the final normed state and the routing out."""
         routed: list[Routing] = []
-        h, state = self.topology.open(x)
+        ids = context.ids_for(self.topology)
+        h, state = self.topology.open(x, *ids)
         anchors = self.anchors.open(x, context)
         for k, sublayer in enumerate(self.sublayers):
             tap(f"sublayer.{k}.input", h)
             y, anchors, *routing = sublayer(h, anchors, context.at(k))
             tap(f"sublayer.{k}.output", y)
-            h, state = self.topology.step(k, y, state)
+            h, state = self.topology.step(k, y, state, *ids)
             routed += routing
         tap("final.input", h)
         return self.norm(h), routed

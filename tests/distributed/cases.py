@@ -8,6 +8,7 @@ import torch
 
 from residua.config.run import RunConfig
 from residua.data.loader import IGNORED, Batch
+from tests.model.page_plugins import register
 from tests.model.small import VOCABULARY
 from tests.trained import SMALL
 
@@ -23,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nures": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}, "topology": {"kind": "highway"}},
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
+    "token_gain": {"topology": {"kind": "token_gain", "rows": 7}},
     "moe": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8}},
     "biased": {
         "attention": {
@@ -35,12 +37,16 @@ MODELS: dict[str, dict[str, Any]] = {
                 "router": {"kind": "sigmoid_scores"}},
     },
 }  # fmt: skip
+PAGE_KINDS = ("token_gain",)
+"""Topologies of docs/extend.md."""
 MIXTURES = ("moe", "biased")
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
 
 
 def run_config(model: str, parallel: dict[str, Any] | None = None, layers: int = 4, **train: Any) -> RunConfig:
     """A model of four layers, unless told otherwise, and a recipe with four micro-batches per step."""
+    if model in PAGE_KINDS:
+        register(model)
     base = SMALL | {"vocab_size": VOCABULARY, "context": LENGTH, "layers": layers, "init": {"std": 0.2}}
     base["ffn"] = {"kind": "swiglu", "hidden": 24}
     schedule = {"kind": "cosine", "warmup": 0}

@@ -25,6 +25,8 @@ EXTRA: Cases = {
     "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
     "scalars": ("hyper", {"shard": 2}),
     "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
+    "token-ids": ("token_gain", INTERLEAVED),
+    "sharded-token-ids": ("token_gain", {"shard": 2}),
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
     "exo-in-sources": ("exo-block", INTERLEAVED),

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -14,37 +15,39 @@ import pytest
 import torch
 
 from residua.config import plugins
-from residua.config.choices import NormChoice, TopologyChoice
+from residua.config.choices import TopologyChoice
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import PLUGINS, ConfigError
 from residua.config.variants import overrides
-from residua.model.decoder import build
-from residua.model.norm import NORMS
-from residua.model.topology import TOPOLOGIES
+from residua.errors import UserError
+from residua.generate.whole_step import build_layers
+from residua.model import taps
+from residua.model.builders import build as build_checked
+from residua.model.decoder import Decoder, build
+from residua.model.inference import InferenceDecoder
 from residua.storage.load import load
-from tests.model.small import small
+from residua.train.step import recompute_sublayers
+from tests.golden.compare import randomise
+from tests.model.page_plugins import PAGE, forget, page_plugins
+from tests.model.small import in_parts, small, tokens_and_targets
 from tests.trained import WORDS, residua, train_run
 
-PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 OWN = {"topology": {"kind": "layer_scale", "start": 0.2}, "norm": {"kind": "l1norm"}}
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """RESIDUA_PLUGINS names the page's two files; afterwards nothing knows them any more."""
+    """RESIDUA_PLUGINS names the page's files; afterwards nothing knows them any more."""
     folder = tmp_path_factory.mktemp("plugins")
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
-    files = [folder / "layer_scale.py", folder / "l1_norm.py"]
-    for file, code in zip(files, blocks, strict=True):
+    forget()  # what a test of ranks registered
+    files = [folder / name for name in page_plugins()]
+    for file, code in zip(files, page_plugins().values(), strict=True):
         file.write_text(code, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PLUGINS, ",".join(map(str, files)))
         yield folder
-    for root, built, kind in ((TopologyChoice, TOPOLOGIES, "layer_scale"), (NormChoice, NORMS, "l1norm")):
-        choice = plugins._MEMBERS[root].pop(kind, None)
-        plugins._ADAPTERS.pop(root, None)
-        built.pop(choice, None)
+    forget()
     for file in files:
         sys.modules.pop(file.stem, None)
         plugins._loaded.discard(str(file))
@@ -78,6 +81,59 @@ def test_every_parameter_of_ones_own_gets_a_gradient(own: Path) -> None:
     model.loss(tokens, tokens).backward()
     parameters = [*model.topology.parameters(), *model.norm.parameters()]
     assert parameters and all(p.grad is not None and p.grad.abs().sum() > 0 for p in parameters)
+
+
+@pytest.fixture
+def reader(own: Path) -> Decoder:
+    """A model whose topology reads token ids, away from its start."""
+    return randomise(build_checked(small(topology={"kind": "token_gain", "rows": 7})))
+
+
+def test_topology_that_reads_ids_is_its_equation(reader: Decoder) -> None:
+    tokens, _ = tokens_and_targets()
+    with taps.record() as seen:
+        reader(tokens)
+    h = seen["sublayer.0.input"]
+    for k in range(6):
+        gain = reader.topology.gains[k][tokens % 7]
+        h = h + gain[..., None] * seen[f"sublayer.{k}.output"]
+        torch.testing.assert_close(seen.get(f"sublayer.{k + 1}.input", seen["final.input"]), h)
+
+
+def test_ids_reach_decoding_and_rewritten_models(reader: Decoder) -> None:
+    tokens, _ = tokens_and_targets()
+    whole = reader(tokens)
+    torch.testing.assert_close(in_parts(reader, tokens, [3, 1, 1, 1]), whole)
+    torch.testing.assert_close(InferenceDecoder(reader)(tokens), whole)
+    cache = reader.new_cache(*tokens.shape)
+    cache.static = True
+    assert build_layers(reader, cache) is None
+
+
+def test_ids_reach_recomputed_and_compiled_layers(reader: Decoder) -> None:
+    tokens, targets = tokens_and_targets()
+    gradients = []
+    for prepare in (lambda model: None, recompute_sublayers):
+        model = deepcopy(reader)
+        prepare(model)
+        model.loss(tokens, targets).backward()
+        gradients.append(model.topology.gains.grad)
+    torch.testing.assert_close(gradients[0], gradients[1])
+    compiled = torch.compile(reader.hidden, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), reader.hidden(tokens))
+
+
+def test_vectors_are_refused_where_ids_are_read(reader: Decoder) -> None:
+    tokens, _ = tokens_and_targets()
+    with pytest.raises(UserError, match=r"model.topology.kind = 'token_gain' reads token ids, .* give it tokens"):
+        reader(reader.embed(tokens))
+
+
+@pytest.mark.slow
+def test_export_of_a_model_that_reads_ids_opens(own: Path, tmp_path: Path, monkeypatch) -> None:
+    run = train_run(tmp_path, topology={"kind": "token_gain"})
+    assert residua(monkeypatch, "export", run, "--out", tmp_path / "exported") == 0
+    assert residua(monkeypatch, "bench", "plan", run / "config.toml", "train.accumulate=4", "--gpus", 2) == 0
 
 
 def test_unknown_kind_is_refused_and_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

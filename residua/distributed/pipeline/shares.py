@@ -198,19 +198,20 @@ def crossing(
     """What crosses after each sublayer of `ends`, as tensors without memory; `shape` is [B, T, C]."""
     found: list[Items] = []
     with FakeTensorMode(), torch.no_grad():
-        boundary = build_topology(config.topology, config.sublayers, config.width).boundary()
-        x = torch.empty(*shape, dtype=dtype)
-        _, state = boundary.begin(x)
+        topology = build_topology(config.topology, config.sublayers, config.width)
+        boundary, x = topology.boundary(), torch.empty(*shape, dtype=dtype)
+        ids = (torch.zeros(shape[:2], dtype=torch.int64),) if topology.reads_tokens else ()
+        _, state = boundary.begin(x, *ids)
         y = torch.empty_like(x)
         for k in range(max(ends, default=-1) + 1):
             if k in ends:
-                items = boundary.close(k, y, state)
+                items = boundary.close(k, y, state, *ids)
                 if not recomputes_anchors(config, anchors):
                     items |= _anchor_items(config, k, x.shape, x.dtype)
                 elif boundary.embedding() is None:
                     items |= {EMBEDDING: x}
                 found.append(items)
-            state = boundary.after(k, y, state)
+            state = boundary.after(k, y, state, *ids)
     return [{name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in items.items()} for items in found]
 
 

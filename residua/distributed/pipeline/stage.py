@@ -25,6 +25,7 @@ from residua.data.loader import IGNORED
 from residua.distributed.pipeline.shares import EMBEDDING, HIDDEN, LSE, PICKED, Share
 from residua.distributed.pipeline.transport import Route, StageCache, hold, with_loss
 from residua.distributed.units import Unit, divide, pass_through
+from residua.model.context import Context
 from residua.model.moe import Routing
 from residua.model.topology.base import Boundary, Items
 from residua.ops.linear_cross_entropy import head_piece
@@ -72,7 +73,7 @@ class Slice(nn.Module):
             Unit(self.range[k.start], layers[k.start : k.stop], model.topology, closed=self.heads or k.stop < count)
             for k in divide(layers)
         )
-        self.topology, self.anchors = model.topology, model.anchors
+        self.topology, self.anchors, self.reads_tokens = model.topology, model.anchors, bool(model.token_readers)
         self.embed = model.embed if self.first or (self.heads and model.unembed is None) else None
         self.norm = model.norm if self.heads and self.share.head.start == 0 else None
         self.unembed = model.unembed if self.heads else None
@@ -86,10 +87,11 @@ class Slice(nn.Module):
         """One micro-batch, number `batch`: received tensors in, tensors to send out.
 
         The first stage takes tokens [B, T], the last returns the losses. `given`: segments and targets [B, T], if any,
-        and positions [B, T] if they are not 0, 1, …, the same in all rows.
+        positions [B, T] if they are not 0, 1, …, the same in all rows; tokens [B, T] if a part of the model reads ids.
         """
         number = int(batch)
-        tokens = received[0] if self.first else None
+        ids = given.pop("tokens", None)
+        tokens = received[0] if self.first else ids
         items: Items = {} if self.first else dict(zip(self.route.receives, received, strict=True))
         items = {name: self._cached(number, name, value) for name, value in items.items()}
         items |= {name: self.cache.get(number, name) for name in self.route.from_cache}
@@ -127,25 +129,30 @@ class Slice(nn.Module):
         with autocast(self.settings.device, self.settings.precision):
             if self.share.head.start > 0:
                 return self._headed(items[HIDDEN], targets, items), []
-            h, state, anchors, constant = self._begin(items, tokens)
+            tokens_read = Context(None, None, tokens=tokens if self.reads_tokens else None)
+            h, state, anchors, constant = self._begin(items, tokens, tokens_read)
             own = None if positions is None else positions[0]
             context = self._context(self._rotary(h[..., 0], positions=own), segments, positions=own)
+            context = context._replace(tokens=tokens_read.tokens)
             h, state, anchors, routed = pass_through(self.units, h, state, anchors, context)
             if self.norm is not None:
                 return self._headed(self.norm(h), targets, items), routed
-            return self.boundary.close(self.range.stop - 1, h, state) | self._onward(anchors, constant), routed
+            ids = context.ids_for(self.topology)
+            return self.boundary.close(self.range.stop - 1, h, state, *ids) | self._onward(anchors, constant), routed
 
-    def _begin(self, items: Items, tokens: Tensor | None) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
+    def _begin(
+        self, items: Items, tokens: Tensor | None, context: Context
+    ) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
         """The input of the first sublayer, the state, the anchors, and the embedding if it must be sent on."""
-        if tokens is not None:
+        if self.first:
             assert self.embed is not None
-            x = self.embed(tokens).to(self.settings.precision)
-            h, state = self.topology.open(x) if self.heads else self.boundary.begin(x)
-            return h, state, self.anchors.open(x), x
+            x, ids = self.embed(tokens).to(self.settings.precision), context.ids_for(self.topology)
+            h, state = self.topology.open(x, *ids) if self.heads else self.boundary.begin(x, *ids)
+            return h, state, self.anchors.open(x, context), x
         h, state = self.boundary.enter(self.range.start - 1, items)
         if self.settings.recompute_anchors:
             x = items[self.boundary.embedding() or EMBEDDING]
-            return h, state, self.anchors.open(x), x
+            return h, state, self.anchors.open(x, context), x
         return h, state, tuple(value for name, value in items.items() if name.startswith("anchor.")), None
 
     def _onward(self, anchors: Sequence[Tensor], embedding: Tensor | None) -> Items:

@@ -143,6 +143,8 @@ class PipelinedStep(RankedStep):
             "targets": torch.cat([b.targets for b in batches]) if self.heads else None,
             "segments": None if batches[0].segments is None else torch.cat([cast(Tensor, b.segments) for b in batches]),
         }
+        if self.model.token_readers:
+            whole["tokens"] = torch.cat([b.tokens for b in batches])
         given = {name: self._move(tensor) for name, tensor in whole.items() if tensor is not None}
         given["batch"] = torch.arange(len(batches))
         tokens = (self._move(torch.cat([b.tokens for b in batches])),) if self.mesh.pipeline_rank == 0 else ()

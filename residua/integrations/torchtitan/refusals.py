@@ -88,6 +88,11 @@ def _refuse_mesh(config: Any, run: RunConfig) -> None:
 def _refuse_tensor(config: Any, run: RunConfig) -> None:
     degree = config.parallelism.tensor_parallel_degree
     narrow(run.model, degree)
+    if run.model.anchors.reads_tokens:
+        raise ConfigError(
+            f"--parallelism.tensor_parallel_degree {degree} gives a rank the ids of its own tokens, and attention with "
+            f"model.anchors.kind = {run.model.anchors.kind!r} looks up those of all: divide the model in another way."
+        )
     if not config.parallelism.enable_sequence_parallel:
         raise ConfigError(
             f"--parallelism.tensor_parallel_degree {degree} without enable_sequence_parallel would keep the state of "

@@ -155,6 +155,8 @@ class ResiduaTrainer(Trainer):
             if not self.parallel_dims.pp_enabled:  # a schedule divides what it is given by rows
                 given["positions"] = given["positions"][0].contiguous()
             inputs, labels = (x.chunk(grid.tensor_ranks, 1)[grid.tensor_rank].contiguous() for x in (inputs, labels))
+        if self.parallel_dims.pp_enabled and self.model_parts[0].token_readers:
+            given["tokens"] = inputs
         return inputs, labels, {**given, "targets": labels}
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:

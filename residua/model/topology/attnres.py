@@ -322,13 +322,13 @@ class SourcesBoundary(Boundary):
         super().__init__(topology)
         self.blocks = None if topology.block_size is None else len(topology.reads) / topology.block_size
 
-    def begin(self, x: Tensor) -> tuple[Tensor, State]:
+    def begin(self, x: Tensor, *ids: Tensor) -> tuple[Tensor, State]:
         return x, (x,)
 
-    def after(self, k: int, y: Tensor, state: State) -> State:
+    def after(self, k: int, y: Tensor, state: State, *ids: Tensor) -> State:
         return self.topology.sources(k, y, state)
 
-    def close(self, k: int, y: Tensor, state: State) -> Items:
+    def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
         sources = self.after(k, y, state)
         return {f"source.{number}": v for number, v in zip(self._numbers(k), sources, strict=True)}
 

@@ -60,6 +60,9 @@ class Topology(nn.Module):
     after sublayer k makes the input of reader k+1.
     """
 
+    reads_tokens = False
+    """Whether `open` and `step` take the ids [B, T] of the tokens as one more argument, their last."""
+
     def __init_subclass__(cls, **keys: Any) -> None:
         super().__init_subclass__(**keys)
         refuse_moved(cls.__name__, vars(cls))
@@ -175,17 +178,20 @@ class Boundary:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
-    def begin(self, x: Tensor) -> tuple[Tensor, State]:
-        """Turn the embedding into the first sublayer's input and a state that can be cut."""
-        return self.topology.open(x)
+    def begin(self, x: Tensor, *ids: Tensor) -> tuple[Tensor, State]:
+        """Turn the embedding into the first sublayer's input and a state that can be cut.
 
-    def after(self, k: int, y: Tensor, state: State) -> State:
+        `ids` are the tokens of a topology that reads them; every stage is given them.
+        """
+        return self.topology.open(x, *ids)
+
+    def after(self, k: int, y: Tensor, state: State, *ids: Tensor) -> State:
         """The state after sublayer k, without what is computed only for the next input."""
-        return self.topology.step(k, y, state)[1]
+        return self.topology.step(k, y, state, *ids)[1]
 
-    def close(self, k: int, y: Tensor, state: State) -> Items:
+    def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
         """End a slice: turn the output y of its last sublayer k into what crosses."""
-        h, state = self._end(k, y, state)
+        h, state = self._end(k, y, state, *ids)
         items = {f"state.{k}.{i}": tensor for i, tensor in enumerate(self._plain(state))}
         return items if h is state[0] else {f"input.{k}": h, **items}
 
@@ -198,8 +204,8 @@ class Boundary:
         """The name under which the embedding crosses anyway."""
         return None
 
-    def _end(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        return self.topology.step(k, y, state)
+    def _end(self, k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
+        return self.topology.step(k, y, state, *ids)
 
     def _plain(self, state: State) -> State:
         return state

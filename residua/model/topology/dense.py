@@ -111,7 +111,7 @@ class DenseFormer(Topology):
 class OutputsBoundary(Boundary):
     """The running sum crosses, and the outputs of all layers so far, which no longer change."""
 
-    def close(self, k: int, y: Tensor, state: State) -> Items:
+    def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
         _, (h, *outputs) = self.topology.step(k, y, state)
         return {f"input.{k}": h, **{f"output.{i}": tensor for i, tensor in enumerate(outputs)}}
 

@@ -96,11 +96,12 @@ def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         traced = shapes.to_empty(device="cpu")
         x = torch.empty(1, 1, width)
-        _, state = traced.open(x)
+        ids = (torch.zeros(1, 1, dtype=torch.int64),) if traced.reads_tokens else ()
+        _, state = traced.open(x, *ids)
         for k in range(sublayers):
             y = torch.empty_like(x)
             read = {id(tensor): tensor for tensor in (*state, y)}
-            h, state = traced.step(k, y, state)
+            h, state = traced.step(k, y, state, *ids)
             written = {id(tensor): tensor for tensor in (h, *state) if id(tensor) not in read}
             taken, made = (sum(t.numel() for t in tensors.values()) / width for tensors in (read, written))
             parts.append(Rows(taken + made, 2 * taken + made))
@@ -195,9 +196,9 @@ def reads_changed(topology: Topology, change: Change) -> Iterator[None]:
     """Every read goes through `change`."""
     plain = topology.step
 
-    def step(k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
         with taps.record() as seen:
-            h, after = plain(k, y, state)
+            h, after = plain(k, y, state, *ids)
         return change(k, h, seen), after
 
     object.__setattr__(topology, "step", step)
@@ -217,11 +218,11 @@ def junctions_skipped(topology: Topology, sublayers: Collection[int]) -> Iterato
         read[:] = [h]
         return h, state
 
-    def open_(x: Tensor) -> tuple[Tensor, State]:
-        return noted(*plain_open(x))
+    def open_(x: Tensor, *ids: Tensor) -> tuple[Tensor, State]:
+        return noted(*plain_open(x, *ids))
 
-    def step(k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        return (read[0], state) if k in sublayers else noted(*plain_step(k, y, state))
+    def step(k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
+        return (read[0], state) if k in sublayers else noted(*plain_step(k, y, state, *ids))
 
     object.__setattr__(topology, "open", open_)
     object.__setattr__(topology, "step", step)

@@ -229,7 +229,7 @@ class StreamsBoundary(Boundary):
     plain = False
     topology: MultiGate
 
-    def _end(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+    def _end(self, k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
         return self.topology.step(k, y, state, ends=True)
 
     def _plain(self, state: State) -> State:

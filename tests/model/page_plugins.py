@@ -1,0 +1,37 @@
+"""The plugins that docs/extend.md shows, as files and as modules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from residua.config import plugins
+from residua.config.choices import NormChoice, TopologyChoice
+from residua.model.norm import NORMS
+from residua.model.topology import TOPOLOGIES
+
+PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+BUILT: tuple[tuple[Any, dict[Any, Any]], ...] = ((TopologyChoice, TOPOLOGIES), (NormChoice, NORMS))
+
+
+def page_plugins() -> dict[str, str]:
+    """The code of each plugin, by the file that the text before it names."""
+    blocks = re.split(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    return {re.findall(r"`(\w+\.py)`", text)[0]: code for text, code in zip(blocks[::2], blocks[1::2], strict=False)}
+
+
+def register(kind: str) -> None:
+    """Make the topology of the page known in this process."""
+    if kind not in plugins._MEMBERS[TopologyChoice]:
+        exec(compile(page_plugins()[f"{kind}.py"], f"{kind}.py", "exec", dont_inherit=True), {"__name__": kind})
+
+
+def forget() -> None:
+    """Let nothing in this process know the page's kinds any more."""
+    modules = {Path(name).stem for name in page_plugins()}
+    for root, built in BUILT:
+        plugins._ADAPTERS.pop(root, None)
+        for choice in [choice for choice in built if choice.__module__ in modules]:
+            plugins._MEMBERS[root].pop(choice.model_fields["kind"].default)
+            del built[choice]
