@@ -1,0 +1,138 @@
+"""Check the English that people read: `python tools/prose.py` (in `make lint`), `--list PATH…` to see every finding.
+
+It reads the pages in docs, README, CHANGELOG, and the docstrings, comments and messages of the package. A finding is
+one of the habits below, or a sentence of more than 30 words. `tools/prose.json` has the number of findings of each
+file: more than that fails, and a new file may have none. After improving a file, `--write` records the lower numbers;
+it refuses to record a higher total.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+LIMITS = ROOT / "tools" / "prose.json"
+LONGEST = 30
+"""Words of a sentence."""
+HABITS = {
+    r"\b(?:is|are|was|were) no (?!longer|more|less|better|worse|slower|faster|larger|smaller|other|way|need)\w+": (
+        'say "is not a …", or what it must be'
+    ),
+    r"(?:^|[.;:,(] )[Ww]hat (?!is|are|was|were|if|to|it is|does|do|did)\w+[^?.]*[.;]": (
+        "name the thing instead of a what-clause"
+    ),
+    r"\bbeside\b": 'say "next to", "in addition to", "while … runs" or "with"',
+    r"\b(?:is|are|was|were) (?:told|heard|heeded)\b": "say who reports it",
+    r"\bcan be told\b": 'say "is visible" or "lets us convert"',
+    r"\bby (?:night|day)\b": 'say "in the nightly tests" or "in make test"',
+    r"\b(?:bears?|heeds?) (?:it|them|that|this)\b": 'say "tolerates", "obeys"',
+    r"\bmade of it\b": "name the verb",
+    r"\bgoes? on\b": 'say "continues" or "resumes"',
+    r"\bone after the other\b": 'say "in turn" or "sequentially"',
+    r"\bso as to\b": 'say "to"',
+    r"\bmends?\b|\bmended\b": 'say "fixes"',
+    r"\blooks? for itself\b|\bfor want of\b": "say what is missing",
+}
+
+
+class Finding(NamedTuple):
+    """A place and what to do there."""
+
+    file: str
+    line: int
+    text: str
+    advice: str
+
+
+def findings(path: Path) -> Iterator[Finding]:
+    """Habits and long sentences of one file."""
+    name, text = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+    pieces = markdown(text) if path.suffix == ".md" else python(text)
+    for line, piece, prose in pieces:
+        for habit, advice in HABITS.items():
+            for match in re.finditer(habit, piece):
+                yield Finding(name, line + piece.count("\n", 0, match.start()), match[0][:60], advice)
+        for sentence in sentences(piece) if prose else ():
+            words = len(re.findall(r"[^\W\d_][\w’'-]*", sentence))
+            if words > LONGEST:
+                yield Finding(name, line, sentence[:60] + "…", f"{words} words in a sentence")
+
+
+def markdown(text: str) -> Iterator[tuple[int, str, bool]]:
+    """Line number, text and whether it has sentences, of each paragraph or table row; code blocks are left out."""
+    text = re.sub(r"^(```|~~~).*?^\1", lambda code: "\n" * code[0].count("\n"), text, flags=re.S | re.M)
+    number = 1
+    for block in re.split(r"(\n\s*\n|\n(?=[|#>]|\s*[-*] |\s*\d+\. ))", text):
+        plain = re.sub(r"`[^`\n]*`|\]\([^)]*\)|<[^>]*>", "code", block)
+        if plain.strip():
+            yield (
+                number + len(block) - len(block.lstrip("\n")),
+                plain.strip(),
+                not plain.lstrip().startswith(("|", "#")),
+            )
+        number += block.count("\n")
+
+
+def python(text: str) -> Iterator[tuple[int, str, bool]]:
+    """Docstrings and comments as prose, other strings of at least four words as messages."""
+    tree = ast.parse(text)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") >= 3:
+            # equations and examples stand apart, indented
+            kept = re.sub(r"^ {4,}.*$", "", node.value, flags=re.M) if id(node) in docstrings else node.value
+            for paragraph in re.split(r"\n\s*\n", re.sub(r"`[^`\n]*`", "code", kept)):
+                yield node.lineno, paragraph.strip(), id(node) in docstrings
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# "), False
+
+
+def sentences(text: str) -> list[str]:
+    """Parts between full stops, colons and semicolons."""
+    return re.split(r"(?<=[.!?:;])\s+", re.sub(r"\s+", " ", text))
+
+
+def files() -> list[Path]:
+    """Every page and every file of the package."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    return sorted([*pages, *(ROOT / "residua").rglob("*.py")])
+
+
+def main() -> None:
+    """Compare the findings with the recorded numbers, or list or record them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", nargs="+", metavar="PATH", help="show every finding of these files or folders")
+    parser.add_argument("--write", action="store_true", help="record the present numbers, if their total is not higher")
+    asked = parser.parse_args()
+    chosen = [Path(path).resolve() for path in asked.list or ()]
+    paths = [file for file in files() if not chosen or any(file == c or c in file.parents for c in chosen)]
+    by_file = {path.relative_to(ROOT).as_posix(): list(findings(path)) for path in paths}
+    limits = json.loads(LIMITS.read_text("utf-8")) if LIMITS.exists() else {}
+    counts = {name: len(listed) for name, listed in by_file.items() if listed}
+    if asked.write:
+        if limits and sum(counts.values()) > sum(limits.values()):
+            sys.exit(f"{sum(counts.values())} findings, {sum(limits.values())} recorded: rewrite some sentences first.")
+        LIMITS.write_text(json.dumps(counts, indent=0, sort_keys=True) + "\n", "utf-8")
+        return
+    shown = by_file if chosen else {n: by_file[n] for n, count in counts.items() if count > limits.get(n, 0)}
+    for name, listed in shown.items():
+        for finding in listed:
+            print(f"{name}:{finding.line}: {finding.text!r}: {finding.advice}")
+    if shown and not chosen:
+        over = ", ".join(f"{name} {counts[name]} (recorded {limits.get(name, 0)})" for name in shown)
+        sys.exit(f"More findings than recorded in tools/prose.json: {over}. Rewrite as many as were added.")
+    print(f"{sum(counts.values())} findings in {len(counts)} files, none above its recorded number.")
+
+
+if __name__ == "__main__":
+    main()
