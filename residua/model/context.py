@@ -1,4 +1,4 @@
-"""What a forward pass may be given, and what all its sublayers share: positions, documents, caches."""
+"""The inputs of a forward pass and the values that all sublayers share: positions, documents, caches, token ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ In training a handle follows for each layer that has yet to mix them (`anchors.S
 
 
 class Context(NamedTuple):
-    """What a sublayer is given besides its input.
+    """Everything a sublayer gets in addition to its input.
 
     rotary: cos and sin [T, head_dim/2], or [B, T, head_dim/2] while decoding, in float32, followed by those of layers
     with a window if they differ; None for a model without softmax attention. segments: [B, T], the number of each
@@ -47,7 +47,7 @@ class Context(NamedTuple):
         return self if self.caches is None else self._replace(cache=self.caches[k])
 
     def ids_for(self, topology: Topology) -> tuple[Tensor, ...]:
-        """What `open` and `step` of a topology take last: the token ids if it reads them."""
+        """The last arguments of `open` and `step` of a topology: the token ids if it reads them."""
         return () if self.tokens is None or not topology.reads_tokens else (self.tokens,)
 
 
