@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu
 
 from residua import ops
 from residua.config import choices
@@ -69,18 +69,18 @@ class Unmixed(nn.Module):
         super().__init__()
         self.sections = sections
 
-    def project(self, project: Projection, x: Tensor, anchors: Anchors) -> Tensor:
-        """The layer's fused projection [B, T, R] of x."""
-        projected: Tensor = project(x)
-        return projected
-
     def forward(
-        self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
+        self, project: Projection, x: Tensor, anchors: Anchors, qk_norm: QueryKeyNorm, table: RotaryTable
     ) -> tuple[Projections, Anchors]:
-        """Turn the layer's fused projection [B, T, R] of x into the heads that attend, and anchors for later layers."""
-        own = self.split(projected)
+        """The heads that attend, by the layer's fused projection [B, T, R] of x, and anchors for later layers."""
+        own = self.split(project(x))
+        written = self.write(own, anchors)
         own["q"], own["k"] = qk_norm(own["q"], own["k"], table)
-        return own, anchors
+        return own, written
+
+    def write(self, own: Projections, anchors: Anchors) -> Anchors:
+        """The anchors for later layers, from the layer's own projections and the anchors it was given."""
+        return anchors
 
     @property
     def plain(self) -> bool:
@@ -133,12 +133,8 @@ class Write(Unmixed):
     def only_values(self) -> bool:
         return self.pathways == ("v",) and not self.norm.gains
 
-    def forward(
-        self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
-    ) -> tuple[Projections, Anchors]:
-        own = self.split(projected)
-        written = tuple(self.norm(s, own[s]) for s in self.pathways)
-        return super().forward(projected, written, x, qk_norm, table)
+    def write(self, own: Projections, anchors: Anchors) -> Anchors:
+        return tuple(self.norm(s, own[s]) for s in self.pathways)
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
         if old.plain:
@@ -193,14 +189,8 @@ class Mix(Unmixed):
         """γ [B, T, 2·pathways]; None for a static mixture."""
         return None
 
-    def project(self, project: Projection, x: Tensor, anchors: Anchors) -> Tensor:
-        """With shared anchors (`Sharing`) λ2 ⊙ S, by folded weights, and x W1 behind it if λ are dynamic."""
-        if not self._shares(anchors):
-            return super().project(project, x, anchors)
-        return linear(x, self.stacked(project.weight))
-
     def stacked(self, weight: Tensor) -> Tensor:
-        """The folded weights, and below them W1 of the network that makes γ, so that one product of x makes both."""
+        """The folded weights, and below them W1 of the network that makes γ: all that reads x."""
         first = [part.weight.to(weight.dtype) for part in self.projections[:1]]
         return torch.cat([self.folded(weight), *first]) if first else self.folded(weight)
 
@@ -260,19 +250,20 @@ class Mix(Unmixed):
         return [pathway for pathway in self.pathways if pathway in old.pathways]
 
     def forward(
-        self, projected: Tensor, anchors: Anchors, x: Tensor, qk_norm: QueryKeyNorm, table: RotaryTable
+        self, project: Projection, x: Tensor, anchors: Anchors, qk_norm: QueryKeyNorm, table: RotaryTable
     ) -> tuple[Projections, Anchors]:
+        """With shared anchors (`Sharing`) λ2 is folded into the projection's weights."""
         named, scales = dict(zip(self.pathways, anchors, strict=False)), dict(self.anchor_scale.items())
         if self._shares(anchors):
             first = len(self.pathways)
             rest = first + self.HANDLES
             heads = shared.mix_heads(
-                projected, anchors[first:rest], self.sections, named, scales, table,
+                x, self.stacked(project.weight), anchors[first:rest], self.sections, named, scales, table,
                 gains=qk_norm.gains, network=self.network, eps=qk_norm.eps,
             )  # fmt: skip
             return heads, (*anchors[:first], *anchors[rest:])
         return ops.mix_heads(
-            projected,
+            project(x),
             self.sections,
             named,
             scales,

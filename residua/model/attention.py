@@ -188,8 +188,7 @@ class SoftmaxAttention(Body):
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         assert context.rotary is not None
         cos, sin = context.rotary[self.table]
-        projected = self.mix.project(self.project, x, anchors)
-        own, anchors = self.mix(projected, anchors, x, self.qk_norm, (cos, sin))
+        own, anchors = self.mix(self.project, x, anchors, self.qk_norm, (cos, sin))
         if context.sharing is not None and isinstance(self.mix, Write):
             anchors = context.sharing.share(anchors)
         if isinstance(self.mix, DynamicMix):

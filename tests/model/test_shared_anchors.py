@@ -18,7 +18,9 @@ from residua.train.step import recompute_sublayers
 from tests.golden.compare import randomise
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
+from tests.train.compile.rewriting import rewriting
 
+aten = torch.ops.aten
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.slow,
@@ -71,6 +73,17 @@ def test_a_compiled_model_is_one_graph_with_the_same_gradients(name: str) -> Non
     eager = gradients(model, model.loss, "triton")
     compiled = gradients(model, torch.compile(model.loss, fullgraph=True, backend="aot_eager"), "triton")
     assert all(torch.equal(eager[name], compiled[name]) for name in eager)
+
+
+def test_compiled_layers_copy_neither_projections_nor_gradients() -> None:
+    torch._dynamo.reset()
+    tables = MODELS["exoformer, dynamic"] | {"layers": 2, "ffn": {"kind": "relu2", "hidden": 8}}
+    model, graphs = built(tables).float(), []
+    gradients(model, torch.compile(model.loss, fullgraph=True, backend=rewriting(seen=graphs)), "triton")
+    tokens, columns = tokens_and_targets()[0].numel(), len(model.sublayers[0].body.project.weight)
+    copies = {aten.cat.default, aten.clone.default, aten.constant_pad_nd.default, aten.slice_scatter.default}
+    shapes = [n.meta["val"].shape for graph in graphs for n in graph.graph.nodes if n.target in copies]
+    assert not [shape for shape in shapes if shape[:-1].numel() == tokens and shape[-1] >= columns]
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,9 @@ def mix_shared(
     handles = shared.share(named, scales, sections, source=source, gains=anchor_gains, hidden=16 * dynamic)
     made: list[torch.Tensor] = []
     for own, handle in zip(scales, handles, strict=True):
-        projected = draw(2, length, 4 * heads * width + 16 * dynamic, dtype=dtype)
+        x, weight = draw(2, length, 16, dtype=dtype), draw(4 * heads * width + 16 * dynamic, 16, dtype=dtype)
         network = (draw(2 * len(anchors), 16), draw(2 * len(anchors))) if dynamic else None
-        made += shared.mix_heads(projected, handle, sections, named, own, table, gains=gains, network=network).values()
+        made += shared.mix_heads(x, weight, handle, sections, named, own, table, gains=gains, network=network).values()
     both(made)
 
 

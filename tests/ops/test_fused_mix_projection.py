@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, linear, pad
 
 from residua import ops
 from tests.nightly import only_nightly
@@ -96,23 +96,29 @@ class SharedLayers(Layers):
     def __init__(self, **settings):
         super().__init__(**settings)
         self.leaves = {name: t for name, t in self.leaves.items() if not name.startswith("own")}
-        self.hidden = 0
-        for layer in "12" if "gamma 1" in self.leaves else "":
-            # γ is made from columns of the projection
-            self.hidden, gamma, own = 3, self.leaves.pop(f"gamma {layer}"), self.leaves[f"projected {layer}"]
-            self.leaves[f"projected {layer}"] = torch.cat([own, own[..., -self.hidden :].flip(-1)], -1)
-            self.leaves[f"up {layer}"] = gamma[0, : self.hidden].mT.float()
-            self.leaves[f"bias {layer}"] = gamma[0, 3].float()
+        self.hidden = 3 if "gamma 1" in self.leaves else 0
+        for layer in "12":
+            projected = self.leaves.pop(f"projected {layer}")[..., 3:]
+            self.leaves[f"x {layer}"] = projected[..., :3]
+            columns = projected.flatten(0, 1)[:3].mT
+            self.leaves[f"weight {layer}"] = torch.cat([columns, columns[: self.hidden].flip(0)])  # W', then W1
+            if self.hidden:
+                gamma = self.leaves.pop(f"gamma {layer}")
+                self.leaves[f"up {layer}"] = gamma[0, : self.hidden].mT.float()
+                self.leaves[f"bias {layer}"] = gamma[0, 3].float()
 
     def __call__(self, leaves: dict[str, Tensor], table: tuple[Tensor, Tensor]) -> list[Tensor]:
         scales = [{s: leaves[f"other {s} {layer}"] for s in self.pathways} for layer in "12"]
         if ops.chosen_backend() == "reference":
             one = torch.ones((), dtype=table[0].dtype, device=table[0].device)
             extra = {f"own {s} {n}": one for s in self.pathways for n in "12"}
-            for layer in "12" if self.hidden else "":
-                projected, up, bias = (leaves[f"{name} {layer}"] for name in ("projected", "up", "bias"))
-                extra[f"gamma {layer}"] = torch.sigmoid(gelu(projected[..., -self.hidden :]) @ up.mT + bias)
-                extra[f"projected {layer}"] = projected[..., : -self.hidden]
+            for layer in "12":
+                both = linear(leaves[f"x {layer}"], leaves[f"weight {layer}"])
+                projected, hidden = both.split([both.shape[-1] - self.hidden, self.hidden], -1)
+                extra[f"projected {layer}"] = pad(projected, (3, 0))
+                if self.hidden:
+                    network = leaves[f"up {layer}"], leaves[f"bias {layer}"]
+                    extra[f"gamma {layer}"] = torch.sigmoid(linear(gelu(hidden), *network))
             return super().__call__(leaves | extra, table)
         from residua.ops.mix_projection import shared
 
@@ -122,8 +128,8 @@ class SharedLayers(Layers):
             gains = tuple(leaves[f"gain {s} {layer}"] for s in "qk") if self.normed else None
             network = (leaves[f"up {layer}"], leaves[f"bias {layer}"]) if self.hidden else None
             made += shared.mix_heads(
-                leaves[f"projected {layer}"][..., 3:], handle, self.sections, anchors, own, table, gains=gains,
-                network=network,
+                leaves[f"x {layer}"], leaves[f"weight {layer}"], handle, self.sections, anchors, own, table,
+                gains=gains, network=network,
             ).values()  # fmt: skip
         return made
 

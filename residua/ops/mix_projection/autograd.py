@@ -123,7 +123,7 @@ class _MixHeads(torch.autograd.Function):
         passed = grads[len(sections) :]
         later = [torch.zeros_like(a) if g is None else g for a, g in zip(inputs.anchors, passed, strict=True)]
         known = any(g is not None for g in passed)
-        made = launch.backward(dy, later if known else [], *inputs, None, ctx.plan, ctx.eps)
+        made = launch.backward(dy, later if known else [], *inputs, None, None, ctx.plan, ctx.eps)
         d_projected, d_gamma, sums, *d_anchors = made
         d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
         d_rest = [d.to(t.dtype) for d, t in zip(parts(sums, sections, inputs), _summed(inputs), strict=True)]

@@ -181,6 +181,7 @@ def backward(
     current_scales: Sequence[Tensor],
     gains: Sequence[Tensor],
     anchor_gains: Sequence[Tensor],
+    hidden: Tensor | None,
     up: Tensor | None,
     plan: Sequence[int],
     eps: float,
@@ -189,8 +190,9 @@ def backward(
     and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients, unless λ2
     is inside the projection.
 
-    With `up` [F, E] the last E columns of the projection are what γ [..., F] is made from (`reference.factors`): they
-    get their gradient, and those of `up` and its bias, side by side [F, E + 1], come in the place of that of γ.
+    With `hidden` [B, T, E] and `up` [F, E], γ [..., F] is made from these (`reference.factors`): the gradient of
+    `hidden` comes behind that of the projection, [B, T, R + E], and those of `up` and its bias, side by side
+    [F, E + 1], in the place of that of γ.
     """
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
     d_projected, d_gamma, sums, *d_anchors = outputs = _gradients(inputs, plan, up)
@@ -230,8 +232,8 @@ def backward(
                     LATER=len(later) > 0 and s.anchor >= 0,
                 )
         column += s.sums(inputs) * s.heads * s.width
-    if up is not None and gamma is not None:
-        _factors(per_head, rows(gamma), rows(projected)[:, -up.shape[1] :], up.contiguous(), flat, d_gamma)
+    if up is not None and gamma is not None and hidden is not None:
+        _factors(per_head, rows(gamma), rows(hidden), up.contiguous(), flat, d_gamma)
     elif gamma is not None:
         torch.sum(per_head, 2, out=d_gamma.view(len(flat), len(anchors), 2))
     sum_rows(partial, sums, rows=chunks)
@@ -312,11 +314,11 @@ def rows(x: Tensor) -> Tensor:
 
 def _gradients(inputs: Inputs, plan: Sequence[int], up: Tensor | None) -> list[Tensor]:
     """The results of the backward pass, still empty."""
-    projected = inputs.projected
-    factors = (*projected.shape[:-1], 0 if inputs.gamma is None else inputs.gamma.shape[-1])
+    projected, lead = inputs.projected, inputs.projected.shape[:-1]
+    factors = (*lead, 0 if inputs.gamma is None else inputs.gamma.shape[-1])
     sums = sum(s.sums(inputs) * s.heads * s.width for s in sections(plan))
     return [
-        projected.new_empty(projected.shape),
+        projected.new_empty((*lead, projected.shape[-1] + (0 if up is None else up.shape[1]))),
         projected.new_empty(factors if up is None else (len(up), up.shape[1] + 1), dtype=torch.float32),
         projected.new_empty((sums,), dtype=torch.float32),
         *(a.new_empty(a.shape) for a in inputs.anchors if not inputs.folded),

@@ -20,9 +20,12 @@ place of its layer's s_l, which is freed then, so the peak does not rise (and no
 
 γ that depend on the token leave this as it is, m_l = γ1_l λ1_l ⊙ a + γ2_l x W'_lᵀ. The gradient of the projection is
 γ2_l dm_l, and the last pass multiplies it by γ1_l/γ2_l. Only dγ needs more: V and G, which have no norm, read their own
-projection and the anchor again (2C each). Per layer and pathway this is 4C, then C(1 + 2/L). The network that makes γ
-has its first matrix W1 below W', so x is read once, and its gradient written once, for both: [W'; W1] x has E columns
-more, from which γ is made (`reference.factors`), and whose gradient goes into that of the projection.
+projection and the anchor again (2C each). Per layer and pathway this is 4C, then C(1 + 2/L). γ is made from h = W1 x
+(`reference.factors`), whose gradient goes into the same rows as that of the projection, E columns behind it. So the
+backward pass is one product for both, dx = [dm, dh] [W'; W1], and one for the gradient of both matrices. The forward
+pass has a product for each: x is read twice (C), and both results are dense. As one result of R + E columns, they would
+have rows that `torch.compile` pads to whole cache lines, so that it would copy them for every operator (2R each time);
+and matrix libraries are slower for R + E columns than for R by more than the second product takes.
 
 W' is rounded once more than W where W is a working copy in bfloat16: results differ from those of autocast, which
 rounds W' alone, by that rounding.
@@ -38,10 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from residua.ops._runtime.backend import chosen_backend
 from residua.ops._runtime.launch import handle
-from residua.ops._runtime.numeric import wide
+from residua.ops._runtime.numeric import wide, working_dtype
 from residua.ops._runtime.tracing import in_graph
 from residua.ops._runtime.triton_support import supports
 from residua.ops.mix_projection import autograd, launch
@@ -85,7 +89,8 @@ def share(
 
 
 def mix_heads(
-    projected: Tensor,
+    x: Tensor,
+    weight: Tensor,
     handles: Sequence[Tensor],
     sections: Sections,
     anchors: Mapping[str, Tensor],
@@ -96,15 +101,18 @@ def mix_heads(
     network: tuple[Tensor, Tensor] | None = None,
     eps: float = 1e-6,
 ) -> Heads:
-    """`ops.mix_heads` of one layer with its handles; λ2 is inside the projection.
+    """`ops.mix_heads` of one layer with its handles, from its input x [B, T, C] on.
 
-    `network` are W2 [F, E] and b [F] of `reference.factors`, which makes γ from the last E columns.
+    weight [R, C] is W', which has λ2 inside. `network` are W2 [F, E] and b [F] of `reference.factors`; then W1 [E, C]
+    is below W'.
     """
     plan = autograd.plan_sections(sections, list(anchors), gains is not None)
     plain = list(sections).index("g") if "g" in anchors and gate_in_graph() else -1
     scales = [_elements(anchor_scales[s], sections[s]).detach() for s in anchors]
     values = [a.detach() for a in anchors.values()]
-    made = _mix(plan, eps, plain, projected, network, list(handles), list(table), values, scales, list(gains or ()))
+    dtype = working_dtype(x)
+    product = (x.to(dtype), weight.to(dtype))
+    made = _mix(plan, eps, plain, product, network, list(handles), list(table), values, scales, list(gains or ()))
     return dict(zip(sections, made, strict=True))
 
 
@@ -131,12 +139,13 @@ def _share(
 
 @in_graph
 def _mix(
-    plan: launch.SectionPlan, eps: float, plain: int, projected: Tensor, network: tuple[Tensor, Tensor] | None,
-    handles: list[Tensor], table: list[Tensor], anchors: list[Tensor], scales: list[Tensor], gains: list[Tensor],
+    plan: launch.SectionPlan, eps: float, plain: int, product: tuple[Tensor, Tensor],
+    network: tuple[Tensor, Tensor] | None, handles: list[Tensor], table: list[Tensor], anchors: list[Tensor],
+    scales: list[Tensor], gains: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    passed = (*(network or (None, None)), *(handles if network else (*handles, None)))
+    passed = (*product, *(network or (None, None)), *(handles if network else (*handles, None)))
     tensors = (*table, *anchors, *scales, *gains)
-    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, plain, len(anchors), projected, *passed, *tensors)
+    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, plain, len(anchors), *passed, *tensors)
     return made
 
 
@@ -186,12 +195,16 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: launch.SectionPlan, eps: float, plain: int, count: int, projected: Tensor,
+        ctx: Any, plan: launch.SectionPlan, eps: float, plain: int, count: int, x: Tensor, weight: Tensor,
         up: Tensor | None, bias: Tensor | None, dm: Tensor, of_gamma: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.plan, ctx.eps, ctx.count = plan, eps, count
-        gamma = None if up is None or bias is None else factors(projected[..., -up.shape[1] :], up, bias)
-        ctx.save_for_backward(projected, gamma, up, *tensors)
+        rows = sum(s.heads * s.width for s in launch.sections(plan))
+        projected, hidden, gamma = linear(x, weight[:rows]), None, None
+        if up is not None and bias is not None:
+            hidden = linear(x, weight[rows:])
+            gamma = factors(hidden, up, bias)
+        ctx.save_for_backward(x, weight, projected, gamma, hidden, up, *tensors)
         ctx.set_materialize_grads(False)
         inputs, heads = _inputs(projected, gamma, tensors, count), []
         # to the operator, a section that is mixed here has no anchor
@@ -211,21 +224,23 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        projected, gamma, up, *tensors = ctx.saved_tensors
+        x, weight, projected, gamma, hidden, up, *tensors = ctx.saved_tensors
         if all(g is None for g in grads):
-            return (None,) * (9 + len(tensors))
+            return (None,) * (10 + len(tensors))
         inputs, sections = _inputs(projected, gamma, tensors, ctx.count), launch.sections(ctx.plan)
         lead = projected.shape[:-1]
         dy = [
             projected.new_zeros((*lead, s.heads, s.width)) if g is None else g
             for s, g in zip(sections, grads, strict=True)
         ]
-        dm, d_network, sums = launch.backward(dy, [], *inputs, up, ctx.plan, ctx.eps)
+        dm, d_network, sums = launch.backward(dy, [], *inputs, hidden, up, ctx.plan, ctx.eps)
         d_gains = [
             d.to(gain.dtype) for d, gain in zip(autograd.parts(sums, sections, inputs), inputs.gains, strict=True)
         ]
         d_up, d_bias = (None, None) if up is None else (d_network[:, :-1].to(up.dtype), d_network[:, -1])
-        return (*[None] * 4, dm, d_up, d_bias, dm, gamma, *[None] * (2 + 2 * ctx.count), *d_gains)
+        flat = launch.rows(dm)
+        dx, d_weight = (flat @ weight).view_as(x), flat.t() @ launch.rows(x)
+        return (*[None] * 4, dx, d_weight, d_up, d_bias, dm, gamma, *[None] * (2 + 2 * ctx.count), *d_gains)
 
 
 def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], count: int) -> launch.Inputs:
