@@ -119,7 +119,7 @@ class SuiteProgress(show.BenchProgress):
         self._log(f"{show.operator_line(report.results[-1])} ({self._place()})")
 
 
-def conduct(plan: SuitePlan, repeats: int, out: Path | None) -> None:
+def run_suite(plan: SuitePlan, repeats: int, out: Path | None) -> None:
     """Measure and show. If it ends early, the rows measured so far are still printed and in the file."""
     progress = SuiteProgress(count_rows(plan), out)
     try:

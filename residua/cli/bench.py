@@ -277,7 +277,7 @@ def operators(
         "vocabulary": vocabulary,
     }  # fmt: skip
     plan = suite.plan(names or [], implementations.split(","), precision, settings)
-    suite.conduct(plan, repeats, out)
+    suite.run_suite(plan, repeats, out)
 
 
 @app.command()

@@ -158,7 +158,7 @@ def compare(
     if folder is not None and results is None and out in (None, folder):
         results = _remembered(folder, console)
     study = resolve_study(what or [], demo, chosen, start, folder, results)
-    _conduct(study, out or folder or Path("runs") / study.name, console, plan, results)
+    _run_study(study, out or folder or Path("runs") / study.name, console, plan, results)
 
 
 def _remembered(folder: Path, console: Console) -> Path | None:
@@ -198,7 +198,7 @@ def _show(path: Path, out: Path | None, console: Console, options: list[str]) ->
         say(console, f"\nReport: {(out / 'report.html').resolve()}")
 
 
-def _conduct(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
+def _run_study(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
     from residua.files import keeping
     from residua.reading import counted
     from residua.study.run_study import preview, run_study

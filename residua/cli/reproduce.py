@@ -13,8 +13,8 @@ from residua.cli.options import Calibration, Data, argument, command_line, optio
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from residua.reproduce.conduct import Reproduced
     from residua.reproduce.request import Request
+    from residua.reproduce.run_entry import Reproduced
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 SCALE = "1/32"
@@ -104,7 +104,7 @@ def reproduce(
         _refuse(options, ("study", "rows"), "--study takes numbers that exist and trains nothing: leave --{} out.")
         _tell(reproduce_from(entry, study, folder, console, request.rows), console)
         return
-    from residua.reproduce import conduct as work
+    from residua.reproduce import run_entry as work
 
     if run:
         _refuse(options, ("run",), "--run looks inside a model that exists and trains nothing: leave --{} out.")
@@ -114,7 +114,7 @@ def reproduce(
     if plan:
         work.show_plan(entry, request, folder, console)
         return
-    _conduct(entry, request, folder, results, console)
+    _run_entry(entry, request, folder, results, console)
 
 
 def _refuse(options: Sequence[str], but: Sequence[str], sentence: str) -> None:
@@ -126,14 +126,14 @@ def _refuse(options: Sequence[str], but: Sequence[str], sentence: str) -> None:
         raise UserError(sentence.format(ignored))
 
 
-def _conduct(entry: str, request: Request, folder: Path, results: Path | None, console: Console) -> None:
+def _run_entry(entry: str, request: Request, folder: Path, results: Path | None, console: Console) -> None:
     from residua.files import keeping
-    from residua.reproduce.conduct import reproduce as conduct
+    from residua.reproduce.run_entry import reproduce
     from residua.study.train_runs import StudyInterrupted
 
     try:
         with keeping("trained runs are kept, and the same command goes on from them"):
-            reproduced = conduct(entry, request, folder, console, results, command_line())
+            reproduced = reproduce(entry, request, folder, console, results, command_line())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
         raise typer.Exit(130) from None

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from residua.diagnose.attention import AttentionSums, Scores, attend_and_sum
-from residua.diagnose.observe import Site, first, hooked, on_each
+from residua.diagnose.observe import Site, first, on_each
 from residua.errors import UserError
+from residua.model.taps import hooked
 from residua.ops._runtime.numeric import rms, wide
 
 INTERFACE, DENSE_MASKS = "residua_diagnose", "residua_diagnose_dense_masks"

@@ -53,12 +53,12 @@ from residua.diagnose.observe import (
     SiteKind,
     Subject,
     first,
-    hooked,
     on_each,
     replaced_first,
     silenced,
 )
 from residua.errors import UserError
+from residua.model.taps import hooked
 from residua.ops._runtime.numeric import wide
 from residua.reading import counted
 

@@ -22,7 +22,6 @@ from residua.diagnose.observe import (
     SiteKind,
     Subject,
     before_each,
-    hooked,
     on_each,
     silenced,
 )
@@ -30,6 +29,7 @@ from residua.model import taps
 from residua.model.body import Body
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.inference import InferenceDecoder
+from residua.model.taps import hooked
 from residua.reading import counted
 
 NEAR_ZERO = 1e-3

@@ -188,17 +188,6 @@ def _all_of(ablations: Sequence[Ablation]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def hooked(handles: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
-    """Attach hooks for the length of the block."""
-    attached = handles()
-    try:
-        yield
-    finally:
-        for handle in attached:
-            handle.remove()
-
-
 def on_each(
     modules: Sequence[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False
 ) -> Callable[[], list[RemovableHandle]]:

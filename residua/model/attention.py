@@ -255,7 +255,7 @@ class SoftmaxAttention(Body):
         return torch.cat([rows, len(rows) + gate])
 
     @property
-    def plain_heads(self) -> bool:
+    def direct_to_cache(self) -> bool:
         """Whether decoding kernels may put the projected heads straight into the cache and attend to all of it.
 
         No anchors are mixed in but values, QK-norm is the kernels', angles do not depend on the length, and there is no
@@ -264,9 +264,9 @@ class SoftmaxAttention(Body):
         return self.mix.only_values and self.qk_norm.in_kernels and self.steady and self.window is None
 
     @property
-    def bare_heads(self) -> bool:
-        """Whether they are plain, and what attention returns goes to the output map as it is: no sink, no gate."""
-        return self.plain_heads and self.sink is None and "g" not in self.head_width
+    def no_gate_or_sink(self) -> bool:
+        """Whether heads go straight to the cache and outputs straight to the output map: no sink and no gate."""
+        return self.direct_to_cache and self.sink is None and "g" not in self.head_width
 
     def own_values(self, projected: Tensor) -> Tensor:
         """The values [..., H_kv, D] of a fused projection [..., R], which share its memory."""

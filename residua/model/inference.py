@@ -147,7 +147,7 @@ class InferenceDecoder(Decoder):
             self.topology, self.norm = topology, NoNorm()
             norms = [NoNorm() for _ in norms]
         direct = [
-            not looked_into and sublayer.body.plain_heads and InferenceAttention.serves(sublayer.body)
+            not looked_into and sublayer.body.direct_to_cache and InferenceAttention.serves(sublayer.body)
             for sublayer, looked_into in zip(sublayers, watched, strict=True)
             if isinstance(sublayer.body, SoftmaxAttention)
         ]
@@ -288,7 +288,7 @@ class Forward:
 
 def bare_attention(body: nn.Module) -> SoftmaxAttention | None:
     """The body, if it is softmax attention to the whole cache with neither gate nor sink nor bias."""
-    if not isinstance(body, SoftmaxAttention) or not body.bare_heads:
+    if not isinstance(body, SoftmaxAttention) or not body.no_gate_or_sink:
         return None
     return body if is_plain(body.project) and is_plain(body.out) else None
 

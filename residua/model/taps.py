@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 _seen: dict[str, Tensor] | None = None
 _NAME = re.compile(r"(\w+)\.(\d+)\.(\w+)")
@@ -47,3 +48,14 @@ def tap(name: str, value: Tensor | Callable[[], Tensor]) -> None:
     """Publish a tensor; a function is called, and its tensor computed, only while someone records."""
     if _seen is not None:
         _seen[name] = value if isinstance(value, Tensor) else value()
+
+
+@contextmanager
+def hooked(handles: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
+    """Attach hooks for the length of the block."""
+    attached = handles()
+    try:
+        yield
+    finally:
+        for handle in attached:
+            handle.remove()

@@ -22,6 +22,7 @@ from residua.errors import UserError
 from residua.model import gauges, taps
 from residua.model.decoder import Decoder
 from residua.model.moe import Experts, expert_states
+from residua.model.taps import hooked
 from residua.ops._runtime.numeric import no_autocast
 from residua.quantize.modules import (
     in_low_precision,
@@ -37,7 +38,7 @@ from residua.quantize.modules import (
 from residua.quantize.nvfp4 import static_scale
 from residua.quantize.result import ERROR_TOKENS, ModuleError, Outlier, Probe
 from residua.quantize.schemes import Quantized, Scheme
-from residua.quantize.smoothing import edges, hooked, smooth
+from residua.quantize.smoothing import edges, smooth
 from residua.report.terminal import StageProgress
 from residua.storage.checkpoint import model_tensors
 from residua.storage.model_folder import open_text
@@ -234,7 +235,7 @@ def module_errors(
     those of a static scheme.
     """
     sums = {name: _Sums(name, module, weights, scheme, scales) for name, module in modules.items()}
-    with hooked({name: (modules[name], partial(_Sums.note, found)) for name, found in sums.items()}):
+    with hooked(lambda: [modules[n].register_forward_pre_hook(partial(_Sums.note, s)) for n, s in sums.items()]):
         for batch in batches:
             forward(model, batch)
     return [found.result() for found in sums.values()]
@@ -256,7 +257,7 @@ def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: It
                 raise UserError(f"an input of {activation} is {peak}: the model overflows on its calibration text.")
             peaks[activation] = max(peaks[activation], peak)
 
-    with hooked({name: (module, partial(note, name)) for name, module in modules.items()}):
+    with hooked(lambda: [m.register_forward_pre_hook(partial(note, name)) for name, m in modules.items()]):
         for batch in batches:
             forward(model, batch)
     return peaks

@@ -10,8 +10,7 @@ has the same modules and computes the same function. A norm that gates its own o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from residua.errors import UserError
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.equivalence import Edge
 from residua.model.norm import NoNorm
+from residua.model.taps import hooked
 
 LARGEST_FACTOR = 1e4
 
@@ -61,7 +61,7 @@ def channel_peaks(
         peak = seen.abs().amax(0).float() if len(seen) else seen.new_zeros(seen.shape[1]).float()
         peaks[edge.name] = torch.maximum(peaks[edge.name], peak) if edge.name in peaks else peak
 
-    with hooked({edge.name: (edge.probe, partial(note, edge)) for edge in found}):
+    with hooked(lambda: [edge.probe.register_forward_pre_hook(partial(note, edge)) for edge in found]):
         for batch in batches:
             run(batch)
     return peaks
@@ -80,17 +80,6 @@ def _shared(values: Tensor, channel: Tensor) -> Tensor:
     """The largest value among the channels that share a producer's channel."""
     shared = values.new_zeros(int(channel.max()) + 1)
     return shared.scatter_reduce(0, channel.to(values.device), values, "amax")
-
-
-@contextmanager
-def hooked(hooks: dict[str, tuple[nn.Module, Callable[..., None]]]) -> Iterator[None]:
-    """Install forward pre-hooks on modules for the duration of the block."""
-    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks.values()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _forward(model: Decoder, batch: Batch) -> Tensor:

@@ -24,9 +24,9 @@ from residua.config.settings import ConfigError
 from residua.files import refuse_used
 from residua.reproduce.claims import Measured, Verdict, by_reason, verdicts
 from residua.reproduce.comparison import Comparison
-from residua.reproduce.conduct import Reproduced, trained
 from residua.reproduce.entry import AnyClaim, Gain, Inside, Row, Size, Study, Unmeasured
 from residua.reproduce.request import Request, selected
+from residua.reproduce.run_entry import Reproduced, trained
 from residua.study.config import StudyConfig
 from residua.study.page import REPORT, Outcome, provenance, show_saved
 from residua.study.plan import PLACE, TunedRate

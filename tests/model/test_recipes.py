@@ -107,7 +107,7 @@ def test_a_model_with_dyt_alone_has_no_other_norm() -> None:
 
 def test_decoding_with_dyt_as_qk_norm_equals_the_full_forward() -> None:
     model = randomise(residua.build(small(layers=2, attention={"kind": "softmax", "heads": 2, "qk_norm": "dyt"})), 0.05)
-    assert not model.sublayers[0].body.plain_heads, "decoding kernels would norm queries and keys otherwise"
+    assert not model.sublayers[0].body.direct_to_cache, "decoding kernels would norm queries and keys otherwise"
     tokens, _ = tokens_and_targets()
     close("logits", in_parts(model, tokens, [4, 1, 1]), model(tokens), tolerance=1e-6)
 

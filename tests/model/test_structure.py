@@ -54,7 +54,7 @@ def test_no_path_is_chosen_by_getattr_with_a_default(folder: str) -> None:
 
 
 def test_a_probe_is_found() -> None:
-    assert list(probes('fast = getattr(body, "plain_heads", False)\ngetattr(body, "heads")')) == ["plain_heads"]
+    assert list(probes('fast = getattr(body, "direct_to_cache", False)\ngetattr(body, "heads")')) == ["direct_to_cache"]
 
 
 def test_a_topology_that_states_a_fact_by_an_old_name_is_refused() -> None:

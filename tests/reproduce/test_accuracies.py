@@ -9,10 +9,10 @@ from residua.data import Dataset
 from residua.reproduce import request as requested
 from residua.reproduce.claims import Measured, Verdict, verdicts
 from residua.reproduce.comparison import Comparison
-from residua.reproduce.conduct import planned_cost
 from residua.reproduce.entry import Nothing, Study, load, names
 from residua.reproduce.measures import MEASURES
 from residua.reproduce.request import Request, build_study, selected, tasks_sentence
+from residua.reproduce.run_entry import planned_cost
 from residua.study.config import StudyConfig
 from residua.study.extend_study import complete_records
 from residua.study.plan import StudyPlan, make_plan

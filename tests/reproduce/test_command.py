@@ -10,7 +10,7 @@ from residua.cli.reproduce import app
 from residua.config.run import RunConfig
 from residua.data import Dataset
 from residua.errors import UserError
-from residua.reproduce import conduct as work
+from residua.reproduce import run_entry as work
 from residua.reproduce.entry import Inside, Nothing, load, names
 from residua.reproduce.request import Request, selected
 from tests.forked import fork_workers

@@ -1,4 +1,4 @@
-"""`residua reproduce`: plan an entry, conduct it as a study, or look inside models that a person has."""
+"""`residua reproduce`: plan an entry, run it as a study, or look inside models that a person has."""
 
 from __future__ import annotations
 
