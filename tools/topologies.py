@@ -58,9 +58,10 @@ def trace(topology: Topology) -> list[Junction]:
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.3)
         x = torch.randn(1, 1, WIDTH, dtype=torch.float64)
         h, state = topology.open(x)
-        # every lane is the embedding; the first sublayer gets it from one of them, or a weighted sum of all
+        # every lane is the embedding or a multiple; the first sublayer gets one of them, or a weighted sum of all
         entered, share = len(_lanes(state)), float(h.flatten() @ x.flatten() / x.square().sum())
-        read = {0: 1.0} if abs(share - 1) < 1e-9 else dict.fromkeys(range(entered), share / entered)
+        same = [i for i, lane in enumerate(_lanes(state)) if torch.equal(lane, h.flatten())]
+        read = {same[0]: 1.0} if same else dict.fromkeys(range(entered), share / entered)
         found = [Junction([Lane(1.0, 0.0, [], True, False)] * entered, read)]
         for k in range(SUBLAYERS):
             y = torch.randn(1, 1, WIDTH, dtype=torch.float64)

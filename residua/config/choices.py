@@ -43,6 +43,7 @@ from residua.config.topologies import ManifoldHyperLite as ManifoldHyperLite
 from residua.config.topologies import Memory as Memory
 from residua.config.topologies import MultiGate as MultiGate
 from residua.config.topologies import Recompute as Recompute
+from residua.config.topologies import ResidualScalars as ResidualScalars
 from residua.config.topologies import Topology as Topology
 from residua.config.topologies import TopologyChoice as TopologyChoice
 from residua.errors import UserError

@@ -35,6 +35,17 @@ class Clipped(TopologyChoice):
     limit: float = Field(1000.0, gt=0)
 
 
+class ResidualScalars(TopologyChoice):
+    """h ← λ h + μ x0 in every layer or sublayer, h − b·h_mid at the end. `backout` is b at the start."""
+
+    training_only: ClassVar[tuple[str, ...]] = ("backout",)
+
+    kind: Literal["x0"] = "x0"
+    scalars: Literal["layer", "sublayer"] = "layer"
+    embedding: Literal["normed", "raw"] = "normed"
+    backout: float = 0.2
+
+
 class AttentionResidual(TopologyChoice):
     """The keys that Full and Block Attention Residuals share: the switches of the paper's ablations."""
 
@@ -203,6 +214,7 @@ class DenseFormer(TopologyChoice):
 TopologyChoice.join(
     Additive,
     Clipped,
+    ResidualScalars,
     FullAttnRes,
     BlockAttnRes,
     BoundaryAttnRes,

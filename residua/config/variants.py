@@ -165,6 +165,8 @@ NUMBERED: dict[str, Callable[[int], Variant]] = {
 KNOWN: dict[str, Variant] = {
     "base": Variant("the base configuration as it is", lambda model: ()),
     "prenorm": _topology("x + f(x)", "additive"),
+    "x0": _topology("residual scalars, x0 injection and backout, by layer", "x0"),
+    "x0_sublayer": _topology("residual scalars, x0 injection and backout, by sublayer", "x0", "scalars=sublayer"),
     "full_attnres": _topology("Full Attention Residuals", "full_attnres"),
     "block_attnres": _in_blocks("Block Attention Residuals, about 8 blocks"),
     **{f"block{count}": NUMBERED["blockN"](count) for count in (2, 4, 8, 16)},

@@ -70,6 +70,8 @@ K = 2 * L
 DOCUMENTED = {
     "additive": ({}, 0),
     "clipped": ({}, 0),
+    "x0": ({}, 2 * L + 1),
+    "x0 sublayer": ({"scalars": "sublayer"}, 3 * K + 1),
     "full_attnres": ({}, 2 * C * K),
     "block_attnres": ({"sublayers_per_block": 3}, 2 * C * K),
     "boundary_attnres": ({"sublayers_per_block": 3}, 2 * C * (K // 3 - 1)),

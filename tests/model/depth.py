@@ -37,6 +37,8 @@ def named(x: Tensor, y: list[Tensor]) -> dict[str, Tensor]:
 SMALL: dict[str, choices.Topology] = {
     "additive": choices.Additive(),
     "clipped": choices.Clipped(limit=1.0),
+    "x0": choices.ResidualScalars(),
+    "x0 sublayer": choices.ResidualScalars(scalars="sublayer", embedding="raw"),
     "full_attnres": choices.FullAttnRes(),
     "full_attnres window": choices.FullAttnRes(window=2),
     "full_attnres sigmoid": choices.FullAttnRes(activation="sigmoid"),

@@ -77,6 +77,7 @@ REFUSED = {
     *(f"{kind}.streams" for kind in ("multi_gate", "hyper", "mhc", "mhc_lite")),
     *(f"{kind}.gate" for kind in ("multi_gate", "highway", "softmax")),
     "hyper.weights",
+    "x0.scalars",
     *(f"{kind}.{key}" for kind in ("gatednorm", "gated_dyt") for key in ("rank", "granularity")),
     *(f"{kind}.granularity" for kind in ("resformer", "nuresformer", "exoformer")),
     "nuresformer.mixing",

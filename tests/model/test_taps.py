@@ -38,6 +38,8 @@ DEPTH_TAPS = {
     "highway": {"depth.{}.beta": range(6)},
     "hyper": {"depth.{}.pre": range(6), "depth.{}.mix": range(6), "depth.{}.streams": range(6)},
     "dense": {"depth.{}.weights": range(1, 6, 2)},
+    "x0": {"depth.{}.weights": range(1, 6, 2)},
+    "x0 sublayer": {"depth.{}.weights": range(6)},
     "additive": {},
 }
 

@@ -13,7 +13,7 @@ import torch
 from residua.config import choices
 from residua.model.topology import Topology, build_topology
 from residua.ops import sinkhorn
-from tests.golden import attnres, dense, hyper, multigate
+from tests.golden import attnres, dense, hyper, multigate, residual_scalars
 from tests.golden.compare import agree, close, each_token, leaves_of, random
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology
 
@@ -80,6 +80,13 @@ def denseformer(topology: Any) -> Equation:
     return partial(dense.denseformer, alpha=alpha, dilation=topology.dilation, period=topology.period)
 
 
+def scaled_residual(topology: Any) -> Equation:
+    s, b = topology.scalars, topology.backout
+    if hasattr(s, "output"):
+        return partial(residual_scalars.modded, resid=s.stream, post=s.output, x0s=s.embedding, backout=b)
+    return partial(residual_scalars.nanochat, resid=s.stream, x0s=s.embedding, backout=b)
+
+
 FULL: list[dict[str, Any]] = [
     {}, {"scale": 0.25}, {"key_norm": "none"}, {"activation": "sigmoid"}, {"window": 1}, {"window": 3}, {"window": 6},
     {"window": 2, "activation": "sigmoid", "key_norm": "none", "scale": 0.5},
@@ -92,6 +99,8 @@ DENSE = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 5), (1, 20)]
 EQUATIONS: list[Any] = [
     (choices.Additive(), 4, 7, lambda _: dense.additive),
     (choices.Clipped(limit=1.5), 6, 33, lambda t: partial(dense.clipped, c=1.5)),
+    *((choices.ResidualScalars(), n, width, scaled_residual) for n, width in [(2, 7), (6, 33), (8, 7)]),
+    (choices.ResidualScalars(scalars="sublayer", embedding="raw"), 6, 7, scaled_residual),
     *((choices.FullAttnRes(**keys), 6, width, attention_residuals) for keys, width in product(FULL, (7, 33))),
     (choices.FullAttnRes(), 32, 7, attention_residuals),
     *((choices.BlockAttnRes(sublayers_per_block=size), n, 7, attention_residuals) for n, size in BLOCK),

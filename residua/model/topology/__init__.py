@@ -12,10 +12,12 @@ from residua.model.topology.dense import DenseFormer
 from residua.model.topology.facts import Ablations, Costs, SourceNames
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
 from residua.model.topology.multigate import Highway, MultiGate
+from residua.model.topology.residual_scalars import ResidualScalars
 
 TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Additive: Additive,
     choices.Clipped: Clipped,
+    choices.ResidualScalars: ResidualScalars,
     choices.FullAttnRes: FullAttnRes,
     choices.BlockAttnRes: BlockAttnRes,
     choices.BoundaryAttnRes: BoundaryAttnRes,

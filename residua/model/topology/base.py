@@ -211,6 +211,28 @@ class Boundary:
         return state
 
 
+class KeptBoundary(Boundary):
+    """state[0], the next sublayer's input, changes at every junction; the others never again, so they keep their names.
+
+    `embedding` is the place of the embedding among them; None if it is not there.
+    """
+
+    def __init__(self, topology: Topology, embedding: int | None) -> None:
+        super().__init__(topology)
+        self.place = embedding
+
+    def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
+        _, (h, *kept) = self.topology.step(k, y, state, *ids)
+        return {f"input.{k}": h, **{f"kept.{i}": tensor for i, tensor in enumerate(kept)}}
+
+    def enter(self, k: int, items: Items) -> tuple[Tensor, State]:
+        h, count = items[f"input.{k}"], sum(name.startswith("kept.") for name in items)
+        return h, (h, *(items[f"kept.{i}"] for i in range(count)))  # those that a rank has already come last
+
+    def embedding(self) -> str | None:
+        return None if self.place is None else f"kept.{self.place}"
+
+
 # `torch.utils.checkpoint` with `use_reentrant=True` follows the tensors that it is given and that it returns, but none
 # inside a tuple: to autograd those are constants. A state that comes out in a tuple would train wrongly without a word.
 

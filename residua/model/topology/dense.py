@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from residua.config import choices
 from residua.model.equivalence import InitFidelity
 from residua.model.taps import tap
-from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
+from residua.model.topology.base import Boundary, Initialization, KeptBoundary, State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, Ablations, Costs, SourceNames, parameters_set, trace_rows
 from residua.ops._runtime.numeric import wide
 
@@ -86,7 +86,7 @@ class DenseFormer(Topology):
         return InitFidelity.NOT if lost else InitFidelity.EXACTLY
 
     def boundary(self) -> Boundary:
-        return OutputsBoundary(self)
+        return KeptBoundary(self, embedding=0)
 
     def costs(self, sublayers: int, width: int) -> Costs:
         """Additions, and after some layers a sum over earlier ones: X → Y; X, dY, dX → dX."""
@@ -106,18 +106,3 @@ class DenseFormer(Topology):
             return parameters_set(alphas, lambda weights: weights.mean().expand_as(weights))
 
         return Ablations(weighing_readers=[2 * int(layer) for layer in self.alphas], with_equal_weights=equal)
-
-
-class OutputsBoundary(Boundary):
-    """The running sum crosses, and the outputs of all layers so far, which no longer change."""
-
-    def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
-        _, (h, *outputs) = self.topology.step(k, y, state)
-        return {f"input.{k}": h, **{f"output.{i}": tensor for i, tensor in enumerate(outputs)}}
-
-    def enter(self, k: int, items: Items) -> tuple[Tensor, State]:
-        h = items[f"input.{k}"]
-        return h, (h, *(items[f"output.{i}"] for i in range((k + 1) // 2 + 1)))
-
-    def embedding(self) -> str | None:
-        return "output.0"
