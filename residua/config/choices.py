@@ -1,7 +1,8 @@
 """The tables of a model's configuration, told apart by `kind`. The class that a choice builds explains what it means.
 
 A topology says how sublayers talk along depth (`model/topology/`, docs/topologies.md), anchors say which projections
-later layers mix into their own (`model/anchors.py`). Topologies and norms are open families: plugins add to them.
+later layers mix into their own (`model/anchors.py`). Topologies, anchors and norms are open families: plugins add to
+them.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ Start = tuple[float, float]
 """λ1 and λ2 at the start; with dynamic mixing, times γ."""
 
 
-class AnchorChoice(Frozen):
-    """What every choice of anchors states."""
+class AnchorChoice(Family):
+    """A choice of anchors: subclass it, with a `kind`, for anchors of your own (docs/extend.md)."""
 
     from_embedding: ClassVar[bool] = False
     """Whether the anchors are projections of the embedding; otherwise the first softmax layer writes them."""
@@ -69,6 +70,20 @@ class AnchorChoice(Frozen):
     def mixed(self) -> tuple[Pathway, ...]:
         """The pathways that layers mix an anchor into."""
         return ()
+
+    @property
+    def rms_kernels(self) -> bool:
+        """Whether layers mix in kernels that also norm queries and keys, by RMS over a head or not at all."""
+        return False
+
+    @property
+    def joins_heads(self) -> bool:
+        """Whether what one head mixes depends on others, so that ranks cannot divide the heads."""
+        return False
+
+    def carried(self, layers: int) -> tuple[Pathway, ...]:
+        """The anchors that exist after so many softmax layers, by the pathway whose shape they have."""
+        return self.mixed if self.from_embedding or layers else ()
 
 
 class NoAnchors(AnchorChoice):
@@ -106,6 +121,10 @@ class ResFormer(AnchorChoice):
     def mixed(self) -> tuple[Pathway, ...]:
         return ("v",)
 
+    @property
+    def rms_kernels(self) -> bool:
+        return True
+
 
 class ProjectionAnchors(AnchorChoice):
     """The keys that NuResFormer and ExoFormer share."""
@@ -121,6 +140,10 @@ class ProjectionAnchors(AnchorChoice):
     @property
     def mixed(self) -> tuple[Pathway, ...]:
         return self.pathways
+
+    @property
+    def rms_kernels(self) -> bool:
+        return True
 
     @model_validator(mode="after")
     def _pathways_once(self) -> Self:
@@ -145,7 +168,23 @@ class ExoFormer(ProjectionAnchors):
     kind: Literal["exoformer"] = "exoformer"
 
 
-Anchors = Annotated[NoAnchors | ResFormer | NuResFormer | ExoFormer, Field(discriminator="kind")]
+class GatedValue(AnchorChoice):
+    """The first layer's values, raw, in every later layer, as far as a gate per token and head lets them in."""
+
+    kind: Literal["gated_value"] = "gated_value"
+    gate: Literal["relu", "sigmoid", "tanh", "softmax"] = "relu"
+
+    @property
+    def mixed(self) -> tuple[Pathway, ...]:
+        return ("v",)
+
+    @property
+    def joins_heads(self) -> bool:
+        return self.gate == "softmax"
+
+
+AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue)
+Anchors = Annotated[SerializeAsAny[AnchorChoice], PlainValidator(AnchorChoice.choose)]
 
 
 class NormChoice(Family):

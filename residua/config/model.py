@@ -172,13 +172,13 @@ def _check_anchors(config: ModelConfig) -> None:
             f"anchors.kind = '{anchors.kind}' mixes softmax projections and attention.kind = "
             f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
         )
-    if softmax.qk_norm == "rms_all":
+    if anchors.rms_kernels and softmax.qk_norm == "rms_all":
         raise UserError(
             f"anchors.kind = '{anchors.kind}' mixes heads one by one and {table}."
             "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none', or qk_norm = 'rms' (with which a "
             "trained model computes something else)."
         )
-    if softmax.qk_norm == "dyt":
+    if anchors.rms_kernels and softmax.qk_norm == "dyt":
         raise UserError(
             f"anchors.kind = '{anchors.kind}' is followed by an RMS norm of queries and keys or by none, and "
             f"{table}.qk_norm = 'dyt': use anchors.kind = 'none' or qk_norm = 'rms'."

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from residua.config import presets
-from residua.config.choices import NormChoice, SoftmaxAttention, TopologyChoice
+from residua.config.choices import AnchorChoice, NormChoice, SoftmaxAttention, TopologyChoice
 from residua.config.model import ModelConfig, head_dim
 from residua.config.plugins import load_plugins
 from residua.config.run import RunConfig
@@ -40,7 +40,7 @@ def _topology(summary: str, kind: str, *keys: str) -> Variant:
 
 
 def _anchors(summary: str, kind: str, *keys: str) -> Variant:
-    gate = () if kind == "resformer" else ("gate=elementwise",)
+    gate = ("gate=elementwise",) if kind in ("nuresformer", "exoformer") else ()
     changes = (f"model.anchors.kind={kind}", *(f"model.anchors.{key}" for key in keys))
     return Variant(summary, lambda model: (*changes, *_on_softmax(model, *gate)))
 
@@ -184,6 +184,7 @@ KNOWN: dict[str, Variant] = {
     "mhc_lite": _topology("mHC-lite, 4 streams", "mhc_lite"),
     "denseformer": _topology("DenseFormer", "dense"),
     "resformer": _anchors("value residual from the first layer", "resformer"),
+    "gated_value": _anchors("value residual from the first layer, gated per token and head", "gated_value"),
     "nuresformer": _anchors("first layer's projections as normalised anchors, with the gate they mix", "nuresformer"),
     "exoformer": _anchors("projections of the embedding as anchors, with the gate they mix", "exoformer"),
     "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing, with the gate", "exoformer", "mixing.kind=dynamic"),
@@ -262,7 +263,7 @@ def _known(name: str) -> Variant:
     if name in presets.names():
         raise ConfigError(f"{name!r} is a preset, not a variant: `residua compare --base {name}` varies it.")
     load_plugins()
-    for part, family in (("topology", TopologyChoice), ("norm", NormChoice)):
+    for part, family in (("topology", TopologyChoice), ("anchors", AnchorChoice), ("norm", NormChoice)):
         if name in (table.model_fields["kind"].default for table in family.alternatives()):
             entry = f'put {name} = ["model.{part}.kind={name}"] under [variants] of a study file.'
             raise ConfigError(f"{name!r} is a kind of {part}, not a variant: {entry}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.diagnose.attention import Scores, attention_sums
 from residua.diagnose.observe import (
+    NEAR_ZERO,
     Ablation,
     AblationKind,
     AnchorScales,
@@ -32,7 +33,6 @@ from residua.model.inference import InferenceDecoder
 from residua.model.taps import hooked
 from residua.reading import counted
 
-NEAR_ZERO = 1e-3
 FILL = "fill phase: its output becomes a stream, which is zero instead of missing"
 
 
@@ -214,6 +214,8 @@ class _Collector(dict[str, Tensor]):
                 seen.loads[layer] = value
             case "attention", layer, "gate":
                 seen.gates[layer] = value
+            case "attention", layer, "value_gate":
+                seen.value_gates[layer] = value
             case "attention", layer, "gamma":
                 for index, pathway in enumerate(self._attention(layer).mix.pathways):  # q1, q2, k1, k2, …
                     seen.gammas[layer, pathway] = value[..., 2 * index : 2 * index + 2]

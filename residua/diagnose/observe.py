@@ -45,7 +45,8 @@ class Observation:
     [B, T, sources] and streams [B, T, n, C], from which that is mixed.
     By site: outputs [B, T, C]; betas [B, T, n], the gates of its write.
     By layer: attention, already summed; gates [B, T, heads, ·], after the sigmoid; loads [E], the share of the choices
-    that each expert got. By layer and pathway: gammas [B, T, 2], the factors on λ1 and λ2 of dynamic mixing.
+    that each expert got; value_gates [B, T, kv_heads], how much of another value is added to the layer's own. By layer
+    and pathway: gammas [B, T, 2], the factors on λ1 and λ2 of dynamic mixing.
     """
 
     tokens: Tensor
@@ -55,6 +56,7 @@ class Observation:
     attention: dict[int, AttentionSums] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
     loads: dict[int, Tensor] = field(default_factory=dict)
+    value_gates: dict[int, Tensor] = field(default_factory=dict)
     gammas: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     weights: dict[int, Tensor] = field(default_factory=dict)
     betas: dict[int, Tensor] = field(default_factory=dict)
@@ -90,6 +92,10 @@ class Ablation:
     second: int | None = None
     count: int = 1
     note: str = ""
+
+
+NEAR_ZERO = 1e-3
+"""λ1 below which a projection takes nothing from its anchor."""
 
 
 @dataclass(frozen=True)

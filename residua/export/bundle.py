@@ -11,8 +11,8 @@ The walk starts at `residua.export.modeling` and follows every import of Residua
 things do not travel. They are replaced where they are imported:
 - `residua.config` needs pydantic. `residua_config.py` holds the tables as plain classes.
 - `residua.ops` needs Triton. An operator becomes its plain PyTorch function, a module of kernels `no_kernels`.
-- `build_topology` and `build_norm` choose a class by the configuration's `kind`. Those of `residua_parts.py` name the
-  classes of the built model, so that a model may have classes that Residua does not know.
+- `build_topology`, `build_norm`, `build_mix` and `build_source` choose by the configuration's `kind`. Those of
+  `residua_parts.py` name what the model was built with, so that it may have classes that Residua does not know.
 - Parts that the decoder can have and this model has not, such as experts, become `Unused`. So does what Residua's own
   modules import for its tools only (`STAYING`), and what lies above `residua.model`.
 """
@@ -32,6 +32,7 @@ from residua import ops
 from residua.export import modules
 from residua.export.imports import ITSELF, Place, import_lines, rewritten, with_itself
 from residua.export.tables import has_tables, tables_source
+from residua.model.anchor_kinds import ANCHORS
 from residua.model.decoder import Decoder
 from residua.ops._runtime.backend import Operator
 
@@ -41,7 +42,7 @@ FILES = {
     "residua.export.configuration": "configuration_residua",
     "residua.export.plain": PLAIN,
 }
-CHOOSING = ("residua.model.decoder", "residua.model.topology")
+CHOOSING = ("residua.model.decoder", "residua.model.topology", "residua.model.anchor_kinds")
 """The modules that import parts of every kind, of which a model has some."""
 STAYING = (
     "residua.model.equivalence",
@@ -52,7 +53,7 @@ STAYING = (
 TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.", "residua.errors")
 OF_PYDANTIC = ("Field", "field_validator", "model_validator")
 LICENCE = "# SPDX-FileCopyrightText: The Residua developers\n# SPDX-License-Identifier: Apache-2.0\n"
-BUILDERS = ("build_topology", "build_norm")
+BUILDERS = ("build_topology", "build_norm", "build_mix", "build_source")
 PARTS_SOURCE = '''"""The classes that the configuration of this model chooses."""
 
 from __future__ import annotations
@@ -68,6 +69,14 @@ def build_topology(config: Any, sublayers: int, width: int) -> Topology:
 
 def build_norm(config: Any, width: int) -> Norm:
     return Norm(config, width)
+
+
+def build_mix(config: Any, place: Any) -> Any:
+    return Layer(config, place)
+
+
+def build_source(config: Any, shape: Any, width: int, *, std: float) -> Any:
+    return Source(config, shape, width, std=std)
 '''
 OPS_SOURCE = '''"""The operators of this model in plain PyTorch. The installed Residua has kernels for them."""
 
@@ -92,8 +101,15 @@ def bundle(model: Decoder, version: str) -> dict[str, str]:
 
 def users_modules(model: Decoder) -> set[str]:
     """The modules outside Residua that define classes of the model and belong to no other library."""
-    chosen = {type(model.topology).__module__, type(model.norm).__module__}
+    chosen = {part.__module__ for part in _chosen(model).values()}
     return {m for m in _homes(model) | chosen if not _is_residuas(m) and (m in chosen or modules.is_users(m))}
+
+
+def _chosen(model: Decoder) -> dict[str, Any]:
+    """The classes and functions that the configuration's kinds stand for, by their names in `residua_parts.py`."""
+    anchors = ANCHORS[type(model.config.anchors)]
+    parts = {"Topology": type(model.topology), "Norm": type(model.norm)}
+    return parts | {"Layer": anchors.layer, "Source": anchors.source}
 
 
 def _homes(model: Decoder) -> set[str]:
@@ -217,8 +233,8 @@ class Bundle:
         return self.files[module]
 
     def _parts_source(self) -> str:
-        chosen = {"Topology": type(self.model.topology), "Norm": type(self.model.norm)}
-        places = {name: Place(self._file(c.__module__), c.__name__) for name, c in chosen.items()}
+        chosen = _chosen(self.model).items()
+        places = {name: Place(self._file(part.__module__), part.__name__) for name, part in chosen}
         return PARTS_SOURCE.format(imports="\n".join(import_lines(places)))
 
     def _operators_source(self) -> str:

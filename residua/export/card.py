@@ -42,6 +42,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "mhc_lite"): (("mHC-lite", "2601.05732"),),
     ("topology", "dense"): (("DenseFormer", "2402.02622"),),
     ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
+    ("anchors", "gated_value"): (("Transformers with Selective Access to Early Representations", "2605.03953"),),
     **{("anchors", kind): (EXOFORMER,) for kind in ("nuresformer", "exoformer")},
     ("norm", "rmsnorm"): (("Root Mean Square Layer Normalization", "1910.07467"),),
     **{("norm", kind): (SINKS,) for kind in ("preaffine", "gatednorm")},

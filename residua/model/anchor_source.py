@@ -99,11 +99,3 @@ class ExoSource(AnchorSource):
         for pathway in both:
             ours[pathway].copy_(theirs[pathway])
         return self.norm.begin_as(old.norm, both)
-
-
-def build_source(config: choices.Anchors, shape: HeadShape | None, width: int, *, std: float) -> AnchorSource:
-    """The module that makes a model's first anchors."""
-    if isinstance(config, choices.ExoFormer):
-        assert shape is not None
-        return ExoSource(config, shape, width, std=std)
-    return AnchorSource()

@@ -8,6 +8,7 @@ The anchors are normalised once, when they are written, because every layer read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ from residua import ops
 from residua.config import choices
 from residua.errors import UserError
 from residua.model.anchor_source import AnchorNorm, HeadShape
-from residua.model.context import Anchors
+from residua.model.context import Anchors, Context
 from residua.model.equivalence import InitFidelity
 from residua.model.projection import Projection, is_plain, is_watched
+from residua.model.taps import tap
 from residua.ops._runtime.numeric import wide
 from residua.ops._runtime.triton_support import INSTALLED
 from residua.ops.mix_projection import per_head
@@ -59,6 +61,18 @@ class QueryKeyNorm(nn.Module):
         return False
 
 
+class LayerPlace(NamedTuple):
+    """A softmax layer whose mix is built: its number among the model's `layers` softmax layers, its heads, the sections
+    of its fused projection, and the model's width and std of new weights."""
+
+    layer: int
+    layers: int
+    shape: HeadShape
+    sections: ops.Sections
+    width: int
+    std: float
+
+
 class Unmixed(nn.Module):
     """A layer without anchors: splits the projection into heads, norms and rotates queries and keys."""
 
@@ -70,17 +84,28 @@ class Unmixed(nn.Module):
         self.sections = sections
 
     def forward(
-        self, project: Projection, x: Tensor, anchors: Anchors, qk_norm: QueryKeyNorm, table: RotaryTable
+        self,
+        project: Projection,
+        x: Tensor,
+        anchors: Anchors,
+        qk_norm: QueryKeyNorm,
+        table: RotaryTable,
+        context: Context,
     ) -> tuple[Projections, Anchors]:
         """The heads that attend, by the layer's fused projection [B, T, R] of x, and anchors for later layers."""
-        own = self.split(project(x))
-        written = self.write(own, anchors)
+        own, anchors = self.mix(self.split(project(x)), x, anchors, context)
         own["q"], own["k"] = qk_norm(own["q"], own["k"], table)
-        return own, written
+        return own, anchors
 
-    def write(self, own: Projections, anchors: Anchors) -> Anchors:
-        """The anchors for later layers, from the layer's own projections and the anchors it was given."""
-        return anchors
+    def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
+        """The layer's own projections with anchors mixed in, before QK-norm and rotation; and anchors for later layers.
+
+        A kind of anchors overrides this; one with kernels of its own may override `forward`.
+        """
+        return own, anchors
+
+    def publish(self, layer: int, x: Tensor) -> None:
+        """Tap what depends on the token (`model/taps.py`), for diagnoses."""
 
     @property
     def plain(self) -> bool:
@@ -133,8 +158,8 @@ class Write(Unmixed):
     def only_values(self) -> bool:
         return self.pathways == ("v",) and not self.norm.gains
 
-    def write(self, own: Projections, anchors: Anchors) -> Anchors:
-        return tuple(self.norm(s, own[s]) for s in self.pathways)
+    def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
+        return own, tuple(self.norm(s, own[s]) for s in self.pathways)
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
         if old.plain:
@@ -146,8 +171,8 @@ class Write(Unmixed):
 
 def _other_source() -> UserError:
     return UserError(
-        "model.anchors.kind: anchors of the embedding ('exoformer') cannot start as those of the first layer "
-        "('resformer', 'nuresformer'), nor the other way round: keep the kind, or start from a run without anchors."
+        "model.anchors.kind: anchors of the embedding ('exoformer') cannot start as those of the first layer (such as "
+        "'resformer'), nor the other way round: keep the kind, or start from a run without anchors."
     )
 
 
@@ -238,7 +263,7 @@ class Mix(Unmixed):
             nn.init.zeros_(anchor)
             nn.init.constant_(current, self.WHOLE)
         if not isinstance(old, Mix):
-            return InitFidelity.EXACTLY
+            return super().begin_as(old)
         for pathway in self.both(old):
             for scales, theirs in ((self.anchor_scale, old.anchor_scale), (self.current_scale, old.current_scale)):
                 scales[pathway].copy_(_repeated(theirs[pathway], scales[pathway]) * (self.WHOLE / old.WHOLE))
@@ -250,7 +275,13 @@ class Mix(Unmixed):
         return [pathway for pathway in self.pathways if pathway in old.pathways]
 
     def forward(
-        self, project: Projection, x: Tensor, anchors: Anchors, qk_norm: QueryKeyNorm, table: RotaryTable
+        self,
+        project: Projection,
+        x: Tensor,
+        anchors: Anchors,
+        qk_norm: QueryKeyNorm,
+        table: RotaryTable,
+        context: Context,
     ) -> tuple[Projections, Anchors]:
         """With shared anchors (`Sharing`) λ2 is folded into the projection's weights."""
         named, scales = dict(zip(self.pathways, anchors, strict=False)), dict(self.anchor_scale.items())
@@ -343,6 +374,9 @@ class DynamicMix(Mix):
         gamma: Tensor = self.gamma(x)
         return gamma
 
+    def publish(self, layer: int, x: Tensor) -> None:
+        tap(f"attention.{layer}.gamma", partial(self.factors, x))
+
     @property
     def projections(self) -> tuple[Projection, ...]:
         return self.gamma.down, self.gamma.up
@@ -427,20 +461,3 @@ def _repeated(old: Tensor, new: Tensor) -> Tensor:
             f"it at '{GRANULARITIES[old.dim()]}'."
         )
     return old.reshape((*old.shape, *(1,) * (new.dim() - old.dim()))).expand_as(new)
-
-
-def build_mix(
-    config: choices.Anchors, layer: int, shape: HeadShape, sections: ops.Sections, width: int, *, std: float
-) -> Unmixed:
-    """What softmax layer `layer`, counted from the model's first, does with the anchors: nothing, write or mix them."""
-    if isinstance(config, choices.NoAnchors):
-        return Unmixed(sections)
-    if isinstance(config, choices.ResFormer):
-        writes, values = layer == 0, (sections, ("v",))
-        return Write(*values, "none", shape) if writes else Mix(*values, config.granularity, shape, config.start)
-    if isinstance(config, choices.NuResFormer) and layer == 0:
-        return Write(sections, config.pathways, config.norm, shape)
-    parts = (sections, config.pathways, config.granularity, shape, config.start)
-    if isinstance(config.mixing, choices.DynamicMixing):
-        return DynamicMix(*parts, width=width, hidden=config.mixing.hidden, std=std)
-    return Mix(*parts)

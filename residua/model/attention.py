@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from residua import ops
 from residua.config import choices
 from residua.errors import UserError
+from residua.model.anchor_kinds import build_mix
 from residua.model.anchor_source import HeadShape
-from residua.model.anchors import DynamicMix, FoldedMix, Mix, QueryKeyNorm, Unmixed, Write, build_mix
+from residua.model.anchors import FoldedMix, LayerPlace, Mix, QueryKeyNorm, Unmixed, Write
 from residua.model.body import Body
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
@@ -29,6 +30,17 @@ def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
     """Heads of each projection: queries, keys and values, and the gate if it is elementwise."""
     kv = config.kv_heads or config.heads
     return HeadShape({"q": config.heads, "k": kv, "v": kv, "g": config.heads}, config.head_dim or width // config.heads)
+
+
+def layer_place(
+    config: choices.SoftmaxAttention, layer: int, softmax_layers: tuple[int, ...], width: int, std: float
+) -> LayerPlace:
+    """The place of a layer among the softmax layers, and the heads of its projection, for its anchors."""
+    shape = head_shape(config, width)
+    gate = {"none": {}, "headwise": {"g": 1}, "elementwise": {"g": shape.head_dim}}[config.gate]
+    widths = dict.fromkeys("qkv", shape.head_dim) | gate
+    sections = {s: (shape.heads[s], w) for s, w in widths.items()}
+    return LayerPlace(softmax_layers.index(layer), len(softmax_layers), shape, sections, width, std)
 
 
 class QKNorm(QueryKeyNorm):
@@ -141,8 +153,8 @@ class SoftmaxAttention(Body):
     """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
 
     a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708); a learned sink, one logit per head in
-    the softmax's denominator; a window of tokens that each one sees; biases. `first_layer` is the first layer of the
-    model that has softmax attention.
+    the softmax's denominator; a window of tokens that each one sees; biases. `softmax_layers` are the layers of the
+    model that have softmax attention.
     """
 
     role = "attention"
@@ -150,24 +162,23 @@ class SoftmaxAttention(Body):
     def __init__(
         self,
         config: choices.SoftmaxAttention,
-        anchors: choices.Anchors,
+        anchors: choices.AnchorChoice,
         layer: int,
         width: int,
         *,
-        first_layer: int = 0,
+        softmax_layers: tuple[int, ...],
         std: float,
         output_std: float,
     ) -> None:
         super().__init__()
         self.layer = layer
-        shape = head_shape(config, width)
-        gate = {"none": {}, "headwise": {"g": 1}, "elementwise": {"g": shape.head_dim}}[config.gate]
-        self.head_width: dict[str, int] = dict.fromkeys("qkv", shape.head_dim) | gate
+        place = layer_place(config, layer, softmax_layers, width, std)
+        shape = place.shape
+        self.head_width: dict[str, int] = {s: w for s, (_, w) in place.sections.items()}
         self.rows = tuple(shape.heads[s] * w for s, w in self.head_width.items())
         biased = config.bias != "none"
         self.project = projection(width, sum(self.rows), std=std, bias=biased, parts=self.rows)
-        sections = {s: (shape.heads[s], w) for s, w in self.head_width.items()}
-        self.mix = build_mix(anchors, layer - first_layer, shape, sections, width, std=std)
+        self.mix = build_mix(anchors, place)
         self.qk_norm = QK_NORMS[config.qk_norm](shape, config)
         self.window = config.window_at(layer)
         local = self.window is not None and config.local_rope_theta is not None
@@ -188,11 +199,10 @@ class SoftmaxAttention(Body):
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         assert context.rotary is not None
         cos, sin = context.rotary[self.table]
-        own, anchors = self.mix(self.project, x, anchors, self.qk_norm, (cos, sin))
+        own, anchors = self.mix(self.project, x, anchors, self.qk_norm, (cos, sin), context)
         if context.sharing is not None and isinstance(self.mix, Write):
             anchors = context.sharing.share(anchors)
-        if isinstance(self.mix, DynamicMix):
-            tap(f"attention.{self.layer}.gamma", partial(self.mix.factors, x))
+        self.mix.publish(self.layer, x)
         q, k = own["q"], own["k"]
         for name, projected in (("query", q), ("key", k), ("value", own["v"])):
             tap(f"attention.{self.layer}.{name}", projected)

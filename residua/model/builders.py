@@ -1,8 +1,8 @@
 """`residua.build` and `residua.build_topology`, and the rules of docs/extend.md for what a plugin adds to them.
 
-A plugin's topology or norm is tried on a few tokens before a model with it is trained. Each rule that is broken would
-otherwise train, and give wrong numbers. The parts that come with Residua are not tried here but in the tests. The
-random numbers of the caller stay as they are.
+A plugin's topology, anchors or norm is tried on a few tokens before a model with it is trained. Each rule that is
+broken would otherwise train, and give wrong numbers. The parts that come with Residua are not tried here but in the
+tests. The random numbers of the caller stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.config.plugins import plugin_place
 from residua.config.settings import ConfigError, explain
-from residua.model.decoder import Decoder
+from residua.model.anchor_kinds import build_mix
+from residua.model.attention import layer_place
+from residua.model.context import Context
+from residua.model.decoder import Decoder, build_anchor_source
 from residua.model.decoder import build as build_decoder
 from residua.model.norm import build_norm
 from residua.model.topology import State, Topology
@@ -45,7 +48,7 @@ class _Breach(Exception):
 
 
 def build(config: ModelConfig) -> Decoder:
-    """Build the model a configuration describes, initialised. A topology or norm of a plugin is tried first."""
+    """Build the model a configuration describes, initialised. A part of a plugin is tried first."""
     if isinstance(config, ModelConfig):
         check_plugins(config)
     return build_decoder(config)
@@ -68,12 +71,13 @@ def _chosen(table: dict[str, Any]) -> choices.TopologyChoice:
 
 
 def check_plugins(config: ModelConfig) -> None:
-    """Refuse a topology or norm of a plugin that breaks a rule of docs/extend.md; an error of its own comes through."""
+    """Refuse a part of a plugin that breaks a rule of docs/extend.md; an error of its own comes through."""
     sublayers, width = config.sublayers, config.width
     topology = partial(build_chosen, config.topology, sublayers, width)
     norm = partial(build_norm, config.norm, width)
     for what, choice, make, outputs in (
         ("topology", config.topology, topology, junctions),
+        ("anchors", config.anchors, partial(_Anchored, config), mixed_heads),
         ("norm", config.norm, norm, normed),
     ):
         plugin = type(choice).__module__
@@ -143,17 +147,48 @@ def junctions(topology: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
         yield "step", h
 
 
-def _pair(call: str, returned: Any) -> tuple[Any, State]:
-    """The next input and the state that `open` or `step` returns."""
+def _pair(call: str, returned: Any, names: tuple[str, str] = ("next input", "state")) -> tuple[Any, State]:
+    """The next input and the state that `open` or `step` returns, or another pair of these names."""
+    first, second = names
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise _Breach(f"`{call}` returns {_described(returned)}: return the next input and the state, as in h, (h,)")
+        raise _Breach(f"`{call}` returns {_described(returned)}: return the {first} and the {second}, as in h, (h,)")
     h, state = returned
     if not isinstance(state, tuple):
-        raise _Breach(f"`{call}` returns {_described(state)} as the state: return a tuple of tensors, such as (h,)")
+        raise _Breach(f"`{call}` returns {_described(state)} as the {second}: return a tuple of tensors, such as (h,)")
     for inner in state:
         if not isinstance(inner, Tensor):
-            raise _Breach(f"`{call}` returns a state with {_described(inner)} in it: return a flat tuple of tensors")
+            described = _described(inner)
+            raise _Breach(f"`{call}` returns a tuple with {described} as the {second}: return a flat tuple of tensors")
     return h, state
+
+
+class _Anchored(nn.Module):
+    """The modules of a kind of anchors: one that reads the embedding, and one for each softmax layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.source = build_anchor_source(config)
+        softmax, layers = config.softmax, config.softmax_layers
+        places = [] if softmax is None else [layer_place(softmax, n, layers, config.width, 1.0) for n in layers]
+        self.layers = nn.ModuleList(build_mix(config.anchors, place) for place in places)
+
+
+def mixed_heads(anchored: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
+    """The heads that layers mix of x[1], x[2], … and the anchors; each [B, T, C], in pieces."""
+    context = Context(None, None, tokens=(x[0].sum(-1) * 8).long() % 8)
+    anchors = anchored.source.open(x[0].clone(), context)
+    for mix, y in zip(anchored.layers, x[1:], strict=False):
+        rows = sum(heads * width for heads, width in mix.sections.values())
+        projected = y.repeat(1, 1, -(-rows // y.shape[-1]))[..., :rows]
+        own = mix.split(projected)
+        mixed, anchors = _pair("mix", mix.mix(dict(own), y.clone(), anchors, context), ("heads", "anchors"))
+        for pathway, head in own.items():
+            if not isinstance(mixed.get(pathway), Tensor) or mixed[pathway].shape != head.shape:
+                found = _described(mixed.get(pathway))
+                raise _Breach(f"`mix` returns {found} as {pathway!r}: return one of shape {tuple(head.shape)}")
+        heads = torch.cat([mixed[pathway].flatten(2) for pathway in own] + [anchor.flatten(2) for anchor in anchors], 2)
+        padded = nn.functional.pad(heads, (0, -heads.shape[-1] % y.shape[-1]))
+        yield from (("mix", piece) for piece in padded.split(y.shape[-1], 2))
 
 
 def normed(norm: Any, x: Tensor) -> Iterator[tuple[str, Any]]:

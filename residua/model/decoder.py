@@ -13,7 +13,8 @@ from torch.nn.functional import embedding, linear
 from residua import ops
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.model.anchor_source import AnchorSource, build_source
+from residua.model.anchor_kinds import build_source
+from residua.model.anchor_source import AnchorSource
 from residua.model.anchors import Mix, Sharing
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.body import Body, reset
@@ -301,8 +302,10 @@ def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> Body:
     """The sequence mixer of one layer."""
     mixer, width, std = config.attention.at(layer), config.width, config.init.std
     if isinstance(mixer, choices.SoftmaxAttention):
-        first = config.softmax_layers[0]
-        return SoftmaxAttention(mixer, config.anchors, layer, width, first_layer=first, std=std, output_std=output_std)
+        layers = config.softmax_layers
+        return SoftmaxAttention(
+            mixer, config.anchors, layer, width, softmax_layers=layers, std=std, output_std=output_std
+        )
     if isinstance(mixer, choices.LatentAttention):
         return LatentAttention(mixer, layer, width, std=std, output_std=output_std)
     if isinstance(mixer, choices.KimiDelta):

@@ -75,7 +75,7 @@ class Gauges(dict[str, Tensor]):
             case "attention", "gate":
                 self._figures["gate_mean", number] = value.double().mean()
                 self._figures["gate_closed", number] = gauges.closed(value).double().mean()
-            case "attention", "gamma":
+            case "attention", "gamma" | "value_gate":
                 self._gammas[number] = value
 
     def figures(self) -> dict[tuple[str, int], float]:

@@ -319,6 +319,15 @@ def test_gates_and_anchor_scales() -> None:
     assert all(len(a.anchor) == 4 and a.anchor == pytest.approx([0.5] * 4) and a.near_zero == 0 for a in made.anchors)
 
 
+def test_value_gates_are_means_by_head_and_shares_closed() -> None:
+    _, made, seen = case(attention={"kind": "softmax", "heads": 4, "kv_heads": 2}, anchors={"kind": "gated_value"})
+    assert [(a.layer, a.pathway) for a in made.anchors] == [(1, "v"), (2, "v"), (3, "v")]
+    for facts in made.anchors:
+        gate = seen[f"attention.{facts.layer}.value_gate"]
+        assert facts.anchor == pytest.approx(gate.mean((0, 1)).tolist(), rel=1e-10) and facts.current == [1.0, 1.0]
+        assert facts.near_zero == pytest.approx(float((gate < 1e-3).double().mean()), abs=1e-12)
+
+
 def test_anchor_scales_are_means_by_head_and_shares_near_zero() -> None:
     model = planted.control(
         anchors={"kind": "exoformer"}, attention={"kind": "softmax", "heads": 4, "gate": "elementwise"}

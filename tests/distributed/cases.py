@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "exoformer": ANCHORED,
     "exo-block": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}, **ANCHORED},
     "nures": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}, "topology": {"kind": "highway"}},
+    "gated-values": {"anchors": {"kind": "gated_value"}},
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "token_gain": {"topology": {"kind": "token_gain", "rows": 7}},

@@ -26,6 +26,7 @@ EXTRA: Cases = {
     "scalars": ("hyper", {"shard": 2}),
     "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
     "token-ids": ("token_gain", INTERLEAVED),
+    "gated-values": ("gated-values", INTERLEAVED),
     "sharded-token-ids": ("token_gain", {"shard": 2}),
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),

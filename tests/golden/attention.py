@@ -121,3 +121,18 @@ def mixed(
         l2 = [lambda2[s] * g[2 * i + 1] for g in factors]
         result[s] = mix(own[s], anchors[s], l1, l2)
     return result
+
+
+def gate_values(x: Tensor, V: Tensor, V1: Tensor, W: Tensor, gate: str) -> Tensor:
+    """V̂[t, h] = V[t, h] + α_h V1[t, h], α = gate(W x_t) (SATFormer); softmax is over heads, times their number."""
+    rows = []
+    for t in range(len(x)):
+        z = [W_h @ x[t] for W_h in W]
+        alpha = {
+            "relu": lambda z=z: [torch.clamp(z_h, min=0) for z_h in z],
+            "sigmoid": lambda z=z: [sigmoid(z_h) for z_h in z],
+            "tanh": lambda z=z: [(torch.exp(2 * z_h) - 1) / (torch.exp(2 * z_h) + 1) for z_h in z],
+            "softmax": lambda z=z: [len(z) * a for a in softmax(z)],
+        }[gate]()
+        rows.append(torch.stack([V[t, h] + alpha[h] * V1[t, h] for h in range(len(z))]))
+    return torch.stack(rows)

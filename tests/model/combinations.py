@@ -16,6 +16,7 @@ TOPOLOGIES: dict[str, Any] = {name: t.model_dump(exclude_none=True) for name, t 
 ANCHORS: dict[str, Any] = {
     "none": {"kind": "none"},
     "resformer": {"kind": "resformer"},
+    "gated_value": {"kind": "gated_value"},
     "nuresformer": {"kind": "nuresformer", "pathways": QKV, "granularity": "headwise"},
     "nuresformer with gate": {"kind": "nuresformer", "norm": "qk"},
     "exoformer": {"kind": "exoformer", "pathways": QKV},

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from residua.config import plugins
-from residua.config.choices import NormChoice, TopologyChoice
+from residua.config.choices import AnchorChoice, NormChoice, TopologyChoice
+from residua.model.anchor_kinds import ANCHORS
 from residua.model.norm import NORMS
 from residua.model.topology import TOPOLOGIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
-BUILT: tuple[tuple[Any, dict[Any, Any]], ...] = ((TopologyChoice, TOPOLOGIES), (NormChoice, NORMS))
+BUILT: tuple[tuple[Any, dict[Any, Any]], ...] = (
+    (TopologyChoice, TOPOLOGIES), (AnchorChoice, ANCHORS), (NormChoice, NORMS),
+)  # fmt: skip
 
 
 def page_plugins() -> dict[str, str]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from residua.config import choices
-from residua.model.anchor_source import ExoSource, build_source
+from residua.model.anchor_kinds import build_source
+from residua.model.anchor_source import ExoSource
 from residua.model.attention import SoftmaxAttention, head_shape
 from residua.model.context import Context
 from residua.model.rope import rotary_table, rotate
@@ -45,7 +46,8 @@ def build_layers(
 ) -> tuple[nn.ModuleList, nn.Module]:
     """Attention layers and the source of their anchors, with random parameters, in float64."""
     attentions = nn.ModuleList(
-        SoftmaxAttention(config, anchors, layer, WIDTH, std=0.3, output_std=0.3) for layer in range(layers)
+        SoftmaxAttention(config, anchors, layer, WIDTH, softmax_layers=tuple(range(layers)), std=0.3, output_std=0.3)
+        for layer in range(layers)
     )
     source = build_source(anchors, head_shape(config, WIDTH), WIDTH, std=0.3)
     randomise(attentions), randomise(source, seed=3)
@@ -269,12 +271,39 @@ def test_any_subset_of_pathways_in_any_order_is_mixed(pathways: tuple[str, ...],
 
 def test_half_of_an_unnormed_copy_of_itself_changes_nothing() -> None:
     """½ V_1 + ½ V_1 = V_1: a second ResFormer layer with the first one's matrix and input repeats it."""
-    layers = [
-        SoftmaxAttention(attention_config(), choices.ResFormer(), i, WIDTH, std=0.3, output_std=0.3).double()
-        for i in range(2)
-    ]
+    layers = [layer.double() for layer in build_layers(attention_config(), choices.ResFormer(start=(0.5, 0.5)), 2)[0]]
+    layers[1].mix.reset_parameters()
     layers[1].load_state_dict(layers[0].state_dict(), strict=False)
     x = random(BATCH, LENGTH, WIDTH)
     first, anchors = layers[0](x, (), context())
     second, _ = layers[1](x, anchors, context())
     close("second layer", second, first, 1e-14)
+
+
+@pytest.mark.parametrize("gate", ["relu", "sigmoid", "tanh", "softmax"])
+def test_gated_values_are_their_equation(gate: str) -> None:
+    config = attention_config(kv_heads=2)
+    layers, source = build_layers(config, choices.GatedValue(gate=gate), 2)
+    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(2)]
+    ours = run_ours(layers, source, inputs[0], inputs)
+    expected = [[], []]
+    for b in range(BATCH):
+        first, second = (own_projections(layer, config, x[b]) for layer, x in zip(layers, inputs, strict=True))
+        second["v"] = golden.gate_values(inputs[1][b], second["v"], first["v"], layers[1].mix.gates.weight, gate)
+        for at, S in enumerate((first, second)):
+            expected[at].append(rest_of_layer(layers[at], S, None))
+    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
+    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+
+
+@pytest.mark.parametrize(("gate", "alpha"), [("relu", 0.0), ("tanh", 0.0), ("sigmoid", 0.5), ("softmax", 1.0)])
+def test_gated_values_with_a_zero_map_are_value_residuals(gate: str, alpha: float) -> None:
+    """V + α V_1 with one α for all: ResFormer with λ = (α, 1)."""
+    config, inputs = attention_config(kv_heads=2), [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(2)]
+    gated, source = build_layers(config, choices.GatedValue(gate=gate), 2)
+    static, _ = build_layers(config, choices.ResFormer(start=(alpha, 1.0)), 2)
+    nn.init.zeros_(gated[1].mix.gates.weight)
+    static.load_state_dict(gated.state_dict(), strict=False)
+    static[1].mix.reset_parameters()
+    ours, theirs = (run_ours(layers, source, inputs[0], inputs) for layers in (gated, static))
+    close("second layer", ours[1], theirs[1], 1e-14)

@@ -33,7 +33,11 @@ from tests.model.page_plugins import PAGE, forget, page_plugins
 from tests.model.small import in_parts, small, tokens_and_targets
 from tests.trained import WORDS, residua, train_run
 
-OWN = {"topology": {"kind": "layer_scale", "start": 0.2}, "norm": {"kind": "l1norm"}}
+OWN = {
+    "topology": {"kind": "layer_scale", "start": 0.2},
+    "anchors": {"kind": "key_residual"},
+    "norm": {"kind": "l1norm"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +83,8 @@ def test_a_kind_given_as_a_variant_gets_a_hint(own: Path) -> None:
 def test_every_parameter_of_ones_own_gets_a_gradient(own: Path) -> None:
     model, tokens = build(small(**OWN)), torch.randint(0, 16, (2, 9))
     model.loss(tokens, tokens).backward()
-    parameters = [*model.topology.parameters(), *model.norm.parameters()]
+    mixes = [sublayer.body.mix for sublayer in model.sublayers[::2]]
+    parameters = [*model.topology.parameters(), *model.norm.parameters(), *(p for m in mixes for p in m.parameters())]
     assert parameters and all(p.grad is not None and p.grad.abs().sum() > 0 for p in parameters)
 
 
@@ -138,7 +143,7 @@ def test_export_of_a_model_that_reads_ids_opens(own: Path, tmp_path: Path, monke
 
 def test_unknown_kind_is_refused_and_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PLUGINS, raising=False)
-    for table in ("topology", "norm"):
+    for table in ("topology", "anchors", "norm"):
         with pytest.raises(ConfigError, match=f"{table}.kind = 'nowhere' does not exist.*{PLUGINS}"):
             small(**{table: {"kind": "nowhere"}})
 
@@ -231,6 +236,7 @@ def test_export_copies_their_files(own: Path, run: Path, tmp_path: Path, monkeyp
     assert residua(monkeypatch, "export", run, "--out", out) == 0
     code = {file.name: file.read_text(encoding="utf-8") for file in out.glob("*.py")}
     assert "class LayerScale(" in code["layer_scale.py"] and "class L1Norm(" in code["l1_norm.py"]
+    assert "class KeyResidual(" in code["key_residual.py"]
 
 
 def test_entry_points_of_installed_packages_are_plugins_too(monkeypatch: pytest.MonkeyPatch) -> None:

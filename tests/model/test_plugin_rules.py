@@ -13,17 +13,20 @@ from torch import Tensor, nn
 
 import residua
 from residua.config import plugins
-from residua.config.choices import NormChoice, TopologyChoice
+from residua.config.choices import AnchorChoice, NormChoice, TopologyChoice
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model import builders, decoder
+from residua.model.anchor_kinds import ANCHORS as KNOWN_ANCHORS
+from residua.model.anchor_kinds import register_anchors
+from residua.model.anchors import LayerPlace, Unmixed
 from residua.model.builders import check_part, check_plugins, junctions, normed
 from residua.model.norm import NORMS as KNOWN_NORMS
 from residua.model.norm import Norm, build_norm, register_norm
 from residua.model.topology import TOPOLOGIES, State, Topology, build_topology, register_topology
 from residua.storage.run import read_metrics
 from residua.train.start import check_model
-from tests.model.combinations import NORMS
+from tests.model.combinations import ANCHORS, NORMS
 from tests.model.depth import SMALL
 from tests.model.small import small
 from tests.trained import residua as run_verb
@@ -101,12 +104,35 @@ class OwnNorm(Norm):
         return y.sum(1) if self.fault == "shape" else y
 
 
+class OwnAnchorChoice(AnchorChoice):
+    kind: Literal["own_anchors"] = "own_anchors"
+    fault: str = ""
+
+
+class OwnAnchors(Unmixed):
+    """V̂ = V + V_1, with a fault that `config.fault` names."""
+
+    def __init__(self, config: OwnAnchorChoice, place: LayerPlace) -> None:
+        super().__init__(place.sections)
+        self.fault = config.fault
+
+    def mix(self, own: Any, x: Tensor, anchors: Any, context: Any) -> Any:
+        faults = {"future": lambda v: v.flip(1).cumsum(1).flip(1), "shape": lambda v: v[:, :-1]}
+        value = faults.get(self.fault, lambda v: v)(own["v"])
+        value = value + anchors[0] if anchors and self.fault != "shape" else value
+        return own | {"v": value}, [value] if self.fault == "list" else (value,)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     register_topology(OwnChoice, Own)
     register_norm(OwnNormChoice, OwnNorm)
+    register_anchors(OwnAnchorChoice, OwnAnchors)
     yield
-    for root, built, choice in ((TopologyChoice, TOPOLOGIES, OwnChoice), (NormChoice, KNOWN_NORMS, OwnNormChoice)):
+    for root, built, choice in (
+        (TopologyChoice, TOPOLOGIES, OwnChoice), (NormChoice, KNOWN_NORMS, OwnNormChoice),
+        (AnchorChoice, KNOWN_ANCHORS, OwnAnchorChoice),
+    ):  # fmt: skip
         del plugins._MEMBERS[root][choice.model_fields["kind"].default], built[choice]
         plugins._ADAPTERS.pop(root, None)
 
@@ -118,7 +144,7 @@ def own(fault: str) -> dict[str, str]:
 FAULTS = {
     "tensor": "`step` returns a tensor of shape .* as the state: return a tuple of tensors",
     "list": "`step` returns a list as the state: return a tuple of tensors",
-    "nested": "`step` returns a state with a tuple in it: return a flat tuple of tensors",
+    "nested": "`step` returns a tuple with a tuple as the state: return a flat tuple of tensors",
     "no state": "`step` returns a tensor of shape .*: return the next input and the state",
     "shape": r"`step` returns a tensor of shape \(2, 3, 16\) for a tensor of shape \(2, 4, 16\)",
     "parameter": "gain is left unfilled: fill every parameter and buffer",
@@ -147,6 +173,20 @@ def test_a_norm_that_breaks_a_rule_is_refused_too(fault: str) -> None:
         check_plugins(small(norm={"kind": "own_norm", "fault": fault}))
 
 
+ANCHOR_FAULTS = {
+    "future": FAULTS["future"],
+    "list": "`mix` returns a list as the anchors: return a tuple of tensors",
+    "shape": r"`mix` returns a tensor of shape \(2, 3, 2, 8\) as 'v': return one of shape \(2, 4, 2, 8\)",
+}
+
+
+@pytest.mark.parametrize("fault", ANCHOR_FAULTS)
+def test_anchors_that_break_a_rule_are_refused_too(fault: str) -> None:
+    with pytest.raises(ConfigError, match=f"^the anchors 'own_anchors' of the plugin .*{ANCHOR_FAULTS[fault]}"):
+        check_plugins(small(anchors={"kind": "own_anchors", "fault": fault}))
+    check_plugins(small(anchors={"kind": "own_anchors"}))
+
+
 @pytest.mark.parametrize("oddity", ["", "dropout", "matrix", "in place", "not a number", "wide"])
 def test_unusual_plugins_that_keep_the_rules_are_tried_and_pass(oddity: str) -> None:
     config = OwnChoice(fault=oddity)
@@ -162,6 +202,14 @@ def test_a_part_may_be_filled_in_its_init_alone() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_built_in_topologies_keep_the_rules_of_plugins(name: str, width: int) -> None:
     check_part(partial(build_topology, SMALL[name], 6, width), junctions, (7, 2, 4, width))
+
+
+@pytest.mark.parametrize("name", ANCHORS)
+def test_built_in_anchors_keep_the_rules_of_plugins(name: str) -> None:
+    config = small(
+        anchors=ANCHORS[name], attention={"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "elementwise"}
+    )
+    check_part(partial(builders._Anchored, config), builders.mixed_heads, (7, 2, 4, 16))
 
 
 @pytest.mark.parametrize("name", NORMS)

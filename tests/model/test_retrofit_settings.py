@@ -53,7 +53,7 @@ def ours(family: Any) -> list[type[Frozen]]:
     return [choice for choice in family.alternatives() if choice.__module__.startswith("residua.")]
 
 
-ANCHORS = get_args(get_args(choices.Anchors)[0])
+ANCHORS = ours(choices.AnchorChoice)
 DYNAMIC = {"mixing": {"kind": "dynamic", "hidden": 3}}
 SETTINGS: list[Any] = [
     *(("topology", {"topology": table(choice)}) for choice in ours(choices.TopologyChoice)),
@@ -83,7 +83,7 @@ REFUSED = {
     "nuresformer.mixing",
     *(f"softmax.{key}" for key in ("heads", "kv_heads")),
     *(f"{choice}.kind" for choice in map(kind_of, ours(choices.TopologyChoice)) if choice != "additive"),
-    *(f"{kind}.kind" for kind in ("resformer", "nuresformer", "exoformer")),
+    *(f"{kind}.kind" for kind in ("resformer", "nuresformer", "exoformer", "gated_value")),
 }
 """What the weights of some other value do not fit."""
 

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
-from residua.diagnose.observe import AnchorScales, Observation, Subject
+from residua.diagnose.observe import NEAR_ZERO, AnchorScales, Observation, Subject
 from residua.diagnose.plots import LABELS, Part, Points, Topic, by_layer, label_step, tabs_each
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
@@ -25,7 +27,8 @@ INSIDE = 0.02
 class AnchorFacts(Frozen):
     """λ of projection mixing: means by head of the parameters λ1 (anchor) and λ2 (current), and the share of |λ1| below
     1e-3. What acts is λγ: `gamma` has the means of γ1 and γ2 over tokens (null if the mixture is static, γ = 1), the
-    channels λ1·γ1 and λ2·γ2, and `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these."""
+    channels λ1·γ1 and λ2·γ2, and `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these. Of gated
+    values, λ1 is the mean of the gate over tokens, and `near_zero` its share of tokens and heads."""
 
     layer: int
     pathway: str
@@ -53,13 +56,18 @@ class Anchors(Metric):
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
         self.gammas: dict[tuple[int, str], Mean] = defaultdict(Mean)
+        self.value_gates: dict[int, Mean] = defaultdict(Mean)
 
     def add(self, seen: Observation) -> None:
         for place, gamma in seen.gammas.items():
             self.gammas[place].add(wide(gamma).double().flatten(0, 1).sum(0), seen.tokens.numel())
+        for layer, gate in seen.value_gates.items():
+            both = torch.stack([wide(gate).double(), (gate.abs() < NEAR_ZERO).double()])
+            self.value_gates[layer].add(both.flatten(1, 2).sum(1), seen.tokens.numel())
 
     def facts(self) -> AnchorKeys:
-        return AnchorKeys(anchors=[self._facts(scales) for scales in self.subject.anchor_scales()])
+        gated = [_gated_scales(layer, mean.value()) for layer, mean in sorted(self.value_gates.items())]
+        return AnchorKeys(anchors=[self._facts(scales) for scales in [*self.subject.anchor_scales(), *gated]])
 
     def _facts(self, scales: AnchorScales) -> AnchorFacts:
         known = self.gammas.get((scales.layer, scales.pathway))
@@ -110,6 +118,12 @@ class Anchors(Metric):
                 "Channel by channel",
             ),
         )
+
+
+def _gated_scales(layer: int, means: Tensor) -> AnchorScales:
+    """Of a gate on added values, from means [2, H] of the gate and of where it is near zero; own values count fully."""
+    gate, ones = means[0].tolist(), [1.0] * means.shape[1]
+    return AnchorScales(layer, "v", gate, ones, float(means[1].mean()), gate, ones)
 
 
 def _short(value: float) -> float:

@@ -169,14 +169,11 @@ def _best(
 
 def _anchor_items(config: ModelConfig, k: int, shape: Sequence[int], dtype: torch.dtype) -> Items:
     """The anchors that exist after sublayer k."""
-    anchors = config.anchors
-    if not anchors.mixed or config.softmax is None:
-        return {}
-    written = -1 if anchors.from_embedding else 2 * config.softmax_layers[0]
-    if k < written:
+    carried = config.anchors.carried(sum(2 * layer <= k for layer in config.softmax_layers))
+    if not carried or config.softmax is None:
         return {}
     heads = head_shape(config.softmax, config.width)
-    sizes = [(*shape[:-1], heads.heads[s], heads.head_dim) for s in anchors.mixed]
+    sizes = [(*shape[:-1], heads.heads[s], heads.head_dim) for s in carried]
     return {f"anchor.{i}": torch.empty(size, dtype=dtype) for i, size in enumerate(sizes)}
 
 

@@ -57,6 +57,11 @@ def narrow(model: ModelConfig, ranks: int) -> ModelConfig:
     """The model of one of so many ranks."""
     if ranks == 1:
         return model
+    if model.anchors.joins_heads:
+        raise ConfigError(
+            f"{TENSOR} {ranks} divides heads among ranks, and model.anchors.kind = '{model.anchors.kind}' with these "
+            "settings mixes across heads: use data_parallel_shard_degree."
+        )
     ffn = model.ffn
     if not ffn.mixture:
         _refuse_bias("model.ffn.bias", getattr(ffn, "bias", False), ranks)

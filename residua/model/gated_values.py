@@ -1,0 +1,89 @@
+"""Gated value residuals: each token and head decides how much of the first layer's values it reads (SATFormer).
+
+    V̂_l = V_l + α_l ⊙ V_1,   α_l = gate(W_α x_l),   W_α: C → key-value heads        (arXiv 2605.03953)
+
+x_l is the layer's normed input, V_1 the values of the first softmax layer as they were projected. `gate` is relu in
+the paper, σ, tanh, or H · softmax over the H key-value heads. W_α starts normal with the model's std, as in the public
+code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from residua.config import choices
+from residua.model.anchors import LayerPlace, Projections, Unmixed, Write
+from residua.model.context import Anchors, Context
+from residua.model.equivalence import InitFidelity, take_parameters
+from residua.model.projection import Projection
+from residua.model.taps import tap
+from residua.ops._runtime.numeric import wide
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softmax": lambda logits: logits.softmax(-1) * logits.shape[-1],
+}
+
+NEARLY_CLOSED = 1e-3
+"""The share of W_α's std that a relu starts with where it should be closed: at exactly zero it would stay there."""
+
+
+class GatedValues(Unmixed):
+    """V̂ = V + gate(W_α x) ⊙ V_1, one gate per token and key-value head."""
+
+    pathways = ("v",)
+
+    def __init__(self, config: choices.GatedValue, place: LayerPlace) -> None:
+        super().__init__(place.sections)
+        self.kind = config.gate
+        self.gates = Projection(place.width, place.shape.heads["v"], std=place.std)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """α [B, T, H_kv]."""
+        return GATES[self.kind](self.gates(x))
+
+    def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
+        (first,) = anchors
+        return own | {"v": own["v"] + self.gate(x)[..., None] * first}, anchors
+
+    def publish(self, layer: int, x: Tensor) -> None:
+        tap(f"attention.{layer}.value_gate", lambda: self.gate(x))
+
+    def readers(self) -> tuple[Tensor, ...]:
+        return (self.gates.weight,)
+
+    def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """The mean of α by head, from α [..., H_kv] itself, and 1; nothing without it."""
+        if gamma is None:
+            return {}
+        mean = wide(gamma).flatten(0, -2).mean(0)
+        return {"v": (mean, torch.ones_like(mean))}
+
+    @torch.no_grad()
+    def begin_as(self, old: Unmixed) -> InitFidelity:
+        """W_α = 0 closes tanh exactly; relu starts with a thousandth of W_α, which is nearly closed and can open.
+
+        σ and softmax cannot be closed: the function changes. So it does from other anchors.
+        """
+        if isinstance(old, GatedValues):
+            take_parameters(self, old)
+            return InitFidelity.EXACTLY if old.kind == self.kind else InitFidelity.NOT
+        if not old.plain or self.kind in ("sigmoid", "softmax"):
+            return InitFidelity.NOT
+        if self.kind == "tanh":
+            nn.init.zeros_(self.gates.weight)
+            return InitFidelity.EXACTLY
+        nn.init.normal_(self.gates.weight, std=self.gates.std * NEARLY_CLOSED)
+        return InitFidelity.NEARLY
+
+
+def build_gated_values(config: choices.GatedValue, place: LayerPlace) -> Unmixed:
+    """The first layer writes its values, the others read them."""
+    if place.layer == 0:
+        return Write(place.sections, ("v",), "none", place.shape)
+    return GatedValues(config, place)
