@@ -18,6 +18,8 @@ docs/results/NAME.json, which `residua compare --results` wrote. The parts:
              more text: `<!-- study NAME ladder OTHER -->`
     beside   how much lower the losses of its variants are than in the studies named after it:
              `<!-- study NAME beside OTHER,ANOTHER -->`; and over the layers of their models (docs/img/NAME-depths.svg)
+    over     the law of sizes and budgets of the study together with those in the files named after it, seen from
+             docs/results: `<!-- study NAME over NAME/8x384,NAME/8x512 -->`
 
 A study without a page docs/results/NAME.md gets one. What is made depends on the files alone.
 
@@ -40,19 +42,19 @@ from typing import Any
 
 from residua.config.settings import ConfigError
 from residua.reading import counted
-from residua.report import Column, Value
+from residua.report import Column, Value, plain
 from residua.reproduce.comparison import claims_table
 from residua.reproduce.entry import Order
 from residua.reproduce.existing_study import NOT_THERE, share
 from residua.study.config import Tasks
-from residua.study.extend_study import both_tasks, with_earlier
+from residua.study.extend_study import both_tasks, unite, with_earlier
 from residua.study.figures import picture
 from residua.study.page import show_saved
 from residua.study.records import Inspection, Peaks, both, read_run
 from residua.study.results import StudyResult, VariantResult
 from residua.study.results_file import FORMAT, SavedRun, SavedStudy
 from residua.study.statistics import count, mean
-from residua.study.tables import cells, columns, markdown_table, markdown_tables, peak_table
+from residua.study.tables import cells, columns, joint_table, markdown_table, markdown_tables, peak_table
 from residua.study.verdicts import comparisons_sentence, validation_sentence
 
 sys.path.append(str(Path(__file__).parent))
@@ -348,6 +350,16 @@ def _differences(result: StudyResult) -> dict[str, Value]:
     return {row.name: cells(row, result)[place] for row in rows}
 
 
+def _over(others: str, name: str, studies: Studies, results: Results, up: str) -> list[str]:
+    """Gains at every size, and projected; and the sentence about their law."""
+    folder = ROOT / "docs" / "results"
+    result = unite([folder / f"{word}.json" for word in (name, *others.split(","))]).result()
+    table = joint_table(result)
+    if table is None:
+        return ["No law of sizes and budgets can be fitted yet: a size lacks runs of the baseline."]
+    return [*markdown_table(table.columns, table.rows), "", plain.markdown(table.look_for)]
+
+
 def _pictures(root: Path, text: str, studies: Studies, results: Results) -> dict[Path, str]:
     """Those that a page asks for by a word of its own."""
     drawn = {}
@@ -365,7 +377,7 @@ PARTS: dict[str, Callable[[str, SavedStudy, StudyResult, str], list[str]]] = {
 }  # fmt: skip
 WITH_A_WORD: dict[str, tuple[str, Callable[[str, str, Studies, Results, str], list[str]]]] = {
     "claims": ("ENTRY", _claims), "peaks": ("VARIANTS", _peaks), "ladder": ("STUDY", _ladder),
-    "beside": ("STUDIES", _beside),
+    "beside": ("STUDIES", _beside), "over": ("STUDIES", _over),
 }  # fmt: skip
 
 

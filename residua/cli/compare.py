@@ -36,8 +36,8 @@ def compare(
         list[str] | None,
         argument(
             "Names from --list, joined with + to combine them; the first is the baseline. Or one study file or "
-            "folder, or a file of --results to show.",
-            metavar="VARIANT...|STUDY.toml|FOLDER|RESULTS.json",
+            "folder, or files of --results to show as one study.",
+            metavar="VARIANT...|STUDY.toml|FOLDER|RESULTS.json...",
         ),
     ] = None,
     base: Annotated[str | None, option("The preset or run TOML that the variants change.", default="tiny")] = None,
@@ -130,6 +130,7 @@ def compare(
     residua compare study.toml
     residua compare study.toml --results docs/results/wiki.json
     residua compare docs/results/wiki.json
+    residua compare small.json large.json --out runs/page
 
     Ctrl-C saves and stops; the same command continues. Complete runs are reused.
     """
@@ -148,8 +149,13 @@ def compare(
         "tasks": _tasks(tasks, task_dir, shots, limit), "tune": parse_tune(tune),
     }  # fmt: skip
     chosen = {key: value for key, value in options.items() if value is not None}
-    if what and len(what) == 1 and what[0].endswith(".json"):
-        _show(Path(what[0]), out, console, [*chosen, *(["from"] * bool(start)), *(["results"] * bool(results))])
+    if what and all(word.endswith(".json") for word in what):
+        _show(
+            [Path(word) for word in what],
+            out,
+            console,
+            [*chosen, *(["from"] * bool(start)), *(["results"] * bool(results))],
+        )
         return
 
     from residua.cli.compare_study import resolve_study
@@ -180,20 +186,20 @@ def _remembered(folder: Path, console: Console) -> Path | None:
     return path if there else None
 
 
-def _show(path: Path, out: Path | None, console: Console, options: list[str]) -> None:
-    """Print the tables of a results file; with --out, also write its page there."""
+def _show(files: list[Path], out: Path | None, console: Console, options: list[str]) -> None:
+    """Print the tables of results files, several as one study; with --out, also write its page there."""
     from residua.config.settings import ConfigError
     from residua.files import refuse_used
+    from residua.study.extend_study import unite
     from residua.study.page import show_saved
-    from residua.study.results_file import SavedStudy
     from residua.study.tables import print_study
 
     if options:
         ignored = options[0].replace("_", "-")
-        raise ConfigError(f"{path} holds results, which are only shown: --{ignored} has no effect.")
+        raise ConfigError(f"{files[0]} holds results, which are only shown: --{ignored} has no effect.")
     if out is not None:
         refuse_used(out)
-    print_study(console, show_saved(SavedStudy.read(path), out))
+    print_study(console, show_saved(unite(files), out))
     if out is not None:
         say(console, f"\nReport: {(out / 'report.html').resolve()}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -225,6 +225,66 @@ def join(
     return StudyRecords(joined, whole, out, dataset, results, plan.runs, known, saved.timings, commands)
 
 
+def unite(files: Sequence[Path]) -> SavedStudy:
+    """Results files as one study of all their sizes, variants, seeds and budgets; ConfigError if they contradict."""
+    whole = SavedStudy.read(files[0])
+    for path in files[1:]:
+        whole = _united(whole, files[0], SavedStudy.read(path), path)
+    return whole
+
+
+def _united(whole: SavedStudy, first: Path, other: SavedStudy, path: Path) -> SavedStudy:
+    before, study = whole.config, other.config
+    plans, there = (whole.plan(Path()), other.plan(Path())), whole.records(whole.plan(Path()))
+    for key, values in {
+        "fingerprint": (whole.fingerprint, other.fingerprint),
+        "baseline": (before.baseline, study.baseline),
+        "confidence": (before.confidence, study.confidence),
+    }.items():
+        if values[0] != values[1]:
+            raise ConfigError(f"{first} has {key} = {values[0]} and {path} {values[1]}: only like studies are united.")
+    _check_models(first, *plans, there)
+    known = {run.key: record for run, record in there.items()}
+    added = []
+    for (run, record), saved in zip(other.records(plans[1]).items(), other.runs, strict=True):
+        if run.key not in known:
+            added.append(saved.model_copy(update={"environment": saved.environment + len(whole.environments)}))
+        elif known[run.key].loss_curve != record.loss_curve:
+            raise ConfigError(f"{first} and {path} have {run.title} with different losses: leave one of them out.")
+    models = {(model.size, model.variant): model for model in (*other.models, *whole.models)}
+    size_of = {model.size: model.parameters for model in models.values() if model.variant == study.baseline}
+    sizes = sorted({*before.sizes, *study.sizes}, key=lambda size: size_of.get(size, 0))
+    config = _union_of(before, study) | {
+        "name": f"{before.name}+{study.name}",
+        "scaling": {"sizes": sizes} if len(sizes) > 1 else None,
+        "tune": before.tune if before.tune == study.tune else None,
+    }
+    return whole.model_copy(
+        update={
+            "study": {key: value for key, value in {**whole.study, **config}.items() if value is not None},
+            "commands": (*whole.commands, *other.commands),
+            "environments": (*whole.environments, *other.environments),
+            "models": tuple(models.values()),
+            "tuning": (*(whole.tuning or ()), *(other.tuning or ())) or None,
+            "runs": (*whole.runs, *added),
+        }
+    )
+
+
+def _union_of(before: StudyConfig, study: StudyConfig) -> dict[str, Any]:
+    """What two studies of one text ask for together."""
+    return {
+        "variants": {**before.variants, **study.variants},
+        "seeds": tuple(sorted({*before.seeds, *study.seeds})),
+        "ladder": tuple(sorted({*before.ladder, *study.ladder})),
+        "ladder_of": "all" if "all" in (before.ladder_of, study.ladder_of) else "baseline",
+        "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
+        "bases": {**(before.bases or {}), **(study.bases or {})} or None,
+        "workers": max(before.workers, study.workers),
+        "time_alone": before.time_alone or study.time_alone,
+    }
+
+
 def complete_records(plan: StudyPlan, known: Mapping[PlannedRun, RunRecord]) -> dict[PlannedRun, RunRecord]:
     """What was measured in the complete runs: on disk, or `known` from elsewhere."""
     local = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
@@ -248,17 +308,10 @@ def _joined_config(path: Path, before: StudyConfig, study: StudyConfig) -> Study
     return StudyConfig(
         **{
             **study.model_dump(exclude_none=True),
+            **_union_of(before, study),
             "name": before.name,
-            "variants": {**before.variants, **study.variants},
-            "seeds": tuple(sorted({*before.seeds, *study.seeds})),
             "scaling": _joined_scaling(path, before, study),
-            "ladder": tuple(sorted({*before.ladder, *study.ladder})),
-            "ladder_of": "all" if "all" in (before.ladder_of, study.ladder_of) else "baseline",
-            "quantize": tuple(dict.fromkeys((*before.quantize, *study.quantize))),
-            "bases": {**(before.bases or {}), **(study.bases or {})} or None,
             "tasks": both_tasks(before.tasks, None if study.tasks is None else study.tasks.anywhere),
-            "workers": max(before.workers, study.workers),
-            "time_alone": before.time_alone or study.time_alone,
         }
     )
 

@@ -14,7 +14,7 @@ from residua.report.figures import Curve, Estimate, both_ends, curves, forest, h
 from residua.report.scatter import Line, Point, Scatter
 from residua.study.gains import speed_is_shown
 from residua.study.records import RunRecord
-from residua.study.results import LadderResult, ScalingResult, StudyResult, VariantResult
+from residua.study.results import PROJECTED, LadderResult, ScalingResult, StudyResult, VariantResult
 from residua.study.statistics import Interval, mean, smooth
 from residua.train import telemetry_curves as telemetry
 
@@ -204,6 +204,31 @@ def scaling_figure(points: dict[str, Points], fits: Sequence[ScalingResult], ord
             fitted = [laws[name].scale * c ** -laws[name].exponent for c in ends]
             series.append(Curve(name, ends, fitted, colour, legend=False))
     return curves(series, "training FLOPs", "validation loss", log_x=True, log_y=True)
+
+
+def gains_over_compute(result: StudyResult) -> Figure | None:
+    """Equivalent tokens at each size over the baseline's compute, with dashed projections; None if there are none."""
+    flops = {row.size: row.flops_per_token for row in result.variants if row.name == result.baseline}
+    tokens = {run.size: run.tokens for run in result.runs if run.variant == result.baseline and run.budget == 1.0}
+    projected, series = {gain.name: gain for gain in result.projected}, []
+    for name, index in places(result).items():
+        look = {"colour": theme.colour(index), "symbol": theme.symbol(index), "markers": True}
+        rows = [
+            (flops[row.size] * trained, row.equivalent_tokens)
+            for row in result.variants
+            if row.name == name and row.equivalent_tokens is not None and (trained := tokens.get(row.size))
+        ]
+        if rows:
+            known = [ends for _, gain in rows if (ends := interval_ends(gain)) is not None]
+            band = dict(zip(("low", "high"), zip(*known, strict=True), strict=True)) if len(known) == len(rows) else {}
+            series.append(Curve(name, [x for x, _ in rows], [gain.value for _, gain in rows], **look, **band))
+        if (gain := projected.get(name)) is not None and (ends := interval_ends(gain.tokens)) is not None:
+            start = gain.tokens.value / gain.trend.value
+            series.append(
+                Curve(name, [gain.compute / PROJECTED, gain.compute], [start, gain.tokens.value], **look, dash="dash",
+                      legend=False, low=[start, ends[0]], high=[start, ends[1]])
+            )  # fmt: skip
+    return curves(series, "training FLOPs of the baseline", "equivalent tokens", log_x=True) if series else None
 
 
 def _matrix(

@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from residua.study.ladder import Gain, equivalent_tokens
+from residua.study.ladder import Gain
 from residua.study.records import RunRecord
 from residua.study.statistics import Interval, estimate_ratio, mean, step_gain, t_quantile, variance
 from residua.study.timing import BLOCKS, StepTiming
 
 if TYPE_CHECKING:
-    from residua.study.results import StudyResult, VariantResult
+    from residua.study.results import ProjectedGain, StudyResult, VariantResult
 
 Runs = Mapping[int, RunRecord]  # by seed
 Timings = Mapping[str, StepTiming]  # by device
@@ -54,12 +54,12 @@ class Gains:
 def compare(
     ours: Runs,
     baseline: Runs,
-    ladder: Mapping[float, Mapping[int, float]],
+    equivalent: Gain | None,
     timings: Timings,
     baseline_timings: Timings,
     confidence: float,
 ) -> Gains:
-    """The gains of a variant's complete runs; `ladder` has the baseline's losses by tokens and seed, or nothing."""
+    """The gains of a variant's complete runs; `equivalent` is that in tokens, from a ladder."""
     pairs = [(ours[seed], baseline[seed]) for seed in sorted(ours.keys() & baseline.keys())]
     steps = [gain for a, b in pairs if (gain := step_gain(a.loss_curve, b.loss_curve)) is not None]
     step = estimate_ratio(steps, confidence) if steps else None
@@ -67,10 +67,6 @@ def compare(
     speeds = [a.tokens_per_second / b.tokens_per_second for a, b in pairs if a.hardware == b.hardware]
     speeds = [speed for speed in speeds if math.isfinite(speed)]  # one may not be known
     throughput = estimate_ratio(speeds, confidence) if speeds else None
-    equivalent = None
-    if ladder:
-        losses, tokens = {seed: run.final_loss for seed, run in ours.items()}, max(run.tokens for run in ours.values())
-        equivalent = equivalent_tokens(ladder, losses, tokens, confidence)
     if alone:
         throughput = timed_ratio(*alone[-1], confidence)
     return Gains(step, equivalent, throughput, product(equivalent or step, throughput), alone[-1][0] if alone else None)
@@ -122,25 +118,50 @@ def concluded(result: StudyResult) -> StudyResult:
     """The study without the gains per second that it cannot state, and with corrected and shrunk intervals."""
     rows = [_supported(row, result) for row in result.variants]
     intervals: dict[int, dict[str, Interval]] = {index: {} for index in range(len(rows))}
+    alpha = 1.0 - result.confidence
     for size in result.sizes:
         compared = {i: row for i, row in enumerate(rows) if row.size == size and row.name != result.baseline}
-        seconds = {i: row.wall_clock_gain for i, row in compared.items() if _has_interval(row.wall_clock_gain)}
-        changes = {i: row.difference for i, row in compared.items() if _has_interval(row.difference)}
-        alpha = 1.0 - result.confidence
-        for key, family in {
-            "corrected": {i: _of_ratio(gain, rows[i], alpha) for i, gain in seconds.items() if gain is not None},
-            "difference_corrected": {i: _of_change(change, alpha) for i, change in changes.items() if change},
-        }.items():
+        families = {
+            "corrected": {i: of_ratio(row.wall_clock_gain, _factors(row), alpha) for i, row in compared.items()},
+            "equivalent_corrected": {i: of_ratio(row.equivalent_tokens, (), alpha) for i, row in compared.items()},
+            "difference_corrected": {i: _of_change(row.difference, alpha) for i, row in compared.items()},
+        }
+        for key, family in families.items():
             for i, value in corrected(family, alpha).items():
                 intervals[i][key] = value
+        seconds = {i: row.wall_clock_gain for i, row in compared.items()}
         for i, value in shrunk({i: gain for i, gain in seconds.items() if gain is not None}).items():
             intervals[i]["shrunk"] = value
-    keys = ("corrected", "difference_corrected", "shrunk")
+    keys = ("corrected", "equivalent_corrected", "difference_corrected", "shrunk")
     again = tuple(
         row.model_copy(update=dict.fromkeys(keys) | intervals[index]) if row.name != result.baseline else row
         for index, row in enumerate(rows)
     )
-    return result.model_copy(update={"variants": again})
+    projected = _projected(result.projected, {row.name: row for row in again if row.size == result.sizes[-1]}, alpha)
+    return result.model_copy(update={"variants": again, "projected": projected})
+
+
+def _factors(row: VariantResult) -> list[Interval]:
+    return [factor for factor in (row.equivalent_tokens or row.step_gain, row.throughput_ratio) if factor]
+
+
+def _projected(
+    gains: Sequence[ProjectedGain], largest: Mapping[str, VariantResult], alpha: float
+) -> tuple[ProjectedGain, ...]:
+    """With gains per second at the speed of the largest size, where that is stated, and corrected intervals."""
+    speeds = [
+        row.throughput_ratio if (row := largest.get(gain.name)) and row.wall_clock_gain else None for gain in gains
+    ]
+    seconds = [product(gain.tokens, speed) for gain, speed in zip(gains, speeds, strict=True)]
+    tested = {i: of_ratio(gain.tokens, (), alpha) for i, gain in enumerate(gains)}
+    timed = {i: of_ratio(seconds[i], [gain.tokens, speeds[i]], alpha) for i, gain in enumerate(gains)}
+    after, after_timed = corrected(tested, alpha), corrected(timed, alpha)
+    return tuple(
+        gain.model_copy(
+            update={"corrected": after.get(i), "seconds": seconds[i], "seconds_corrected": after_timed.get(i)}
+        )
+        for i, gain in enumerate(gains)
+    )
 
 
 def _supported(row: VariantResult, result: StudyResult) -> VariantResult:
@@ -198,14 +219,15 @@ class Tested:
         return replace(self.interval, low=low, high=high)
 
 
-def _of_ratio(gain: Interval, row: VariantResult, alpha: float) -> Tested:
-    """A gain per second: its interval grows as those of its factors, each with its own degrees of freedom."""
+def of_ratio(gain: Interval | None, factors: Sequence[Interval | None], alpha: float) -> Tested | None:
+    """A gain, whose interval grows as those of its factors, each with its own degrees of freedom."""
+    if gain is None or not _has_interval(gain):
+        return None
     value = math.log(gain.value)
-    factors = [factor for factor in (row.equivalent_tokens or row.step_gain, row.throughput_ratio) if factor]
     parts = [
         (half / t_quantile(1 - alpha / 2, _freedom(factor)), _freedom(factor))
         for factor in factors
-        if (half := _half(factor, value > 0))
+        if factor is not None and (half := _half(factor, value > 0))
     ]
     down, up = (None if end is None else abs(math.log(end) - value) for end in (gain.low, gain.high))
     return Tested(gain, value, down, up, tuple(parts) or ((1.0, _freedom(gain)),), alpha, is_ratio=True)
@@ -218,7 +240,9 @@ def _half(factor: Interval, below: bool) -> float | None:
     return None if end is None else abs(math.log(factor.value / end))
 
 
-def _of_change(change: Interval, alpha: float) -> Tested:
+def _of_change(change: Interval | None, alpha: float) -> Tested | None:
+    if change is None or not _has_interval(change):
+        return None
     down, up = (None if end is None else abs(end - change.value) for end in (change.low, change.high))
     return Tested(change, change.value, down, up, ((1.0, _freedom(change)),), alpha, is_ratio=False)
 
@@ -231,15 +255,18 @@ def _has_interval(value: Interval | None) -> bool:
     return value is not None and not (value.low is None and value.high is None)
 
 
-def corrected(family: Mapping[int, Tested], alpha: float) -> dict[int, Interval]:
-    """The intervals at the levels of Holm's procedure: each leaves out no difference just where it rejects that."""
-    ordered = sorted((tested.p, key) for key, tested in family.items())
+def corrected(family: Mapping[int, Tested | None], alpha: float) -> dict[int, Interval]:
+    """The intervals at the levels of Holm's procedure: each leaves out no difference just where it rejects that.
+
+    Estimates without an interval, None, are not tested.
+    """
+    known = {key: tested for key, tested in family.items() if tested is not None}
     intervals, level, going_on = {}, alpha, True
-    for place, (p, key) in enumerate(ordered):
+    for place, (p, key) in enumerate(sorted((tested.p, key) for key, tested in known.items())):
         if going_on:
-            level = alpha / (len(ordered) - place)
+            level = alpha / (len(known) - place)
             going_on = p <= level
-        intervals[key] = family[key].at(level)
+        intervals[key] = known[key].at(level)
     return intervals
 
 

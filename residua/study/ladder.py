@@ -1,17 +1,24 @@
 """Equivalent tokens: how long the baseline would have to train to reach a variant's loss (docs/compare.md).
 
-The baseline is trained at several budgets D_j, each with its own full schedule. Through their losses goes
+The baseline is trained at one size or several, at budgets D_j, each with its own full schedule. Through its losses goes
 
-    L(D) = E + B·D^−b          with B > 0, b > 0, E ≥ 0
+    L(N, D) = E_N + B·D^−b     with B > 0, b > 0, E_N ≥ 0
 
-by least squares, or with only two budgets a straight line in ln D. A variant that was trained on D tokens to a loss L_v
-has equivalent tokens D' with L(D') = L_v, and the gain D'/D.
+by least squares; B and b are shared by all sizes, each size has a floor of its own. From three sizes on, the floors are
+E_N = E + A·N^−a (`fit_law` with N for D), which makes it the joint law of sizes and budgets. Gains are read at fixed N,
+so they do not depend on that form. With one size and two budgets, a straight line in ln D takes the law's place. A
+variant that was trained on D tokens to a loss L_v has equivalent tokens D' with L(N, D') = L_v, and the gain D'/D.
 
-All runs enter one regression, loss = L(D) + s_seed + noise for the baseline and loss = L_v + s_seed + noise for the
-variant. Runs of one seed share their data order; the seed effects s absorb it as pairing does. The interval holds every
-gain g that a t-test does not reject, |L(g·D) − L_v| ≤ t·se (Fieller's way): the standard error is that of a
-fitted value at a known place, which stays honest where the error of a quotient does not. It assumes that seeds of the
-variant and of the baseline scatter alike. A line through two budgets cuts across the curve, so it has no interval.
+All runs enter one regression, loss = L(N, D) + s + noise for the baseline and loss = L_v + s + noise for the
+variant, whose sizes and budgets have a level L_v each. Runs of one size and seed share their data order; their effects
+s absorb it as pairing does. The interval holds every gain g that a t-test does not reject, |L(N, g·D) − L_v| ≤ t·se
+(Fieller's way): the standard error is that of a fitted value at a known place, which stays honest where the error of a
+quotient does not. It assumes that seeds of the variant and of the baseline, and those of all sizes, scatter alike. A
+line through two budgets cuts across the curve, so it has no interval.
+
+Projection: ln gain = γ₀ + γ₁·ln C + γ₂·ln(D/N) over a variant's sizes and budgets, by least squares with the covariance
+that the regression gives their gains; γ₂ only where tokens per parameter differ. C is the baseline's compute. If the
+gains scatter around that plane by more than their errors, the error grows by as much (Birge's ratio).
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,9 +37,13 @@ from residua.study.statistics import Interval, t_quantile
 
 Array = NDArray[np.float64]
 Losses = Mapping[int, float]  # final loss by seed
+Ladder = Mapping[float, Losses]  # the baseline's, by tokens
+Cell = tuple[str, float]  # a size, and the tokens that a variant was trained on
 MIN_BUDGETS_OF_LAW = 3
 MAX_REACH = 4.0
 """Equivalent tokens are looked for up to this multiple of the largest budget, and down to this part of the smallest."""
+MIN_RATIO_SPREAD = 1.2
+"""Tokens per parameter that differ by less are taken as equal."""
 _EXPONENTS = np.geomspace(0.01, 3.0, 240)
 _PLACES = 1001
 
@@ -41,7 +53,7 @@ class Gain(Interval):
     """D'/D with its interval; `low` and `high` are None without an interval, or where it has no end within reach.
 
     `error` is the standard error of ln(D'/D), `freedom` its degrees of freedom. `extrapolated`: D' lies outside the
-    budgets that were trained.
+    budgets that were trained at this size.
     """
 
     extrapolated: bool = False
@@ -72,23 +84,29 @@ class FittedLaw:
         return (self.scale / above) ** (1 / self.exponent) if above > 0 else math.inf
 
 
-def fit_law(ladder: Mapping[float, Losses]) -> FittedLaw | None:
+def fit_law(ladder: Ladder) -> FittedLaw | None:
     """The law through the baseline's losses by tokens and seed; None with two budgets, or if no law fits."""
-    if len(ladder) < MIN_BUDGETS_OF_LAW:
-        return None
-    curve = _PowerLaw(sorted(ladder))
-    rows = _Rows.of(ladder, {})
-    fitted = curve.fit(rows, np.array([rows.losses]))
-    if math.isnan(fitted.theta[0, 1]):
-        return None
-    (level, slope), exponent = fitted.theta[0, :2], float(fitted.exponent[0])
+    return fit_laws({"": ladder}).get("")
+
+
+def fit_laws(ladders: Mapping[str, Ladder]) -> dict[str, FittedLaw]:
+    """The law of each size, which differ in their floors only; nothing with too few budgets, or if no law fits."""
+    rows = _Rows.of(ladders, {})
+    if not rows.has_law:
+        return {}
+    fitted = _Regression(rows, np.array([rows.losses]))
+    *levels, slope = fitted.theta[0, : len(rows.sizes) + 1]
+    if math.isnan(slope):
+        return {}
+    exponent = float(fitted.exponent[0])
     scale = slope / exponent
-    return FittedLaw(float(level - scale), float(scale * curve.centre**exponent), exponent)
+    at_one = float(scale * fitted.curve.centre**exponent)
+    return {
+        size: FittedLaw(float(level - scale), at_one, exponent) for size, level in zip(rows.sizes, levels, strict=True)
+    }
 
 
-def equivalent_tokens(
-    ladder: Mapping[float, Losses], ours: Losses, tokens: float, confidence: float = 0.95
-) -> Gain | None:
+def equivalent_tokens(ladder: Ladder, ours: Losses, tokens: float, confidence: float = 0.95) -> Gain | None:
     """The gain of runs with final losses `ours` after `tokens`, against the baseline's losses by tokens and seed.
 
     None if there is nothing to compare, if the baseline's loss does not fall with tokens, or if no budget within
@@ -96,111 +114,185 @@ def equivalent_tokens(
     """
     if len(ladder) < 2 or not ours:
         return None
-    rows = _Rows.of(ladder, ours)
-    gains = _gains(rows, sorted(ladder), np.array([rows.losses]), tokens, confidence)
-    value = float(gains.value[0])
-    if math.isnan(value):
-        return None
-    outside = not min(ladder) <= value * tokens <= max(ladder)
-    if len(ours) < 2 or len(ladder) < MIN_BUDGETS_OF_LAW or gains.freedom < 1:
-        return Gain(value, len(ours), extrapolated=outside)
-    low, high = (None if math.isnan(edge) else float(edge) for edge in (gains.low[0], gains.high[0]))
-    return Gain(value, len(ours), float(gains.error[0]), low, high, float(gains.freedom), outside)
+    return JointGains({"": ladder}, {("", tokens): ours}, confidence).gain(("", tokens))
+
+
+class JointGains:
+    """A variant at several sizes and budgets against the baseline's ladders: `ours` are its losses by size and tokens.
+
+    `ladders` has every size of `ours`. A size may have a single budget, if others have more.
+    """
+
+    def __init__(self, ladders: Mapping[str, Ladder], ours: Mapping[Cell, Losses], confidence: float = 0.95) -> None:
+        self.confidence, self._ours = confidence, {cell: losses for cell, losses in ours.items() if losses}
+        self._rows = _Rows.of(ladders, self._ours)
+        self._fit = _Regression(self._rows, np.array([self._rows.losses]))
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """The sizes and tokens with runs."""
+        return self._rows.cells
+
+    def gain(self, cell: Cell) -> Gain | None:
+        """The gain at one size and budget; None if the law does not reach its loss. With one run, no interval."""
+        ours, (size, tokens) = self._ours.get(cell), cell
+        if not ours:
+            return None
+        gains = self._fit.gains(self._rows.cells.index(cell), self.confidence)
+        value, budgets = float(gains.value[0]), self._rows.budgets[size]
+        if math.isnan(value):
+            return None
+        outside = not budgets[0] <= value * tokens <= budgets[-1]
+        if len(ours) < 2 or not self._rows.has_law or self._fit.freedom < 1:
+            return Gain(value, len(ours), extrapolated=outside)
+        low, high = (None if math.isnan(edge) else float(edge) for edge in (gains.low[0], gains.high[0]))
+        return Gain(value, len(ours), float(gains.error[0]), low, high, float(self._fit.freedom), outside)
+
+    def project(self, points: Mapping[Cell, tuple[float, float]], to: tuple[float, float]) -> Projection | None:
+        """The gain at other compute and tokens per parameter, `to`; `points` has both for every cell.
+
+        None with one size, one run per cell or no freedom, or if a gain is not known.
+        """
+        cells = [cell for cell in self._rows.cells if cell in points]
+        repeated = any(len(losses) > 1 for losses in self._ours.values())
+        if len({size for size, _ in cells}) < 2 or not self._rows.has_law or self._fit.freedom < 1 or not repeated:
+            return None
+        found = self._fit.project(
+            [self._rows.cells.index(cell) for cell in cells], [points[cell] for cell in cells], to
+        )
+        if any(math.isnan(float(part[0])) for part in found):
+            return None
+        value, error, slope, slope_error = (float(part[0]) for part in found)
+        count = min(len(self._ours[cell]) for cell in cells)
+        half = t_quantile(0.5 + self.confidence / 2, self._fit.freedom)
+
+        def around(middle: float, wide: float) -> Interval:
+            low, high = math.exp(middle - half * wide), math.exp(middle + half * wide)
+            return Interval(math.exp(middle), count, wide, low, high, float(self._fit.freedom))
+
+        return Projection(around(value, error), around(slope * math.log(10), slope_error * math.log(10)))
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A gain beyond the runs, and the factor by which it changes with each tenfold compute."""
+
+    gain: Interval
+    trend: Interval
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The runs of a regression: tokens (NaN for the variant), seed, loss."""
+    """The runs of a regression: size and cell by number (no cell: −1, the baseline), tokens, seed, loss."""
 
+    sizes: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    size: NDArray[np.int64]
+    cell: NDArray[np.int64]
     tokens: Array
     seeds: Sequence[int]
     losses: Array
 
     @classmethod
-    def of(cls, ladder: Mapping[float, Losses], ours: Losses) -> _Rows:
-        rows = [(tokens, seed, loss) for tokens, runs in sorted(ladder.items()) for seed, loss in sorted(runs.items())]
-        rows += [(math.nan, seed, loss) for seed, loss in sorted(ours.items())]
-        tokens, seeds, losses = zip(*rows, strict=True)
-        return cls(np.array(tokens), seeds, np.array(losses))
+    def of(cls, ladders: Mapping[str, Ladder], ours: Mapping[Cell, Losses]) -> _Rows:
+        sizes, cells = tuple(ladders), tuple(ours)
+        rows = [
+            (sizes.index(size), -1, tokens, seed, loss)
+            for size, ladder in ladders.items()
+            for tokens, runs in sorted(ladder.items())
+            for seed, loss in sorted(runs.items())
+        ]
+        rows += [
+            (sizes.index(size), number, tokens, seed, loss)
+            for number, (size, tokens) in enumerate(cells)
+            for seed, loss in sorted(ours[size, tokens].items())
+        ]
+        size, cell, tokens, seeds, losses = zip(*rows, strict=True)
+        return cls(sizes, cells, np.array(size), np.array(cell), np.array(tokens), seeds, np.array(losses))
 
+    @cached_property
+    def budgets(self) -> dict[str, list[float]]:
+        """By size, the tokens of the baseline's runs, ascending."""
+        return {
+            name: sorted(set(self.tokens[(self.size == number) & self.known].tolist()))
+            for number, name in enumerate(self.sizes)
+        }
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """Which runs are the baseline's."""
+        return self.cell < 0
+
+    @property
+    def has_law(self) -> bool:
+        """Whether there are enough budgets for a floor of each size, a scale and an exponent."""
+        return sum(map(len, self.budgets.values())) >= len(self.sizes) + MIN_BUDGETS_OF_LAW - 1
+
+    @cached_property
     def fixed_columns(self) -> Array:
-        """The variant's own level and the seed effects, which sum to zero; [runs, columns].
+        """The variant's levels, and the effects of seeds at each size, which sum to zero; [runs, columns].
 
         If the seeds of the two sides do not overlap, their effects cannot be told from the difference: no columns then.
         """
-        ours = np.isnan(self.tokens)
-        level = _indicators(ours, [True] if ours.any() else [])
-        names, seeds = sorted(set(self.seeds)), np.array(self.seeds)
-        effects = _indicators(seeds, names[:-1]) - (seeds == names[-1])[:, None]
-        every = np.concatenate([_indicators(self.tokens, sorted(set(self.tokens[~ours]))), level, effects], 1)
-        connected = np.linalg.matrix_rank(every) == every.shape[1]
-        return np.concatenate([level, effects], 1) if connected else level
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    """A fit of many studies at once: parameters [studies, p], exponents [studies], residual sums, and the Jacobian."""
-
-    theta: Array
-    exponent: Array
-    residual: Array
-    jacobian: Array  # [studies, runs, p, and one for the exponent if there is one]
-
-    @property
-    def freedom(self) -> int:
-        """Runs less parameters."""
-        runs, parameters = self.jacobian.shape[1:]
-        return int(runs - parameters)
+        columns, seeds = [_indicators(self.cell, range(len(self.cells)))], np.array(self.seeds)
+        for number in range(len(self.sizes)):
+            here = self.size == number
+            names = sorted(set(seeds[here].tolist()))
+            effects = (_indicators(seeds, names[:-1]) - (seeds == names[-1])[:, None]) * here[:, None]
+            levels = np.unique(np.stack([self.cell, self.tokens], 1)[here], axis=0, return_inverse=True)[1].ravel()
+            every = np.concatenate([_indicators(levels, range(levels.max() + 1)), effects[here]], 1)
+            if np.linalg.matrix_rank(every) == every.shape[1]:
+                columns.append(effects)
+        return np.concatenate(columns, 1)
 
 
 class _Line:
-    """L = a − c·ln(D/D₀), through two budgets."""
+    """L = a − c·ln(D/D₀), through two budgets; it has no exponent."""
 
-    def __init__(self, budgets: Sequence[float]) -> None:
-        self.centre = _centre(budgets)
+    def __init__(self, centre: float) -> None:
+        self.centre = centre
 
-    def basis(self, tokens: Array, exponent: Array) -> Array:
-        """[studies, places, 2]: the derivatives by a and c."""
-        x = np.log(tokens / self.centre)
-        return np.broadcast_to(np.stack([np.ones_like(x), -x], 1), (len(exponent), len(x), 2))
+    def shape(self, tokens: Array, exponent: Array) -> Array:
+        """[studies, places]: the derivative by c."""
+        return np.broadcast_to(-np.log(tokens / self.centre), (len(exponent), tokens.shape[-1]))
 
-    def curvature(self, tokens: Array, theta: Array, exponent: Array) -> Array:
-        """A line has no exponent: [studies, places, 0]."""
-        return np.zeros((len(theta), len(tokens), 0))
+    def bend(self, tokens: Array, slope: Array, exponent: Array) -> Array:
+        """[studies, places]."""
+        return np.zeros((len(exponent), tokens.shape[-1]))
 
-    def fit(self, rows: _Rows, losses: Array) -> _Fitted:
+    def fit(self, rows: _Rows, losses: Array) -> tuple[Array, Array]:
         """Least squares; NaN where the loss does not fall."""
         exponent = np.ones(len(losses))
-        design = _design(self, rows, exponent)
-        theta, residual = _solve(design, losses)
-        theta[theta[:, 1] <= 0] = np.nan
-        return _Fitted(theta, exponent, residual, design)
+        theta = _solve(_design(self, rows, exponent), losses)
+        theta[theta[:, len(rows.sizes)] <= 0] = np.nan
+        return theta, exponent
 
 
 class _PowerLaw:
     """L = a + c·((D/D₀)^−b − 1)/b, which is E + B·D^−b with E = a − c/b and B = (c/b)·D₀^b; D₀ centres the budgets."""
 
-    def __init__(self, budgets: Sequence[float]) -> None:
-        self.centre = _centre(budgets)
+    def __init__(self, centre: float) -> None:
+        self.centre = centre
 
-    def basis(self, tokens: Array, exponent: Array) -> Array:
-        """[studies, places, 2]: the derivatives by a and c."""
+    def shape(self, tokens: Array, exponent: Array) -> Array:
+        """[studies, places]: the derivative by c."""
         power = np.exp(-exponent[:, None] * np.log(tokens / self.centre))
-        return np.stack([np.ones_like(power), (power - 1) / exponent[:, None]], 2)
+        return np.asarray((power - 1) / exponent[:, None])
 
-    def curvature(self, tokens: Array, theta: Array, exponent: Array) -> Array:
-        """[studies, places, 1]: the derivative by b."""
+    def bend(self, tokens: Array, slope: Array, exponent: Array) -> Array:
+        """[studies, places]: the derivative by b."""
         b, x = exponent[:, None], np.log(tokens / self.centre)
         power = np.exp(-b * x)
-        return (theta[:, 1, None] * (-x * power / b - (power - 1) / b**2))[:, :, None]
+        return np.asarray(slope[:, None] * (-x * power / b - (power - 1) / b**2))
 
-    def fit(self, rows: _Rows, losses: Array) -> _Fitted:
+    def fit(self, rows: _Rows, losses: Array) -> tuple[Array, Array]:
         """The best exponent of a grid among those with B > 0 and E ≥ 0, then Gauss-Newton steps from there."""
+        sizes = len(rows.sizes)
         designs = _design(self, rows, _EXPONENTS)  # [exponents, runs, p]
         solved = np.einsum("epn,sn->sep", np.linalg.pinv(designs), losses)
-        residuals = losses[:, None] - np.einsum("enp,sep->sen", designs, solved)
-        sums = (residuals**2).sum(2)
-        allowed = (solved[:, :, 1] > 0) & (solved[:, :, 0] * _EXPONENTS >= solved[:, :, 1])
+        sums = ((losses[:, None] - np.einsum("enp,sep->sen", designs, solved)) ** 2).sum(2)
+        slope, lowest = solved[:, :, sizes], solved[:, :, :sizes].min(2)
+        allowed = (slope > 0) & (lowest * _EXPONENTS >= slope)
         sums[~allowed] = np.inf
         best = sums.argmin(1)
         exponent = _EXPONENTS[best]
@@ -208,23 +300,103 @@ class _PowerLaw:
         each = np.arange(len(losses))
         inner = allowed[each, lower] & allowed[each, upper]
         for _ in range(4):
-            jacobian, theta = self._jacobian(rows, losses, exponent)
-            step, _ = _solve(jacobian, losses - np.einsum("snp,sp->sn", jacobian[:, :, :-1], theta))
+            design = _design(self, rows, exponent)
+            theta = _solve(design, losses)
+            jacobian = _jacobian(self, rows, design, theta, exponent)
+            step = _solve(jacobian, losses - np.einsum("snp,sp->sn", design, theta))
             moved = np.clip(exponent + step[:, -1], _EXPONENTS[lower], _EXPONENTS[upper])
             exponent = np.where(inner, moved, exponent)
-        jacobian, theta = self._jacobian(rows, losses, exponent)
-        residual = ((losses - np.einsum("snp,sp->sn", jacobian[:, :, :-1], theta)) ** 2).sum(1)
+        theta = _solve(_design(self, rows, exponent), losses)
         theta[~allowed.any(1)] = np.nan
-        return _Fitted(theta, exponent, residual, jacobian)
+        return theta, exponent
 
-    def _jacobian(self, rows: _Rows, losses: Array, exponent: Array) -> tuple[Array, Array]:
-        """The derivatives by all parameters, b last, and the parameters but b."""
-        design = _design(self, rows, exponent)
-        theta, _ = _solve(design, losses)
-        bend = np.zeros((*design.shape[:2], 1))
-        known = ~np.isnan(rows.tokens)
-        bend[:, known] = self.curvature(rows.tokens[known], theta, exponent)
-        return np.concatenate([design, bend], 2), theta
+
+class _Regression:
+    """Many studies with one design, fitted at once: `losses` is [studies, runs].
+
+    `theta` [studies, p] holds the levels of sizes, the slope, the levels of cells and the effects of seeds.
+    """
+
+    def __init__(self, rows: _Rows, losses: Array) -> None:
+        self.rows = rows
+        budgets = [tokens for own in rows.budgets.values() for tokens in own]
+        centre = math.exp(math.fsum(map(math.log, budgets)) / len(budgets))
+        self.curve: _Line | _PowerLaw = _PowerLaw(centre) if rows.has_law else _Line(centre)
+        self.theta, self.exponent = self.curve.fit(rows, losses)
+        design = _design(self.curve, rows, self.exponent)
+        left = losses - np.einsum("snp,sp->sn", design, self.theta)
+        jacobian = _jacobian(self.curve, rows, design, self.theta, self.exponent) if rows.has_law else design
+        self.freedom: int = jacobian.shape[1] - jacobian.shape[2]
+        normal = np.nan_to_num(np.einsum("snp,snq->spq", jacobian, jacobian))
+        noise = (left**2).sum(1) / max(self.freedom, 1)
+        self.covariance = np.linalg.pinv(normal, hermitian=True) * noise[:, None, None]
+
+    def _slopes(self, number: int, tokens: Array) -> Array:
+        """The derivatives of L(N, D) − L_v of a cell by all parameters: [studies, places, p]."""
+        sizes = len(self.rows.sizes)
+        parameters = self.covariance.shape[1]
+        slopes = np.zeros((len(self.theta), tokens.shape[-1], parameters))
+        slopes[:, :, self.rows.sizes.index(self.rows.cells[number][0])] = 1.0
+        slopes[:, :, sizes] = self.curve.shape(tokens, self.exponent)
+        slopes[:, :, sizes + 1 + number] = -1.0
+        if self.rows.has_law:
+            slopes[:, :, -1] = self.curve.bend(tokens, self.theta[:, sizes], self.exponent)
+        return slopes
+
+    def _gap(self, number: int, tokens: Array) -> Array:
+        """L(N, D) − L_v of a cell, which falls with tokens: [studies, places]."""
+        slopes = self._slopes(number, tokens)[:, :, : self.theta.shape[1]]
+        return np.asarray(np.einsum("sgp,sp->sg", slopes, self.theta))
+
+    def _places(self, number: int) -> Array:
+        budgets = self.rows.budgets[self.rows.cells[number][0]]
+        return np.linspace(math.log(budgets[0] / MAX_REACH), math.log(budgets[-1] * MAX_REACH), _PLACES)
+
+    def gains(self, number: int, confidence: float) -> _Gains:
+        """The gains of a cell, with their intervals if the regression has freedom."""
+        logs, tokens = self._places(number), self.rows.cells[number][1]
+        gap = self._gap(number, np.exp(logs))
+        value = _last_above(logs, gap, np.full(len(gap), np.inf))
+        if self.freedom < 1:
+            nothing = np.full(len(gap), np.nan)
+            return _Gains(np.exp(value) / tokens, nothing, nothing, nothing)
+        slopes = self._slopes(number, np.exp(logs))
+        error = np.sqrt(np.einsum("sgp,sgp->sg", np.einsum("sgp,spq->sgq", slopes, self.covariance), slopes))
+        half = t_quantile(0.5 + confidence / 2, self.freedom) * error
+        low, high = _last_above(logs, gap - half, value), _first_below(logs, gap + half, value)
+        return _Gains(
+            np.exp(value) / tokens, _at(logs, error / -np.gradient(gap, logs, axis=1), value),
+            np.exp(low) / tokens, np.exp(high) / tokens,
+        )  # fmt: skip
+
+    def project(
+        self, numbers: Sequence[int], points: Sequence[tuple[float, float]], to: tuple[float, float]
+    ) -> tuple[Array, Array, Array, Array]:
+        """ln gain at `to` and its error, and the trend γ₁ and its error; `points` are compute and tokens per parameter.
+
+        NaN where the law does not reach a loss.
+        """
+        logs, slopes = [], []
+        for number in numbers:
+            places = self._places(number)
+            value = _last_above(places, self._gap(number, np.exp(places)), np.full(len(self.theta), np.inf))
+            fall = self.theta[:, len(self.rows.sizes)] * np.exp(-self.exponent * (value - math.log(self.curve.centre)))
+            slopes.append(self._slopes(number, np.exp(value)[:, None])[:, 0] / fall[:, None])
+            logs.append(value - math.log(self.rows.cells[number][1]))
+        y, gradient = np.stack(logs, 1), np.nan_to_num(np.stack(slopes, 1))
+        compute, ratio = (np.log(np.array(column)) for column in zip(*points, strict=True))
+        features = [np.ones(len(numbers)), compute - math.log(to[0])]
+        if ratio.max() - ratio.min() > math.log(MIN_RATIO_SPREAD):
+            features.append(ratio - math.log(to[1]))
+        x = np.stack(features, 1)
+        weight = np.linalg.pinv(np.einsum("smp,spq,snq->smn", gradient, self.covariance, gradient), hermitian=True)
+        spread = np.linalg.pinv(np.einsum("mr,smn,nq->srq", x, weight, x), hermitian=True)
+        gamma = np.einsum("srq,nq,smn,sm->sr", spread, x, weight, y)
+        left = y - gamma @ x.T
+        free = len(numbers) - x.shape[1]
+        birge = np.einsum("sm,smn,sn->s", left, weight, left) / max(free, 1) if free else np.ones(len(y))
+        error = np.sqrt(np.maximum(birge, 1.0)[:, None] * np.einsum("srr->sr", spread))
+        return gamma[:, 0], error[:, 0], gamma[:, 1], error[:, 1]
 
 
 def _indicators(values: NDArray[Any], names: Sequence[Any]) -> Array:
@@ -232,23 +404,23 @@ def _indicators(values: NDArray[Any], names: Sequence[Any]) -> Array:
     return np.asarray(values[:, None] == np.array(names, dtype=values.dtype)[None], dtype=np.float64)
 
 
-def _centre(budgets: Sequence[float]) -> float:
-    return math.exp(math.fsum(math.log(budget) for budget in budgets) / len(budgets))
-
-
 def _design(curve: _Line | _PowerLaw, rows: _Rows, exponent: Array) -> Array:
-    """[studies, runs, p]: the curve's columns (zero for the variant's runs), then the fixed ones."""
-    known, fixed = ~np.isnan(rows.tokens), rows.fixed_columns()
-    basis = curve.basis(rows.tokens[known], exponent)
-    columns = np.zeros((len(exponent), len(rows.seeds), basis.shape[2]))
-    columns[:, known] = basis
-    return np.concatenate([columns, np.broadcast_to(fixed, (len(exponent), *fixed.shape))], 2)
+    """[studies, runs, p]: levels of sizes and the curve (zero for the variant's runs), then the fixed columns."""
+    known = rows.known[:, None]
+    levels = np.concatenate([_indicators(rows.size, range(len(rows.sizes))) * known, rows.fixed_columns], 1)
+    shared = np.broadcast_to(levels, (len(exponent), *levels.shape))
+    return np.insert(shared, len(rows.sizes), curve.shape(rows.tokens, exponent) * known[:, 0], axis=2)
 
 
-def _solve(design: Array, losses: Array) -> tuple[Array, Array]:
-    """Least squares for every study: parameters, and sums of squared residuals."""
-    theta = np.einsum("spn,sn->sp", np.linalg.pinv(design), losses)
-    return theta, ((losses - np.einsum("snp,sp->sn", design, theta)) ** 2).sum(1)
+def _jacobian(curve: _Line | _PowerLaw, rows: _Rows, design: Array, theta: Array, exponent: Array) -> Array:
+    """The derivatives by all parameters, the exponent last."""
+    bend = curve.bend(rows.tokens, theta[:, len(rows.sizes)], exponent) * rows.known
+    return np.concatenate([design, bend[:, :, None]], 2)
+
+
+def _solve(design: Array, losses: Array) -> Array:
+    """The parameters of least squares, for every study."""
+    return np.asarray(np.einsum("spn,sn->sp", np.linalg.pinv(np.nan_to_num(design)), losses))
 
 
 @dataclass(frozen=True)
@@ -259,36 +431,6 @@ class _Gains:
     error: Array
     low: Array
     high: Array
-    freedom: int
-
-
-def _gains(rows: _Rows, budgets: Sequence[float], losses: Array, tokens: float, confidence: float) -> _Gains:
-    """Gains of studies with one design; `losses` is [studies, runs]."""
-    curve = _PowerLaw(budgets) if len(budgets) >= MIN_BUDGETS_OF_LAW else _Line(budgets)
-    fitted = curve.fit(rows, losses)
-    logs = np.linspace(math.log(budgets[0] / MAX_REACH), math.log(budgets[-1] * MAX_REACH), _PLACES)
-    basis = curve.basis(np.exp(logs), fitted.exponent)  # [studies, places, columns]
-    columns = basis.shape[2]
-    level = fitted.theta[:, columns, None]
-    gap = np.einsum("sgc,sc->sg", basis, fitted.theta[:, :columns]) - level  # falls with tokens
-    value = _last_above(logs, gap, np.full(len(losses), np.inf))
-    if fitted.freedom < 1:
-        nothing = np.full(len(losses), np.nan)
-        return _Gains(np.exp(value) / tokens, nothing, nothing, nothing, fitted.freedom)
-
-    # The derivatives of the gap: by the curve's parameters, the variant's level, the seeds' effects, the exponent.
-    fixed = np.zeros((*gap.shape, fitted.theta.shape[1] - columns))
-    fixed[:, :, 0] = -1.0
-    slopes = np.concatenate([basis, fixed, curve.curvature(np.exp(logs), fitted.theta, fitted.exponent)], 2)
-    covariance = np.linalg.pinv(np.einsum("snp,snq->spq", fitted.jacobian, fitted.jacobian), hermitian=True)
-    covariance *= (fitted.residual / fitted.freedom)[:, None, None]
-    error = np.sqrt(np.einsum("sgp,sgp->sg", np.einsum("sgp,spq->sgq", slopes, covariance), slopes))
-    half = t_quantile(0.5 + confidence / 2, fitted.freedom) * error
-    low, high = _last_above(logs, gap - half, value), _first_below(logs, gap + half, value)
-    return _Gains(
-        np.exp(value) / tokens, _at(logs, error / -np.gradient(gap, logs, axis=1), value),
-        np.exp(low) / tokens, np.exp(high) / tokens, fitted.freedom,
-    )  # fmt: skip
 
 
 def _last_above(logs: Array, values: Array, before: Array) -> Array:

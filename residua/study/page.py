@@ -113,6 +113,7 @@ def study_page(
     if supplement is not None:
         supplement.draw(page, result)
     _verdict(page, result)
+    _over_sizes(page, result)
     for ladder in result.ladder:
         _ladder(page, result, ladder)
     for size in result.sizes:
@@ -250,6 +251,20 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
         f"Grey: {result.baseline} at its budgets, mean over seeds. Coloured: each variant where the law has its loss."
         f"{_not_drawn(result, [point.name for point in drawn.points], ladder.size)}",
     )
+
+
+def _over_sizes(page: Page, result: StudyResult) -> None:
+    if (table := tables.joint_table(result)) is None:
+        return
+    section = page.section("Over sizes", table.look_for)
+    if (drawn := figures.gains_over_compute(result)) is not None:
+        level = f"{result.confidence * 100:g} %"
+        section.figure(
+            drawn,
+            f"Bands are {level} intervals, before correction. Dashed: the trend of each variant's gains, whose band "
+            "opens to the interval at ten times the largest run.",
+        )
+    section.table(table.columns, _coloured(table, result))
 
 
 def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
 from residua.data.loader import validated_tokens
+from residua.model.size import measure
 from residua.study.config import StudyConfig
 from residua.study.gains import Timings, compare, concluded
-from residua.study.ladder import FittedLaw, fit_law
+from residua.study.ladder import FittedLaw, Gain, JointGains, Ladder, equivalent_tokens, fit_law, fit_laws
 from residua.study.plan import RUNS, PlannedRun, StudyPlan, TunedRate
 from residua.study.records import DIAGNOSIS, Accuracies, Outliers, Peaks, QuantizedRun, RunRecord, comparable, known
 from residua.study.statistics import (
@@ -28,6 +30,8 @@ from residua.study.statistics import (
 from residua.study.timing import StepTiming
 
 Runs = Mapping[int, RunRecord]  # by seed
+PROJECTED = 10.0
+"""Gains are projected to this multiple of the compute of the largest run."""
 MEAN = "mean"
 """The key of the mean over all tasks, beside the names of tasks."""
 
@@ -108,7 +112,8 @@ class VariantResult(Frozen):
     text_error: float | None = Field(None, description="of the difference, from sampling text: paired by document")
     step_gain: Interval | None = None
     equivalent_tokens: Interval | None = Field(None, description="from the ladder: D'/D, the baseline's tokens / ours")
-    extrapolated: bool = Field(False, description="D' lies outside the budgets of the ladder")
+    extrapolated: bool = Field(False, description="D' lies outside the budgets of the ladder at this size")
+    equivalent_corrected: Interval | None = Field(None, description="equivalent_tokens after Holm's correction")
     tokens_per_second: float | None = None
     timing: StepTiming | None = Field(None, description="the step timed alone; throughput_ratio is then from it")
     throughput_ratio: Interval | None = None
@@ -137,6 +142,35 @@ class LadderResult(Frozen):
     size: str
     rungs: tuple[Rung, ...]
     law: FittedLaw | None = None
+
+
+class JointLaw(Frozen):
+    """L = E + A·N^−a + B·D^−b through the baseline's sizes and budgets.
+
+    `parameters` is N by size: matrices and head, as compute counts them. `tokens` has B and b, and the floor of the
+    largest size; `size` has E, A and a, null with fewer than three sizes. `compute` is L = E + A·C^−α through the runs
+    of the study's own budget, null likewise.
+    """
+
+    parameters: dict[str, int]
+    tokens: FittedLaw
+    size: FittedLaw | None = None
+    compute: FittedLaw | None = None
+
+
+class ProjectedGain(Frozen):
+    """A variant's gain at `compute`, ten times that of the baseline's largest run, at as many tokens a parameter.
+
+    `seconds` is at the speed of the largest size. `trend` is the factor of the gain with each tenfold compute.
+    """
+
+    name: str
+    compute: float
+    tokens: Interval
+    trend: Interval
+    corrected: Interval | None = Field(None, description="tokens with its interval after Holm's correction")
+    seconds: Interval | None = Field(None, description="null where the speed of the largest size is not stated")
+    seconds_corrected: Interval | None = None
 
 
 class ScalingResult(Frozen):
@@ -175,6 +209,8 @@ class StudyResult(Frozen):
     variants: tuple[VariantResult, ...]
     ladder: tuple[LadderResult, ...] = ()
     scaling: tuple[ScalingResult, ...] = ()
+    joint: JointLaw | None = Field(None, description="with several sizes and a ladder, the law of both")
+    projected: tuple[ProjectedGain, ...] = ()
     tuning: tuple[TunedRate, ...] = Field((), description="what the search of a learning rate tried, and chose")
     lacking: dict[str, tuple[str, ...]] = Field(
         default_factory=dict, description="under tasks and quantize, the complete runs that were not so measured"
@@ -247,7 +283,7 @@ class _Collection:
         level = self.study.confidence
         losses, reference = ({seed: run.final_loss for seed, run in runs.items()} for runs in (ours, baseline))
         timings, timed = (self.timings.get((size, who), {}) for who in (name, self.study.baseline))
-        gains = compare(ours, baseline, self.rungs(size), timings, timed, level)
+        gains = compare(ours, baseline, self._equivalent(size, name, ours), timings, timed, level)
         # Of the seeds at which the baseline's speed is known: those that the throughput is compared by.
         paired = [r for s, r in ours.items() if s in baseline and math.isfinite(baseline[s].tokens_per_second)]
         equivalent = gains.equivalent
@@ -263,24 +299,84 @@ class _Collection:
             "timing": gains.timing,
         }
 
-    def rungs(self, size: str) -> dict[float, dict[int, float]]:
-        """The baseline's final losses by tokens and seed, at every budget; empty without a ladder."""
-        losses: dict[float, dict[int, float]] = {}
+    def _equivalent(self, size: str, name: str, ours: Runs) -> Gain | None:
+        """The gain in tokens: from the law of all sizes if there is one, else from the ladder of this size."""
+        losses, tokens = {seed: run.final_loss for seed, run in ours.items()}, max(run.tokens for run in ours.values())
+        if self.laws:
+            return self.joint_gains[name].gain((size, float(tokens)))
+        ladder = self.ladders.get(size, {})
+        return equivalent_tokens(ladder, losses, tokens, self.study.confidence) if len(ladder) > 1 else None
+
+    @cached_property
+    def ladders(self) -> dict[str, dict[float, dict[int, float]]]:
+        """By size, the baseline's final losses by tokens and seed, at every budget; empty without a ladder."""
+        return {} if not self.study.ladder else self._losses(self.study.baseline)
+
+    def _losses(self, variant: str) -> dict[str, dict[float, dict[int, float]]]:
+        losses: dict[str, dict[float, dict[int, float]]] = {}
         for run, record in self.records.items():
-            if self.study.ladder and (run.size, run.variant) == (size, self.study.baseline):
-                losses.setdefault(float(record.tokens), {})[run.seed] = record.final_loss
-        return losses if len(losses) > 1 else {}
+            if run.variant == variant:
+                losses.setdefault(run.size, {}).setdefault(float(record.tokens), {})[run.seed] = record.final_loss
+        return losses
+
+    @cached_property
+    def laws(self) -> dict[str, FittedLaw]:
+        """The joint law at each size; empty with one size, or too few budgets."""
+        return fit_laws(self.ladders) if len(self.ladders) > 1 else {}
+
+    @cached_property
+    def joint_gains(self) -> dict[str, JointGains]:
+        """The gains of each variant at every size and budget at which it was trained."""
+        gains = {}
+        for name in self.study.variants:
+            losses = self._losses(name)
+            ours = {(size, tokens): runs for size in self.ladders for tokens, runs in losses.get(size, {}).items()}
+            if name != self.study.baseline and ours:
+                gains[name] = JointGains(self.ladders, ours, self.study.confidence)
+        return gains
+
+    def joint(self) -> tuple[JointLaw | None, tuple[ProjectedGain, ...]]:
+        """The law of sizes and budgets, and the gains that it projects to ten times the largest run."""
+        if not self.laws:
+            return None, ()
+        models = {size: self.plan.models[size, self.study.baseline] for size in self.ladders}
+        parameters = {size: measure(model.config.model).active for size, model in models.items()}
+        own: dict[float, Mapping[int, float]] = {}
+        for size, model in models.items():
+            if runs := self.runs(size, self.study.baseline):
+                compute = model.flops_per_token * max(run.tokens for run in runs.values())
+                own[compute] = {seed: run.final_loss for seed, run in runs.items()}
+        floors: Ladder = {parameters[size]: {0: law.floor} for size, law in self.laws.items()}
+        law = JointLaw(
+            parameters=parameters,
+            tokens=self.laws[list(models)[-1]],
+            size=fit_law(floors) if len(floors) > 2 else None,
+            compute=fit_law(own) if len(own) > 2 else None,
+        )
+        last = max(models, key=lambda size: models[size].flops_per_token)
+        if not (runs := self.runs(last, self.study.baseline)):
+            return law, ()
+        tokens = max(run.tokens for run in runs.values())
+        to = (PROJECTED * models[last].flops_per_token * tokens, tokens / parameters[last])
+        projected = []
+        for name, gains in self.joint_gains.items():
+            points = {
+                cell: (models[cell[0]].flops_per_token * cell[1], cell[1] / parameters[cell[0]]) for cell in gains.cells
+            }
+            if (found := gains.project(points, to)) is not None:
+                projected.append(ProjectedGain(name=name, compute=to[0], tokens=found.gain, trend=found.trend))
+        return law, tuple(projected)
 
     def ladder(self, size: str) -> LadderResult:
         """The budgets and the law through them."""
-        rungs, level = self.rungs(size), self.study.confidence
+        rungs, level = self.ladders[size], self.study.confidence
         return LadderResult(
             size=size,
             rungs=tuple(
                 Rung(tokens=tokens, loss=estimate(list(losses.values()), level))
                 for tokens, losses in sorted(rungs.items())
             ),
-            law=fit_law(rungs),
+            law=self.laws.get(size) or fit_law(rungs),
         )
 
     def validated_tokens(self, dataset: DatasetFacts | None) -> int | None:
@@ -310,8 +406,14 @@ def collect(
     """
     collection = _Collection(study, plan, comparable(records), timings or {})
     runs = tuple(_run_result(run, collection.records.get(run), problems.get(run, "")) for run in plan.runs)
-    variants = tuple(collection.row(size, name) for size in study.sizes for name in study.variants)
+    variants = tuple(
+        collection.row(size, name)
+        for size in study.sizes
+        for name in study.variants
+        if (size, name) in plan.models  # united studies need not have every variant at every size
+    )
     compared = [record for run, record in collection.records.items() if run.budget == 1.0]
+    joint, projected = collection.joint()
     result = StudyResult(
         name=study.name,
         baseline=study.baseline,
@@ -322,8 +424,14 @@ def collect(
         validated_tokens=collection.validated_tokens(dataset),
         curve_tokens=collection.curve_tokens(dataset),
         variants=variants,
-        ladder=tuple(collection.ladder(size) for size in study.sizes if collection.rungs(size)),
-        scaling=_scaling(study, runs, variants) if study.scaling else (),
+        ladder=tuple(
+            collection.ladder(size)
+            for size in study.sizes
+            if size in collection.laws or len(collection.ladders.get(size, {})) > 1
+        ),
+        joint=joint,
+        projected=projected,
+        scaling=_scaling(study, runs, variants) if study.scaling and joint is None else (),  # one law is enough
         tuning=plan.tuned,
         lacking=lacking(compared, study.tasks is not None, study.quantize),
         runs=runs,

@@ -7,6 +7,7 @@ measured: accuracies on tasks, outliers of trained models and while training, lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rich import box
@@ -19,9 +20,17 @@ from residua.report import Column, Value, plain
 from residua.report.fitting import Cells, narrowed
 from residua.study.gains import loses, pays, speed_is_shown
 from residua.study.records import EARLY, HALF, Peaks, change
-from residua.study.results import MEAN, ScalingResult, StudyResult, TaskMeans, VariantResult
+from residua.study.results import (
+    MEAN,
+    PROJECTED,
+    ProjectedGain,
+    ScalingResult,
+    StudyResult,
+    TaskMeans,
+    VariantResult,
+)
 from residua.study.statistics import Interval, count, estimate_ratio, geometric_mean
-from residua.study.verdicts import TOO_WIDE, study_sentences, too_wide
+from residua.study.verdicts import TOO_WIDE, joint_sentence, study_sentences, too_wide
 
 NONE = "—"
 UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw conclusions from
@@ -123,7 +132,8 @@ def study_tables(result: StudyResult) -> list[StudyTable]:
         table._replace(title=f"{table.title}, size {size}" if several else table.title)
         for size, table in (*low, *beside)
     ]
-    return [*shown, scaling_table(result)] if result.scaling else shown
+    over_sizes = (joint_table(result), scaling_table(result) if result.scaling else None)
+    return [*shown, *(table for table in over_sizes if table is not None)]
 
 
 def side_tables(result: StudyResult, size: str) -> list[StudyTable]:
@@ -177,6 +187,46 @@ def _quantized(loss: Interval | None, cost: Interval | None) -> Value:
     if loss is None or cost is None:
         return Value("not finite")
     return Value(f"{loss.value:.4f}", f"({cost.value:+.4f}{'' if cost.error is None else f' ± {cost.error:.4f}'})")
+
+
+def joint_table(result: StudyResult) -> StudyTable | None:
+    """Equivalent tokens at every size, and projected beyond the largest; None without a law of sizes and budgets."""
+    if result.joint is None:
+        return None
+    level = f"{result.confidence * 100:g} % intervals after Holm's correction for the variants compared"
+    tenfold = f"at {PROJECTED:g}× the compute"
+    heads = [
+        VARIANT,
+        *(Column(Path(size).stem, f"{EQUIVALENT} at this size, from the law of all sizes, with {level}")
+          for size in result.sizes),
+        Column("per tenfold compute", "the factor by which the gain changes with each tenfold compute, at the same "
+               "tokens per parameter; below 1 it shrinks"),
+        Column(tenfold, f"the gain at {PROJECTED:g} times the compute of the largest run, if that trend goes on, with "
+               f"{level}"),
+        Column(f"per second {tenfold}", "the same × throughput at the largest size, which is not projected"),
+    ]  # fmt: skip
+    projected = {gain.name: gain for gain in result.projected}
+    names = [name for name in dict.fromkeys(row.name for row in result.variants) if name != result.baseline]
+    at = {(row.name, row.size): row for row in result.variants}
+    rows = [
+        [
+            Value(name),
+            *(_sized(at.get((name, size))) for size in result.sizes),
+            *([Value(NONE)] * 3 if name not in projected else _projected(projected[name])),
+        ]
+        for name in names
+    ]
+    return StudyTable("over sizes", heads, rows, joint_sentence(result))
+
+
+def _sized(row: VariantResult | None) -> Value:
+    if row is None:
+        return Value(NONE)
+    return _ratio(row.equivalent_corrected or row.equivalent_tokens, "*" * row.extrapolated)
+
+
+def _projected(gain: ProjectedGain) -> list[Value]:
+    return [_ratio(gain.trend), _ratio(gain.corrected or gain.tokens), _ratio(gain.seconds_corrected or gain.seconds)]
 
 
 def scaling_table(result: StudyResult) -> StudyTable:

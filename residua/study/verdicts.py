@@ -397,6 +397,33 @@ def ladder_sentences(result: StudyResult) -> list[str]:
     return [sentence for ladder in result.ladder if (sentence := _misfit_sentence(ladder, result))]
 
 
+def joint_sentence(result: StudyResult) -> str:
+    """The law of sizes and budgets with its numbers, and what it rests on; empty without one."""
+    if result.joint is None:
+        return ""
+    joint, tokens = result.joint, result.joint.tokens
+    one = [ladder.size for ladder in result.ladder if len(ladder.rungs) < 2]
+    sentences = [f"{result.baseline} at {len(joint.parameters)} sizes:"]
+    if joint.size is None:
+        sentences.append(
+            f"L = E_N + {tokens.scale:.4g}·D^−{tokens.exponent:.3f}, with a floor for each size: two sizes do not "
+            "determine E + A·N^−a."
+        )
+    else:
+        size = joint.size
+        sentences.append(
+            f"L = {size.floor:.3f} + {size.scale:.4g}·N^−{size.exponent:.3f} + {tokens.scale:.4g}·D^−"
+            f"{tokens.exponent:.3f}, N parameters in matrices and head, D tokens."
+        )
+    if law := joint.compute:
+        sentences.append(f"Along its own budgets L = {law.floor:.3f} + {law.scale:.4g}·C^−{law.exponent:.3f}, C FLOPs.")
+    if one:
+        sentences.append(f"{', '.join(one)} has one budget, and takes the law of the others.")
+    if result.projected and len(joint.parameters) < 3:
+        sentences.append("Two sizes always lie on a line: nothing checks the trend of the projection.")
+    return " ".join(sentences)
+
+
 def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
     """Empty if the law gives each budget its own tokens back, but for MAX_LADDER_MISFIT."""
     if ladder.law is None:
@@ -463,6 +490,7 @@ def study_sentences(result: StudyResult) -> list[str]:
         comparisons_sentence(result),
         f"Seeds differ ({unequal}): Δ loss is over those that a variant shares with {result.baseline}." * bool(unequal),
         side_by_side_sentence(result),
+        joint_sentence(result),
         *ladder_sentences(result),
         *lacking_sentences(result),
         *(f"{run.folder} did not complete: {run.problem}" for run in result.runs if run.status == "failed"),

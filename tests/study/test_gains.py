@@ -28,7 +28,7 @@ def test_seeds_that_cancel_do_not_narrow_a_gain_per_second() -> None:
     """Two seeds once gave 1.43 per step [1.00, 2.07] and 1.29 per second [1.05, 1.59]."""
     spread = math.exp(0.0291)
     ours = {0: record(1.43 * spread, 900 / spread**0.5), 1: record(1.43 / spread, 900 * spread**0.5)}
-    found = compare(ours, {seed: record(1.0, 1000.0) for seed in ours}, {}, {}, {}, 0.95)
+    found = compare(ours, {seed: record(1.0, 1000.0) for seed in ours}, None, {}, {}, 0.95)
     assert found.step is not None and found.wall_clock is not None
     assert (found.step.value, found.step.low, found.step.high) == pytest.approx((1.43, 0.99, 2.07), abs=0.01)
     assert found.wall_clock.value == pytest.approx(1.43 * 0.9)

@@ -10,21 +10,25 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+from residua.config.settings import ConfigError
 from residua.data import Dataset
+from residua.model.size import measure
 from residua.study import StudyConfig
-from residua.study.extend_study import describe
+from residua.study.extend_study import describe, unite
 from residua.study.figures import break_even, ladder_scatter, picture
 from residua.study.gains import concluded, product
 from residua.study.page import Outcome
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import is_complete, read_run
 from residua.study.results import StudyResult, VariantResult, collect, compute_points
+from residua.study.results_file import SavedStudy, save_study
 from residua.study.run_study import summarise
 from residua.study.statistics import Interval, t_quantile
 from residua.study.tables import cells, markdown
 from residua.study.timing import StepTiming
-from residua.study.verdicts import verdict
+from residua.study.verdicts import joint_sentence, verdict
 from tests.faults import Disk, failing
+from tests.study.conftest import changed
 from tests.study.recorded import write_all, write_run
 
 pytestmark = pytest.mark.slow
@@ -170,6 +174,55 @@ def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, da
     assert advantage is not None and advantage.value == pytest.approx((20 / 19) ** (1 / 0.05))
     points = compute_points(result.runs, result.variants)["prenorm"]
     assert len(points) == 6 and all(math.isfinite(compute) for compute, _ in points)
+
+
+@pytest.mark.usefixtures("no_page")
+def test_sizes_and_budgets_have_one_law(study: StudyConfig, dataset: Dataset, out: Path, tmp_path: Path) -> None:
+    """Every tenfold compute takes a tenth off the gain of 1.5 that the variant has at the largest run."""
+    changes = ["train.steps=100", "train.schedule.warmup=1"]
+    several = changed(
+        study, set=changes, scaling={"sizes": SIZES}, variants=["prenorm", "mgr"], ladder=[0.5, 2], ladder_of="all"
+    )
+    plan = make_plan(several, out, dataset)
+    flops = {size: plan.models[size, "prenorm"].flops_per_token for size in SIZES}
+    own = {size: measure(plan.models[size, "prenorm"].config.model).active for size in SIZES}
+    largest = flops[SIZES[-1]] * 100 * plan.models[SIZES[-1], "prenorm"].config.tokens_per_step
+
+    def law(run: PlannedRun, step: int) -> float:
+        tokens = step * run.config.tokens_per_step
+        share = math.log10(flops[run.size] * run.config.train.steps * run.config.tokens_per_step / largest)
+        gain = 1.5 * 0.9**share if run.variant == "mgr" else 1.0
+        return 1.7 + 40 * own[run.size] ** -0.3 + 30 * (gain * tokens) ** -0.4 + 0.01 * run.seed
+
+    write_all(plan, law)
+    result = summarise(several, plan, out, {}, None).result
+    assert result.joint is not None and result.joint.size is not None and not result.scaling
+    assert result.joint.tokens.exponent == pytest.approx(0.4, rel=1e-3) and result.joint.parameters == own
+    assert (result.joint.size.floor, result.joint.size.exponent) == pytest.approx((1.705, 0.3), rel=0.01)
+    at_sizes = [row.equivalent_tokens for row in result.variants if row.name == "mgr"]
+    assert at_sizes[-1] is not None and at_sizes[-1].value == pytest.approx(1.5, rel=1e-3)
+    (projected,) = result.projected
+    assert (projected.tokens.value, projected.trend.value) == pytest.approx((1.35, 0.9), rel=5e-3)
+    assert "L = 1.705 + " in joint_sentence(result) and "| mgr | " in "\n".join(
+        markdown(result).split("over sizes")[1:]
+    )
+
+    halves = []
+    for index, sizes in enumerate((SIZES[:1], SIZES[1:])):
+        runs = tuple(run for run in plan.runs if run.size in sizes)
+        part = replace(plan, models={k: m for k, m in plan.models.items() if k[0] in sizes}, runs=runs)
+        asked = {"base": sizes[0], "scaling": {"sizes": sizes} if len(sizes) > 1 else None}
+        records = {run: read_run(run.folder, run.config) for run in runs}
+        config = StudyConfig(**{**several.model_dump(exclude_none=True), **asked})
+        halves.append(tmp_path / f"{index}.json")
+        save_study(config, part, records, dataset.fingerprint, None).write(halves[-1])
+    united = unite(halves).result()
+    assert united.joint == result.joint and united.projected == result.projected
+    assert united.sizes == list(SIZES) and unite([halves[0], halves[0]]).result().sizes == list(SIZES[:1])
+    other = SavedStudy.read(halves[1]).model_copy(update={"fingerprint": "another"})
+    other.write(halves[1])
+    with pytest.raises(ConfigError, match="fingerprint"):
+        unite(halves)
 
 
 def with_rates(study: StudyConfig, plan: StudyPlan, out: Path, rates: dict[tuple[str, int], float]) -> StudyResult:
