@@ -272,7 +272,7 @@ def _united(whole: SavedStudy, first: Path, other: SavedStudy, path: Path) -> Sa
 
 
 def _union_of(before: StudyConfig, study: StudyConfig) -> dict[str, Any]:
-    """What two studies of one text ask for together."""
+    """The settings of two studies of one text together."""
     return {
         "variants": {**before.variants, **study.variants},
         "seeds": tuple(sorted({*before.seeds, *study.seeds})),

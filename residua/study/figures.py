@@ -210,24 +210,23 @@ def gains_over_compute(result: StudyResult) -> Figure | None:
     """Equivalent tokens at each size over the baseline's compute, with dashed projections; None if there are none."""
     flops = {row.size: row.flops_per_token for row in result.variants if row.name == result.baseline}
     tokens = {run.size: run.tokens for run in result.runs if run.variant == result.baseline and run.budget == 1.0}
-    projected, series = {gain.name: gain for gain in result.projected}, []
-    for name, index in places(result).items():
-        look = {"colour": theme.colour(index), "symbol": theme.symbol(index), "markers": True}
+    projected, series, order = {gain.name: gain for gain in result.projected}, [], places(result)
+    for name in order:
         rows = [
             (flops[row.size] * trained, row.equivalent_tokens)
             for row in result.variants
             if row.name == name and row.equivalent_tokens is not None and (trained := tokens.get(row.size))
         ]
         if rows:
-            known = [ends for _, gain in rows if (ends := interval_ends(gain)) is not None]
-            band = dict(zip(("low", "high"), zip(*known, strict=True), strict=True)) if len(known) == len(rows) else {}
-            series.append(Curve(name, [x for x, _ in rows], [gain.value for _, gain in rows], **look, **band))
-        if (gain := projected.get(name)) is not None and (ends := interval_ends(gain.tokens)) is not None:
+            ends = [known for _, gain in rows if (known := interval_ends(gain)) is not None]
+            low, high = _columns(ends) if len(ends) == len(rows) else (None, None)
+            drawn = [(x, gain.value) for x, gain in rows]
+            series.append(_curve(order, name, drawn, markers=True, low=low, high=high))
+        if (gain := projected.get(name)) is not None and (reach := interval_ends(gain.tokens)) is not None:
             start = gain.tokens.value / gain.trend.value
-            series.append(
-                Curve(name, [gain.compute / PROJECTED, gain.compute], [start, gain.tokens.value], **look, dash="dash",
-                      legend=False, low=[start, ends[0]], high=[start, ends[1]])
-            )  # fmt: skip
+            drawn = [(gain.compute / PROJECTED, start), (gain.compute, gain.tokens.value)]
+            low, high = [start, reach[0]], [start, reach[1]]
+            series.append(_curve(order, name, drawn, markers=True, low=low, high=high, dash="dash", legend=False))
     return curves(series, "training FLOPs of the baseline", "equivalent tokens", log_x=True) if series else None
 
 

@@ -9,8 +9,8 @@ E_N = E + A·N^−a (`fit_law` with N for D), which makes it the joint law of si
 so they do not depend on that form. With one size and two budgets, a straight line in ln D takes the law's place. A
 variant that was trained on D tokens to a loss L_v has equivalent tokens D' with L(N, D') = L_v, and the gain D'/D.
 
-All runs enter one regression, loss = L(N, D) + s + noise for the baseline and loss = L_v + s + noise for the
-variant, whose sizes and budgets have a level L_v each. Runs of one size and seed share their data order; their effects
+All runs enter one regression: loss = L(N, D) + s + noise for the baseline, loss = L_v + s + noise for the variant. Each
+size and budget of the variant has its own level L_v. Runs of one size and seed share their data order; their effects
 s absorb it as pairing does. The interval holds every gain g that a t-test does not reject, |L(N, g·D) − L_v| ≤ t·se
 (Fieller's way): the standard error is that of a fitted value at a known place, which stays honest where the error of a
 quotient does not. It assumes that seeds of the variant and of the baseline, and those of all sizes, scatter alike. A

@@ -201,8 +201,8 @@ def joint_table(result: StudyResult) -> StudyTable | None:
           for size in result.sizes),
         Column("per tenfold compute", "the factor by which the gain changes with each tenfold compute, at the same "
                "tokens per parameter; below 1 it shrinks"),
-        Column(tenfold, f"the gain at {PROJECTED:g} times the compute of the largest run, if that trend goes on, with "
-               f"{level}"),
+        Column(tenfold, f"the gain at {PROJECTED:g} times the compute of the largest run, if that trend continues, "
+               f"with {level}"),
         Column(f"per second {tenfold}", "the same × throughput at the largest size, which is not projected"),
     ]  # fmt: skip
     projected = {gain.name: gain for gain in result.projected}
