@@ -24,10 +24,13 @@ OPTIONS: dict[str, dict[str, object]] = {
     "block_attnres": {"sublayers_per_block": 2},
     "boundary_attnres": {"sublayers_per_block": 2},
     "multi_gate": {"streams": 3},
+    "gated_residual": {"streams": 3},
     "hyper": {"streams": 3},
     "mhc": {"streams": 3},
     "mhc_lite": {"streams": 3},
 }
+ALIKE = {"gain": 1.0, "up": 0.0}
+"""Parameters that scale lanes by channel, and a value with which all channels are scaled alike."""
 
 
 class Lane(NamedTuple):
@@ -54,8 +57,10 @@ class Junction(NamedTuple):
 def trace(topology: Topology) -> list[Junction]:
     """Every junction of a topology of `SUBLAYERS`, and before them how the embedding enters."""
     with torch.no_grad():
-        for parameter in topology.parameters():
+        for name, parameter in topology.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.3)
+            if (alike := ALIKE.get(name.rpartition(".")[2])) is not None:
+                parameter.fill_(alike)
         x = torch.randn(1, 1, WIDTH, dtype=torch.float64)
         h, state = topology.open(x)
         # every lane is the embedding or a multiple; the first sublayer gets one of them, or a weighted sum of all

@@ -36,6 +36,7 @@ from residua.config.topologies import BoundaryAttnRes as BoundaryAttnRes
 from residua.config.topologies import Clipped as Clipped
 from residua.config.topologies import DenseFormer as DenseFormer
 from residua.config.topologies import FullAttnRes as FullAttnRes
+from residua.config.topologies import GatedResidual as GatedResidual
 from residua.config.topologies import Highway as Highway
 from residua.config.topologies import HyperConnections as HyperConnections
 from residua.config.topologies import Invert as Invert

@@ -121,8 +121,18 @@ class ModelConfig(WholeConfig):
         self.ffn.check(self.layers)
         _check_softmax(self)
         _check_anchors(self)
+        _check_norms(self)
         self.topology.check(self.layers)
         return self
+
+
+def _check_norms(config: ModelConfig) -> None:
+    topology = config.topology
+    if topology.norms_inputs and config.placement == "input" and type(config.norm) is not RMSNorm:
+        raise UserError(
+            f"topology.kind = '{topology.kind}' norms the inputs of sublayers and head itself, so that norm.kind = "
+            f"'{config.norm.kind}' would do nothing: use norm.kind = 'rmsnorm', or placement = 'output' or 'both'."
+        )
 
 
 def head_dim(config: ModelConfig) -> int:

@@ -18,6 +18,9 @@ BASE_BIAS = -3.0  # the gate bias of that model
 class TopologyChoice(Family):
     """A choice of topology: subclass it, with a `kind`, for a topology of your own (docs/extend.md)."""
 
+    norms_inputs: ClassVar[bool] = False
+    """Whether readers get their inputs normed: sublayers and head then have no norm of their own in front."""
+
     def check(self, layers: int) -> None:
         """Raise ValueError, in a sentence, if a model of so many layers cannot have this topology."""
 
@@ -171,6 +174,16 @@ class Highway(TopologyChoice):
     gate: Literal["scalar", "elementwise"] = "scalar"
 
 
+class GatedResidual(TopologyChoice):
+    """n streams that readers gate by channel. `rank` is that of the gate, by default an eighth of the width."""
+
+    norms_inputs: ClassVar[bool] = True
+
+    kind: Literal["gated_residual"] = "gated_residual"
+    streams: int = Field(4, ge=2, le=64)
+    rank: Positive | None = None
+
+
 class HyperConnections(TopologyChoice):
     """HC: n streams with free read, write and mixing weights, static or computed from the streams."""
 
@@ -220,6 +233,7 @@ TopologyChoice.join(
     BoundaryAttnRes,
     MultiGate,
     Highway,
+    GatedResidual,
     HyperConnections,
     ManifoldHyper,
     ManifoldHyperLite,

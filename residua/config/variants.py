@@ -179,6 +179,7 @@ KNOWN: dict[str, Variant] = {
     "mgr8_independent": NUMBERED["mgrN_independent"](8),
     **{f"clip{limit}": NUMBERED["clipN"](limit) for limit in (10, 100, 1000)},
     "highway": _topology("one gated stream", "highway"),
+    "gated_residual": _topology("Gated Residual of Qwen4-Exp, 4 streams", "gated_residual"),
     "hc": _topology("hyper-connections, dynamic, 4 streams", "hyper"),
     "mhc": _topology("manifold-constrained hyper-connections, 4 streams", "mhc"),
     "mhc_lite": _topology("mHC-lite, 4 streams", "mhc_lite"),

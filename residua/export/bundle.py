@@ -34,6 +34,7 @@ from residua.export.imports import ITSELF, Place, import_lines, rewritten, with_
 from residua.export.tables import has_tables, tables_source
 from residua.model.anchor_kinds import ANCHORS
 from residua.model.decoder import Decoder
+from residua.model.norm import NORMS
 from residua.ops._runtime.backend import Operator
 
 CONFIG, OPS, PARTS, PLAIN = "residua_config", "residua_ops", "residua_parts", "residua_plain"
@@ -108,7 +109,7 @@ def users_modules(model: Decoder) -> set[str]:
 def _chosen(model: Decoder) -> dict[str, Any]:
     """The classes and functions that the configuration's kinds stand for, by their names in `residua_parts.py`."""
     anchors = ANCHORS[type(model.config.anchors)]
-    parts = {"Topology": type(model.topology), "Norm": type(model.norm)}
+    parts = {"Topology": type(model.topology), "Norm": NORMS[type(model.config.norm)]}
     return parts | {"Layer": anchors.layer, "Source": anchors.source}
 
 

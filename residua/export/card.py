@@ -33,7 +33,7 @@ GATED = ("Gated Attention for Large Language Models", "2505.06708")
 
 PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "clipped"): (SINKS,),
-    ("topology", "x0"): (),  # public code without a paper
+    **{("topology", kind): () for kind in ("x0", "gated_residual")},  # public code without a paper
     **{("topology", f"{extent}_attnres"): (ATTNRES,) for extent in ("full", "block", "boundary")},
     ("topology", "multi_gate"): (("Multi-Gate Residuals", "2605.23259"),),
     ("topology", "highway"): (("Highway Networks", "1505.00387"),),

@@ -273,7 +273,7 @@ def build_parts(config: ModelConfig) -> Iterator[tuple[str, nn.Module]]:
     yield "anchors", build_anchor_source(config)
     for layer in range(config.layers):
         yield from _layer_parts(config, layer, output_std(config) * gain)
-    yield "norm", build_norm(config.norm, config.width)
+    yield "norm", NoNorm() if config.topology.norms_inputs else build_norm(config.norm, config.width)
     if (unembed := build_unembedding(config)) is not None:
         yield "unembed", unembed
 
@@ -285,7 +285,8 @@ def _layer_parts(config: ModelConfig, layer: int, std: float) -> Iterator[tuple[
 
 def build_sublayer(config: ModelConfig, body: Body) -> Sublayer:
     """A body with its norms where the configuration places them."""
-    before = NoNorm() if config.placement == "output" else build_norm(config.norm, config.width)
+    unnormed = config.placement == "output" or config.topology.norms_inputs
+    before = NoNorm() if unnormed else build_norm(config.norm, config.width)
     return Sublayer(before, body, None if config.placement == "input" else build_norm(config.norm, config.width))
 
 

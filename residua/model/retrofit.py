@@ -64,6 +64,8 @@ class _Retrofit:
         changed = [key for key in SHAPES if getattr(self.before, key) != getattr(self.after, key)]
         if [type(mixer) for mixer in self.before.mixers] != [type(mixer) for mixer in self.after.mixers]:
             changed += self._of("attention")
+        if self.before.topology.norms_inputs != self.after.topology.norms_inputs:
+            changed.append("topology.kind")
         if changed:
             raise self._refusal(changed)
 

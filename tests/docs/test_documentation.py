@@ -79,6 +79,7 @@ DOCUMENTED = {
     "multi_gate independent": ({"streams": N, "gate": "independent"}, C * K + (C + N) * (K - N + 1)),
     "highway": ({}, (C + 1) * K),
     "highway elementwise": ({"gate": "elementwise"}, (C * C + C) * K),
+    "gated_residual": ({"streams": N, "rank": 5}, (K + 1) * (N * C + 2 * 5 * N * C) + K * N * N * C),
     "hyper": ({"streams": N, "weights": "static"}, N * (N + 2) * K),
     "hyper dynamic": ({"streams": N}, (N * (N + 2) + C * (N + 2) + 2) * K),
     "mhc": ({"streams": N}, (N * C * (N * N + 2 * N) + N * N + 2 * N + 3) * K),

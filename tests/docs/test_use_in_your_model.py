@@ -201,6 +201,7 @@ BEGIN = {
     "multi_gate independent": (ELSE, MULTIPLE),
     "highway": (ELSE, MULTIPLE),
     "highway elementwise": (ELSE, MULTIPLE),
+    "gated_residual": (ELSE, ELSE),
     "mhc": (ELSE, MULTIPLE),
     "mhc_lite": (ELSE, MULTIPLE),
 }

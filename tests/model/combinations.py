@@ -68,8 +68,11 @@ GATED_ATTENTIONS = {"gated", "sink", "hybrid gated"}
 
 
 def fits(row: Row) -> bool:
-    """What the configuration refuses: a mixed gate where there is none, and anchors on linear or latent attention."""
+    """What the configuration refuses: a mixed gate where there is none, anchors on linear or latent attention, and
+    another norm where the topology norms."""
     anchors, attention = row.get("anchors", "none"), row.get("attention", "gated")
+    if SMALL[row.get("topology", "additive")].norms_inputs and row.get("norm", "rmsnorm") != "rmsnorm":
+        return False
     if anchors in GATED_ANCHORS and attention not in GATED_ATTENTIONS:
         return False
     return anchors == "none" or attention not in ("linear", "latent", "hybrid kimi")

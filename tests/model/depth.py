@@ -49,6 +49,7 @@ SMALL: dict[str, choices.Topology] = {
     "multi_gate inverted": choices.MultiGate(streams=3, memory=choices.Invert(share=0.1)),
     "highway": choices.Highway(),
     "highway elementwise": choices.Highway(gate="elementwise"),
+    "gated_residual": choices.GatedResidual(streams=3, rank=2),
     "hyper": choices.HyperConnections(),
     "hyper static": choices.HyperConnections(weights="static", streams=2),
     "mhc": choices.ManifoldHyper(iterations=5),

@@ -6,13 +6,17 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import residua
 from residua.config import choices
+from residua.config.settings import ConfigError
 from residua.model import taps
+from residua.model.norm import DyT, NoNorm
 from residua.model.topology import build_topology
 from residua.model.topology.attnres import BlockAttnRes
 from residua.ops import attend_finished, attend_partial
+from residua.ops._runtime.numeric import rms
 from tests.golden.compare import agree, close, randomise
 from tests.model.depth import SMALL, drive, embedding_and_outputs, named, random_topology
 from tests.model.small import small, tokens_and_targets
@@ -214,3 +218,23 @@ def test_the_embedding_reaches_every_anchor_raw() -> None:
     (anchor,) = model.anchors.open(model.embed(tokens))
     expected = model.embed.weight[tokens] @ model.anchors.project.weight.T
     close("anchor", anchor.flatten(-2), expected, 1e-13)
+
+
+def test_gated_residual_without_maps_is_the_normed_sum() -> None:
+    """inj = 1 and a read of half the mean, which gains of 2 make up for."""
+    topology = random_topology(choices.GatedResidual(streams=3, rank=2), 4, 7)
+    for read in (*topology.reads, topology.last_read):
+        nn.init.constant_(read.gain, 2.0)
+        for matrix in (read.up, read.inject):
+            if matrix is not None:
+                nn.init.zeros_(matrix)
+    x, y = embedding_and_outputs(4, 7)
+    for k, h in enumerate(drive(topology, x, y)):
+        close(f"input {k}", h, rms(x + sum(y[:k])))
+
+
+def test_norms_that_nothing_would_use_are_refused() -> None:
+    with pytest.raises(ConfigError, match="norms the inputs of sublayers and head itself"):
+        small(topology={"kind": "gated_residual"}, norm={"kind": "dyt"})
+    model = residua.build(small(topology={"kind": "gated_residual"}, norm={"kind": "dyt"}, placement="both"))
+    assert type(model.norm) is NoNorm and type(model.sublayers[0].after) is DyT

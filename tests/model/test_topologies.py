@@ -13,7 +13,7 @@ import torch
 from residua.config import choices
 from residua.model.topology import Topology, build_topology
 from residua.ops import sinkhorn
-from tests.golden import attnres, dense, hyper, multigate, residual_scalars
+from tests.golden import attnres, dense, gated_residual, hyper, multigate, residual_scalars
 from tests.golden.compare import agree, close, each_token, leaves_of, random
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology
 
@@ -87,6 +87,11 @@ def scaled_residual(topology: Any) -> Equation:
     return partial(residual_scalars.nanochat, resid=s.stream, x0s=s.embedding, backout=b)
 
 
+def gated_streams(topology: Any) -> Equation:
+    reads = [gated_residual.Read(r.gain, r.down, r.up, r.inject) for r in (*topology.reads, topology.last_read)]
+    return partial(gated_residual.gated_residual, reads=reads)
+
+
 FULL: list[dict[str, Any]] = [
     {}, {"scale": 0.25}, {"key_norm": "none"}, {"activation": "sigmoid"}, {"window": 1}, {"window": 3}, {"window": 6},
     {"window": 2, "activation": "sigmoid", "key_norm": "none", "scale": 0.5},
@@ -99,6 +104,7 @@ DENSE = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 5), (1, 20)]
 EQUATIONS: list[Any] = [
     (choices.Additive(), 4, 7, lambda _: dense.additive),
     (choices.Clipped(limit=1.5), 6, 33, lambda t: partial(dense.clipped, c=1.5)),
+    *((choices.GatedResidual(streams=n, rank=3), 4, width, gated_streams) for n, width in [(2, 7), (4, 9)]),
     *((choices.ResidualScalars(), n, width, scaled_residual) for n, width in [(2, 7), (6, 33), (8, 7)]),
     (choices.ResidualScalars(scalars="sublayer", embedding="raw"), 6, 7, scaled_residual),
     *((choices.FullAttnRes(**keys), 6, width, attention_residuals) for keys, width in product(FULL, (7, 33))),

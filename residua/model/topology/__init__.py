@@ -10,6 +10,7 @@ from residua.model.topology.attnres import BlockAttnRes, BoundaryAttnRes, FullAt
 from residua.model.topology.base import Boundary, Initialization, State, Topology, refuse_moved
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.facts import Ablations, Costs, SourceNames
+from residua.model.topology.gated_residual import GatedResidual
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
 from residua.model.topology.multigate import Highway, MultiGate
 from residua.model.topology.residual_scalars import ResidualScalars
@@ -23,6 +24,7 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.BoundaryAttnRes: BoundaryAttnRes,
     choices.MultiGate: MultiGate,
     choices.Highway: Highway,
+    choices.GatedResidual: GatedResidual,
     choices.HyperConnections: HyperConnections,
     choices.ManifoldHyper: ManifoldHyper,
     choices.ManifoldHyperLite: ManifoldHyperLite,
