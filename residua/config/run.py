@@ -69,7 +69,8 @@ class DataConfig(Frozen):
     """The prepared text, or without `path` the embedded corpus, cut into tokens by `tokenizer`.
 
     `sequence` is the model's context unless given. `masking = "documents"` keeps attention inside each document.
-    `validation_tokens` bounds the fixed validation set.
+    `validation_tokens` bounds the fixed validation set, `limit` the training text: its first tokens, read again and
+    again.
     """
 
     path: str | None = None
@@ -78,6 +79,7 @@ class DataConfig(Frozen):
     seed: Seed = 0
     masking: Literal["none", "documents"] = "none"
     validation_tokens: Positive = 262_144
+    limit: Positive | None = None
 
 
 class Balance(Frozen):

@@ -54,7 +54,8 @@ class Loader:
     batches and accumulation. `state_dict` is a position in the global order, so rank 0's serves all ranks, also after
     a change of `batch` or `world`.
 
-    A thread prepares `prefetch` batches ahead (0: no thread); it starts with the first batch and ends with `close`.
+    With `limit`, only so many tokens from the beginning of the split are read. A thread prepares `prefetch` batches
+    ahead (0: no thread); it starts with the first batch and ends with `close`.
     """
 
     def __init__(
@@ -67,12 +68,16 @@ class Loader:
         world: int = 1,
         segments: bool = False,
         prefetch: int = 2,
+        limit: int | None = None,
     ) -> None:
         _check_size(split, sequence, batch)
+        tokens = split.tokens if limit is None else min(limit, split.tokens)
+        if tokens <= sequence:
+            raise DataError(f"data.limit is {limit}: it must be above the {sequence} tokens of a sequence")
         if not 0 <= rank < world:
             raise DataError(f"rank is {rank} of {world}: it must be at least 0 and below the number of ranks")
         self.split, self.sequence, self.seed, self.prefetch = split, sequence, seed, prefetch
-        self._source = _Source(split, Order(split.tokens, sequence, seed), batch, rank, world, segments)
+        self._source = _Source(split, Order(tokens, sequence, seed), batch, rank, world, segments)
         self._cursor = Cursor(0, 0)
         self._prefetcher: _Prefetcher | None = None
 
@@ -124,9 +129,8 @@ class Loader:
 
     def _identity(self) -> dict[str, Any]:
         """What a position in the order depends on."""
-        split = self.split
-        tokenizer = split.tokenizer_hash
-        return {"seed": self.seed, "sequence": self.sequence, "tokens": split.tokens, "tokenizer_hash": tokenizer}
+        tokens, tokenizer = self._source.order.tokens, self.split.tokenizer_hash
+        return {"seed": self.seed, "sequence": self.sequence, "tokens": tokens, "tokenizer_hash": tokenizer}
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,23 @@ class Scaling(Frozen):
     With `tokens_per_parameter`, every size trains on that many tokens per parameter of its baseline (20 is common);
     without it, for the number of steps in its own configuration. `parameters` says which ones count: all of them, or
     those that a token is multiplied with, matrices and head, as compute does. `warmup` is a share of a size's steps.
+    `batch` is the exponent p of tokens per step ∝ (a size's tokens)^p: the smallest size has its own batch, the others
+    one that grows with their budget (0.5 is common, nanochat has 0.383).
     """
 
     sizes: tuple[str, ...] = Field(min_length=2)
     tokens_per_parameter: float | None = Field(None, gt=0)
     parameters: Literal["all", "matrices"] = "all"
     warmup: float | None = Field(None, ge=0, lt=1)
+    batch: float | None = Field(None, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _batch_has_a_budget(self) -> Self:
+        if self.batch is not None and self.tokens_per_parameter is None:
+            raise UserError(
+                f"scaling.batch = {self.batch:g} follows the budget of each size: set scaling.tokens_per_parameter too."
+            )
+        return self
 
 
 class Tasks(Frozen):
@@ -88,10 +99,12 @@ class Tune(Frozen):
     """A search of each variant's learning rate: `lr` are multiples of its own, each tried on one short run.
 
     A trial has `share` of the steps, with a whole schedule, and the seed `seed`, which is none of the study's. The rate
-    with the lowest validation loss is that of all the variant's runs.
+    with the lowest validation loss is that of all the variant's runs. With `sizes`, only so many of the smallest sizes
+    are searched: the others follow the law lr = c·N^p through the best rates of the two largest searched ones.
     """
 
     lr: tuple[float, ...] = Field(min_length=2)
+    sizes: int | None = Field(None, ge=2)
     share: float = Field(0.25, gt=0, le=1)
     seed: Seed = MAX_SEEDS
 

@@ -190,8 +190,8 @@ def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
 
 def plan_study(study: StudyConfig, out: Path, dataset: Dataset, results: Path | None) -> StudyPlan:
     """The plan, with the learning rates that a search chose, in the results file or in the study's folder."""
-    saved = SavedStudy.read(results).tuning if results is not None and results.exists() else None
-    return make_plan(study, out, dataset, [*read_rates(out), *(saved or ())])
+    saved = SavedStudy.read(results).rates() if results is not None and results.exists() else []
+    return make_plan(study, out, dataset, [*read_rates(out), *saved])
 
 
 def join(

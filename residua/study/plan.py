@@ -21,9 +21,9 @@ from residua.data import Dataset
 from residua.data.source import find_data, open_data
 from residua.data.tokenizer import padded_vocabulary
 from residua.files import write_atomically
-from residua.model.size import Size, measure
+from residua.model.size import measure
 from residua.reading import ReadError, inside, read_json, toml_string
-from residua.study.config import StudyConfig, Tune, match
+from residua.study.config import Scaling, StudyConfig, Tune, match
 from residua.train.start import check_model, check_tokenizer
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
@@ -116,9 +116,9 @@ class StudyPlan:
 
     @property
     def settled(self) -> tuple[PlannedRun, ...]:
-        """The runs whose learning rate is known: their variant has no trial left to train."""
-        searched = {(trial.size, trial.variant) for trial in self.trials}
-        return tuple(run for run in self.runs if (run.size, run.variant) not in searched)
+        """The runs whose learning rate is known: no trial that it depends on is left to train."""
+        searched, chosen = {trial.variant for trial in self.trials}, {(rate.size, rate.variant) for rate in self.tuned}
+        return tuple(run for run in self.runs if run.variant not in searched or (run.size, run.variant) in chosen)
 
 
 def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[TunedRate] = ()) -> StudyPlan:
@@ -127,11 +127,12 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[T
     if not any(change.replace(" ", "").startswith("model.vocab_size=") for change in study.set):
         shared.append(f"model.vocab_size={padded_vocabulary(dataset.vocab_size)}")
     models: dict[tuple[str, str], PlannedModel] = {}
+    first = base_run(study, study.sizes[0]).override(shared)
     for size in study.sizes:
         base = base_run(study, size).override(shared)
-        models |= {(size, name): model for name, model in _models(study, base).items()}
+        models |= {(size, name): model for name, model in _models(study, base, first).items()}
     trials = _trials(study, models, out, rates)
-    tuned = _settled(study, models, rates)
+    tuned = _with_law(study, models, _settled(study, models, rates))
     models = {key: _tuned(model, tuned.get(key)) for key, model in models.items()}
     started = [(name, budget) for name in study.variants for budget in study.budgets_of(name)]
     runs = tuple(
@@ -158,11 +159,13 @@ def open_dataset(study: StudyConfig, progress: bool) -> Dataset:
     return Dataset.open(study.data) if study.data else find_data(config, progress=progress)
 
 
-def _models(study: StudyConfig, base: RunConfig) -> dict[str, PlannedModel]:
+def _models(study: StudyConfig, base: RunConfig, smallest: RunConfig) -> dict[str, PlannedModel]:
     """The variants of one size, matched to the baseline."""
     reference = vary(study, base, study.baseline)
-    size = measure(reference.model)
-    target, length = size.parameters, _length(study, reference, size)
+    target, length = (
+        measure(reference.model).parameters,
+        _length(study, reference, vary(study, smallest, study.baseline)),
+    )
     models = {}
     for name in study.variants:
         config = vary(study, base, name)
@@ -186,16 +189,34 @@ def vary(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
     return varied
 
 
-def _length(study: StudyConfig, reference: RunConfig, size: Size) -> list[str]:
-    """The changes that give every run of a size its steps, and the warm-up that goes with them."""
-    scaling, steps, changes = study.scaling, reference.train.steps, []
-    if scaling is not None and scaling.tokens_per_parameter is not None:
-        counted = size.parameters if scaling.parameters == "all" else size.active
-        steps = max(1, round(scaling.tokens_per_parameter * counted / reference.tokens_per_step))
-        changes = [f"train.steps={steps}"]
-    if scaling is not None and scaling.warmup is not None:
-        changes.insert(0, f"train.schedule.warmup={round(scaling.warmup * steps)}")
-    return changes
+def _length(study: StudyConfig, reference: RunConfig, smallest: RunConfig) -> list[str]:
+    """The changes that give every run of a size its batch and steps, and the warm-up that goes with them."""
+    scaling, steps, changes = study.scaling, reference.train.steps, list[str]()
+    if scaling is None:
+        return changes
+    if scaling.tokens_per_parameter is not None:
+        per_step, tokens = reference.tokens_per_step, _budget(scaling, reference)
+        if scaling.batch is not None:
+            grown = smallest.tokens_per_step * (tokens / _budget(scaling, smallest)) ** scaling.batch
+            rows = _round(grown / reference.sequence / reference.train.accumulate)
+            changes.append(f"train.micro_batch={rows}")
+            per_step = rows * reference.train.accumulate * reference.sequence
+        steps = max(1, round(tokens / per_step))
+        changes.append(f"train.steps={steps}")
+    warmup = [] if scaling.warmup is None else [f"train.schedule.warmup={round(scaling.warmup * steps)}"]
+    return [*warmup, *changes]
+
+
+def _budget(scaling: Scaling, run: RunConfig) -> float:
+    """The training tokens of a size."""
+    size = measure(run.model)
+    counted = size.parameters if scaling.parameters == "all" else size.active
+    return (scaling.tokens_per_parameter or 0.0) * counted
+
+
+def _round(rows: float) -> int:
+    """Sequences of a micro-batch: whole, and from 16 on a multiple of 8, which kernels like."""
+    return max(1, round(rows)) if rows < 16 else 8 * round(rows / 8)
 
 
 def _run(
@@ -241,9 +262,36 @@ def _trials(
             factor,
         )
         for (size, name), model in models.items()
-        if (size, name) not in done
+        if (size, name) not in done and size in study.sizes[: study.tune.sizes]
         for factor in study.tune.lr
     )
+
+
+def _with_law(
+    study: StudyConfig, models: Mapping[tuple[str, str], PlannedModel], chosen: dict[tuple[str, str], TunedRate]
+) -> dict[tuple[str, str], TunedRate]:
+    """The chosen rates, and for sizes that are not searched those of the law through the two largest that are."""
+    tune = study.tune
+    if tune is None or tune.sizes is None:
+        return chosen
+    rates = dict(chosen)
+    below, last = study.sizes[tune.sizes - 2 : tune.sizes]
+    for size in study.sizes[tune.sizes :]:
+        for name in study.variants:
+            pair, model = (chosen.get((below, name)), chosen.get((last, name))), models[size, name]
+            if pair[0] is None or pair[1] is None or (size, name) in chosen:
+                continue
+            grown = [math.log(models[place, name].parameters) for place in (below, last, size)]
+            best = [math.log(rate.optimum) for rate in pair if rate is not None]
+            power = max(-1.0, min(1.0, (best[1] - best[0]) / (grown[1] - grown[0])))
+            rate = float(f"{math.exp(best[1] + power * (grown[2] - grown[1])):.3g}")
+            factor = rate / model.config.train.optimizer.lr
+            rates[size, name] = TunedRate(
+                size=size, variant=name, seed=tune.seed, steps=0, trials=(Trial(factor=factor, rate=rate),),
+                chosen=factor, made_for=tuned_for(model.config, tune),
+                law=f"the law through {below} and {last}, lr ∝ N^{power:.2f}",
+            )  # fmt: skip
+    return rates
 
 
 def _tuned(model: PlannedModel, rate: TunedRate | None) -> PlannedModel:
@@ -284,7 +332,8 @@ class Trial(Frozen):
 class TunedRate(Frozen):
     """What the search tried for a variant at one size, and the multiple that it chose.
 
-    `made_for` tells which model, recipe and search it is for.
+    `made_for` tells which model, recipe and search it is for. `law` says where the rate of a size comes from that was
+    not searched.
     """
 
     size: str
@@ -294,6 +343,7 @@ class TunedRate(Frozen):
     trials: tuple[Trial, ...]
     chosen: float
     made_for: str
+    law: str = ""
 
     @property
     def best(self) -> Trial:
@@ -301,8 +351,26 @@ class TunedRate(Frozen):
         return next(trial for trial in self.trials if trial.factor == self.chosen)
 
     @property
+    def optimum(self) -> float:
+        """The best learning rate: the vertex of the parabola in ln lr through the best trial and its neighbours.
+
+        That of the best trial if it is at an end, or if a neighbour failed.
+        """
+        place = self.trials.index(self.best)
+        around = [(math.log(t.rate), t.loss) for t in self.trials[max(0, place - 1) : place + 2] if t.loss is not None]
+        if len(around) < 3 or not 0 < place < len(self.trials) - 1:
+            return self.best.rate
+        (x0, y0), (x1, y1), (x2, y2) = around
+        left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+        if right <= left:
+            return self.best.rate
+        return math.exp((x0 + x1) / 2 - left * (x2 - x0) / (2 * (right - left)))
+
+    @property
     def note(self) -> str:
         """What a person should know about the choice; empty if there is nothing."""
+        if self.law:
+            return f"from {self.law}"
         if self.best.loss is None:
             return "no trial completed, so the rate nearest to its own is used"
         finished = [trial.factor for trial in self.trials if trial.loss is not None]
@@ -318,7 +386,7 @@ class TunedRate(Frozen):
         """The choice in a sentence."""
         where = f" ({self.size})" if several_sizes else ""
         note = f"; {self.note}" if self.note else ""
-        return f"{self.variant}{where}: learning rate {self.best.rate:g}, {self.chosen:g}× its own{note}."
+        return f"{self.variant}{where}: learning rate {self.best.rate:g}, {self.chosen:.3g}× its own{note}."
 
 
 def choose(size: str, variant: str, trials: Sequence[Trial], seed: int, steps: int, made_for: str) -> TunedRate:
@@ -359,7 +427,9 @@ def short_run(config: RunConfig, tune: Tune, factor: float) -> RunConfig:
 def tuned_for(config: RunConfig, tune: Tune) -> str:
     """Equal for searches that would try the same runs, wherever they are trained."""
     kept = settings(config, without=(*PLACE, "data.seed", "train.seed"))
-    return hashlib.sha256(json.dumps([kept, tune.model_dump()], sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([kept, tune.model_dump(exclude_none=True)], sort_keys=True).encode()).hexdigest()[
+        :16
+    ]
 
 
 class _File(Frozen):

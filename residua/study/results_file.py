@@ -25,7 +25,16 @@ from residua.files import write_atomically
 from residua.reading import check, parse_toml_value, read_json, reason, refuse, shown, toml_string
 from residua.report.figures import evenly
 from residua.study.config import StudyConfig, Tasks
-from residua.study.plan import RUNS, PlannedModel, PlannedRun, StudyPlan, TunedRate, model_title
+from residua.study.plan import (
+    RUNS,
+    PlannedModel,
+    PlannedRun,
+    StudyPlan,
+    TunedRate,
+    model_title,
+    rate_changes,
+    tuned_for,
+)
 from residua.study.records import Accuracies, Inspection, Outliers, Peaks, QuantizedRun, RunRecord, known
 from residua.study.results import DatasetFacts, StudyResult, collect
 from residua.study.timing import StepTiming
@@ -180,6 +189,20 @@ class SavedStudy(Frozen):
     def timings(self) -> dict[tuple[str, str], dict[str, StepTiming]]:
         """Steps timed alone, by (size, variant), then by device."""
         return {(model.size, model.variant): model.timings for model in self.models}
+
+    def rates(self) -> list[TunedRate]:
+        """The chosen learning rates, for the models as this version of Residua knows them: a key that a later version
+        adds to a run, with its default, does not make another search of it.
+        """
+        study, models = self.config, self.plan(NOWHERE).models
+        if study.tune is None:
+            return list(self.tuning or ())
+        rates = []
+        for rate in self.tuning or ():
+            config = models[rate.size, rate.variant].config
+            made_for = tuned_for(config.override(rate_changes(config, 1 / rate.chosen)), study.tune)
+            rates.append(rate.model_copy(update={"made_for": made_for}))
+        return rates
 
     def plan(self, out: Path, text: str | None = None) -> StudyPlan:
         """The models and the complete runs; folders are where a study in `out` would have them.

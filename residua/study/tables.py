@@ -435,7 +435,7 @@ def _rates(result: StudyResult, size: str) -> StudyTable | None:
     rates = [rate for rate in result.tuning if rate.size == size]
     if not rates:
         return None
-    factors = sorted({trial.factor for rate in rates for trial in rate.trials})
+    factors = sorted({trial.factor for rate in rates for trial in rate.trials if not rate.law})
     heads = [
         VARIANT,
         *(Column(f"{factor:g}× lr", "validation loss after the short run with this multiple") for factor in factors),
@@ -444,14 +444,16 @@ def _rates(result: StudyResult, size: str) -> StudyTable | None:
     rows = []
     for rate in rates:
         tried = {trial.factor: "failed" if trial.loss is None else f"{trial.loss:.4f}" for trial in rate.trials}
-        chosen = Value(f"{rate.chosen:g}×", f"({rate.best.rate:g})", rate.chosen)
+        chosen = Value(f"{rate.chosen:.3g}×", f"({rate.best.rate:g})", rate.chosen)
         rows.append([Value(rate.variant), *(Value(tried.get(factor, NONE)) for factor in factors), chosen])
     return StudyTable(
         RATES,
         heads,
         rows,
-        f"Each variant's rate was chosen on runs of {rates[0].steps} steps with seed {rates[0].seed}, which no other "
-        "run has, and then fixed. A choice at either end of the list was perhaps not searched far enough.",
+        "Rates of this size were not searched: they follow the law of the smaller ones."
+        if rates[0].law
+        else f"Each variant's rate was chosen on runs of {rates[0].steps} steps with seed {rates[0].seed}, which no "
+        "other run has, and then fixed. A choice at either end of the list was perhaps not searched far enough.",
     )
 
 

@@ -97,7 +97,8 @@ def check_text(run: Run, dataset: Dataset) -> None:
         return
     state = read_state(found[-1])
     dataset.require_tokenizer(state.tokenizer_hash, str(found[-1].path))
-    trained, tokens = run.recorded(TEXT), dataset.split(TRAIN).tokens
+    tokens = dataset.split(TRAIN).tokens
+    trained, tokens = run.recorded(TEXT), min(tokens, run.config.data.limit or tokens)
     same = state.loader.tokens == tokens if trained is None else trained == dataset.fingerprint
     if not same:
         before = saved_config(run.folder).data.path

@@ -88,7 +88,7 @@ class World:
         data, segments = config.data, config.data.masking == "documents"
         shape = {"sequence": config.sequence, "batch": config.train.micro_batch}
         ranks = {"rank": self.batch_rank, "world": self.batch_ranks}
-        loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, **shape, **ranks)
+        loader = Loader(dataset.split("train"), seed=data.seed, segments=segments, limit=data.limit, **shape, **ranks)
         limit = data.validation_tokens
         validation = validation_batches(dataset.split("validation"), **shape, limit_tokens=limit, segments=segments)
         return loader, list(validation)

@@ -134,6 +134,17 @@ def test_state_of_other_data_is_refused(split: Split, name: str, value: object) 
         loader.load_state_dict({**loader.state_dict(), name: value})
 
 
+def test_a_limit_reads_the_first_tokens_again_and_again(split: Split) -> None:
+    limit = 10 * SEQUENCE + 1
+    loader = Loader(split, SEQUENCE, 5, prefetch=0, limit=limit)
+    seen = [row for batch in take(loader, 8) for row in batch.tokens]
+    beginning = split.read(0, limit).tolist()
+    assert all(any(beginning[i : i + SEQUENCE] == row.tolist() for i in range(limit)) for row in seen)
+    assert loader.epoch >= 4 and loader.state_dict()["tokens"] == limit
+    with pytest.raises(DataError, match=r"data\.limit is 3: it must be above"):
+        Loader(split, SEQUENCE, 5, limit=3)
+
+
 def test_segments_change_where_documents_begin(split: Split, dataset: Dataset) -> None:
     end = dataset.tokenizer.end_of_text
     borders = 0

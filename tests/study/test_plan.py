@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from residua.config.run import differences
-from residua.config.settings import ConfigError
+from residua.config.run import RunConfig, differences
+from residua.config.settings import ConfigError, read_toml
 from residua.data import Dataset
 from residua.data.tokenizer import padded_vocabulary
+from residua.model.size import measure
 from residua.study import StudyConfig
-from residua.study.plan import StudyPlan, make_plan
+from residua.study.plan import StudyPlan, base_run, make_plan, vary
 from residua.study.run_study import preview
 from residua.study.train_runs import check_folders, cost_sentences, refuse_strangers, same_sentences
+from tests.study.conftest import changed
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +53,31 @@ def test_sizes_multiply_the_runs_and_tokens_follow_parameters(study: StudyConfig
         parameters = plan.models[size, "prenorm"].parameters
         tokens = model.config.train.steps * model.config.tokens_per_step
         assert tokens == pytest.approx(2 * parameters, rel=0.01)
+
+
+def test_batch_and_warmup_grow_with_the_budget(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+    rule = {"tokens_per_parameter": 400, "parameters": "matrices", "warmup": 0.1, "batch": 0.5}
+    plan = make_plan(changed(study, set=[], scaling={"sizes": ["tiny", "mini"], **rule}), out, dataset)
+    small, large = (plan.models[size, "prenorm"].config for size in ("tiny", "mini"))
+    tokens = [400 * measure(config.model).active for config in (small, large)]
+    assert small.tokens_per_step == RunConfig.find("tiny").tokens_per_step
+    assert large.tokens_per_step / small.tokens_per_step == pytest.approx((tokens[1] / tokens[0]) ** 0.5, rel=0.1)
+    for config, wanted in zip((small, large), tokens, strict=True):
+        assert config.train.steps * config.tokens_per_step == pytest.approx(wanted, rel=0.01)
+        assert config.train.schedule.warmup == round(0.1 * config.train.steps)
+    with pytest.raises(ConfigError, match=r"set scaling\.tokens_per_parameter too"):
+        changed(study, scaling={"sizes": ["tiny", "mini"], "batch": 0.5})
+
+
+@pytest.mark.parametrize("path", sorted(Path("docs/results/studies").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_committed_study_can_be_read(path: Path) -> None:
+    if "variants" in read_toml(path):
+        study = StudyConfig.from_toml(path)
+        for size in study.sizes:
+            for name in study.variants:
+                vary(study, base_run(study, size), name)
+    else:
+        RunConfig.from_toml(path)
 
 
 def test_a_folder_of_another_configuration_is_refused_by_name(plan: StudyPlan) -> None:

@@ -16,7 +16,7 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.config import Tune
-from residua.study.plan import PlannedRun, Trial, make_plan, rate_changes, short_run
+from residua.study.plan import PlannedRun, Trial, make_plan, rate_changes, short_run, tuned_for
 from residua.study.plan import choose as choose_rate
 from residua.study.results import StudyResult
 from residua.study.results_file import SavedStudy
@@ -159,6 +159,44 @@ def test_the_lowest_loss_wins_and_an_end_of_the_list_is_told(
     found = choose_rate("tiny", "mgr", tried, 1000, 10, "")
     assert found.chosen == factor
     assert note in found.note and bool(note) == bool(found.note)
+
+
+def test_sizes_beyond_the_searched_ones_follow_a_law(dataset: Dataset, out: Path, trainer: Trainer) -> None:
+    """The best rate is between two trials at `tiny`, and half of that at twice the logarithm of its parameters."""
+    sizes = ["tiny", "mini", "mgr-s-prenorm"]
+    study = choose(
+        dataset, "mgr", set=["train.steps=40", "train.schedule.warmup=2"], match={"kind": "none"}, seeds=1,
+        scaling={"sizes": sizes}, tune={"lr": [0.25, 0.5, 1, 2], "sizes": 2},
+    )  # fmt: skip
+    plan = make_plan(study, out, dataset)
+    assert {trial.size for trial in plan.trials} == {"tiny", "mini"} and not plan.settled
+    best = {"tiny": 0.008, "mini": 0.006}
+    for run in plan.trials:
+        rate = run.config.train.optimizer.lr
+        write_run(run, lambda run, step, x=rate: 3.0 + math.log(x / best[run.size]) ** 2)
+    rates = choose_rates(study, plan, {})
+    assert [rate.optimum for rate in rates if rate.variant == "mgr"] == pytest.approx([0.008, 0.006])
+    tuned = make_plan(study, out, dataset, rates)
+    assert len(tuned.settled) == len(tuned.runs) and len(tuned.tuned) == 6
+    grown = [math.log(tuned.models[size, "mgr"].parameters) for size in sizes]
+    power = math.log(0.006 / 0.008) / (grown[1] - grown[0])
+    wanted = 0.006 * math.exp(power * (grown[2] - grown[1]))
+    assert tuned.models[sizes[2], "mgr"].config.train.optimizer.lr == pytest.approx(wanted, rel=5e-3)
+    (law,) = (rate for rate in tuned.tuned if (rate.size, rate.variant) == (sizes[2], "mgr"))
+    assert "the law through tiny and mini, lr ∝ N^" in law.note
+
+
+def test_a_setting_that_a_later_version_adds_keeps_the_chosen_rates() -> None:
+    """Rates in a file were chosen for configurations without keys that came later."""
+    saved = SavedStudy.read(Path("docs/results/twenty.json"))
+    again = saved.model_copy(
+        update={"tuning": tuple(r.model_copy(update={"made_for": "old"}) for r in saved.tuning or ())}
+    )
+    assert [rate.made_for for rate in again.rates()] == [rate.made_for for rate in saved.rates()] != []
+    own = saved.plan(Path()).models["6x256.toml", "mgr_exo"].config
+    tune = saved.config.tune
+    assert tune is not None
+    assert tuned_for(own.override(rate_changes(own, 0.5)), tune) in {rate.made_for for rate in saved.rates()}
 
 
 def test_trials_are_compared_on_the_text_that_all_read(chosen: Choose, out: Path, dataset: Dataset) -> None:
