@@ -23,6 +23,7 @@ SUBLAYERS, WIDTH = 6, 96
 OPTIONS: dict[str, dict[str, object]] = {
     "block_attnres": {"sublayers_per_block": 2},
     "boundary_attnres": {"sublayers_per_block": 2},
+    "delta_attnres": {"sublayers_per_block": 2},
     "multi_gate": {"streams": 3},
     "gated_residual": {"streams": 3},
     "hyper": {"streams": 3},

@@ -34,6 +34,7 @@ from residua.config.topologies import AttentionResidual as AttentionResidual
 from residua.config.topologies import BlockAttnRes as BlockAttnRes
 from residua.config.topologies import BoundaryAttnRes as BoundaryAttnRes
 from residua.config.topologies import Clipped as Clipped
+from residua.config.topologies import DeltaAttnRes as DeltaAttnRes
 from residua.config.topologies import DenseFormer as DenseFormer
 from residua.config.topologies import FullAttnRes as FullAttnRes
 from residua.config.topologies import GatedResidual as GatedResidual

@@ -89,6 +89,13 @@ class BoundaryAttnRes(InBlocks):
     kind: Literal["boundary_attnres"] = "boundary_attnres"
 
 
+class DeltaAttnRes(InBlocks):
+    """The residual sum, and added to every sublayer's input attention over depth; one sublayer per block is Full."""
+
+    kind: Literal["delta_attnres"] = "delta_attnres"
+    sublayers_per_block: Positive = 1
+
+
 class Recompute(Frozen):
     """Keep the streams once per `segment` junctions; the backward pass recomputes the others, exactly."""
 
@@ -231,6 +238,7 @@ TopologyChoice.join(
     FullAttnRes,
     BlockAttnRes,
     BoundaryAttnRes,
+    DeltaAttnRes,
     MultiGate,
     Highway,
     GatedResidual,

@@ -173,6 +173,8 @@ KNOWN: dict[str, Variant] = {
     "boundary_attnres": _in_blocks(
         "attention over depth between about 8 blocks, x + f(x) inside them", "boundary_attnres"
     ),
+    "delta_attnres": _topology("Delta Attention Residuals: added to the residual sum", "delta_attnres"),
+    "delta_block_attnres": _in_blocks("Delta Attention Residuals, about 8 blocks", "delta_attnres"),
     "mgr": _topology("Multi-Gate Residuals, competitive, 4 streams", "multi_gate"),
     "mgr8": NUMBERED["mgrN"](8),
     "mgr_independent": _topology("Multi-Gate Residuals, independent gates", "multi_gate", "gate=independent"),

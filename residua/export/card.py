@@ -35,6 +35,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "clipped"): (SINKS,),
     **{("topology", kind): () for kind in ("x0", "gated_residual")},  # public code without a paper
     **{("topology", f"{extent}_attnres"): (ATTNRES,) for extent in ("full", "block", "boundary")},
+    ("topology", "delta_attnres"): (("Delta Attention Residuals", "2605.18855"),),
     ("topology", "multi_gate"): (("Multi-Gate Residuals", "2605.23259"),),
     ("topology", "highway"): (("Highway Networks", "1505.00387"),),
     ("topology", "hyper"): (("Hyper-Connections", "2409.19606"),),

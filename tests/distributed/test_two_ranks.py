@@ -49,6 +49,8 @@ EXTRA_NIGHTLY: Cases = {
     "two-layer-units": ("exo-block", {"shard": 2, "smallest_unit": 3000}),
     "gpipe": ("block", {"pipeline": 2, "schedule": "gpipe"}),
     "x0": ("x0", INTERLEAVED),
+    "delta": ("delta", {"pipeline": 2, "cuts": [3]}),
+    "delta-head-alone": ("delta", {"pipeline": 2, "cuts": [8]}),
     "gated": ("gated", INTERLEAVED),
     "inside-a-dense-layer": ("dense", {**INTERLEAVED, "cuts": [1, 4, 7]}),
     "head-in-three": ("mgr", {**INTERLEAVED, "cuts": [7, 9, 10], "pieces": 4}),

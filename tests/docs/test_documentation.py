@@ -75,6 +75,7 @@ DOCUMENTED = {
     "full_attnres": ({}, 2 * C * K),
     "block_attnres": ({"sublayers_per_block": 3}, 2 * C * K),
     "boundary_attnres": ({"sublayers_per_block": 3}, 2 * C * (K // 3 - 1)),
+    "delta_attnres": ({}, 2 * C * (K - 1)),
     "multi_gate": ({"streams": N}, C * K + (C + N + 1) * (K - N + 1)),
     "multi_gate independent": ({"streams": N, "gate": "independent"}, C * K + (C + N) * (K - N + 1)),
     "highway": ({}, (C + 1) * K),

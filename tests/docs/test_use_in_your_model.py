@@ -197,6 +197,8 @@ BEGIN = {
     "full_attnres window": (ELSE, ELSE),
     "boundary_attnres": (ELSE, ELSE),
     "block_attnres": (MULTIPLE, MULTIPLE),
+    "delta_attnres": (MULTIPLE, MULTIPLE),
+    "delta_attnres block": (MULTIPLE, MULTIPLE),
     "multi_gate": (ELSE, MULTIPLE),
     "multi_gate independent": (ELSE, MULTIPLE),
     "highway": (ELSE, MULTIPLE),

@@ -63,6 +63,16 @@ def block(x: Tensor, y: list[Tensor], readers: list[Reader], sublayers_per_block
     return h
 
 
+def delta(x: Tensor, y: list[Tensor], readers: list[Reader], sublayers_per_block: int) -> list[Tensor]:
+    """Delta Attention Residuals (arXiv 2605.18855): h += y, and sublayers read h + Σ a_i v_i; the head reads h."""
+    h, inputs = x, [x]
+    for k in range(1, len(y)):
+        h = h + y[k - 1]
+        blocks = [y[first:k][:sublayers_per_block] for first in range(0, k, sublayers_per_block)]
+        inputs.append(h + readers[k - 1]([x, *(sum(outputs[1:], outputs[0]) for outputs in blocks)]))
+    return [*inputs, h + y[-1]]
+
+
 def two_phase(finished: list[Tensor], partial: Tensor | None, reader: Reader) -> Tensor:
     """Algorithm 1 with running maximum m, denominator ell and unnormalised numerator o."""
     logits = [reader.logit(v) for v in finished]

@@ -44,6 +44,8 @@ SMALL: dict[str, choices.Topology] = {
     "full_attnres sigmoid": choices.FullAttnRes(activation="sigmoid"),
     "full_attnres raw keys": choices.FullAttnRes(key_norm="none", scale=0.5),
     "block_attnres": choices.BlockAttnRes(sublayers_per_block=3),
+    "delta_attnres": choices.DeltaAttnRes(),
+    "delta_attnres block": choices.DeltaAttnRes(sublayers_per_block=3),
     "multi_gate": choices.MultiGate(streams=4),
     "multi_gate independent": choices.MultiGate(streams=3, gate="independent"),
     "multi_gate inverted": choices.MultiGate(streams=3, memory=choices.Invert(share=0.1)),

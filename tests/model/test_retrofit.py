@@ -52,6 +52,8 @@ UP_TO_EPS: dict[str, dict[str, Any]] = {
     "full_attnres, sigmoid": {"topology": {"kind": "full_attnres", "activation": "sigmoid", "key_norm": "none"}},
     "block_attnres": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}},
     "block_attnres, uneven": {"topology": {"kind": "block_attnres", "sublayers_per_block": 4, "scale": 0.5}},
+    "delta_attnres": {"topology": {"kind": "delta_attnres"}},
+    "delta_attnres, blocks": {"topology": {"kind": "delta_attnres", "sublayers_per_block": 2, "scale": 0.5}},
     "mgr": {"topology": {"kind": "multi_gate", "streams": 2}},
     "mgr, four streams": {"topology": {"kind": "multi_gate", "streams": 4}},
     "mgr, independent": {"topology": {"kind": "multi_gate", "streams": 3, "gate": "independent"}},

@@ -72,7 +72,7 @@ MORE: list[Any] = [
 ]
 """Settings that other ones give another meaning."""
 REFUSED = {
-    *(f"{kind}_attnres.key_norm" for kind in ("full", "block", "boundary")),
+    *(f"{kind}_attnres.key_norm" for kind in ("full", "block", "boundary", "delta")),
     "boundary_attnres.sublayers_per_block",
     *(f"{kind}.streams" for kind in ("multi_gate", "gated_residual", "hyper", "mhc", "mhc_lite")),
     "gated_residual.rank",

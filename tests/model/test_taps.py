@@ -41,6 +41,7 @@ DEPTH_TAPS = {
     "x0": {"depth.{}.weights": range(1, 6, 2)},
     "x0 sublayer": {"depth.{}.weights": range(6)},
     "gated_residual": {"depth.{}.weights": range(6), "depth.{}.streams": range(6)},
+    "delta_attnres": {"depth.{}.weights": range(5)},
     "additive": {},
 }
 

@@ -32,6 +32,8 @@ def test_a_clip_bites() -> None:
 def attention_residuals(topology: Any) -> Equation:
     config = topology.config
     reads = [attnres.Reader(r.query, r.gain, config.scale, config.key_norm, config.activation) for r in topology.reads]
+    if isinstance(config, choices.DeltaAttnRes):
+        return partial(attnres.delta, readers=reads, sublayers_per_block=config.sublayers_per_block)
     if isinstance(config, choices.FullAttnRes):
         return partial(attnres.full, readers=reads, window=config.window)
     return partial(attnres.block, readers=reads, sublayers_per_block=config.sublayers_per_block)
@@ -98,6 +100,7 @@ FULL: list[dict[str, Any]] = [
 ]  # fmt: skip
 BLOCK = [(6, 1), (6, 2), (6, 3), (6, 6), (8, 3), (8, 5), (64, 2)]
 """Whole and unfinished last blocks, one block, blocks of one, 33 sources."""
+DELTA = [(2, 1), (6, 1), (8, 3)]
 ABLATED: list[dict[str, Any]] = [{"activation": "sigmoid"}, {"key_norm": "none"}, {"scale": 0.2}]
 GATES = [(2, 6, 7), (2, 2, 33), (4, 8, 33), (4, 4, 7), (8, 14, 7)]
 DENSE = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 5), (1, 20)]
@@ -111,6 +114,8 @@ EQUATIONS: list[Any] = [
     (choices.FullAttnRes(), 32, 7, attention_residuals),
     *((choices.BlockAttnRes(sublayers_per_block=size), n, 7, attention_residuals) for n, size in BLOCK),
     *((choices.BlockAttnRes(sublayers_per_block=2, **keys), 6, 33, attention_residuals) for keys in ABLATED),
+    *((choices.DeltaAttnRes(sublayers_per_block=size), n, 7, attention_residuals) for n, size in DELTA),
+    (choices.DeltaAttnRes(activation="sigmoid", scale=0.5), 4, 33, attention_residuals),
     *(
         (choices.MultiGate(streams=n, gate=gate), sublayers, width, multi_gate)
         for (n, sublayers, width), gate in product(GATES, ("competitive", "independent"))

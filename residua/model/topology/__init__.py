@@ -8,6 +8,7 @@ from residua.config import choices
 from residua.model.topology.additive import Additive, Clipped
 from residua.model.topology.attnres import BlockAttnRes, BoundaryAttnRes, FullAttnRes
 from residua.model.topology.base import Boundary, Initialization, State, Topology, refuse_moved
+from residua.model.topology.delta_attnres import DeltaAttnRes
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.facts import Ablations, Costs, SourceNames
 from residua.model.topology.gated_residual import GatedResidual
@@ -22,6 +23,7 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.FullAttnRes: FullAttnRes,
     choices.BlockAttnRes: BlockAttnRes,
     choices.BoundaryAttnRes: BoundaryAttnRes,
+    choices.DeltaAttnRes: DeltaAttnRes,
     choices.MultiGate: MultiGate,
     choices.Highway: Highway,
     choices.GatedResidual: GatedResidual,

@@ -126,9 +126,13 @@ class BlockAttnRes(Topology):
         return self.config.scale * w.float() * g.float()
 
     def initialization(self) -> Initialization:
-        weigh: Callable[[int], float] = {"softmax": lambda n: 1 / n, "sigmoid": lambda n: 0.5}[self.config.activation]
-        factors = None if self.block_size is None else [1.0, *(weigh(len(seen)) for seen in self.plan.sees)]
+        factors = None if self.block_size is None else [1.0, *self._shares()]
         return Initialization(init_as_additive=self._init_as_additive, sum_factors=factors, begin_as=self._begin_as)
+
+    def _shares(self) -> list[float]:
+        """The weight of each source in every read at the start."""
+        weigh: Callable[[int], float] = {"softmax": lambda n: 1 / n, "sigmoid": lambda n: 0.5}[self.config.activation]
+        return [weigh(len(seen)) for seen in self.plan.sees]
 
     def _init_as_additive(self) -> InitFidelity:
         """Queries of zero weigh all sources alike: a reader gets the sum, divided by their number.
@@ -191,7 +195,7 @@ class BlockAttnRes(Topology):
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         assert self.block_size is not None
-        return _block_names(self.block_size)
+        return block_names(self.block_size)
 
     def ablations(self) -> Ablations:
         reads = cast("list[Read]", list(self.reads))
@@ -212,7 +216,7 @@ class BlockAttnRes(Topology):
         return sources_dropped(list(self.reads), positions)
 
 
-def _block_names(size: int) -> SourceNames:
+def block_names(size: int) -> SourceNames:
     """The embedding and blocks of `size` sublayers."""
 
     def source(reader: int, source: int) -> str:
@@ -249,16 +253,20 @@ class FullAttnRes(BlockAttnRes):
         return 1 if config.window is None else None
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
-        """A block is a Transformer layer: attention and feed-forward."""
+        return output_names(self.plan, sublayers)
 
-        def source(reader: int, source: int) -> str:
-            number = self.plan.sees[reader - 1][source]
-            return "embedding" if number == 0 else sublayers[number - 1]
 
-        def block(reader: int, source: int) -> str:
-            return "embedding" if source == 0 else f"layer {(self.plan.sees[reader - 1][source] - 1) // 2}"
+def output_names(plan: ReadPlan, sublayers: Sequence[str]) -> SourceNames:
+    """The embedding and single outputs. A block is a Transformer layer: attention and feed-forward."""
 
-        return SourceNames(False, source, block_of_reader=lambda r: f"layer {r // 2}", block_of_source=block)
+    def source(reader: int, source: int) -> str:
+        number = plan.sees[reader - 1][source]
+        return "embedding" if number == 0 else sublayers[number - 1]
+
+    def block(reader: int, source: int) -> str:
+        return "embedding" if source == 0 else f"layer {(plan.sees[reader - 1][source] - 1) // 2}"
+
+    return SourceNames(False, source, block_of_reader=lambda r: f"layer {r // 2}", block_of_source=block)
 
 
 class BoundaryAttnRes(Topology):
@@ -299,7 +307,7 @@ class BoundaryAttnRes(Topology):
         return InitFidelity.EXACTLY if same else InitFidelity.NOT
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
-        return _block_names(self.block_size)
+        return block_names(self.block_size)
 
     def ablations(self) -> Ablations:
         reads, size = cast("list[Read]", list(self.reads)), self.block_size
