@@ -8,9 +8,10 @@ The anchors are normalised once, when they are written, because every layer read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,42 @@ RotaryTable = tuple[Tensor, Tensor]
 
 GRANULARITIES = ("scalar", "headwise", "elementwise")
 """By the number of axes of a λ."""
+
+
+class Gate(Protocol):
+    """Multiplies the output of attention [B, T, H, D] by its values, [B, T, H, D] or [B, T, H, 1]."""
+
+    def __call__(self, y: Tensor, /) -> Tensor: ...
+
+    def values(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class SigmoidGate:
+    """Y ⊙ σ(G)."""
+
+    projected: Tensor
+
+    def __call__(self, y: Tensor) -> Tensor:
+        return y * self.values()
+
+    def values(self) -> Tensor:
+        return torch.sigmoid(self.projected)
+
+
+class Heads(NamedTuple):
+    """Queries [B, T, H, D], keys and values [B, T, H_kv, D], and the gate of what they make, if there is one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Gate | None
+
+
+def _heads(own: Projections, gate: Gate | None = None) -> Heads:
+    if "g" in own:
+        gate = SigmoidGate(own["g"])
+    return Heads(own["q"], own["k"], own["v"], gate)
 
 
 class QueryKeyNorm(nn.Module):
@@ -91,11 +128,11 @@ class Unmixed(nn.Module):
         qk_norm: QueryKeyNorm,
         table: RotaryTable,
         context: Context,
-    ) -> tuple[Projections, Anchors]:
+    ) -> tuple[Heads, Anchors]:
         """The heads that attend, by the layer's fused projection [B, T, R] of x, and anchors for later layers."""
         own, anchors = self.mix(self.split(project(x)), x, anchors, context)
         own["q"], own["k"] = qk_norm(own["q"], own["k"], table)
-        return own, anchors
+        return _heads(own), anchors
 
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
         """The layer's own projections with anchors mixed in, before QK-norm and rotation; and anchors for later layers.
@@ -282,18 +319,18 @@ class Mix(Unmixed):
         qk_norm: QueryKeyNorm,
         table: RotaryTable,
         context: Context,
-    ) -> tuple[Projections, Anchors]:
+    ) -> tuple[Heads, Anchors]:
         """With shared anchors (`Sharing`) λ2 is folded into the projection's weights."""
         named, scales = dict(zip(self.pathways, anchors, strict=False)), dict(self.anchor_scale.items())
         if self._shares(anchors):
             first = len(self.pathways)
             rest = first + self.HANDLES
-            heads = shared.mix_heads(
+            heads, gate = shared.mix_heads(
                 x, self.stacked(project.weight), anchors[first:rest], self.sections, named, scales, table,
                 gains=qk_norm.gains, network=self.network, eps=qk_norm.eps,
             )  # fmt: skip
-            return heads, (*anchors[:first], *anchors[rest:])
-        return ops.mix_heads(
+            return _heads(heads, gate), (*anchors[:first], *anchors[rest:])
+        heads, anchors = ops.mix_heads(
             project(x),
             self.sections,
             named,
@@ -304,6 +341,7 @@ class Mix(Unmixed):
             gamma=self.factors(x),
             eps=qk_norm.eps,
         )
+        return _heads(heads), anchors
 
     def divide_values(self) -> Callable[[Tensor], None] | None:
         """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: both λ, if they have one number per element."""

@@ -199,23 +199,21 @@ class SoftmaxAttention(Body):
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         assert context.rotary is not None
         cos, sin = context.rotary[self.table]
-        own, anchors = self.mix(self.project, x, anchors, self.qk_norm, (cos, sin), context)
+        (q, k, v, gate), anchors = self.mix(self.project, x, anchors, self.qk_norm, (cos, sin), context)
         if context.sharing is not None and isinstance(self.mix, Write):
             anchors = context.sharing.share(anchors)
         self.mix.publish(self.layer, x)
-        q, k = own["q"], own["k"]
-        for name, projected in (("query", q), ("key", k), ("value", own["v"])):
-            tap(f"attention.{self.layer}.{name}", projected)
-        v, now = own["v"], context.now
+        for name, heads in (("query", q), ("key", k), ("value", v)):
+            tap(f"attention.{self.layer}.{name}", heads)
+        now = context.now
         if now is None:
             attending = context.across or attend
             y = attending(q, k, v, segments=context.segments, sink=self.sink, window=self.window)
         else:
             y = context.cache.attend(q, k, v, now, sink=self.sink, window=self.window)
-        if "g" in own:
-            gate = torch.sigmoid(own["g"])
-            tap(f"attention.{self.layer}.gate", gate)
-            y = y * gate
+        if gate is not None:
+            tap(f"attention.{self.layer}.gate", gate.values)
+            y = gate(y)
         return self.out(y.flatten(-2)), anchors
 
     @torch.no_grad()

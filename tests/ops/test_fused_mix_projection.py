@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ class Layers:
         probes = [
             torch.randn(y.transpose(1, 2).shape, generator=draw, device=y.device).to(y).transpose(1, 2) for y in made
         ]
-        grads = torch.autograd.grad(made, list(leaves.values()), probes)
+        grads = torch.autograd.grad(made, list(leaves.values()), probes, materialize_grads=True)
         return dict(enumerate(made)) | dict(zip(leaves, grads, strict=True))
 
 
@@ -100,6 +101,9 @@ class SharedLayers(Layers):
         for layer in "12":
             projected = self.leaves.pop(f"projected {layer}")[..., 3:]
             self.leaves[f"x {layer}"] = projected[..., :3]
+            self.leaves[f"o {layer}"] = projected.flip(1)[..., : math.prod(self.sections["q"])].unflatten(
+                -1, self.sections["q"]
+            )
             columns = projected.flatten(0, 1)[:3].mT
             self.leaves[f"weight {layer}"] = torch.cat([columns, columns[: self.hidden].flip(0)])  # W', then W1
             if self.hidden:
@@ -119,7 +123,11 @@ class SharedLayers(Layers):
                 if self.hidden:
                     network = leaves[f"up {layer}"], leaves[f"bias {layer}"]
                     extra[f"gamma {layer}"] = torch.sigmoid(linear(gelu(hidden), *network))
-            return super().__call__(leaves | extra, table)
+            made = super().__call__(leaves | extra, table)
+            for last, layer in ((len(made) // 2 - 1, "1"), (len(made) - 1, "2")):
+                if "g" in self.sections:
+                    made[last] = leaves[f"o {layer}"] * torch.sigmoid(made[last])
+            return made
         from residua.ops.mix_projection import shared
 
         anchors, made = {s: leaves[f"anchor {s}"] for s in self.pathways}, []
@@ -127,10 +135,16 @@ class SharedLayers(Layers):
         for layer, own, handle in zip("12", scales, handles, strict=True):
             gains = tuple(leaves[f"gain {s} {layer}"] for s in "qk") if self.normed else None
             network = (leaves[f"up {layer}"], leaves[f"bias {layer}"]) if self.hidden else None
-            made += shared.mix_heads(
+            heads, gate = shared.mix_heads(
                 leaves[f"x {layer}"], leaves[f"weight {layer}"], handle, self.sections, anchors, own, table,
                 gains=gains, network=network,
-            ).values()  # fmt: skip
+            )  # fmt: skip
+            o = leaves[f"o {layer}"]
+            if gate is not None:
+                self.gate, heads["g"] = gate, gate(o)
+            elif "g" in heads:
+                heads["g"] = o * torch.sigmoid(heads["g"])
+            made += heads.values()
         return made
 
     def origin(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
@@ -184,8 +198,17 @@ def test_the_source_of_anchors_gets_their_gradient_through_their_norms(most, mon
 
     monkeypatch.setattr(launch, "MOST_READERS", most)
     monkeypatch.setattr(launch, "GATHER", launch.Tiling(16, 1))
+    monkeypatch.setattr(launch, "FOLDED_BACKWARD", launch.Tiling(16, 1))
     layers = SourcedLayers(pathways="kqv", dynamic=most == 1)
     assert_close(layers.results("triton"), layers.results("reference", torch.float64), 2e-6)
+
+
+@interpreter
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_gate_shows_the_values_that_it_applies(dynamic):
+    layers = SharedLayers(dynamic=dynamic)
+    made = layers.results("triton")
+    torch.testing.assert_close(layers.leaves["o 2"] * layers.gate.values(), made[7])
 
 
 @interpreter

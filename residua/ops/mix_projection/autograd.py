@@ -67,12 +67,15 @@ def mix_projection(
     return mixed.reshape(current.shape)
 
 
-def plan_sections(sections: Sections, anchors: Sequence[str], normed: bool) -> launch.SectionPlan:
-    """The sections as operators take them; `normed`: queries and keys have a norm before their rotation."""
+def plan_sections(
+    sections: Sections, anchors: Sequence[str], normed: bool, *, gated: bool = False
+) -> launch.SectionPlan:
+    """The sections as operators take them; `normed`: queries and keys have a norm before their rotation; `gated`: the
+    gate is not mixed before it is applied."""
     plan, first = [], 0
     for s, (heads, width) in sections.items():
-        turned = ("qk".index(s) if normed else -2) if s in "qk" else -1
-        plan += [first, heads, width, turned, anchors.index(s) if s in anchors else -1]
+        gain = ("qk".index(s) if normed else -2) if s in "qk" else -3 if s == "g" and gated else -1
+        plan += [first, heads, width, gain, anchors.index(s) if s in anchors else -1]
         first += heads * width
     return plan
 
@@ -123,7 +126,7 @@ class _MixHeads(torch.autograd.Function):
         passed = grads[len(sections) :]
         later = [torch.zeros_like(a) if g is None else g for a, g in zip(inputs.anchors, passed, strict=True)]
         known = any(g is not None for g in passed)
-        made = launch.backward(dy, later if known else [], *inputs, None, None, ctx.plan, ctx.eps)
+        made = launch.backward(dy, later if known else [], *inputs, ctx.plan, ctx.eps)
         d_projected, d_gamma, sums, *d_anchors = made
         d_gamma = None if gamma is None else d_gamma.to(gamma.dtype)
         d_rest = [d.to(t.dtype) for d, t in zip(parts(sums, sections, inputs), _summed(inputs), strict=True)]
@@ -141,20 +144,17 @@ def _summed(inputs: launch.Inputs) -> list[Tensor]:
 
 
 def parts(sums: Tensor, sections: list[launch.Section], inputs: launch.Inputs) -> list[Tensor]:
-    """The gradients of `_summed`, out of the one row that holds them section by section; gains are shared by heads.
-
-    Without those of λ1 and λ2 where these are not summed.
-    """
+    """The gradients of `_summed`, out of the one row that holds them section by section; gains are shared by heads."""
     anchor_scales, current_scales, gains, anchor_gains = {}, {}, {}, {}
     normed = len(inputs.anchor_gains) > 0
     counts = [s.sums(inputs) for s in sections]
     rows = sums.split([count * s.heads * s.width for count, s in zip(counts, sections, strict=True)])
     for s, count, row in zip(sections, counts, rows, strict=True):
         left = iter(row.view(count, s.heads, s.width))
-        if s.anchor >= 0 and not inputs.folded:
+        if s.mixed:
             anchor_scales[s.anchor], current_scales[s.anchor] = next(left), next(left)
-        if s.gain >= 0:
+        if s.normed:
             gains[s.gain] = next(left).sum(0)
-        if s.anchor >= 0 and normed:
+        if s.mixed and normed:
             anchor_gains[s.anchor] = next(left).sum(0)
     return [part for group in (anchor_scales, current_scales, gains, anchor_gains) for _, part in sorted(group.items())]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import addresses, aligned, cdiv, device_guard, next_power_of_2
+from residua.ops._runtime.launch import addresses, aligned, cdiv, dense_like, device_guard, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.mix_projection import kernels
@@ -34,6 +34,7 @@ class Tiling(NamedTuple):
 
 
 FORWARD, BACKWARD = Tiling(1024, 16), Tiling(512, 8, stages=2)
+FOLDED_BACKWARD = Tiling(512, 8, stages=3)
 FACTORS = Tiling(512, 2)
 GATHER = Tiling(512, 3, registers=168)
 """Of whole tiles."""
@@ -42,13 +43,14 @@ MOST_READERS = 12
 
 
 class Section(NamedTuple):
-    """Columns of the projection that are one pathway. A section that is neither rotated nor mixed is passed through."""
+    """Columns of the projection that are one pathway. A section with no gain and no anchor is passed through."""
 
     first: int
     heads: int
     width: int
     gain: int
-    """Index of the gain of its norm before the rotation; −1: not rotated, −2: rotated without a norm."""
+    """Index of the gain of its norm before the rotation; −1: not rotated, −2: rotated without a norm, −3: a gate, which
+    is applied to the output of attention when it is mixed."""
     anchor: int
     """Index of the anchor it is mixed with; −1: none."""
 
@@ -60,22 +62,25 @@ class Section(NamedTuple):
     def passes(self) -> bool:
         return self.gain == -1 and self.anchor < 0
 
-    def parts(self, dynamic: bool, anchor_normed: bool, folded: bool) -> dict[str, bool]:
-        """The kernels' switches."""
-        mixed = self.anchor >= 0
-        return {
-            "MIXED": mixed,
-            "FOLDED": mixed and folded,
-            "DYNAMIC": mixed and dynamic,
-            "ANCHOR_NORMED": mixed and anchor_normed,
-            "NORMED": self.gain >= 0,
-            "TURNED": self.gain != -1,
-        }
+    @property
+    def gates(self) -> bool:
+        return self.gain == -3
+
+    @property
+    def mixed(self) -> bool:
+        return self.anchor >= 0
+
+    @property
+    def turned(self) -> bool:
+        return self.gain >= 0 or self.gain == -2
+
+    @property
+    def normed(self) -> bool:
+        return self.gain >= 0
 
     def sums(self, inputs: Inputs) -> int:
-        """How many [heads, width] the backward pass sums over tokens: λ1 and λ2, the gain, the anchor's gain."""
-        parts = self.parts(False, len(inputs.anchor_gains) > 0, inputs.folded)
-        return 2 * (parts["MIXED"] and not inputs.folded) + parts["NORMED"] + parts["ANCHOR_NORMED"]
+        """How many [heads, width] `backward` sums over tokens: λ1 and λ2, the gain, the anchor's gain."""
+        return 2 * self.mixed + self.normed + (self.mixed and len(inputs.anchor_gains) > 0)
 
 
 SectionPlan = list[int]
@@ -106,42 +111,45 @@ class Inputs(NamedTuple):
     def folded(self) -> bool:
         return len(self.anchors) > 0 and len(self.current_scales) == 0
 
-    def arguments(self, plan: Sequence[int], tiling: Tiling) -> Iterator[tuple[Section, dict[str, Any]]]:
-        """Each section that is not passed through, with the kernels' arguments; any tensor stands for a missing one."""
+    def arguments(self, s: Section, tiling: Tiling) -> dict[str, Any]:
+        """The kernels' arguments for a section; any tensor stands for a missing one."""
         flat, (batches, length) = rows(self.projected), self.projected.shape[:2]
-        for s in sections(plan):
-            if s.passes:
-                continue
-            mixed, turned, normed = s.anchor >= 0, s.gain != -1, s.gain >= 0
-            anchor = self.anchors[s.anchor].reshape(-1, s.heads, s.width) if mixed else flat[:, None]
-            gamma = flat if self.gamma is None else rows(self.gamma)[:, 2 * s.anchor :]
-            cos, sin = (t.contiguous() for t in self.table) if turned else (flat, flat)
-            sizes = tiling.sizes(s.width)
-            yield (
-                s,
-                {
-                    "s_ptr": flat[:, s.first :],
-                    "a_ptr": anchor if anchor.stride(-1) == 1 else anchor.contiguous(),
-                    "own_ptr": self.current_scales[s.anchor].contiguous() if mixed and not self.folded else flat,
-                    "other_ptr": self.anchor_scales[s.anchor].contiguous() if mixed else flat,
-                    "gamma_ptr": gamma,
-                    "gain_ptr": self.gains[s.gain] if normed else flat,
-                    "anchor_gain_ptr": self.anchor_gains[s.anchor] if mixed and self.anchor_gains else flat,
-                    "cos_ptr": cos,
-                    "sin_ptr": sin,
-                    "batches": batches,
-                    "length": length,
-                    "tiles": cdiv(length, sizes["ROWS"]),
-                    "turns": length if turned and cos.shape[:-1].numel() > length else 0,
-                    "heads": s.heads,
-                    "stride_st": flat.stride(0),
-                    "stride_at": anchor.stride(0),
-                    "stride_ah": anchor.stride(1),
-                    "stride_gt": gamma.stride(0),
-                    **sizes,
-                    **s.parts(self.gamma is not None, len(self.anchor_gains) > 0, self.folded),
-                },
-            )
+        anchor = self.anchors[s.anchor].reshape(-1, s.heads, s.width) if s.mixed else flat[:, None]
+        gamma = flat if self.gamma is None else rows(self.gamma)[:, 2 * s.anchor :]
+        cos, sin = (t.contiguous() for t in self.table) if s.turned else (flat, flat)
+        sizes = tiling.sizes(s.width)
+        return {
+            "s_ptr": flat[:, s.first :],
+            "a_ptr": anchor if anchor.stride(-1) == 1 else anchor.contiguous(),
+            "other_ptr": self.anchor_scales[s.anchor].contiguous() if s.mixed else flat,
+            "gamma_ptr": gamma,
+            "gain_ptr": self.gains[s.gain] if s.normed else flat,
+            "cos_ptr": cos,
+            "sin_ptr": sin,
+            "batches": batches,
+            "length": length,
+            "tiles": cdiv(length, sizes["ROWS"]),
+            "turns": length if s.turned and cos.shape[:-1].numel() > length else 0,
+            "heads": s.heads,
+            "stride_st": flat.stride(0),
+            "stride_at": anchor.stride(0),
+            "stride_ah": anchor.stride(1),
+            "stride_gt": gamma.stride(0),
+            **sizes,
+            "MIXED": s.mixed,
+            "DYNAMIC": s.mixed and self.gamma is not None,
+            "NORMED": s.normed,
+            "TURNED": s.turned,
+        }
+
+    def unfolded(self, s: Section) -> dict[str, Any]:
+        """The arguments for λ2 and for the norm of an anchor."""
+        anchor_normed = s.mixed and len(self.anchor_gains) > 0
+        return {
+            "own_ptr": self.current_scales[s.anchor].contiguous() if s.mixed and not self.folded else self.projected,
+            "anchor_gain_ptr": self.anchor_gains[s.anchor] if anchor_normed else self.projected,
+            "ANCHOR_NORMED": anchor_normed,
+        }
 
 
 @launcher("mix_heads")
@@ -158,15 +166,44 @@ def forward(
     eps: float,
 ) -> Iterator[list[Tensor]]:
     """The heads [B, T, H, D] of every section that is not passed through, from the projection [B, T, R]."""
-    lead = projected.shape[:-1]
-    made = [projected.new_empty((*lead, s.heads, s.width)) for s in sections(plan) if not s.passes]
+    chosen = [s for s in sections(plan) if not (s.passes or s.gates)]
+    made = [projected.new_empty((*projected.shape[:-1], s.heads, s.width)) for s in chosen]
     yield made
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
-    for out, (section, arguments) in zip(made, inputs.arguments(plan, FORWARD), strict=True):
-        chunks = _chunks([(section, arguments)], projected, FORWARD)
-        if chunks:
-            with device_guard(projected):
-                kernels.forward_kernel[(chunks * section.heads,)](**arguments, y_ptr=out, eps=eps)
+    for s, y in zip(chosen, made, strict=True):
+        _forward(inputs, s, None, y, eps)
+
+
+@launcher("gate_heads")
+def gate(
+    o: Tensor,
+    projected: Tensor,
+    gamma: Tensor | None,
+    anchors: Sequence[Tensor],
+    anchor_scales: Sequence[Tensor],
+    plan: Sequence[int],
+) -> Iterator[Tensor]:
+    """o ⊙ σ(m) for the output of attention o [B, T, H, D] and the mixture m of the section that gates it."""
+    y = dense_like(o)
+    yield y
+    _forward(Inputs(projected, gamma, (), anchors, anchor_scales, (), (), ()), gate_section(plan), o, y, 0.0)
+
+
+def _forward(inputs: Inputs, s: Section, o: Tensor | None, y: Tensor, eps: float) -> None:
+    arguments = inputs.arguments(s, FORWARD)
+    chunks = _chunks([(s, arguments)], y, FORWARD)
+    if chunks:
+        with device_guard(y):
+            kernels.forward_kernel[(chunks * s.heads,)](
+                **arguments, **inputs.unfolded(s), **_heads("o", y if o is None else o), y_ptr=y, eps=eps,
+                FOLDED=inputs.folded, GATED=o is not None,
+            )  # fmt: skip
+
+
+def gate_section(plan: Sequence[int]) -> Section:
+    """The section that gates the output of attention."""
+    (found,) = (s for s in sections(plan) if s.gates)
+    return found
 
 
 @launcher("mix_heads_backward")
@@ -181,27 +218,20 @@ def backward(
     current_scales: Sequence[Tensor],
     gains: Sequence[Tensor],
     anchor_gains: Sequence[Tensor],
-    hidden: Tensor | None,
-    up: Tensor | None,
     plan: Sequence[int],
     eps: float,
 ) -> Iterator[list[Tensor]]:
     """From the gradient of every section, and the anchors' from later layers (or none): the gradients of the projection
-    and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients, unless λ2
-    is inside the projection.
-
-    With `hidden` [B, T, E] and `up` [F, E], γ [..., F] is made from these (`reference.factors`): the gradient of
-    `hidden` comes behind that of the projection, [B, T, R + E], and those of `up` and its bias, side by side
-    [F, E + 1], in the place of that of γ.
+    and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients.
     """
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
-    d_projected, d_gamma, sums, *d_anchors = outputs = _gradients(inputs, plan, up)
+    d_projected, d_gamma, sums, *d_anchors = outputs = _gradients(inputs, plan)
     yield outputs
     flat = d_projected.view(-1, d_projected.shape[-1])
     for s, g in zip(sections(plan), dy, strict=True):
         if s.passes:
             d_projected[..., s.columns] = g.flatten(-2)
-    work = list(inputs.arguments(plan, BACKWARD))
+    work = [(s, inputs.arguments(s, BACKWARD) | inputs.unfolded(s)) for s in sections(plan) if not s.passes]
     chunks = _chunks(work, projected, BACKWARD)
     partial = projected.new_empty((chunks, len(sums)), dtype=torch.float32)
     given = [g for s, g in zip(sections(plan), dy, strict=True) if not s.passes]
@@ -209,39 +239,119 @@ def backward(
     per_head = d_gamma.new_zeros((len(flat), len(anchors), heads, 2) if gamma is not None else (0,))  # dγ
     column = 0
     for g, (s, arguments) in zip(given, work, strict=True):
-        g = g if g.stride(-1) == 1 else g.contiguous()
-        if arguments["FOLDED"] and not (arguments["NORMED"] or arguments["DYNAMIC"]):
-            arguments["MIXED"] = False  # dm does not depend on m: neither s nor the anchor is read
         if chunks:
             with device_guard(projected):
                 kernels.backward_kernel[(chunks * s.heads,)](
                     **arguments,
-                    dy_ptr=g,
-                    later_ptr=later[s.anchor].contiguous() if later and s.anchor >= 0 else flat,
+                    **_heads("y", g, "dy_ptr"),
+                    later_ptr=later[s.anchor].contiguous() if later and s.mixed else flat,
                     ds_ptr=flat[:, s.first :],
-                    da_ptr=d_anchors[s.anchor] if s.anchor >= 0 and d_anchors else flat,
+                    da_ptr=d_anchors[s.anchor] if s.mixed else flat,
                     d_gamma_ptr=per_head[:, s.anchor] if arguments["DYNAMIC"] else flat,
                     partial_ptr=partial[:, column:],
-                    stride_yb=g.stride(0),
-                    stride_yt=g.stride(1),
-                    stride_yh=g.stride(2),
                     stride_dst=flat.stride(0),
                     stride_dgt=per_head.stride(0),
                     stride_p=partial.stride(0),
                     eps=eps,
-                    LATER=len(later) > 0 and s.anchor >= 0,
+                    LATER=len(later) > 0 and s.mixed,
                 )
         column += s.sums(inputs) * s.heads * s.width
-    if up is not None and gamma is not None and hidden is not None:
-        _factors(per_head, rows(gamma), rows(hidden), up.contiguous(), flat, d_gamma)
-    elif gamma is not None:
+    if gamma is not None:
         torch.sum(per_head, 2, out=d_gamma.view(len(flat), len(anchors), 2))
     sum_rows(partial, sums, rows=chunks)
 
 
-def _factors(d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, d_projected: Tensor, sums: Tensor) -> None:
-    """Write the gradient of the hidden columns into that of the projection, those of `up` and its bias into sums."""
-    (factors, width), (tokens, _, heads, _) = up.shape, d_gamma.shape
+@launcher("gate_heads_backward")
+def gate_backward(
+    dy: Tensor,
+    o: Tensor,
+    projected: Tensor,
+    gamma: Tensor | None,
+    anchors: Sequence[Tensor],
+    anchor_scales: Sequence[Tensor],
+    hidden: int,
+    plan: Sequence[int],
+) -> Iterator[list[Tensor]]:
+    """From the gradient of o ⊙ σ(m): that of o, and for `folded_backward` the gradients of the projection, with
+    `hidden` columns behind it, and of γ (or nothing), where only the gate's columns are written.
+    """
+    d_o, dm, d_gamma = dense_like(o), *gradients(projected, gamma, hidden)
+    yield [d_o, dm, d_gamma]
+    inputs = Inputs(projected, gamma, (), anchors, anchor_scales, (), (), ())
+    _folded_backward(inputs, gate_section(plan), dy, dm, d_gamma, 0.0, o=o, d_o=d_o)
+
+
+@launcher("mix_heads_folded_backward", mutates=("dm", "d_gamma"))
+def folded_backward(
+    dm: Tensor,
+    d_gamma: Tensor,
+    dy: Sequence[Tensor],
+    projected: Tensor,
+    gamma: Tensor | None,
+    table: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    anchor_scales: Sequence[Tensor],
+    gains: Sequence[Tensor],
+    hidden: Tensor | None,
+    up: Tensor | None,
+    plan: Sequence[int],
+    eps: float,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """With λ2 inside the projection, write the gradients dm [B, T, R] of all sections but the gate and d_gamma
+    [B, T, F] of γ, from dy, those of these sections' heads. Returns the gradients of the gains [G, D].
+
+    With `hidden` [B, T, E] and `up` [F, E], γ is made from these (`reference.factors`). The gradient of `hidden` is
+    written behind that of the projection, [B, T, R + E]; those of `up` and its bias, side by side [F, E + 1], are
+    returned, too.
+    """
+    d_gains = d_gamma.new_empty((len(gains), len(gains[0]) if gains else 0))
+    d_network = d_gamma.new_empty((0, 1) if up is None else (len(up), up.shape[1] + 1))
+    yield d_gains, d_network
+    inputs = Inputs(projected, gamma, table, anchors, anchor_scales, (), gains, ())
+    for s, g in zip((s for s in sections(plan) if not s.gates), dy, strict=True):
+        if s.passes:
+            dm[..., s.columns] = g.flatten(-2)
+        else:
+            partial = _folded_backward(inputs, s, g, dm, d_gamma, eps)
+            if s.normed:
+                sum_rows(partial, d_gains[s.gain], rows=len(partial))
+    if gamma is not None and hidden is not None and up is not None:
+        _factors(d_gamma, rows(gamma), rows(hidden), up.contiguous(), rows(dm), d_network)
+
+
+def gradients(projected: Tensor, gamma: Tensor | None, hidden: int) -> tuple[Tensor, Tensor]:
+    """Those that `gate_backward` and `folded_backward` write, still empty: of the projection, and of γ in float32."""
+    *lead, columns = projected.shape
+    factors = (0,) if gamma is None else gamma.shape
+    return projected.new_empty((*lead, columns + hidden)), projected.new_empty(factors, dtype=torch.float32)
+
+
+def _folded_backward(
+    inputs: Inputs, s: Section, dy: Tensor, dm: Tensor, d_gamma: Tensor, eps: float, *, o: Tensor | None = None,
+    d_o: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write one section's columns. Returns what each program summed of the gradient of its gain, [P, width]."""
+    arguments, flat = inputs.arguments(s, FOLDED_BACKWARD), dm.view(-1, dm.shape[-1])
+    if not (s.normed or s.gates or arguments["DYNAMIC"]):
+        arguments["MIXED"] = False  # dm does not depend on m: neither s nor the anchor is read
+    tiles = arguments["batches"] * arguments["tiles"]
+    chunks = min(tiles, FOLDED_BACKWARD.programs * multiprocessors(dm))
+    partial = flat.new_empty((chunks, s.width if s.normed else 0), dtype=torch.float32)
+    if chunks:
+        with device_guard(dm):
+            kernels.folded_backward_kernel[(chunks,)](
+                **arguments, **_heads("y", dy, "dy_ptr"), **_heads("o", dy if o is None else o),
+                do_ptr=flat if d_o is None else d_o, ds_ptr=flat[:, s.first :],
+                d_gamma_ptr=rows(d_gamma)[:, 2 * s.anchor :] if arguments["DYNAMIC"] else flat, partial_ptr=partial,
+                stride_dst=flat.stride(0), stride_dgt=d_gamma.shape[-1], stride_p=partial.stride(0), eps=eps,
+                GATED=o is not None,
+            )  # fmt: skip
+    return partial
+
+
+def _factors(d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, dm: Tensor, sums: Tensor) -> None:
+    """Write the gradient of `hidden` behind that of the projection, and those of `up` and its bias into sums."""
+    (factors, width), tokens = up.shape, len(gamma)
     lanes = next_power_of_2(width)
     size = max(1, FACTORS.tile // lanes)
     tiles = cdiv(tokens, size)
@@ -250,9 +360,8 @@ def _factors(d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, d_proje
     if chunks:
         with device_guard(gamma):
             kernels.factors_kernel[(chunks,)](
-                d_gamma, gamma.contiguous(), hidden, up, d_projected[:, -width:], partial, tokens, tiles, heads,
-                hidden.stride(0), d_projected.stride(0), FACTORS=factors, HEADS=next_power_of_2(heads),
-                E=width, LANES=lanes, ROWS=size, num_warps=FACTORS.warps,
+                d_gamma, gamma.contiguous(), hidden, up, dm[:, -width:], partial, tokens, tiles, hidden.stride(0),
+                dm.stride(0), FACTORS=factors, E=width, LANES=lanes, ROWS=size, num_warps=FACTORS.warps,
             )  # fmt: skip
     sum_rows(partial, sums.view(-1), rows=chunks)
 
@@ -312,16 +421,23 @@ def rows(x: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def _gradients(inputs: Inputs, plan: Sequence[int], up: Tensor | None) -> list[Tensor]:
-    """The results of the backward pass, still empty."""
-    projected, lead = inputs.projected, inputs.projected.shape[:-1]
-    factors = (*lead, 0 if inputs.gamma is None else inputs.gamma.shape[-1])
+def _heads(name: str, x: Tensor, pointer: str | None = None) -> dict[str, Any]:
+    """Heads [B, T, H, D] in any order as a kernel takes them: a pointer and three strides."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    strides = {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bth")}
+    return {pointer or f"{name}_ptr": x, **strides}
+
+
+def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
+    """The results of `backward`, still empty."""
+    projected = inputs.projected
+    factors = (*projected.shape[:-1], 0 if inputs.gamma is None else inputs.gamma.shape[-1])
     sums = sum(s.sums(inputs) * s.heads * s.width for s in sections(plan))
     return [
-        projected.new_empty((*lead, projected.shape[-1] + (0 if up is None else up.shape[1]))),
-        projected.new_empty(factors if up is None else (len(up), up.shape[1] + 1), dtype=torch.float32),
+        projected.new_empty(projected.shape),
+        projected.new_empty(factors, dtype=torch.float32),
         projected.new_empty((sums,), dtype=torch.float32),
-        *(a.new_empty(a.shape) for a in inputs.anchors if not inputs.folded),
+        *(a.new_empty(a.shape) for a in inputs.anchors),
     ]
 
 

@@ -14,13 +14,14 @@ A *handle* connects each layer with that pass, as in `depth_attention/deferred.p
 gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ_l. The graph is
 an ordinary one, and compile, checkpointing and retain_graph need nothing special.
 
-For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V and G: a copy into the gradient
-of the projection), then C(1 + 2/L), where `autograd.py` moves 6C. All dm_l are alive until the end; each takes the
+For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V: a copy into the gradient of the
+projection), then C(1 + 2/L), where `autograd.py` moves 6C. A gate is mixed where it is applied (`Gate`), 4C forward and
+6C backward with attention's output and its gradient. All dm_l are alive until the end; each takes the
 place of its layer's s_l, which is freed then, so the peak does not rise (and not where s_l would be recomputed).
 
 γ that depend on the token leave this as it is, m_l = γ1_l λ1_l ⊙ a + γ2_l x W'_lᵀ. The gradient of the projection is
-γ2_l dm_l, and the last pass multiplies it by γ1_l/γ2_l. Only dγ needs more: V and G, which have no norm, read their own
-projection and the anchor again (2C each). Per layer and pathway this is 4C, then C(1 + 2/L). γ is made from h = W1 x
+γ2_l dm_l, and the last pass multiplies it by γ1_l/γ2_l. Only dγ needs more: V, which has no norm, reads its own
+projection and the anchor again (2C). γ is made from h = W1 x
 (`reference.factors`), whose gradient goes into the same rows as that of the projection, E columns behind it. So the
 backward pass is one product for both, dx = [dm, dh] [W'; W1], and one for the gradient of both matrices. The forward
 pass has a product for each: x is read twice (C), and both results are dense. As one result of R + E columns, they would
@@ -36,6 +37,7 @@ Not where handles cannot go: between processes, or out of sharded layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,28 +102,57 @@ def mix_heads(
     gains: tuple[Tensor, Tensor] | None = None,
     network: tuple[Tensor, Tensor] | None = None,
     eps: float = 1e-6,
-) -> Heads:
+) -> tuple[Heads, Gate | None]:
     """`ops.mix_heads` of one layer with its handles, from its input x [B, T, C] on.
 
     weight [R, C] is W', which has λ2 inside. `network` are W2 [F, E] and b [F] of `reference.factors`; then W1 [E, C]
-    is below W'.
+    is below W'. A gate with a number for each element of the queries is not among the heads, but returned as it is
+    applied.
     """
-    plan = autograd.plan_sections(sections, list(anchors), gains is not None)
-    plain = list(sections).index("g") if "g" in anchors and gate_in_graph() else -1
+    gated = sections.get("g") == sections["q"]
+    plan = autograd.plan_sections(sections, list(anchors), gains is not None, gated=gated)
     scales = [_elements(anchor_scales[s], sections[s]).detach() for s in anchors]
-    values = [a.detach() for a in anchors.values()]
-    dtype = working_dtype(x)
+    values, dtype = [a.detach() for a in anchors.values()], working_dtype(x)
     product = (x.to(dtype), weight.to(dtype))
-    made = _mix(plan, eps, plain, product, network, list(handles), list(table), values, scales, list(gains or ()))
-    return dict(zip(sections, made, strict=True))
+    made = _mix(plan, eps, product, network, list(handles), list(table), values, scales, list(gains or ()))
+    heads = dict(zip([s for s in sections if not (gated and s == "g")], made, strict=False))
+    if not gated:
+        return heads, None
+    projected, gamma, *to = made[len(heads) :] if network else (made[len(heads)], None, made[-1])
+    return heads, Gate(plan, 0 if network is None else network[0].shape[1], projected, gamma, to, values, scales)
 
 
-def gate_in_graph() -> bool:
-    """Whether the gate, which is neither normed nor rotated, is mixed in plain PyTorch.
+@dataclass(frozen=True)
+class Gate:
+    """o ⊙ σ(m) with the mixture m of a gate, which is made where it is applied, in both passes.
 
-    In compiled code it is, so that `torch.compile` mixes it in the kernel that applies it.
+    Made before, it would be written and read, and its gradient, too (4C more, 6C with γ); and kept (C). The backward
+    pass makes the matrix of the layer's dm with the gate's columns, and hands it on to the one of the other sections.
     """
-    return torch.compiler.is_compiling()
+
+    plan: launch.SectionPlan
+    hidden: int
+    projected: Tensor
+    gamma: Tensor | None
+    handles: Sequence[Tensor]
+    anchors: list[Tensor]
+    scales: list[Tensor]
+
+    def __call__(self, o: Tensor) -> Tensor:
+        return _gate(self.plan, self.hidden, o, self.projected, self.gamma, self.handles, self.anchors, self.scales)
+
+    def values(self) -> Tensor:
+        """σ(m) [B, T, H, D]."""
+        s = launch.gate_section(self.plan)
+        mixed = wide(self.projected[..., s.columns].unflatten(-1, (s.heads, s.width)))
+        if s.mixed:
+            first, second = (
+                (1.0, 1.0)
+                if self.gamma is None
+                else wide(self.gamma)[..., None, None].unbind(-3)[2 * s.anchor : 2 * s.anchor + 2]
+            )
+            mixed = first * self.scales[s.anchor] * wide(self.anchors[s.anchor]) + second * mixed
+        return torch.sigmoid(mixed).to(self.projected.dtype)
 
 
 def _elements(scale: Tensor, section: tuple[int, int]) -> Tensor:
@@ -139,14 +170,23 @@ def _share(
 
 @in_graph
 def _mix(
-    plan: launch.SectionPlan, eps: float, plain: int, product: tuple[Tensor, Tensor],
-    network: tuple[Tensor, Tensor] | None, handles: list[Tensor], table: list[Tensor], anchors: list[Tensor],
-    scales: list[Tensor], gains: list[Tensor],
+    plan: launch.SectionPlan, eps: float, product: tuple[Tensor, Tensor], network: tuple[Tensor, Tensor] | None,
+    handles: list[Tensor], table: list[Tensor], anchors: list[Tensor], scales: list[Tensor], gains: list[Tensor],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     passed = (*product, *(network or (None, None)), *(handles if network else (*handles, None)))
     tensors = (*table, *anchors, *scales, *gains)
-    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, plain, len(anchors), *passed, *tensors)
+    made: tuple[Tensor, ...] = _Mix.apply(plan, eps, len(anchors), *passed, *tensors)
     return made
+
+
+@in_graph
+def _gate(
+    plan: launch.SectionPlan, hidden: int, o: Tensor, projected: Tensor, gamma: Tensor | None,
+    handles: Sequence[Tensor], anchors: list[Tensor], scales: list[Tensor],
+) -> Tensor:  # fmt: skip
+    of_dm, of_d_gamma = handles if len(handles) > 1 else (*handles, None)
+    gated: Tensor = _Gated.apply(plan, hidden, o, of_dm, of_d_gamma, projected, gamma, *anchors, *scales)
+    return gated
 
 
 class _Share(torch.autograd.Function):
@@ -191,56 +231,90 @@ def _known(gradients: Sequence[Tensor | None]) -> list[Tensor]:
 
 
 class _Mix(torch.autograd.Function):
-    """Every section's heads; section `plain` in plain PyTorch."""
+    """The heads of all sections but the gate. If there is such a one: the projection and γ, and a handle of either,
+    by which the gate's backward pass hands on the gradients it has begun.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: launch.SectionPlan, eps: float, plain: int, count: int, x: Tensor, weight: Tensor,
+        ctx: Any, plan: launch.SectionPlan, eps: float, count: int, x: Tensor, weight: Tensor,
         up: Tensor | None, bias: Tensor | None, dm: Tensor, of_gamma: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.plan, ctx.eps, ctx.count = plan, eps, count
-        rows = sum(s.heads * s.width for s in launch.sections(plan))
-        projected, hidden, gamma = linear(x, weight[:rows]), None, None
+        columns = sum(s.heads * s.width for s in launch.sections(plan))
+        projected, hidden, gamma = linear(x, weight[:columns]), None, None
         if up is not None and bias is not None:
-            hidden = linear(x, weight[rows:])
+            hidden = linear(x, weight[columns:])
             gamma = factors(hidden, up, bias)
         ctx.save_for_backward(x, weight, projected, gamma, hidden, up, *tensors)
         ctx.set_materialize_grads(False)
-        inputs, heads = _inputs(projected, gamma, tensors, count), []
-        # to the operator, a section that is mixed here has no anchor
-        rest = [-1 if i == 5 * plain + 4 else n for i, n in enumerate(plan)]
-        made = iter(launch.forward(*inputs, rest, eps))
-        for i, (s, left) in enumerate(zip(launch.sections(plan), launch.sections(rest), strict=True)):
-            current = projected[..., s.columns].unflatten(-1, (s.heads, s.width))
-            if i == plain:
-                anchor, layer = inputs.anchor_scales[s.anchor] * wide(inputs.anchors[s.anchor]), wide(current)
-                if gamma is not None:
-                    first, second = wide(gamma)[..., 2 * s.anchor : 2 * s.anchor + 2, None, None].unbind(-3)
-                    anchor, layer = first * anchor, second * layer
-                current = (anchor + layer).to(projected.dtype)
-            heads.append(current if left.passes else next(made))
-        return tuple(heads)
+        made = iter(launch.forward(*_inputs(projected, gamma, tensors, count), plan, eps))
+        heads = [
+            projected[..., s.columns].unflatten(-1, (s.heads, s.width)) if s.passes else next(made)
+            for s in launch.sections(plan)
+            if not s.gates
+        ]
+        if len(heads) == len(launch.sections(plan)):
+            return tuple(heads)
+        read = [projected] if gamma is None else [projected, gamma]
+        ctx.mark_non_differentiable(*read)
+        handles = [handle(projected, dm.shape)]
+        if gamma is not None:
+            handles.append(handle(wide(gamma), gamma.shape))
+        return (*heads, *read, *handles)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         x, weight, projected, gamma, hidden, up, *tensors = ctx.saved_tensors
         if all(g is None for g in grads):
-            return (None,) * (10 + len(tensors))
-        inputs, sections = _inputs(projected, gamma, tensors, ctx.count), launch.sections(ctx.plan)
-        lead = projected.shape[:-1]
+            return (None,) * (9 + len(tensors))
+        sections = [s for s in launch.sections(ctx.plan) if not s.gates]
         dy = [
-            projected.new_zeros((*lead, s.heads, s.width)) if g is None else g
-            for s, g in zip(sections, grads, strict=True)
+            projected.new_zeros((*projected.shape[:-1], s.heads, s.width)) if g is None else g
+            for s, g in zip(sections, grads, strict=False)
         ]
-        dm, d_network, sums = launch.backward(dy, [], *inputs, hidden, up, ctx.plan, ctx.eps)
-        d_gains = [
-            d.to(gain.dtype) for d, gain in zip(autograd.parts(sums, sections, inputs), inputs.gains, strict=True)
-        ]
+        inputs = _inputs(projected, gamma, tensors, ctx.count)
+        begun = grads[len(sections) + (1 if gamma is None else 2) :]  # by the gate
+        dm, d_gamma = launch.gradients(projected, gamma, 0 if up is None else up.shape[1])
+        if any(g is not None for g in begun):
+            dm, d_gamma = (*begun, d_gamma)[:2]  # type: ignore[assignment]
+        elif begun:
+            dm, d_gamma = dm.zero_(), d_gamma.zero_()
+        sums, d_network = launch.folded_backward(
+            dm, d_gamma, dy, projected, gamma, inputs.table, inputs.anchors, inputs.anchor_scales, inputs.gains,
+            hidden, up, ctx.plan, ctx.eps,
+        )  # fmt: skip
+        d_gains = [d.to(gain.dtype) for d, gain in zip(sums, inputs.gains, strict=True)]
         d_up, d_bias = (None, None) if up is None else (d_network[:, :-1].to(up.dtype), d_network[:, -1])
         flat = launch.rows(dm)
         dx, d_weight = (flat @ weight).view_as(x), flat.t() @ launch.rows(x)
-        return (*[None] * 4, dx, d_weight, d_up, d_bias, dm, gamma, *[None] * (2 + 2 * ctx.count), *d_gains)
+        return (*[None] * 3, dx, d_weight, d_up, d_bias, dm, gamma, *[None] * (2 + 2 * ctx.count), *d_gains)
+
+
+class _Gated(torch.autograd.Function):
+    """The gated output of attention; the gradients of the two handles are those of the projection and of γ."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: launch.SectionPlan, hidden: int, o: Tensor, of_dm: Tensor, of_d_gamma: Tensor | None,
+        projected: Tensor, gamma: Tensor | None, *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.plan, ctx.hidden = plan, hidden
+        ctx.save_for_backward(o, projected, gamma, *tensors)
+        half = len(tensors) // 2
+        gated: Tensor = launch.gate(o, projected, gamma, tensors[:half], tensors[half:], plan)
+        return gated
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        o, projected, gamma, *tensors = ctx.saved_tensors
+        half = len(tensors) // 2
+        d_o, dm, d_gamma = launch.gate_backward(
+            dy, o, projected, gamma, tensors[:half], tensors[half:], ctx.hidden, ctx.plan
+        )
+        return (None, None, d_o, dm, None if gamma is None else d_gamma, *[None] * (2 + len(tensors)))
 
 
 def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], count: int) -> launch.Inputs:
