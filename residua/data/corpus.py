@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from residua.data.parts import Part, parts_of
 from residua.data.problems import MAX_SEARCHED_BYTES, Problem, Problems
-from residua.data.readers import MAX_DOCUMENT_BYTES, DataError, cut
+from residua.data.readers import MAX_DOCUMENT_BYTES, DataError, Sourced, cut, text_of
 
 TRAIN, VALIDATION = "train", "validation"
 HOLDOUT = 0.01
@@ -27,12 +27,13 @@ _MAX_MEMORY_BYTES = 1 << 25
 
 
 class Document(NamedTuple):
-    """A text, its length in UTF-8 bytes, its split, and the bytes of the corpus read so far."""
+    """A text, its length in UTF-8 bytes, its split, the bytes of the corpus read so far, and its source or nothing."""
 
     text: str
     bytes: int
     split: str
     position: int
+    source: str = ""
 
 
 Hashed = tuple[float | None, Document]
@@ -173,13 +174,14 @@ class Corpus:
                     if part.size is None:
                         problems.refuse(more=True)
                     continue
-                for text, data in _valid_pieces(item):
+                source = item.source if isinstance(item, Sourced) else ""
+                for text, data in _valid_pieces(text_of(item)):
                     searched += len(data) if problems.refusing else 0
                     hashed = unit_hash(data) if part.split is None else None
                     taken += len(data) if part.split != VALIDATION else 0
                     reached = before + position if self.limit is None else min(taken, self.limit)
                     if not problems.refusing:
-                        yield hashed, Document(text, len(data), part.split or TRAIN, reached)
+                        yield hashed, Document(text, len(data), part.split or TRAIN, reached, source)
                     elif searched > MAX_SEARCHED_BYTES:
                         problems.refuse(more=True)
                     if self.limit is not None and taken >= self.limit:
@@ -214,8 +216,8 @@ class Corpus:
     def _texts(self, part: Part) -> Iterator[tuple[str, bytes]]:
         """The texts of a part and their UTF-8; at a problem that may not be skipped, refuses all of the corpus."""
         for item, _ in part.read():
-            if isinstance(item, str):
-                yield from _valid_pieces(item, blank=True)
+            if not isinstance(item, Problem):
+                yield from _valid_pieces(text_of(item), blank=True)
             elif not self.skip_bad:
                 for _ in self._hashed():
                     pass
@@ -229,6 +231,7 @@ class _Entry(NamedTuple):
     bytes: int
     split: str
     position: int
+    source: str
 
 
 class _Beginning:
@@ -238,11 +241,11 @@ class _Beginning:
         self.entries: list[_Entry] = []
         self.file = tempfile.SpooledTemporaryFile(_MAX_MEMORY_BYTES)  # noqa: SIM115 (closed on exit)
         size = 0
-        for hashed, (text, length, split, position) in documents:
+        for hashed, (text, length, split, position, source) in documents:
             data = text.encode()
             self.file.write(data)
             digest = hashlib.blake2b(data, digest_size=16).digest()
-            self.entries.append(_Entry(hashed, digest, length, split, position))
+            self.entries.append(_Entry(hashed, digest, length, split, position, source))
             size += length
             if len(self.entries) == _MAX_FEW_DOCUMENTS or size >= _MAX_FEW_BYTES:
                 break
@@ -252,8 +255,8 @@ class _Beginning:
 
     def __iter__(self) -> Iterator[Hashed]:
         self.file.seek(0)
-        for hashed, _, length, split, position in self.entries:
-            yield hashed, Document(self.file.read(length).decode(), length, split, position)
+        for hashed, _, length, split, position, source in self.entries:
+            yield hashed, Document(self.file.read(length).decode(), length, split, position, source)
 
     def __enter__(self) -> _Beginning:
         return self

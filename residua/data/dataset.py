@@ -23,6 +23,8 @@ FORMAT = "residua-dataset"
 FORMAT_VERSION = 1
 DESCRIPTION = "dataset.json"
 TOKENIZER = "tokenizer.json"
+SOURCES = "validation-sources.json"
+"""Which source each validation document is from; only there if the text named its sources."""
 FINGERPRINT_TOKENS = 65_536
 """Tokens at each end of a split that go into a dataset's fingerprint."""
 AGAIN = "prepare the data again"
@@ -48,6 +50,13 @@ class _Settings(Shape):
     """The key of tokenizer_config.json that is used."""
 
     eos_token: str
+
+
+class Sources(Shape):
+    """The names of sources, and for each document of the validation split the place of its own; "" is unknown."""
+
+    names: list[str] = Field(min_length=1)
+    documents: list[Count] = Field(min_length=1)
 
 
 READ_TOKENS = 1 << 24
@@ -178,6 +187,18 @@ class Dataset:
             advice = f": {AGAIN}, with --holdout above 0 or --validation SOURCE" if name == VALIDATION else ""
             raise DataError(f"the dataset {self.path} has no split {name!r}, only {', '.join(self.splits)}{advice}")
         return self.splits[name]
+
+    @cached_property
+    def sources(self) -> Sources | None:
+        """The sources of the validation text; None if it names none, or was prepared by an older version."""
+        file = inside(self.path, SOURCES)
+        if not file.exists():
+            return None
+        sources = read_json(file, Sources, AGAIN)
+        documents = self.split(VALIDATION).documents
+        if len(sources.documents) != documents or max(sources.documents) >= len(sources.names):
+            raise DataError(f"{file} does not fit the {counted(documents, 'validation document')}: {AGAIN}")
+        return sources
 
     def tiny_validation(self) -> str | None:
         """What to say about a validation split whose losses are uncertain because it is so small."""

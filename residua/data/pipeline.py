@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from residua.data.corpus import TRAIN, VALIDATION, Corpus, Document
-from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, TOKENIZER, Dataset, read_description
+from residua.data.dataset import DESCRIPTION, FORMAT, FORMAT_VERSION, SOURCES, TOKENIZER, Dataset, read_description
 from residua.data.overlap import (
     BYTES,
     DROP,
@@ -40,6 +40,8 @@ from residua.machine import available_cores
 SHARD_TOKENS = 100_000_000
 # More text hardly changes a BPE vocabulary, and costs memory and time.
 TOKENIZER_SAMPLE_BYTES = 64_000_000
+MAX_SOURCES = 64
+"""Sources of a validation text; with more, the field names something else, such as an address for each document."""
 BPE = "bpe:"
 CHUNK_BYTES = 1 << 18
 MAX_IN_FLIGHT_BYTES = 1 << 22
@@ -86,6 +88,7 @@ def prepare(
             _check_splits(corpus, splits)
             findings = _treat_overlap(splits, overlap)
             chosen.save(folder / TOKENIZER)
+            splits[VALIDATION].write_sources(folder / SOURCES)
             _describe(folder, chosen, splits, recipe, findings | {"skipped": problems.summary()})
     except OSError as error:
         # Another process was faster: use or refuse its dataset, like one that existed before.
@@ -136,6 +139,18 @@ class SplitWriter:
         self.files: list[str] = []
         self.tokens = self.documents = self.bytes = 0
         self.fingerprints = Fingerprints(folder)
+        self.sources: list[int] = []
+        self.source_names: dict[str, int] = {}
+
+    def add_source(self, name: str) -> None:
+        """Note the source of a document. With too many different names, the table is not kept."""
+        if len(self.source_names) <= MAX_SOURCES:
+            self.sources.append(self.source_names.setdefault(name, len(self.source_names)))
+
+    def write_sources(self, path: Path) -> None:
+        """Write the table of sources, if documents have named any."""
+        if any(self.source_names) and len(self.source_names) <= MAX_SOURCES:
+            path.write_text(json.dumps({"names": list(self.source_names), "documents": self.sources}) + "\n", "utf-8")
 
     def add(self, ids: np.ndarray, text_bytes: int) -> None:
         """Append one document."""
@@ -192,6 +207,8 @@ def _write_shards(
         for document, ids in encode_documents(corpus.documents(problems), tokenizer, workers):
             splits[document.split].add(ids, document.bytes)
             splits[document.split].fingerprints.add(document.text, document.bytes)
+            if document.split == VALIDATION:
+                splits[VALIDATION].add_source(document.source)
             written = sum(split.tokens for split in splits.values())
             bar.update(task, completed=document.position, note=f"{written:,} tokens")
         for split in splits.values():

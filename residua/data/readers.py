@@ -1,8 +1,9 @@
 """Read documents from files and streamed datasets.
 
-Every reader yields `(text, position)`: one document, and the bytes of the source read so far, for a progress bar. In
-place of a text it yields a `Problem` for a line or file that cannot be used. No more than `MAX_LINE_CHARACTERS` are
-in memory at once, whatever a file expands to: compressed files are streams of bytes that take little memory.
+Every reader yields `(text, position)`: one document, and the bytes of the source read so far, for a progress bar. A
+record that names its source gives a `Sourced` text. A line or file that cannot be used gives a `Problem`. No more than
+`MAX_LINE_CHARACTERS` are in memory at once, whatever a file expands to: compressed files are streams of bytes that take
+little memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,20 @@ from residua.data.parquet_pages import largest_page
 from residua.data.problems import Problem
 from residua.reading import MIB, ReadError, counted, inside, parse_json, reason, shown
 
-Documents = Iterator[tuple[str | Problem, int]]
+SOURCE = "source"
+"""The field of a record that names where its text is from."""
+MAX_SOURCE_CHARACTERS = 64
+
+
+class Sourced(NamedTuple):
+    """A text and the name of its source."""
+
+    text: str
+    source: str
+
+
+Item = str | Sourced | Problem
+Documents = Iterator[tuple[Item, int]]
 
 SEPARATOR = "<|endoftext|>"
 # Without this limit, a book in one file would be one document: nothing to hold out, and all of it in memory.
@@ -179,7 +193,7 @@ def read_file(path: Path, field: str) -> Documents:
     used = 0
     try:
         for item, position in _parquet(path, field) if split_suffix(path)[0] in PARQUET else _text_file(path, field):
-            used += isinstance(item, str) and bool(item.strip())
+            used += not isinstance(item, Problem) and bool(text_of(item).strip())
             yield item, position
     except (DataError, MemoryError):
         raise
@@ -188,6 +202,11 @@ def read_file(path: Path, field: str) -> Documents:
         yield Problem("file", "not UTF-8 text", f"{path} is not UTF-8 text ({error.reason})", hint, used), 0
     except Exception as error:  # each codec has its own error classes; all of them mean a faulty file
         yield Problem("file", "unreadable", f"cannot read {path} ({reason(error)})", UNREADABLE, used), 0
+
+
+def text_of(item: str | Sourced) -> str:
+    """The text of a document."""
+    return item.text if isinstance(item, Sourced) else item
 
 
 def _text_file(path: Path, field: str) -> Documents:
@@ -255,7 +274,7 @@ def cut(text: str) -> Iterator[str]:
     yield text[low:]
 
 
-def _json_lines(lines: io.TextIOBase, path: Path, field: str) -> Iterator[str | Problem]:
+def _json_lines(lines: io.TextIOBase, path: Path, field: str) -> Iterator[Item]:
     number, before = 0, False
     while line := lines.readline(MAX_LINE_CHARACTERS):
         number += 1
@@ -267,11 +286,11 @@ def _json_lines(lines: io.TextIOBase, path: Path, field: str) -> Iterator[str | 
                 line = lines.readline(MAX_LINE_CHARACTERS)
         elif line := line.strip():
             item = _parsed(line, field, where, before)
-            before |= isinstance(item, str)
+            before |= not isinstance(item, Problem)
             yield item
 
 
-def _parsed(line: str, field: str, where: str, before: bool) -> str | Problem:
+def _parsed(line: str, field: str, where: str, before: bool) -> Item:
     hint = _one_per_line(field)
     try:
         record = parse_json(line, where, hint, lenient=True)
@@ -284,7 +303,7 @@ def _one_per_line(field: str) -> str:
     return f"write one object per line, such as {json.dumps({field: 'some text'}, ensure_ascii=False)}, and no list"
 
 
-def _text_of(record: Any, field: str, where: str, before: bool = False, unit: str = "line") -> str | Problem:
+def _text_of(record: Any, field: str, where: str, before: bool = False, unit: str = "line") -> Item:
     """The text of a record; empty for null, so that the document is dropped like a blank one.
 
     `before`: whether records before it have the field, so that this one is at fault if it has not.
@@ -299,7 +318,9 @@ def _text_of(record: Any, field: str, where: str, before: bool = False, unit: st
     if not isinstance(text, str):
         clause = f"{where}: field {field!r} holds {type(text).__name__}, not text"
         return Problem(unit, f"whose field {field!r} is not text", clause, CORRECT)
-    return text
+    source = record.get(SOURCE)
+    named = isinstance(source, str) and 0 < len(source) <= MAX_SOURCE_CHARACTERS and source.isprintable()
+    return Sourced(text, source) if named and field != SOURCE else text
 
 
 def _parquet(path: Path, field: str) -> Documents:

@@ -89,6 +89,13 @@ class TaskMeans(Frozen):
     chance: float | None = Field(None, description="the accuracy of guessing; null if it is not known")
 
 
+class SourceMeans(Frozen):
+    """Bits per byte on the validation text of one source; `difference` is to the baseline, paired by seed."""
+
+    bits_per_byte: Interval
+    difference: Interval | None = None
+
+
 class LowTaskMeans(Frozen):
     """The mean accuracy over all tasks in low precision, and its change from the same models in high precision."""
 
@@ -124,6 +131,7 @@ class VariantResult(Frozen):
     memory_gib: float | None = None
     train_loss: Interval | None = Field(None, description="mean over the last 200 steps, at most a tenth of the run")
     outliers: OutlierMeans | None = None
+    sources: dict[str, SourceMeans] = Field(default_factory=dict, description="by source of the validation text")
     tasks: dict[str, TaskMeans] = Field(default_factory=dict, description="by task; their mean under `mean`")
     low_tasks: dict[str, LowTaskMeans] = Field(default_factory=dict, description="by recipe, the mean over all tasks")
     low_precision: LowPrecision | None = None
@@ -269,6 +277,7 @@ class _Collection:
             "tokens_per_second": _speed(ours.values()),
             "memory_gib": known(max(run.memory_gib for run in ours.values())),
             "train_loss": estimate(train_losses, level) if train_losses else None,
+            "sources": source_means(ours, baseline or {}, level),
             "outliers": outlier_means(ours, level),
             "tasks": task_means(ours, baseline, task_names(list(self.records.values())), level),
             "low_tasks": low_task_means(ours, study.quantize, level),
@@ -536,6 +545,23 @@ def outlier_means(ours: Runs, level: float) -> OutlierMeans | None:
         attention_sink=estimate(sinks, level) if sinks else None,
         uniform_attention=runs[0].uniform_attention,
     )
+
+
+def source_means(ours: Runs, baseline: Runs, level: float) -> dict[str, SourceMeans]:
+    """By source of the validation text, over the runs that were validated by source."""
+    names = dict.fromkeys(name for run in ours.values() if run.final is not None for name in run.final.sources)
+
+    def by_seed(runs: Runs, name: str) -> dict[int, float]:
+        finals = {seed: run.final.sources for seed, run in runs.items() if run.final is not None}
+        return {seed: sources[name].bits_per_byte for seed, sources in finals.items() if name in sources}
+
+    return {
+        name: SourceMeans(
+            bits_per_byte=estimate(list(by_seed(ours, name).values()), level),
+            difference=paired_difference(by_seed(ours, name), by_seed(baseline, name), level),
+        )
+        for name in names
+    }
 
 
 def task_means(ours: Runs, baseline: Runs | None, names: Sequence[str], level: float) -> dict[str, TaskMeans]:

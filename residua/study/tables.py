@@ -25,6 +25,7 @@ from residua.study.results import (
     PROJECTED,
     ProjectedGain,
     ScalingResult,
+    SourceMeans,
     StudyResult,
     TaskMeans,
     VariantResult,
@@ -138,7 +139,7 @@ def study_tables(result: StudyResult) -> list[StudyTable]:
 
 def side_tables(result: StudyResult, size: str) -> list[StudyTable]:
     """The tables that there are numbers for, but for low precision, which has a section of its own."""
-    makers = (_tasks, _low_tasks, _outliers, peak_table, _rates)
+    makers = (_sources, _tasks, _low_tasks, _outliers, peak_table, _rates)
     return [table for make in makers if (table := make(result, size)) is not None]
 
 
@@ -256,6 +257,35 @@ def _scaling_cells(row: ScalingResult, is_baseline: bool) -> list[Value]:
         Value(f"{row.scale * row.at_compute**-row.exponent:.4f}"),
         Value(NONE) if is_baseline else _ratio(row.advantage),
     ]
+
+
+def _sources(result: StudyResult, size: str) -> StudyTable | None:
+    rows = [row for row in result.rows(size) if row.sources]
+    if not rows:
+        return None
+    names = dict.fromkeys(name for row in rows for name in row.sources)
+    level = f"{result.confidence * 100:g} %"
+    heads = [
+        VARIANT,
+        *(Column(name, f"bits per byte on this source, mean over seeds; below it the difference to {result.baseline}, "
+                 f"with its {level} interval over seeds, not corrected for the number of sources") for name in names),
+    ]  # fmt: skip
+    lines = [[Value(row.name), *(_bits(row.sources.get(name)) for name in names)] for row in rows]
+    return StudyTable(
+        "bits per byte by source",
+        heads,
+        lines,
+        "The last validation divided by the sources that the text names. Lower is better; a gain that one source alone "
+        "carries may be one of that text.",
+    )
+
+
+def _bits(source: SourceMeans | None) -> Value:
+    if source is None:
+        return Value(NONE)
+    change = source.difference
+    detail = "" if change is None else _difference(change).joined()
+    return Value(f"{source.bits_per_byte.value:.4f}", detail.replace("(n=1, no interval)", "(n=1)"))
 
 
 def _tasks(result: StudyResult, size: str) -> StudyTable | None:

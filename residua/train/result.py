@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from residua.config.run import RunConfig
@@ -122,15 +123,24 @@ FINAL_LIMIT = 2_097_152
 """The last validation reads at most so many tokens."""
 TOY_FACTOR = 128
 """It reads at most so many times `data.validation_tokens`: a toy stays one, and every preset reaches FINAL_LIMIT."""
+UNNAMED = "other"
+"""The source of documents that name none, where others do."""
 GROUPS = 256
 """Documents are put together, in order, into at most so many groups of about as many tokens."""
+
+
+class SourceLoss(Frozen):
+    """The part of a validation that is text of one source."""
+
+    tokens: int
+    bits_per_byte: float
 
 
 class FinalValidation(Frozen):
     """The content of validation.json: `loss` in nats per token over `tokens` targets.
 
     `document_tokens` and `document_losses` are, for each document or group of documents, its targets and the sum of
-    their losses; empty where no process had the whole model.
+    their losses; empty where no process had the whole model. `sources` has the part of each source that the text names.
     """
 
     loss: float
@@ -138,6 +148,7 @@ class FinalValidation(Frozen):
     tokens: int
     document_tokens: tuple[int, ...] = ()
     document_losses: tuple[float, ...] = ()
+    sources: dict[str, SourceLoss] = Field(default_factory=dict)
 
 
 def final_tokens(config: RunConfig, tokens: int) -> int:
@@ -163,6 +174,9 @@ def by_document(
     begins = np.zeros(read, np.int64)
     begins[split.document_starts(0, read)] = 1
     document = begins.cumsum() - begins[0]  # of each token
+    named = dataset.sources
+    names = [] if named is None else named.names
+    source_of, bytes_by_source = np.array([] if named is None else named.documents), np.zeros(len(names))
     sums, counts, size, place = np.zeros(document[-1] + 1), np.zeros(document[-1] + 1, np.int64), 0.0, 1
     for batch in batches:
         targets = batch.targets.numpy().ravel()
@@ -170,8 +184,18 @@ def by_document(
         sums += np.bincount(owner, losses_of(batch).double().cpu().numpy().ravel() * known, len(sums))
         counts += np.bincount(owner, known, len(sums)).astype(np.int64)
         size += dataset.bytes_of(targets[known], "validation")
+        for source in np.unique(source_of[owner]) if names else ():
+            bytes_by_source[source] += dataset.bytes_of(targets[known & (source_of[owner] == source)], "validation")
         place += len(targets)
     total, tokens = float(sums.sum()), int(counts.sum())
+    by_source = (
+        (np.bincount(source_of[: len(sums)], each, len(names)) for each in (sums, counts)) if names else ((), ())
+    )
+    sources = {
+        name or UNNAMED: SourceLoss(tokens=int(read), bits_per_byte=loss / math.log(2) / length)
+        for name, loss, read, length in zip(names, *by_source, bytes_by_source, strict=True)
+        if length > 0
+    }
     group = np.minimum(counts.cumsum() * GROUPS // max(tokens + 1, 1), GROUPS - 1) if len(sums) > GROUPS else None
     if group is not None:
         sums, counts = np.bincount(group, sums), np.bincount(group, counts).astype(np.int64)
@@ -182,6 +206,7 @@ def by_document(
         tokens=tokens,
         document_tokens=tuple(counts[kept].tolist()),
         document_losses=tuple(round(value, 3) for value in sums[kept].tolist()),
+        sources=sources,
     )
 
 

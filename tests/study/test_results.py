@@ -473,6 +473,7 @@ def by_document(run: PlannedRun) -> dict[str, object]:
     return {
         "loss": sum(losses) / 100, "bits_per_byte": 1.0, "tokens": 100,
         "document_tokens": tokens, "document_losses": losses,
+        "sources": {"wiki": {"tokens": 60, "bits_per_byte": 1.2 - change / 10 + run.seed / 100}},
     }  # fmt: skip
 
 
@@ -488,7 +489,10 @@ def test_losses_by_document_give_the_error_of_the_text(
     assert mgr.loss is not None and mgr.loss.value == pytest.approx(2.9) and result.validated_tokens == 100
     # By hand: D = -10/100, d - D·n = -1+1, -2+2, -4+3, -3+4, so √(4/3 · 2)/100.
     assert mgr.text_error == pytest.approx((4 / 3 * 2) ** 0.5 / 100)
+    wiki = mgr.sources["wiki"].difference
+    assert wiki is not None and (wiki.value, wiki.count) == (pytest.approx(-0.1), 2)
     text = markdown(result)
+    assert "## bits per byte by source" in text and "| mgr | 1.1050 -0.1000 [-0.1000, -0.1000] |" in text
     assert f"on 100 of the {facts.validation_tokens:,} validation tokens.\n" in text and "| ± 0.0163 |" in text
     less = markdown(result.model_copy(update={"curve_tokens": 64}))
     assert result.curve_tokens == 256 and "Curves and step-wise gains are on the first 64 of them." in less

@@ -6,13 +6,15 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import residua
 from residua.config import presets
 from residua.config.run import DataConfig, RunConfig
-from residua.data import Dataset, open_corpus, prepare, validation_batches
+from residua.data import DataError, Dataset, open_corpus, prepare, validation_batches
+from residua.data.dataset import SOURCES
 from residua.train.result import (
     FINAL_LIMIT,
     GROUPS,
@@ -79,6 +81,40 @@ def test_losses_of_documents_add_up_to_the_loss(config: RunConfig, masking: str)
         first = step.token_losses(batches[0])[0]
         assert float(alone.detach()) == pytest.approx(float(first.mean()), rel=1e-5)
     assert found.document_tokens[0] == len(inside) - 1
+
+
+def test_bits_per_byte_are_kept_by_source(tmp_path: Path) -> None:
+    texts = {"wiki": ["depth " * 20] * 3, "books": ["streams and gates " * 9] * 2, "": ["anchors " * 30]}
+    lines = [
+        {"text": f"{i} {t}", **({"source": s} if s else {})} for s, many in texts.items() for i, t in enumerate(many)
+    ]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "train.txt").write_text("something else " * 50)
+    corpus = open_corpus([tmp_path / "train.txt"], validation=tmp_path / "held.jsonl")
+    dataset = prepare(corpus, tmp_path / "dataset", "bytes", workers=1)
+    assert dataset.sources is not None and dataset.sources.names == ["wiki", "books", ""]
+    run = longer(small_run(tmp_path / "dataset"), 500)
+    found = by_document(final_batches(run, dataset), lambda batch: batch.targets / 100.0, run, dataset)
+    starts = [*dataset.split("validation").document_starts(0, found.tokens + 1), found.tokens + 1]
+    ids = dataset.split("validation").read(0, found.tokens + 1)
+    for name, numbers in {"wiki": range(3), "books": (3, 4), "other": (5,)}.items():
+        own = np.concatenate([ids[max(starts[n], 1) : starts[n + 1]] for n in numbers])
+        bits = own.sum() / 100 / math.log(2) / dataset.bytes_of(own, "validation")
+        assert found.sources[name].tokens == len(own)
+        assert found.sources[name].bits_per_byte == pytest.approx(bits)
+    (dataset.path / SOURCES).unlink()  # as prepared by an older version
+    assert Dataset.open(dataset.path).sources is None
+    (dataset.path / SOURCES).write_text('{"names": ["a"], "documents": [0]}')
+    with pytest.raises(DataError, match="does not fit the 6 validation documents"):
+        assert Dataset.open(dataset.path).sources
+
+
+def test_addresses_in_place_of_sources_are_not_kept(tmp_path: Path) -> None:
+    lines = [{"text": f"text {i}", "source": f"https://{i}"} for i in range(80)]
+    (tmp_path / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "train.txt").write_text("something else")
+    corpus = open_corpus([tmp_path / "train.txt"], validation=tmp_path / "held.jsonl")
+    assert prepare(corpus, tmp_path / "dataset", "bytes", workers=1).sources is None
 
 
 def test_many_documents_are_kept_in_groups(tmp_path: Path) -> None:
