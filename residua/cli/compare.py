@@ -74,6 +74,10 @@ def compare(
     time_alone: Annotated[
         bool | None, option("Time every step alone; always with several workers.", "--time-alone")
     ] = None,
+    target: Annotated[
+        float | None,
+        option("Race to this validation loss: tokens and seconds of each variant, and a test of them.", metavar="LOSS"),
+    ] = None,
     workers: Annotated[int | None, option("Runs at the same time.", default="1", min=1)] = None,
     threads: Annotated[
         int | None, option("CPU threads of each run.", default="cores / workers, at most OMP_NUM_THREADS", min=1)
@@ -121,6 +125,7 @@ def compare(
     residua compare prenorm block_attnres mgr exoformer --base mini --seeds 3 --data data/wiki --out runs/wiki
     residua compare prenorm mgr mgr+exoformer gatednorm --set train.steps=1000
     residua compare prenorm mgr --ladder 0.5,1,1.5,2 --workers 4
+    residua compare prenorm mgr --target 3.28 --seeds 10
     residua compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 20
     residua compare prenorm gated_attention preaffine gatednorm --quantize fp8,nvfp4,nvfp4+smooth
     residua compare prenorm mgr --tune lr=0.5x,1x,2x
@@ -145,6 +150,7 @@ def compare(
         "match": None if match is None else {"kind": match}, "workers": workers, "threads": threads,
         "set": change, "scaling": _scaling(sizes, tokens_per_parameter), "calibration": calibration,
         "diagnose": diagnose, "ladder": _budgets(ladder), "time_alone": time_alone,
+        "target": target,
         "quantize": None if quantize is None else split_names(quantize),
         "tasks": _tasks(tasks, task_dir, shots, limit), "tune": parse_tune(tune),
     }  # fmt: skip

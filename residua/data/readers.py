@@ -319,8 +319,9 @@ def _text_of(record: Any, field: str, where: str, before: bool = False, unit: st
         clause = f"{where}: field {field!r} holds {type(text).__name__}, not text"
         return Problem(unit, f"whose field {field!r} is not text", clause, CORRECT)
     source = record.get(SOURCE)
-    named = isinstance(source, str) and 0 < len(source) <= MAX_SOURCE_CHARACTERS and source.isprintable()
-    return Sourced(text, source) if named and field != SOURCE else text
+    if field == SOURCE or not isinstance(source, str) or not source.isprintable():
+        return text
+    return Sourced(text, source) if 0 < len(source) <= MAX_SOURCE_CHARACTERS else text
 
 
 def _parquet(path: Path, field: str) -> Documents:

@@ -156,7 +156,8 @@ class StudyConfig(Frozen):
     `ladder` are budgets, as multiples of a run's steps, that the baseline is also trained with, each with its own full
     schedule: they turn a loss into equivalent tokens. `ladder_of = "all"` trains the variants with them too. Shorter
     budgets branch off the longest one where their learning rate begins to fall, so a ladder costs little more than its
-    longest run. With several workers, or `time_alone`, every variant's step is timed alone once its runs are complete.
+    longest run. With several workers, `time_alone` or `target`, every variant's step is timed alone once its runs are
+    complete. `target` is the validation loss of a race: how many tokens and seconds each variant needs for it.
     `bases` holds the run of every file that `base` or `sizes` names; it is written when a study begins, so that it can
     be continued where the files are not.
     """
@@ -174,6 +175,7 @@ class StudyConfig(Frozen):
     ladder: tuple[float, ...] = ()
     ladder_of: Literal["baseline", "all"] = "baseline"
     time_alone: bool = False
+    target: float | None = Field(None, gt=0)
     workers: Positive = 1
     threads: Positive | None = None
     confidence: float = Field(0.95, gt=0.5, lt=1)

@@ -282,6 +282,7 @@ def _union_of(before: StudyConfig, study: StudyConfig) -> dict[str, Any]:
         "bases": {**(before.bases or {}), **(study.bases or {})} or None,
         "workers": max(before.workers, study.workers),
         "time_alone": before.time_alone or study.time_alone,
+        "target": study.target or before.target,
     }
 
 

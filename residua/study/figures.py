@@ -42,6 +42,20 @@ def loss_curves(records: Records, kind: str, against: str) -> Figure | None:
     return curves(series, against, y_title, y_range=_focus([curve.y for curve in series])) if series else None
 
 
+def race_curves(result: StudyResult, records: Records, size: str) -> Figure | None:
+    """Validation loss over seconds, by the steps timed alone, and the target; None if no step was timed."""
+    speeds = {row.name: row.timing.tokens_per_second for row in result.rows(size) if row.timing is not None}
+    lines = {
+        name: [[(tokens / speeds[name], loss) for tokens, loss in run.loss_curve] for run in runs if name in speeds]
+        for name, runs in records.items()
+    }
+    if not (series := _series(lines, markers=True)) or result.target is None:
+        return None
+    ends, losses = [0.0, max(max(curve.x) for curve in series)], [curve.y for curve in series]
+    goal = Curve(f"{result.target:g}", ends, [result.target] * 2, theme.SERIES[0], dash="dash", width=1.5)
+    return curves([*series, goal], "seconds", "validation loss (nats per token)", y_range=_focus([*losses]))
+
+
 def _loss_points(run: RunRecord, kind: str, against: str) -> Points:
     if kind == "validation" and against == TOKENS:
         return run.loss_curve

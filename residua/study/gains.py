@@ -21,9 +21,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import ConfigDict
+
 from residua.study.ladder import Gain
 from residua.study.records import RunRecord
-from residua.study.statistics import Interval, estimate_ratio, mean, step_gain, t_quantile, variance
+from residua.study.statistics import (
+    Interval,
+    estimate_ratio,
+    geometric_mean,
+    mean,
+    p_below,
+    step_gain,
+    t_quantile,
+    tokens_to_reach,
+    variance,
+)
 from residua.study.timing import BLOCKS, StepTiming
 
 if TYPE_CHECKING:
@@ -112,6 +124,65 @@ def _joint_freedom(factors: Sequence[Interval]) -> float | None:
     if len(known) < sum(factor.error != 0.0 for factor in factors) or not known:
         return None
     return math.fsum(error**2 for error, _ in known) ** 2 / math.fsum(error**4 / freedom for error, freedom in known)
+
+
+def race(
+    ours: Runs, baseline: Runs, target: float, timing: StepTiming | None, timed: StepTiming | None, confidence: float
+) -> Race:
+    """The tokens and seconds that runs need for a validation loss, against the baseline's.
+
+    Seconds are tokens × those of a step timed alone, in one visit for both. p is that of Welch's one-sided t-test of
+    ln seconds, with the errors of both timings; None unless every run of both sides reached the loss.
+    """
+    tokens, reference = (
+        [reached for run in runs.values() if (reached := tokens_to_reach(target, run.loss_curve))]
+        for runs in (ours, baseline)
+    )
+    of_tokens = estimate_ratio(tokens, confidence) if tokens else None
+    if of_tokens is None or timing is None or timed is None or timing.device != timed.device:
+        return Race(len(ours), len(tokens), of_tokens)
+    speed = Interval(timing.tokens_per_second, BLOCKS, timing.error, freedom=BLOCKS - 1.0)
+    seconds = Interval(of_tokens.value / speed.value, len(tokens))
+    whole = len(tokens) == len(ours) and len(reference) == len(baseline)
+    if ours is baseline or not whole or min(len(tokens), len(reference)) < 2:
+        return Race(len(ours), len(tokens), of_tokens, seconds)
+    parts = [(variance([math.log(each) for each in side]) / len(side), len(side) - 1) for side in (tokens, reference)]
+    parts += [(each.error**2, BLOCKS - 1) for each in (timing, timed)]
+    spread = math.fsum(square for square, _ in parts)
+    freedom = spread**2 / math.fsum(square**2 / own for square, own in parts) if spread else 1.0
+    ratio = seconds.value * timed.tokens_per_second / geometric_mean(reference)
+    error = math.sqrt(spread)
+    factor = math.exp(t_quantile(0.5 + confidence / 2, freedom) * error)
+    of_seconds = Interval(ratio, len(tokens), error, ratio / factor, ratio * factor, freedom)
+    return Race(len(ours), len(tokens), of_tokens, seconds, of_seconds, p_below(math.log(ratio), error, freedom))
+
+
+@dataclass(frozen=True)
+class Race:
+    """Runs, those that reached the loss, tokens and seconds to it, seconds / the baseline's, and p of fewer seconds.
+
+    `adjusted` is p after Holm's correction over the variants of a size.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # results.json holds it
+
+    runs: int
+    reached: int
+    tokens: Interval | None = None
+    seconds: Interval | None = None
+    ratio: Interval | None = None
+    p: float | None = None
+    adjusted: float | None = None
+
+
+def adjusted(races: Mapping[str, Race]) -> dict[str, Race]:
+    """The races with Holm's p: of m, the smallest × m, the next × (m − 1), and so on, none below the one before."""
+    known = sorted((race.p, name) for name, race in races.items() if race.p is not None)
+    after, least = dict(races), 0.0
+    for place, (p, name) in enumerate(known):
+        least = max(least, min(1.0, p * (len(known) - place)))
+        after[name] = replace(races[name], adjusted=least)
+    return after
 
 
 def concluded(result: StudyResult) -> StudyResult:

@@ -113,6 +113,8 @@ def study_page(
     if supplement is not None:
         supplement.draw(page, result)
     _verdict(page, result)
+    for size in result.sizes:
+        _race(page, result, records[size], size)
     _over_sizes(page, result)
     for ladder in result.ladder:
         _ladder(page, result, ladder)
@@ -253,6 +255,17 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
     )
 
 
+def _race(page: Page, result: StudyResult, records: Records, size: str) -> None:
+    if (table := tables.race_table(result, size)) is None:
+        return
+    section = page.section(f"{table.title.capitalize()}{at_size(size, result)}", table.look_for)
+    if (drawn := figures.race_curves(result, records, size)) is not None:
+        section.figure(
+            drawn, "Tokens × the seconds of a step timed alone; mean over runs. The dashed line is the target."
+        )
+    section.table(table.columns, _coloured(table, result))
+
+
 def _over_sizes(page: Page, result: StudyResult) -> None:
     if (table := tables.joint_table(result)) is None:
         return
@@ -313,6 +326,8 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
 def _side_tables(page: Page, result: StudyResult, size: str) -> None:
     """Accuracies, outliers, tried learning rates and low precision, those that were measured."""
     for table in tables.side_tables(result, size):
+        if table.title.startswith(tables.RACE):  # has a section of its own, further up
+            continue
         section = _side_table(page, result, table, at_size(size, result))
         if table.title == tables.RATES:
             section.points([rate.sentence(False) for rate in result.tuning if rate.size == size])

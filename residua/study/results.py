@@ -14,7 +14,7 @@ from residua.config.settings import Frozen
 from residua.data.loader import validated_tokens
 from residua.model.size import measure
 from residua.study.config import StudyConfig
-from residua.study.gains import Timings, compare, concluded
+from residua.study.gains import Race, Timings, adjusted, compare, concluded, race
 from residua.study.ladder import FittedLaw, Gain, JointGains, Ladder, equivalent_tokens, fit_law, fit_laws
 from residua.study.plan import RUNS, PlannedRun, StudyPlan, TunedRate
 from residua.study.records import DIAGNOSIS, Accuracies, Outliers, Peaks, QuantizedRun, RunRecord, comparable, known
@@ -128,6 +128,7 @@ class VariantResult(Frozen):
     corrected: Interval | None = Field(None, description="wall_clock_gain with its interval after Holm's correction")
     difference_corrected: Interval | None = Field(None, description="difference, likewise")
     shrunk: Interval | None = Field(None, description="wall_clock_gain after partial pooling over the variants")
+    race: Race | None = Field(None, description="with a target: what it takes to reach that loss")
     memory_gib: float | None = None
     train_loss: Interval | None = Field(None, description="mean over the last 200 steps, at most a tenth of the run")
     outliers: OutlierMeans | None = None
@@ -214,6 +215,7 @@ class StudyResult(Frozen):
     dataset: DatasetFacts | None = None
     validated_tokens: int | None = Field(None, description="validation tokens that last losses are measured on")
     curve_tokens: int | None = Field(None, description="validation tokens of curves, and so of step-wise gains")
+    target: float | None = Field(None, description="the validation loss of the race")
     variants: tuple[VariantResult, ...]
     ladder: tuple[LadderResult, ...] = ()
     scaling: tuple[ScalingResult, ...] = ()
@@ -315,6 +317,28 @@ class _Collection:
             return self.joint_gains[name].gain((size, float(tokens)))
         ladder = self.ladders.get(size, {})
         return equivalent_tokens(ladder, losses, tokens, self.study.confidence) if len(ladder) > 1 else None
+
+    def raced(self, rows: Sequence[VariantResult]) -> tuple[VariantResult, ...]:
+        """The rows with the race to the study's target, if it has one."""
+        target, first = self.study.target, self.study.baseline
+        if target is None:
+            return tuple(rows)
+        races: dict[str, dict[str, Race]] = {}
+        for row in rows:
+            timings = (self.timings.get((row.size, name), {}) for name in (row.name, first))
+            ours, baseline = ({} if self._busy(row.size) else dict(each) for each in timings)
+            device = next((name for name in reversed(ours) if name in baseline), "")
+            runs = self.runs(row.size, first)
+            own = runs if row.name == first else self.runs(row.size, row.name)
+            races.setdefault(row.size, {})[row.name] = race(
+                own, runs, target, ours.get(device), baseline.get(device), self.study.confidence
+            )
+        after = {size: adjusted(each) for size, each in races.items()}
+        return tuple(row.model_copy(update={"race": after[row.size][row.name]}) for row in rows)
+
+    def _busy(self, size: str) -> bool:
+        """Whether a step of this size was timed while the machine was busy."""
+        return any(t.busy for key, each in self.timings.items() if key[0] == size for t in each.values())
 
     @cached_property
     def ladders(self) -> dict[str, dict[float, dict[int, float]]]:
@@ -432,7 +456,8 @@ def collect(
         dataset=dataset,
         validated_tokens=collection.validated_tokens(dataset),
         curve_tokens=collection.curve_tokens(dataset),
-        variants=variants,
+        target=study.target,
+        variants=collection.raced(variants),
         ladder=tuple(
             collection.ladder(size)
             for size in study.sizes

@@ -159,6 +159,13 @@ def t_quantile(probability: float, freedom: float) -> float:
     return float(stdtrit(freedom, probability))
 
 
+def p_below(difference: float, error: float, freedom: float) -> float:
+    """One-sided p: the chance of a difference at least so far below 0 where there is none, by Student's t."""
+    from scipy.special import stdtr
+
+    return float(stdtr(freedom, difference / error)) if error > 0 else float(difference >= 0)
+
+
 @dataclass(frozen=True)
 class PowerLaw:
     """Compute scaling L = A·C^−α as ln L = log_scale − exponent·ln C, with what the interval needs.

@@ -31,7 +31,7 @@ from residua.study.results import (
     VariantResult,
 )
 from residua.study.statistics import Interval, count, estimate_ratio, geometric_mean
-from residua.study.verdicts import TOO_WIDE, joint_sentence, study_sentences, too_wide
+from residua.study.verdicts import RACE_LEVEL, TOO_WIDE, joint_sentence, race_sentence, study_sentences, too_wide
 
 NONE = "—"
 UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw conclusions from
@@ -39,6 +39,7 @@ ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
 VARIANT = Column("variant", numeric=False)
 PAYS, STEPWISE, EQUIVALENT, TEXT_ERROR = "pays", "step-wise gain", "equivalent tokens", "± text"
 LOW_PRECISION, RATES, PEAKS = "low precision", "learning rates", "peaks while training"
+RACE = "race to a loss of "
 SPARED = ("training loss", "bits/byte", "memory", "parameters")  # columns that a narrow terminal drops, in this order
 
 
@@ -139,7 +140,7 @@ def study_tables(result: StudyResult) -> list[StudyTable]:
 
 def side_tables(result: StudyResult, size: str) -> list[StudyTable]:
     """The tables that there are numbers for, but for low precision, which has a section of its own."""
-    makers = (_sources, _tasks, _low_tasks, _outliers, peak_table, _rates)
+    makers = (race_table, _sources, _tasks, _low_tasks, _outliers, peak_table, _rates)
     return [table for make in makers if (table := make(result, size)) is not None]
 
 
@@ -257,6 +258,36 @@ def _scaling_cells(row: ScalingResult, is_baseline: bool) -> list[Value]:
         Value(f"{row.scale * row.at_compute**-row.exponent:.4f}"),
         Value(NONE) if is_baseline else _ratio(row.advantage),
     ]
+
+
+def race_table(result: StudyResult, size: str) -> StudyTable | None:
+    """Tokens and seconds to the target; None if the study has none."""
+    if result.target is None:
+        return None
+    level = f"{result.confidence * 100:g} %"
+    heads = [
+        VARIANT,
+        Column("reached", f"runs that reached a validation loss of {result.target:g} while they trained"),
+        Column("tokens", f"training tokens to that loss: geometric mean over runs, with its {level} interval"),
+        Column("seconds", "tokens × seconds of a step timed alone"),
+        Column(f"seconds / {result.baseline}'s", f"with its {level} interval; below 1 is faster"),
+        Column("p", "of Welch's one-sided t-test that it is faster, after Holm's correction for the variants compared; "
+               f"below {RACE_LEVEL:g} it is shown"),
+    ]  # fmt: skip
+    rows = []
+    for row in result.rows(size):
+        if (each := row.race) is not None:
+            tokens = Value(NONE) if each.tokens is None else Value(count(each.tokens.value), _ends(each.tokens))
+            seconds = Value(NONE if each.seconds is None else f"{each.seconds.value:,.4g} s")
+            p = Value(NONE if each.adjusted is None else f"{each.adjusted:.2g}", key=each.adjusted)
+            rows.append(
+                [Value(row.name), Value(f"{each.reached} of {each.runs}"), tokens, seconds, _ratio(each.ratio), p]
+            )
+    return StudyTable(f"{RACE}{result.target:g}", heads, rows, race_sentence(result, size))
+
+
+def _ends(tokens: Interval) -> str:
+    return "" if tokens.low is None or tokens.high is None else f"[{count(tokens.low)}, {count(tokens.high)}]"
 
 
 def _sources(result: StudyResult, size: str) -> StudyTable | None:

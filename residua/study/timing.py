@@ -114,7 +114,7 @@ class TimingMeasurement:
 
     def measure(self, plan: StudyPlan, console: Console) -> None:
         """Time what is not timed yet."""
-        if self.study.workers < 2 and not self.study.time_alone:
+        if self.study.workers < 2 and not self.study.time_alone and self.study.target is None:
             return
         complete = {
             (run.size, run.variant)

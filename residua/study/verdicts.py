@@ -32,6 +32,8 @@ MAX_FAILED_NAMES, MAX_RUN_NAMES = 4, 6
 """The answer names at most so many variants that failed, a sentence so many runs."""
 MAX_LADDER_MISFIT = 0.05
 """In logarithms: by how much a ladder's law may miss the tokens of a budget without a word."""
+RACE_LEVEL = 0.01
+"""p below which a variant is shown to reach a target in fewer seconds."""
 MAX_SHOWN_RATIO = 1000.0
 """high / low of an interval of ratios; a wider interval is not shown."""
 TOO_WIDE = "interval too wide"
@@ -168,6 +170,8 @@ def understated(row: VariantResult, result: StudyResult) -> bool:
 def answer(result: StudyResult) -> tuple[Tone, str]:
     """Does a variant pay per second, at the last size? "Yes" and "No" only where the corrected intervals say so."""
     rows = [row for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
+    if result.target is not None and any(row.race is not None for row in rows):
+        return _answer_of_race(rows, result)
     timed = [row for row in rows if row.wall_clock_gain is not None]
     if not timed:
         return "unsure", _answer_by_loss(rows, result)
@@ -186,6 +190,18 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
             return "unsure", f"Not shown: {named} is {per_second}, but others gain per step: use --ladder"
         return "bad", f"No: {named} is {per_second}"
     return "unsure", f"Not shown: {named} is {per_second}, {_why_not_shown(best, result)}"
+
+
+def _answer_of_race(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, str]:
+    tested = [(row.race.ratio.value, row.race.adjusted, row) for row in rows
+              if row.race is not None and row.race.ratio is not None and row.race.adjusted is not None]  # fmt: skip
+    if not tested:
+        return "unsure", f"Not shown: no variant can be tested against {result.baseline} to a loss of {result.target:g}"
+    shown = [each for each in tested if each[1] < RACE_LEVEL]
+    ratio, p, row = min(shown or tested, key=lambda each: each[0])
+    words = f"{row.name} reaches {result.target:g} in {ratio:.3f}× the seconds of {result.baseline}"
+    where = at_size(row.size, result)
+    return ("good", f"Yes: {words}{where}") if shown else ("unsure", f"Not shown: {words}{where}, but p = {p:.2g}")
 
 
 def _why_not_shown(row: VariantResult, result: StudyResult) -> str:
@@ -424,6 +440,27 @@ def joint_sentence(result: StudyResult) -> str:
     return " ".join(sentences)
 
 
+def race_sentence(result: StudyResult, size: str) -> str:
+    """Which variants are shown to reach the target in fewer seconds, and which are not; empty without a race."""
+    rows = [row for row in result.rows(size) if row.name != result.baseline and row.race is not None]
+    if result.target is None or not rows:
+        return ""
+    faster, others, unknown = list[str](), list[str](), list[str]()
+    for row in rows:
+        each = row.race
+        if each is None or each.ratio is None or each.adjusted is None:
+            unknown.append(row.name)
+            continue
+        words = f"{row.name} in {each.ratio.value:.3f}× the seconds (p = {each.adjusted:.2g})"
+        (faster if each.adjusted < RACE_LEVEL else others).append(words)
+    parts = [
+        f"Shown to reach {result.target:g} before {result.baseline}: {', '.join(faster)}." * bool(faster),
+        f"Not shown: {', '.join(others)}." * bool(others),
+        f"Not tested, since runs did not reach it or steps were not timed alone: {', '.join(unknown)}." * bool(unknown),
+    ]
+    return " ".join(part for part in parts if part)
+
+
 def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
     """Empty if the law gives each budget its own tokens back, but for MAX_LADDER_MISFIT."""
     if ladder.law is None:
@@ -490,6 +527,7 @@ def study_sentences(result: StudyResult) -> list[str]:
         comparisons_sentence(result),
         f"Seeds differ ({unequal}): Δ loss is over those that a variant shares with {result.baseline}." * bool(unequal),
         side_by_side_sentence(result),
+        *(race_sentence(result, size) for size in result.sizes),
         joint_sentence(result),
         *ladder_sentences(result),
         *lacking_sentences(result),

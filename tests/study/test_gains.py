@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from residua.study.gains import Tested, compare, corrected, product, shrunk
+from residua.study.gains import Race, Tested, adjusted, compare, corrected, product, race, shrunk
 from residua.study.records import RunRecord
 from residua.study.statistics import Interval, estimate_ratio, t_quantile
+from residua.study.timing import StepTiming
 
 
 def record(gain: float, speed: float) -> RunRecord:
@@ -45,6 +46,48 @@ def test_intervals_of_products_hold_the_truth(seeds: int) -> None:
         assert found is not None and found.low is not None and found.high is not None
         held += found.low <= math.exp(0.05) <= found.high
     assert held / 600 > 0.94
+
+
+def racer(tokens: float) -> RunRecord:
+    """A run that has a loss of 3 after so many tokens, on the line from 5 to its last loss."""
+    rows = [{"step": 0.5 * tokens, "loss": 4.0}, {"step": 1.5 * tokens, "loss": 2.0}]
+    return RunRecord(Path(), 1, validation=rows)
+
+
+def alone(rate: float, error: float = 0.005) -> StepTiming:
+    return StepTiming(device="H200", tokens=100, median=100 / rate, p10=1.0, p90=1.0, count=100, error=error)
+
+
+def test_a_race_gives_tokens_seconds_and_a_p_value() -> None:
+    baseline = {seed: racer(1000.0 * math.exp(0.01 * (seed - 2))) for seed in range(5)}
+    ours = {seed: racer(800.0 * math.exp(0.01 * (seed - 2))) for seed in range(5)}
+    found = race(ours, baseline, 3.0, alone(90.0), alone(100.0), 0.95)
+    assert found.tokens is not None and found.seconds is not None and found.ratio is not None and found.p is not None
+    assert (found.runs, found.reached) == (5, 5) and found.tokens.value == pytest.approx(800)
+    assert found.seconds.value == pytest.approx(800 / 90) and found.ratio.value == pytest.approx(0.8 / 0.9)
+    assert found.ratio.error == pytest.approx(math.sqrt(2 * 0.01**2 * 2.5 / 5 + 2 * 0.005**2))
+    assert found.p < 1e-4 and race(baseline, ours, 3.0, alone(100.0), alone(90.0), 0.95).p > 0.99
+    slow = RunRecord(Path(), 1, validation=[{"step": 9, "loss": 3.5}])
+    unreached = race({**ours, 5: slow}, baseline, 3.0, alone(90.0), alone(100.0), 0.95)
+    assert (unreached.reached, unreached.runs, unreached.p) == (5, 6, None), "the slowest would be left out"
+    assert race(ours, baseline, 3.0, None, alone(100.0), 0.95).seconds is None
+    assert race(baseline, baseline, 3.0, alone(100.0), alone(100.0), 0.95).p is None
+
+
+def test_a_race_without_a_difference_is_seldom_won() -> None:
+    rng = np.random.default_rng(5)
+    won = []
+    for _ in range(800):
+        a, b = ({i: racer(1000 * math.exp(rng.normal(0, 0.02))) for i in range(4)} for _ in range(2))
+        errors = rng.normal(0, 0.005, 2)
+        won.append(race(a, b, 3.0, *(alone(100 * math.exp(error)) for error in errors), 0.95).p < 0.05)
+    assert 0.025 < np.mean(won) < 0.065
+
+
+def test_p_values_of_a_race_are_corrected_as_holm_does() -> None:
+    races = {name: Race(3, 3, p=p) for name, p in (("a", 0.004), ("b", 0.001), ("c", 0.9), ("d", None))}
+    found = {name: each.adjusted for name, each in adjusted(races).items()}
+    assert found == {"a": pytest.approx(0.008), "b": pytest.approx(0.003), "c": pytest.approx(0.9), "d": None}
 
 
 def study(rng: np.random.Generator, truths: np.ndarray, error: float = 0.02, runs: int = 4) -> dict[int, Interval]:

@@ -17,7 +17,7 @@ from residua.study import StudyConfig
 from residua.study.extend_study import describe, unite
 from residua.study.figures import break_even, ladder_scatter, picture
 from residua.study.gains import concluded, product
-from residua.study.page import Outcome
+from residua.study.page import Outcome, write_report
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import is_complete, read_run
 from residua.study.results import StudyResult, VariantResult, collect, compute_points
@@ -26,9 +26,9 @@ from residua.study.run_study import summarise
 from residua.study.statistics import Interval, t_quantile
 from residua.study.tables import cells, markdown
 from residua.study.timing import StepTiming
-from residua.study.verdicts import joint_sentence, verdict
+from residua.study.verdicts import answer, joint_sentence, verdict
 from tests.faults import Disk, failing
-from tests.study.conftest import changed
+from tests.study.conftest import changed, choose
 from tests.study.recorded import write_all, write_run
 
 pytestmark = pytest.mark.slow
@@ -532,3 +532,19 @@ def test_results_that_cannot_be_written_leave_the_runs(study: StudyConfig, plan:
             summarise(study, plan, out, {}, None)
         assert not list(out.rglob(".unfinished-*"))
         assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_race_answers_in_the_title(dataset: Dataset, out: Path) -> None:
+    study = choose(dataset, "mgr", seeds=3, target=3.5)
+    plan = make_plan(study, out, dataset)
+    write_all(plan, lambda run, step: 5.0 - 0.2 * step * (1.2 if run.variant == "mgr" else 1.0) + 0.01 * run.seed)
+    timings = {("tiny", name): {"H200": timed(1.0, 0.001)} for name in study.variants}
+    records = {run: read_run(run.folder, run.config) for run in plan.runs}
+    result = collect(study, plan, records, {}, None, timings)
+    found = row(result, "mgr").race
+    assert found is not None and found.ratio is not None and found.ratio.value == pytest.approx(1 / 1.2, rel=0.01)
+    page = write_report(study, result, records, out).report.read_text()
+    assert "Yes: mgr reaches 3.5 in 0.833× the seconds of prenorm" in page and "Race to a loss of 3.5" in page
+    assert "Shown to reach 3.5 before prenorm: mgr in 0.833× the seconds (p = " in markdown(result)
+    again = collect(study, plan, records, {}, None, {})
+    assert answer(again) == ("unsure", "Not shown: no variant can be tested against prenorm to a loss of 3.5")
