@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "mhc": {"streams": 3},
     "mhc_lite": {"streams": 3},
 }
-ALIKE = {"gain": 1.0, "up": 0.0}
+ALIKE = {"gain": 1.0, "weight": 1.0, "scales": 0.5, "up": 0.0}
 """Parameters that scale lanes by channel, and a value with which all channels are scaled alike."""
 
 
@@ -60,8 +60,8 @@ def trace(topology: Topology) -> list[Junction]:
     with torch.no_grad():
         for name, parameter in topology.named_parameters():
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.3)
-            if (alike := ALIKE.get(name.rpartition(".")[2])) is not None:
-                parameter.fill_(alike)
+            for part in set(name.split(".")) & set(ALIKE):
+                parameter.fill_(ALIKE[part])
         x = torch.randn(1, 1, WIDTH, dtype=torch.float64)
         h, state = topology.open(x)
         # every lane is the embedding or a multiple; the first sublayer gets one of them, or a weighted sum of all

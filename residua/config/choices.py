@@ -34,6 +34,7 @@ from residua.config.topologies import AttentionResidual as AttentionResidual
 from residua.config.topologies import BlockAttnRes as BlockAttnRes
 from residua.config.topologies import BoundaryAttnRes as BoundaryAttnRes
 from residua.config.topologies import Clipped as Clipped
+from residua.config.topologies import DeepNorm as DeepNorm
 from residua.config.topologies import DeltaAttnRes as DeltaAttnRes
 from residua.config.topologies import DenseFormer as DenseFormer
 from residua.config.topologies import FullAttnRes as FullAttnRes
@@ -41,12 +42,16 @@ from residua.config.topologies import GatedResidual as GatedResidual
 from residua.config.topologies import Highway as Highway
 from residua.config.topologies import HyperConnections as HyperConnections
 from residua.config.topologies import Invert as Invert
+from residua.config.topologies import Keel as Keel
+from residua.config.topologies import LayerNormScaling as LayerNormScaling
 from residua.config.topologies import ManifoldHyper as ManifoldHyper
 from residua.config.topologies import ManifoldHyperLite as ManifoldHyperLite
 from residua.config.topologies import Memory as Memory
 from residua.config.topologies import MultiGate as MultiGate
 from residua.config.topologies import Recompute as Recompute
+from residua.config.topologies import ResiDual as ResiDual
 from residua.config.topologies import ResidualScalars as ResidualScalars
+from residua.config.topologies import ScaledSum as ScaledSum
 from residua.config.topologies import Topology as Topology
 from residua.config.topologies import TopologyChoice as TopologyChoice
 from residua.errors import UserError

@@ -38,6 +38,48 @@ class Clipped(TopologyChoice):
     limit: float = Field(1000.0, gt=0)
 
 
+class ScaledSum(TopologyChoice):
+    """h ← h + g ⊙ y: LayerScale with `gain = "elementwise"`, ReZero with `gain = "scalar"` and `start = 0`."""
+
+    training_only: ClassVar[tuple[str, ...]] = ("start",)
+
+    kind: Literal["scaled"] = "scaled"
+    gain: Literal["elementwise", "scalar"] = "elementwise"
+    start: float = 0.1
+
+
+class LayerNormScaling(TopologyChoice):
+    """LNS: sublayers of layer ℓ read N(h)/√ℓ."""
+
+    norms_inputs: ClassVar[bool] = True
+
+    kind: Literal["lns"] = "lns"
+
+
+class Keel(TopologyChoice):
+    """KEEL: h ← N(α h + y) and a pre-norm; α is the number of sublayers unless given."""
+
+    kind: Literal["keel"] = "keel"
+    alpha: float | None = Field(None, gt=0)
+
+
+class DeepNorm(TopologyChoice):
+    """DeepNorm: h ← N(α h + y) without a pre-norm; α is (2 · layers)^¼ unless given."""
+
+    norms_inputs: ClassVar[bool] = True
+
+    kind: Literal["deepnorm"] = "deepnorm"
+    alpha: float | None = Field(None, gt=0)
+
+
+class ResiDual(TopologyChoice):
+    """ResiDual: a normed stream that sublayers read, and a sum that the head reads as well."""
+
+    norms_inputs: ClassVar[bool] = True
+
+    kind: Literal["resi_dual"] = "resi_dual"
+
+
 class ResidualScalars(TopologyChoice):
     """h ← λ h + μ x0 in every layer or sublayer, h − b·h_mid at the end. `backout` is b at the start."""
 
@@ -234,6 +276,11 @@ class DenseFormer(TopologyChoice):
 TopologyChoice.join(
     Additive,
     Clipped,
+    ScaledSum,
+    LayerNormScaling,
+    Keel,
+    DeepNorm,
+    ResiDual,
     ResidualScalars,
     FullAttnRes,
     BlockAttnRes,

@@ -165,6 +165,12 @@ NUMBERED: dict[str, Callable[[int], Variant]] = {
 KNOWN: dict[str, Variant] = {
     "base": Variant("the base configuration as it is", lambda model: ()),
     "prenorm": _topology("x + f(x)", "additive"),
+    "layer_scale": _topology("LayerScale: learned gains of 0.1 on outputs, by channel", "scaled"),
+    "rezero": _topology("ReZero: a learned factor on outputs, from 0", "scaled", "gain=scalar", "start=0"),
+    "lns": _topology("LayerNorm scaling: inputs of layer l divided by its root", "lns"),
+    "keel": _topology("KEEL: norms inside and outside the residual sum", "keel"),
+    "deepnorm": _topology("DeepNorm: post-norm with a scaled stream", "deepnorm"),
+    "resi_dual": _topology("ResiDual: a post-norm stream, and a sum for the head", "resi_dual"),
     "x0": _topology("residual scalars, x0 injection and backout, by layer", "x0"),
     "x0_sublayer": _topology("residual scalars, x0 injection and backout, by sublayer", "x0", "scalars=sublayer"),
     "full_attnres": _topology("Full Attention Residuals", "full_attnres"),

@@ -33,6 +33,14 @@ GATED = ("Gated Attention for Large Language Models", "2505.06708")
 
 PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "clipped"): (SINKS,),
+    ("topology", "scaled"): (
+        ("Going deeper with Image Transformers", "2103.17239"),
+        ("ReZero is All You Need", "2003.04887"),
+    ),
+    ("topology", "lns"): (("The Curse of Depth in Large Language Models", "2502.05795"),),
+    ("topology", "keel"): (("Post-LayerNorm Is Back: Stable, ExpressivE, and Deep", "2601.19895"),),
+    ("topology", "deepnorm"): (("DeepNet: Scaling Transformers to 1,000 Layers", "2203.00555"),),
+    ("topology", "resi_dual"): (("ResiDual: Transformer with Dual Residual Connections", "2304.14802"),),
     **{("topology", kind): () for kind in ("x0", "gated_residual")},  # public code without a paper
     **{("topology", f"{extent}_attnres"): (ATTNRES,) for extent in ("full", "block", "boundary")},
     ("topology", "delta_attnres"): (("Delta Attention Residuals", "2605.18855"),),

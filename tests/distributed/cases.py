@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "token_gain": {"topology": {"kind": "token_gain", "rows": 7}},
+    "resi_dual": {"topology": {"kind": "resi_dual"}},
     "delta": {"topology": {"kind": "delta_attnres", "sublayers_per_block": 2}},
     "gated": {"topology": {"kind": "gated_residual", "streams": 2, "rank": 3}},
     "x0": {"topology": {"kind": "x0"}},

@@ -49,6 +49,7 @@ EXTRA_NIGHTLY: Cases = {
     "two-layer-units": ("exo-block", {"shard": 2, "smallest_unit": 3000}),
     "gpipe": ("block", {"pipeline": 2, "schedule": "gpipe"}),
     "x0": ("x0", INTERLEAVED),
+    "resi_dual": ("resi_dual", INTERLEAVED),
     "delta": ("delta", {"pipeline": 2, "cuts": [3]}),
     "delta-head-alone": ("delta", {"pipeline": 2, "cuts": [8]}),
     "gated": ("gated", INTERLEAVED),

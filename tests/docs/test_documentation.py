@@ -70,6 +70,12 @@ K = 2 * L
 DOCUMENTED = {
     "additive": ({}, 0),
     "clipped": ({}, 0),
+    "scaled": ({}, C * K),
+    "scaled scalar": ({"gain": "scalar"}, K),
+    "lns": ({}, C * (K + 1)),
+    "keel": ({}, C * (K - 2)),
+    "deepnorm": ({}, C * K),
+    "resi_dual": ({}, C * (K + 1)),
     "x0": ({}, 2 * L + 1),
     "x0 sublayer": ({"scalars": "sublayer"}, 3 * K + 1),
     "full_attnres": ({}, 2 * C * K),

@@ -37,6 +37,12 @@ def named(x: Tensor, y: list[Tensor]) -> dict[str, Tensor]:
 SMALL: dict[str, choices.Topology] = {
     "additive": choices.Additive(),
     "clipped": choices.Clipped(limit=1.0),
+    "scaled": choices.ScaledSum(),
+    "scaled scalar": choices.ScaledSum(gain="scalar", start=0.0),
+    "lns": choices.LayerNormScaling(),
+    "keel": choices.Keel(),
+    "deepnorm": choices.DeepNorm(),
+    "resi_dual": choices.ResiDual(),
     "x0": choices.ResidualScalars(),
     "x0 sublayer": choices.ResidualScalars(scalars="sublayer", embedding="raw"),
     "full_attnres": choices.FullAttnRes(),

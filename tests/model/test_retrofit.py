@@ -27,6 +27,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "the same": {},
     "denseformer": {"topology": {"kind": "dense"}},
     "denseformer, dilated": {"topology": {"kind": "dense", "dilation": 2, "period": 2}},
+    "layer scale": {"topology": {"kind": "scaled"}},
+    "rezero": {"topology": {"kind": "scaled", "gain": "scalar", "start": 0.0}},
     "x0, raw": {"topology": {"kind": "x0", "embedding": "raw"}},
     "x0, raw, by sublayer": {"topology": {"kind": "x0", "embedding": "raw", "scalars": "sublayer"}},
     "preaffine": {"norm": {"kind": "preaffine"}},

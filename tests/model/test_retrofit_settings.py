@@ -80,6 +80,7 @@ REFUSED = {
     *(f"{kind}.gate" for kind in ("multi_gate", "highway", "softmax")),
     "hyper.weights",
     "x0.scalars",
+    "scaled.gain",
     *(f"{kind}.{key}" for kind in ("gatednorm", "gated_dyt") for key in ("rank", "granularity")),
     *(f"{kind}.granularity" for kind in ("resformer", "nuresformer", "exoformer")),
     "nuresformer.mixing",

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from residua.config import choices
-from residua.model.topology import Topology, build_topology
+from residua.model.topology import TOPOLOGIES, Topology, build_topology
 from residua.ops import sinkhorn
-from tests.golden import attnres, dense, gated_residual, hyper, multigate, residual_scalars
+from tests.golden import attnres, dense, gated_residual, hyper, multigate, norm_placement, residual_scalars
 from tests.golden.compare import agree, close, each_token, leaves_of, random
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology
 
@@ -89,6 +89,20 @@ def scaled_residual(topology: Any) -> Equation:
     return partial(residual_scalars.nanochat, resid=s.stream, x0s=s.embedding, backout=b)
 
 
+def placed_norms(topology: Any) -> Equation:
+    if hasattr(topology, "scales"):
+        return partial(norm_placement.scaled, scales=list(topology.scales))
+    keys = {"alpha": topology.alpha} if hasattr(topology, "alpha") else {}
+    equations = {
+        choices.LayerNormScaling: norm_placement.lns,
+        choices.Keel: norm_placement.keel,
+        choices.DeepNorm: norm_placement.deepnorm,
+        choices.ResiDual: norm_placement.resi_dual,
+    }
+    (equation,) = (equations[choice] for choice, kind in TOPOLOGIES.items() if kind is type(topology))
+    return partial(equation, gains=[norm.weight for norm in topology.norms], **keys)
+
+
 def gated_streams(topology: Any) -> Equation:
     reads = [gated_residual.Read(r.gain, r.down, r.up, r.inject) for r in (*topology.reads, topology.last_read)]
     return partial(gated_residual.gated_residual, reads=reads)
@@ -107,6 +121,14 @@ DENSE = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 5), (1, 20)]
 EQUATIONS: list[Any] = [
     (choices.Additive(), 4, 7, lambda _: dense.additive),
     (choices.Clipped(limit=1.5), 6, 33, lambda t: partial(dense.clipped, c=1.5)),
+    *(
+        (choice, n, 7, placed_norms)
+        for choice, n in product(
+            (choices.LayerNormScaling(), choices.Keel(), choices.DeepNorm(), choices.ResiDual()), (2, 6)
+        )
+    ),
+    *((choices.ScaledSum(gain=gain), 4, 7, placed_norms) for gain in ("elementwise", "scalar")),
+    *((choices.Keel(alpha=0.5), 4, 9, placed_norms), (choices.DeepNorm(alpha=3.0), 4, 9, placed_norms)),
     *((choices.GatedResidual(streams=n, rank=3), 4, width, gated_streams) for n, width in [(2, 7), (4, 9)]),
     *((choices.ResidualScalars(), n, width, scaled_residual) for n, width in [(2, 7), (6, 33), (8, 7)]),
     (choices.ResidualScalars(scalars="sublayer", embedding="raw"), 6, 7, scaled_residual),

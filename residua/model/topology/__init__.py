@@ -14,11 +14,17 @@ from residua.model.topology.facts import Ablations, Costs, SourceNames
 from residua.model.topology.gated_residual import GatedResidual
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
 from residua.model.topology.multigate import Highway, MultiGate
+from residua.model.topology.norm_placement import DeepNorm, Keel, LayerNormScaling, ResiDual, ScaledSum
 from residua.model.topology.residual_scalars import ResidualScalars
 
 TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Additive: Additive,
     choices.Clipped: Clipped,
+    choices.ScaledSum: ScaledSum,
+    choices.LayerNormScaling: LayerNormScaling,
+    choices.Keel: Keel,
+    choices.DeepNorm: DeepNorm,
+    choices.ResiDual: ResiDual,
     choices.ResidualScalars: ResidualScalars,
     choices.FullAttnRes: FullAttnRes,
     choices.BlockAttnRes: BlockAttnRes,

@@ -10,10 +10,7 @@ from torch import Tensor
 from residua.config import choices
 from residua.model.topology.attnres import BlockAttnRes, SourcesBoundary, block_names, output_names
 from residua.model.topology.base import Boundary, Initialization, Items, State
-from residua.model.topology.facts import Costs, Rows, SourceNames
-
-ADDED = Rows(5, 3)
-"""Of a junction besides its read: h, y, read → h', input; two gradients → their sum."""
+from residua.model.topology.facts import Costs, Rows, SourceNames, add_rows
 
 
 class DeltaAttnRes(BlockAttnRes):
@@ -53,15 +50,12 @@ class DeltaAttnRes(BlockAttnRes):
         return DeltaBoundary(self)
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        reads = super().costs(sublayers, width)
-        floor = reads.floor()
-        return replace(
-            reads,
-            floor=lambda: Rows(floor.forward + ADDED.forward * sublayers, floor.backward + ADDED.backward * sublayers),
-            step=reads.step + ADDED.total * sublayers,
-            junctions=[rows + ADDED.total for rows in (*reads.in_stages(sublayers), 0.0)],
-            by_reads=None,
-        )
+        """Besides the reads: h, y, read → h', input; two gradients → their sum."""
+        reads, added = super().costs(sublayers, width), Rows(5, 3)
+        floor = add_rows([reads.floor(), *[added] * sublayers])
+        junctions = [rows + added.total for rows in (*reads.in_stages(sublayers), 0.0)]
+        step = reads.step + added.total * sublayers
+        return replace(reads, floor=lambda: floor, step=step, junctions=junctions, by_reads=None)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
         return (

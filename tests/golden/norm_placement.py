@@ -1,0 +1,55 @@
+"""Norm placements and branch scales, as their papers write them, for one token and given outputs."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+
+def norm(gain: Tensor, x: Tensor) -> Tensor:
+    return gain * x / torch.sqrt((x * x).sum() / len(x) + 1e-6)
+
+
+def scaled(x: Tensor, y: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
+    """x_{l+1} = x_l + diag(λ) f(x_l), or α f(x_l)."""
+    h = [x]
+    for scale, output in zip(scales, y, strict=True):
+        h.append(h[-1] + scale * output)
+    return h
+
+
+def lns(x: Tensor, y: list[Tensor], gains: list[Tensor]) -> list[Tensor]:
+    """h^(l) = LayerNorm(h^(l)) · 1/√l, l the layer from 1; the last norm as usual."""
+    h, inputs = x, []
+    for k, output in enumerate(y):
+        layer = 1 + k // 2
+        inputs.append(norm(gains[k], h) / sqrt(layer))
+        h = h + output
+    return [*inputs, norm(gains[-1], h)]
+
+
+def keel(x: Tensor, y: list[Tensor], gains: list[Tensor], alpha: float) -> list[Tensor]:
+    """x_{l+1} = LN(α x_l + F(LN(x_l))); the first layer x + F(LN(x))."""
+    h = [x]
+    for k, output in enumerate(y):
+        h.append(h[-1] + output if k < 2 else norm(gains[k - 2], alpha * h[-1] + output))
+    return h
+
+
+def deepnorm(x: Tensor, y: list[Tensor], gains: list[Tensor], alpha: float) -> list[Tensor]:
+    """x_{l+1} = LN(α x_l + G(x_l))."""
+    h = [x]
+    for gain, output in zip(gains, y, strict=True):
+        h.append(norm(gain, alpha * h[-1] + output))
+    return h
+
+
+def resi_dual(x: Tensor, y: list[Tensor], gains: list[Tensor]) -> list[Tensor]:
+    """x_post = LN(x_post + f), x_dual += f; out = x_post + LN(x_dual)."""
+    post, dual, inputs = x, x, []
+    for gain, output in zip(gains[:-1], y, strict=True):
+        inputs.append(post)
+        post, dual = norm(gain, post + output), dual + output
+    return [*inputs, post + norm(gains[-1], dual)]
