@@ -139,14 +139,14 @@ def write_atomically(path: Path, text: str, *, parents: bool = False) -> None:
 @contextmanager
 def making(folder: Path | None) -> Iterator[None]:
     """Make a folder; if the block fails, remove what was made and is empty."""
-    made = [] if folder is None else [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [] if folder is None else [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
         with suppress(OSError):  # another process has written to it in the meantime
-            for path in made:
+            for path in new_folders:
                 path.rmdir()
         raise
 

@@ -134,10 +134,10 @@ def _free_in_system() -> tuple[int | None, int]:
     return (kib["MemAvailable"] * 1024 + swap if "MemAvailable" in kib else None), swap
 
 
-def _free_in_groups(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> list[int]:
+def _free_in_groups(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> list[int]:
     """What each control group that holds this process leaves, without swap; pages of files it could drop are free."""
-    found = []
-    for line in _read(own).splitlines():
+    free = []
+    for line in _read(membership).splitlines():
         _, kinds, group = line.split(":", 2)
         if kinds == "":
             names = ("memory.max", "memory.current", "inactive_file")
@@ -153,8 +153,8 @@ def _free_in_groups(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
                 limit, used = (_read(folder / name).strip() for name in names[:2])
                 if limit.isdecimal() and used.isdecimal():
                     cached = re.search(rf"^{names[2]} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-                    found.append(max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)))
-    return found
+                    free.append(max(0, int(limit) - int(used) + (int(cached[1]) if cached else 0)))
+    return free
 
 
 def _free_in_limit() -> int | None:

@@ -67,9 +67,9 @@ def step(
     """
     from residua.config.run import RunConfig
 
-    asked = {"train.micro_batch": micro_batch, "data.sequence": sequence, "train.accumulate": accumulate}
+    options = {"train.micro_batch": micro_batch, "data.sequence": sequence, "train.accumulate": accumulate}
     switches = {"train.compile": {None: None, True: "on", False: "off"}[compiled]}
-    changes = [f"{key}={value}" for key, value in {**asked, **switches}.items() if value is not None]
+    changes = [f"{key}={value}" for key, value in {**options, **switches}.items() if value is not None]
     base = RunConfig.find(preset).override([*(overrides or []), *changes])
 
     from residua.bench import show
@@ -113,10 +113,10 @@ def curve(
 
     config = RunConfig.find(preset).override(overrides or [])
     warmup = min(config.train.schedule.warmup, steps // 4)
-    asked = [f"train.steps={steps}", f"train.schedule.warmup={warmup}", "train.determinism=exact"]
+    changes = [f"train.steps={steps}", f"train.schedule.warmup={warmup}", "train.determinism=exact"]
     if data is not None:
-        asked.append(f"data.path={toml_string(data.resolve())}")
-    config = config.override(asked)
+        changes.append(f"data.path={toml_string(data.resolve())}")
+    config = config.override(changes)
 
     from residua.bench import show
     from residua.bench.curve import bench_curve, curve_report, print_curves

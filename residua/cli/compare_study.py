@@ -126,9 +126,9 @@ def change_study(study: Mapping[str, Any], options: Mapping[str, Any]) -> dict[s
 
     Changes of `set` are added to the study's own, and a table such as `tune` keeps the keys that are not named.
     """
-    kept = {key: value for key, value in study.items() if key != "bases" or not {"base", "scaling"} & options.keys()}
-    joined = {key: join(kept[key], options[key]) for key, join in _JOINED.items() if key in kept and key in options}
-    return {**kept, **options, **joined}
+    rest = {key: value for key, value in study.items() if key != "bases" or not {"base", "scaling"} & options.keys()}
+    joined = {key: join(rest[key], options[key]) for key, join in _JOINED.items() if key in rest and key in options}
+    return {**rest, **options, **joined}
 
 
 def start_study(study: Mapping[str, Any], run: Path) -> dict[str, Any]:
@@ -140,8 +140,8 @@ def start_study(study: Mapping[str, Any], run: Path) -> dict[str, Any]:
         if topology.initialization().is_additive:  # others cannot be given another topology
             changes.append("model.reader_eps=sum")
         study_changes = [*changes, *(change for change in study_changes if _key(change) not in _OF_A_START)]
-    kept = {key: value for key, value in study.items() if key != "bases"}
-    return {**kept, "base": base, "match": {"kind": "none"}, "set": study_changes}
+    rest = {key: value for key, value in study.items() if key != "bases"}
+    return {**rest, "base": base, "match": {"kind": "none"}, "set": study_changes}
 
 
 def _both_sets(setting: Any, option: list[str]) -> Any:

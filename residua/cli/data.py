@@ -205,10 +205,10 @@ def _tell_findings(opened: Dataset) -> None:
         typer.echo(printable(f"{skipped}, the first: {entry['first']}"))
 
 
-def _tell_fewer(found: int, asked: int) -> None:
+def _tell_fewer(size: int, target: int) -> None:
     """Say when a BPE has fewer entries than asked for."""
-    if found < asked:
-        typer.echo(f"the vocabulary has {found:,} entries, fewer than {asked:,}: the text has no more pairs to merge")
+    if size < target:
+        typer.echo(f"the vocabulary has {size:,} entries, fewer than {target:,}: the text has no more pairs to merge")
 
 
 def _describe(opened: Dataset, sample: int) -> None:

@@ -134,7 +134,7 @@ class Rule:
 
 def alike(name: str, *projections: str) -> Names:
     """The weight and the bias of a projection, made of these."""
-    return {f"{name}.{own}": tuple(f"{each}.{own}" for each in projections) for own in ("weight", "bias")}
+    return {f"{name}.{suffix}": tuple(f"{each}.{suffix}" for each in projections) for suffix in ("weight", "bias")}
 
 
 class Family:

@@ -107,8 +107,8 @@ class Corpus:
     def _is_even(self, first: _Beginning) -> bool:
         """Whether the hash alone holds out half to twice the share."""
         sizes = [(entry.hashed < self.holdout, entry.bytes) for entry in first.entries if entry.hashed is not None]
-        held, wanted = sum(size for chosen, size in sizes if chosen), self._wanted(sum(size for _, size in sizes))
-        return wanted / 2 <= held <= wanted * 2
+        wanted = self._wanted(sum(size for _, size in sizes))
+        return wanted / 2 <= sum(size for chosen, size in sizes if chosen) <= wanted * 2
 
     def _by_size(self, first: _Beginning) -> Iterator[Document]:
         """Few documents, in their order; one of them may be divided, and all its copies alike.
@@ -119,15 +119,15 @@ class Corpus:
         open_ones = [entry for entry in first.entries if entry.hashed is not None]
         wanted = self._wanted(sum(entry.bytes for entry in open_ones))
         copies = Counter(entry.text for entry in open_ones)  # equal texts stay together
-        held: set[bytes] = set()
+        validation_texts: set[bytes] = set()
         divided, size = b"", 0
         for entry in sorted(open_ones, key=lambda entry: (copies[entry.text], entry.hashed)):
-            if entry.text in held:
+            if entry.text in validation_texts:
                 continue
             if size + entry.bytes * copies[entry.text] > wanted:
                 divided = entry.text if size < wanted / 2 else b""
                 break
-            held.add(entry.text)
+            validation_texts.add(entry.text)
             size += entry.bytes * copies[entry.text]
         share = (wanted - size) / max(1, copies[divided])
         only_copies = len(copies) == 1 and copies[divided] > 1 and not _can_divide(open_ones[0].bytes, share)
@@ -140,33 +140,33 @@ class Corpus:
             elif entry.text == divided:
                 yield from _divide(document, share)
             else:
-                yield document._replace(split=VALIDATION if entry.text in held else TRAIN)
+                yield document._replace(split=VALIDATION if entry.text in validation_texts else TRAIN)
 
     def _by_hash(self, documents: Iterable[Hashed]) -> Iterator[Document]:
         """The document with the lowest hash comes last, with its copies. If nothing was held out by then, they go to
         validation, or the first of them, if there are no other documents."""
-        lowest, kept, copies, others = 1.0, list[Document](), 0, False  # many copies, one text in memory
+        lowest, candidates, copies, others = 1.0, list[Document](), 0, False  # many copies, one text in memory
         split_of_lowest = VALIDATION if self.holdout else TRAIN
         for hashed, document in documents:
-            others |= bool(kept) and hashed != lowest
+            others |= bool(candidates) and hashed != lowest
             if hashed is None or hashed > lowest:
                 yield document
             elif hashed < self.holdout:
                 split_of_lowest = TRAIN
                 yield document._replace(split=VALIDATION)
             elif hashed < lowest:
-                yield from (earlier for earlier in kept for _ in range(copies))
-                lowest, kept, copies = hashed, [document], 1
+                yield from (earlier for earlier in candidates for _ in range(copies))
+                lowest, candidates, copies = hashed, [document], 1
             else:
-                kept, copies = [document], copies + 1
+                candidates, copies = [document], copies + 1
         same = repeat(split_of_lowest) if others or split_of_lowest == TRAIN else _first_held_out()
-        for document in kept:
+        for document in candidates:
             yield from (document._replace(split=split) for split in islice(same, copies))
 
     def _hashed(self, problems: Problems | None = None) -> Iterator[Hashed]:
         """The documents with their hashes. After a problem that may not be skipped, the others are looked for."""
         problems = Problems(self.skip_bad) if problems is None else problems
-        before, taken, searched = 0, 0, 0
+        before, train_bytes, searched = 0, 0, 0
         for part in self.parts:
             for item, position in part.read():
                 if isinstance(item, Problem):
@@ -178,13 +178,13 @@ class Corpus:
                 for text, data in _valid_pieces(text_of(item)):
                     searched += len(data) if problems.refusing else 0
                     hashed = unit_hash(data) if part.split is None else None
-                    taken += len(data) if part.split != VALIDATION else 0
-                    reached = before + position if self.limit is None else min(taken, self.limit)
+                    train_bytes += len(data) if part.split != VALIDATION else 0
+                    reached = before + position if self.limit is None else min(train_bytes, self.limit)
                     if not problems.refusing:
                         yield hashed, Document(text, len(data), part.split or TRAIN, reached, source)
                     elif searched > MAX_SEARCHED_BYTES:
                         problems.refuse(more=True)
-                    if self.limit is not None and taken >= self.limit:
+                    if self.limit is not None and train_bytes >= self.limit:
                         problems.refuse()
                         return
             before += part.size or 0
@@ -194,11 +194,11 @@ class Corpus:
         """About `limit` bytes of training text: the beginning of each part, in proportion to its size."""
         limit = min(limit, self.limit or limit)
         if (few := self._few_training_texts()) is not None:
-            taken = 0
+            sampled_bytes = 0
             for text in few:
-                if taken < limit:
+                if sampled_bytes < limit:
                     yield text
-                taken += len(text.encode())
+                sampled_bytes += len(text.encode())
             return
         total = _sum(part.size for part in self.parts)
         for part in self.parts:
@@ -265,24 +265,24 @@ class _Beginning:
         self.file.close()
 
 
-def _divide(document: Document, held: float) -> Iterator[Document]:
-    """The document with its last `held` bytes (1 KiB at least) in validation, cut where a line or a word begins.
+def _divide(document: Document, piece_bytes: float) -> Iterator[Document]:
+    """The document with its last `piece_bytes` (1 KiB at least) in validation, cut where a line or a word begins.
 
     One that is not twice as long goes there as a whole.
     """
-    text, held = document.text, max(held, _MIN_PIECE_BYTES)
-    if not _can_divide(document.bytes, held):
+    text, piece_bytes = document.text, max(piece_bytes, _MIN_PIECE_BYTES)
+    if not _can_divide(document.bytes, piece_bytes):
         yield document._replace(split=VALIDATION)
         return
-    at = len(text) - max(1, round(len(text) * held / document.bytes))
+    at = len(text) - max(1, round(len(text) * piece_bytes / document.bytes))
     ends = (end for end in (text.find("\n", at - 1), text.find(" ", at - 1)) if 0 <= end < (at + len(text)) // 2)
     at = next(ends, at - 1) + 1
     for part, split in ((text[:at], TRAIN), (text[at:], VALIDATION)):
         yield document._replace(text=part, bytes=len(part.encode()), split=split)
 
 
-def _can_divide(size: int, held: float) -> bool:
-    return size >= 2 * max(held, _MIN_PIECE_BYTES)
+def _can_divide(size: int, piece_bytes: float) -> bool:
+    return size >= 2 * max(piece_bytes, _MIN_PIECE_BYTES)
 
 
 def _first_held_out() -> Iterator[str]:

@@ -298,8 +298,8 @@ def _check(shard: Shard, facts: _Facts) -> None:
         )
 
 
-def _mismatch(path: Path, found: str, owner: str, expected: str) -> DataError:
+def _mismatch(path: Path, actual: str, owner: str, expected: str) -> DataError:
     return DataError(
-        f"{path} belongs to the tokenizer {found[:12]}…, but {owner} uses {expected[:12]}…: "
+        f"{path} belongs to the tokenizer {actual[:12]}…, but {owner} uses {expected[:12]}…: "
         "prepare the data with the same tokenizer"
     )

@@ -177,12 +177,12 @@ class _Prefetcher:
 def _fill(source: _Source, cursor: Cursor, queue: Queue[Any], stopped: Event) -> None:
     while not stopped.is_set():
         try:
-            made = source.make(cursor)
+            item = source.make(cursor)
         except BaseException as error:  # raised in the thread that asks for the batch
             queue.put(error)
             return
-        queue.put(made)
-        cursor = made[1]
+        queue.put(item)
+        cursor = item[1]
 
 
 def validation_batches(
@@ -276,16 +276,16 @@ class Order:
 
     def take(self, cursor: Cursor, count: int) -> tuple[np.ndarray, Cursor]:
         """First tokens, int64 [count], of the next `count` windows, and the cursor after them."""
-        taken = []
+        parts = []
         while count > 0:
             epoch, position = cursor
             windows = self.windows(epoch)
             stop = min(windows, position + count)
             shuffled = permute(np.arange(position, stop), windows, _key(self.seed, epoch, 1))
-            taken.append(self.offset(epoch) + shuffled * self.sequence)
+            parts.append(self.offset(epoch) + shuffled * self.sequence)
             count -= stop - position
             cursor = Cursor(epoch, stop) if stop < windows else Cursor(epoch + 1, 0)
-        return np.concatenate(taken), cursor
+        return np.concatenate(parts), cursor
 
 
 def permute(items: np.ndarray, size: int, key: int) -> np.ndarray:

@@ -67,21 +67,21 @@ class Overlap(NamedTuple):
 
 def trained_copies(train: Fingerprints, validation: Fingerprints) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Blocks of training documents, with a mask of those that are in the validation text."""
-    for trained in train.blocks():
-        copied = np.zeros(len(trained), bool)
-        for held in validation.blocks():
-            copied |= np.isin(trained[:, NEAR], held[:, NEAR])
-        yield trained, copied
+    for train_block in train.blocks():
+        copied = np.zeros(len(train_block), bool)
+        for validation_block in validation.blocks():
+            copied |= np.isin(train_block[:, NEAR], validation_block[:, NEAR])
+        yield train_block, copied
 
 
 def find_overlap(train: Fingerprints, validation: Fingerprints) -> Overlap:
     """Count the documents that two splits share."""
     exact = near = 0
-    for held in validation.blocks():
-        same = np.zeros((len(held), 2), bool)
-        for trained in train.blocks():
+    for validation_block in validation.blocks():
+        same = np.zeros((len(validation_block), 2), bool)
+        for train_block in train.blocks():
             for column in (EXACT, NEAR):
-                same[:, column] |= np.isin(held[:, column], trained[:, column])
+                same[:, column] |= np.isin(validation_block[:, column], train_block[:, column])
         exact += int(same[:, EXACT].sum())
         near += int((same[:, NEAR] & ~same[:, EXACT]).sum())
     copies = sum(int(mask.sum()) for _, mask in trained_copies(train, validation)) if exact or near else 0

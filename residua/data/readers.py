@@ -242,24 +242,24 @@ def plain_documents(lines: Iterable[str]) -> Iterator[str]:
     A document ends at `<|endoftext|>`. One longer than `DOCUMENT_CHARACTERS` ends at the next blank line, or after
     twice that length at the next line end. Lines longer than `MAX_DOCUMENT_BYTES` are cut by `cut`.
     """
-    held: list[str] = []
+    pending: list[str] = []
     size, long = 0, False
     for line in lines:
         *ended, rest = line.split(SEPARATOR)
         for end in ended:
-            yield "".join([*held, end])
-            held, size = [], 0
-        held.append(rest)
+            yield "".join([*pending, end])
+            pending, size = [], 0
+        pending.append(rest)
         size += len(rest)
         was_long, long = long, _goes_on(line)
         if was_long or long:
-            *pieces, rest = cut("".join(held))
+            *pieces, rest = cut("".join(pending))
             yield from pieces
-            held, size = [rest], len(rest)
+            pending, size = [rest], len(rest)
         elif size >= DOCUMENT_CHARACTERS and (not rest.strip() or size >= 2 * DOCUMENT_CHARACTERS):
-            yield "".join(held)
-            held, size = [], 0
-    yield "".join(held)
+            yield "".join(pending)
+            pending, size = [], 0
+    yield "".join(pending)
 
 
 def cut(text: str) -> Iterator[str]:
@@ -339,14 +339,14 @@ def _parquet(path: Path, field: str) -> Documents:
         problem = f"{path} has a page of {page:,} bytes, and {MAX_PAGE_BYTES:,} are the most"
         yield Problem("file", "with too large a page", problem, "write it with smaller pages"), 0
         return
-    size, rows, seen = path.stat().st_size, max(1, file.metadata.num_rows), 0
+    size, rows, row = path.stat().st_size, max(1, file.metadata.num_rows), 0
     # no value is larger than a page, but each row of a batch may be a value of the same page
     batches = file.iter_batches(batch_size=min(256, max(1, MAX_PAGE_BYTES // max(1, page))), columns=[field])
     for batch in batches:
         for text in batch.column(0):
-            seen += 1
-            where = f"{path}, row {seen}"
-            yield _text_of({field: text.as_py()}, field, where, unit="row"), size * seen // rows
+            row += 1
+            where = f"{path}, row {row}"
+            yield _text_of({field: text.as_py()}, field, where, unit="row"), size * row // rows
 
 
 def read_hub(name: str, config: str | None, field: str) -> Documents:

@@ -63,8 +63,8 @@ def vocabulary(data: DataConfig) -> int:
 
 def names_vocabulary(source: str, changes: Sequence[str]) -> bool:
     """Whether the file of a run, or a change to it, gives the model's vocabulary; else it is that of the text."""
-    asked = any(change.replace(" ", "").startswith("model.vocab_size=") for change in changes)
-    return asked or (source.endswith(".toml") and "vocab_size" in read_toml(source).get("model", {}))
+    overridden = any(change.replace(" ", "").startswith("model.vocab_size=") for change in changes)
+    return overridden or (source.endswith(".toml") and "vocab_size" in read_toml(source).get("model", {}))
 
 
 def _prepared(path: Path) -> Dataset:

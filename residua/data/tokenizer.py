@@ -198,8 +198,8 @@ class Tokenizer:
         self.require_known([self.end_of_text], vocab_size, f"by the tokenizer in {folder}, texts end in", ends)
         plain = set(self.backend.get_vocab(with_added_tokens=False).values())
         largest = max(plain - self.backend.get_added_tokens_decoder().keys(), default=0)
-        own = "they do not belong together, use the model's own tokenizer"
-        self.require_known([largest], vocab_size, f"the tokenizer in {folder} makes", own)
+        hint = "they do not belong together, use the model's own tokenizer"
+        self.require_known([largest], vocab_size, f"the tokenizer in {folder} makes", hint)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens are shown."""

@@ -121,9 +121,9 @@ def find_tasks(
     for name in wanted:
         if name not in known:
             near = get_close_matches(name, known, n=1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            suggestion = f"did you mean {near[0]}? " if near else ""
             raise UserError(
-                f"lm-eval has no task {name}: {meant}`lm_eval ls tasks` lists them; --task-dir reads local files."
+                f"lm-eval has no task {name}: {suggestion}`lm_eval ls tasks` lists them; --task-dir reads local files."
             )
         if not allow_code and runs_code(name, manager.task_index):
             raise UserError(
@@ -192,26 +192,26 @@ def evaluate_with_harness(
     for number, tasks in rounds.items():
         try:
             with _code(allow_code):
-                made = simple_evaluate(
+                report = simple_evaluate(
                     model=ResiduaLM(scorer, generator), tasks=tasks, num_fewshot=number, limit=limit,
                     task_manager=manager, log_samples=False, bootstrap_iters=BOOTSTRAPS,
                     confirm_run_unsafe_code=allow_code, **settings,
                 )  # fmt: skip
         except ConnectionError as error:
             raise UserError(f"lm-eval could not download a task ({error}): --task-dir reads local files.") from None
-        assert made is not None
-        given = made.get("n-shot", {})
-        for task, found in made["results"].items():
-            results[task] = {**found, **({SHOTS: given[task]} if task in given else {})}
+        assert report is not None
+        n_shot = report.get("n-shot", {})
+        for task, scores in report["results"].items():
+            results[task] = {**scores, **({SHOTS: n_shot[task]} if task in n_shot else {})}
     return results
 
 
 def reported(results: dict[str, dict[str, Any]]) -> dict[str, Accuracy]:
     """From the harness's results, the metric of each task that papers report."""
-    found = {}
+    accuracies = {}
     for task, metrics in results.items():
         name = find_prompt(task).metric
         value, error = metrics.get(f"{name},none"), metrics.get(f"{name}_stderr,none")
         if isinstance(value, float):
-            found[task] = Accuracy(value, error if isinstance(error, float) else None)
-    return found
+            accuracies[task] = Accuracy(value, error if isinstance(error, float) else None)
+    return accuracies

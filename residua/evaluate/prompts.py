@@ -105,8 +105,8 @@ def _lettered(template: str, strip: bool = True) -> Callable[[Record], Question]
     """The choices are in the context; their letters are scored. `strip`: without white space around the question."""
 
     def ask(record: Record) -> Question:
-        asked = {**record, "question": str(record["question"]).strip()} if strip else record
-        context = f"{template.format_map(asked)}\n{_listed(record)}Answer:"
+        fields = {**record, "question": str(record["question"]).strip()} if strip else record
+        context = f"{template.format_map(fields)}\n{_listed(record)}Answer:"
         return _after(context, ascii_uppercase[: len(record["choices"])], record["answer"])
 
     return ask

@@ -76,17 +76,17 @@ class Scorer:
         Spaces at the end of the context move to the continuation, the two are encoded together, and an empty context
         becomes the end-of-text token.
         """
-        each, found = iter(texts), list[Pair]()
+        each, pairs = iter(texts), list[Pair]()
         while some := list(islice(each, AT_ONCE)):
-            found += self._some_pairs(some)
-        return found
+            pairs += self._some_pairs(some)
+        return pairs
 
     def _some_pairs(self, texts: list[tuple[str, str]]) -> list[Pair]:
-        kept = [(context.rstrip(), context + continuation) for context, continuation in texts]
-        contexts = list(dict.fromkeys(context for context, _ in kept))  # choices of a question share theirs
-        encoded = self.tokenizer.encode_batch([*contexts, *(whole for _, whole in kept)])
+        texts_to_encode = [(context.rstrip(), context + continuation) for context, continuation in texts]
+        contexts = list(dict.fromkeys(context for context, _ in texts_to_encode))  # choices of a question share theirs
+        encoded = self.tokenizer.encode_batch([*contexts, *(whole for _, whole in texts_to_encode)])
         known = dict(zip(contexts, encoded, strict=False))
-        wholes = zip(kept, encoded[len(contexts) :], strict=True)
+        wholes = zip(texts_to_encode, encoded[len(contexts) :], strict=True)
         return [
             Pair(known[context] or [self.tokenizer.end_of_text], whole[len(known[context]) :])
             for (context, _), whole in wholes

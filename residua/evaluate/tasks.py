@@ -87,8 +87,8 @@ def open_tasks(
                 refuse_text(text, "a file with questions")
             raise UserError(f"{folder} holds no task {_hint(task, name, list(files))}")
     return [
-        read_task(task, files[task], shots=(own or 0) if shots is None else shots, split=split, limit=limit)
-        for task, (_, own) in wanted.items()
+        read_task(task, files[task], shots=(usual or 0) if shots is None else shots, split=split, limit=limit)
+        for task, (_, usual) in wanted.items()
     ]
 
 
@@ -102,12 +102,12 @@ def read_task(name: str, path: Path, *, shots: int, split: str | None = None, li
     chosen = split or next((s for s in EVALUATED if s in splits), "")
     if chosen not in splits:
         raise UserError(f"{path} has no {split or 'test or validation'} split, only {', '.join(sorted(splits))}.")
-    asked = [record for record in records if record["split"] == chosen]
-    if limit is not None and limit < len(asked):
-        asked = [asked[i] for i in spread([subject_of(record) for record in asked], limit)]
+    rows = [record for record in records if record["split"] == chosen]
+    if limit is not None and limit < len(rows):
+        rows = [rows[i] for i in spread([subject_of(record) for record in rows], limit)]
     prefix = _Examples(name, path, shots, [record for record in records if record["split"] == "train"])
     questions = []
-    for record in asked:
+    for record in rows:
         before, question = prefix(record), _form(name, record, path)
         questions.append(question._replace(contexts=[before + context for context in question.contexts]))
     return Task(name, chosen, shots, questions, find_prompt(name).metric)
@@ -121,10 +121,10 @@ def spread(subjects: Sequence[str], limit: int) -> list[int]:
     places: dict[str, list[int]] = {}
     for place, subject in enumerate(subjects):
         places.setdefault(subject, []).append(place)
-    turns = sorted((i / len(own), own[i], subject) for subject, own in places.items() for i in range(len(own)))
+    turns = sorted((i / len(rows), rows[i], subject) for subject, rows in places.items() for i in range(len(rows)))
     quotas = Counter(subject for *_, subject in turns[:limit])
     return sorted(
-        own[j * len(own) // quotas[subject]] for subject, own in places.items() for j in range(quotas[subject])
+        rows[j * len(rows) // quotas[subject]] for subject, rows in places.items() for j in range(quotas[subject])
     )
 
 
@@ -214,10 +214,10 @@ def _form(name: str, record: Mapping[str, Any], path: Path) -> Question:
         refuse(f"{path}, question {record.get('id', '?')}: {error}", _HINT)
 
 
-def _hint(task: str, asked: str, files: list[str]) -> str:
+def _hint(task: str, request: str, files: list[str]) -> str:
     """`arc_esay: did you mean arc_easy?` for a misspelled name, else the list of tasks."""
-    near = get_close_matches(task, [*files, *GROUPS], n=1) if task == asked else []
-    member = "" if task == asked else f", one of {asked}"
+    near = get_close_matches(task, [*files, *GROUPS], n=1) if task == request else []
+    member = "" if task == request else f", one of {request}"
     return f"{task}{member}: " + (
         f"did you mean {near[0]}?" if near else f"it has {', '.join(files) or 'no file such as piqa.jsonl'}."
     )

@@ -66,7 +66,7 @@ def export(
         written = Precision(PRECISIONS[precision])
     card = model_card(model, push_to or out.name, Trained(run, which), own_code=layout == RESIDUA)
     if layout == RESIDUA:
-        difference = write_folder(model, tokenizer, out, written, kept=companions(run), card=card)
+        difference = write_folder(model, tokenizer, out, written, extras=companions(run), card=card)
     else:
         difference = write_layout(model, tokenizer, run, out, layout, written, card)
     address = None if push_to is None else push(out, push_to, public=public)

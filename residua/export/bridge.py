@@ -62,8 +62,8 @@ class Recurrent:
     def state(self) -> tuple[Tensor | None, Tensor | None]:
         if self.cache is None or not self.cache.has_previous_state(self.layer):
             return None, None
-        kept = self.cache.layers[self.layer]
-        return kept.conv_states[0].transpose(1, 2), kept.recurrent_states[0]
+        layer_cache = self.cache.layers[self.layer]
+        return layer_cache.conv_states[0].transpose(1, 2), layer_cache.recurrent_states[0]
 
     def keep(self, state: tuple[Tensor, Tensor]) -> None:
         if self.cache is not None:

@@ -135,7 +135,7 @@ class Bundle:
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.homes, self.users = model, _homes(model), users_modules(model)
-        self.own = {"residua", *(module.split(".")[0] for module in self.users)}
+        self.bundled_packages = {"residua", *(module.split(".")[0] for module in self.users)}
         self.files = dict(FILES)
         self.waiting: list[str] = []
         self.operators: dict[str, Place] = {}
@@ -166,7 +166,7 @@ class Bundle:
 
     def travels(self, module: str) -> bool:
         """Whether imports of a module are rewritten: Residua's, those of a person, and pydantic's."""
-        return module.split(".")[0] in self.own or module == "pydantic" or modules.is_users(module)
+        return module.split(".")[0] in self.bundled_packages or module == "pydantic" or modules.is_users(module)
 
     def place(self, importer: str, module: str, name: str | None) -> Place | None:
         """Where `importer` finds `name` of a module, or the module itself; None if its import stays as it is."""

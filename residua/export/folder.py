@@ -62,12 +62,12 @@ class Precision:
     @classmethod
     def as_stored(cls, dtypes: Mapping[str, torch.dtype], tensors: Mapping[str, Tensor]) -> Precision:
         """The dtypes that weights have in their folder; float64 becomes float32, which models are opened in."""
-        kept = {name: torch.float32 if dtype is torch.float64 else dtype for name, dtype in dtypes.items()}
+        stored_dtypes = {name: torch.float32 if dtype is torch.float64 else dtype for name, dtype in dtypes.items()}
         values: Counter[torch.dtype] = Counter()
         for name, tensor in tensors.items():
-            values[kept.get(name, torch.float32)] += tensor.numel()
+            values[stored_dtypes.get(name, torch.float32)] += tensor.numel()
         ((main, _),) = values.most_common(1)
-        return cls(main, kept)
+        return cls(main, stored_dtypes)
 
     @property
     def name(self) -> str:
@@ -104,22 +104,22 @@ def write_folder(
     out: Path,
     precision: Precision = FLOAT32,
     check: bool = True,
-    kept: Mapping[str, Path] | None = None,
+    extras: Mapping[str, Path] | None = None,
     card: str | None = None,
 ) -> float | None:
     """Write an export; `out` must not exist, or be an empty folder. Returns what `check_export` finds.
 
-    `kept` are the `companions` of the model's folder, which this one gets too.
+    `extras` are the `companions` of the model's folder, which this one gets too.
     """
     refuse_used(out)
     with atomic_folder(out) as folder:
-        _fill(folder, model, tokenizer, precision, kept or {})
+        _fill(folder, model, tokenizer, precision, extras or {})
         (folder / CARD_FILE).write_text(card or model_card(model, out.name), encoding="utf-8")
         return check_export(folder, model, precision.rounds) if check else None
 
 
-def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, precision: Precision, kept: Mapping[str, Path]) -> None:
-    special = end_tokens(tokenizer, kept)
+def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, precision: Precision, extras: Mapping[str, Path]) -> None:
+    special = end_tokens(tokenizer, extras)
     config: dict[str, Any] = {
         "architectures": ["ResiduaForCausalLM"],
         "auto_map": AUTO_MAP,
@@ -134,14 +134,14 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, precision: Precisi
         config["implementation"] = "file"
     texts = {
         "config.json": json_text(config),
-        GENERATION: json_text(generation_config(special, kept)),
-        "tokenizer_config.json": json_text(tokenizer_config(tokenizer, model.config, kept)),
+        GENERATION: json_text(generation_config(special, extras)),
+        "tokenizer_config.json": json_text(tokenizer_config(tokenizer, model.config, extras)),
         **bundle(model, __version__),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
-    for name in kept.keys() - set(texts):
-        shutil.copyfile(kept[name], folder / name)
+    for name in extras.keys() - set(texts):
+        shutil.copyfile(extras[name], folder / name)
     tokenizer.save(folder / "tokenizer.json")
     tensors = {
         exported_name(name): tensor.detach().to(precision.of(name)) if tensor.is_floating_point() else tensor
@@ -177,21 +177,21 @@ def _standard_names(config: ModelConfig) -> dict[str, Any]:
     return names
 
 
-def end_tokens(tokenizer: Tokenizer, kept: Mapping[str, Path]) -> dict[str, Any]:
+def end_tokens(tokenizer: Tokenizer, extras: Mapping[str, Path]) -> dict[str, Any]:
     """The ids that transformers needs to end and to pad a text: those that were kept, else the tokenizer's own."""
-    ids, end = end_ids(kept), tokenizer.end_of_text
+    ids, end = end_ids(extras), tokenizer.end_of_text
     return ids if "eos_token_id" in ids else {"eos_token_id": end, "pad_token_id": end, **ids}
 
 
-def generation_config(special: Mapping[str, Any], kept: Mapping[str, Path]) -> dict[str, Any]:
+def generation_config(special: Mapping[str, Any], extras: Mapping[str, Path]) -> dict[str, Any]:
     """generation_config.json: what was kept, with the ids of `special` if it does not say what ends a text."""
-    if GENERATION not in kept:
+    if GENERATION not in extras:
         return {"do_sample": False, **special}
-    settings = read_companion(kept, GENERATION)
+    settings = read_companion(extras, GENERATION)
     return settings if settings.get("eos_token_id") is not None else {**settings, **special}
 
 
-def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[str, Path]) -> dict[str, Any]:
+def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, extras: Mapping[str, Path]) -> dict[str, Any]:
     """tokenizer_config.json: what was kept, and what it leaves open as for a tokenizer that was made here.
 
     In the folder, the name of a special token inside a text is that token, as transformers' users expect. Residua's own
@@ -205,9 +205,9 @@ def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, kept: Mapping[st
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
     }
-    named = read_companion(kept, SPECIAL_TOKENS)
+    named = read_companion(extras, SPECIAL_TOKENS)
     settings = {key: value for key, value in defaults.items() if key not in named} | read_companion(
-        kept, TOKENIZER_CONFIG
+        extras, TOKENIZER_CONFIG
     )
     settings.pop("auto_map", None)  # code that does not travel
     # tokenizer.json is the whole truth: other classes of transformers make parts of it anew
@@ -230,10 +230,10 @@ def write_layout(
     """
     refuse_used(out)
     family = find_family(layout)
-    kept = companions(run)
-    before = read_companion(kept, CONFIG)
+    extras = companions(run)
+    before = read_companion(extras, CONFIG)
     if before.get("model_type") != layout:
-        before = end_tokens(tokenizer, kept)
+        before = end_tokens(tokenizer, extras)
     before.pop("torch_dtype", None)
     try:
         keys = family.write(model.config) | {key: before[key] for key in family.FREE if key in before}
@@ -244,11 +244,11 @@ def write_layout(
         config = {**before, **keys, "dtype": precision.name}
         (folder / "config.json").write_text(json_text(config), encoding="utf-8")
         (folder / CARD_FILE).write_text(card or model_card(model, out.name, own_code=False), encoding="utf-8")
-        if TOKENIZER_CONFIG not in kept:
-            text = json_text(tokenizer_config(tokenizer, model.config, kept))
+        if TOKENIZER_CONFIG not in extras:
+            text = json_text(tokenizer_config(tokenizer, model.config, extras))
             (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
-        for name in kept.keys() - {CONFIG}:
-            shutil.copyfile(kept[name], folder / name)
+        for name in extras.keys() - {CONFIG}:
+            shutil.copyfile(extras[name], folder / name)
         shutil.copyfile(inside(run, "tokenizer.json"), folder / "tokenizer.json")
         tensors = model.state_dict()
         dtypes = [precision.of_rule(rule, tensors[rule.ours]) for rule in rules]

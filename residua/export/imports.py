@@ -132,8 +132,8 @@ class _Rewriting:
         copied = {bound: place for bound, place in places.items() if place is not None}
         if not copied:
             return None
-        kept = [ast.alias(name, bound if bound != name else None) for bound, name in names.items() if not places[bound]]
-        return [*([ast.unparse(ast.ImportFrom(home, kept, 0))] if kept else []), *import_lines(copied)]
+        rest = [ast.alias(name, bound if bound != name else None) for bound, name in names.items() if not places[bound]]
+        return [*([ast.unparse(ast.ImportFrom(home, rest, 0))] if rest else []), *import_lines(copied)]
 
     def _import(self, node: ast.Import) -> list[str] | None:
         """`import x.y as z` finds the file's own module; what `import x.y` binds is rewritten where it is used."""

@@ -140,14 +140,14 @@ class ResiduaModel(ResiduaPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         mask = attention_mask if _is_needed(attention_mask, cached=past_key_values is not None) else None
         host = _host_attention(self.config, kwargs)
-        seen = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        with offloaded_weights(self.decoder), _layer_inputs(self.decoder.sublayers[::2] if seen else ()) as inputs:
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        with offloaded_weights(self.decoder), _layer_inputs(self.decoder.sublayers[::2] if wanted else ()) as inputs:
             if past_key_values is None and mask is None and host is None:
                 hidden = self.decoder.hidden(tokens, _documents(position_ids))
             else:
                 past = Past(past_key_values, self.config.layer_types, tokens, mask, position_ids, host)
                 hidden = self.decoder.hidden(tokens, cache=past)
-        states: Any = (*inputs, hidden) if seen else None
+        states: Any = (*inputs, hidden) if wanted else None
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden, past_key_values=past_key_values, hidden_states=states
         )
@@ -158,7 +158,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
 def _layer_inputs(sublayers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect what these sublayers are called with."""
     inputs: list[Tensor] = []
-    hooks = [s.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for s in sublayers]
+    hooks = [s.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for s in sublayers]
     try:
         yield inputs
     finally:
@@ -301,8 +301,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         """
         inputs = (input_ids, attention_mask, position_ids, past_key_values, use_cache)
         outputs = self.model(*inputs, inputs_embeds, output_hidden_states, **kwargs)
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden = outputs.last_hidden_state[:, kept]
+        index = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden = outputs.last_hidden_state[:, index]
         logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
         loss = None
         if labels is not None:

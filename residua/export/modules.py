@@ -118,13 +118,13 @@ def defines_parts(module: str) -> bool:
 @cache
 def needs(module: str, package: str) -> bool:
     """Whether a module imports `package`, itself or through other modules of Residua."""
-    seen, waiting = set(), [module]
+    modules, waiting = set(), [module]
     while waiting:
         name = waiting.pop()
         if name.split(".")[0] == package:
             return True
-        if name.startswith("residua.") and name not in seen:
-            seen.add(name)
+        if name.startswith("residua.") and name not in modules:
+            modules.add(name)
             waiting += _imports(name)
     return False
 

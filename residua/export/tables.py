@@ -54,16 +54,16 @@ class _Tables:
     """The source written so far: classes and functions, each after what it needs when it is made, and single values."""
 
     def __init__(self, called: set[str]) -> None:
-        self.called, self.typing, self.seen = called, {"Any"}, set[str]()
+        self.called, self.typing, self.names = called, {"Any"}, set[str]()
         self.definitions: dict[str, str] = {}
         self.modules: list[str] = []
         self.values: list[str] = []
 
     def add(self, name: str, value: Any) -> None:
         """Write what `name` stands for in a module of `residua.config`."""
-        if name in self.seen:
+        if name in self.names:
             return
-        self.seen.add(name)
+        self.names.add(name)
         if getattr(value, "__module__", None) == "typing" and getattr(value, "__name__", None) == name:
             self.typing.add(name)
         elif isinstance(value, ModuleType):

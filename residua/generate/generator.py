@@ -137,12 +137,12 @@ class Generator:
         steps = self._decode(batch, logits, cache, request, progress or _silent)
         self._wait()
         ended = time.perf_counter()
-        made = [len(completion.tokens) for completion in batch.completions]
+        lengths = [len(completion.tokens) for completion in batch.completions]
         return batch.completions, Speed(
             prompt_tokens=sum(map(len, rows)),
             prefill_seconds=middle - began,
-            first_tokens=sum(map(bool, made)),
-            new_tokens=sum(made),
+            first_tokens=sum(map(bool, lengths)),
+            new_tokens=sum(lengths),
             steps=steps,
             decode_seconds=ended - middle,
             bytes_per_step=weight_bytes(self.model, len(rows)),
@@ -165,22 +165,22 @@ class Generator:
         seeds = [request.sampling.seed + i for i in range(len(batch.limits))]
         sampler = Sampler(request.sampling, seeds, max(batch.limits) + 1, self.tokenizer.vocab_size, logits.device)
         cache.static = self.engine != "eager"
-        tokens, taken = sampler(logits, 0), 0
+        tokens, steps = sampler(logits, 0), 0
         while True:
             arrival = Arrival(tokens)
-            going_on = taken + 1 < max(batch.limits)
+            going_on = steps + 1 < max(batch.limits)
             # start the next step before reading these tokens, so that the device does not wait for the host; only a
             # step that is not built yet comes after them, because its kernels may have to be compiled
             ahead = going_on and self._step is not None
             if ahead:
-                tokens, taken = sampler(self._built(cache)(tokens), taken + 1), taken + 1
+                tokens, steps = sampler(self._built(cache)(tokens), steps + 1), steps + 1
             ended = batch.add([int(token) for token in arrival.wait().tolist()], self.ends)
             ended = ended or not going_on
             if not (ahead or ended):
-                tokens, taken = sampler(self._built(cache)(tokens), taken + 1), taken + 1
-            progress(taken, max(batch.limits))
+                tokens, steps = sampler(self._built(cache)(tokens), steps + 1), steps + 1
+            progress(steps, max(batch.limits))
             if ended:
-                return taken
+                return steps
 
     def _built(self, cache: Cache) -> Step:
         self._step = self._step or build_step(self.model, cache, self.engine)
@@ -199,10 +199,10 @@ class Generator:
         return min(request.tokens, context - len(prompt))
 
     def _empty_cache(self, batch: int, capacity: int) -> Cache:
-        kept = self._cache
-        if kept is not None and len(kept.lengths) == batch and kept.capacity >= capacity:
-            kept.clear()
-            return kept
+        cache = self._cache
+        if cache is not None and len(cache.lengths) == batch and cache.capacity >= capacity:
+            cache.clear()
+            return cache
         self._step = None
         self._cache = self.model.new_cache(batch, capacity)
         return self._cache

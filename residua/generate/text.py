@@ -54,9 +54,9 @@ class TextStream:
 
     def _add(self, piece: str) -> str:
         self.text += piece
-        found = [at for stop in self._stop if (at := self.text.find(stop, max(0, self._shown))) >= 0]
-        if found:
-            self.text, self.stopped = self.text[: min(found)], True
+        stops = [at for stop in self._stop if (at := self.text.find(stop, max(0, self._shown))) >= 0]
+        if stops:
+            self.text, self.stopped = self.text[: min(stops)], True
         end = len(self.text) if self.stopped else len(self.text) - self._undecided()
         shown = self.text[self._shown : end]
         self._shown = max(self._shown, end)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 def integers(values: Iterable[int]) -> Tensor:
     """int64 [N], ten times as fast as `torch.tensor`, which looks at every number to find a type."""
-    held = values if isinstance(values, array) and values.typecode == "q" else array("q", values)
-    return torch.frombuffer(held, dtype=torch.int64) if held else torch.empty(0, dtype=torch.int64)
+    buffer = values if isinstance(values, array) and values.typecode == "q" else array("q", values)
+    return torch.frombuffer(buffer, dtype=torch.int64) if buffer else torch.empty(0, dtype=torch.int64)
 
 
 def padded(rows: Sequence[Sequence[int]], length: int) -> Tensor:

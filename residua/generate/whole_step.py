@@ -117,6 +117,6 @@ def _mixing(attentions: Sequence[SoftmaxAttention]) -> Tensor | None:
     one = attentions[0].project.weight.new_ones(heads, dtype=torch.float32)
     scales = [torch.stack((torch.zeros_like(one), one))]
     for attention in attentions[1:]:
-        own = cast("tuple[Tensor, Tensor]", attention.mix.value_scales())
-        scales.append(torch.stack([scale.float() for scale in own]))
+        layer_scales = cast("tuple[Tensor, Tensor]", attention.mix.value_scales())
+        scales.append(torch.stack([scale.float() for scale in layer_scales]))
     return torch.stack(scales)

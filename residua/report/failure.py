@@ -107,8 +107,8 @@ def _was_validated(error: BaseException) -> bool:
 
 def _sentence(error: BaseException, place: Place | None, bug: bool) -> str:
     if not bug:
-        own = place is None or (place.raised and isinstance(place.error, UserError)) or bool(out_of_memory(error))
-        return terminal.say(error) if own else f"{terminal.say(error).rstrip('.')} (the plugin's line: {place})."
+        complete = place is None or (place.raised and isinstance(place.error, UserError)) or bool(out_of_memory(error))
+        return terminal.say(error) if complete else f"{terminal.say(error).rstrip('.')} (the plugin's line: {place})."
     first = error if place is None else place.error
     words = brief(f"{type(first).__name__}: {first}".removesuffix(": "))
     if place is not None:
@@ -124,9 +124,9 @@ def _trace(error: BaseException) -> str:
 
 def _without_command_line(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback below the library that reads the arguments."""
-    kept = trace
+    trimmed = trace
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("typer", "click"):
-            kept = trace.tb_next
+            trimmed = trace.tb_next
         trace = trace.tb_next
-    return kept
+    return trimmed

@@ -293,7 +293,7 @@ def forest(rows: Sequence[Estimate], x_title: str, *, reference: float = 0.0, he
     traces: list[dict[str, Any]] = []
     for place, row in enumerate(rows):
         ends = None if row.ends is None else (max(row.ends[0], low), min(row.ends[1], high))
-        said = escape(f"{row.name}: {row.text or format(row.value, '.4g')}{f', {row.detail}' if row.detail else ''}")
+        label = escape(f"{row.name}: {row.text or format(row.value, '.4g')}{f', {row.detail}' if row.detail else ''}")
         if ends is not None:
             traces.append(
                 {
@@ -305,7 +305,7 @@ def forest(rows: Sequence[Estimate], x_title: str, *, reference: float = 0.0, he
         traces.append(
             {
                 "type": "scatter", "x": [row.value], "y": [place], "mode": "markers", "name": escape(row.name),
-                "meta": of_series(row.name), "showlegend": False, "text": [said],
+                "meta": of_series(row.name), "showlegend": False, "text": [label],
                 "hovertemplate": "%{text}<extra></extra>",
                 "marker": {"color": row.colour, "size": 10, "symbol": row.symbol if ends else f"{row.symbol}-open",
                            "line": {"color": row.colour, "width": 0 if ends else 2}},

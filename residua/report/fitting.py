@@ -35,8 +35,8 @@ class FittingTable(Table):
         table = Table(header_style=self.header_style, box=self.box)
         for head, column, width in zip(cells[0], self.columns, widths, strict=True):
             table.add_column(head, justify=column.justify, width=width)
-        for row, given in zip(cells[1:], self.rows, strict=True):
-            table.add_row(*row, style=given.style)
+        for row, source_row in zip(cells[1:], self.rows, strict=True):
+            table.add_row(*row, style=source_row.style)
         return table
 
 

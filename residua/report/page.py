@@ -37,7 +37,7 @@ class Page:
         self.lead = lead
         self.tone = tone
         self._sections: list[Section] = []
-        self._made: dict[str, Cell] = {}
+        self._provenance: dict[str, Cell] = {}
         self._anchors: set[str] = set()
 
     def section(self, title: str, look_for: str = "") -> Section:
@@ -48,7 +48,7 @@ class Page:
 
     def made(self, facts: Mapping[str, Cell]) -> None:
         """How the page was made, at its foot: date, hardware, versions, commit, command."""
-        self._made |= facts
+        self._provenance |= facts
 
     def html(self, live: str = "", style: str = "") -> str:
         """The whole page as text. `live` is a script that may ask the page's own server for news, `style` is for it."""
@@ -65,7 +65,7 @@ class Page:
             lead=escape(self.lead),
             contents=contents,
             body="".join(section.html() for section in self._sections),
-            made=facts_list(self._made),
+            made=facts_list(self._provenance),
             style=_asset("page.css") + _asset("cards.css") + style,
             scripts=f"{scripts}<script>{_asset('page.js')}</script>" + (f"<script>{live}</script>" if live else ""),
             connect="; connect-src 'self'" if live else "",

@@ -157,18 +157,18 @@ class Scatter:
             {side: _label_box(point.name, centre, side) for side in _SIDES}
             for point, centre in zip(self.points, centres, strict=True)
         ]
-        taken: list[Box] = [*self._frame(), *((x - 6, y - 6, x + 6, y + 6) for x, y in centres)]
+        occupied: list[Box] = [*self._frame(), *((x - 6, y - 6, x + 6, y + 6) for x, y in centres)]
         light = [box for point in self.points for box in self._whisker_boxes(point)]
         light += [box for line in self.lines for box in self._line_boxes(line)]
         light = _near(light, [box for boxes in labels for box in boxes.values()])
         sides = []
         for boxes in labels:
             near = _near(light, boxes.values())
-            best = min(boxes, key=lambda side: sum(_overlap(boxes[side], box) for box in (*taken, *near)))
-            if free and any(_overlap(boxes[best], box) for box in taken):
+            best = min(boxes, key=lambda side: sum(_overlap(boxes[side], box) for box in (*occupied, *near)))
+            if free and any(_overlap(boxes[best], box) for box in occupied):
                 sides.append("")
                 continue
-            taken.append(boxes[best])
+            occupied.append(boxes[best])
             sides.append(best)
         return sides
 
@@ -182,20 +182,20 @@ class Scatter:
     def _line_boxes(self, line: Line) -> list[Box]:
         """Small boxes along a line, which labels keep clear of too."""
         places = [self._pixel(x, y) for x, y in zip(line.x, line.y, strict=True)]
-        found = []
+        boxes = []
         for (x1, y1), (x2, y2) in pairwise(places):
             count = max(1, int(math.hypot(x2 - x1, y2 - y1) / 8))
             for i in range(count + 1):
                 x, y = x1 + (x2 - x1) * i / count, y1 + (y2 - y1) * i / count
-                found.append((x - 2, y - 2, x + 2, y + 2))
-        return found
+                boxes.append((x - 2, y - 2, x + 2, y + 2))
+        return boxes
 
     def _whisker_boxes(self, point: Point) -> list[Box]:
-        found = []
+        boxes = []
         for ends, across in ((point.x_ends, True), (point.y_ends, False)):
             for (x1, y1), (x2, y2) in self._whisker(point, ends, across):
-                found.append((min(x1, x2) - 1, min(y1, y2) - 1, max(x1, x2) + 1, max(y1, y2) + 1))
-        return found
+                boxes.append((min(x1, x2) - 1, min(y1, y2) - 1, max(x1, x2) + 1, max(y1, y2) + 1))
+        return boxes
 
     def _whisker(
         self, point: Point, ends: tuple[float, float] | None, across: bool

@@ -148,13 +148,13 @@ class Section:
         """Places for plots of a live page, side by side: name, then title and caption. Hidden until they are filled."""
         self.has_figures = True
         empty = '<script type="application/json">{"data": [], "layout": {}}</script>'
-        made = [
+        slots = [
             f'<figure hidden><p class="figure-title">{escape(title)}</p><div class="plot" id="live-{escape(name)}" '
             f'role="group" aria-label="{escape(title)}, {escape(caption)}" style="height:300px">{empty}</div>'
             f"{_caption(caption)}</figure>"
             for name, (title, caption) in figures.items()
         ]
-        self._parts.append(f'<div class="beside">{"".join(made)}</div>')
+        self._parts.append(f'<div class="beside">{"".join(slots)}</div>')
 
     def _figure(self, picture: Picture) -> str:
         title = f'<p class="figure-title">{escape(picture.title)}</p>' if picture.title else ""

@@ -82,15 +82,15 @@ class Checkpoint:
 def checkpoints(run: Path) -> list[Checkpoint]:
     """The finished checkpoints of a run, oldest first."""
     folder = inside(run, FOLDER)
-    found = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
-    for _, path in found:
+    matches = [(match, path) for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    for _, path in matches:
         inside(run, f"{FOLDER}/{path.name}")
-    return sorted((Checkpoint(path, int(match[1])) for match, path in found), key=lambda c: c.step)
+    return sorted((Checkpoint(path, int(match[1])) for match, path in matches), key=lambda c: c.step)
 
 
-def best(found: list[Checkpoint]) -> Checkpoint | None:
+def best(candidates: list[Checkpoint]) -> Checkpoint | None:
     """The checkpoint with the lowest validation loss; the earliest if several have it."""
-    scored = [(loss, c) for c in found if (loss := c.validation_loss) is not None]
+    scored = [(loss, c) for c in candidates if (loss := c.validation_loss) is not None]
     return min(scored, key=lambda pair: pair[0])[1] if scored else None
 
 
@@ -116,14 +116,14 @@ def prune(run: Path, keep: int) -> None:
     """Remove leftovers of killed saves, and all checkpoints but the last `keep` and the best."""
     for leftover in (run / FOLDER).glob(f"{UNFINISHED}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    found = checkpoints(run)
-    if len(found) <= keep:
+    candidates = checkpoints(run)
+    if len(candidates) <= keep:
         return
     try:
-        winner = best(found)
+        winner = best(candidates)
     except ReadError:  # nobody knows which is the best: keep all
         return
-    for old in found[:-keep]:
+    for old in candidates[:-keep]:
         if old != winner:
             # Renamed first: a kill during the removal must not leave an incomplete `step-N`.
             doomed = unfinished(old.path)
@@ -135,8 +135,8 @@ def prune(run: Path, keep: int) -> None:
 
 def what_is_left(run: Path) -> str:
     """A clause for an error message: the checkpoint to resume from."""
-    found = checkpoints(run)
-    return f"the last good checkpoint is {found[-1].path}" if found else "no checkpoint had been written yet"
+    survivors = checkpoints(run)
+    return f"the last good checkpoint is {survivors[-1].path}" if survivors else "no checkpoint had been written yet"
 
 
 def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:

@@ -243,14 +243,14 @@ class Source:
         """Refuse tensors that are missing, have another shape, or are not the family's."""
         left = set(self._tensors)
         for rule in self.rules:
-            for name, asked in rule.shapes():
+            for name, expected in rule.shapes():
                 if name not in self._tensors:
                     raise UserError(f"{self.folder} lacks tensor {name!r}, which its config.json asks for: {AGAIN}.")
                 shape = self._tensors[name].shape
-                if shape != asked:
+                if shape != expected:
                     raise UserError(
                         f"{self.folder} holds {name!r} with shape {list(shape)}, but its config.json asks for "
-                        f"{list(asked)}: {AGAIN}."
+                        f"{list(expected)}: {AGAIN}."
                     )
                 left.discard(name)
         if self.config.head.kind == "tied":

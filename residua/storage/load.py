@@ -96,8 +96,8 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
         raise UserError(f"{run} is no run: name one, or make one of a Hugging Face model with residua import.")
     config = RunConfig.from_toml(at / "config.toml")
     changes = [f"train.start={toml_string(at)}", f"model.vocab_size={config.model.vocab_size}"]
-    if (own := own_tokenizer(at)) is not None:
-        changes.append(f"data.tokenizer={toml_string(own)}")
+    if (tokenizer := own_tokenizer(at)) is not None:
+        changes.append(f"data.tokenizer={toml_string(tokenizer)}")
     return str(at / "config.toml"), changes
 
 
@@ -140,8 +140,8 @@ def own_tokenizer(run: Path) -> Path | None:
 def _choose(run: Path, which: Literal["last", "best"]) -> Checkpoint:
     if which not in ("last", "best"):
         raise UserError(f"there is no checkpoint {which!r}: choose 'last' or 'best'.")
-    found = checkpoints(run)
-    chosen = best(found) if which == "best" else next(reversed(found), None)
+    candidates = checkpoints(run)
+    chosen = best(candidates) if which == "best" else next(reversed(candidates), None)
     if chosen is None:
         scored = " with a validation loss" * (which == "best")
         raise UserError(f"{run} holds no checkpoint{scored}: train it first.")

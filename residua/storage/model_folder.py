@@ -100,8 +100,8 @@ def open_text(folder: Path, model: ModelConfig, data: Path | None) -> tuple[Data
     if data is None and inside(folder, SOURCE).is_dir():
         open_tokenizer(folder)  # refuses a folder without one
     config = RunConfig.from_toml(recorded) if recorded.exists() else RunConfig(model=model)
-    own = own_tokenizer(folder)
-    changes = ({} if own is None else {"tokenizer": str(own)}) | ({} if data is None else {"path": str(data)})
+    path = own_tokenizer(folder)
+    changes = ({} if path is None else {"tokenizer": str(path)}) | ({} if data is None else {"path": str(data)})
     config = config.model_copy(update={"data": config.data.model_copy(update=changes)})
     dataset = find_data(config) if data is None else Dataset.open(data)
     named = shlex.quote(str(tokenizer))

@@ -58,10 +58,10 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]], made: Sequence[Path] = ()
+        self, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]], new_folders: Sequence[Path] = ()
     ) -> None:
         self.folder, self.config = folder, config
-        self._changes, self._made = changes, made
+        self._changes, self._new_folders = changes, new_folders
         self._stale: tuple[Path, ...] = ()  # what an earlier run in the folder took from elsewhere
         self._begun = False
         self._lock = self._take()
@@ -84,13 +84,13 @@ class Run:
         refuse_blocked(folder)
         if folder.exists() and any(not p.name.startswith(_OURS) for p in folder.iterdir()):
             raise ConfigError(f"{folder} is not empty: {advice}.")
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-            return cls(folder, config, {}, made)
+            return cls(folder, config, {}, new_folders)
         except OSError:
-            _remove_empty(made)
+            _remove_empty(new_folders)
             raise
 
     @classmethod
@@ -190,11 +190,11 @@ class Run:
         `anew`: the run begins at step 1, maybe again and on another text, so a tokenizer that it has is replaced.
         """
         for name in ("tokenizer.json", SETTINGS):
-            found, target = source.with_name(name), inside(self.folder, name)
-            if anew and not found.exists():
+            original, target = source.with_name(name), inside(self.folder, name)
+            if anew and not original.exists():
                 target.unlink(missing_ok=True)
-            if found.exists() and (anew or not target.exists()):
-                write_atomically(target, read_text(found, "prepare the data again"))
+            if original.exists() and (anew or not target.exists()):
+                write_atomically(target, read_text(original, "prepare the data again"))
 
     def keep_companions(self, start: Path) -> None:
         """Copy what the folder of the model to start from holds beside it, so that exports of this run have it too."""
@@ -208,10 +208,10 @@ class Run:
             return None
         names = (self.folder / f"metrics-lost-{number}.jsonl" for number in count(1))
         with writing(path, "it is where it was"):
-            kept = path.rename(next(name for name in names if not name.exists()))
+            backup = path.rename(next(name for name in names if not name.exists()))
         return (
             f"{self.folder} holds no checkpoint: starting again at step 1; the metrics up to step {lost[-1]['step']} "
-            f"are kept in {kept.name}."
+            f"are kept in {backup.name}."
         )
 
     def metrics(self, until: int) -> Metrics:
@@ -230,18 +230,18 @@ class Run:
         about["sessions"][-1] |= {"branch_of": self.folder.name, "until_step": step}
         about["sessions"][-1].pop("process", None)  # nobody trains the branch yet
         shared = [record for record in read_metrics(self.folder / METRICS) if record["step"] <= step]
-        with atomic_folder(folder) as made:
-            save(made)
-            write_atomically(made / METRICS, "".join(json.dumps(record) + "\n" for record in shared))
-            write_atomically(made / ENVIRONMENT, json.dumps(about, indent=1) + "\n")
-            write_atomically(made / "config.toml", config.to_toml())
+        with atomic_folder(folder) as staging:
+            save(staging)
+            write_atomically(staging / METRICS, "".join(json.dumps(record) + "\n" for record in shared))
+            write_atomically(staging / ENVIRONMENT, json.dumps(about, indent=1) + "\n")
+            write_atomically(staging / "config.toml", config.to_toml())
 
     def close(self) -> None:
         """Release the folder; if nothing was written to it, remove what `create` made."""
         if not (self.folder / "config.toml").exists():
             with suppress(OSError):
                 (self.folder / LOCK).unlink(missing_ok=True)
-            _remove_empty(self._made)
+            _remove_empty(self._new_folders)
         os.close(self._lock)
 
 
@@ -280,8 +280,8 @@ class Metrics:
     def __init__(self, path: Path | None, until: int = 0) -> None:
         self._file: AppendedFile | None = None
         if path is not None:
-            kept = [record for record in read_metrics(path) if record["step"] <= until]
-            write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+            records = [record for record in read_metrics(path) if record["step"] <= until]
+            write_atomically(path, "".join(json.dumps(record) + "\n" for record in records))
             self._file = AppendedFile(path)
 
     def write(self, record: dict[str, Any]) -> None:

@@ -121,9 +121,9 @@ class Saver:
 
     def nonfinite(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """The tensors that are not finite on any rank; every rank gets the same list."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, nonfinite({name: local(t) for name, t in tensors.items()}), group=self.group)
-        return list(dict.fromkeys(name for rank in found for name in rank))
+        by_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(by_rank, nonfinite({name: local(t) for name, t in tensors.items()}), group=self.group)
+        return list(dict.fromkeys(name for rank in by_rank for name in rank))
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -135,10 +135,10 @@ class _Writer(HuggingFaceStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         for rank, written in enumerate(results):
-            held: dict[str, set[str]] = {}
+            names_by_file: dict[str, set[str]] = {}
             for one in written:
-                held.setdefault(one.storage_data.relative_path, set()).add(one.index.fqn)
-            for name, tensors in held.items():
+                names_by_file.setdefault(one.storage_data.relative_path, set()).add(one.index.fqn)
+            for name, tensors in names_by_file.items():
                 if not _arrived(Path(self.path) / name, tensors):
                     reason = f"{name}, which rank {rank} wrote, is not whole in the folder of rank 0, so the nodes do "
                     raise OSError(errno.EIO, f"{reason}not share its disk any more")
@@ -169,9 +169,9 @@ def _cause(error: BaseException, path: Path) -> OSError:
     """What went wrong on the first rank that failed: PyTorch's own error lists the tracebacks of all ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    found = error if isinstance(error, OSError) else error.__cause__ or error.__context__
-    if isinstance(found, OSError):
-        return found
+    cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__
+    if isinstance(cause, OSError):
+        return cause
     words = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return as_os_error(UserError(words), path)
 
@@ -189,10 +189,10 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
     _check_rows(source, lambda: elsewhere(path))
     reader = HuggingFaceStorageReader(str(source))
     try:
-        held = reader.read_metadata().state_dict_metadata
+        metadata = reader.read_metadata().state_dict_metadata
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise damaged(source, path, error) from None
-    require_held(source, held, expected)  # PyTorch would silently leave missing rows unchanged
+    require_held(source, metadata, expected)  # PyTorch would silently leave missing rows unchanged
     wanted = {name: tensor.detach() for name, tensor in expected.items()}
     try:
         with quietly():
@@ -218,11 +218,11 @@ def _check_rows(source: Path, hint: Hint) -> None:
             check(parse_json(rows, where, hint), dict[str, _Rows], where, hint)
 
 
-def require_held(source: Path, held: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
+def require_held(source: Path, metadata: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
     """Refuse a checkpoint that lacks tensors or rows of them, or holds them in other shapes, by its description."""
     blame = "it was written by another configuration than config.toml."
     for name, tensor in expected.items():
-        stored = held.get(name)
+        stored = metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):
             raise UserError(f"{source} lacks tensor {name!r}: {blame}")
         shape = list(stored.size)

@@ -112,16 +112,16 @@ def weight_files(folder: Path, hint: Hint) -> list[Path]:
     return [inside(folder, name) for name in sorted(set(parts))]
 
 
-def fitting(where: Path, name: str, found: Tensor | None, expected: Tensor, hint: Hint) -> Tensor:
+def fitting(where: Path, name: str, tensor: Tensor | None, expected: Tensor, hint: Hint) -> Tensor:
     """The tensor found for a name. Refuses a missing one, and one whose shape or kind of number is not the model's."""
-    if found is None:
+    if tensor is None:
         refuse(f"{where} lacks tensor {name!r}", hint)
-    if found.shape != expected.shape:
-        shapes = f"shape {list(found.shape)} where the model has {list(expected.shape)}"
+    if tensor.shape != expected.shape:
+        shapes = f"shape {list(tensor.shape)} where the model has {list(expected.shape)}"
         refuse(f"{where} holds {name!r} with {shapes}", hint)
-    if found.is_floating_point() != expected.is_floating_point():
-        refuse(f"{where} holds {name!r} as {found.dtype} where the model has {expected.dtype}", hint)
-    return found
+    if tensor.is_floating_point() != expected.is_floating_point():
+        refuse(f"{where} holds {name!r} as {tensor.dtype} where the model has {expected.dtype}", hint)
+    return tensor
 
 
 @contextmanager
