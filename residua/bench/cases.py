@@ -67,7 +67,7 @@ class Case:
 def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
     """The cases by name; their tensors are made when one is called."""
     long = _sizes(shape, 8192)
-    made: dict[str, Callable[[Shape, torch.device], Case]] = {
+    makers: dict[str, Callable[[Shape, torch.device], Case]] = {
         "multi_gate": partial(_declared, "multi_gate", f"multi_gate, {shape.streams} streams"),
         "gated_norm": partial(_declared, "gated_norm", f"gated_norm, rank {shape.rank}"),
         "add_norm": partial(_declared, "add_norm", "add_norm"),
@@ -84,7 +84,7 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
         "expert_ffn": partial(_expert_ffn, "relu2"),
         "expert_ffn_swiglu": partial(_expert_ffn, "swiglu"),
     }
-    return {name: partial(make, shape, device) for name, make in made.items()}
+    return {name: partial(make, shape, device) for name, make in makers.items()}
 
 
 def depth_paths(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
@@ -125,10 +125,10 @@ def _declared(
     ]
 
     def function(*inputs: Tensor) -> Sequence[Tensor]:
-        given = list(leaves)
+        values = list(leaves)
         for i, x in zip(places, inputs, strict=True):
-            given[i] = x
-        args, settings = tree_unflatten(given, form)
+            values[i] = x
+        args, settings = tree_unflatten(values, form)
         results = run(*args, **settings)
         outputs = tree_leaves(results if example.only is None else results[example.only])
         return [y for y in outputs if y.requires_grad] or outputs

@@ -92,10 +92,10 @@ def _train(config: RunConfig, dataset: Dataset, device: torch.device, tell: Call
 
 
 def _digest(model: nn.Module) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for parameter in model.parameters():
-        found.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(parameter.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def print_curves(console: Console, config: RunConfig, device: torch.device, result: CurveResult) -> None:

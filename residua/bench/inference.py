@@ -193,10 +193,10 @@ def _kernels(step: Step, cache: Cache) -> int:
     """How many kernels the device runs in one step."""
     tokens = torch.zeros_like(cache.lengths)
     step(tokens)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step(tokens)
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in seen.events())
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
 @torch.inference_mode()

@@ -38,13 +38,13 @@ class OpResult:
     memory_gib: float | None = None
 
 
-def implementations(device: torch.device, asked: Sequence[str]) -> dict[str, Callable[[Function], Function]]:
+def implementations(device: torch.device, names: Sequence[str]) -> dict[str, Callable[[Function], Function]]:
     """The ways to run a case: the fused path (on a GPU), the reference, the reference compiled."""
     known = {"fused": _fused, "reference": _reference, "compiled": _compiled}
-    for name in asked:
+    for name in names:
         if name not in known:
             raise UserError(f"implementation {name!r} does not exist: choose from {', '.join(known)}.")
-    usable = [name for name in asked if name != "fused" or device.type == "cuda"]
+    usable = [name for name in names if name != "fused" or device.type == "cuda"]
     if not usable:
         raise UserError("--implementations fused needs a GPU and there is none: choose reference or compiled.")
     return {name: known[name] for name in usable}
@@ -79,8 +79,8 @@ def bench_operator(
 
 
 def _first_line(error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _measured(
@@ -136,12 +136,12 @@ def _captured(work: Callable[[], object], device: torch.device) -> Callable[[], 
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            kept = work()
+            results = work()
     except RuntimeError:
         torch.cuda.synchronize()
         return work
 
-    def replay(_results: object = kept) -> None:
+    def replay(_results: object = results) -> None:
         graph.replay()
 
     return replay

@@ -13,7 +13,7 @@ from residua.bench.cases import Function
 
 def peers(operator: str) -> dict[str, Function]:
     """The installed implementations of an operator; they take the inputs of its case."""
-    found: dict[str, dict[str, Function]] = {
+    candidates: dict[str, dict[str, Function]] = {
         "depth_attention": {"fla": _fla_attention, "liger_kernel": _liger_attention},
         "manifold_hyper": {"liger_kernel": _liger_manifold_hyper},
         "gated_delta": {"fla": _fla_gated_delta},
@@ -21,7 +21,7 @@ def peers(operator: str) -> dict[str, Function]:
         "linear_cross_entropy": {"liger_kernel": _liger_cross_entropy},
         "training_cross_entropy": {"liger_kernel": _liger_cross_entropy},
     }
-    return {name: peer for name, peer in found.get(operator, {}).items() if find_spec(name) is not None}
+    return {name: peer for name, peer in candidates.get(operator, {}).items() if find_spec(name) is not None}
 
 
 def _fla_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Tensor]:

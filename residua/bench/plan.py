@@ -178,7 +178,7 @@ def _divisions(config: RunConfig, gpus: int, *, experts: bool) -> Iterator[RunCo
 
     `experts`: of mixtures, each also with its experts divided among 2 and more of the shard ranks.
     """
-    given = config.parallel.model_dump()
+    settings = config.parallel.model_dump()
     for pipeline in _divisors(gpus):
         for shard in _divisors(gpus // pipeline):
             axes = {"data": gpus // pipeline // shard, "shard": shard, "pipeline": pipeline}
@@ -188,7 +188,7 @@ def _divisions(config: RunConfig, gpus: int, *, experts: bool) -> Iterator[RunCo
             groups = _divisors(shard) if experts and config.model.ffn.mixture else [1]
             for kind in [{**kind, "experts": group} for kind in kinds for group in groups]:
                 try:
-                    divided = config.model_copy(update={"parallel": ParallelConfig(**{**given, **axes, **kind})})
+                    divided = config.model_copy(update={"parallel": ParallelConfig(**{**settings, **axes, **kind})})
                     check_mesh(divided)
                     yield divided
                 except (UserError, ValidationError):
@@ -223,12 +223,12 @@ def _plan(d: Division, machine: Machine) -> MeshPlan:
         + slices.ring(sent.experts, sent.token_exchanges)
         + (2 * stages.hop(max(d.hops) / inner) if parallel.pipeline > 1 else 0.0)
     )
-    held = max((memory_of(d, rank) for rank in range(parallel.pipeline)), key=lambda m: m.total)
+    memory = max((memory_of(d, rank) for rank in range(parallel.pipeline)), key=lambda m: m.total)
     host = host_bytes(d, machine.node)
     return MeshPlan(
-        parallel, d.tensor, d.context, held, host, sent, slowest, bubble, depth,
+        parallel, d.tensor, d.context, memory, host, sent, slowest, bubble, depth,
         seconds=compute / (1 - bubble) + max(0.0, layers - compute) + bare,
-        fits=held.total <= machine.memory and host <= machine.host,
+        fits=memory.total <= machine.memory and host <= machine.host,
     )  # fmt: skip
 
 
@@ -255,9 +255,9 @@ MIB = 2**20
 
 
 def print_plans(
-    console: Console, asked: Sequence[str], config: RunConfig, machine: Machine, plans: Sequence[MeshPlan], rows: int
+    console: Console, preset: Sequence[str], config: RunConfig, machine: Machine, plans: Sequence[MeshPlan], rows: int
 ) -> None:
-    """The first `rows` meshes, and how to start the first of all; `asked` is the preset and the changes to it."""
+    """The first `rows` meshes, and how to start the first of all; `preset` is its name and the changes to it."""
     batches = counted(config.train.accumulate, "micro-batch", "micro-batches")
     console.print(
         f"one step: {config.tokens_per_step} tokens in {batches} of {config.train.micro_batch} × {config.sequence}; "
@@ -278,7 +278,7 @@ def print_plans(
     console.print(table)
     if len(plans) > rows:
         console.print(f"and {len(plans) - rows} more, which --rows shows")
-    console.print(_next(plans[0], asked, machine), soft_wrap=True, markup=False)
+    console.print(_next(plans[0], preset, machine), soft_wrap=True, markup=False)
 
 
 def _cells(p: MeshPlan, inner: bool, experts: bool) -> list[str]:
@@ -298,15 +298,15 @@ def _cells(p: MeshPlan, inner: bool, experts: bool) -> list[str]:
     ]
 
 
-def _next(p: MeshPlan, asked: Sequence[str], machine: Machine) -> str:
+def _next(p: MeshPlan, preset: Sequence[str], machine: Machine) -> str:
     if not p.fits:
         return "No mesh fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
     nodes = ceil(p.ranks / machine.node)
     where = "on one machine" if nodes == 1 else f"on each of {nodes} nodes, HOST being one of them (docs/nodes.md)"
-    return f"Next, {where}: {command(p, asked, nodes)}"
+    return f"Next, {where}: {command(p, preset, nodes)}"
 
 
-def command(p: MeshPlan, asked: Sequence[str], nodes: int) -> str:
+def command(p: MeshPlan, preset: Sequence[str], nodes: int) -> str:
     """The command that starts a run on this mesh."""
     parallel = p.parallel
     words = [
@@ -317,13 +317,13 @@ def command(p: MeshPlan, asked: Sequence[str], nodes: int) -> str:
     if parallel.stages_per_rank > 1:
         words += ["parallel.schedule=interleaved", f"parallel.stages_per_rank={parallel.stages_per_rank}"]
     if p.tensor * p.context == 1:
-        return f"{parallel.command_on(nodes)} {' '.join([*asked, *words])}"
+        return f"{parallel.command_on(nodes)} {' '.join([*preset, *words])}"
     launch = parallel.model_copy(update={"data": p.ranks, "shard": 1, "pipeline": 1}).command_on(nodes)
     degrees = {"tensor": p.tensor, "context": p.context}
     flags = [f"--parallelism.{axis}_parallel_degree {degree}" for axis, degree in degrees.items() if degree > 1]
     engine = launch.replace("--no-python residua train", "-m torchtitan.train")
     return (
-        f'{engine} --module residua.integrations.torchtitan --config "{" ".join([*asked, *words])}" {" ".join(flags)}'
+        f'{engine} --module residua.integrations.torchtitan --config "{" ".join([*preset, *words])}" {" ".join(flags)}'
     )
 
 

@@ -129,8 +129,8 @@ def memory_of(d: Division, rank: int) -> Memory:
     """The memory of a rank of the pipeline."""
     parallel, shard = d.parallel, d.parallel.shard * d.context
     matrices, root = (size / d.tensor for size in held_parameters(d)[rank])
-    held = matrices + root
-    copies = 2 * held if shard == 1 else 0.0
+    parameters = matrices + root
+    copies = 2 * parameters if shard == 1 else 0.0
     gathered = 0.0
     if shard > 1:
         # the unit that computes, the next one that is being gathered, their gradients; the outermost group in fp32
@@ -148,7 +148,7 @@ def memory_of(d: Division, rank: int) -> Memory:
     tokens = d.tokens / d.tensor
     activations = 2 * tokens * (d.facts.per_layer * layers * flying + d.facts.once * head)
     activations += received / (d.tensor * d.context) * flying
-    return Memory(_states(d, matrices, held) / shard + copies, activations, gathered)
+    return Memory(_states(d, matrices, parameters) / shard + copies, activations, gathered)
 
 
 def host_bytes(d: Division, node: int) -> float:
@@ -163,9 +163,9 @@ def host_bytes(d: Division, node: int) -> float:
     return min(node, d.ranks) * each
 
 
-def _states(d: Division, matrices: float, held: float) -> float:
+def _states(d: Division, matrices: float, parameters: float) -> float:
     per_matrix = 4 if uses_muon(d.config) else 8
-    return 8 * held + per_matrix * matrices + 8 * (held - matrices)
+    return 8 * parameters + per_matrix * matrices + 8 * (parameters - matrices)
 
 
 def _in_flight(parallel: ParallelConfig, micro: int, rank: int) -> float:
@@ -272,7 +272,7 @@ def held_parameters(d: Division) -> list[tuple[float, float]]:
     matrices = (size.attention + size.ffn) / model.sublayers
     vectors = (size.norms + size.anchors) / model.sublayers
     head = size.head or size.embedding
-    found = []
+    counts = []
     for rank in range(stages):
         shares = d.of_rank(rank)
         places = sum(len(share.sublayers) for share in shares)
@@ -280,8 +280,8 @@ def held_parameters(d: Division) -> list[tuple[float, float]]:
         ends = size.embedding * (rank == 0) + head * heads
         if stages == 1 and not size.head:
             ends = size.embedding  # tied: one matrix
-        found.append((matrices * places, vectors * places + ends + size.depth))
-    return found
+        counts.append((matrices * places, vectors * places + ends + size.depth))
+    return counts
 
 
 def unit_size(d: Division) -> float:

@@ -56,9 +56,9 @@ def bench_turns(
         seconds: list[list[float]] = [[] for _ in cases]
         for number in range(rounds):
             tell(f"round {number + 1} of {rounds}")
-            for child, first, own in zip(turns, firsts, seconds, strict=True):
+            for child, first, times in zip(turns, firsts, seconds, strict=True):
                 if "problem" not in first:
-                    own += child.ask(steps)
+                    times += child.ask(steps)
         return [_result(*of) for of in zip(cases, turns, firsts, seconds, strict=True)]
 
 
@@ -87,8 +87,8 @@ class _Turn:
             if line.startswith(ANSWER):
                 return json.loads(line.removeprefix(ANSWER))
         ending = self.child.wait()
-        said = last_words(self.log.read_text(errors="replace")) or "it said nothing"
-        raise UserError(f"{self.case.name} could not be timed (exit status {ending}): {said}")
+        reason = last_words(self.log.read_text(errors="replace")) or "it said nothing"
+        raise UserError(f"{self.case.name} could not be timed (exit status {ending}): {reason}")
 
 
 @contextmanager

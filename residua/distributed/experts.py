@@ -53,8 +53,8 @@ def divide_experts(model: nn.Module, mesh: Mesh, precision: torch.dtype, recompu
 
 def expert_matrices(model: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
     """The matrices that `divide_experts` divided; they are other objects once they have memory."""
-    found = mixtures(model) if mesh.config.experts > 1 else ()
-    return [parameter for mixture in found for parameter in (mixture.experts.up, mixture.experts.out)]
+    layers = mixtures(model) if mesh.config.experts > 1 else ()
+    return [parameter for mixture in layers for parameter in (mixture.experts.up, mixture.experts.out)]
 
 
 @torch.no_grad()
@@ -106,8 +106,8 @@ class DividedExperts(nn.Module):
         arriving = torch.empty_like(counts)  # [ranks, own experts]
         dist.all_to_all_single(arriving, counts, group=self.mesh.experts)
         sent, received = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        own = torch.arange(counts.shape[1], device=ends.device).expand_as(arriving).flatten()
-        of = own.repeat_interleave(arriving.flatten(), output_size=sum(received))
+        local_experts = torch.arange(counts.shape[1], device=ends.device).expand_as(arriving).flatten()
+        of = local_experts.repeat_interleave(arriving.flatten(), output_size=sum(received))
         return _Trip(sent, received, sort_slots(of[:, None], counts.shape[1]))
 
     @property
@@ -117,10 +117,10 @@ class DividedExperts(nn.Module):
 
     def _made_again(self, rows: list[Tensor], weights: list[Tensor]) -> AbstractContextManager[None]:
         """Inside, autograd saves the rows of this rank in place of the weights made from them."""
-        made = {w.untyped_storage().data_ptr(): r.detach() for w, r in zip(weights, rows, strict=True) if w is not r}
+        sources = {w.untyped_storage().data_ptr(): r.detach() for w, r in zip(weights, rows, strict=True) if w is not r}
 
         def pack(saved: Tensor) -> Any:
-            source = made.get(saved.untyped_storage().data_ptr())
+            source = sources.get(saved.untyped_storage().data_ptr())
             return saved if source is None else (source, saved.size(), saved.stride(), saved.storage_offset())
 
         def unpack(packed: Any) -> Tensor:
@@ -176,9 +176,9 @@ class _Gather(torch.autograd.Function):
         wide = gradient.to(ctx.dtype)
         if ctx.group is None:
             return wide, None, None
-        own = wide.new_empty((len(wide) // ctx.group.size(), *wide.shape[1:]))
-        _reduce_scatter(own, wide.contiguous(), group=ctx.group)
-        return own, None, None
+        local_grad = wide.new_empty((len(wide) // ctx.group.size(), *wide.shape[1:]))
+        _reduce_scatter(local_grad, wide.contiguous(), group=ctx.group)
+        return local_grad, None, None
 
 
 def _gathered(rows: Tensor, precision: torch.dtype, group: dist.ProcessGroup | None) -> Tensor:

@@ -53,10 +53,10 @@ STORE_GONE = "the store that torchrun keeps is gone, and with it the machine of 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed, in a sentence; `told` if it gave the reason itself."""
+    """A rank that failed, in a sentence; `explained` if it gave the reason itself."""
 
     rank: int
-    told: bool
+    explained: bool
     sentence: str
 
 
@@ -104,8 +104,8 @@ class Heartbeat:
     def fail(self, reason: str) -> None:
         """Tell the others that this rank is about to end, and why."""
         with suppress(RuntimeError):  # without a store the others end anyway
-            self._claim_voice(told=True)
-            self._add_failure(self.rank, f"failed: {reason}", told=True)
+            self._claim_voice(explained=True)
+            self._add_failure(self.rank, f"failed: {reason}", explained=True)
 
     @property
     def speaks(self) -> bool:
@@ -113,9 +113,9 @@ class Heartbeat:
         return self._voice is not False
 
     @property
-    def told(self) -> bool:
+    def explained(self) -> bool:
         """Whether the rank that failed gave its reason itself; known after `who_died`."""
-        return self._failure is not None and self._failure.told
+        return self._failure is not None and self._failure.explained
 
     def hurry(self) -> None:
         """torchrun has asked this rank to end, maybe because another has: do not wait long for a silent one."""
@@ -140,15 +140,15 @@ class Heartbeat:
         That rank may not have noticed yet that it must end. Waits at most 12 s.
         """
         self._may_end = False
-        start = heard = time.monotonic()
+        start = news = time.monotonic()
         last = ""
-        while time.monotonic() < min(start + 3 * MISSED_BEATS * BEAT_SECONDS, heard + MISSED_BEATS * BEAT_SECONDS):
+        while time.monotonic() < min(start + 3 * MISSED_BEATS * BEAT_SECONDS, news + MISSED_BEATS * BEAT_SECONDS):
             try:
                 beat = self._read_beats([rank]).get(rank, "")
             except RuntimeError:
                 return
             if beat != last:
-                last, heard = beat, time.monotonic()
+                last, news = beat, time.monotonic()
             time.sleep(BEAT_SECONDS / 4)
 
     def who_died(self) -> str | None:
@@ -166,7 +166,7 @@ class Heartbeat:
         return None if self._failure is None else self._failure.sentence
 
     def _look_for_dead(self) -> None:
-        """Wait for a failure that is told, then for beats; a rank that is found dead is told to the others."""
+        """Wait for a reported failure, then for beats; report a rank that is found dead to the others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         before = self._read_beats(others)
         for _ in range(MISSED_BEATS):
@@ -262,25 +262,25 @@ class Heartbeat:
         beats = self._store.multi_get(list(keys.values())) if keys else []
         return {rank: beat.decode() for rank, beat in zip(keys, beats, strict=True)}
 
-    def _add_failure(self, rank: int, how: str, *, told: bool = False) -> None:
-        failure = {"rank": rank, "how": how, "told": told, "step": self.done if rank == self.rank else self.common}
-        self._append(json.dumps(failure) + "\n")
+    def _add_failure(self, rank: int, how: str, *, explained: bool = False) -> None:
+        step = self.done if rank == self.rank else self.common
+        self._append(json.dumps({"rank": rank, "how": how, "explained": explained, "step": step}) + "\n")
 
     def _append(self, text: str) -> None:
         self._store.append(FAILURES, text)  # type: ignore[attr-defined]  # missing in PyTorch's type stubs
 
     def _first_failure(self, lines: bytes) -> Failure | None:
         """The first rank but this one that failed. It is remembered: the store may be gone when it is to be named."""
-        others = [found for found in map(json.loads, lines.splitlines()) if found["rank"] != self.rank]
+        others = [failure for failure in map(json.loads, lines.splitlines()) if failure["rank"] != self.rank]
         if self._failure is None and others:
-            rank, told, step = others[0]["rank"], others[0]["told"], others[0]["step"]
-            self._failure = Failure(rank, told, self._sentence(rank, others[0]["how"], step))
-            self._claim_voice(told=told)
+            rank, explained, step = others[0]["rank"], others[0]["explained"], others[0]["step"]
+            self._failure = Failure(rank, explained, self._sentence(rank, others[0]["how"], step))
+            self._claim_voice(explained=explained)
         return self._failure
 
-    def _claim_voice(self, *, told: bool) -> None:
+    def _claim_voice(self, *, explained: bool) -> None:
         """Decide once whether this rank speaks for its node."""
-        if self._voice is None and told and 0 in self.node:
+        if self._voice is None and explained and 0 in self.node:
             self._voice = self.rank == 0
         elif self._voice is None:
             self._voice = self._store.add(f"voice/{self.node[0]}", 1) == 1

@@ -90,11 +90,11 @@ class Processes:
     def start(cls, device: torch.device, patience: int) -> Self:
         """Join the processes that torchrun started: gloo for CPU tensors, NCCL for GPU tensors."""
         if device.type == "cuda":
-            local, seen = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-            if local >= seen:
+            local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+            if local >= gpus:
                 raise ConfigError(
-                    f"process {local} of this machine has no GPU of its own, PyTorch sees {seen}: start torchrun with "
-                    f"--nproc-per-node {seen} or fewer."
+                    f"process {local} of this machine has no GPU of its own, PyTorch sees {gpus}: start torchrun with "
+                    f"--nproc-per-node {gpus} or fewer."
                 )
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)

@@ -90,14 +90,14 @@ def keep_records(folder: Path | None) -> None:
 
 def write_records(folder: Path, rank: int) -> Path | None:
     """Write the collectives that this rank started last as JSON; None if there is no recorder, or no room."""
-    found = {}
+    records = {}
     for library, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
         dump = getattr(torch._C._distributed_c10d, name, None)
         with suppress(RuntimeError, ValueError):
-            found[library] = None if dump is None else json.loads(dump())
+            records[library] = None if dump is None else json.loads(dump())
     path = folder / f"collectives-rank-{rank}.json"
     try:
-        write_atomically(path, json.dumps(found, indent=1) + "\n")
+        write_atomically(path, json.dumps(records, indent=1) + "\n")
     except OSError:
         return None
     return path

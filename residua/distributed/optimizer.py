@@ -209,8 +209,8 @@ class _Turn:
         buffers = []
         for copy, tasks in enumerate(self.copies):
             size = sum(self._size(t.matrix, self.owners.shard) for t in tasks)
-            own = copy == self.owners.copy
-            buffer = self.received if own else torch.empty(size, dtype=self.dtype, device=self.received.device)
+            is_local = copy == self.owners.copy
+            buffer = self.received if is_local else torch.empty(size, dtype=self.dtype, device=self.received.device)
             work = dist.broadcast(buffer, group=self.owners.data, group_src=copy, async_op=True) if size else None
             buffers.append((buffer, work))
         return buffers

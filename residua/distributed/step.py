@@ -154,7 +154,7 @@ class ShardedStep(RankedStep):
         precision, _ = resolve(config.train, mesh.device)
         divided = divide_experts(model, mesh, precision, config.train.recompute)
         self._root: Any = shard_model(model, mesh, precision, config.train.z_loss, divided)
-        self._kept = gathered_modules(self._root, mesh)
+        self._gathered = gathered_modules(self._root, mesh)
         construct(model, parts, mesh)
         super().__init__(model, config, mesh)
         for unit in self._root.modules():
@@ -173,7 +173,7 @@ class ShardedStep(RankedStep):
         if last == self._completes:
             return
         self._completes = last
-        for module in self._kept:
+        for module in self._gathered:
             module.set_requires_gradient_sync(last, recurse=False)
             module.set_reshard_after_backward(last, recurse=False)
 

@@ -114,7 +114,7 @@ class Ranks(World):
         elif self.leads and self.folder is not None:
             record_end(self.folder, "failed", sentence)
         if not self.heartbeat.speaks:  # another rank of this node does
-            self._leave_to_leader(1) if self.heartbeat.told else sys.exit(1)
+            self._leave_to_leader(1) if self.heartbeat.explained else sys.exit(1)
         left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
         raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
 
@@ -167,12 +167,12 @@ class Ranks(World):
     def _lead(self, work: Callable[[], T]) -> T:
         """On rank 0: do the work and tell the others, which wait in `_follow`, whether it failed."""
         try:
-            made = work()
+            result = work()
         except Exception as error:
             self._broadcast(failure.sentence(error))
             raise
         self._broadcast(None)
-        return made
+        return result
 
     def _follow(self) -> None:
         """Wait for the work of rank 0. If it failed, end and leave it to rank 0 to print the reason."""
@@ -182,8 +182,8 @@ class Ranks(World):
     def from_leader(self, work: Callable[[], T]) -> T:
         if not self.leads:
             self._follow()
-        made: T = self._broadcast(self._lead(work) if self.leads else None)
-        return made
+        result: T = self._broadcast(self._lead(work) if self.leads else None)
+        return result
 
     def _broadcast(self, value: Any) -> Any:
         box = [value]
@@ -192,10 +192,10 @@ class Ranks(World):
 
     def agree(self, signal_number: int | None, done: int) -> int | None:
         self.heartbeat.done = done
-        heard = torch.tensor(signal_number or 0)
-        dist.all_reduce(heard, dist.ReduceOp.MAX)
+        highest = torch.tensor(signal_number or 0)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
         self.heartbeat.common = done
-        return int(heard) or None
+        return int(highest) or None
 
     def build_step(self, config: RunConfig) -> RankedStep:
         check_memory(config, self.device)
@@ -221,14 +221,14 @@ class Ranks(World):
     def rank_times(self, step: Step, done: int) -> dict[str, Any] | None:
         assert isinstance(step, RankedStep)
         mine = torch.tensor([step.watch.take(), self.mesh.pipeline_rank], dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine)
+        by_rank = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(by_rank, mine)
         self.heartbeat.common = done
-        seconds, stages = zip(*(pair.tolist() for pair in found), strict=True)
+        seconds, stages = zip(*(pair.tolist() for pair in by_rank), strict=True)
         slow = slow_ranks(seconds, stages, self.hosts)
         self._slow = {rank: self._slow.get(rank, 0) + 1 for rank in slow}
-        said = [words for rank, words in slow.items() if self._slow[rank] == 2]
-        return {"forward_ms": [round(1e3 * second, 3) for second in seconds], "slow": list(slow), "said": said}
+        messages = [words for rank, words in slow.items() if self._slow[rank] == 2]
+        return {"forward_ms": [round(1e3 * second, 3) for second in seconds], "slow": list(slow), "said": messages}
 
     def command(self, config: RunConfig) -> str:
         return config.parallel.command_on(node_count())
@@ -272,8 +272,8 @@ def build_ranked_step(parts: Parts, config: RunConfig, mesh: Mesh, way: Way | No
     `way` chooses a kind even if its axis has a single rank, as benchmarks and tests do.
     """
     parallel = config.parallel
-    found: Way = "pipeline" if parallel.pipeline > 1 else "shard" if parallel.shard > 1 else "replicate"
-    return STEPS[way or found](shapes(config.model), parts, config, mesh)
+    default: Way = "pipeline" if parallel.pipeline > 1 else "shard" if parallel.shard > 1 else "replicate"
+    return STEPS[way or default](shapes(config.model), parts, config, mesh)
 
 
 def open_world(config: RunConfig, folder: Path | None = None) -> World:

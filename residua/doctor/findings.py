@@ -46,16 +46,16 @@ def run_checks(checks: Sequence[tuple[str, Check]]) -> Iterator[Finding]:
 
 def in_words(error: BaseException) -> str:
     """An error of any library in one line."""
-    said = " ".join(str(error).split())
-    return brief(f"{type(error).__name__}: {said}" if said else type(error).__name__, 160)
+    message = " ".join(str(error).split())
+    return brief(f"{type(error).__name__}: {message}" if message else type(error).__name__, 160)
 
 
 def fix_of(error: BaseException) -> str:
     """How to mend what an error complains about, where that is known."""
-    said = str(error)
-    if "Python.h" in said:
+    message = str(error)
+    if "Python.h" in message:
         return "apt-get install python3-dev"
-    if "C compiler" in said or "'gcc'" in said or "cc1" in said:
+    if "C compiler" in message or "'gcc'" in message or "cc1" in message:
         return "apt-get install gcc"
     return ""
 

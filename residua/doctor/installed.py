@@ -55,13 +55,13 @@ class Requirement:
     @classmethod
     def parse(cls, text: str) -> Requirement:
         """From the metadata of a package: `triton>=3.6; platform_system == "Linux" and extra == "triton"`."""
-        found = _REQUIREMENT.match(text.strip())
-        if found is None:
+        match = _REQUIREMENT.match(text.strip())
+        if match is None:
             raise UserError(f"the requirement {text!r} cannot be read: write it as name>=version; marker.")
-        marker = found[4] or ""
+        marker = match[4] or ""
         extra, system = _EXTRA.search(marker), _SYSTEM.search(marker)
         names = extra[1] if extra else "", system[1] if system else ""
-        return cls(found[1], found[3] or "", *names, found[2] or ">=")
+        return cls(match[1], match[3] or "", *names, match[2] or ">=")
 
     @property
     def module(self) -> str:
@@ -123,10 +123,10 @@ def _compiler() -> Iterator[Finding]:
 def requirements() -> list[Requirement]:
     """What the installed package says that it needs, with its extras but those of developers."""
     try:
-        found = metadata.requires("residua") or []
+        texts = metadata.requires("residua") or []
     except metadata.PackageNotFoundError:
         return []
-    parsed = [Requirement.parse(text) for text in found]
+    parsed = [Requirement.parse(text) for text in texts]
     return [need for need in parsed if need.extra not in DEVELOPERS and need.name != "residua"]
 
 
@@ -164,10 +164,10 @@ def _import_problem(module: str, look: Callable[[str], object]) -> str:
     """Why a package cannot be imported; empty if it can. A foreign package may raise anything."""
     try:
         with quiet():
-            found = look(module)
+            spec = look(module)
     except Exception as error:
         return in_words(error)
-    return "" if found is not None else f"there is no module {module}"
+    return "" if spec is not None else f"there is no module {module}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

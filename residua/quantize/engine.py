@@ -104,9 +104,9 @@ def save_engine(
 
 def end_tokens(source: Path) -> dict[str, Any]:
     """The ids that begin and end a text, for config.json: those of the folder's own, or else the tokenizer's."""
-    kept = companions(source)
-    if CONFIG in kept:
-        return end_ids(kept)
+    files = companions(source)
+    if CONFIG in files:
+        return end_ids(files)
     if inside(source, "tokenizer.json").is_file():
         return {"eos_token_id": Tokenizer.load(source).end_of_text}
     return {}

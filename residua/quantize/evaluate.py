@@ -238,7 +238,7 @@ def module_errors(
     with hooked(lambda: [modules[n].register_forward_pre_hook(partial(_Sums.note, s)) for n, s in sums.items()]):
         for batch in batches:
             forward(model, batch)
-    return [found.result() for found in sums.values()]
+    return [total.result() for total in sums.values()]
 
 
 def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: Iterable[Batch]) -> dict[str, float]:
@@ -250,8 +250,8 @@ def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: It
         x = x.detach().float().flatten(end_dim=-2)
         if not len(x):
             return
-        seen = [x, expert_states(module, x, *rest)] if isinstance(module, Experts) else [x]
-        for activation, value in zip(inputs(name, module), seen, strict=True):
+        tensors = [x, expert_states(module, x, *rest)] if isinstance(module, Experts) else [x]
+        for activation, value in zip(inputs(name, module), tensors, strict=True):
             peak = float(value.abs().max())
             if not math.isfinite(peak):
                 raise UserError(f"an input of {activation} is {peak}: the model overflows on its calibration text.")

@@ -65,10 +65,10 @@ def find_product(scaling: Scaling, device: torch.device) -> Product | None:
     expected = a.dequantize() @ b.dequantize().T
     for number, product in enumerate(PRODUCTS[scaling]):
         try:
-            found = product(a.codes, b.codes, a.scale, b.scale).float()
+            result = product(a.codes, b.codes, a.scale, b.scale).float()
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):
             continue
-        if (found - expected).norm() <= AGREES * expected.norm():
+        if (result - expected).norm() <= AGREES * expected.norm():
             return partial(_multiply, scaling, number)
     return None
 

@@ -111,12 +111,12 @@ def candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 def targets(model: nn.Module, exempt: Iterable[str] = ()) -> dict[str, nn.Module]:
     """The modules to quantize: all candidates except those in `NEVER_QUANTIZED` or matched by an `exempt` pattern."""
-    found, patterns = candidates(model), tuple(exempt)
+    modules, patterns = candidates(model), tuple(exempt)
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in found):
-            examples = ", ".join(list(found)[:3])
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            examples = ", ".join(list(modules)[:3])
             raise UserError(f"--exempt {pattern!r} matches no module of this model; examples of names: {examples}.")
-    return {name: module for name, module in found.items() if not _matches(name, (*NEVER_QUANTIZED, *patterns))}
+    return {name: module for name, module in modules.items() if not _matches(name, (*NEVER_QUANTIZED, *patterns))}
 
 
 def unquantized(model: Decoder, quantized: Iterable[str]) -> list[UnquantizedTensor]:
@@ -133,8 +133,8 @@ def unquantized(model: Decoder, quantized: Iterable[str]) -> list[UnquantizedTen
 
 def is_rounded(name: str, modules: Container[str]) -> bool:
     """Whether a parameter is a matrix of one of these modules; biases stay in high precision."""
-    module, _, own = name.rpartition(".")
-    return module in modules and own != "bias"
+    module, _, attribute = name.rpartition(".")
+    return module in modules and attribute != "bias"
 
 
 def quantize_weights(modules: Mapping[str, nn.Module], scheme: Scheme) -> dict[str, Quantized]:

@@ -116,11 +116,11 @@ def _picture(page: Page, result: QuantizationResult) -> None:
     )
     rows: dict[str, list[Bar | Spread | None]] = {}
     inside = [m for m in result.modules if _part(m)]
-    layers = sorted({found[0] for m in inside if (found := sentences.split(m.name))}, reverse=True)
+    layers = sorted({place[0] for m in inside if (place := sentences.split(m.name))}, reverse=True)
     for layer in layers:
-        own = {part: m for m in inside if (part := _part(m)) and sentences.split(m.name) == (layer, part)}
-        cells = [_bar(own[part], highest, own[part] in odd) if part in own else None for part in parts]
-        rows[f"layer {layer}"] = [*cells, _channel(list(own.values()), peak)]
+        by_part = {part: m for m in inside if (part := _part(m)) and sentences.split(m.name) == (layer, part)}
+        cells = [_bar(by_part[part], highest, by_part[part] in odd) if part in by_part else None for part in parts]
+        rows[f"layer {layer}"] = [*cells, _channel(list(by_part.values()), peak)]
     outside = [m for m in result.modules if not _part(m)]
     for module in outside:
         rows[module.name] = [
@@ -134,8 +134,8 @@ def _picture(page: Page, result: QuantizationResult) -> None:
 
 
 def _part(module: ModuleError) -> str:
-    found = sentences.split(module.name)
-    return "" if found is None else found[1]
+    place = sentences.split(module.name)
+    return "" if place is None else place[1]
 
 
 def _bar(module: ModuleError, highest: float, odd: bool) -> Bar:
@@ -146,10 +146,10 @@ def _bar(module: ModuleError, highest: float, odd: bool) -> Bar:
 
 def _channel(modules: Sequence[ModuleError], peak: float) -> Bar | None:
     """The largest input channel of these modules, on a logarithmic scale."""
-    found = [(outlier, module) for module in modules for outlier in module.outliers]
-    if not found:
+    outliers = [(outlier, module) for module in modules for outlier in module.outliers]
+    if not outliers:
         return None
-    outlier, module = max(found, key=lambda pair: pair[0].ratio)
+    outlier, module = max(outliers, key=lambda pair: pair[0].ratio)
     length = math.log(max(outlier.ratio, 1.0)) / math.log(peak)
     return Bar((length,), f"{outlier.ratio:.3g}×", words=f"channel {outlier.channel} of {module.name}")
 
@@ -190,9 +190,9 @@ def _along_depth(result: QuantizationResult, error: Callable[[ModuleError], floa
     """The error over layers, one line per part; None if there are no layers to speak of."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for module in result.modules:
-        found = sentences.split(module.name)
-        if found is not None:
-            lines.setdefault(found[1], []).append((found[0], error(module)))
+        place = sentences.split(module.name)
+        if place is not None:
+            lines.setdefault(place[1], []).append((place[0], error(module)))
     series = []
     for index, (part, points) in enumerate(lines.items()):
         x, y = [x for x, _ in points], [y for _, y in points]

@@ -136,23 +136,23 @@ def smoothing(result: QuantizationResult) -> str:
 
 def sentences(result: QuantizationResult) -> list[str]:
     """The findings in sentences, most important first."""
-    found = [verdict(result)]
+    lines = [verdict(result)]
     if result.modules:
-        found.append(worst(result))
-    found += [advice for advice in (exempting(result),) if advice]
+        lines.append(worst(result))
+    lines += [advice for advice in (exempting(result),) if advice]
     if result.loss_without_exemptions is not None:
         gain = result.loss_without_exemptions - result.loss_after
-        found.append(
+        lines.append(
             f"Exempting {', '.join(result.exempt)} lowered the loss by {gain:.4f} nats: without that it is "
             f"{result.loss_without_exemptions:.4f}, perplexity {perplexity(result.loss_without_exemptions):.3f}."
         )
     if result.loss_folded is not None:
-        found.append(f"Folding alone changed the loss by {result.loss_folded - result.loss_before:+.1e} nats.")
+        lines.append(f"Folding alone changed the loss by {result.loss_folded - result.loss_before:+.1e} nats.")
     depth = [tensor for tensor in result.kept if tensor.reason == "depth operator"]
     if depth:
         count = sum(tensor.parameters for tensor in depth)
-        found.append(f"The depth operators' {count:,} parameters stay in high precision.")
-    return found
+        lines.append(f"The depth operators' {count:,} parameters stay in high precision.")
+    return lines
 
 
 def worst(result: QuantizationResult) -> str:
@@ -198,35 +198,35 @@ def standing_out(result: QuantizationResult) -> list[ModuleError]:
 
 def helps(result: QuantizationResult) -> list[str]:
     """What was measured to help, then what is worth a try."""
-    found = []
+    lines = []
     if result.probes:
         least = f"none of the {len(result.probes)} worst modules gains {WORTH_MENTIONING:g} nats or more when exempt"
-        found.append(exempting(result) or f"{least[0].upper()}{least[1:]}.")
+        lines.append(exempting(result) or f"{least[0].upper()}{least[1:]}.")
     if result.cost <= HEALTHY:
-        return found
+        return lines
     odd = standing_out(result)
     if result.alpha is None and any(module.activation_error >= CLEAR * module.weight_error for module in odd):
-        found.append("Not tried: SmoothQuant (--smooth 0.5), for the channels that stand out in these activations.")
+        lines.append("Not tried: SmoothQuant (--smooth 0.5), for the channels that stand out in these activations.")
     elif result.alpha is not None and not result.inside and any(m.name in result.unsmoothed for m in odd):
-        found.append("Not tried: --inside, which smooths the inputs of each sublayer's last matrix too.")
+        lines.append("Not tried: --inside, which smooths the inputs of each sublayer's last matrix too.")
     if result.bits == "W4A4":
-        found.append("Not tried: FP8 (--scheme fp8), which rounds less and needs about twice the memory.")
-    return found
+        lines.append("Not tried: FP8 (--scheme fp8), which rounds less and needs about twice the memory.")
+    return lines
 
 
 def place(name: str) -> str:
     """Where a module is, for people: `layer 2 feed-forward up`."""
-    found = split(name)
-    return name if found is None else f"layer {found[0]} {found[1]}"
+    parts = split(name)
+    return name if parts is None else f"layer {parts[0]} {parts[1]}"
 
 
 def split(name: str) -> tuple[int, str] | None:
     """A module's layer, and its part there (`attention project`); None for a module outside of the layers."""
-    found = _SUBLAYER.fullmatch(name)
-    if found is None:
+    match = _SUBLAYER.fullmatch(name)
+    if match is None:
         return None
-    sublayer = int(found[1])
-    return sublayer // 2, f"{'feed-forward' if sublayer % 2 else 'attention'} {found[2]}"
+    sublayer = int(match[1])
+    return sublayer // 2, f"{'feed-forward' if sublayer % 2 else 'attention'} {match[2]}"
 
 
 def channels(module: ModuleError) -> str:

@@ -40,10 +40,10 @@ def smooth(
     Smooths the outputs of norms, as in the paper, and with `inside` also the inputs of each sublayer's last matrix.
     `run` is a forward pass, by default the model's.
     """
-    found = edges(model, inside=inside)
-    peaks = channel_peaks(model, found, batches, run or partial(_forward, model))
+    pairs = edges(model, inside=inside)
+    peaks = channel_peaks(model, pairs, batches, run or partial(_forward, model))
     factors = {}
-    for edge in found:
+    for edge in pairs:
         factors[edge.name] = smoothing_factors(edge, peaks[edge.name], alpha)
         edge.fold(factors[edge.name])
     return factors
@@ -51,17 +51,17 @@ def smooth(
 
 @torch.no_grad()
 def channel_peaks(
-    model: Decoder, found: Iterable[Edge], batches: Iterable[Batch], run: Callable[[Batch], object]
+    model: Decoder, pairs: Iterable[Edge], batches: Iterable[Batch], run: Callable[[Batch], object]
 ) -> dict[str, Tensor]:
     """max|X_j| of every edge's vector over the batches, [C] in fp32."""
     peaks: dict[str, Tensor] = {}
 
     def note(edge: Edge, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        seen = edge.look(*arguments).detach().flatten(end_dim=-2)
-        peak = seen.abs().amax(0).float() if len(seen) else seen.new_zeros(seen.shape[1]).float()
+        rows = edge.look(*arguments).detach().flatten(end_dim=-2)
+        peak = rows.abs().amax(0).float() if len(rows) else rows.new_zeros(rows.shape[1]).float()
         peaks[edge.name] = torch.maximum(peaks[edge.name], peak) if edge.name in peaks else peak
 
-    with hooked(lambda: [edge.probe.register_forward_pre_hook(partial(note, edge)) for edge in found]):
+    with hooked(lambda: [edge.probe.register_forward_pre_hook(partial(note, edge)) for edge in pairs]):
         for batch in batches:
             run(batch)
     return peaks
@@ -88,22 +88,22 @@ def _forward(model: Decoder, batch: Batch) -> Tensor:
 
 def edges(model: Decoder, *, inside: bool = True) -> list[Edge]:
     """The edges from a model's norms and, if `inside`, those within sublayers, in the order of the forward pass."""
-    found = []
+    pairs = []
     width = torch.arange(model.config.width)
     for k, sublayer in enumerate(cast(Iterable[Sublayer], model.sublayers)):
         body: Any = sublayer.body
         if not isinstance(sublayer.norm, NoNorm):
             divide = stated(sublayer.norm, "divide", "how its output can be divided by channel")
-            found.append(Edge(f"sublayers.{k}.norm", readers(body), width, divide, body))
+            pairs.append(Edge(f"sublayers.{k}.norm", readers(body), width, divide, body))
         if inside and hasattr(body, "inner_edges"):
-            found += body.inner_edges(f"sublayers.{k}.body")
-    return found
+            pairs += body.inner_edges(f"sublayers.{k}.body")
+    return pairs
 
 
 def readers(body: nn.Module) -> tuple[Tensor, ...]:
     """Every linear map that reads a sublayer's normed input."""
-    found: tuple[Tensor, ...] = stated(body, "readers", "which maps read its input")()
-    return found
+    weights: tuple[Tensor, ...] = stated(body, "readers", "which maps read its input")()
+    return weights
 
 
 def stated(module: nn.Module, name: str, what: str) -> Any:

@@ -143,13 +143,13 @@ def load_quantized(
 
 def _scales(tensors: Mapping[str, Tensor], modules: Mapping[str, torch.nn.Module]) -> dict[str, float]:
     """The static scales by activation; the matrices of a stack of experts all hold the same."""
-    found = {}
+    scales = {}
     for name, module in modules.items():
         ends = list(matrices(module))
         firsts = (ends[0], ends[len(ends) // 2])
         for activation, end in zip(inputs(name, module), firsts, strict=False):
-            found[activation] = read_input_scale(tensors, f"{name}{end}")
-    return found
+            scales[activation] = read_input_scale(tensors, f"{name}{end}")
+    return scales
 
 
 def _multiply_in_fp8(

@@ -134,9 +134,9 @@ class Measured:
 
     def measure(self, name: str) -> Measure:
         """A measure, or the one that stands in for it if rows lack it: one definition for all rows of a table."""
-        asked = MEASURES[name]
-        other = MEASURES.get(asked.instead)
-        return other if other and not self._everywhere(asked) and self._everywhere(other) else asked
+        measure = MEASURES[name]
+        other = MEASURES.get(measure.instead)
+        return other if other and not self._everywhere(measure) and self._everywhere(other) else measure
 
     def _everywhere(self, measure: Measure) -> bool:
         """Whether every complete run of the rows has it."""
@@ -249,10 +249,10 @@ def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
     runs = measured.runs(size, claim.row)
     diverged = [run for run in runs if DIVERGED.search(run.problem)]
     done = [run for run in runs if run.status == "complete"]
-    asked = max(len(runs), len(measured.result.seeds))  # a results file has complete runs only
-    word: Direction = "not shown" if len(done) != asked else "contradicted"
-    word = "confirmed" if len(diverged) == asked else word
-    sentence = measured.why_not(claim.row) or f"{len(diverged)} of {asked} runs diverged, {len(done)} completed"
+    planned = max(len(runs), len(measured.result.seeds))  # a results file has complete runs only
+    word: Direction = "not shown" if len(done) != planned else "contradicted"
+    word = "confirmed" if len(diverged) == planned else word
+    sentence = measured.why_not(claim.row) or f"{len(diverged)} of {planned} runs diverged, {len(done)} completed"
     return Verdict(claim.text, size, word, None, sentence)
 
 

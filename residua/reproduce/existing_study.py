@@ -107,7 +107,7 @@ def reproduce_from(name: str, path: Path, out: Path, console: Console, rows: Seq
         console.print(Text(sentence), soft_wrap=True)
     result = show_saved(shared.saved, out, shared.comparison(out))
     print_study(console, result)
-    lines = [f"• {found.sentence}" for found in shared.verdicts(result)]
+    lines = [f"• {verdict.sentence}" for verdict in shared.verdicts(result)]
     return Reproduced(Outcome(result, out / REPORT), tuple(lines))
 
 
@@ -195,7 +195,7 @@ def _claim(claim: AnyClaim, paper: dict[str, tuple[Size, bool]], saved: SavedStu
     """A claim about all sizes is judged at the study's; one about certain sizes only at these."""
     if not claim.sizes:
         return claim
-    sizes = tuple(name for name, (size, own) in paper.items() if own and size.name in claim.sizes)
+    sizes = tuple(name for name, (size, exact) in paper.items() if exact and size.name in claim.sizes)
     if sizes:
         return claim.model_copy(update={"sizes": sizes})
     reason = f"it is about size {', '.join(claim.sizes)}, and the study {saved.config.name} has {', '.join(paper)}"
@@ -218,7 +218,7 @@ def _about(view: SavedStudy) -> str:
 
 def _size_sentence(paper: dict[str, tuple[Size, bool]]) -> str:
     parts = [
-        f"{name} {'is' if own else 'is nearest to'} the paper's {size.name}" for name, (size, own) in paper.items()
+        f"{name} {'is' if exact else 'is nearest to'} the paper's {size.name}" for name, (size, exact) in paper.items()
     ]
     return f"Which of the paper's values stand beside ours: {', '.join(parts)}."
 
@@ -241,7 +241,7 @@ def _tokens(run: RunConfig) -> float:
 
 
 def _name_sentence(matches: Rows) -> str:
-    parts = [f"{row} is called {own}" for row, own in matches.variants.items() if row != own]
+    parts = [f"{row} is called {variant}" for row, variant in matches.variants.items() if row != variant]
     return f"In the study, {', '.join(parts)}." if parts else ""
 
 

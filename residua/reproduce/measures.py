@@ -58,14 +58,14 @@ def _peak(read: Callable[[Peaks], float | None]) -> Callable[[RunResult, Path], 
 
 def _accuracy(run: RunResult, out: Path) -> float | None:
     """The mean over the tasks of the reported metric, in %; None until the run was scored on all of them."""
-    found = None if run.accuracies is None else run.accuracies.mean
-    return None if found is None else 100 * found
+    share = None if run.accuracies is None else run.accuracies.mean
+    return None if share is None else 100 * share
 
 
 def _accuracy_in(recipe: str) -> Callable[[RunResult, Path], float | None]:
     def of(run: RunResult, out: Path) -> float | None:
-        found = None if run.accuracies is None else run.accuracies.mean_in(recipe)
-        return None if found is None else 100 * found
+        share = None if run.accuracies is None else run.accuracies.mean_in(recipe)
+        return None if share is None else 100 * share
 
     return of
 

@@ -36,8 +36,8 @@ class Request:
 
     def given(self, but: Sequence[str] = ()) -> list[str]:
         """The options that were given, apart from some."""
-        asked = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
-        return [name.replace("_", "-") for name in asked if name not in but]
+        names = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
+        return [name.replace("_", "-") for name in names if name not in but]
 
 
 def selected(entry: Study, request: Request) -> Study:
@@ -147,8 +147,8 @@ def _base_cost(base: str, overrides: tuple[str, ...], tokens: float | None, scal
     return float(run.train.steps * run.tokens_per_step), float(measure(run.model).flops_per_token)
 
 
-def _chosen(option: str, asked: Sequence[str], known: list[str]) -> list[str]:
-    stranger = next((name for name in asked if name not in known), None)
+def _chosen(option: str, names: Sequence[str], known: list[str]) -> list[str]:
+    stranger = next((name for name in names if name not in known), None)
     if stranger is not None:
         raise ConfigError(f"{option} {stranger} is not in this entry: choose from {', '.join(known)}.")
-    return list(asked) or known
+    return list(names) or known

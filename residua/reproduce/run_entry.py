@@ -58,7 +58,7 @@ def reproduce(
     comparison = Comparison(name, entry, sentence(request.scale), out)
     outcome = run_study(study, out, console, results, command, supplement=comparison)
     print_study(console, outcome.result)
-    lines = [f"• {found.sentence}" for found in verdicts(Measured(entry, outcome.result, out))]
+    lines = [f"• {verdict.sentence}" for verdict in verdicts(Measured(entry, outcome.result, out))]
     return Reproduced(outcome, tuple(lines))
 
 

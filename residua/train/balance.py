@@ -165,5 +165,5 @@ def build_balancer(
     model: nn.Module, config: Balance, device: torch.device, add_ranks: Callable[[Tensor], Tensor] | None = None
 ) -> Balancer | None:
     """The balancer of a model's mixtures of experts, None if it has none."""
-    found = mixtures(model)
-    return Balancer(config, found, device, add_ranks) if found else None
+    layers = mixtures(model)
+    return Balancer(config, layers, device, add_ranks) if layers else None

@@ -159,7 +159,7 @@ def _by_factor(group: dict[str, Any], factors: Mapping[str, float]) -> Iterator[
     """A group divided by the factors on its rate, the parameters without one first."""
     of_each = [factors.get(name, 1.0) for name in group["names"]]
     for factor in (1.0, *sorted(set(of_each) - {1.0})):
-        chosen = [i for i, own in enumerate(of_each) if own == factor]
+        chosen = [i for i, of_one in enumerate(of_each) if of_one == factor]
         lists = {key: [group[key][i] for i in chosen] for key in PER_PARAMETER if key in group}
         title = group["title"] if factor == 1 else f"{group['title']} x{factor:g}"
         yield group | lists | {"title": title, "peak_lr": group["peak_lr"] * factor}

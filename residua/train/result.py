@@ -199,13 +199,13 @@ def by_document(
     group = np.minimum(counts.cumsum() * GROUPS // max(tokens + 1, 1), GROUPS - 1) if len(sums) > GROUPS else None
     if group is not None:
         sums, counts = np.bincount(group, sums), np.bincount(group, counts).astype(np.int64)
-    kept = counts > 0
+    present = counts > 0
     return FinalValidation(
         loss=total / tokens,
         bits_per_byte=total / math.log(2) / size,
         tokens=tokens,
-        document_tokens=tuple(counts[kept].tolist()),
-        document_losses=tuple(round(value, 3) for value in sums[kept].tolist()),
+        document_tokens=tuple(counts[present].tolist()),
+        document_losses=tuple(round(value, 3) for value in sums[present].tolist()),
         sources=sources,
     )
 
@@ -229,21 +229,21 @@ def inspect_model(model: Decoder, batch: Batch) -> dict[str, Any]:
     tokens, targets = batch.tokens[:SEQUENCES].to(device), batch.targets[:SEQUENCES].to(device)
     segments = None if batch.segments is None else batch.segments[:SEQUENCES].to(device)
     model.zero_grad(set_to_none=True)
-    with taps.record() as seen:
+    with taps.record() as tensors:
         model.losses(tokens, targets, segments=segments)[0].backward()
-    found = {
+    sections = {
         "tokens": tokens.numel(),
-        "sublayers": _sublayers(model, seen),
-        "depth_weights": _depth_weights(seen),
-        "gates": _gates(seen),
-        "beta": _betas(seen),
-        "experts": _experts(seen),
+        "sublayers": _sublayers(model, tensors),
+        "depth_weights": _depth_weights(tensors),
+        "gates": _gates(tensors),
+        "beta": _betas(tensors),
+        "experts": _experts(tensors),
     }
     model.zero_grad(set_to_none=True)
-    return {name: section for name, section in found.items() if section}
+    return {name: section for name, section in sections.items() if section}
 
 
-def _sublayers(model: Decoder, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+def _sublayers(model: Decoder, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Per sublayer: the RMS of its output and of its parameters' gradients."""
     return [
         {
@@ -251,37 +251,37 @@ def _sublayers(model: Decoder, seen: dict[str, Tensor]) -> list[dict[str, Any]]:
             "output_rms": _rms([output]),
             "gradient_rms": _rms([p.grad for p in model.sublayers[k].parameters() if p.grad is not None]),
         }
-        for k, output in _numbered(seen, r"sublayer\.(\d+)\.output")
+        for k, output in _numbered(tensors, r"sublayer\.(\d+)\.output")
     ]
 
 
-def _depth_weights(seen: dict[str, Tensor]) -> dict[str, Any]:
+def _depth_weights(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The mean weight of each source at each read: row r is the read after sublayer `readers[r]`."""
-    reads = list(_numbered(seen, r"depth\.(\d+)\.weights"))
+    reads = list(_numbered(tensors, r"depth\.(\d+)\.weights"))
     return {"readers": [k for k, _ in reads], "mean": [_mean_over_tokens(w) for _, w in reads]} if reads else {}
 
 
-def _gates(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+def _gates(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Per layer: the mean of the attention gate, and the share of it that is nearly closed."""
     return [
         {"layer": k, "mean": float(gate.float().mean()), "closed": float(gauges.closed(gate).float().mean())}
-        for k, gate in _numbered(seen, r"attention\.(\d+)\.gate")
+        for k, gate in _numbered(tensors, r"attention\.(\d+)\.gate")
     ]
 
 
-def _betas(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+def _betas(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Per gated sublayer: how much of its output each stream takes in, on average."""
-    return [{"sublayer": k, "mean": _mean_over_tokens(beta)} for k, beta in _numbered(seen, r"depth\.(\d+)\.beta")]
+    return [{"sublayer": k, "mean": _mean_over_tokens(beta)} for k, beta in _numbered(tensors, r"depth\.(\d+)\.beta")]
 
 
-def _experts(seen: dict[str, Tensor]) -> list[dict[str, Any]]:
+def _experts(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
     """Per mixture: the share of the choices that each expert got."""
-    return [{"layer": k, "load": load.tolist()} for k, load in _numbered(seen, r"moe\.(\d+)\.load")]
+    return [{"layer": k, "load": load.tolist()} for k, load in _numbered(tensors, r"moe\.(\d+)\.load")]
 
 
-def _numbered(seen: dict[str, Tensor], pattern: str) -> Iterator[tuple[int, Tensor]]:
+def _numbered(tensors: dict[str, Tensor], pattern: str) -> Iterator[tuple[int, Tensor]]:
     """The taps whose names match, sorted by the number in the name."""
-    matches = [(int(match[1]), tensor) for name, tensor in seen.items() if (match := re.fullmatch(pattern, name))]
+    matches = [(int(match[1]), tensor) for name, tensor in tensors.items() if (match := re.fullmatch(pattern, name))]
     for number, tensor in sorted(matches, key=lambda pair: pair[0]):
         yield number, tensor.detach()
 

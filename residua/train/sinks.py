@@ -133,7 +133,7 @@ class WandB:
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of a record as `kind/name`, its figures by place as `kind.figure/03`; other tables are left out."""
-    own = {
+    curves = {
         f"{record['kind']}/{key}": value
         for key, value in record.items()
         if key not in ("kind", "step") and isinstance(value, int | float)
@@ -144,7 +144,7 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
         for place, value in enumerate(values)
         if value is not None
     }
-    return own | by_place
+    return curves | by_place
 
 
 def open_trackers(config: RunConfig, folder: Path, start: int, tell: Callable[[str], None]) -> list[Sink]:

@@ -60,9 +60,9 @@ def start_lines(config: RunConfig) -> Iterator[str]:
     if config.train.start is None:
         return
     with _explained(config.train.start):
-        kept = what_is_kept(config.model, stored_config(Path(config.train.start)))
-    whole = kept.pop("model")
-    why = ", ".join(f"{part}: {how.words}" for part, how in kept.items())
+        parts = what_is_kept(config.model, stored_config(Path(config.train.start)))
+    whole = parts.pop("model")
+    why = ", ".join(f"{part}: {how.words}" for part, how in parts.items())
     how = "is not kept" if whole is InitFidelity.NOT else f"is kept {whole.words}"
     if whole is not InitFidelity.NOT and find_reader(Path(config.train.start)) is not None:
         how += ", but for the quantization: its weights stay as rounded, activations are not rounded"

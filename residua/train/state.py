@@ -93,10 +93,10 @@ def check_text(run: Run, dataset: Dataset) -> None:
 
     Runs from before texts had fingerprints, and those of other trainers, tell only its number of tokens.
     """
-    if not (found := run.checkpoints()):
+    if not (candidates := run.checkpoints()):
         return
-    state = read_state(found[-1])
-    dataset.require_tokenizer(state.tokenizer_hash, str(found[-1].path))
+    state = read_state(candidates[-1])
+    dataset.require_tokenizer(state.tokenizer_hash, str(candidates[-1].path))
     tokens = dataset.split(TRAIN).tokens
     trained, tokens = run.recorded(TEXT), min(tokens, run.config.data.limit or tokens)
     same = state.loader.tokens == tokens if trained is None else trained == dataset.fingerprint

@@ -167,7 +167,7 @@ class Growth:
         self._window = steps * GROWTH_WINDOW
         self._sublayers = config.model.sublayers
         self._first = max(config.train.schedule.warmup, self._window)
-        self._seen: list[tuple[int, dict[tuple[str, int], float]]] = []
+        self._history: list[tuple[int, dict[tuple[str, int], float]]] = []
 
     def check(self, step: int, table: Table) -> str | None:
         """None, or a sentence about the peak that grew most; the next comparison is with this measurement."""
@@ -180,14 +180,14 @@ class Growth:
             for place, value in enumerate(values)
             if value is not None
         }
-        self._seen = [(then, old) for then, old in self._seen if then >= step - self._window]
+        self._history = [(then, old) for then, old in self._history if then >= step - self._window]
         grown = [
             (peaks[key] / low, key, then, low)
-            for then, old in self._seen
+            for then, old in self._history
             for key, low in old.items()
             if key in peaks and peaks[key] >= REPORTED_GROWTH * low > 0
         ]
-        self._seen = [*([] if grown else self._seen), (step, peaks)]
+        self._history = [*([] if grown else self._history), (step, peaks)]
         if not grown:
             return None
         factor, key, then, low = max(grown)
@@ -227,15 +227,15 @@ class Telemetry:
     def measure(self, step: Step, done: int) -> dict[str, Any]:
         """The record of step `done`: figures, the junctions that keep their streams from now on, sentences to print."""
         start = time.perf_counter()
-        seen = Gauges(step.model)
-        step.observe(self.batch, seen)
-        table = seen.table()
+        gauges = Gauges(step.model)
+        step.observe(self.batch, gauges)
+        table = gauges.table()
         overall = {name: over_places({"figures": table}, name) for name in ("peak", "sink_ratio")}
         growth = self.growth.check(done, table)
-        said = [] if growth is None else [growth]
+        messages = [] if growth is None else [growth]
         kept, new = self._kept(step, table)
         if new:
-            said.append(self._switched(step, done, new))
+            messages.append(self._switched(step, done, new))
         return {
             "kind": KIND,
             "step": done,
@@ -244,7 +244,7 @@ class Telemetry:
             **overall,
             "figures": table,
             **({"kept": kept} if kept else {}),
-            **({"said": said} if said else {}),
+            **({"said": messages} if messages else {}),
         }
 
     def _kept(self, step: Step, table: Table) -> tuple[list[int], Sequence[int]]:

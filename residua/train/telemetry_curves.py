@@ -80,8 +80,8 @@ def over_places(record: Mapping[str, Any], name: str) -> float | None:
 
 def measured(runs: Sequence[Records]) -> list[str]:
     """The families that these runs have figures of, in the order of `FAMILIES`."""
-    found = {figure.partition(".")[0] for records in runs for record in records[-1:] for figure in record["figures"]}
-    return [name for name in FAMILIES if name in found]
+    families = {figure.partition(".")[0] for records in runs for record in records[-1:] for figure in record["figures"]}
+    return [name for name in FAMILIES if name in families]
 
 
 def whole_model(records: Records, name: str) -> list[tuple[float, float]]:
@@ -94,14 +94,14 @@ def by_place(records: Records) -> dict[str, Figure]:
     """For every figure of one run, curves of a few places over tokens: title → figure."""
     shown = evenly(records, POINTS)
     figures = records[-1]["figures"] if records else {}
-    found = {}
+    plots = {}
     for name, kind in FAMILIES.items():
         for figure in (figure for figure in figures if figure.partition(".")[0] == name):
             part = figure.partition(".")[2]
             title = f"{kind.title}: {part.upper()}" if part else kind.title
             series = _series(shown, figure, kind.place, len(figures.get("peak", ())) - 1)
-            found[title] = curves(series, "tokens", kind.title, log_y=kind.logarithmic)
-    return found
+            plots[title] = curves(series, "tokens", kind.title, log_y=kind.logarithmic)
+    return plots
 
 
 def _series(shown: Records, figure: str, kind: Place, final: int) -> list[Curve]:

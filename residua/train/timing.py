@@ -269,8 +269,8 @@ class Stages:
 
     def take(self) -> dict[str, float]:
         """The stages so far, rounded to milliseconds; the next ones belong to another run."""
-        taken, self._seconds = self._seconds, {}
-        return {name: round(seconds, 3) for name, seconds in taken.items()}
+        times, self._seconds = self._seconds, {}
+        return {name: round(seconds, 3) for name, seconds in times.items()}
 
 
 FOLDER = "profile"

@@ -146,13 +146,13 @@ class World:
 
 def check_processes(config: RunConfig) -> None:
     """Refuse a run that asks for more or fewer processes than were started."""
-    asked, started = config.parallel.ranks, int(os.environ.get("WORLD_SIZE", 1))
-    if asked != started:
+    needed, started = config.parallel.ranks, int(os.environ.get("WORLD_SIZE", 1))
+    if needed != started:
         sizes = " × ".join(f"{name} {getattr(config.parallel, name)}" for name in ("data", "shard", "pipeline"))
         were = "was" if started == 1 else "were"
         raise ConfigError(
-            f"parallel asks for {counted(asked, 'process', 'processes')} ({sizes}) and {started} {were} started: use "
-            f"torchrun --nproc-per-node {asked}, or change parallel.data, parallel.shard and parallel.pipeline."
+            f"parallel asks for {counted(needed, 'process', 'processes')} ({sizes}) and {started} {were} started: use "
+            f"torchrun --nproc-per-node {needed}, or change parallel.data, parallel.shard and parallel.pipeline."
         )
 
 

@@ -73,7 +73,7 @@ class Follower:
     study: Path | None = None
     version: int = 0
     rows: dict[str, list[Row]] = field(default_factory=lambda: {kind: [] for kind in _CURVES})
-    said: list[str] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
     damaged: int = 0
     problem: str = ""
     restarts: int = 0
@@ -124,7 +124,7 @@ class Follower:
         """The run went back to a checkpoint, or began again: its file is another one."""
         self.restarts += self._identity is not None
         self._identity, self._offset, self.damaged = identity, 0, 0
-        self.rows, self.said = {kind: [] for kind in _CURVES}, []
+        self.rows, self.sentences = {kind: [] for kind in _CURVES}, []
 
     def _take(self, line: bytes) -> None:
         try:
@@ -138,8 +138,8 @@ class Follower:
             self.damaged += 1
         elif names:
             self.rows[record["kind"]].append(row)
-            sentences = record.get("said")
-            self.said += [brief(s, 300) for s in sentences if isinstance(s, str)] if isinstance(sentences, list) else []
+            said = record.get("said")
+            self.sentences += [brief(s, 300) for s in said if isinstance(s, str)] if isinstance(said, list) else []
 
     def _read_steps(self) -> int | None:
         """How many steps the run will have; None if that is not known."""
@@ -266,21 +266,21 @@ class Follower:
 
     def messages(self) -> list[str]:
         """The last things that happened, newest first."""
-        found = [text for text in (self.problem, self._files.stopped or self._files.crashed) if text]
-        found += self.said[:-4:-1]
+        lines = [text for text in (self.problem, self._files.stopped or self._files.crashed) if text]
+        lines += self.sentences[:-4:-1]
         if self.damaged:
-            found.append(f"{counted(self.damaged, 'line')} of {METRICS} cannot be read")
+            lines.append(f"{counted(self.damaged, 'line')} of {METRICS} cannot be read")
         if self.restarts:
-            found.append(f"went back to an earlier step {counted(self.restarts, 'time')}")
+            lines.append(f"went back to an earlier step {counted(self.restarts, 'time')}")
         if self._finished:
-            found.append("finished")
+            lines.append("finished")
         for step, _, loss, bits in reversed(self.rows["validation"][-3:]):
             numbers = [f"{loss:.4f} nats/token"] if loss is not None else []
             numbers += [f"{bits:.4f} bits/byte"] if bits is not None else []
-            found.append(f"step {step:.0f}: validation loss {', '.join(numbers) or 'not finite'}")
+            lines.append(f"step {step:.0f}: validation loss {', '.join(numbers) or 'not finite'}")
         if self._files.checkpoints:
-            found.append(f"checkpoints: {', '.join(self._files.checkpoints[-4:])}")
-        return [*found, *reversed(self._files.sessions[-3:])]
+            lines.append(f"checkpoints: {', '.join(self._files.checkpoints[-4:])}")
+        return [*lines, *reversed(self._files.sessions[-3:])]
 
     def curves(self) -> dict[str, dict[str, list[float | None]]]:
         """Its columns by kind, at most POINTS each."""

@@ -63,16 +63,16 @@ def check(folders: Sequence[Path]) -> None:
 def find(folders: Sequence[Path]) -> list[Place]:
     """The runs in the given folders; a folder that is not there yet is taken for a run to come."""
     titles = [folder.resolve().name for folder in folders]
-    found: dict[Path, tuple[str, str]] = {}
+    places: dict[Path, tuple[str, str]] = {}
     for folder, title in zip(folders, titles, strict=True):
         shown = "" if len(folders) == 1 else title if titles.count(title) == 1 else str(folder)
         inner = _inside(folder, shown, 2) or [(folder, shown or title, shown or title)]
-        found |= {path: (name, series) for path, name, series in inner}
-    newest = sorted(found, key=_changed)[-MOST:]
-    kept = {path: names for path, names in found.items() if path in newest}
+        places |= {path: (name, series) for path, name, series in inner}
+    newest = sorted(places, key=_changed)[-MOST:]
+    recent = {path: names for path, names in places.items() if path in newest}
     first = 0 if len(folders) == 1 and is_study(folders[0]) else 1  # grey is a study's baseline
-    order = {series: first + i for i, series in enumerate(dict.fromkeys(series for _, series in kept.values()))}
-    return [Place(path, name, series, order[series]) for path, (name, series) in kept.items()]
+    order = {series: first + i for i, series in enumerate(dict.fromkeys(series for _, series in recent.values()))}
+    return [Place(path, name, series, order[series]) for path, (name, series) in recent.items()]
 
 
 def _inside(folder: Path, shown: str, depth: int) -> list[tuple[Path, str, str]]:
@@ -114,12 +114,12 @@ def _variants(folder: Path) -> list[str]:
 
 def _children(folder: Path) -> list[Path]:
     """Folders inside a folder, but no links out of it and nothing unfinished."""
-    found = []
+    folders = []
     for path in _listed(folder):
         with suppress(ReadError, OSError):
             if not path.name.startswith((".", UNFINISHED)) and inside(folder, path.name).is_dir():
-                found.append(path)
-    return found
+                folders.append(path)
+    return folders
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -217,11 +217,11 @@ class RunList:
 
     def _logs(self) -> list[dict[str, Any]]:
         """The last lines that the trainers of a study printed, newest log first."""
-        found = []
+        entries = []
         for folder in self.folders:
             logs = [path for path in _listed(folder / LOGS) if path.suffix == ".log"] if is_study(folder) else []
             for path in sorted(logs, key=_changed)[-2:]:
                 with suppress(OSError, ReadError):
                     lines = read_tail(inside(folder, f"{LOGS}/{path.name}"))[-LOG_LINES:]
-                    found.append({"name": path.name, "lines": lines})
-        return [log for log in reversed(found) if log["lines"]]
+                    entries.append({"name": path.name, "lines": lines})
+        return [log for log in reversed(entries) if log["lines"]]

@@ -93,13 +93,13 @@ class Server(ThreadingHTTPServer):
     def _waiting(self, now: float) -> bool:
         """Whether a page that asked shortly before `now` will ask again."""
         with self._lock:
-            return any(now - asked < LINGER for asked in self._pages.values())
+            return any(now - last < LINGER for last in self._pages.values())
 
     def note(self, page: str, *, open: bool) -> None:
         """Note that a page is `open` and has asked now, or that it has had its last answer."""
         now = time.monotonic()
         with self._lock:
-            self._pages = {name: asked for name, asked in self._pages.items() if now - asked < LINGER and name != page}
+            self._pages = {name: last for name, last in self._pages.items() if now - last < LINGER and name != page}
             if page and open and len(self._pages) < CONNECTIONS:
                 self._pages[page] = now
 
@@ -154,10 +154,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The page, or what is new."""
         place = urlsplit(self.path)
-        given, slash, name = place.path.removeprefix("/").partition("/")
+        secret, slash, name = place.path.removeprefix("/").partition("/")
         if self._host() not in _OWN_NAMES:
             self._refuse(403, "This page answers only to 127.0.0.1 and localhost.")
-        elif not slash or not secrets.compare_digest(given.encode(), self.server.key.encode()):
+        elif not slash or not secrets.compare_digest(secret.encode(), self.server.key.encode()):
             self._refuse(404, "Open the whole address that residua watch printed.")
         elif name == "":
             self._answer(200, "text/html", watch_page(self.server.watched, self.server.interval))
@@ -166,17 +166,17 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, "There is no such page.")
 
-    def _tell(self, asked: dict[str, str]) -> None:
+    def _tell(self, query: dict[str, str]) -> None:
         """What is new; a fault of ours is told to the page, which goes on asking."""
-        since, ended = asked.get("since", ""), self.server.ended
+        since, ended = query.get("since", ""), self.server.ended
         known = int(since) if since.isdecimal() and len(since) < 19 else 0
         try:
-            news = self.server.watched.news(asked.get("epoch", ""), known)
+            news = self.server.watched.news(query.get("epoch", ""), known)
             text = json.dumps({**news, "ended": ended}, allow_nan=False)
         except Exception as error:
             self._refuse(500, f"The numbers of these runs cannot be shown ({type(error).__name__}: {error}).")
             return
-        self.server.note(page := asked.get("page", "")[:32], open=True)
+        self.server.note(page := query.get("page", "")[:32], open=True)
         self._answer(200, "application/json", text)
         if ended:
             self.server.note(page, open=False)

@@ -122,8 +122,8 @@ def _balance_among(
 
 def _keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
     """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
-    kept = {key: layer for module in modules for key, layer in module.sublayers.items()}
-    model.sublayers = nn.ModuleDict(kept)  # type: ignore[assignment]
+    layers = {key: layer for module in modules for key, layer in module.sublayers.items()}
+    model.sublayers = nn.ModuleDict(layers)  # type: ignore[assignment]
     for name in ("embed", "norm", "unembed"):
         if all(getattr(module, name) is None for module in modules):
             setattr(model, name, None)

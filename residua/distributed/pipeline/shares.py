@@ -155,14 +155,14 @@ def _best(
     def best(first: int, left: int) -> tuple[float, tuple[int, ...]]:
         if left == 1:
             return weigh(sums[-1] - sums[first]), ()
-        found: tuple[float, tuple[int, ...]] | None = None
+        least: tuple[float, tuple[int, ...]] | None = None
         for end in range(first + 1, len(costs) - left + 2):
             value, cuts = best(end, left - 1)
             value = join(weigh(sums[end] - sums[first]), value)
-            if found is None or value < found[0]:
-                found = value, (end, *cuts)
-        assert found is not None
-        return found
+            if least is None or value < least[0]:
+                least = value, (end, *cuts)
+        assert least is not None
+        return least
 
     return best(0, stages)
 
@@ -193,7 +193,7 @@ def crossing(
     config: ModelConfig, ends: Sequence[int], shape: Sequence[int], dtype: torch.dtype, anchors: str
 ) -> list[Items]:
     """What crosses after each sublayer of `ends`, as tensors without memory; `shape` is [B, T, C]."""
-    found: list[Items] = []
+    sends: list[Items] = []
     with FakeTensorMode(), torch.no_grad():
         topology = build_topology(config.topology, config.sublayers, config.width)
         boundary, x = topology.boundary(), torch.empty(*shape, dtype=dtype)
@@ -207,9 +207,9 @@ def crossing(
                     items |= _anchor_items(config, k, x.shape, x.dtype)
                 elif boundary.embedding() is None:
                     items |= {EMBEDDING: x}
-                found.append(items)
+                sends.append(items)
             state = boundary.after(k, y, state, *ids)
-    return [{name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in items.items()} for items in found]
+    return [{name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in items.items()} for items in sends]
 
 
 def boundaries_of(

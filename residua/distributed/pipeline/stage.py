@@ -83,26 +83,26 @@ class Slice(nn.Module):
         self.balance: Callable[[Routing], Tensor | None] = lambda routing: None
         """Takes how the stage's mixtures of experts routed a micro-batch; returns their loss when the stage trains."""
 
-    def forward(self, *received: Tensor, batch: Tensor, **given: Tensor) -> Any:
+    def forward(self, *received: Tensor, batch: Tensor, **inputs: Tensor) -> Any:
         """One micro-batch, number `batch`: received tensors in, tensors to send out.
 
-        The first stage takes tokens [B, T], the last returns the losses. `given`: segments and targets [B, T], if any,
+        The first stage takes tokens [B, T], the last returns the losses. `inputs`: segments and targets [B, T], if any,
         positions [B, T] if they are not 0, 1, …, the same in all rows; tokens [B, T] if a part of the model reads ids.
         """
         number = int(batch)
-        ids = given.pop("tokens", None)
+        ids = inputs.pop("tokens", None)
         tokens = received[0] if self.first else ids
         items: Items = {} if self.first else dict(zip(self.route.receives, received, strict=True))
         items = {name: self._cached(number, name, value) for name, value in items.items()}
         items |= {name: self.cache.get(number, name) for name in self.route.from_cache}
-        made, routed = self.body(items, tokens, **given)
+        outputs, routed = self.body(items, tokens, **inputs)
         loss = self.balance(Routing.stack(routed)) if routed else None
         if self.last:
-            return with_loss(made["losses"], loss)
-        held = [value for name, value in items.items() if name.startswith(PASSIVE)]
-        made = {name: value if name in items else self._cached(number, name, value) for name, value in made.items()}
-        sent = [made[name].contiguous() for name in self.route.sends]
-        return (with_loss(hold(sent[0], held), loss), *sent[1:])
+            return with_loss(outputs["losses"], loss)
+        passive = [value for name, value in items.items() if name.startswith(PASSIVE)]
+        outputs = {name: x if name in items else self._cached(number, name, x) for name, x in outputs.items()}
+        sent = [outputs[name].contiguous() for name in self.route.sends]
+        return (with_loss(hold(sent[0], passive), loss), *sent[1:])
 
     def compile_parts(self, *, whole: bool) -> None:
         """Compile the `whole` computation, or each unit if FSDP2 gathers them one at a time."""
@@ -131,8 +131,8 @@ class Slice(nn.Module):
                 return self._headed(items[HIDDEN], targets, items), []
             tokens_read = Context(None, None, tokens=tokens if self.reads_tokens else None)
             h, state, anchors, constant = self._begin(items, tokens, tokens_read)
-            own = None if positions is None else positions[0]
-            context = self._context(self._rotary(h[..., 0], positions=own), segments, positions=own)
+            row = None if positions is None else positions[0]
+            context = self._context(self._rotary(h[..., 0], positions=row), segments, positions=row)
             context = context._replace(tokens=tokens_read.tokens)
             h, state, anchors, routed = pass_through(self.units, h, state, anchors, context)
             if self.norm is not None:
@@ -166,10 +166,10 @@ class Slice(nn.Module):
         """The losses, or what the next stage needs for them if it has more pieces of the head."""
         head = self.unembed if self.unembed is not None else self.embed
         assert head is not None and targets is not None
-        held = [value for name, value in items.items() if name.startswith(PASSIVE)]
+        passive = [value for name, value in items.items() if name.startswith(PASSIVE)]
         if len(self.share.head) == self.share.pieces:
             ce, z = ops.training_cross_entropy(hidden, head.weight, targets, z_loss=self.settings.z_loss)
-            return {"losses": hold(torch.stack([ce, z]), held)}
+            return {"losses": hold(torch.stack([ce, z]), passive)}
         before, after = self.share.head.start, self.share.head.stop
         start, stop = self.share.rows(len(head.weight))
         lse, picked = piece_of_head(hidden, head.weight[start:stop], targets, start)
@@ -178,7 +178,7 @@ class Slice(nn.Module):
             picked = items[f"{PICKED}.{before}"] + picked
         if not self.last:
             return {HIDDEN: hidden, f"{LSE}.{after}": lse, f"{PICKED}.{after}": picked}
-        return {"losses": hold(torch.stack(losses_of(lse, picked, targets, self.settings.z_loss)), held)}
+        return {"losses": hold(torch.stack(losses_of(lse, picked, targets, self.settings.z_loss)), passive)}
 
 
 class Stage(PipelineStage):

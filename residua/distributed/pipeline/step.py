@@ -106,8 +106,8 @@ class PipelinedStep(RankedStep):
         for first in range(0, len(batches), self.flowing * self.ranks):
             mine = range(first + self.mesh.batch_rank, first + self.flowing * self.ranks, self.ranks)
             group = [self._filled(batches[i] if i < len(batches) else batches[0]) for i in mine]
-            held = [int((b.targets != IGNORED).sum()) * (i < len(batches)) for i, b in zip(mine, group, strict=True)]
-            counts = torch.tensor(held, dtype=torch.float64, device=self.device)
+            tokens = [int((b.targets != IGNORED).sum()) * (i < len(batches)) for i, b in zip(mine, group, strict=True)]
+            counts = torch.tensor(tokens, dtype=torch.float64, device=self.device)
             self._flow(group, counts, self.schedule.eval)
             sums[1] += counts.sum() * self._ends_here()
         self._validation = None
@@ -145,10 +145,10 @@ class PipelinedStep(RankedStep):
         }
         if self.model.token_readers:
             whole["tokens"] = torch.cat([b.tokens for b in batches])
-        given = {name: self._move(tensor) for name, tensor in whole.items() if tensor is not None}
-        given["batch"] = torch.arange(len(batches))
+        inputs = {name: self._move(tensor) for name, tensor in whole.items() if tensor is not None}
+        inputs["batch"] = torch.arange(len(batches))
         tokens = (self._move(torch.cat([b.tokens for b in batches])),) if self.mesh.pipeline_rank == 0 else ()
-        run(*tokens, target=shares if self._ends_here() else None, **given)
+        run(*tokens, target=shares if self._ends_here() else None, **inputs)
 
     def _build_balancer(self, config: TrainConfig) -> Balancer | None:
         """A balancer of all layers on every rank: each adds what its own layers did, and knows the load of all."""

@@ -41,20 +41,20 @@ class Route:
 def plan_routes(boundaries: Sequence[Sequence[str]], ranks: int, transport: str) -> list[Route]:
     """The routes of all stages, dealt out to the ranks in turn; `boundaries` are the names that cross each boundary."""
     stages = len(boundaries) + 1
-    brought: list[dict[str, int]] = [{} for _ in range(ranks)]
+    origins: list[dict[str, int]] = [{} for _ in range(ranks)]
     """For each rank, the stage that first received or made a tensor."""
     receives: list[tuple[str, ...]] = [()]
     from_cache: list[tuple[str, ...]] = [()]
     to_cache: list[dict[str, int]] = [{} for _ in range(stages)]
     for stage in range(1, stages):
-        names, known = boundaries[stage - 1], brought[stage % ranks]
+        names, known = boundaries[stage - 1], origins[stage % ranks]
         for name in names:
-            brought[(stage - 1) % ranks].setdefault(name, stage - 1)
-        kept = tuple(name for name in names if name in known) if transport == "cached" else ()
-        for name in kept:
+            origins[(stage - 1) % ranks].setdefault(name, stage - 1)
+        cached = tuple(name for name in names if name in known) if transport == "cached" else ()
+        for name in cached:
             to_cache[known[name]][name] = to_cache[known[name]].get(name, 0) + 1
-        receives.append(tuple(name for name in names if name not in kept))
-        from_cache.append(kept)
+        receives.append(tuple(name for name in names if name not in cached))
+        from_cache.append(cached)
         for name in names:
             known.setdefault(name, stage)
     sends = [*receives[1:], ()]
@@ -154,8 +154,8 @@ class _Hold(torch.autograd.Function):
     """x in the forward pass; zero gradients for the other tensors in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *held: Tensor) -> Tensor:
-        ctx.shapes = [(t.shape, t.dtype) for t in held]
+    def forward(ctx: Any, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.shapes = [(t.shape, t.dtype) for t in tensors]
         return x.view_as(x)
 
     @staticmethod
@@ -165,9 +165,9 @@ class _Hold(torch.autograd.Function):
         return gradient, *zeros
 
 
-def hold(x: Tensor, held: Sequence[Tensor]) -> Tensor:
-    """x, with every tensor of `held` in its backward pass. Received tensors always get a gradient, possibly zero."""
-    received = [t for t in held if t.requires_grad]
+def hold(x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """x, with all of `tensors` in its backward pass. Received tensors always get a gradient, possibly zero."""
+    received = [t for t in tensors if t.requires_grad]
     holding: Tensor = _Hold.apply(x, *received) if received and x.requires_grad else x
     return holding
 

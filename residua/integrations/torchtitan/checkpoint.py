@@ -28,9 +28,9 @@ class Pieces(Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, like: Tensor, placed: Iterable[Placed]) -> Pieces:
-        made: Pieces = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
-        made.placed = list(placed)
-        return made
+        pieces: Pieces = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        pieces.placed = list(placed)
+        return pieces
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

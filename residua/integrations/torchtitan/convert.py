@@ -85,17 +85,17 @@ class _Reader(FileSystemReader):
 
 def dump_checkpoints(dump: Path) -> list[Checkpoint]:
     """The finished checkpoints of a dump folder, oldest first: torchtitan writes `.metadata` last."""
-    found = [path for path in inside(dump, DUMP).glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    finished = [path for path in found if inside(dump, f"{DUMP}/{path.name}/.metadata").is_file()]
+    folders = [path for path in inside(dump, DUMP).glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    finished = [path for path in folders if inside(dump, f"{DUMP}/{path.name}/.metadata").is_file()]
     return sorted((Checkpoint(path, int(path.name[5:])) for path in finished), key=lambda c: c.step)
 
 
 def to_run(dump: Path, out: Path) -> Path:
     """Write the last checkpoint of a dump folder to a new run folder. One that holds only a model stays only that."""
-    found = dump_checkpoints(dump)
-    if not found:
+    folders = dump_checkpoints(dump)
+    if not folders:
         raise UserError(f"{dump} holds no finished checkpoint of torchtitan: train it with --checkpoint.enable.")
-    config, last = RunConfig.from_toml(inside(dump, "config.toml")), found[-1]
+    config, last = RunConfig.from_toml(inside(dump, "config.toml")), folders[-1]
     reader = _Reader(str(last.path))
     described = reader.read_metadata().state_dict_metadata
     model = build_if_it_fits(config.model, dump)

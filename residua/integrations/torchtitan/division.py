@@ -123,14 +123,14 @@ class Split(NamedTuple):
 def find_splits(mine: nn.Module, whole: nn.Module) -> dict[str, Split]:
     """The parameters that differ between the model, or layer, of a rank and the whole one, by name."""
     parts = dict(_declared_parts(mine))
-    found = {}
+    splits = {}
     for name, parameter in mine.named_parameters():
         pairs = enumerate(zip(parameter.shape, whole.get_parameter(name).shape, strict=True))
         differing = [dim for dim, (here, all_of_it) in pairs if here != all_of_it]
         if differing:
             (dim,) = differing
-            found[name] = Split(dim, parts.get((name, dim), (parameter.shape[dim],)))
-    return found
+            splits[name] = Split(dim, parts.get((name, dim), (parameter.shape[dim],)))
+    return splits
 
 
 def _declared_parts(model: nn.Module) -> Iterator[tuple[tuple[str, int], tuple[int, ...]]]:
@@ -163,11 +163,11 @@ def pieces(split: Split, rank: int, ranks: int, first: int, tensor: Tensor) -> I
 def communicate(model: Decoder, group: dist.ProcessGroup) -> None:
     """Let layers gather tokens before their first projection, and scatter the sums of their last."""
 
-    def gather(module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gathered(given[0], group), *given[1:]
+    def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return gathered(inputs[0], group), *inputs[1:]
 
-    def scatter(module: nn.Module, given: Any, made: tuple[Any, ...]) -> tuple[Any, ...]:
-        return scattered(made[0], group), *made[1:]
+    def scatter(module: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return scattered(outputs[0], group), *outputs[1:]
 
     for k, sublayer in enumerate(model.sublayers):
         body = sublayer.get_submodule("body")
@@ -186,8 +186,8 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def scattered(y: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sums [B, T/N, …] over all ranks for the tokens of this one; gradients are gathered."""
-    own: Tensor = wait_tensor(reduce_scatter_tensor_autograd(y.contiguous(), "sum", 1, group))
-    return own
+    shard: Tensor = wait_tensor(reduce_scatter_tensor_autograd(y.contiguous(), "sum", 1, group))
+    return shard
 
 
 class Across:
@@ -198,9 +198,9 @@ class Across:
         self.places = wait_tensor(all_gather_tensor(positions, 0, group))
         self.order = torch.argsort(self.places)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         k, v = self.in_order(k), self.in_order(v)
-        return attend(q, k, v, positions=self.positions, **given)
+        return attend(q, k, v, positions=self.positions, **options)
 
     def in_order(self, x: Tensor) -> Tensor:
         """The tokens [B, T, …] of all ranks in the order of their positions."""
@@ -216,15 +216,15 @@ class HeadsOfSequences:
 
     def __init__(self, body: Any, mixer: Any, rank: int, ranks: int) -> None:
         with torch.device("meta"), shapes_only():
-            self.own = type(body)(narrow_heads(mixer, ranks), body.out.weight.shape[0], std=0.0, output_std=0.0)
+            self.local_body = type(body)(narrow_heads(mixer, ranks), body.out.weight.shape[0], std=0.0, output_std=0.0)
         self.body, self.rank, self.ranks = body, rank, ranks
-        self.splits = find_splits(self.own, body)
+        self.splits = find_splits(self.local_body, body)
 
     def __call__(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         across = context.across
         assert isinstance(across, Across)
         weights = {name: self._share(name, weight) for name, weight in self.body.named_parameters()}
-        y, anchors = functional_call(self.own, weights, (across.in_order(x), anchors, context))
+        y, anchors = functional_call(self.local_body, weights, (across.in_order(x), anchors, context))
         return across.back(y), anchors
 
     def _share(self, name: str, weight: Tensor) -> Tensor:

@@ -84,9 +84,9 @@ class ResiduaModel(Decoder, BaseModel):
         losses = eager_losses(self, recipe.z_loss, self.copies)
         self.compute_with(compile_rewritten(losses) if self.compiled else losses)
 
-    def forward(self, tokens: Tensor, *, targets: Tensor, **given: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, tokens: Tensor, *, targets: Tensor, **inputs: Tensor) -> Tensor:  # type: ignore[override]
         with autocast(self.device_type, self.precision):
-            cross_entropy, z, routing = self._losses[0](tokens, targets, **given)
+            cross_entropy, z, routing = self._losses[0](tokens, targets, **inputs)
         if self.balancer is None:
             return torch.stack([cross_entropy, z])
         balance = self.balancer.loss(routing, self.part)
@@ -122,8 +122,8 @@ class ResiduaModel(Decoder, BaseModel):
         shape[split.dim] *= self.grid.tensor_ranks
         first = tensor.__create_chunk_list__()[0].offsets[0] if isinstance(tensor, DTensor) else 0
         here = local(tensor.detach())
-        own = pieces(split, self.grid.tensor_rank, self.grid.tensor_ranks, first, here)
-        return Pieces(torch.Size(shape), here, own)
+        local_pieces = pieces(split, self.grid.tensor_rank, self.grid.tensor_ranks, first, here)
+        return Pieces(torch.Size(shape), here, local_pieces)
 
     def _context(
         self,

@@ -168,9 +168,9 @@ class DividedOptimizer(RankedOptimizer):
 
     def _gathered(self, direction: Tensor) -> Tensor:
         """[rows, ranks, columns]."""
-        found = [torch.empty_like(direction) for _ in range(self.grid.tensor_ranks)]
-        dist.all_gather(found, direction.contiguous(), group=self.grid.tensor)
-        return torch.stack(found, 1)
+        by_rank = [torch.empty_like(direction) for _ in range(self.grid.tensor_ranks)]
+        dist.all_gather(by_rank, direction.contiguous(), group=self.grid.tensor)
+        return torch.stack(by_rank, 1)
 
     def _share(self, parameter: Tensor, row: Rows, value: Tensor) -> tuple[Rows, Tensor]:
         """The part of an update that belongs to this rank."""

@@ -125,9 +125,9 @@ def _taking_micro_batches(run: Callable[..., Any]) -> Callable[..., Any]:
         return_outputs: bool,
     ) -> Any:
         tokens = () if arg_mbs is None else (torch.cat([first for (first,) in arg_mbs]),)
-        given = {name: torch.cat([kwargs[name] for kwargs in kwarg_mbs]) for name in kwarg_mbs[0]}
-        given["batch"] = torch.arange(len(kwarg_mbs))
+        inputs = {name: torch.cat([kwargs[name] for kwargs in kwarg_mbs]) for name in kwarg_mbs[0]}
+        inputs["batch"] = torch.arange(len(kwarg_mbs))
         target = None if target_mbs is None else torch.cat(list(target_mbs))
-        return run(*tokens, target=target, losses=losses, loss_kwargs=loss_kwargs, **given)
+        return run(*tokens, target=target, losses=losses, loss_kwargs=loss_kwargs, **inputs)
 
     return step

@@ -105,9 +105,9 @@ class ResiduaTrainer(Trainer):
         batches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         model.part = 1 / (batches * model.grid.ranks)
         add = model.grid.over_all if model.mixtures else model.grid.over_batch
-        found = model.mixtures or mixtures(model)
-        if found:
-            model.balancer = Balancer(run.train.balance, found, self.device, lambda tensor: add(tensor.clone()))
+        layers = model.mixtures or mixtures(model)
+        if layers:
+            model.balancer = Balancer(run.train.balance, layers, self.device, lambda tensor: add(tensor.clone()))
         self.balancer = model.balancer
 
     def _describe(self, run: RunConfig, model: ResiduaModel) -> None:
@@ -119,9 +119,9 @@ class ResiduaTrainer(Trainer):
             if run.train.start is not None:
                 keep_companions(Path(run.train.start), folder)
             for name in ("tokenizer.json", SETTINGS):
-                found = self.dataloader.dataset.path / name
-                if found.exists():
-                    write_atomically(folder / name, found.read_text(encoding="utf-8"))
+                source = self.dataloader.dataset.path / name
+                if source.exists():
+                    write_atomically(folder / name, source.read_text(encoding="utf-8"))
 
     def _trained(self, run: RunConfig, model: ResiduaModel) -> RunConfig:
         """The run with what torchtitan's flags have changed."""
@@ -146,18 +146,18 @@ class ResiduaTrainer(Trainer):
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         grid = self.gradients.grid
-        given = dict(input_dict)
+        batch = dict(input_dict)
         if grid.tensor_ranks * grid.context_ranks > 1:  # torchtitan gives each context-parallel rank its part of them
-            tokens = given["input"]
-            given["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
-        inputs, labels, given = super().post_dataloading_process(given, labels)
+            tokens = batch["input"]
+            batch["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
+        inputs, labels, batch = super().post_dataloading_process(batch, labels)
         if grid.tensor_ranks * grid.context_ranks > 1:
             if not self.parallel_dims.pp_enabled:  # a schedule divides what it is given by rows
-                given["positions"] = given["positions"][0].contiguous()
+                batch["positions"] = batch["positions"][0].contiguous()
             inputs, labels = (x.chunk(grid.tensor_ranks, 1)[grid.tensor_rank].contiguous() for x in (inputs, labels))
         if self.parallel_dims.pp_enabled and self.model_parts[0].token_readers:
-            given["tokens"] = inputs
-        return inputs, labels, {**given, "targets": labels}
+            batch["tokens"] = inputs
+        return inputs, labels, {**batch, "targets": labels}
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         with self._clipping():

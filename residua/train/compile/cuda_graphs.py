@@ -31,9 +31,9 @@ class _Graph(NamedTuple):
     gradients: list[Tensor | None]
 
     def replay(self, inputs: Inputs, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            if mine is not None and given is not None:
-                mine.copy_(given, non_blocking=True)
+        for mine, source in zip(self.inputs, inputs, strict=True):
+            if mine is not None and source is not None:
+                mine.copy_(source, non_blocking=True)
         self.graph.replay()
         for parameter, gradient in zip(parameters, self.gradients, strict=True):
             parameter.grad = gradient
@@ -84,7 +84,7 @@ class GraphedPass:
         return outputs
 
     def _capture(self, inputs: Inputs, first: bool) -> _Graph | None:
-        held = [parameter.grad for parameter in self._parameters]
+        previous = [parameter.grad for parameter in self._parameters]
         static = tuple(None if t is None else t.clone() for t in inputs)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -95,7 +95,7 @@ class GraphedPass:
         except RuntimeError as error:
             torch.cuda.synchronize()
             self._refused = True
-            for parameter, gradient in zip(self._parameters, held, strict=True):
+            for parameter, gradient in zip(self._parameters, previous, strict=True):
                 parameter.grad = gradient
             reason = str(error).splitlines()[0]
             warnings.warn(f"this step cannot be made a CUDA graph and runs without one: {reason}", stacklevel=2)
@@ -105,6 +105,6 @@ class GraphedPass:
         return self._graphs[first]
 
 
-def _alike(mine: Inputs, given: Inputs) -> bool:
-    shapes = [[None if t is None else (t.shape, t.dtype) for t in inputs] for inputs in (mine, given)]
+def _alike(mine: Inputs, theirs: Inputs) -> bool:
+    shapes = [[None if t is None else (t.shape, t.dtype) for t in inputs] for inputs in (mine, theirs)]
     return shapes[0] == shapes[1]

@@ -119,9 +119,9 @@ def structure(module: nn.Module) -> str:
     """
     parts = []
     for name, part in module.named_modules():
-        own = {k: v for k, v in vars(part).items() if k not in _IGNORED and (name or k != "forward")}
+        attributes = {k: v for k, v in vars(part).items() if k not in _IGNORED and (name or k != "forward")}
         tensors = [(k, t if t is None else (tuple(t.shape), t.dtype, t.requires_grad)) for k, t in _own(part)]
-        parts.append(f"{name}: {type(part).__qualname__} {own} {tensors}")
+        parts.append(f"{name}: {type(part).__qualname__} {attributes} {tensors}")
     return "\n".join(parts)
 
 
@@ -135,11 +135,11 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor | None]]:
 
 def _places(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
     """Every weight and buffer: its name, and the dictionary and key that hold it."""
-    found = []
+    places = []
     for prefix, part in module.named_modules():
         for holder in (part._parameters, part._buffers):
-            found += [(f"{prefix}.{k}" if prefix else k, holder, k) for k, t in holder.items() if t is not None]
-    return found
+            places += [(f"{prefix}.{k}" if prefix else k, holder, k) for k, t in holder.items() if t is not None]
+    return places
 
 
 def _compile(sublayer: nn.Module) -> Callable[..., Any]:

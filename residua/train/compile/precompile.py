@@ -84,7 +84,7 @@ class Helpers:
         Thread(target=_distribute, args=(self._requests, processes), daemon=True).start()
         self.close = finalize(self, self._requests.put, None)
         """Tell the helpers that no more requests will come."""
-        self._seen: set[str] = set()
+        self._request_keys: set[str] = set()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -100,8 +100,8 @@ class Helpers:
         """Send a traced operator to a helper, once; neighbouring operators of a model go to different helpers."""
         with suppress(Exception):  # symbolic sizes
             request = Request(module, name, *tree_map_only(Tensor, StandIn.of, (args, settings)))
-            if repr(request) not in self._seen:
-                self._seen.add(repr(request))
+            if repr(request) not in self._request_keys:
+                self._request_keys.add(repr(request))
                 self._requests.put(pickle.dumps(request))
 
 

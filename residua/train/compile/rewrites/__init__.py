@@ -26,8 +26,8 @@ def with_own_code(function: Any) -> Callable[..., Any]:
     take turns would always find theirs last, and would reach the recompile limit.
     """
     function.__code__ = function.__code__.replace()
-    own: Callable[..., Any] = function
-    return own
+    copy: Callable[..., Any] = function
+    return copy
 
 
 def allow_recompiling(sublayers: int) -> None:

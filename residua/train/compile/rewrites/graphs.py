@@ -62,8 +62,8 @@ def call(graph: Graph, operator: Any, *args: Any, **settings: Any) -> Node:
 
 def value(node: object) -> torch.Tensor | None:
     """The fake tensor that a node computes (shape, dtype, device), or None if it computes something else."""
-    found = node.meta.get("val") if isinstance(node, Node) else None
-    return found if isinstance(found, torch.Tensor) else None
+    tensor = node.meta.get("val") if isinstance(node, Node) else None
+    return tensor if isinstance(tensor, torch.Tensor) else None
 
 
 def source(node: Any) -> Node:

@@ -51,14 +51,14 @@ class Kind(NamedTuple):
     """Whether the backward call is that of the junction, and the normed operators take this junction."""
 
 
-def _belongs_multi_gate(found: Found) -> bool:
-    stats = _arguments(found.backward)["stats"]
-    return _is_output(stats[-1], found.junction, 2)
+def _belongs_multi_gate(match: Found) -> bool:
+    stats = _arguments(match.backward)["stats"]
+    return _is_output(stats[-1], match.junction, 2)
 
 
-def _belongs_hyper_step(found: Found) -> bool:
-    given = _arguments(found.backward)
-    return _is_output(given["weights"], found.junction, 4) and given["norm"] != "none"
+def _belongs_hyper_step(match: Found) -> bool:
+    arguments = _arguments(match.backward)
+    return _is_output(arguments["weights"], match.junction, 4) and arguments["norm"] != "none"
 
 
 KINDS = (
@@ -83,10 +83,10 @@ def norm_in_junctions(graph: Graph) -> None:
 
     for kind in KINDS:
         for junction in graph.find_nodes(op="call_function", target=_operator(kind.forward)):
-            found = _find(kind, junction)
-            if found is not None:
-                hidden_stats = _replace_forward(graph, kind, found)
-                _replace_backward(graph, kind, found, hidden_stats)
+            match = _find(kind, junction)
+            if match is not None:
+                hidden_stats = _replace_forward(graph, kind, match)
+                _replace_backward(graph, kind, match, hidden_stats)
 
 
 def _operator(name: str) -> Any:
@@ -96,13 +96,13 @@ def _operator(name: str) -> Any:
 def _arguments(node: Node) -> dict[str, Any]:
     """A call's arguments by name."""
     operator: Any = node.target
-    return {argument.name: given for argument, given in zip(operator._schema.arguments, node.args, strict=True)}
+    return {argument.name: value for argument, value in zip(operator._schema.arguments, node.args, strict=True)}
 
 
-def _call_normed(graph: Graph, name: str, given: dict[str, Any]) -> dict[Any, Node]:
+def _call_normed(graph: Graph, name: str, arguments: dict[str, Any]) -> dict[Any, Node]:
     """The outputs of a new call, which takes what it needs of the arguments given."""
     operator = _operator(name)
-    new = call(graph, operator, *(given[argument.name] for argument in operator._schema.arguments))
+    new = call(graph, operator, *(arguments[argument.name] for argument in operator._schema.arguments))
     return {which: call(graph, getitem, new, which) for which in range(len(new.meta["val"]))}
 
 
@@ -116,14 +116,14 @@ def _find(kind: Kind, junction: Node) -> Found | None:
     ends = _readers(norm_backward, 0)
     if len(ends) != 1 or ends[0].target is not _operator(kind.backward):
         return None
-    found = Found(junction, norm, norm_backward, ends[0])
-    return found if _fits(kind, found) else None
+    match = Found(junction, norm, norm_backward, ends[0])
+    return match if _fits(kind, match) else None
 
 
-def _fits(kind: Kind, found: Found) -> bool:
+def _fits(kind: Kind, match: Found) -> bool:
     """Whether the four belong together, none of them is checkpointed, and what they return is read late enough."""
-    junction, norm, norm_backward, backward = found
-    if len(norm_backward.args) != 4 or any("recompute" in node.meta for node in found):
+    junction, norm, norm_backward, backward = match
+    if len(norm_backward.args) != 4 or any("recompute" in node.meta for node in match):
         return False
     _, x, gain, rstd = norm_backward.args
     together = (
@@ -133,22 +133,22 @@ def _fits(kind: Kind, found: Found) -> bool:
         and _is_output(rstd, norm, 1)
         and _readers(norm, 1) == [norm_backward]
         and _is_output(backward.args[0], norm_backward, 0)
-        and kind.belongs(found)
+        and kind.belongs(match)
     )
     written = [item for item in junction.users if item.args[1] != kind.hidden]
     g_gain = [item for item in norm_backward.users if item.args[1] == 1]
-    return together and _follow(_place_forward(found), written) and _follow(_place_backward(found), g_gain)
+    return together and _follow(_place_forward(match), written) and _follow(_place_backward(match), g_gain)
 
 
-def _place_forward(found: Found) -> Node:
+def _place_forward(match: Found) -> Node:
     """The last node that the new forward call needs."""
-    gain = found.norm.args[1]
-    return max(n for n in (found.junction, gain) if isinstance(n, Node))
+    gain = match.norm.args[1]
+    return max(n for n in (match.junction, gain) if isinstance(n, Node))
 
 
-def _place_backward(found: Found) -> Node:
+def _place_backward(match: Found) -> Node:
     """The last node that the new backward call needs, or the norm's backward, whichever is later."""
-    return max(found.norm_backward, *(n for n in found.backward.all_input_nodes if n is not found.backward.args[0]))
+    return max(match.norm_backward, *(n for n in match.backward.all_input_nodes if n is not match.backward.args[0]))
 
 
 def _follow(place: Node, items: Iterable[Node]) -> bool:
@@ -156,36 +156,36 @@ def _follow(place: Node, items: Iterable[Node]) -> bool:
     return all(reader > place for item in items for reader in item.users)
 
 
-def _replace_forward(graph: Graph, kind: Kind, found: Found) -> Node:
+def _replace_forward(graph: Graph, kind: Kind, match: Found) -> Node:
     """Returns the scalars of h, which the new backward call needs."""
-    junction, norm, *_ = found
+    junction, norm, *_ = match
     _, gain, norm_eps = norm.args
-    with _inserting(graph, _place_forward(found), junction):
+    with _inserting(graph, _place_forward(match), junction):
         of_norm = {"gain": gain, "norm_eps": norm_eps}
-        made = _call_normed(graph, kind.normed_forward, _arguments(junction) | of_norm)
+        outputs = _call_normed(graph, kind.normed_forward, _arguments(junction) | of_norm)
         for item in list(norm.users):
             if item.args[1] == 0:
-                item.replace_all_uses_with(like(graph, made[kind.hidden], item))
+                item.replace_all_uses_with(like(graph, outputs[kind.hidden], item))
         for item in list(junction.users):
             if item.args[1] != kind.hidden:
-                item.replace_all_uses_with(made[item.args[1]])
-    return made[len(made) - 1]
+                item.replace_all_uses_with(outputs[item.args[1]])
+    return outputs[len(outputs) - 1]
 
 
-def _replace_backward(graph: Graph, kind: Kind, found: Found, hidden_stats: Node) -> None:
-    *_, norm_backward, backward = found
+def _replace_backward(graph: Graph, kind: Kind, match: Found, hidden_stats: Node) -> None:
+    *_, norm_backward, backward = match
     g, _, gain, _ = norm_backward.args
-    with _inserting(graph, _place_backward(found), backward):
+    with _inserting(graph, _place_backward(match), backward):
         of_norm = {"g_normed": like(graph, g, backward.args[0]), "gain": gain, "hidden_stats": hidden_stats}
-        made = _call_normed(graph, kind.normed_backward, _arguments(backward) | of_norm)
-        last, old = len(made) - 1, backward.meta["val"]
-        g_gain = made[last]
-        if len(made) == len(old):  # the gain's gradient ends the last output, and is not one of its own
+        outputs = _call_normed(graph, kind.normed_backward, _arguments(backward) | of_norm)
+        last, old = len(outputs) - 1, backward.meta["val"]
+        g_gain = outputs[last]
+        if len(outputs) == len(old):  # the gain's gradient ends the last output, and is not one of its own
             length = len(old[last])
-            made[last] = call(graph, aten.slice.Tensor, g_gain, 0, 0, length)
+            outputs[last] = call(graph, aten.slice.Tensor, g_gain, 0, 0, length)
             g_gain = call(graph, aten.slice.Tensor, g_gain, 0, length, len(g_gain.meta["val"]))
         for item in list(backward.users):
-            item.replace_all_uses_with(made[item.args[1]])
+            item.replace_all_uses_with(outputs[item.args[1]])
         for item in list(norm_backward.users):
             if item.args[1] == 1:
                 if item.meta["val"].dtype != g_gain.meta["val"].dtype:

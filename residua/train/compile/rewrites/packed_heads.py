@@ -69,13 +69,13 @@ def _layer(cat: Node) -> Layer | None:
 def _fits(layer: Layer, parts: Any, joined: torch.Tensor) -> bool:
     """Whether the three have the shapes and dtype of one projection's gradient, with fixed sizes."""
     q, k = (value(node.args[1]) for node in (layer.query, layer.key))
-    found = [value(part) for part in parts]
-    if q is None or k is None or any(v is None or v.dtype != q.dtype for v in (*found, k)):
+    tensors = [value(part) for part in parts]
+    if q is None or k is None or any(v is None or v.dtype != q.dtype for v in (*tensors, k)):
         return False
     columns = [q.shape[2] * q.shape[3], k.shape[2] * k.shape[3], k.shape[2] * k.shape[3]]
     fixed = all(isinstance(size, int) for size in (*q.shape, *k.shape, *joined.shape))
     alike = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3] and joined.shape[:-1].numel() == prod(q.shape[:2])
-    return fixed and alike and [v.shape[-1] for v in found if v is not None] == columns
+    return fixed and alike and [v.shape[-1] for v in tensors if v is not None] == columns
 
 
 def _normed(part: Any) -> Node | None:
@@ -111,5 +111,5 @@ def _heads(graph: Graph, values: Node, shape: list[int]) -> Node:
     chain: list[Any] = [values]
     while chain[-1].target in RESHAPES:
         chain.append(chain[-1].args[0])
-    found = [node for node in chain if list(node.meta["val"].shape) == shape]
-    return found[-1] if found else call(graph, aten.reshape.default, values, shape)
+    matches = [node for node in chain if list(node.meta["val"].shape) == shape]
+    return matches[-1] if matches else call(graph, aten.reshape.default, values, shape)
