@@ -69,7 +69,7 @@ def diagnose(
         check_folder(path)
     source = open_text(None if text is None else Path(text), paths)
     _check_out(Path(out), paths)
-    made = []
+    diagnoses = []
     for path, name in zip(paths, names, strict=True):
         subject = open_subject(path, where)
         subject.name = name
@@ -77,12 +77,12 @@ def diagnose(
             open_tokenizer(path), text=source, tokens=tokens, length=length,
             context=subject.context, vocabulary=subject.vocabulary,
         )  # fmt: skip
-        made.append(diagnose_model(
+        diagnoses.append(diagnose_model(
             subject, shown, path=str(path), ablations=ablations, ablation_tokens=ablation_tokens, extra=extra,
             maps=maps, progress=progress,
         ))  # fmt: skip
         del subject
-    result = Diagnosis(models=made)
+    result = Diagnosis(models=diagnoses)
     write(result, Path(out), {name: _telemetry(path) for path, name in zip(paths, names, strict=True)})
     return result
 
@@ -116,7 +116,7 @@ def diagnose_model(
     on_gpu = next(subject.model.parameters()).is_cuda
     at_once = SCORED_ON_GPU if on_gpu else TOKENS_AT_ONCE
     removed = measure(subject, plan, few, at_once, lambda: progress("removing", next(ticks), len(plan)))
-    made = schema(
+    diagnosis = schema(
         name=subject.name,
         path=path,
         description=subject.description,
@@ -134,14 +134,14 @@ def diagnose_model(
         ablations=removed,
         skipped=skipped,
     )
-    measured = [metrics[metric] for metric in on_page(made) if metric in metrics]
-    found = [
+    measured = [metrics[metric] for metric in on_page(diagnosis) if metric in metrics]
+    findings = [
         finding
         for metric in sorted(measured, key=lambda metric: not metric.defect)
-        for finding in metric.findings(made)
+        for finding in metric.findings(diagnosis)
     ]
-    made = schema.model_validate(dict(made) | {"findings": found})
-    return made.model_copy(update={"summary": summary(made)})
+    diagnosis = schema.model_validate(dict(diagnosis) | {"findings": findings})
+    return diagnosis.model_copy(update={"summary": summary(diagnosis)})
 
 
 def _observe(subject: Subject, sample: Sample, metrics: Sequence[Metric], progress: Progress) -> float:
@@ -157,12 +157,12 @@ def _observe(subject: Subject, sample: Sample, metrics: Sequence[Metric], progre
 def _observe_batch(subject: Subject, tokens: Tensor, targets: Tensor, metrics: Sequence[Metric]) -> float:
     """The loss of one batch. A function of its own: an observation is large and must be freed before the next."""
     device = next(subject.model.parameters()).device
-    seen = subject.observe(tokens.to(device), targets.to(device))
-    if not math.isfinite(seen.loss):
-        raise UserError(f"{subject.name} gives a loss of {seen.loss} on this text: its weights are broken.")
+    observation = subject.observe(tokens.to(device), targets.to(device))
+    if not math.isfinite(observation.loss):
+        raise UserError(f"{subject.name} gives a loss of {observation.loss} on this text: its weights are broken.")
     for metric in metrics:
-        metric.add(seen)
-    return seen.loss
+        metric.add(observation)
+    return observation.loss
 
 
 def _precision(subject: Subject) -> str:
@@ -236,14 +236,14 @@ def _names(paths: Sequence[Path]) -> list[str]:
     A folder that is named twice gets numbers.
     """
     parts = [path.resolve().parts for path in paths]
-    names = [str(Path(*own[-_depth(own, set(parts)) :])) for own in parts]
+    names = [str(Path(*tail[-_depth(tail, set(parts)) :])) for tail in parts]
     numbered = [f"{name} ({names[:index].count(name) + 1})" for index, name in enumerate(names)]
     return [name if names.count(name) == 1 else other for name, other in zip(names, numbered, strict=True)]
 
 
-def _depth(own: tuple[str, ...], parts: Collection[tuple[str, ...]]) -> int:
+def _depth(path: tuple[str, ...], parts: Collection[tuple[str, ...]]) -> int:
     """How many of the last parts of a path no other path ends in."""
-    return next(n for n in range(1, len(own) + 1) if sum(other[-n:] == own[-n:] for other in parts) == 1)
+    return next(n for n in range(1, len(path) + 1) if sum(other[-n:] == path[-n:] for other in parts) == 1)
 
 
 class _Chosen(dict[str, Tensor]):
@@ -271,5 +271,5 @@ def taps(model: Decoder, *patterns: str) -> Iterator[dict[str, Tensor]]:
     """
     if not isinstance(model, Decoder):
         raise UserError(f"{type(model).__name__} publishes no taps: they are those of a Residua model (residua.build).")
-    with published.record(_Chosen(patterns or ("*",))) as seen:
-        yield seen
+    with published.record(_Chosen(patterns or ("*",))) as tensors:
+        yield tensors

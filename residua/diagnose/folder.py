@@ -71,13 +71,13 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
     except ImportError:
         raise UserError(f"{path} is a Hugging Face model: install transformers to open it (residua[hf]).") from None
     config = _check_files(path)
-    held = stored(weight_files(path, AGAIN))
-    check_counts(config, path / "config.json", held)
+    weights = stored(weight_files(path, AGAIN))
+    check_counts(config, path / "config.json", weights)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        asked = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        dtype: Any = choose_dtype(path, asked, held, device)
+        settings = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        dtype: Any = choose_dtype(path, settings, weights, device)
         opened: Any = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, dtype=dtype, use_safetensors=True,
             output_loading_info=True, ignore_mismatched_sizes=True,
@@ -106,8 +106,8 @@ def _require_all(path: Path, model: Any, loaded: dict[str, Any]) -> None:
     Tied heads are not missing, nor is what a model computes for itself and does not save.
     """
     advice = "diagnose a folder with all weights of a causal language model"
-    for name, found, expected in loaded["mismatched_keys"]:
-        shapes = f"shape {list(found)} where {type(model).__name__} has {list(expected)}"
+    for name, shape, expected in loaded["mismatched_keys"]:
+        shapes = f"shape {list(shape)} where {type(model).__name__} has {list(expected)}"
         raise UserError(f"{path} holds {name!r} with {shapes}: {advice}.")
     lacking = [name for name in model.state_dict() if name in loaded["missing_keys"]]
     if lacking:
@@ -188,54 +188,51 @@ def check_length(folder: Path) -> None:
             refuse(f"{path} is longer than {LONGEST_CONFIG // MIB} MiB, too long for a configuration", AGAIN)
 
 
-def check_counts(config: Mapping[str, Any], file: Path, held: Stored) -> None:
+def check_counts(config: Mapping[str, Any], file: Path, weights: Stored) -> None:
     """Refuse more layers than the files hold tensors for; tables in tables too."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            check_counts(value, file, held)
-        elif isinstance(value, int) and value > held.most_tensors and any(word in key for word in COUNTS):
-            refuse(
-                f"{file} asks for {value:,} layers ({key}), and the folder's files hold {held.tensors:,} tensors", AGAIN
-            )
+            check_counts(value, file, weights)
+        elif isinstance(value, int) and value > weights.most_tensors and any(word in key for word in COUNTS):
+            refuse(f"{file} asks for {value:,} layers ({key}), the files hold {weights.tensors:,} tensors", AGAIN)
 
 
-def choose_dtype(folder: Path, config: Any, held: Stored, device: torch.device) -> torch.dtype | str:
+def choose_dtype(folder: Path, config: Any, weights: Stored, device: torch.device) -> torch.dtype | str:
     """The precision to load a model in. Refuses one that does not fit into memory, or that the files cannot fill.
 
     `config` is transformers' own. On a CPU weights become float32, which rounds less and is faster there, unless only
     their own precision fits into memory; on a GPU they keep it. Quantized ones are left to transformers ("auto").
     """
-    parameters, buffers = _count(folder, config, held)
+    parameters, buffers = _count(folder, config, weights)
     advice = "end other programs, or use a machine with more memory"
     what = f"{folder}: the model of its config.json has {parameters:,} parameters and needs"
     if getattr(config, "quantization_config", None) is not None:
-        machine.require_memory(what, max(held.bytes, parameters // QUARTER), advice)
+        machine.require_memory(what, max(weights.bytes, parameters // QUARTER), advice)
         return "auto"
-    if parameters > 2 * held.elements + SPARE_PARAMETERS:
-        refuse(
-            f"{folder / 'config.json'} asks for {parameters:,} parameters, and the files hold {held.elements:,}", AGAIN
-        )
+    if parameters > 2 * weights.elements + SPARE_PARAMETERS:
+        file = folder / "config.json"
+        refuse(f"{file} asks for {parameters:,} parameters, and the files hold {weights.elements:,}", AGAIN)
     free = machine.free_memory()
     if device.type == "cpu" and (free is None or 4 * parameters + buffers <= MAX_WEIGHTS_SHARE * free):
         return torch.float32
-    own: torch.dtype = config.dtype or held.dtype
+    dtype: torch.dtype = config.dtype or weights.dtype
     for place in dict.fromkeys((torch.device("cpu"), device)):
-        machine.require_memory(what, own.itemsize * parameters + buffers, advice, place)
-    return own
+        machine.require_memory(what, dtype.itemsize * parameters + buffers, advice, place)
+    return dtype
 
 
-def _count(folder: Path, config: Any, held: Stored) -> tuple[int, int]:
+def _count(folder: Path, config: Any, weights: Stored) -> tuple[int, int]:
     """Parameters, shared ones once, and the bytes of buffers."""
     from transformers import AutoModelForCausalLM
 
-    with _bounded(folder, held), torch.device("meta"):
+    with _bounded(folder, weights), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return parameters, sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
 
 
 @contextmanager
-def _bounded(folder: Path, held: Stored) -> Iterator[None]:
+def _bounded(folder: Path, weights: Stored) -> Iterator[None]:
     """Inside the block, modules are built only up to what the files could fill."""
     parts: Counter[str] = Counter()
 
@@ -244,14 +241,14 @@ def _bounded(folder: Path, held: Stored) -> Iterator[None]:
         if parts[kind] > most:
             raise UserError(
                 f"{folder / 'config.json'} asks for more than {most:,} {kind}, and the folder's files hold "
-                f"{held.tensors:,} tensors: {AGAIN}."
+                f"{weights.tensors:,} tensors: {AGAIN}."
             )
 
     def parameter(module: nn.Module, name: str, value: Tensor | None) -> None:
-        count("tensors", held.most_tensors)
+        count("tensors", weights.most_tensors)
 
     def submodule(module: nn.Module, name: str, value: nn.Module | None) -> None:
-        count("modules", 4 * held.most_tensors + SPARE_MODULES)
+        count("modules", 4 * weights.most_tensors + SPARE_MODULES)
 
     hooks = [
         register_module_parameter_registration_hook(parameter),

@@ -29,10 +29,10 @@ NOT_ADDED = 1e-2
 """A part whose output is added with a smaller factor than this writes nothing."""
 
 
-def same_losses(ours: Tensor, own: Tensor, dtype: torch.dtype) -> bool:
+def same_losses(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
     """Whether two runs of one model, token by token, differ by rounding only."""
     tolerance = LOSS_TOLERANCE if dtype in _EXACT else COARSE_LOSS_TOLERANCE
-    return bool((ours - own).abs().mean() <= tolerance * own.mean().clamp(min=1))
+    return bool((ours - theirs).abs().mean() <= tolerance * theirs.mean().clamp(min=1))
 
 
 @torch.no_grad()
@@ -68,48 +68,50 @@ class Checked:
     inner: list[int] = field(default_factory=list)
 
 
-def check_layers(seen: Observation, sites: Sequence[Site], ends: Mapping[int, tuple[Tensor, Tensor]]) -> Checked:
+def check_layers(observation: Observation, sites: Sequence[Site], ends: Mapping[int, tuple[Tensor, Tensor]]) -> Checked:
     """Compare the states and outputs of one pass with what each layer was given and returned."""
-    found = Checked()
-    for layer, (given, returned) in ends.items():
-        own = [site.index for site in sites if site.layer == layer and site.kind != "layer"]
-        if own:
-            _check_layer(found, layer, own, seen, _exactly(given), _exactly(returned))
-    return found
+    result = Checked()
+    for layer, (start, returned) in ends.items():
+        indices = [site.index for site in sites if site.layer == layer and site.kind != "layer"]
+        if indices:
+            _check_layer(result, layer, indices, observation, _exactly(start), _exactly(returned))
+    return result
 
 
-def _check_layer(found: Checked, layer: int, own: list[int], seen: Observation, given: Tensor, end: Tensor) -> None:
-    if any(k not in seen.states or k not in seen.outputs for k in own):
-        found.wrong.append(layer)
+def _check_layer(
+    result: Checked, layer: int, indices: list[int], observation: Observation, start: Tensor, end: Tensor
+) -> None:
+    if any(k not in observation.states or k not in observation.outputs for k in indices):
+        result.wrong.append(layer)
         return
-    exact = seen.outputs[own[0]].dtype in _EXACT
+    exact = observation.outputs[indices[0]].dtype in _EXACT
     tolerance = SUM_TOLERANCE if exact else COARSE_SUM_TOLERANCE
-    states = [_exactly(seen.states[k]) for k in own]
-    outputs = torch.stack([_exactly(seen.outputs[k]).flatten() for k in own], 1)
-    slack = 1e-5 * float(given.norm()) if exact else 1e-2 * float(given.norm())
-    if float((states[0] - given).norm()) > slack:
-        found.unread.append(layer)
-        found.wrong.append(layer)
+    states = [_exactly(observation.states[k]) for k in indices]
+    outputs = torch.stack([_exactly(observation.outputs[k]).flatten() for k in indices], 1)
+    slack = 1e-5 * float(start.norm()) if exact else 1e-2 * float(start.norm())
+    if float((states[0] - start).norm()) > slack:
+        result.unread.append(layer)
+        result.wrong.append(layer)
         return
     for place, state in enumerate(states):
-        change = (state - given).flatten()
+        change = (state - start).flatten()
         if _unexplained(change, outputs[:, :place])[0] > tolerance * float(change.norm()) + slack:
-            found.wrong.append(layer)
+            result.wrong.append(layer)
             return
-    change = (end - given).flatten()
+    change = (end - start).flatten()
     allowed = tolerance * float(change.norm()) + slack
     if float((change - outputs.sum(1)).norm()) <= allowed:
         return
     if float((end.flatten() - outputs[:, -1]).norm()) <= slack:
-        found.returning.append(own[-1])
+        result.returning.append(indices[-1])
         return
     left, factors = _unexplained(change, outputs)
     if left > allowed:
-        found.partial.append(layer)
+        result.partial.append(layer)
         return
-    factor = {k: c for k, c, output in zip(own, factors, outputs.T, strict=True) if float(output.norm()) > slack}
-    found.inner += [k for k in own[:-1] if abs(factor.get(k, 1.0)) < NOT_ADDED]
-    found.scales |= factor
+    factor = {k: c for k, c, output in zip(indices, factors, outputs.T, strict=True) if float(output.norm()) > slack}
+    result.inner += [k for k in indices[:-1] if abs(factor.get(k, 1.0)) < NOT_ADDED]
+    result.scales |= factor
 
 
 def _exactly(x: Tensor) -> Tensor:
@@ -156,26 +158,26 @@ def reason(kind: str, layers: Collection[int] = (), **more: object) -> str:
 def not_measured(
     decoder: Sequence[Layer],
     sites: Sequence[Site],
-    seen: Observation,
+    observation: Observation,
     blind: Collection[int],
     before: Sequence[str],
     carrying: bool,
 ) -> list[str]:
     """What the structure of a model leaves out. `blind` are the layers without attention weights, `before` the reasons
     known already; `carrying`: some sublayers add the residual themselves."""
-    told = any(known.startswith("Attention") for known in before)
+    explained = any(known.startswith("Attention") for known in before)
     again = {n: layer.runs for n, layer in enumerate(decoder) if layer.runs > 1}
-    found: dict[str, Collection[int] | bool] = {
-        "hidden attention": [] if told else [s.layer for s in sites if s.kind == "attention" and s.layer in blind],
+    places: dict[str, Collection[int] | bool] = {
+        "hidden attention": [] if explained else [s.layer for s in sites if s.kind == "attention" and s.layer in blind],
         "linear attention": [s.layer for s in sites if s.kind == "linear attention" and s.layer in blind],
         "whole layers": any(site.kind == "layer" and not decoder[site.layer].bodies for site in sites),
         "several runs": again,
         "own residual": carrying,
-        "streams": bool(seen.streams),
-        "uncounted experts": [s.layer for s in sites if s.kind == "mixture of experts" and s.layer not in seen.loads],
+        "streams": bool(observation.streams),
+        "uncounted experts": {s.layer for s in sites if s.kind == "mixture of experts"} - observation.loads.keys(),
     }
     runs = max(again.values(), default=1)
-    reasons = [reason(kind, () if where is True else where, runs=runs) for kind, where in found.items() if where]  # type: ignore[arg-type]
+    reasons = [reason(kind, () if where is True else where, runs=runs) for kind, where in places.items() if where]  # type: ignore[arg-type]
     return [*reasons, "Depth weights, gates and anchors: published by Residua models only."]
 
 

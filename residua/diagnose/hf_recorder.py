@@ -30,12 +30,12 @@ class Recorder:
         sites: Sequence[Site],
         bodies: Sequence[nn.Module],
         width: int,
-        seen: Observation,
+        observation: Observation,
         watch: Watch,
         ends: dict[int, tuple[Tensor, Tensor]] | None = None,
         returning: Collection[int] = (),
     ) -> None:
-        self.decoder, self.sites, self.bodies, self.width, self.seen = decoder, sites, bodies, width, seen
+        self.decoder, self.sites, self.bodies, self.width, self.observation = decoder, sites, bodies, width, observation
         self.watch, self.ends, self.returning = watch, ends, returning
         self.carrying: set[int] = set()
         self.compressed: set[int] = set()
@@ -44,7 +44,7 @@ class Recorder:
         self.whole = {site.layer: site.index for site in sites if site.kind == "layer"}
         self.layer: int | None = None
         self.calls = 0
-        self.given: Tensor | None = None
+        self.start: Tensor | None = None
         self.state: Tensor | None = None
 
     def attach(self) -> list[Any]:
@@ -56,7 +56,7 @@ class Recorder:
                 part.register_forward_hook(partial(self._norm, n), with_kwargs=True)
                 for part in (*layer.norms, *layer.inner)
             ]
-            handles += ExpertCounter(n, layer.module, self.seen).attach(lambda n: self.layer == n)
+            handles += ExpertCounter(n, layer.module, self.observation).attach(lambda n: self.layer == n)
         for site, body in zip(self.sites, self.bodies, strict=True):
             if site.kind != "layer":
                 handles.append(body.register_forward_hook(partial(self._body, site), with_kwargs=True))
@@ -64,33 +64,33 @@ class Recorder:
         return handles
 
     def _state(self, x: Any) -> Tensor | None:
-        return as_state(x, self.seen.tokens, self.width)
+        return as_state(x, self.observation.tokens, self.width)
 
-    def _enter(self, layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _enter(self, layer: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.normed.clear()
         self.handed.clear()
-        self.layer, self.calls, self.given = layer, len(self.watch.calls), None
-        self.state = self._state(main_input(given, named, self.width))
+        self.layer, self.calls, self.start = layer, len(self.watch.calls), None
+        self.state = self._state(main_input(args, named, self.width))
         if self.state is not None and (layer in self.whole or self.ends is not None):
-            self.given = self.state.clone()
+            self.start = self.state.clone()
 
-    def _leave(self, layer: int, module: nn.Module, given: Any, output: Any) -> None:
+    def _leave(self, layer: int, module: nn.Module, args: Any, output: Any) -> None:
         result, self.layer = first(output), None
         self._keep_attention(layer)
         if (y := self._state(result)) is not None:
             self._carried(result, y)
-            self.seen.states[len(self.sites)] = y.clone()
-            if self.given is not None:
+            self.observation.states[len(self.sites)] = y.clone()
+            if self.start is not None:
                 if self.ends is not None:
-                    self.ends[layer] = (self.given, y.clone())
+                    self.ends[layer] = (self.start, y.clone())
                 if layer in self.whole:
-                    self.seen.states[self.whole[layer]], self.seen.outputs[self.whole[layer]] = (
-                        self.given,
-                        y - self.given,
+                    self.observation.states[self.whole[layer]], self.observation.outputs[self.whole[layer]] = (
+                        self.start,
+                        y - self.start,
                     )
-        elif (streams := as_streams(result, self.seen.tokens, self.width)) is not None:
+        elif (streams := as_streams(result, self.observation.tokens, self.width)) is not None:
             after = max(s.index for s in self.sites if s.layer == layer) + 1
-            self.seen.streams[after] = streams.clone()
+            self.observation.streams[after] = streams.clone()
 
     def _keep_attention(self, layer: int) -> None:
         """The sums of all heads that ran in the layer; of a module that was called more than once, the first call's."""
@@ -99,17 +99,17 @@ class Recorder:
         if calls and len(known) < len(calls):
             self.compressed.add(layer)
         elif known:
-            self.seen.attention[layer] = merged(known)
+            self.observation.attention[layer] = merged(known)
 
-    def _norm(self, layer: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def _norm(self, layer: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Note what a norm, or a part that only prepares what another reads, was given and returned."""
-        read, y = main_input(given, named, self.width), first(output)
+        read, y = main_input(args, named, self.width), first(output)
         x, written = self._state(read), self._state(y)
         if self.layer != layer or x is None or written is None:
             return
         self.normed[id(y)] = (y, self._origin(read))
         if (handed := self.handed.get(id(read))) is not None:
-            self.seen.outputs[handed[1]] = written.clone()
+            self.observation.outputs[handed[1]] = written.clone()
         elif id(read) not in self.normed:
             self.state = x
 
@@ -117,17 +117,17 @@ class Recorder:
         """The tensor itself, or what the norm that returned it was given."""
         return self.normed[id(x)][1] if id(x) in self.normed else x
 
-    def _body(self, site: Site, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def _body(self, site: Site, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if self.layer != site.layer:  # the module serves several layers
             return
-        read, y = self._origin(main_input(given, named, self.width)), first(output)
+        read, y = self._origin(main_input(args, named, self.width)), first(output)
         if (state := self._state(read)) is not None:
             self.state = state
             self._carried(read, state)
         if self.state is not None:
-            self.seen.states[site.index] = self.state.clone()
+            self.observation.states[site.index] = self.state.clone()
         if (written := self._state(y)) is not None:
-            self.seen.outputs[site.index] = written.clone()
+            self.observation.outputs[site.index] = written.clone()
             self.handed[id(y)] = (y, site.index)
             if id(module) in self.returning:
                 self._carried(y, written)
@@ -135,8 +135,8 @@ class Recorder:
     def _carried(self, tensor: Any, state: Tensor) -> None:
         """A body whose output is the next state has added the residual itself: record the difference as its output."""
         site = self.handed[id(tensor)][1] if id(tensor) in self.handed else None
-        if site is not None and site in self.seen.states:
-            self.seen.outputs[site] = state - self.seen.states[site]
+        if site is not None and site in self.observation.states:
+            self.observation.outputs[site] = state - self.observation.states[site]
             self.carrying.add(site)
 
 
@@ -148,43 +148,44 @@ class ExpertCounter:
     (Llama 4), the router's scores [tokens, E] tell, if they are zero for all experts that are not chosen.
     """
 
-    def __init__(self, layer: int, module: nn.Module, seen: Observation) -> None:
-        self.layer, self.seen = layer, seen
-        self.found = dict(mixtures(module))
-        self.routers = [part for part in module.modules() if not isinstance(part, nn.ModuleList)] if self.found else []
+    def __init__(self, layer: int, module: nn.Module, observation: Observation) -> None:
+        self.layer, self.observation = layer, observation
+        self.mixtures = dict(mixtures(module))
+        parts = module.modules() if self.mixtures else ()
+        self.routers = [part for part in parts if not isinstance(part, nn.ModuleList)]
 
     def attach(self, runs: Callable[[int], bool]) -> list[Any]:
         """Attach the hooks; they count while `runs(layer)` is true, since several layers may share a module."""
 
-        def count(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            chosen = choices([*given, *named.values()], self.seen.tokens.numel())
+        def count(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            chosen = choices([*args, *named.values()], self.observation.tokens.numel())
             if chosen is not None and runs(self.layer):
-                self.seen.loads[self.layer] = load(chosen, self.found[module])
+                self.observation.loads[self.layer] = load(chosen, self.mixtures[module])
 
-        def read(module: nn.Module, given: Any, output: Any) -> None:
-            if runs(self.layer) and self.layer not in self.seen.loads and isinstance(output, tuple):
-                chosen = scored(output[0], self.seen.tokens.numel(), set(self.found.values()))
+        def read(module: nn.Module, args: Any, output: Any) -> None:
+            if runs(self.layer) and self.layer not in self.observation.loads and isinstance(output, tuple):
+                chosen = scored(output[0], self.observation.tokens.numel(), set(self.mixtures.values()))
                 if chosen is not None:
-                    self.seen.loads[self.layer] = chosen.double().sum(0) / chosen.sum()
+                    self.observation.loads[self.layer] = chosen.double().sum(0) / chosen.sum()
 
-        handles = [module.register_forward_pre_hook(count, with_kwargs=True) for module in self.found]
+        handles = [module.register_forward_pre_hook(count, with_kwargs=True) for module in self.mixtures]
         return [*handles, *(part.register_forward_hook(read) for part in self.routers)]
 
 
 def mixtures(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """The modules inside that hold several experts, and how many each holds."""
     for part in module.modules():
-        own = [p.shape[0] for p in part.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
+        counts = [p.shape[0] for p in part.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
         if isinstance(part, nn.ModuleList):
-            own = [len(part)] if len(part) > 1 and len({type(expert) for expert in part}) == 1 else []
-        if own:
+            counts = [len(part)] if len(part) > 1 and len({type(expert) for expert in part}) == 1 else []
+        if counts:
             stated = getattr(part, "num_experts", None)
-            yield part, max([*own, *([stated] if isinstance(stated, int) else [])])
+            yield part, max([*counts, *([stated] if isinstance(stated, int) else [])])
 
 
-def choices(given: list[Any], tokens: int) -> Tensor | None:
+def choices(values: list[Any], tokens: int) -> Tensor | None:
     """The numbers of the chosen experts among a call's arguments; None if there are none."""
-    for x in given:
+    for x in values:
         if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32) or x.dim() < 2:
             continue
         if x.numel() == tokens * x.shape[-1]:

@@ -72,7 +72,7 @@ def attention(
         _watch.calls.append((id(module), sums if key.shape[2] == query.shape[2] else None))
         _watch.heads[id(module)] = query.shape[1]
         _watch.unknown |= {
-            name for name, given in options.items() if isinstance(given, Tensor) and name not in _USED | _NOT_SCORES
+            name for name, option in options.items() if isinstance(option, Tensor) and name not in _USED | _NOT_SCORES
         }
     if _silent is not None and _silent[0] == id(module):
         y = y.clone()
@@ -84,11 +84,11 @@ def _chosen(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | 
     """The mask without the keys that sparse attention did not choose; indices [B, T, top] of the chosen ones."""
     if indices is None:
         return mask
-    kept = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
-    kept = kept.scatter(-1, indices.long(), True)[:, None]
+    visible = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    visible = visible.scatter(-1, indices.long(), True)[:, None]
     if mask is None:
-        return kept.tril()
-    return mask & kept if mask.dtype == torch.bool else mask.masked_fill(~kept, torch.finfo(mask.dtype).min)
+        return visible.tril()
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
 
 
 @contextmanager
@@ -145,14 +145,14 @@ class Layer:
         self.bodies = [body for body in self.bodies if body is not part]
 
 
-def main_input(given: tuple[Any, ...], named: dict[str, Any], width: int | None = None) -> Any:
+def main_input(args: tuple[Any, ...], named: dict[str, Any], width: int | None = None) -> Any:
     """What a module was given: the first tensor of this width, else its first argument, or `hidden_states` by name."""
     if width is not None:
-        everything = [*given, *([named["hidden_states"]] if "hidden_states" in named else []), *named.values()]
+        everything = [*args, *([named["hidden_states"]] if "hidden_states" in named else []), *named.values()]
         for x in everything:
             if isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] == width and x.is_floating_point():
                 return x
-    return given[0] if given else named.get("hidden_states", next(iter(named.values()), None))
+    return args[0] if args else named.get("hidden_states", next(iter(named.values()), None))
 
 
 def as_state(x: Any, tokens: Tensor, width: int) -> Tensor | None:
@@ -192,9 +192,9 @@ class _Probe:
         self.ends: dict[int, tuple[Any, Any]] = {}
         lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
         self.lists = lists
-        self.members = {id(member) for found in lists for member in found}
+        self.members = {id(member) for modules in lists for member in modules}
 
-    def note(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    def note(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         y = first(output)
         if not isinstance(y, Tensor):
             return
@@ -202,7 +202,7 @@ class _Probe:
         self.runs[id(module)] += 1
         if isinstance(output, tuple) and sum(as_state(x, self.tokens, self.width) is not None for x in output) > 1:
             self.paired.add(id(module))
-        x = main_input(given, named, y.shape[-1])
+        x = main_input(args, named, y.shape[-1])
         if id(module) in self.members and any(
             f(y, self.tokens, self.width) is not None for f in (as_state, as_streams)
         ):
@@ -306,21 +306,21 @@ def acting_gains(
 
     It is found by regressing the norm's output on x/RMS(x), so gains stored as 1 + w, or scaled, come out as they act.
     """
-    found: dict[int, Tensor] = {}
+    gains: dict[int, Tensor] = {}
     normed: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def note_norm(module: nn.Module, given: tuple[Any, ...], output: Tensor) -> None:
-        if not given or given[0].shape != output.shape:
+    def note_norm(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if not args or args[0].shape != output.shape:
             return
-        gain = _acting_gain(module, given[0], output)
+        gain = _acting_gain(module, args[0], output)
         normed[id(output)] = (output, gain)
         if module is final:
-            found[len(sites)] = gain
+            gains[len(sites)] = gain
 
-    def note_body(site: int, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        x = main_input(given, named)
+    def note_body(site: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        x = main_input(args, named)
         if isinstance(x, Tensor) and id(x) in normed:
-            found[site] = normed[id(x)][1]
+            gains[site] = normed[id(x)][1]
 
     handles = on_each([*norms, *([final] if final is not None else [])], note_norm)()
     handles += [
@@ -329,7 +329,7 @@ def acting_gains(
     ]
     with torch.no_grad(), hooked(lambda: handles):
         model(input_ids=probe, use_cache=False)
-    return found
+    return gains
 
 
 def _acting_gain(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:

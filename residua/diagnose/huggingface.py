@@ -98,7 +98,7 @@ class HuggingFaceSubject(Subject):
         self._install()
         self.decoder, plain_norms = self._find_layers(probe)
         self.layers = len(self.decoder)
-        seen = self._check_sublayers(probe)
+        observation = self._check_sublayers(probe)
         final = self._final_norm(plain_norms)
         norms = [norm for layer in self.decoder for norm in layer.norms]
         self.gains = acting_gains(model, norms, final, self._bodies, self.sites, probe)
@@ -110,26 +110,26 @@ class HuggingFaceSubject(Subject):
         if unused:
             self.description += f", without {tensors(unused, 1)} of its folder"
             self.skipped.append(reason("unused tensors", tensors=tensors(unused, 8), model=type(model).__name__))
-        if seen.streams:
+        if observation.streams:
             self.state_name = "sublayer input"
         calls = [{id(module) for module in layer.module.modules()} & set(self.calls) for layer in self.decoder]
         blind = [n for n, seeing in enumerate(calls) if not seeing]
-        self.skipped += not_measured(self.decoder, self.sites, seen, blind, self.skipped, bool(self.carrying))
+        self.skipped += not_measured(self.decoder, self.sites, observation, blind, self.skipped, bool(self.carrying))
 
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
-        own = None if self.checked or not self.calls else self._own_losses(tokens, targets)
-        seen, losses = self._record(tokens, targets)
-        if own is not None and not same_losses(losses, own, next(self.model.parameters()).dtype):
+        theirs = None if self.checked or not self.calls else self._own_losses(tokens, targets)
+        observation, losses = self._record(tokens, targets)
+        if theirs is not None and not same_losses(losses, theirs, next(self.model.parameters()).dtype):
             self._leave_attention(
                 f"with Residua's attention function the model gives a loss of {float(losses.mean()):.4f} on the first "
-                f"batch, with its own {float(own.mean()):.4f}"
+                f"batch, with its own {float(theirs.mean()):.4f}"
             )
-            seen, losses = self._record(tokens, targets)
+            observation, losses = self._record(tokens, targets)
         if not self.checked and self.compressed:
             self.skipped.append(reason("compressed keys", self.compressed))
         self.checked = True
-        seen.loss = float(losses.mean())
-        return seen
+        observation.loss = float(losses.mean())
+        return observation
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self._losses(tokens, targets).mean()
@@ -149,7 +149,7 @@ class HuggingFaceSubject(Subject):
         return []
 
     def ablations(self, kinds: Sequence[AblationKind]) -> list[Ablation]:
-        made: dict[str, list[Ablation]] = {
+        by_kind: dict[str, list[Ablation]] = {
             "layer": [
                 Ablation("layer", n, f"layer {n}", partial(hooked, on_each([layer.module], _passed_through, True)))
                 for n, layer in enumerate(self.decoder)
@@ -161,19 +161,19 @@ class HuggingFaceSubject(Subject):
             ],
             "head": self._head_ablations(),
         }
-        return [ablation for kind in kinds for ablation in made.get(kind, [])]
+        return [ablation for kind in kinds for ablation in by_kind.get(kind, [])]
 
     def _head_ablations(self) -> list[Ablation]:
         """One for each head; where a layer has several attentions, their heads are counted on."""
-        found: list[Ablation] = []
+        ablations: list[Ablation] = []
         before: Counter[int] = Counter()
         for layer, module, heads in self._attention_modules():
             for head in range(heads):
                 number = before[layer] + head
                 label = f"layer {layer} head {number}"
-                found.append(Ablation("head", layer, label, partial(without_head, module, head), number))
+                ablations.append(Ablation("head", layer, label, partial(without_head, module, head), number))
             before[layer] += heads
-        return found
+        return ablations
 
     def _losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of every target, in nats."""
@@ -194,17 +194,18 @@ class HuggingFaceSubject(Subject):
         self, tokens: Tensor, targets: Tensor, ends: dict[int, tuple[Tensor, Tensor]] | None = None
     ) -> tuple[Observation, Tensor]:
         """One pass with hooks: what they saw, and the loss of every target."""
-        seen = Observation(tokens)
+        observation = Observation(tokens)
         with torch.no_grad(), watching() as watch:
-            recorder = Recorder(self.decoder, self.sites, self._bodies, self.width, seen, watch, ends, self.returning)
+            parts = (self.decoder, self.sites, self._bodies, self.width)
+            recorder = Recorder(*parts, observation, watch, ends, self.returning)
             with hooked(recorder.attach):
                 losses = self._losses(tokens, targets)
         self.carrying |= recorder.carrying
         self.compressed |= recorder.compressed
         for k, factor in self.scales.items():
-            if k in seen.outputs:
-                seen.outputs[k] = factor * seen.outputs[k]
-        return seen, losses
+            if k in observation.outputs:
+                observation.outputs[k] = factor * observation.outputs[k]
+        return observation, losses
 
     def _install(self) -> None:
         """Let the model use our attention function, if it uses the interface."""
@@ -270,37 +271,38 @@ class HuggingFaceSubject(Subject):
 
     def _check_sublayers(self, probe: Tensor) -> Observation:
         """Look at the layers once; where sublayers do not fit, the layer counts as one."""
-        seen, found = self._look_again(probe)
-        if seen.streams:  # between streams a part that hands its output to the next one has added no residual
-            found.inner = [s.index for s, t in pairwise(self.sites) if s.layer == t.layer and s.index in self.carrying]
-        if found.inner:
-            for k in found.inner:
+        observation, checked = self._look_again(probe)
+        if observation.streams:  # between streams a part that hands its output to the next one has added no residual
+            pairs = (s for s, t in pairwise(self.sites) if s.layer == t.layer)
+            checked.inner = [s.index for s in pairs if s.index in self.carrying]
+        if checked.inner:
+            for k in checked.inner:
                 self.decoder[self.sites[k].layer].join(self._bodies[k])
-            seen, found = self._look_again(probe)
-        if found.returning:
-            self.returning = {id(self._bodies[k]) for k in found.returning}
-            seen, found = self._look_again(probe)
-        if found.wrong:
-            where = f" (of layers {listed(found.unread)}, what the first one reads)" if found.unread else ""
-            self.skipped.append(reason("wrong sublayers", found.wrong, where=where))
-            seen, found = self._look_again(probe, found.wrong)
-        if found.partial:
-            self.skipped.append(reason("partial sublayers", found.partial))
-        if not seen.states:
+            observation, checked = self._look_again(probe)
+        if checked.returning:
+            self.returning = {id(self._bodies[k]) for k in checked.returning}
+            observation, checked = self._look_again(probe)
+        if checked.wrong:
+            where = f" (of layers {listed(checked.unread)}, what the first one reads)" if checked.unread else ""
+            self.skipped.append(reason("wrong sublayers", checked.wrong, where=where))
+            observation, checked = self._look_again(probe, checked.wrong)
+        if checked.partial:
+            self.skipped.append(reason("partial sublayers", checked.partial))
+        if not observation.states:
             raise UserError(
                 f"{type(self.model).__name__} shows none of its states, which are not of shape [batch, length, "
                 f"{self.width}]: it cannot be diagnosed."
             )
-        self.scales = found.scales
-        return seen
+        self.scales = checked.scales
+        return observation
 
     def _look_again(self, probe: Tensor, whole: Collection[int] = ()) -> tuple[Observation, Checked]:
         """Make the sites anew and check them."""
         self.carrying = set()
         self.sites, self._bodies = self._make_sites(whole)
         ends: dict[int, tuple[Tensor, Tensor]] = {}
-        seen, _ = self._record(probe, probe, ends)
-        return seen, check_layers(seen, self.sites, ends)
+        observation, _ = self._record(probe, probe, ends)
+        return observation, check_layers(observation, self.sites, ends)
 
     def _kind(self, body: nn.Module) -> SiteKind:
         inside = list(body.modules())
@@ -314,14 +316,14 @@ class HuggingFaceSubject(Subject):
 
     def _attention_modules(self) -> list[tuple[int, nn.Module, int]]:
         """Layer, module and heads of every attention that one layer has for itself."""
-        found = [
+        candidates = [
             (n, module, self.calls[id(module)])
             for n, layer in enumerate(self.decoder)
             for module in layer.module.modules()
             if id(module) in self.calls
         ]
-        uses = Counter(id(module) for _, module, _ in found)
-        return [(n, module, heads) for n, module, heads in found if uses[id(module)] == 1]
+        uses = Counter(id(module) for _, module, _ in candidates)
+        return [(n, module, heads) for n, module, heads in candidates if uses[id(module)] == 1]
 
     def _final_norm(self, plain_norms: set[int]) -> nn.Module | None:
         """The last norm of the hidden width that is not inside a layer."""
@@ -343,7 +345,7 @@ def _implementations(config: Any) -> dict[str, str]:
     return {name: implementation for name, implementation in used.items() if implementation is not None}
 
 
-def _passed_through(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
+def _passed_through(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> Any:
     """A forward hook that makes the layer return its input."""
-    x = main_input(given, named, first(output).shape[-1])
+    x = main_input(args, named, first(output).shape[-1])
     return replaced_first(output, lambda y: x if isinstance(x, Tensor) and x.shape == y.shape else y)

@@ -86,7 +86,7 @@ class Metric:
         self.subject, self.sample = subject, sample
         self.skipped: list[str] = []  # what could not be measured, and why
 
-    def add(self, seen: Observation) -> None:
+    def add(self, observation: Observation) -> None:
         """Add one batch to the running sums; keep them on the device, where `float` would make the host wait."""
 
     def facts(self) -> Frozen:
@@ -203,8 +203,8 @@ class Largest:
 
     def facts(self, sample: Sample) -> list[Activation]:
         """The values, largest first, with their tokens as text."""
-        found = sorted(torch.cat(self.batches, 1).T.tolist(), key=lambda one: -one[0])
-        return [self._activation(value, int(place), int(token), sample) for value, place, token in found[:LARGEST]]
+        largest = sorted(torch.cat(self.batches, 1).T.tolist(), key=lambda one: -one[0])
+        return [self._activation(value, int(place), int(token), sample) for value, place, token in largest[:LARGEST]]
 
     def _activation(self, value: float, place: int, token: int, sample: Sample) -> Activation:
         sequence, rest = divmod(place, self.length * self.width)

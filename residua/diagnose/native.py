@@ -60,10 +60,10 @@ class NativeSubject(Subject):
         ]  # fmt: skip
 
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
-        seen = Observation(tokens)
-        with torch.no_grad(), taps.record(_Collector(self, seen)):
-            seen.loss = float(self.loss(tokens, targets))
-        return seen
+        observation = Observation(tokens)
+        with torch.no_grad(), taps.record(_Collector(self, observation)):
+            observation.loss = float(self.loss(tokens, targets))
+        return observation
 
     def norm_gate(self, state: int, h: Tensor) -> tuple[Tensor, Tensor] | None:
         return self._norms[state].gate_of(h)
@@ -147,22 +147,22 @@ class NativeSubject(Subject):
         ]  # fmt: skip
 
     def _head_ablations(self) -> list[Ablation]:
-        found = []
+        ablations = []
         for site, body in zip(self.sites, cast(list[Any], self.bodies), strict=True):
             heads, width = body.query_heads
             for head in range(heads):
                 cut = partial(_cut, slice(head * width, (head + 1) * width))
                 label, applied = f"layer {site.layer} head {head}", partial(hooked, before_each([body.out], cut))
-                found.append(Ablation("head", site.layer, label, applied, head))
-        return found
+                ablations.append(Ablation("head", site.layer, label, applied, head))
+        return ablations
 
     # Routing mass is not importance; the next three measure importance. What a topology supports, it states itself.
 
     def _source_ablations(self) -> list[Ablation]:
         """Each source hidden from every reader; a reader's only source stays."""
         ablations, named = self._decoder.topology.ablations(), defaultdict[str, dict[int, int]](dict)
-        for k, seen in enumerate(ablations.sources):
-            for position in range(len(seen)):
+        for k, sources in enumerate(ablations.sources):
+            for position in range(len(sources)):
                 named[self.source_name(k + 1, position)][k] = position
         return [
             Ablation("source", index, label, partial(ablations.without_source, positions))
@@ -188,44 +188,44 @@ class NativeSubject(Subject):
 class _Collector(dict[str, Tensor]):
     """Receives taps as they are published: sums queries and keys at once, stores the rest in the observation."""
 
-    def __init__(self, subject: NativeSubject, seen: Observation) -> None:
+    def __init__(self, subject: NativeSubject, observation: Observation) -> None:
         super().__init__()
-        self.subject, self.seen = subject, seen
+        self.subject, self.observation = subject, observation
         self.query: Tensor | None = None
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        seen = self.seen
+        observation = self.observation
         match taps.parts(name):
             case None if name == "final.input":
-                seen.states[len(self.subject.sites)] = value
+                observation.states[len(self.subject.sites)] = value
             case "sublayer", k, "input":
-                seen.states[k] = value
+                observation.states[k] = value
             case "sublayer", k, "output":
-                seen.outputs[k] = value
+                observation.outputs[k] = value
             case "depth", k, "weights":
-                seen.weights[k + 1] = value
+                observation.weights[k + 1] = value
             case "depth", k, "pre":
-                seen.weights[k] = value.expand(*seen.tokens.shape, -1)
+                observation.weights[k] = value.expand(*observation.tokens.shape, -1)
             case "depth", k, "beta":
-                seen.betas[k] = value
+                observation.betas[k] = value
             case "depth", k, "streams":
-                seen.streams[k + 1] = value
+                observation.streams[k + 1] = value
             case "moe", layer, "load":
-                seen.loads[layer] = value
+                observation.loads[layer] = value
             case "attention", layer, "gate":
-                seen.gates[layer] = value
+                observation.gates[layer] = value
             case "attention", layer, "value_gate":
-                seen.value_gates[layer] = value
+                observation.value_gates[layer] = value
             case "attention", layer, "gamma":
                 for index, pathway in enumerate(self._attention(layer).mix.pathways):  # q1, q2, k1, k2, …
-                    seen.gammas[layer, pathway] = value[..., 2 * index : 2 * index + 2]
+                    observation.gammas[layer, pathway] = value[..., 2 * index : 2 * index + 2]
             case "attention", _, "query":
                 self.query = value
             case "attention", layer, "key":
                 assert self.query is not None
                 body, q = self._attention(layer), self.query
                 how = Scores(scale=q.shape[-1] ** -0.5, window=body.window, sink=body.sink)
-                seen.attention[layer] = attention_sums(q.transpose(1, 2), value.transpose(1, 2), how)
+                observation.attention[layer] = attention_sums(q.transpose(1, 2), value.transpose(1, 2), how)
                 self.query = None
 
     def _attention(self, layer: int) -> Any:
@@ -238,8 +238,8 @@ def _by_head(scale: Tensor) -> list[float]:
     return means
 
 
-def _cut(part: slice, module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _cut(part: slice, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """A hook before the output projection that sets one head's slice of its input to zero."""
-    y = given[0].clone()
+    y = args[0].clone()
     y[..., part] = 0
-    return (y, *given[1:])
+    return (y, *args[1:])

@@ -206,7 +206,7 @@ def before_each(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Calla
     return lambda: [module.register_forward_pre_hook(hook) for module in modules]
 
 
-def silenced(module: nn.Module, given: Any, output: Any) -> Any:
+def silenced(module: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook that sets the module's main output to zero."""
     return replaced_first(output, torch.zeros_like)
 
@@ -221,6 +221,6 @@ def replaced_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(output, list):
         return [change(output[0]), *output[1:]]
     if isinstance(output, tuple):
-        made = (change(output[0]), *output[1:])
-        return type(output)(*made) if hasattr(output, "_fields") else made
+        items = (change(output[0]), *output[1:])
+        return type(output)(*items) if hasattr(output, "_fields") else items
     return change(output)

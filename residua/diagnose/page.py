@@ -199,27 +199,27 @@ def title_of(kind: str) -> str:
 
 def _card(metric: type[Metric], kind: str, models: Models) -> Card | None:
     """All findings of one kind; None if there are none."""
-    found = [
-        (model, colour, own)
+    affected = [
+        (model, colour, findings)
         for model, colour in zip(models, colours(models), strict=True)
-        if (own := [finding for finding in model.findings if finding.kind == kind])
+        if (findings := [finding for finding in model.findings if finding.kind == kind])
     ]
-    if not found:
+    if not affected:
         return None
     tone: Tone = "bad" if metric.defect else "note"
     if len(models) > 1:
-        told = [(model.name, colour, metric.explain(model, own)) for model, colour, own in found]
-        owners = [Owner(name, colour, explained.where, explained.sure) for name, colour, explained in told]
-        title = f"{title_of(kind)} in {len(found)} of {len(models)} models"
-        return Card(title, facts={"What to do": told[0][2].remedy}, tone=tone, owners=owners)
-    model, _, own = found[0]
-    explained = metric.explain(model, own)
+        explanations = [(model.name, colour, metric.explain(model, findings)) for model, colour, findings in affected]
+        owners = [Owner(name, colour, explained.where, explained.sure) for name, colour, explained in explanations]
+        title = f"{title_of(kind)} in {len(affected)} of {len(models)} models"
+        return Card(title, facts={"What to do": explanations[0][2].remedy}, tone=tone, owners=owners)
+    model, _, findings = affected[0]
+    explained = metric.explain(model, findings)
     return Card(
-        title_of(kind) if len(own) == 1 else f"{title_of(kind)} × {len(own)}",
-        sentence(own[0].words),
+        title_of(kind) if len(findings) == 1 else f"{title_of(kind)} × {len(findings)}",
+        sentence(findings[0].words),
         {"Where": explained.where, "How sure": explained.sure, "What to do": explained.remedy},
         tone=tone,
-        more=[sentence(finding.words) for finding in own[1:]],
+        more=[sentence(finding.words) for finding in findings[1:]],
     )
 
 

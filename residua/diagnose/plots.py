@@ -128,15 +128,15 @@ def by_layer(
     is "layer", points are numbered by sublayer; the axis then names layers, and the pointer shows sublayers.
     """
     series, drawn = [], []
-    floors = [] if floor is None else [found for model in models if (found := floor(model))]
+    floors = [] if floor is None else [curve for model in models if (curve := floor(model))]
     shared = bool(floors) and all(other == floors[0] for other in floors)
     if shared:
         series.append(line(floor_name, floors[0], theme.colour(0), dash="dot"))
         drawn.append(models[0])
     for model, place in zip(models, places(models), strict=True):
-        found, colour = points(model), theme.colour(place)
-        if found:
-            series.append(line(model.name, found, colour, symbol=theme.symbol(place)))
+        curve, colour = points(model), theme.colour(place)
+        if curve:
+            series.append(line(model.name, curve, colour, symbol=theme.symbol(place)))
             drawn.append(model)
             if floor is not None and not shared:
                 series.append(line(f"{model.name}, {floor_name}", floor(model), colour, dash="dot"))
@@ -175,11 +175,11 @@ def _sublayer(model: Model, index: int) -> str:
 def after_layers(model: Model) -> dict[str, dict[int, int]]:
     """Who reads first after each layer's attention and after its feed-forward, by layer; a layer that counts as one
     sublayer is taken for a feed-forward."""
-    found: dict[str, dict[int, int]] = {}
+    places: dict[str, dict[int, int]] = {}
     for site in model.sites:
         part = "attention" if "attention" in site.kind else "feed-forward"
-        found.setdefault(part, {})[site.layer] = site.index + 1
-    return {part: found[part] for part in sorted(found, reverse=True)}
+        places.setdefault(part, {})[site.layer] = site.index + 1
+    return {part: places[part] for part in sorted(places, reverse=True)}
 
 
 def layers_later(model: Model, distance: Callable[[int, int], float | None]) -> Figure | None:

@@ -27,8 +27,8 @@ def summary(model: Model) -> list[str]:
 
 def described(model: Model) -> list[str]:
     """What the model is like apart from its findings, most important first."""
-    rest = [found for metric in model.metrics for found in metric.sentences(model)]
-    return [found.text for found in sorted(rest, key=lambda found: found.rank)]
+    rest = [sentence for metric in model.metrics for sentence in metric.sentences(model)]
+    return [sentence.text for sentence in sorted(rest, key=lambda sentence: sentence.rank)]
 
 
 def _what(model: Model) -> str:
@@ -43,14 +43,14 @@ def _what(model: Model) -> str:
 def _findings(model: Model) -> list[str]:
     """The first of each kind; how many more there are."""
     defects = [kind for metric in model.metrics if metric.defect for kind in metric.kinds]
-    found = {finding.kind for finding in model.findings}
-    lines = [] if found.intersection(defects) else [absent(model)]
+    kinds = {finding.kind for finding in model.findings}
+    lines = [] if kinds.intersection(defects) else [absent(model)]
     for kind in dict.fromkeys(finding.kind for finding in model.findings):
-        own = [finding for finding in model.findings if finding.kind == kind]
-        shown = own[: _PER_KIND if len(found) <= 2 else 1]
+        findings = [finding for finding in model.findings if finding.kind == kind]
+        shown = findings[: _PER_KIND if len(kinds) <= 2 else 1]
         lines += [sentence(finding.words) for finding in shown]
-        if len(own) > len(shown):
-            lines[-1] = f"{lines[-1][:-1]}; {len(own) - len(shown)} more like it."
+        if len(findings) > len(shown):
+            lines[-1] = f"{lines[-1][:-1]}; {len(findings) - len(shown)} more like it."
     return lines
 
 

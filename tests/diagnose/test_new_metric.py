@@ -45,10 +45,10 @@ class Offset(Metric):
         self.sums = [0.0] * (len(subject.sites) + 1)
         self.tokens = 0
 
-    def add(self, seen: Observation) -> None:
-        for k, state in seen.states.items():
+    def add(self, observation: Observation) -> None:
+        for k, state in observation.states.items():
             self.sums[k] += float(state.double().mean(-1).sum())
-        self.tokens += seen.tokens.numel()
+        self.tokens += observation.tokens.numel()
 
     def facts(self) -> OffsetKeys:
         return OffsetKeys(offset=[abs(total) / self.tokens for total in self.sums])

@@ -13,7 +13,7 @@ from residua.diagnose.metric import Metric
 
 def find_metrics() -> tuple[type[Metric], ...]:
     """The metric classes defined in this folder, in the order of their keys in diagnosis.json."""
-    modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
+    modules = [import_module(f"{__name__}.{entry.name}") for entry in iter_modules(__path__)]
     classes = [
         thing
         for module in modules

@@ -58,12 +58,12 @@ class Anchors(Metric):
         self.gammas: dict[tuple[int, str], Mean] = defaultdict(Mean)
         self.value_gates: dict[int, Mean] = defaultdict(Mean)
 
-    def add(self, seen: Observation) -> None:
-        for place, gamma in seen.gammas.items():
-            self.gammas[place].add(wide(gamma).double().flatten(0, 1).sum(0), seen.tokens.numel())
-        for layer, gate in seen.value_gates.items():
+    def add(self, observation: Observation) -> None:
+        for place, gamma in observation.gammas.items():
+            self.gammas[place].add(wide(gamma).double().flatten(0, 1).sum(0), observation.tokens.numel())
+        for layer, gate in observation.value_gates.items():
             both = torch.stack([wide(gate).double(), (gate.abs() < NEAR_ZERO).double()])
-            self.value_gates[layer].add(both.flatten(1, 2).sum(1), seen.tokens.numel())
+            self.value_gates[layer].add(both.flatten(1, 2).sum(1), observation.tokens.numel())
 
     def facts(self) -> AnchorKeys:
         gated = [_gated_scales(layer, mean.value()) for layer, mean in sorted(self.value_gates.items())]
@@ -73,7 +73,7 @@ class Anchors(Metric):
         known = self.gammas.get((scales.layer, scales.pathway))
         gamma: list[float] | None = None if known is None else known.value().tolist()
         first, second = gamma or (1.0, 1.0)
-        made = AnchorFacts(
+        facts = AnchorFacts(
             layer=scales.layer,
             pathway=scales.pathway,
             anchor=scales.anchor,
@@ -83,8 +83,8 @@ class Anchors(Metric):
             anchor_channels=[_short(first * x) for x in scales.anchor_channels],
             current_channels=[_short(second * x) for x in scales.current_channels],
         )
-        ratios = [ratio for ratio in _ratios(made) if ratio is not None]
-        return made.model_copy(update={"ratio": median(ratios) if ratios else None})
+        ratios = [ratio for ratio in _ratios(facts) if ratio is not None]
+        return facts.model_copy(update={"ratio": median(ratios) if ratios else None})
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:

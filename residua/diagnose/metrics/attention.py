@@ -41,11 +41,11 @@ class Attention(Metric):
         super().__init__(subject, sample)
         self.layers: dict[int, LayerSums] = {}
 
-    def add(self, seen: Observation) -> None:
-        for layer, sums in seen.attention.items():
+    def add(self, observation: Observation) -> None:
+        for layer, sums in observation.attention.items():
             if layer not in self.layers:
                 self.layers[layer] = LayerSums(sums, self.subject.vocabulary)
-            self.layers[layer].add(sums, seen.tokens)
+            self.layers[layer].add(sums, observation.tokens)
 
     def facts(self) -> AttentionKeys:
         layers = sorted(self.layers.items())
@@ -65,9 +65,9 @@ class Attention(Metric):
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
         layers = sorted({layer for f in findings for layer in _layers(f)})
         if findings[0].kind == "sink_token":
-            own = [s for s in model.token_sinks if s.token in [f.where["token"] for f in findings]]
-            what = ", ".join(dict.fromkeys(token(s.text, s.token) for s in own))
-            strongest = max((s.attention for s in own), default=SINK)
+            sinks = [s for s in model.token_sinks if s.token in [f.where["token"] for f in findings]]
+            what = ", ".join(dict.fromkeys(token(s.text, s.token) for s in sinks))
+            strongest = max((s.attention for s in sinks), default=SINK)
             remedy = (
                 "Heads park attention on it, often an end of text or a line break. A gate "
                 "(model.attention.gate=elementwise) or a learned sink (model.attention.sink=learned) gives them "
@@ -193,12 +193,12 @@ def _strongest(layer: AttentionFacts, positions: Sequence[int | list[int]]) -> f
 
 def _sinks(model: Model) -> dict[int, Bar]:
     """By layer, attention to the first token, or to the sink that was found."""
-    found = [f for f in model.findings if f.kind in ("attention_sink", "sink_token")]
+    findings = [f for f in model.findings if f.kind in ("attention_sink", "sink_token")]
     bars = {}
     for a in model.attention:
-        own = [f for f in found if a.layer in _layers(f)]
+        in_layer = [f for f in findings if a.layer in _layers(f)]
         elsewhere = [
-            *(p.attention for p in a.positions if p.position in [f.where.get("position") for f in own]),
+            *(p.attention for p in a.positions if p.position in [f.where.get("position") for f in in_layer]),
             *(s.attention for s in model.token_sinks if s.layer == a.layer),
         ]
         strongest = max([*(head.first_token for head in a.heads), *elsewhere])
@@ -207,8 +207,8 @@ def _sinks(model: Model) -> dict[int, Bar]:
             (strongest, mean),
             percent(strongest),
             mark=a.uniform_first_token,
-            flag="bad" if own else "",
-            words="; ".join(f.words for f in own)
+            flag="bad" if in_layer else "",
+            words="; ".join(f.words for f in in_layer)
             or f"first token: strongest head {percent(strongest)}, mean {percent(mean)}, uniform "
             f"{percent(a.uniform_first_token)}",
         )
@@ -217,11 +217,11 @@ def _sinks(model: Model) -> dict[int, Bar]:
 
 def _attention_sinks(layers: dict[int, LayerSums]) -> list[Finding]:
     """One finding per position: the layers and heads that park their attention there."""
-    found: dict[int, dict[int, list[int]]] = {}
+    by_position: dict[int, dict[int, list[int]]] = {}
     for layer, sums in sorted(layers.items()):
         for position, heads in sums.sink_heads().items():
-            found.setdefault(position, {})[layer] = heads
-    return [_attention_sink(position, where, layers) for position, where in sorted(found.items())]
+            by_position.setdefault(position, {})[layer] = heads
+    return [_attention_sink(position, where, layers) for position, where in sorted(by_position.items())]
 
 
 def _attention_sink(position: int, where: dict[int, list[int]], layers: dict[int, LayerSums]) -> Finding:
@@ -242,20 +242,20 @@ def _attention_sink(position: int, where: dict[int, list[int]], layers: dict[int
 
 def _token_sinks(sinks: Sequence[TokenSink]) -> list[Finding]:
     """One finding per token id."""
-    found = []
+    findings = []
     for number in dict.fromkeys(sink.token for sink in sinks):
-        own = [sink for sink in sinks if sink.token == number]
-        strongest = max(own, key=lambda sink: sink.attention)
-        found.append(
+        same = [sink for sink in sinks if sink.token == number]
+        strongest = max(same, key=lambda sink: sink.attention)
+        findings.append(
             Finding(
                 kind="sink_token",
-                where={"token": number, "layers": [sink.layer for sink in own]},
+                where={"token": number, "layers": [sink.layer for sink in same]},
                 words=f"token {token(strongest.text, number)} is an attention sink wherever it stands, in "
-                f"{listed('layer', [sink.layer for sink in own])}: {percent(strongest.attention)} of layer "
+                f"{listed('layer', [sink.layer for sink in same])}: {percent(strongest.attention)} of layer "
                 f"{strongest.layer}'s attention, uniform {percent(strongest.uniform)}",
             )
         )
-    return found
+    return findings
 
 
 def _learned(model: Model) -> Points:

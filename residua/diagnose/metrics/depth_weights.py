@@ -61,9 +61,9 @@ class DepthWeights(Metric):
         super().__init__(subject, sample)
         self.weights: dict[int, Mean] = defaultdict(Mean)
 
-    def add(self, seen: Observation) -> None:
-        for reader, weights in seen.weights.items():
-            self.weights[reader].add(wide(weights).double().flatten(0, 1).sum(0), seen.tokens.numel())
+    def add(self, observation: Observation) -> None:
+        for reader, weights in observation.weights.items():
+            self.weights[reader].add(wide(weights).double().flatten(0, 1).sum(0), observation.tokens.numel())
 
     def facts(self) -> DepthWeightKeys:
         readers = [self._reader(*entry) for entry in sorted(self.weights.items())]
@@ -183,7 +183,7 @@ def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationF
     """
     uniform = {a.index: a.change for a in ablations if a.kind == "uniform"}
     shares = are_shares(readers)
-    found = []
+    findings = []
     for reader in readers:
         count = len(reader.mean)
         best = _best(reader)
@@ -199,14 +199,14 @@ def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationF
         )
         change = uniform.get(reader.reader)
         cost = "" if change is None else f"; uniform weights there change the loss by {change:+.4f}"
-        found.append(
+        findings.append(
             Finding(
                 kind="depth_routing",
                 where={"reader": reader.reader, "source": best},
                 words=f"{words}{cost}",
             )
         )
-    return found
+    return findings
 
 
 FACTORS = "Weights that do not add up to 1 are factors on the sources, not shares of what is read."
@@ -230,18 +230,18 @@ def _reads(model: Model) -> dict[int, Spread]:
     width = max((len(r.mean) for r in model.depth_weights), default=1)
     shares = are_shares(model.depth_weights)
     darkest = 1.0 if shares else max(_largest(r) for r in model.depth_weights)
-    found = {}
+    spreads = {}
     for layer in dict.fromkeys(layers.values()):
-        own = [r for r in model.depth_weights if layers[r.reader] == layer]
-        words = "; ".join(routed[r.reader] for r in own if r.reader in routed)
-        found[layer] = Spread(
-            tuple(tuple(abs(weight) / darkest for weight in r.mean) for r in own),
+        reads = [r for r in model.depth_weights if layers[r.reader] == layer]
+        words = "; ".join(routed[r.reader] for r in reads if r.reader in routed)
+        spreads[layer] = Spread(
+            tuple(tuple(abs(weight) / darkest for weight in r.mean) for r in reads),
             width,
-            f"{'' if shares else '×'}{max((r.mean[_best(r)] for r in own), key=abs):.2f}",
+            f"{'' if shares else '×'}{max((r.mean[_best(r)] for r in reads), key=abs):.2f}",
             flag="note" if words else "",
-            words=words or "; ".join(f"{r.name} reads most from {r.sources[_best(r)]}" for r in own),
+            words=words or "; ".join(f"{r.name} reads most from {r.sources[_best(r)]}" for r in reads),
         )
-    return found
+    return spreads
 
 
 def _largest(reader: ReaderFacts) -> float:

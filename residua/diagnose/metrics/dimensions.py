@@ -77,15 +77,15 @@ class Dimensions(Metric):
         self.sums: dict[int, tuple[Tensor, Tensor]] = {}
         self.tokens = 0
 
-    def add(self, seen: Observation) -> None:
-        for k, state in seen.states.items():
+    def add(self, observation: Observation) -> None:
+        for k, state in observation.states.items():
             size = wide(state).abs()
             absolute = size.double().sum((0, 1))
-            far = (size > FAR * seen.median(k)[..., None]).double().sum((0, 1))
+            far = (size > FAR * observation.median(k)[..., None]).double().sum((0, 1))
             if k in self.sums:
                 absolute, far = self.sums[k][0] + absolute, self.sums[k][1] + far
             self.sums[k] = absolute, far
-            self.tokens += seen.tokens.numel()
+            self.tokens += observation.tokens.numel()
 
     def facts(self) -> DimensionKeys:
         states = [self.sums[k] for k in sorted(self.sums)]
@@ -242,13 +242,13 @@ class Norms(Metric):
 
     def facts(self) -> NormKeys:
         parts = self.subject.norm_parts()
-        names = list(dict.fromkeys(name for own in parts.values() for name in own))
-        found = []
+        names = list(dict.fromkeys(name for by_site in parts.values() for name in by_site))
+        facts = []
         for name in names:
-            own = {k: factors[name].double().cpu() for k, factors in sorted(parts.items()) if name in factors}
-            dimensions = _furthest(torch.stack(list(own.values())))
-            found += [self._facts(k, name, factor, dimensions) for k, factor in own.items()]
-        return NormKeys(norms=found)
+            by_site = {k: factors[name].double().cpu() for k, factors in sorted(parts.items()) if name in factors}
+            dimensions = _furthest(torch.stack(list(by_site.values())))
+            facts += [self._facts(k, name, factor, dimensions) for k, factor in by_site.items()]
+        return NormKeys(norms=facts)
 
     def _facts(self, state: int, name: str, factor: Tensor, dimensions: list[int]) -> NormFacts:
         return NormFacts(
@@ -301,8 +301,8 @@ def _far(factor: float) -> float:
 
 def _furthest_words(model: Model, factor: str) -> str:
     """`λ1 = 7.19 in dimension 1326 before layer 3 attention, where λ is 0.06`."""
-    own = [n for n in model.norms if n.factor == factor]
-    most = max(own, key=lambda n: max(map(_far, n.values)))
+    norms = [n for n in model.norms if n.factor == factor]
+    most = max(norms, key=lambda n: max(map(_far, n.values)))
     value = max(most.values, key=_far)
     dimension = most.dimensions[most.values.index(value)]
     others = [

@@ -38,9 +38,9 @@ class Experts(Metric):
         super().__init__(subject, sample)
         self.layers: dict[int, Mean] = defaultdict(Mean)
 
-    def add(self, seen: Observation) -> None:
-        tokens = seen.tokens.numel()
-        for layer, load in seen.loads.items():
+    def add(self, observation: Observation) -> None:
+        tokens = observation.tokens.numel()
+        for layer, load in observation.loads.items():
             self.layers[layer].add(load.double() * tokens, tokens)
 
     def facts(self) -> ExpertKeys:

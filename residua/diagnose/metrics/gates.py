@@ -46,8 +46,8 @@ class Gates(Metric):
         super().__init__(subject, sample)
         self.layers: dict[int, Mean] = defaultdict(Mean)
 
-    def add(self, seen: Observation) -> None:
-        for layer, gate in seen.gates.items():
+    def add(self, observation: Observation) -> None:
+        for layer, gate in observation.gates.items():
             sums = torch.stack([wide(gate).double().sum(), gauges.closed(gate).double().sum()])
             self.layers[layer].add(sums, gate.numel())
 
@@ -125,12 +125,12 @@ class NormGates(Metric):
         self.counts = torch.zeros(len(EDGES) + 1, dtype=torch.float64)
         self.gates = torch.zeros_like(self.counts)
 
-    def add(self, seen: Observation) -> None:
-        for k, state in seen.states.items():
+    def add(self, observation: Observation) -> None:
+        for k, state in observation.states.items():
             with torch.no_grad():
-                found = self.subject.norm_gate(k, state)
-            if found is not None:
-                self._add_norm(k, wide(found[0]).double(), wide(found[1]).double().expand_as(found[0]))
+                gate = self.subject.norm_gate(k, state)
+            if gate is not None:
+                self._add_norm(k, wide(gate[0]).double(), wide(gate[1]).double().expand_as(gate[0]))
 
     def _add_norm(self, k: int, y: Tensor, gate: Tensor) -> None:
         size = y.abs()
@@ -261,8 +261,8 @@ class WriteGates(Metric):
         self.values: dict[int, list[Tensor]] = defaultdict(list)
         self.largest: dict[int, Tensor] = {}
 
-    def add(self, seen: Observation) -> None:
-        for site, beta in seen.betas.items():
+    def add(self, observation: Observation) -> None:
+        for site, beta in observation.betas.items():
             # An elementwise gate has one β per channel of its one stream.
             one_stream = beta.shape[-1] == self.subject.width
             values = wide(beta).flatten()[:, None] if one_stream else wide(beta).flatten(0, 1)

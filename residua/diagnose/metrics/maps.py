@@ -60,9 +60,9 @@ class AttentionMaps(Metric):
         super().__init__(subject, sample)
         self.first: dict[int, Tensor] = {}  # by layer, [heads, queries, keys]
 
-    def add(self, seen: Observation) -> None:
+    def add(self, observation: Observation) -> None:
         if not self.first:
-            self.first = {layer: sums.corner.cpu() for layer, sums in sorted(seen.attention.items())}
+            self.first = {layer: sums.corner.cpu() for layer, sums in sorted(observation.attention.items())}
 
     def facts(self) -> Frozen:
         if not self.first:
@@ -190,8 +190,8 @@ class TokenMaps(Metric):
         self.sums: Tensor | None = None  # [C]
         self.first: dict[int, Tensor] = {}  # by state, [tokens, C]
 
-    def add(self, seen: Observation) -> None:
-        sizes = {k: wide(h).abs() for k, h in sorted(seen.states.items())}
+    def add(self, observation: Observation) -> None:
+        sizes = {k: wide(h).abs() for k, h in sorted(observation.states.items())}
         total = torch.stack([size.double().sum((0, 1)) for size in sizes.values()]).sum(0)
         self.sums = total if self.sums is None else self.sums + total
         if not self.first:

@@ -45,9 +45,9 @@ class Outputs(Metric):
         super().__init__(subject, sample)
         self.largest: dict[int, Largest] = defaultdict(Largest)
 
-    def add(self, seen: Observation) -> None:
-        for k, output in seen.outputs.items():
-            self.largest[k].add(wide(output).abs(), seen.tokens)
+    def add(self, observation: Observation) -> None:
+        for k, output in observation.outputs.items():
+            self.largest[k].add(wide(output).abs(), observation.tokens)
 
     def facts(self) -> OutputKeys:
         return OutputKeys(
@@ -99,22 +99,22 @@ def _read(part: str, model: Model, rank: int) -> Points:
     return _points(model, part, {s.index: s.largest for s in model.states}, rank)
 
 
-def _points(model: Model, part: str, found: dict[int, list[Activation]], rank: int) -> Points:
+def _points(model: Model, part: str, largest: dict[int, list[Activation]], rank: int) -> Points:
     readers = after_layers(model).get(part, {})
-    return [(float(n), found[r][rank].value) for n, r in readers.items() if rank < len(found.get(r, []))]
+    return [(float(n), largest[r][rank].value) for n, r in readers.items() if rank < len(largest.get(r, []))]
 
 
 def _figure(models: Models, y: str, points: Callable[[Model, int], Points]) -> Figure | None:
     """One colour per model, one dash per rank."""
     series = [
         Curve(
-            model.name, [x for x, _ in found], [value for _, value in found], theme.colour(place), group=model.name,
+            model.name, [x for x, _ in line], [value for _, value in line], theme.colour(place), group=model.name,
             legend=rank == 0, dash=DASHES[rank], markers=rank == 0, symbol=theme.symbol(place),
             opacity=1.0 if rank == 0 else 0.7,
         )
         for model, place in zip(models, places(models), strict=True)
         for rank in range(LARGEST)
-        if (found := points(model, rank))
+        if (line := points(model, rank))
     ]  # fmt: skip
     if not series:
         return None

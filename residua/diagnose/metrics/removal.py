@@ -59,14 +59,14 @@ def planned(subject: Subject, budget: Budget, suspects: Iterable[int]) -> list[A
 
 def _several(subject: Subject, removable: set[int]) -> list[Ablation]:
     """Two, three and more layers in the middle, all at once, if each of them can be removed."""
-    found = []
+    ablations = []
     for count in range(2, min(subject.layers // 2, MOST_LAYERS) + 1):
         first = (subject.layers - count) // 2
         layers = range(first, first + count)
         if removable.issuperset(layers):
             removed = partial(subject.without_layers, layers)
-            found.append(Ablation("layers", first, f"layers {first} to {layers[-1]}", removed, count=count))
-    return found
+            ablations.append(Ablation("layers", first, f"layers {first} to {layers[-1]}", removed, count=count))
+    return ablations
 
 
 def measure(
@@ -76,11 +76,11 @@ def measure(
     if not ablations:
         return []
     whole = _loss(subject, sample, tokens_at_once)
-    found = []
+    results = []
     for ablation in ablations:
         with ablation.applied():
             loss = _loss(subject, sample, tokens_at_once)
-        found.append(
+        results.append(
             AblationFacts(
                 kind=ablation.kind,
                 index=ablation.index,
@@ -93,7 +93,7 @@ def measure(
             )
         )
         tick()
-    return found
+    return results
 
 
 @torch.no_grad()
@@ -222,8 +222,8 @@ def _perplexities(models: Models) -> Figure | None:
     falls = any(_lowers(a) for m in models for a in m.ablations if a.kind == "layer" and not a.note)
 
     def points(m: Model) -> list[tuple[float, float]]:
-        own = [a for a in m.ablations if a.kind == "layer" and not a.note]
-        return [(float(a.index), change) for a in own if (change := perplexity_change(a)) > 0 or falls]
+        removals = [a for a in m.ablations if a.kind == "layer" and not a.note]
+        return [(float(a.index), change) for a in removals if (change := perplexity_change(a)) > 0 or falls]
 
     return _with_zero(by_layer(models, points, "perplexity change", log=not falls))
 
@@ -249,10 +249,10 @@ def _several_costs(models: Models) -> Figure | None:
     """Loss change by the number of middle layers that are removed together, from one."""
     series = []
     for m, colour in zip(models, colours(models), strict=True):
-        own = [(float(a.count), a.change) for a in m.ablations if a.kind == "layers"]
-        if own:
+        removals = [(float(a.count), a.change) for a in m.ablations if a.kind == "layers"]
+        if removals:
             single = [(1.0, a.change) for a in m.ablations if a.kind == "layer" and a.index == (m.layers - 1) // 2]
-            series.append(line(m.name, single + own, colour))
+            series.append(line(m.name, single + removals, colour))
     if not series:
         return None
     return _with_zero(curves(series, "layers removed", "loss change (nats)", whole_x=True, height=340))

@@ -75,10 +75,10 @@ class StateSums:
         self.input_similarity: Tensor | float = 0.0
         self.largest = Largest()
 
-    def add(self, seen: Observation, state: int, first: Tensor) -> None:
-        h, tokens = wide(seen.states[state]), seen.tokens
-        self.squares += seen.mean_square(state).sum()
-        self.medians += seen.median(state).double().sum()
+    def add(self, observation: Observation, state: int, first: Tensor) -> None:
+        h, tokens = wide(observation.states[state]), observation.tokens
+        self.squares += observation.mean_square(state).sum()
+        self.medians += observation.median(state).double().sum()
         self.largest.add(h.abs(), tokens)
         self.token_similarity += token_similarity(h).sum()
         self.input_similarity += torch.cosine_similarity(h.flatten(1), wide(first).flatten(1), -1).double().sum()
@@ -147,13 +147,13 @@ class States(Metric):
         self.sums: dict[int, StateSums] = {}
         self.core = {k: CoreFeatures() for k in _affordable(count, subject.width)}
 
-    def add(self, seen: Observation) -> None:
-        present = sorted(seen.states)
-        first = seen.states[present[0]]
+    def add(self, observation: Observation) -> None:
+        present = sorted(observation.states)
+        first = observation.states[present[0]]
         for k in present:
-            self.sums.setdefault(k, StateSums()).add(seen, k, first)
+            self.sums.setdefault(k, StateSums()).add(observation, k, first)
             if k in self.core:
-                self.core[k].add(seen.states[k])
+                self.core[k].add(observation.states[k])
 
     def facts(self) -> StateKeys:
         return StateKeys(states=[self._state(k, sums) for k, sums in sorted(self.sums.items())])
@@ -177,15 +177,15 @@ class States(Metric):
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
         massive = {a.dimension: (state, a) for state, a in _massive(model.states)}
-        own = [massive[d] for f in findings if isinstance(d := f.where["dimension"], int) and d in massive]
-        if not own:
+        places = [massive[d] for f in findings if isinstance(d := f.where["dimension"], int) and d in massive]
+        if not places:
             return super().explain(model, findings)
-        state, a = max(own, key=lambda place: place[1].value)
-        seen = [s.name for s, other in _massive(model.states, every=True) if other.dimension == a.dimension]
+        state, a = max(places, key=lambda place: place[1].value)
+        sites = [s.name for s, other in _massive(model.states, every=True) if other.dimension == a.dimension]
         ratio = a.value / max(state.median, 1e-30)
         return Explained(
-            f"{listed('dimension', [a.dimension for _, a in own])}; largest before {state.name}, token "
-            f"{token(a.text, a.token)} at position {a.position}; massive in {len(set(seen))} of "
+            f"{listed('dimension', [a.dimension for _, a in places])}; largest before {state.name}, token "
+            f"{token(a.text, a.token)} at position {a.position}; massive in {len(set(sites))} of "
             f"{len(model.states)} states",
             sureness(
                 f"{short(ratio)}× the median, where {MASSIVE_RATIO:,.0f}× counts",
@@ -265,16 +265,16 @@ def _affordable(states: int, width: int) -> list[int]:
 
 def _massive(states: Sequence[StateFacts], *, every: bool = False) -> list[tuple[StateFacts, Activation]]:
     """Single values above 100 and a thousand medians: the largest of each dimension, or every one."""
-    found = [
+    places = [
         (state, a)
         for state in states
         for a in state.largest
         if a.value > MASSIVE and a.value > MASSIVE_RATIO * state.median
     ]
     if every:
-        return found
+        return places
     largest: dict[int, tuple[StateFacts, Activation]] = {}
-    for state, a in found:
+    for state, a in places:
         if a.dimension not in largest or a.value > largest[a.dimension][1].value:
             largest[a.dimension] = (state, a)
     return list(largest.values())
@@ -302,12 +302,12 @@ def _peaks(model: Model, high: float) -> dict[int, Bar]:
     """By layer, the largest |h| it reads beside the median; the final norm's under `model.layers`."""
     massive = [state.index for state, _ in _massive(model.states, every=True)]
     layers = {s.index: model.sites[s.index].layer if s.index < len(model.sites) else model.layers for s in model.states}
-    found = {}
+    bars = {}
     for layer in dict.fromkeys(layers.values()):
-        own = [s for s in model.states if layers[s.index] == layer]
-        largest = max(own, key=_ratio)
-        a, bad = largest.largest[0], any(s.index in massive for s in own)
-        found[layer] = Bar(
+        states = [s for s in model.states if layers[s.index] == layer]
+        largest = max(states, key=_ratio)
+        a, bad = largest.largest[0], any(s.index in massive for s in states)
+        bars[layer] = Bar(
             (on_log(_ratio(largest), 1.0, high),),
             f"{short(_ratio(largest))}×",
             mark=on_log(MASSIVE_RATIO, 1.0, high),
@@ -315,7 +315,7 @@ def _peaks(model: Model, high: float) -> dict[int, Bar]:
             words=f"{'massive activation: ' if bad else ''}{a.value:.4g} in dimension {a.dimension}, token "
             f"{token(a.text, a.token)} at position {a.position}, before {largest.name}",
         )
-    return found
+    return bars
 
 
 TOKENS_AT_ONCE = 256
@@ -340,8 +340,8 @@ class Similarity(Metric):
         self.angle: Tensor | float = 0.0
         self.tokens = 0
 
-    def add(self, seen: Observation) -> None:
-        rows = [seen.states[k].flatten(0, 1) for k in sorted(seen.states)]
+    def add(self, observation: Observation) -> None:
+        rows = [observation.states[k].flatten(0, 1) for k in sorted(observation.states)]
         count = rows[0].shape[0]
         for start in range(0, count, TOKENS_AT_ONCE):
             x = torch.stack([wide(row[start : start + TOKENS_AT_ONCE]) for row in rows], 1)

@@ -65,15 +65,15 @@ class Streams(Metric):
         self.alike: dict[int, Mean] = defaultdict(Mean)
         self.largest: dict[int, Tensor] = {}
 
-    def add(self, seen: Observation) -> None:
-        for reader, streams in seen.streams.items():
+    def add(self, observation: Observation) -> None:
+        for reader, streams in observation.streams.items():
             self._add_reader(reader, wide(streams))
-        readers = sorted(seen.streams)
-        for i in range(max((streams.shape[-2] for streams in seen.streams.values()), default=0)):
-            own = [seen.streams[r][..., i, :].flatten(0, 1) for r in readers if seen.streams[r].shape[-2] > i]
-            for start in range(0, seen.tokens.numel(), TOKENS_AT_ONCE):
+        in_order = [streams for _, streams in sorted(observation.streams.items())]
+        for i in range(max((streams.shape[-2] for streams in in_order), default=0)):
+            rows = [streams[..., i, :].flatten(0, 1) for streams in in_order if streams.shape[-2] > i]
+            for start in range(0, observation.tokens.numel(), TOKENS_AT_ONCE):
                 # in float64, where a stream that nobody wrote turns by 1e-8 and not by 1e-4
-                x = torch.stack([s[start : start + TOKENS_AT_ONCE] for s in own], 1).double()
+                x = torch.stack([s[start : start + TOKENS_AT_ONCE] for s in rows], 1).double()
                 u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
                 cosine = (u @ u.transpose(1, 2)).clamp(-1, 1)
                 self.angles[i].add((cosine.arccos() / torch.pi).sum(0), len(x))
@@ -164,11 +164,11 @@ def _reader(model: Model, reader: int) -> str:
 
 def _turns(model: Model) -> dict[int, float]:
     """By stream, the largest angular distance between two of its states."""
-    found: dict[int, float] = {}
+    largest: dict[int, float] = {}
     for s in model.streams:
         for i, row in enumerate(s.earlier):
-            found[i] = max([found.get(i, 0.0), *(d for d in row if d is not None)])
-    return found
+            largest[i] = max([largest.get(i, 0.0), *(d for d in row if d is not None)])
+    return largest
 
 
 def _turned(model: Model) -> Figure | None:

@@ -81,19 +81,19 @@ class Sublayers(Metric):
         self.tokens = 0
         self.sites: list[SiteFacts] = []
 
-    def add(self, seen: Observation) -> None:
-        for k, output in seen.outputs.items():
+    def add(self, observation: Observation) -> None:
+        for k, output in observation.outputs.items():
             y = wide(output)
             self.outputs[k] += y.double().square().mean(-1).sum()
             self.output_medians[k] += y.abs().median(-1).values.double().sum()
         for layer, sites in self.by_layer.items():
-            written = [wide(seen.outputs[site.index]) for site in sites if site.index in seen.outputs]
+            written = [wide(observation.outputs[site.index]) for site in sites if site.index in observation.outputs]
             if len(written) == len(sites):
                 self.layer_outputs[layer] += sum(written[1:], written[0]).double().square().mean(-1).sum()
-        for k in seen.states:
-            self.states[k] += seen.mean_square(k).sum()
-            self.state_medians[k] += seen.median(k).double().sum()
-        self.tokens += seen.tokens.numel()
+        for k in observation.states:
+            self.states[k] += observation.mean_square(k).sum()
+            self.state_medians[k] += observation.median(k).double().sum()
+        self.tokens += observation.tokens.numel()
 
     def facts(self) -> SiteKeys:
         gradients = self._gradients()
@@ -136,10 +136,10 @@ class Sublayers(Metric):
         try:
             with torch.enable_grad():
                 subject.loss(tokens, targets).backward()
-            found = {site.index: _squares(subject, site) for site in subject.sites}
-            if not any(count for _, count in found.values()):
+            squares = {site.index: _squares(subject, site) for site in subject.sites}
+            if not any(count for _, count in squares.values()):
                 self.skipped.append("Gradients: no weight of any sublayer takes one (quantized weights do not).")
-            return found
+            return squares
         except Exception as error:  # the model's own code may refuse in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             self.skipped.append(f"Gradients: the model's backward pass failed ({reason[:200]}).")
@@ -303,40 +303,41 @@ def _written(model: Model, high: float) -> dict[int, Bar]:
     """By layer, how large its outputs are beside what they are added to."""
     dead = {layer_of(f): f.words for f in model.findings if f.kind == "dead_layer"}
     parts = {sublayer_of(f): f.words for f in model.findings if f.kind == "dead_sublayer"}
-    found = {}
+    bars = {}
     for layer in range(model.layers):
-        own = [s for s in model.sites if s.layer == layer]
-        known = [s for s in own if s.relative_rms is not None]
+        sites = [s for s in model.sites if s.layer == layer]
+        known = [s for s in sites if s.relative_rms is not None]
         if known:
-            words = dead.get(layer) or "; ".join(parts[s.index] for s in own if s.index in parts)
-            lengths = tuple(None if s.relative_rms is None else on_log(s.relative_rms, SILENT, high) for s in own)
+            words = dead.get(layer) or "; ".join(parts[s.index] for s in sites if s.index in parts)
+            lengths = tuple(None if s.relative_rms is None else on_log(s.relative_rms, SILENT, high) for s in sites)
             text = "dead" if layer in dead else short(max(s.relative_rms for s in known))
             shown = ", ".join(f"{s.name} {s.relative_rms:.3g}" for s in known)
-            found[layer] = Bar(lengths, text, flag="bad" if words else "", words=words or f"{shown} of what it reads")
-    return found
+            bars[layer] = Bar(lengths, text, flag="bad" if words else "", words=words or f"{shown} of what it reads")
+    return bars
 
 
 def _dead_layers(sites: Sequence[SiteFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
     """Layers all of whose sublayers are silent and whose removal changes nothing; single sublayers likewise."""
     changes = _changes(ablations)
     dead = [k for k in _silent(sites) if abs(changes.get(("sublayer", k), 0.0)) < NO_CHANGE]
-    found = []
+    findings = []
     for layer in dict.fromkeys(s.layer for s in sites):
-        own = [s for s in sites if s.layer == layer]
-        if all(s.index in dead for s in own) and abs(changes.get(("layer", layer), 0.0)) < NO_CHANGE:
+        parts = [s for s in sites if s.layer == layer]
+        if all(s.index in dead for s in parts) and abs(changes.get(("layer", layer), 0.0)) < NO_CHANGE:
             change = changes.get(("layer", layer))
-            found.append(Finding(kind="dead_layer", where={"layer": layer}, words=_dead(f"layer {layer}", own, change)))
+            words = _dead(f"layer {layer}", parts, change)
+            findings.append(Finding(kind="dead_layer", where={"layer": layer}, words=words))
             continue
-        found += [
+        findings += [
             Finding(
                 kind="dead_sublayer",
                 where={"sublayer": s.index},
                 words=_dead(s.name, [s], changes.get(("sublayer", s.index))),
             )
-            for s in own
+            for s in parts
             if s.index in dead
         ]
-    return found
+    return findings
 
 
 def _dead(name: str, sites: Sequence[SiteFacts], change: float | None) -> str:
