@@ -104,9 +104,9 @@ def test_warps_that_share_a_row_find_the_same_sums(monkeypatch):
 def test_neighbours_share_the_backward_of_their_common_readers():
     plan = topology_of(FULL, 16, 8).plan
     assert plan.leads == {4: [3, 2, 1, 0], 8: [7, 6, 5], 11: [10, 9]}
-    assert [len(own) for own in plan.own] == [3, 3, 2, 1, 13, 3, 2, 1, 9, 2, 1, 6, 5, 4, 3, 2, 1]
+    assert [len(readers) for readers in plan.own_readers] == [3, 3, 2, 1, 13, 3, 2, 1, 9, 2, 1, 6, 5, 4, 3, 2, 1]
     for leader, led in plan.leads.items():
-        assert all(plan.readers[s] == plan.own[s] + plan.readers[leader] for s in led)
+        assert all(plan.readers[s] == plan.own_readers[s] + plan.readers[leader] for s in led)
 
 
 def test_groups_of_reads_and_blocks_of_sources_grow_with_depth():
@@ -114,7 +114,7 @@ def test_groups_of_reads_and_blocks_of_sources_grow_with_depth():
     sizes, blocks = [size for _, size in plan.group], [1 + len(led) for led in plan.leads.values()]
     assert sizes == sorted(sizes) and sizes[0] == 1 and sizes[-1] == GROUP
     assert blocks == sorted(blocks, reverse=True) and blocks[0] == BLOCK_SIZE
-    assert max(len(own) for s, own in enumerate(plan.own) if s in plan.leader) == MAX_FUSED_READERS
+    assert max(len(readers) for s, readers in enumerate(plan.own_readers) if s in plan.leader) == MAX_FUSED_READERS
     assert any(size > 1 for _, size in topology_of(BLOCK, 13, 24).plan.group) and topology_of(FULL, 12, 16).plan.leads
 
 
@@ -140,7 +140,7 @@ def test_ranges_are_the_cheapest_of_all():
 def test_sources_that_grow_or_leave_the_window_are_on_their_own():
     for config in (WINDOW, BLOCK):
         plan = topology_of(config, 8, 8).plan
-        assert not plan.leads and plan.own == plan.readers
+        assert not plan.leads and plan.own_readers == plan.readers
 
 
 @pytest.mark.nightly

@@ -59,8 +59,8 @@ class Case:
         """Outputs of a function on these inputs, and gradients of all of them, for the same random probes each time."""
         args, settings, leaves = self.leaves(dtype)
         with torch.set_grad_enabled(self.gradients):
-            made = run(*args, **settings)
-        outputs = [x for x in tree_leaves(made if self.only is None else made[self.only]) if isinstance(x, Tensor)]
+            values = run(*args, **settings)
+        outputs = [x for x in tree_leaves(values if self.only is None else values[self.only]) if isinstance(x, Tensor)]
         if not self.gradients:
             return outputs if self.in_place is None else [*outputs, *tree_leaves(args[self.in_place])]
         outputs = [x for x in outputs if x.requires_grad]

@@ -39,8 +39,8 @@ def supports(*tensors: Tensor) -> bool:
     """
     if not INSTALLED or forward_ad._current_level >= 0:
         return False
-    asked = (INTERPRETED or absent is not None) and chosen_backend() == "triton"
-    return all((x.is_cuda or asked) and x.dtype in DTYPES for x in tensors)
+    forced = (INTERPRETED or absent is not None) and chosen_backend() == "triton"
+    return all((x.is_cuda or forced) and x.dtype in DTYPES for x in tensors)
 
 
 def multiprocessors(x: Tensor) -> int:

@@ -58,20 +58,20 @@ class _GatedDelta(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
         first: Tensor | None, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, last, *kept = launch.forward(q, k, v, g, beta, first, state, keep)
+        o, last, *saved = launch.forward(q, k, v, g, beta, first, state, keep)
         ctx.from_state = state is not None
-        ctx.save_for_backward(q, k, v, *kept)
+        ctx.save_for_backward(q, k, v, *saved)
         ctx.set_materialize_grads(False)
         return o, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, *saved = ctx.saved_tensors
         if d_o is None and d_last is None:
             return (None,) * 8
         d_o = torch.zeros_like(v) if d_o is None else d_o
-        dq, dk, dv, dg, dbeta, d_state = launch.backward(d_o, d_last, q, k, v, *kept, ctx.from_state)
+        dq, dk, dv, dg, dbeta, d_state = launch.backward(d_o, d_last, q, k, v, *saved, ctx.from_state)
         # each key head serves a run of value heads
         dq, dk = (d.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) if d.shape != k.shape else d for d in (dq, dk))
         return dq, dk, dv, dg, dbeta, d_state if ctx.from_state else None, None, None
@@ -141,8 +141,8 @@ class _DeltaMixer(torch.autograd.Function):
         ctx: Any, projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, first: Tensor | None,
         key_heads: int, eps: float, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        y, last, *kept = launch.mixer(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
-        ctx.save_for_backward(projected, convolution, gain, first, *kept)
+        y, last, *saved = launch.mixer(projected, g, beta, convolution, gain, first, key_heads, eps, keep)
+        ctx.save_for_backward(projected, convolution, gain, first, *saved)
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         return y, last
@@ -152,10 +152,10 @@ class _DeltaMixer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None and d_last is None:
             return (None,) * 9
-        projected, convolution, gain, first, *kept = ctx.saved_tensors
-        dy = torch.zeros_like(kept[3]) if dy is None else dy
+        projected, convolution, gain, first, *saved = ctx.saved_tensors
+        dy = torch.zeros_like(saved[3]) if dy is None else dy
         *gradients, d_convolution, d_gain = launch.mixer_backward(
-            dy, d_last, projected, convolution, gain, first, *kept, ctx.eps
+            dy, d_last, projected, convolution, gain, first, *saved, ctx.eps
         )
         d_weights = d_convolution.to(convolution.dtype), d_gain.to(gain.dtype)
         return *gradients, *d_weights, None, None, None, None

@@ -92,7 +92,7 @@ def gradient_kernel(
     """Every gradient of one chunk of one value head, from the states on both its sides."""
     row, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     batch, head, start = tl.cast(row // heads, tl.int64), row % heads, n * C
-    key, padded, own = head // group, chunks * C, batch * length * heads + head
+    key, padded, base = head // group, chunks * C, batch * length * heads + head
     dtype = k_ptr.dtype.element_ty
     b_enter = rate(rates_ptr, ENTER, row, rows, start, padded, C)
     b_leave = rate(rates_ptr, LEAVE, row, rows, start, padded, C)
@@ -106,7 +106,7 @@ def gradient_kernel(
     k_ptr += batch * stride_kb + key * stride_kh
     b_dr = tile(dr_ptr + tl.cast(row, tl.int64) * length * V, start, length, V, C, V)
     b_v = tile(v_ptr + batch * stride_vb + head * stride_vh, start, length, stride_vt, C, V)
-    store_tile(dv_ptr + own * V, b_beta[:, None] * b_dr.to(tl.float32), start, length, heads * V, C, V)
+    store_tile(dv_ptr + base * V, b_beta[:, None] * b_dr.to(tl.float32), start, length, heads * V, C, V)
     b_dbeta = tl.sum(b_v.to(tl.float32) * b_dr.to(tl.float32), 1)
 
     # dN = −dr uᵀ and d reads = do uᵀ, each through its decays; dG gathers decay · d decay
@@ -136,7 +136,7 @@ def gradient_kernel(
         b_dq = b_enter[:, None] * tl.dot(b_do, b_before)  # [C, BLOCK]
         b_dtotal += tl.sum(b_dq * b_query.to(tl.float32), 1)
         b_dq += tl.dot(b_dreads, b_key)
-        store_tile(dq_ptr + own * K + first, b_dq, start, length, heads * K, C, BLOCK)
+        store_tile(dq_ptr + base * K + first, b_dq, start, length, heads * K, C, BLOCK)
         # dk = leave ⊙ u dS'ᵀ − β enter ⊙ dr Sᵀ + d readsᵀ q + (dN + dNᵀ) k
         b_after = tl.load(matrix(d_states_ptr + first, tl.program_id(0), K, V, BLOCK))
         b_dk = b_leave[:, None] * tl.dot(b_u, b_after)
@@ -146,13 +146,13 @@ def gradient_kernel(
         b_dk -= b_beta[:, None] * b_erase
         b_dk += tl.dot(tl.trans(b_dreads), b_query)
         b_dk += tl.dot(b_dn, b_key)
-        store_tile(dk_ptr + own * K + first, b_dk, start, length, heads * K, C, BLOCK)
+        store_tile(dk_ptr + base * K + first, b_dk, start, length, heads * K, C, BLOCK)
         d_last += tl.sum(b_before.to(tl.float32) * b_after.to(tl.float32))
 
     # leave_j and enter_last end in G_last; dg_t = Σ_{i ≥ t} dG_i
     d_last = fade * d_last + tl.sum(b_left)
     b_dtotal += tl.where(tl.arange(0, C) == C - 1, d_last, 0.0) - b_left - b_beta * b_erased
     t = start + tl.arange(0, C)
-    at = own + t.to(tl.int64) * heads
+    at = base + t.to(tl.int64) * heads
     tl.store(dg_ptr + at, tl.cumsum(b_dtotal, 0, reverse=True), mask=t < length)
     tl.store(dbeta_ptr + at, b_dbeta - b_erased, mask=t < length)

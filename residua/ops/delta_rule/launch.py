@@ -146,11 +146,11 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, from_state:
 
 
 def _launch_backward(
-    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Tensor], from_state: bool,
+    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, saved: Sequence[Tensor], from_state: bool,
     outputs: Gradients,
 ) -> None:  # fmt: skip
     *gradients, d_state = outputs
-    inverse, reads, rates, states, u = kept
+    inverse, reads, rates, states, u = saved
     s = Sizes.of(k, v)
     q, k, v, d_o = (_dense(x) for x in (q, k, v, d_o))
     d_states, dr = torch.empty_like(states), v.new_empty((s.rows, s.length, s.value_width))
@@ -264,8 +264,8 @@ def mixer_backward(
     z, d_z = (x[..., convolution.shape[1] :].unflatten(-1, o.shape[2:]) for x in (projected, d_projected))
     output_launch.launch_backward(dy, o, z, gain, eps, d_o, d_z, d_gain)
     dq, dk, dv, _, _, d_state = _empty_gradients(q, k, v, rates, False)
-    kept = (inverse, reads, rates, states, u)
-    _launch_backward(d_o, d_last, q, k, v, kept, False, (dq, dk, dv, dg, dbeta, d_state))
+    saved = (inverse, reads, rates, states, u)
+    _launch_backward(d_o, d_last, q, k, v, saved, False, (dq, dk, dv, dg, dbeta, d_state))
     convolution_launch.launch_backward(
         dq, dk, dv, projected, convolution, begins, NORM_EPS, k.shape[2], d_projected, d_convolution
     )

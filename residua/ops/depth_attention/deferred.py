@@ -66,13 +66,13 @@ def step(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> 
     chain, *rest = _fork(plan, k + 1, y, source, before, u, link)
     handles = list(rest)  # to torch 2.11's compiler `rest` is a tuple
     gradients, stats = [state[i] for i in table.gradients], [state[i] for i in table.stats]
-    if k in plan.own[k + 1]:
-        first, readers = int(plan.goes_on(k + 1)), len(plan.own[k + 1])
+    if k in plan.own_readers[k + 1]:
+        first, readers = int(plan.goes_on(k + 1)), len(plan.own_readers[k + 1])
         stats.append(handles.pop(first + readers))
         gradients.append(handles.pop(first))
     h = autograd.read(torch.compiler.is_compiling(), h, lse, gradients, stats)
     after = [u, parts, chain, *partial]
-    for start, stop in table.kept:
+    for start, stop in table.unchanged:
         after += state[start:stop]
     return h, (*after, *source, *handles) if plan.keeps_new(k) else tuple(after)
 
@@ -103,7 +103,7 @@ def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tu
     first, count = plan.readers[k + 1][0], len(plan.readers[k + 1])
     start, size = plan.group[k]
     partial = state[FRONT : FRONT + table.pending]
-    values, scores, rows = [state[i] for i in table.seen], [state[i + 1] for i in table.seen], table.rows
+    values, scores, rows = [state[i] for i in table.values], [state[i + 1] for i in table.values], table.rows
     if k > start:
         values, scores, rows = [partial[1], *values], [partial[0], *scores], [k - start, *rows]
         partial = (partial[0], *partial[2:]) if len(partial) > 2 else ()
@@ -133,5 +133,5 @@ def _fork(
     onward = [source[3] for source in before]
     led = [t for source in before for t in source[:3]] if s in plan.leads else []
     return autograd.make_handles(
-        y, chain, *source, u, plan.readers[s][0], len(plan.own[s]), plan.goes_on(s), onward, led
+        y, chain, *source, u, plan.readers[s][0], len(plan.own_readers[s]), plan.goes_on(s), onward, led
     )

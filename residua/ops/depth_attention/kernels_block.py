@@ -130,10 +130,10 @@ def block_slopes_kernel(
 @triton.jit
 def _entries(table_ptr, slot, COUNT: tl.constexpr):
     """COUNT addresses of the table, from `slot` on."""
-    found = ()
+    entries = ()
     for i in tl.static_range(COUNT):
-        found = found + (tl.load(table_ptr + slot + i),)
-    return found
+        entries = entries + (tl.load(table_ptr + slot + i),)
+    return entries
 
 
 @triton.jit

@@ -243,11 +243,11 @@ def depth_block_gradient(
     tile = stack_tile(values[0], size, columns=256, stages=1)
     parts = cdiv(width, tile["COLUMNS"])
     weights, dots = u.new_empty(count, length, size), u.new_empty(parts, count, length, size)
-    held = [t.data_ptr() for t in (*stats, *values, *dv)]
+    pointers = [t.data_ptr() for t in (*stats, *values, *dv)]
     few = cdiv(tokens, NUMBERS["TOKENS"])
     with device_guard(u):
         table = addresses(
-            dh, [*held, *(row_address(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)]
+            dh, [*pointers, *(row_address(z, len(z) - count) for z in scores), *(r.data_ptr() for r in rstds)]
         )
         run = _kernels().block
         run.block_weights_kernel[(few,)](

@@ -40,7 +40,7 @@ class Step(NamedTuple):
     """The values of the sources to which source k+1 passes a gradient; score, rstd and handle follow each."""
     pending: int
     """Tensors of an unfinished group of reads, from position FRONT on."""
-    seen: list[int]
+    values: list[int]
     """The values that are read, except those that the group's first read covered, and the new one."""
     rows: list[int]
     """The row of this read in each of their scores."""
@@ -48,8 +48,8 @@ class Step(NamedTuple):
     """The handles for dh, of every older source whose own backward covers this read."""
     stats: list[int]
     """The handles for (lse, δ), of the same sources."""
-    kept: list[tuple[int, int]]
-    """Ranges of the state that are kept unchanged."""
+    unchanged: list[tuple[int, int]]
+    """Ranges of the state that stay as they are."""
 
 
 class ReadPlan:
@@ -61,12 +61,12 @@ class ReadPlan:
 
     def __init__(self, sees: Sequence[Sequence[int]], grows: Sequence[bool]) -> None:
         self.sees, self.grows = sees, (*grows, False)
-        self.readers = [[k for k, seen in enumerate(sees) if source in seen] for source in range(len(grows))]
+        self.readers = [[k for k, sources in enumerate(sees) if source in sources] for source in range(len(grows))]
         for readers in self.readers:
             assert readers == list(range(readers[0], readers[0] + len(readers)))
         self.leads = self._leaders()
         self.leader = {s: leader for leader, led in self.leads.items() for s in led}
-        self.own = [self._own_readers(s) for s in range(len(grows))]
+        self.own_readers = [self._own_readers(s) for s in range(len(grows))]
         self.group = self.groups()
         self.rows = self._rows()
         self.places = [self._places(k) for k in range(-1, len(sees))]
@@ -98,7 +98,7 @@ class ReadPlan:
         for s in range(k + 2):
             if self.readers[s][-1] > k or (s == k + 1 and self.grows[s + 1]):
                 onward = int(self.leader.get(s, s + 1 if self.grows[s + 1] else 0) > k + 1)
-                ahead = sum(reader > k for reader in self.own[s])
+                ahead = sum(reader > k for reader in self.own_readers[s])
                 places.append(Place(s, start, onward, ahead))
                 start += 3 + onward + 2 * ahead
         return places
@@ -106,16 +106,16 @@ class ReadPlan:
     def _step(self, k: int) -> Step:
         places = {place.source: place for place in self.before(k)}
         start, _ = self.group[k]
-        seen = self.sees[k] if k == start else self.sees[k][len(self.sees[start]) :]
-        older = [s for s in seen if s <= k]
+        sources = self.sees[k] if k == start else self.sees[k][len(self.sees[start]) :]
+        older = [s for s in sources if s <= k]
         first = {s: place.start + 3 + place.onward for s, place in places.items()}
-        served = [s for s in self.sees[k] if s <= k and k in self.own[s]]
+        served = [s for s in self.sees[k] if s <= k and k in self.own_readers[s]]
         onward = [k] if self.grows[k + 1] else self.leads.get(k + 1, [])
-        kept, after = [], {place.source: place for place in self.places[k + 1]}
+        ranges, after = [], {place.source: place for place in self.places[k + 1]}
         for s, place in places.items():
             if s in after:
                 used, middle = int(s in served), first[s] + place.ahead
-                kept += [
+                ranges += [
                     (place.start, place.start + 3 + after[s].onward),
                     (first[s] + used, middle),
                     (middle + used, middle + place.ahead),
@@ -124,11 +124,11 @@ class ReadPlan:
             newest=max(places.values()).start,
             onward=[places[s].start for s in onward],
             pending=min(place.start for place in places.values()) - FRONT,
-            seen=[places[s].start for s in older],
+            values=[places[s].start for s in older],
             rows=[k - self.readers[s][0] for s in older],
             gradients=[first[s] for s in served],
             stats=[first[s] + places[s].ahead for s in served],
-            kept=_joined(kept),
+            unchanged=_joined(ranges),
         )
 
     def _leaders(self) -> dict[int, list[int]]:
@@ -178,9 +178,9 @@ class ReadPlan:
         The first read of a group sees n sources, and the others see these and newer ones. The n are read once for all;
         for each of the others an intermediate result is written, and read again with the newer sources.
         """
-        seen = self.sees[first]
-        n, later = len(seen), self.sees[first + 1 : first + size]
-        if not all(sources[:n] == seen for sources in later):
+        first_sources = self.sees[first]
+        n, later = len(first_sources), self.sees[first + 1 : first + size]
+        if not all(sources[:n] == first_sources for sources in later):
             return None
         fused = sum(self._read_once(first + i) for i in range(size) if i or size == 1)
         return n + size - fused + sum(len(sources) - n + 2 for sources in later)

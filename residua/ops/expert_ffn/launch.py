@@ -146,20 +146,20 @@ def expert_product(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tenso
 
 @launcher("expert_slope")
 def expert_slope(
-    g: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, kept: Tensor,
+    g: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, saved: Tensor,
     activation: str, choices: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """The gradient of the sums z, the weighted act(z) (of relu², which keeps it, none), and parts of the weights'."""
-    slots, hidden = len(kept), weight.shape[2]
+    slots, hidden = len(saved), weight.shape[2]
     plan = plans(g.dtype, slots, len(weight)).slope
-    g_z, a = torch.empty_like(kept), g.new_empty((0 if activation == "relu2" else slots, hidden))
+    g_z, a = torch.empty_like(saved), g.new_empty((0 if activation == "relu2" else slots, hidden))
     columns = cdiv(hidden, plan.columns)
     dots = g.new_empty((columns if weights is not None else 0, slots), dtype=torch.float32)
     yield g_z, a, dots
     with device_guard(g):
         kernels.slope_kernel[(len(tiles) * columns,)](
-            aligned(g), aligned(weight), either(order, tiles), tiles, either(weights, g), kept, g_z, a,
-            dots, len(kept), K=g.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=activation in GATED,
+            aligned(g), aligned(weight), either(order, tiles), tiles, either(weights, g), saved, g_z, a,
+            dots, len(saved), K=g.shape[1], H=a.shape[1], CHOICES=choices, ACT=activation, GATED=activation in GATED,
             GATHERED=order is not None, WEIGHTED=weights is not None,
             PARTS=max(1, plan.columns // (GATED_PART if activation in GATED else PART)), **plan.sizes(),
         )  # fmt: skip
@@ -225,12 +225,12 @@ class _ExpertFFN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, up, out, weights, order, ends, tiles, kept = ctx.saved_tensors
+        x, up, out, weights, order, ends, tiles, saved = ctx.saved_tensors
         choices = ctx.choices
         flat = None if weights is None else weights.reshape(-1)
         g = g.to(x.dtype).contiguous()
-        g_z, a, dots = expert_slope(g, out, order, tiles, flat, kept, ctx.activation, choices)
-        a = kept if ctx.activation == "relu2" else a
+        g_z, a, dots = expert_slope(g, out, order, tiles, flat, saved, ctx.activation, choices)
+        a = saved if ctx.activation == "relu2" else a
         g_out, g_up = expert_weight_gradients(g, a, g_z, x, order, ends, choices)
         g_x = _by_token(expert_product(g_z, up, order, tiles, True), choices)
         g_weights = None if weights is None else dots.sum(0).view_as(weights).to(weights.dtype)

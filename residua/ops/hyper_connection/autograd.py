@@ -75,8 +75,8 @@ def _differentiate_step(
     )
     g_scale, g_phi = None, None
     if ctx.norm != "none":
-        seen = logits[:, : len(bias)] if ctx.norm == "all" else torch.tanh(logits[:, :: len(phi)])
-        g_scale = (g_pre * seen).sum().to(scale.dtype)
+        scaled = logits[:, : len(bias)] if ctx.norm == "all" else torch.tanh(logits[:, :: len(phi)])
+        g_scale = (g_pre * scaled).sum().to(scale.dtype)
         normed, dz = after.reshape(-1, phi.shape[1]), g_z.reshape(-1, len(phi))
         g_phi = launch.phi_gradient(dz, normed).to(phi.dtype)
     return (

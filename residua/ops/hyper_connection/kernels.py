@@ -244,10 +244,10 @@ def read_kernel(
         b_tiles = b_tiles + (_rows(after_ptr, t, c, live[:, None] & (c < C)[None, :], C, N),)
 
     # z = RMS(X') φᵀ
-    is_z, own = live[:, None] & (k < Z)[None, :], k * 0 if NORM == "all" else k // K
+    is_z, which = live[:, None] & (k < Z)[None, :], k * 0 if NORM == "all" else k // K
     from_ptr = sums_ptr + t[:, None] * SUMS
     b_z = tl.load(from_ptr + k[None, :], mask=is_z, other=0.0)
-    b_square = tl.load(from_ptr + Z + own[None, :], mask=is_z, other=0.0)
+    b_square = tl.load(from_ptr + Z + which[None, :], mask=is_z, other=0.0)
     b_rstd = tl.rsqrt(b_square / (C * N if NORM == "all" else C) + eps)
     tl.store(z_ptr + t[:, None] * Z + k[None, :], b_z * b_rstd, mask=is_z)
     tl.store(rstd_ptr + t[:, None] * Z + k[None, :], b_rstd, mask=is_z)

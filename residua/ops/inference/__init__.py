@@ -68,9 +68,9 @@ def _merges(d: Draw) -> Cases:
 
 
 def _gates(d: Draw) -> Cases:
-    held = Streams(tuple(_row(d) for _ in range(d.sizes.streams)))
+    streams = Streams(tuple(_row(d) for _ in range(d.sizes.streams)))
     for store in (True, False):
-        args = (held, _row(d), d.gain(), d.w(d.sizes.streams + 1), d.gain(), d.gain())
+        args = (streams, _row(d), d.gain(), d.w(d.sizes.streams + 1), d.gain(), d.gain())
         yield Case(args, {"store": store}, "" if store else "noted", gradients=False)
 
 
@@ -143,9 +143,9 @@ def _serves_read(others: Any, scores: Any, rows: Any, y: Tensor, base: Tensor | 
     return _alike(y, *others, base)
 
 
-def _serves_gate(held: Streams, y: Tensor, *_: Any, store: bool = True, **__: Any) -> bool:
-    fits = _rows if store and not held.updates else _alike
-    return len(held.stored) <= MOST_STREAMS and fits(*held.stored, *held.updates, y)
+def _serves_gate(state: Streams, y: Tensor, *_: Any, store: bool = True, **__: Any) -> bool:
+    fits = _rows if store and not state.updates else _alike
+    return len(state.stored) <= MOST_STREAMS and fits(*state.stored, *state.updates, y)
 
 
 def _serves_heads(projected: Tensor, heads: int, kv_heads: int, gains: Any, cos: Tensor, *_: Any, **__: Any) -> bool:

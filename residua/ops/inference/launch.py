@@ -205,18 +205,18 @@ _gate_stored, _gate_noted = (launcher(name)(_gate_tiles) for name in ("gate_norm
 
 
 def gate_norm(
-    held: Streams, y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor, *,
+    state: Streams, y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor, *,
     store: bool = True, competitive: bool = True, eps: float = 1e-6,
 ) -> tuple[Tensor, Streams]:  # fmt: skip
     """Where no write is noted, before or by this one, a program holds all that it needs of a row at once."""
     weights = (gate_query, gate_bias, pool_query, weight)
     if not store:
-        normed, beta = _gate_noted(*map(list, held), y, *weights, store, competitive, eps)
-        return normed, held.later(y, beta)
-    if held.updates:
-        normed, after = _gate_stored(*map(list, held), y, *weights, store, competitive, eps)
+        normed, beta = _gate_noted(*map(list, state), y, *weights, store, competitive, eps)
+        return normed, state.later(y, beta)
+    if state.updates:
+        normed, after = _gate_stored(*map(list, state), y, *weights, store, competitive, eps)
     else:
-        normed, after = _gate_rows(list(held.stored), y, *weights, competitive, eps)
+        normed, after = _gate_rows(list(state.stored), y, *weights, competitive, eps)
     return normed, Streams(after.unbind())
 
 

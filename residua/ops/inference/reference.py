@@ -165,21 +165,21 @@ def read_norm(
 
 
 def gate_norm(
-    held: Streams, y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor, *,
+    state: Streams, y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor, *,
     store: bool = True, competitive: bool = True, eps: float = 1e-6,
 ) -> tuple[Tensor, Streams]:  # fmt: skip
     """`multi_gate` and the norm after it: weight ⊙ RMS(h) [M, C], and the streams after the write.
 
     With `store` they are written, else the write is only noted: n rows are read again instead of being written.
     """
-    streams = wide(torch.stack(held.stored, 1))
-    for update, beta in zip(held.updates, held.betas, strict=True):
+    streams = wide(torch.stack(state.stored, 1))
+    for update, beta in zip(state.updates, state.betas, strict=True):
         streams = streams + beta.to(streams.dtype)[..., None] * (wide(update)[:, None] - streams)
     hidden, after = multi_gate(streams, wide(y), gate_query, gate_bias, pool_query, competitive=competitive)
     normed = rms(hidden, eps, weight).to(y.dtype)
     if store:
         return normed, Streams(after.to(y.dtype).unbind(1))
-    return normed, held.later(y, gates(streams, gate_query, gate_bias, competitive=competitive))
+    return normed, state.later(y, gates(streams, gate_query, gate_bias, competitive=competitive))
 
 
 def turn_heads(

@@ -178,16 +178,16 @@ def piece(
 
     The softmax is that of these rows alone; with `keep` off it is not kept ([0, R]).
     """
-    kept = hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
-    yield _single(hidden, len(hidden)), _single(hidden, len(hidden)), kept
+    softmax = hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
+    yield _single(hidden, len(hidden)), _single(hidden, len(hidden)), softmax
     inside = _inside(targets, cast)
     local = targets.where(inside, -1)
     if keep:
-        lse, nll = _softmax_(torch.mm(hidden, cast.t(), out=kept), local, -1, True)
+        lse, nll = _softmax_(torch.mm(hidden, cast.t(), out=softmax), local, -1, True)
     else:
         chunks = _softmaxes(hidden, cast, local, -1, CHUNK_BYTES, write=False)
         lse, nll = (torch.cat(part) for part in zip(*((lse, nll) for _, _, lse, nll in chunks), strict=True))
-    yield lse, (lse - nll).where(inside, 0), kept
+    yield lse, (lse - nll).where(inside, 0), softmax
 
 
 @launcher("head_piece_backward", ahead=False)
@@ -199,7 +199,7 @@ def piece_backward(
     targets: Tensor,
     lse: Tensor,
     picked: Tensor,
-    kept: Tensor,
+    softmax: Tensor,
     weight_dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The gradients of hidden [N, C] and of the rows [R, C]; that of a token's logits is g_lse·p + g_picked·onehot."""
@@ -221,8 +221,8 @@ def piece_backward(
         scaled = torch.mul(hidden[rows], scale[rows], out=torch.empty_like(hidden[rows]))
         _add_product(total, p.t(), scaled, first=True)
 
-    if kept.shape[0] == hidden.shape[0]:
-        multiply(kept, slice(None), g_weight)
+    if softmax.shape[0] == hidden.shape[0]:
+        multiply(softmax, slice(None), g_weight)
         return
     part = torch.empty_like(g_weight.zero_())
     for rows, p, _, _ in _softmaxes(hidden, cast, local, -1, CHUNK_BYTES, write=True):

@@ -98,11 +98,11 @@ class _Junction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_hidden: Tensor | None, g_after: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        gate_query, pool_query, *kept = ctx.saved_tensors
+        gate_query, pool_query, *saved = ctx.saved_tensors
         if g_hidden is None:
-            g_hidden = torch.zeros_like(kept[-2])
-        junction = starts(kept, g_hidden)
-        start, since = kept[:junction], kept[junction:]
+            g_hidden = torch.zeros_like(saved[-2])
+        junction = starts(saved, g_hidden)
+        start, since = saved[:junction], saved[junction:]
         passed_on = [] if g_after is None else [g_after]
         *g_streams, g_update, g_rest = launch.backward(
             g_hidden, passed_on, start, since[::2], since[1::2], gate_query, pool_query,
@@ -110,7 +110,7 @@ class _Junction(torch.autograd.Function):
         )  # fmt: skip
         dtypes = (gate_query.dtype, ctx.bias_dtype, pool_query.dtype)
         g_weights = _apart(g_rest, dtypes, g_hidden.shape[-1], ctx.competitive)
-        more = [None] * (0 if len(since) == 2 else len(kept) - 2)
+        more = [None] * (0 if len(since) == 2 else len(saved) - 2)
         return None, None, None, g_update, *g_weights, *g_streams, *more
 
 

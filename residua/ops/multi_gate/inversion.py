@@ -45,8 +45,8 @@ ERROR_HEADROOM = 8.0
 def amplification(beta: Tensor, share: float) -> Tensor:
     """1/(1 − β) for the largest β [..., N] whose streams are not kept; unbounded where 1 − β is below FLOOR."""
     ordered = wide(beta).flatten().sort(descending=True).values
-    kept = math.ceil(share * len(ordered))
-    left = 1 - ordered[kept] if kept < len(ordered) else torch.ones_like(ordered[0])
+    stored = math.ceil(share * len(ordered))
+    left = 1 - ordered[stored] if stored < len(ordered) else torch.ones_like(ordered[0])
     return torch.where(left < FLOOR, UNBOUNDED_AMPLIFICATION, 1 / left)
 
 
@@ -142,9 +142,9 @@ def junction(
     streams, link = split(state, update)
     check(shape(streams), update, weights[1], competitive)
     streams = [s.contiguous() for s in streams]
-    kept = -1 if last or not torch.is_grad_enabled() else math.ceil(share * math.prod(shape(streams)[:-1]))
+    stored = -1 if last or not torch.is_grad_enabled() else math.ceil(share * math.prod(shape(streams)[:-1]))
     hidden, *after = _inverted(
-        halves, competitive, eps, kept, len(streams), update.contiguous(), *weights, *streams, *link
+        halves, competitive, eps, stored, len(streams), update.contiguous(), *weights, *streams, *link
     )
     return hidden, tuple(after)
 
@@ -152,23 +152,23 @@ def junction(
 class _Inverted(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, halves: str, competitive: bool, eps: float, kept: int, count: int,
+        ctx: Any, halves: str, competitive: bool, eps: float, stored: int, count: int,
         update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`tensors` are the `count` streams, and the link to the junction before this one, if any.
 
-        `kept` of their rows are kept; −1: all, since no junction follows.
+        `stored` of their rows are kept; −1: all, since no junction follows.
         """
         streams = tensors[:count]
         weights = (gate_query, gate_bias, pool_query)
         ctx.halves = HALVES[halves](competitive, eps)
         hidden, after, stats = ctx.halves.forward(streams, update, *weights)
-        ctx.last, ctx.count, ctx.linked = kept < 0, count, len(tensors) > count
+        ctx.last, ctx.count, ctx.linked = stored < 0, count, len(tensors) > count
         ctx.set_materialize_grads(False)
         if ctx.last:
             ctx.save_for_backward(update, stats, *weights, *streams)
             return hidden, after
-        where = stats[..., : after.shape[-2]].flatten().topk(kept).indices
+        where = stats[..., : after.shape[-2]].flatten().topk(stored).indices
         ctx.save_for_backward(update, stats, *weights, where, _rows(streams, where))
         return hidden, after, after.new_empty(()).expand(after.shape)
 

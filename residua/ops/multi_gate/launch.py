@@ -115,8 +115,8 @@ def backward(
     """
     outputs = _empty_gradients(g_hidden, start, updates, stats, apart)
     yield outputs
-    kept, weights = (updates, stats, None), (gate_query, pool_query, None)
-    _launch_backward(backward_plan, g_hidden, g_after, start, kept, weights, outputs, competitive, eps)
+    saved, weights = (updates, stats, None), (gate_query, pool_query, None)
+    _launch_backward(backward_plan, g_hidden, g_after, start, saved, weights, outputs, competitive, eps)
 
 
 def _empty_gradients(
@@ -132,12 +132,12 @@ def _empty_gradients(
 
 def _launch_backward(
     plan_for: Callable[[int, int, int], TilePlan], g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor],
-    kept: tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None], weights: Sequence[Tensor | None],
+    saved: tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None], weights: Sequence[Tensor | None],
     outputs: Sequence[Tensor], competitive: bool, eps: float,
 ) -> None:  # fmt: skip
-    """`kept` are the updates, their scalars and those of h; the weights w1, w2 and the gain, if the norm is inside."""
+    """`saved` are the updates, their scalars and those of h; the weights w1, w2 and the gain, if the norm is inside."""
     *g_streams, g_update, total = outputs
-    updates, stats, hidden_stats = kept
+    updates, stats, hidden_stats = saved
     width, tokens = extent(g_hidden)
     plan, tile = _tile(plan_for, streams_in(start), start[0])
     partial = _partial(total, plan, tokens)
@@ -185,8 +185,8 @@ def normed_backward(
     """`backward` from the gradient of x; the row [3C + N + 1] ends with the gradient of the gain."""
     outputs = _empty_gradients(g_normed, start, updates, stats, apart, len(gain))
     yield outputs
-    kept, weights = (updates, stats, hidden_stats), (gate_query, pool_query, gain)
-    _launch_backward(normed_backward_plan, g_normed, g_after, start, kept, weights, outputs, competitive, eps)
+    saved, weights = (updates, stats, hidden_stats), (gate_query, pool_query, gain)
+    _launch_backward(normed_backward_plan, g_normed, g_after, start, saved, weights, outputs, competitive, eps)
 
 
 @launcher("multi_gate_invert")

@@ -66,10 +66,10 @@ class Tokens(NamedTuple):
 def tokens(x: Tensor, cos: Tensor) -> Tokens:
     """Sequences of one token, each with its own table, count as one long sequence."""
     batch, length, _, width = x.shape
-    own = batch > 1 and cos.shape[:-1].numel() == batch * length
-    if own and length == 1:
+    per_row = batch > 1 and cos.shape[:-1].numel() == batch * length
+    if per_row and length == 1:
         return Tokens(1, batch, 0)
-    return Tokens(batch, length, own * length * width // 2)
+    return Tokens(batch, length, per_row * length * width // 2)
 
 
 def strides(x: Tensor, walk: Tokens) -> tuple[int, int, int]:

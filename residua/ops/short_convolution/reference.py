@@ -21,10 +21,10 @@ def short_convolution(x: Tensor, weight: Tensor, segments: Tensor | None = None)
     document = None if segments is None else pad(begins(x, segments).cumsum(1), (past, 0))
     for j in range(1, past + 1):
         earlier = slice(past - j, past - j + length)
-        seen = x[:, earlier]
+        shifted = x[:, earlier]
         if document is not None:
-            seen = seen.masked_fill((document[:, earlier] != document[:, past:])[..., None], 0)
-        y = y + weight[j] * seen
+            shifted = shifted.masked_fill((document[:, earlier] != document[:, past:])[..., None], 0)
+        y = y + weight[j] * shifted
     return silu(y).to(x.dtype)
 
 

@@ -11,7 +11,7 @@ H200, e2e7122; at L not timed side by side). At L its products take 306 and 321 
 launch.FLAT_FORWARD, launch.FLAT_BACKWARD`.
 
 Only the stages synchronise the two warpgroups: while one finishes its tile, the other keeps the tensor cores busy. A
-slot is passed on by two barriers: `given`, free or filled with a part of a; `taken`, the result is in it.
+slot is passed on by two barriers: `usable`, free or filled with a part of a; `done`, the result is in it.
 """
 
 # mypy: ignore-errors
@@ -85,7 +85,7 @@ def split_columns(z, PARTS: gl.constexpr):
 
 @gluon.jit
 def multiply(
-    WHO: gl.constexpr, xs, ws, empty, ready, slots, given, taken, rows, columns,
+    WHO: gl.constexpr, xs, ws, empty, ready, slots, usable, done, rows, columns,
     K: gl.constexpr, COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, SLOPES: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of the rows of every tile."""
@@ -115,7 +115,7 @@ def multiply(
         for i in gl.static_range(PARTS):
             slot = WHO * SLOTS + turn % SLOTS
             piece = gl.convert_layout(pieces[i], part)
-            mbarrier.wait(given.index(slot), (turn // SLOTS) & 1)
+            mbarrier.wait(usable.index(slot), (turn // SLOTS) & 1)
             if SLOPES:
                 piece *= 2 * gl.sqrt(slots.index(slot).load(part).to(gl.float32))
             else:
@@ -123,32 +123,32 @@ def multiply(
                 piece *= piece
             slots.index(slot).store(piece.to(slots.dtype))
             fence_async_shared()
-            mbarrier.arrive(taken.index(slot), count=1)
+            mbarrier.arrive(done.index(slot), count=1)
             turn += 1
 
 
 @gluon.jit
 def write_results(
-    WHO: gl.constexpr, a, y, slots, given, taken, rows, columns,
+    WHO: gl.constexpr, a, y, slots, usable, done, rows, columns,
     COLUMNS: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, SLOPES: gl.constexpr,
 ):  # fmt: skip
     """Write one warpgroup's results from their slots, which are then free again."""
     WIDTH: gl.constexpr = COLUMNS // PARTS
     tiles = (rows * columns - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     for n in range(0, SLOTS):
-        give(n, tiles, WHO, a, slots, given, rows, columns, WIDTH, PARTS, SLOTS, GROUP, SLOPES)
+        give(n, tiles, WHO, a, slots, usable, rows, columns, WIDTH, PARTS, SLOTS, GROUP, SLOPES)
     for n in range(0, tiles * PARTS):
         slot = WHO * SLOTS + n % SLOTS
         row, column = part_at(n, rows, columns, WHO, WIDTH, PARTS, GROUP)
-        mbarrier.wait(taken.index(slot), (n // SLOTS) & 1)
+        mbarrier.wait(done.index(slot), (n // SLOTS) & 1)
         tma.async_copy_shared_to_global(y, [row, column], slots.index(slot))
         tma.store_wait(0)
-        give(n + SLOTS, tiles, WHO, a, slots, given, rows, columns, WIDTH, PARTS, SLOTS, GROUP, SLOPES)
+        give(n + SLOTS, tiles, WHO, a, slots, usable, rows, columns, WIDTH, PARTS, SLOTS, GROUP, SLOPES)
 
 
 @gluon.jit
 def give(
-    n, tiles, WHO: gl.constexpr, a, slots, given, rows, columns,
+    n, tiles, WHO: gl.constexpr, a, slots, usable, rows, columns,
     WIDTH: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, SLOPES: gl.constexpr,
 ):  # fmt: skip
     """The slot of a warpgroup's n-th part, if there is one: free, or with what is there of a."""
@@ -156,10 +156,10 @@ def give(
     there = n < tiles * PARTS
     if SLOPES:
         row, column = part_at(n, rows, columns, WHO, WIDTH, PARTS, GROUP)
-        mbarrier.expect(given.index(slot), a.block_type.nbytes, pred=there)
-        tma.async_copy_global_to_shared(a, [row, column], given.index(slot), slots.index(slot), pred=there)
+        mbarrier.expect(usable.index(slot), a.block_type.nbytes, pred=there)
+        tma.async_copy_global_to_shared(a, [row, column], usable.index(slot), slots.index(slot), pred=there)
     else:
-        mbarrier.arrive(given.index(slot), count=1, pred=there)
+        mbarrier.arrive(usable.index(slot), count=1, pred=there)
 
 
 @gluon.jit
@@ -190,17 +190,17 @@ def product_kernel(
     ws = gl.allocate_shared_memory(w.dtype, [STAGES, w.block_type.shape[0], w.block_type.shape[1]], w.layout)
     slots = gl.allocate_shared_memory(y.dtype, [2 * SLOTS, HALF, COLUMNS // PARTS], y.layout)
     empty, ready = barriers(STAGES, 2), barriers(STAGES, 1)
-    given, taken = barriers(2 * SLOTS, 1), barriers(2 * SLOTS, 1)
+    usable, done = barriers(2 * SLOTS, 1), barriers(2 * SLOTS, 1)
     fence_async_shared()
 
     # literal arguments: in a named tuple, constants would become run-time values
     gl.warp_specialize(
         [
-            (multiply, (0, xs, ws, empty, ready, slots, given, taken, rows, columns, K, COLUMNS, PARTS, SLOTS, SLOPES)),
-            (multiply, (1, xs, ws, empty, ready, slots, given, taken, rows, columns, K, COLUMNS, PARTS, SLOTS, SLOPES)),
+            (multiply, (0, xs, ws, empty, ready, slots, usable, done, rows, columns, K, COLUMNS, PARTS, SLOTS, SLOPES)),
+            (multiply, (1, xs, ws, empty, ready, slots, usable, done, rows, columns, K, COLUMNS, PARTS, SLOTS, SLOPES)),
             (load_operands, (x, w, xs, ws, empty, ready, rows, columns, K, COLUMNS, GROUP, SLOPES)),
-            (write_results, (0, a, y, slots, given, taken, rows, columns, COLUMNS, PARTS, SLOTS, GROUP, SLOPES)),
-            (write_results, (1, a, y, slots, given, taken, rows, columns, COLUMNS, PARTS, SLOTS, GROUP, SLOPES)),
+            (write_results, (0, a, y, slots, usable, done, rows, columns, COLUMNS, PARTS, SLOTS, GROUP, SLOPES)),
+            (write_results, (1, a, y, slots, usable, done, rows, columns, COLUMNS, PARTS, SLOTS, GROUP, SLOPES)),
         ],
         [4, 1, 1, 1],
         [240, 24, 24, 24],

@@ -38,9 +38,9 @@ def _arrived(count_ptr):
 @triton.jit
 def _wait(count_ptr, arrivals, ONLY: tl.constexpr):
     if ONLY == ALL:
-        seen = _arrived(count_ptr)
-        while seen < arrivals:
-            seen = _arrived(count_ptr)
+        count = _arrived(count_ptr)
+        while count < arrivals:
+            count = _arrived(count_ptr)
 
 
 @triton.jit

@@ -146,8 +146,8 @@ def _pooled(beta, s2, products, sums, J, key_eps, per_root, C: tl.constexpr, N: 
     """a = softmax_i(w2 · RMS(s'_i)/√C). While the streams fill, those after number J are empty."""
     z = ()
     for i in tl.static_range(N):
-        own = _pool_score(i, beta, s2, products, sums, key_eps, per_root, C, N)
-        z = z + (tl.where(i <= J, own, -float("inf")),)
+        score = _pool_score(i, beta, s2, products, sums, key_eps, per_root, C, N)
+        z = z + (tl.where(i <= J, score, -float("inf")),)
     return _softmax(z, N)
 
 

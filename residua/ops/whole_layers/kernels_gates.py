@@ -146,10 +146,10 @@ def _squared_norm(a, beta, products, sums, N: tl.constexpr):
     parts = d * d * sums[N]
     mixed = d * 0
     for i in tl.static_range(N):
-        kept = a[i] * (1 - beta[i])
-        parts += kept * kept * products[i]
+        weight = a[i] * (1 - beta[i])
+        parts += weight * weight * products[i]
         across = d * sums[i]
         for j in tl.static_range(i + 1, N):
             across += a[j] * (1 - beta[j]) * products[N + i * (2 * N - i - 1) // 2 + j - i - 1]
-        mixed += kept * across
+        mixed += weight * across
     return parts + 2 * mixed, parts
