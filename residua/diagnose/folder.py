@@ -194,7 +194,7 @@ def check_counts(config: Mapping[str, Any], file: Path, weights: Stored) -> None
         if isinstance(value, Mapping):
             check_counts(value, file, weights)
         elif isinstance(value, int) and value > weights.most_tensors and any(word in key for word in COUNTS):
-            refuse(f"{file} asks for {value:,} layers ({key}), the files hold {weights.tensors:,} tensors", AGAIN)
+            refuse(f"{file} asks for {value:,} layers ({key}), and the files hold {weights.tensors:,} tensors", AGAIN)
 
 
 def choose_dtype(folder: Path, config: Any, weights: Stored, device: torch.device) -> torch.dtype | str:
