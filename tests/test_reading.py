@@ -194,7 +194,7 @@ def test_damaged_toml_is_one_sentence(tmp_path: Path, content: str, words: str) 
     assert str(path) in str(refused.value) and str(refused.value).endswith(": correct it.")
 
 
-def test_a_value_that_is_no_toml_is_a_text() -> None:
+def test_value_that_is_not_toml_is_a_string() -> None:
     assert parse_toml_value("3") == 3
     for text in ("word", "1" + "0" * 5000, DEEP):
         assert parse_toml_value(text) == text

@@ -36,7 +36,7 @@ def ceilings(monkeypatch):
 
 
 @pytest.mark.parametrize("name", operators(SMALL, CPU))
-def test_every_operator_runs_both_ways_and_is_measured_against_its_limit(name):
+def test_every_operator_runs_both_ways_and_reports_its_limit(name):
     case = operators(SMALL, CPU)[name]()
     ceilings = Ceilings(1e9, 1e9, "float32")
     (result,) = bench_operator(case, {"reference": case.function}, CPU, ceilings, repeats=2, peers={})
@@ -47,7 +47,7 @@ def test_every_operator_runs_both_ways_and_is_measured_against_its_limit(name):
     assert 0 < result.forward_bytes < result.both_bytes
 
 
-def test_the_experts_of_every_slot_are_read_back_from_the_sorted_slots():
+def test_slot_experts_are_recovered_from_sorted_slots():
     chosen = torch.rand(24, 16).topk(3).indices
     slots = sort_slots(chosen, 16)
     assert torch.equal(_chosen(slots.order, slots.ends, 3).long(), chosen)
@@ -129,7 +129,7 @@ def test_what_a_peer_raises_does_not_end_the_suite(monkeypatch):
     ]
 
 
-def test_whole_depths_read_once_per_sublayer_and_reach_every_parameter():
+def test_whole_depth_reads_once_and_reaches_every_parameter():
     asked = suite.plan(["depth"], ["reference"], "float32", SETTINGS)
     for name, make in asked.cases.items():
         case = make()
@@ -176,7 +176,7 @@ def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
     assert list(peers("depth_attention")) == ["liger_kernel"] and peers("gated_norm") == {}
 
 
-def test_the_spread_is_from_the_tenth_to_the_ninetieth_percentile():
+def test_spread_is_tenth_to_ninetieth_percentile():
     sample = Sample.of([float(i) for i in range(11)])
     assert (sample.median, sample.p10, sample.p90, sample.count) == (5.0, 1.0, 9.0, 11)
 

@@ -35,7 +35,7 @@ def test_every_case_is_timed_in_turn_and_set_against_the_first(model):
     assert results[0].mfu is None
 
 
-def test_flops_count_weights_and_causal_attention_for_every_token_and_the_head_for_the_last(model):
+def test_prefill_flops_count_the_head_for_the_last_token_only(model):
     config = RunConfig.from_toml(model).model
     weights = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 5 * 16 + 2 * 2 * 8
     attention = 2 * 2 * 16 * 9 / 2  # layers, scores and values, width, half of the length
@@ -60,7 +60,7 @@ def test_the_command_prints_a_table_and_writes_what_it_measured(model, tmp_path)
 
 
 @pytest.mark.nightly
-def test_a_llama_of_the_same_shape_is_timed_beside_it(model):
+def test_llama_of_the_same_shape_is_timed_too(model):
     pytest.importorskip("transformers")
     cases = read_cases(RunConfig.from_toml(model), ["prenorm"])
     ours, llama = bench_prefill("tiny", cases, CPU, batch=2, length=5, engine="auto", rounds=2)

@@ -207,7 +207,7 @@ def test_a_limit_on_the_size_of_files_is_one_sentence(verb: str, place: Path, mo
     assert "File too large" in err and "ulimit -f" in err
 
 
-def test_run_goes_on_without_tensorboard_but_not_metrics(place: Path, monkeypatch, capfd) -> None:
+def test_run_continues_without_tensorboard_but_not_metrics(place: Path, monkeypatch, capfd) -> None:
     pytest.importorskip("tensorboard")
     write, broken = AppendedFile.write, "tfevents"
 

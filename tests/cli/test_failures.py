@@ -357,7 +357,7 @@ def test_failing_rank_gives_the_others_file_and_line(plugin: Path, monkeypatch) 
     assert told == [heading, heading]
 
 
-def test_measurement_that_fails_shows_why_and_the_rest_goes_on(plugin: Path, capsys) -> None:
+def test_failed_measurement_shows_why_and_the_rest_continues(plugin: Path, capsys) -> None:
     with pytest.raises(TypeError) as met:
         sys.modules["planted"].Planted(SimpleNamespace(at="reset_parameters", error="TypeError"), 1, 1)
     tell(Console(width=400), "run: no diagnosis", met.value)

@@ -70,12 +70,12 @@ def test_embedded_corpus_knows_its_vocabulary_unprepared(tmp_path: Path) -> None
         assert vocabulary(DataConfig(tokenizer=tokenizer)) == size
 
 
-def test_a_vocabulary_too_large_for_the_text_is_told(jsonl: Path, tmp_path: Path) -> None:
+def test_vocabulary_too_large_for_the_text_is_reported(jsonl: Path, tmp_path: Path) -> None:
     printed = run("prepare", jsonl, "--out", tmp_path / "out", "--workers", "1")
     assert "token ids are many for so little text: --tokenizer bpe:1024 would suit it better" in printed
 
 
-def test_a_tiny_validation_text_is_told(tmp_path: Path) -> None:
+def test_tiny_validation_text_is_reported(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a few words\n" * 1000)
     printed = run("prepare", tmp_path / "text.txt", "--out", tmp_path / "a", "--tokenizer", "bytes")
     assert "validation is tiny (1,2" in printed and "raise --holdout, or give --validation SOURCE" in printed
@@ -92,7 +92,7 @@ def test_text_without_validation_is_recommended_for_evaluation(jsonl: Path, tmp_
     assert printed.endswith(f"next: residua eval RUN --data '{out}' --split train\n") and "residua train" not in printed
 
 
-def test_files_left_out_of_a_folder_are_told_and_read_when_named(tmp_path: Path, monkeypatch) -> None:
+def test_skipped_files_are_reported_and_read_when_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("my code")
     (folder / ".git").mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_the_command_after_a_tokenizer_can_be_pasted(tmp_path: Path, monkeypatch
     assert Dataset.open("DIR").vocab_size == 260
 
 
-def test_a_vocabulary_smaller_than_asked_for_is_told(jsonl: Path, tmp_path: Path) -> None:
+def test_vocabulary_smaller_than_requested_is_reported(jsonl: Path, tmp_path: Path) -> None:
     printed = run("tokenizer", jsonl, "--vocab-size", "60000", "--out", tmp_path / "t.json")
     found = Tokenizer.load(tmp_path / "t.json").vocab_size
     assert f"the vocabulary has {found:,} entries, fewer than 60,000: the text has no more pairs" in printed

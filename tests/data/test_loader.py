@@ -64,7 +64,7 @@ def test_working_ahead_changes_nothing(split: Split) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("before", [0, 1, 13, "epoch end", 150])
-def test_resumed_loader_goes_on_exactly(split: Split, before: int | str, prefetch: int) -> None:
+def test_resumed_loader_continues_exactly(split: Split, before: int | str, prefetch: int) -> None:
     count = per_epoch(split) // 3 if before == "epoch end" else int(before)
     loader = Loader(split, SEQUENCE, 3, seed=5, prefetch=prefetch)
     take(loader, count)

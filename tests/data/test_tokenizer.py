@@ -204,7 +204,7 @@ def foreign() -> tokenizers.Tokenizer:
     ],
     ids=str,
 )
-def test_the_end_of_text_is_the_one_that_files_beside_name(files: dict[str, object], end: str, tmp_path: Path) -> None:
+def test_end_of_text_comes_from_neighbouring_files(files: dict[str, object], end: str, tmp_path: Path) -> None:
     foreign().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "source").mkdir()
     for name, content in files.items():

@@ -77,7 +77,7 @@ def test_kimi_linear_is_diagnosed_as_other_hybrids_are() -> None:
     assert any(ablation.kind == "source" for ablation in found.ablations)
 
 
-def test_a_dead_expert_is_told(made: tuple[Decoder, ModelDiagnosis]) -> None:
+def test_dead_expert_is_reported(made: tuple[Decoder, ModelDiagnosis]) -> None:
     dead = made[1].experts[0].model_copy(update={"load": [0.5, 0.5, 0.0, 0.0]})
     (sentence,) = Experts.sentences(made[1].model_copy(update={"experts": [dead]}))
     assert "2 of 4 are never chosen" in sentence.text

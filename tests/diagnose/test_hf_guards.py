@@ -129,7 +129,7 @@ def test_16_bit_rounding_does_not_hide_scaled_residuals() -> None:
     assert len(subject.skipped) == 1
 
 
-def test_a_learned_sink_is_told_and_no_token_is_called_a_sink() -> None:
+def test_learned_sink_is_reported_instead_of_token_sinks() -> None:
     model = models.build("gpt_oss")
     with torch.no_grad():
         for layer in model.model.layers:

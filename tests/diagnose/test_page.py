@@ -148,7 +148,7 @@ def test_layers_rise_and_unmeasured_cells_are_hatched() -> None:
     assert "1.0" not in rows(html)["layer 0"]
 
 
-def test_depth_routing_is_told_in_blue_and_is_no_defect() -> None:
+def test_depth_routing_is_blue_and_not_a_defect() -> None:
     html = top_of(report(routing=True))
     assert GREEN in html
     card = cards(html)["Depth routing × 2"]
@@ -177,7 +177,7 @@ def test_every_card_says_where_how_sure_and_what_to_do(options: dict[str, object
     assert re.match(r"<p>.{20,}\.</p>", whole)
 
 
-def test_a_dead_sublayer_is_told_apart_from_a_dead_layer() -> None:
+def test_dead_sublayer_differs_from_dead_layer() -> None:
     made = report()
     sites = [
         s.model_copy(update={"relative_rms": 1e-6, "relative_median": 1e-6}) if s.index == 5 else s for s in made.sites

@@ -122,7 +122,7 @@ def test_a_massive_activation_is_named_by_its_dimension() -> None:
     assert ("massive_activation", (("dimension", 9),)) in named(diagnosed(model, ablations="none"))
 
 
-def test_layer_that_writes_beside_an_outlier_is_not_dead() -> None:
+def test_layer_that_writes_next_to_an_outlier_is_not_dead() -> None:
     model = control()
     planted.plant_outlier(model, dimension=5, size=600.0, gain=0.006)
     made = diagnosed(model)

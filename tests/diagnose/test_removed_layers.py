@@ -83,7 +83,7 @@ def test_a_removed_layer_of_multi_gate_residuals_is_passed_by(streams: int, gate
 
 
 @pytest.mark.parametrize("block", [1, 2, 4])
-def test_a_removed_layer_of_attention_residuals_is_no_source(block: int) -> None:
+def test_removed_layer_is_not_a_source_of_attention_residuals(block: int) -> None:
     kind = {"kind": "full_attnres"} if block == 1 else {"kind": "block_attnres", "sublayers_per_block": block}
     model = model_of(**kind)
     for removed in ([0], [2], [3], [2, 3]):

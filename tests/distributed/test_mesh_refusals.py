@@ -136,7 +136,7 @@ def test_rank_that_ends_while_connecting_is_one_sentence(monkeypatch: pytest.Mon
     assert "\n" not in str(stop.value)
 
 
-def test_a_job_that_torchrun_starts_again_goes_on_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:
+def test_job_restarted_by_torchrun_resumes_in_its_folder(tmp_path: Path, monkeypatch: Any) -> None:
     world, config = World(torch.device("cpu")), run_config("additive")
     run = world.open_run(tmp_path / "run", config, resume=False)
     run.begin({}, 0)

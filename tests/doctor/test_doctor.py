@@ -88,12 +88,12 @@ def beside(then: str, last: str, folder: Path, count: int) -> Iterator[Finding]:
     return helpers.run_beside({name: partial(made, name) for name in "abcd"}, command, count, first="dcb")
 
 
-def test_helpers_make_what_takes_longest_and_findings_keep_their_order(tmp_path: Path) -> None:
+def test_slow_checks_start_first_and_findings_keep_order(tmp_path: Path) -> None:
     found = [(finding.name, finding.words) for finding in beside("pass", "b", tmp_path, 2)]
     assert found == [("a", "this process"), ("b", "a helper"), ("c", "a helper"), ("d", "a helper")]
 
 
-def test_a_helper_that_dies_is_a_failed_check_and_this_process_does_the_rest(tmp_path: Path) -> None:
+def test_dead_helper_fails_its_check_and_parent_does_the_rest(tmp_path: Path) -> None:
     a, b, c, d = beside("os.kill(os.getpid(), signal.SIGKILL)", "c", tmp_path, 1)
     assert (a.words, b.words, d.words) == ("this process", "this process", "a helper")
     assert c.state == "failed" and c.words == "the process that made this check was ended by SIGKILL"
@@ -105,7 +105,7 @@ def test_helpers_end_with_the_self_test(tmp_path: Path) -> None:
     found.close()  # would wait for its helper
 
 
-def test_helpers_that_do_not_start_leave_all_checks_to_this_process() -> None:
+def test_parent_runs_all_checks_when_helpers_do_not_start() -> None:
     made = {name: partial(Finding, "self-test", name, "ok", "") for name in "ab"}
     seen: list[tuple[int, int]] = []
     found = helpers.run_beside(

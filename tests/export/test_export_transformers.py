@@ -126,7 +126,7 @@ def test_a_model_with_a_recurrent_state_cannot_be_an_assistant(exported, hybrid_
         exported.generate(**prompt(batch=1), **GREEDY, assistant_model=in_transformers(hybrid_folder))
 
 
-def test_a_conversation_goes_on_from_its_cache(exported):
+def test_conversation_continues_from_its_cache(exported):
     given = prompt(batch=1)
     cache = transformers.DynamicCache(config=exported.config)
     first = exported.generate(**given, **GREEDY, past_key_values=cache)

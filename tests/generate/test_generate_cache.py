@@ -91,7 +91,7 @@ def test_a_full_cache_refuses_more_tokens_in_one_sentence() -> None:
         model.hidden(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
 
 
-def test_the_cache_stores_keys_and_values_of_the_grouped_heads_only() -> None:
+def test_cache_stores_only_grouped_keys_and_values() -> None:
     model = residua.build(small(attention={"kind": "softmax", "heads": 4, "kv_heads": 2}))
     shapes = {tuple(tensor.shape) for tensor in model.new_cache(3, 5, torch.bfloat16).tensors()}
     assert shapes == {(3, 5, 2, 4)}

@@ -34,7 +34,7 @@ def generate(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return lambda *arguments, folder=run: (residua(monkeypatch, "generate", folder, *arguments), *capsys.readouterr())
 
 
-def test_prompt_is_continued_as_a_stream_and_the_speed_is_told(run: Path, generate: Generate) -> None:
+def test_prompt_streams_its_continuation_and_prints_the_speed(run: Path, generate: Generate) -> None:
     status, out, err = generate("--prompt", "depth is", "--tokens", 9, "--temperature", 0)
     text = Generator(*open_model(run))(["depth is"], Request(9))[0][0].text
     assert (status, out) == (0, f"depth is{text}\n")
@@ -52,7 +52,7 @@ def test_single_token_has_no_speed(generate: Generate) -> None:
     assert status == 0 and re.fullmatch(r"\[1 token \(\w+\); prompt: 8 tokens in [\d.]+ s\]\n", err)
 
 
-def test_end_of_the_context_is_told(generate: Generate) -> None:
+def test_end_of_the_context_is_reported(generate: Generate) -> None:
     """The model's context is 32 tokens, so the longer prompt can have 3 more."""
     status, _, err = generate("--prompt", "x" * 29, "--prompt", "x", "--tokens", 9, "--temperature", 0)
     assert status == 0 and "[12 tokens (end of the model's context, length), " in err
@@ -85,7 +85,7 @@ def test_prompts_of_a_file_go_in_one_batch(run: Path, tmp_path: Path, generate: 
 
 
 @pytest.mark.parametrize("first", ["how far", "x" * 40])
-def test_conversation_goes_on_until_an_empty_line(
+def test_conversation_continues_until_an_empty_line(
     first: str, generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after a line that is too long, which is refused."""

@@ -50,7 +50,7 @@ def test_the_first_tokens_are_shown_before_a_step_is_built(monkeypatch: pytest.M
     assert happened == ["add", "add", "build", "add", "add"]
 
 
-def test_greedy_is_the_likeliest_token_of_the_vocabulary_and_never_its_padding() -> None:
+def test_greedy_takes_likeliest_token_and_never_padding() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])
     assert Sampler(Sampling(), [0, 0], 1, 3, CPU)(logits, 0).tolist() == [1, 0]
 
@@ -93,7 +93,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(sampling: Sampling) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
-def test_greedy_decoding_takes_what_the_uncached_model_finds_likeliest(row: Row) -> None:
+def test_greedy_decoding_equals_argmax_without_cache(row: Row) -> None:
     built = residua.build(config_of(row).model_copy(update={"vocab_size": 257, "context": 24}))
     done, _ = Generator(built, TOKENIZER, chunk=3)(PROMPTS, Request(6))
     for prompt, completion in zip(PROMPTS, done, strict=True):
@@ -163,7 +163,7 @@ def test_characters_are_shown_whole() -> None:
         ([b"ends with EN"], ["END"], "ends with EN", ["ends with ", "EN"]),
     ],
 )
-def test_text_ends_before_a_stop_string_wherever_tokens_divide_it(
+def test_text_ends_before_stop_string_split_across_tokens(
     pieces: list[bytes], stop: list[str], text: str, shown: list[str]
 ) -> None:
     seen, made = stream(pieces, stop)
@@ -240,7 +240,7 @@ def test_a_step_reads_no_more_experts_than_its_rows_can_visit(rows: int, visited
     assert weight_bytes(built, rows) == everything - idle
 
 
-def test_the_coldest_temperature_is_greedy_and_not_a_number_divided_by_nothing() -> None:
+def test_lowest_temperature_is_greedy_without_nan() -> None:
     logits = torch.randn(3, 257)
     sampler = Sampler(Sampling(temperature=1e-45), [0, 1, 2], 1, 257, logits.device)
     assert torch.equal(sampler(logits, 0), logits.argmax(-1))

@@ -111,7 +111,7 @@ def test_junctions_with_their_norms_equal_direct_ones(name: str) -> None:
         {"heads": 2, "bias": "all", "window": 3},
     ],
 )
-def test_heads_that_go_straight_into_the_cache_attend_as_others_do(attention: dict[str, Any]) -> None:
+def test_heads_written_straight_to_cache_attend_as_others(attention: dict[str, Any]) -> None:
     rewritten = assert_same(model(attention={"kind": "softmax"} | attention).double(), 1e-12)
     assert isinstance(rewritten.sublayers[0].body, InferenceAttention)
     assert rewritten.sublayers[0].body.decodes == ("window" not in attention)
@@ -129,7 +129,7 @@ def test_values_are_mixed_on_their_way_into_the_cache(granularity: str, folded: 
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "glu", "relu2", "gelu"])
-def test_feed_forward_with_its_activation_as_one_kernel_is_the_same(kind: str) -> None:
+def test_feed_forward_with_fused_activation_is_the_same(kind: str) -> None:
     rewritten = assert_same(model(ffn={"kind": kind, "hidden": 24}).double(), 1e-12)
     assert isinstance(rewritten.sublayers[1].body, InferenceFFN)
 
@@ -239,7 +239,7 @@ def test_junctions_may_stay_as_they_are() -> None:
     assert isinstance(rewritten.sublayers[0].body, InferenceAttention)
 
 
-def test_rewritten_model_shares_weights_and_leaves_the_model_alone() -> None:
+def test_rewritten_model_shares_weights_and_keeps_original() -> None:
     built = model(BLOCK | {"sublayers_per_block": 2})
     names = set(built.state_dict())
     rewritten = InferenceDecoder(built, 8)

@@ -225,7 +225,7 @@ def test_one_launch_mixes_values_as_plain_steps_do(name: str, granularity: str) 
     ("name", "layers"), [("additive", 3), ("blocks of two", 3), ("full", 3), ("full", 36), ("four streams", 3)]
 )
 @torch.no_grad()
-def test_phases_with_barriers_and_phases_that_are_launches_give_the_same_bits(name: str, layers: int) -> None:
+def test_barriers_and_separate_launches_give_the_same_bits(name: str, layers: int) -> None:
     built = place(model(TOPOLOGIES[name][0], layers=layers, **WIDE), torch.device("cuda"))
     tokens, results = torch.randint(257, (2, 12), device="cuda"), []
     for run in (Layers.__call__, Layers.in_phases, Layers.__call__):

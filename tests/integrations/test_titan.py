@@ -129,7 +129,7 @@ def test_every_mesh_reads_the_checkpoints_of_every_other(titan: Engine, text: Pa
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", ["block", "experts"])
-def test_a_run_goes_on_in_torchtitan_and_back(titan: Engine, text: Path, tmp_path: Path, model: str) -> None:
+def test_run_resumes_in_torchtitan_and_back(titan: Engine, text: Path, tmp_path: Path, model: str) -> None:
     """Steps 1 and 2 by Residua, 3 by torchtitan, 4 by Residua: one curve."""
     from residua.integrations.torchtitan.convert import convert
 

@@ -132,7 +132,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
         close(f"distance {distance}", diagonal, diagonal[:1].expand_as(diagonal), 1e-13)
 
 
-def test_a_sink_of_minus_infinity_is_no_sink() -> None:
+def test_sink_of_minus_infinity_equals_no_sink() -> None:
     q, k, v = (random(1, LENGTH, n, HEAD_DIM, seed=i, grad=False) for i, n in enumerate((HEADS, 2, 2)))
     sink = torch.full((HEADS,), float("-inf"), dtype=torch.float64)
     close("output", attend(q, k, v, sink=sink), attend(q, k, v), 1e-13)

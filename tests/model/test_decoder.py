@@ -194,7 +194,7 @@ def test_documents_of_one_sequence_equal_documents_apart(mixer: str, anchors: st
     assert (together - model(tokens)).abs().max() > 1e-3
 
 
-def test_one_segment_is_no_mask() -> None:
+def test_one_segment_needs_no_mask() -> None:
     model = random_model("grouped and gated", "exoformer")
     tokens, _ = tokens_and_targets()
     close("logits", model(tokens, torch.zeros_like(tokens)), model(tokens), 1e-12)

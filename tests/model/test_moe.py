@@ -185,7 +185,7 @@ def test_the_router_decides_in_single_precision_under_autocast(build_mixture: An
     torch.testing.assert_close(routing, exact)
 
 
-def test_recomputed_sublayers_give_the_same_routing_and_gradients() -> None:
+def test_recomputing_keeps_routing_and_gradients() -> None:
     tokens, targets = tokens_and_targets()
 
     def gradients(recompute: bool) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from residua.ops._runtime.library import Call, dry_run
 from residua.ops.depth_attention.launch import depth_parts, parts
 
 
-def test_a_dry_run_collects_calls_and_returns_results_of_the_right_shape() -> None:
+def test_dry_run_collects_calls_and_returns_right_shapes() -> None:
     u = torch.randn(3, 5)
     with dry_run() as calls:
         empty = depth_parts(u)

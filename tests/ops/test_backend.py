@@ -42,7 +42,7 @@ def test_the_setter_stays_until_the_next() -> None:
     assert ops.chosen_backend() == "auto"
 
 
-def test_the_context_manager_restores_what_was_chosen_also_after_an_error() -> None:
+def test_backend_context_restores_choice_after_error() -> None:
     ops.backend("reference")
     with ops.backend("auto"):
         assert ops.chosen_backend() == "auto"

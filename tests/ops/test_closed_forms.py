@@ -64,7 +64,7 @@ def test_a_norm_behind_the_gates_is_undone_with_their_own_rows(competitive: bool
 
 
 @pytest.mark.parametrize("width", [7, 33])
-def test_the_deferred_backward_of_attention_residuals_is_autograds(width: int) -> None:
+def test_deferred_attention_residual_backward_equals_autograd(width: int) -> None:
     """A small model's reads: each source is read by every later reader, and dv_i is written once."""
     count = 6
     v = [random(width, seed=i) for i in range(count)]
@@ -93,7 +93,7 @@ def test_the_deferred_backward_of_attention_residuals_is_autograds(width: int) -
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_one_reduction_gives_norm_and_score_of_the_written_stream(beta: float) -> None:
+def test_one_reduction_gives_written_stream_norm_and_score(beta: float) -> None:
     s, f, w = (random(33, seed=i, grad=False) for i in range(3))
     after = s + beta * (f - s)
     norm2 = (1 - beta) ** 2 * (s @ s) + 2 * beta * (1 - beta) * (s @ f) + beta**2 * (f @ f)

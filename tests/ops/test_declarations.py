@@ -41,7 +41,7 @@ def test_every_operator_is_declared_once_and_has_a_case() -> None:
     assert set(public) <= set(operators)
 
 
-def test_every_registered_operator_belongs_to_a_folder_with_cases() -> None:
+def test_every_operator_belongs_to_a_folder_with_cases() -> None:
     folders = {operator.folder for operator, _ in EXAMPLES.values()}
     homes = {name: run.__module__ for name, run in launchers.items() if run.__module__.startswith("residua.ops.")}
     assert len(homes) > 60

@@ -86,7 +86,7 @@ def test_in_training_ignored_and_absent_tokens_cost_nothing(chunks):
     assert all(t.count_nonzero() == 0 for t in [*ignored, *absent])
 
 
-def test_in_training_a_coefficient_of_zero_still_teaches_the_target():
+def test_training_with_zero_coefficient_still_learns_target():
     """1 + 2·z_loss·lse = 0: only the target's entry is left."""
     weight = torch.tensor([[-5.0], [-5.0]], dtype=torch.float64)
     hidden = torch.full((1, 1), (torch.tensor(2.0).double().log() + 1 / (2 * Z)).item() / 5, dtype=torch.float64)
@@ -135,21 +135,21 @@ def test_gradients_of_a_sum_are_made_in_the_forward_pass(chunks, refused):
 
 
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
-def test_without_a_z_term_any_gradients_are_made_in_the_forward_pass(chunks, refused, g):
+def test_forward_computes_gradients_when_there_is_no_z_term(chunks, refused, g):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
     ours, exact = (results(operator, *drawn, g, 0.0) for operator in (launch.linear_cross_entropy, reference))
     assert_close(ours, exact, 1e-12)
 
 
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
-def test_plain_chunks_equal_the_reference_for_any_incoming_gradients(chunks, g):
+def test_plain_chunks_equal_reference_for_any_output_gradient(chunks, g):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
     assert_close(results(launch.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
 @interpreter
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
-def test_the_kernel_equals_the_reference_for_any_incoming_gradients(chunks, g):
+def test_kernel_equals_reference_for_any_output_gradient(chunks, g):
     hidden, weight, targets = inputs()
     exact = results(reference, hidden.double(), weight.double(), targets, g)
     assert_close(results(fused_operator, hidden, weight, targets, g), exact, 2e-6)
@@ -167,7 +167,7 @@ def test_the_kernel_takes_a_row_in_several_pieces_of_any_length(vocabulary, monk
     assert torch.isfinite(lse).all()
 
 
-def test_a_coefficient_that_cancels_to_zero_still_teaches_the_target():
+def test_coefficient_cancelling_to_zero_still_learns_target():
     hidden, weight = torch.zeros(1, 2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     lse = torch.tensor(2.0, dtype=torch.float64).log()
     g = (1.0, float(-1 / (2 * Z * lse)))
@@ -343,7 +343,7 @@ def test_on_a_gpu_gradients_in_training_are_right(dtype, width, monkeypatch):
 @pytest.mark.parametrize("operator", [fused_training, fused_operator])
 @pytest.mark.parametrize("z_loss", [0.0, Z])
 @pytest.mark.parametrize("vocabulary", [50304, 262144])
-def test_on_a_gpu_training_takes_less_than_a_gibibyte_beyond_inputs_and_outputs(operator, z_loss, vocabulary):
+def test_gpu_training_needs_under_one_gib_of_scratch(operator, z_loss, vocabulary):
     hidden, weight, targets = inputs(torch.bfloat16, torch.float32, "cuda", n=16384, c=768, v=vocabulary)
     leaves = [t.requires_grad_() for t in (hidden, weight)]
     torch.cuda.synchronize()

@@ -184,7 +184,7 @@ def test_two_layers_equal_the_reference_in_every_gradient(case):
 @pytest.mark.parametrize(
     "case", only_nightly(CASES, but=["elementwise, all", "values only, gate per head", "dynamic, subset, scalar"])
 )
-def test_layers_that_share_their_anchors_equal_the_reference_in_every_gradient(case):
+def test_layers_sharing_anchors_equal_reference_gradients(case):
     layers = SharedLayers(**CASES[case])
     tolerance = 1e-4 if "granularity" in CASES[case] else 2e-6
     assert_close(layers.results("triton"), layers.results("reference", torch.float64), tolerance)
@@ -192,7 +192,7 @@ def test_layers_that_share_their_anchors_equal_the_reference_in_every_gradient(c
 
 @interpreter
 @pytest.mark.parametrize("most", [1, 2])
-def test_the_source_of_anchors_gets_their_gradient_through_their_norms(most, monkeypatch):
+def test_anchor_source_gets_gradient_through_anchor_norms(most, monkeypatch):
     """With one launch for both layers, and with one for each."""
     from residua.ops.mix_projection import launch
 
@@ -229,7 +229,7 @@ def test_no_tokens_give_nothing_and_no_gradient():
 
 
 @interpreter
-def test_an_output_that_nobody_uses_is_no_gradient():
+def test_unused_output_gets_no_gradient():
     layers = Layers()
     found = []
     for choice in ("reference", "triton"):

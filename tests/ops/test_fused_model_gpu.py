@@ -74,6 +74,6 @@ def test_a_model_on_a_gpu_has_the_references_loss_and_gradients(name, precision)
 
 
 @pytest.mark.parametrize("name", ["block", "multi_gate", "exoformer", "mhc"])
-def test_a_compiled_model_on_a_gpu_has_the_references_loss_and_gradients(name):
+def test_compiled_gpu_model_equals_reference_with_gradients(name):
     outcomes = losses_and_gradients(MODELS[name], "cuda", lambda f: torch.compile(f, fullgraph=True), True)
     assert_alike(outcomes, 5e-2)

@@ -35,7 +35,7 @@ def assert_exact(*case):
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 8), (1, 1, 1, 2), (3, 7, 2, 12), (2, 9, 5, 96)])
 @pytest.mark.parametrize("strided", [False, True])
-def test_interpreted_kernel_equals_float64_reference_with_every_gradient(shape, strided):
+def test_interpreted_kernel_equals_float64_reference_gradients(shape, strided):
     assert_exact(*inputs(*shape, strided=strided))
 
 

@@ -55,7 +55,7 @@ def test_plain_descent_equals_the_reference_in_float64():
     near(descent("triton", 0.2, rule=plain_descent), exact, 1e-6)
 
 
-def test_decay_acts_where_the_update_moves_towards_zero_and_nowhere_else():
+def test_decay_acts_only_where_update_moves_towards_zero():
     weights, updates = [torch.tensor([1.0, 1.0, -1.0, -1.0])], [torch.tensor([1.0, -1.0, 1.0, -1.0])]
     with backend("triton"):
         cautious_descent(weights, updates, 0.0, 0.5)

@@ -104,7 +104,7 @@ def test_linear_cross_entropy_is_its_equation(z_loss: float, ignored: tuple[int,
     agree(ours, golden, {"hidden": hidden, "weight": weight}, silent=silent)
 
 
-def test_linear_cross_entropy_keeps_the_z_term_apart_and_honours_ignore_index() -> None:
+def test_linear_cross_entropy_separates_z_and_ignores_index() -> None:
     hidden, weight, targets = random(2, 3, 7), random(11, 7, seed=1), torch.tensor([[3, 0, 10], [7, 5, 3]])
     pure, none = ops.linear_cross_entropy(hidden, weight, targets)
     same, z = ops.linear_cross_entropy(hidden, weight, targets, z_loss=1e-2)

@@ -91,7 +91,7 @@ def test_gated_junction_in_two_parts_equals_the_whole_one(device: str, streams: 
 
 @pytest.mark.parametrize("share", only_nightly([1.0, 0.1, 1e-2, 1e-3, 1e-5], but=[1.0, 1e-3]))
 @pytest.mark.parametrize("device", DEVICES)
-def test_norm_of_streams_that_cancel_is_as_good_from_dot_products(device: str, share: float) -> None:
+def test_cancelling_streams_norm_from_dots_is_as_accurate(device: str, share: float) -> None:
     """Two streams and their opposites, all pooled alike: h is `share` of a stream, and so is the update."""
     layers = some_layers(2, device, "gate", 96, streams=4)
     first, second, rest, y = torch.randn(4, ROWS, 96, device=device)

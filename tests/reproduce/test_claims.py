@@ -90,7 +90,7 @@ def test_one_seed_shows_nothing(dataset: Dataset, tmp_path: Path) -> None:
     assert "n = 1, no interval" in said["Full AttnRes outperforms pre-norm"].found
 
 
-def test_page_and_table_have_the_papers_values_beside_ours(made: tuple[Comparison, StudyResult]) -> None:
+def test_page_and_table_show_paper_values_next_to_ours(made: tuple[Comparison, StudyResult]) -> None:
     out = made[0].out
     page, table = (out / "report.html").read_text("utf-8"), (out / "results.md").read_text("utf-8")
     for text in (page, table):

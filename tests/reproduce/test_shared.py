@@ -68,13 +68,13 @@ def test_what_makes_parameters_equal_does_not_count(kind: str) -> None:
     assert found == {"base": "prenorm", "naive": "combined", "exoformer": "exoformer", "resformer": "resformer"}
 
 
-def test_a_variant_of_another_depth_or_rate_is_no_row() -> None:
+def test_variant_of_another_depth_or_rate_does_not_match() -> None:
     saved = saved_study({"prenorm": 3.0, "deeper": 2.9, "faster": 2.9},
                         {"deeper": ["mgr", "model.layers=6"], "faster": ["mgr", "train.optimizer.lr=0.5"]})  # fmt: skip
     assert match_rows(entry("004:table1"), saved).variants == {"prenorm": "prenorm"}
 
 
-def test_a_row_that_replaces_another_kind_of_part_is_no_row() -> None:
+def test_row_replacing_another_kind_of_part_does_not_match() -> None:
     """GLU instead of SwiGLU is the paper's row; instead of ReLU² it is another comparison."""
     wide = {"match": {"kind": "none"}}
     found = match_rows(entry("003:fig3"), saved_study({"base": 3.0, "glu": 2.9}, **wide))

@@ -152,7 +152,7 @@ def test_a_run_to_convert_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["model", "optimizer"])
-def test_resume_goes_on_from_the_newest_finite_checkpoint(lab: Lab, stopped: Path, file: str) -> None:
+def test_resume_starts_from_the_newest_finite_checkpoint(lab: Lab, stopped: Path, file: str) -> None:
     for step in (4, 6):
         name = spoil(stopped / f"checkpoints/step-{step}/{file}.safetensors")
     lab.resume("train.steps=8", "train.keep=5")

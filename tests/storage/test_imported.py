@@ -219,7 +219,7 @@ def test_tokenizer_that_the_model_cannot_use_is_refused_first(content, folder, t
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_head_beside_a_tied_configuration_is_kept_if_it_differs(own: bool, tmp_path: Path, monkeypatch) -> None:
+def test_head_of_a_tied_configuration_is_kept_if_it_differs(own: bool, tmp_path: Path, monkeypatch) -> None:
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr("residua.storage.hugging_face.COMPARED", 3 * 32)  # the last rows are compared too

@@ -101,7 +101,7 @@ def test_options_go_over_a_study_file(dataset: Dataset, tmp_path: Path) -> None:
         ('extends = "x.toml"\nvariants = ["prenorm", "mgr"]\n', "a study extends nothing: write base = 'x.toml'"),
     ],
 )
-def test_the_configuration_of_a_run_is_told_from_a_study(tmp_path: Path, content: str, sentence: str) -> None:
+def test_run_config_is_distinguished_from_a_study_file(tmp_path: Path, content: str, sentence: str) -> None:
     file = tmp_path / "nano.toml"
     file.write_text(content)
     result = runner.invoke(app, [str(file), "--plan"])
@@ -115,7 +115,7 @@ def test_a_base_that_extends_a_file_is_refused(tmp_path: Path, dataset: Dataset)
     assert "'nano.toml' is a file, where only a preset can stand" in str(result.exception)
 
 
-def test_a_folder_of_a_study_beside_variants_is_recognised(
+def test_study_folder_among_variants_is_recognised(
     tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -154,7 +154,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
     assert (tmp_path / "report.html").read_text() == "its own page"
 
 
-def test_a_change_that_a_variant_undoes_is_told(dataset: Dataset) -> None:
+def test_change_undone_by_a_variant_is_reported(dataset: Dataset) -> None:
     changes = ["--set", "model.topology.kind=additive", "--set", "train.steps=100"]
     arguments = ["prenorm", "mgr", *changes, "--data", str(dataset.path), "--plan"]
     shown = runner.invoke(app, arguments, catch_exceptions=False).output

@@ -87,7 +87,7 @@ def test_from_keeps_changes_that_the_weights_do_not_decide(file: Path, run: Path
     assert sum(change.startswith("train.start") for change in again.set) == 1
 
 
-def test_set_beside_a_study_of_given_weights_keeps_them(file: Path, run: Path, asked: Any) -> None:
+def test_set_with_a_study_of_given_weights_keeps_them(file: Path, run: Path, asked: Any) -> None:
     study = asked(file, "--from", run)
     file.write_text(study.to_toml())
     again = asked(file, "--set", "train.log_every=5")
@@ -123,7 +123,7 @@ def test_the_folder_of_tasks_goes_with_named_tasks(file: Path, tmp_path: Path, d
     assert asked("--results", tmp_path / "x.json").tasks is None
 
 
-def test_a_set_that_is_no_list_is_still_refused(file: Path, asked: Any) -> None:
+def test_set_that_is_not_a_list_is_refused(file: Path, asked: Any) -> None:
     file.write_text('variants = ["prenorm", "mgr"]\nset = "train.steps=3"\n')
     with pytest.raises(ValueError, match=r"set = 'train\.steps=3' should be a list"):
         asked(file, "--set", "train.keep=1")

@@ -246,7 +246,7 @@ def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
     assert shown["mgr"] == "3.3810 ± 0.0031 (n=2)" and "n=" not in shown["prenorm"]
 
 
-def test_seeds_that_every_variant_lacks_are_no_difference(tmp_path: Path) -> None:
+def test_seeds_missing_everywhere_make_no_difference(tmp_path: Path) -> None:
     result = pretended(3).result
     fewer = tuple(run.model_copy(update={"status": "missing"}) if run.seed == 2 else run for run in result.runs)
     assert unequal_seeds(result.model_copy(update={"runs": fewer})) == ""
@@ -295,7 +295,7 @@ def test_an_open_interval_of_the_best_is_said_in_words(low: float | None, high: 
     assert f"× (interval {said}" in comparisons_sentence(with_rows(result, rows))
 
 
-def test_a_gain_that_the_correction_takes_away_is_no_yes() -> None:
+def test_verdict_is_not_yes_when_correction_removes_the_gain() -> None:
     result = changed(
         pretended(9).result, wall_clock_gain=Interval(value=1.05, count=3, error=0.02, low=1.01, high=1.09)
     )

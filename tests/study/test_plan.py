@@ -121,7 +121,7 @@ def test_a_variant_that_cannot_be_trained_is_named(
         make_plan(broken, out, dataset)
 
 
-def test_a_study_that_was_interrupted_goes_on_in_its_folder(out: Path) -> None:
+def test_interrupted_study_resumes_in_its_folder(out: Path) -> None:
     refuse_strangers(out)
     for name in ("runs", "configs", "logs"):
         (out / name).mkdir(parents=True)
@@ -135,7 +135,7 @@ def test_a_study_that_was_interrupted_goes_on_in_its_folder(out: Path) -> None:
     refuse_strangers(out)
 
 
-def test_a_file_is_no_folder_for_a_study(out: Path) -> None:
+def test_study_folder_must_not_be_a_file(out: Path) -> None:
     out.touch()
     for place in (out, out / "inside"):
         with pytest.raises(ValueError, match=r"is a file.*: choose another --out"):

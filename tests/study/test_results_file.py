@@ -122,7 +122,7 @@ def test_saved_runs_are_measured_on_the_text_of_the_study(
     assert {model.config.data.path for model in extended.plan.models.values()} == {str(dataset.path)}
 
 
-def test_a_stopped_study_keeps_its_runs_and_goes_on_elsewhere(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
+def test_stopped_study_keeps_its_runs_and_resumes_elsewhere(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     kept, study = tmp_path / "x.json", chosen("mgr", seeds=[0, 1])
     trainer.stop_after = 3
     with pytest.raises(StudyInterrupted):
@@ -245,7 +245,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(kept: Path, damage: Callable[[s
     assert "\n" not in str(refused.value)
 
 
-def test_results_json_is_told_from_a_results_file(tmp_path: Path) -> None:
+def test_results_json_is_distinguished_from_a_results_file(tmp_path: Path) -> None:
     summary = tmp_path / "results.json"
     summary.write_text(pretended(2).result.model_dump_json())
     with pytest.raises(ValueError, match=rf"make one with `residua compare {tmp_path} --results FILE\.json`"):
@@ -325,7 +325,7 @@ def test_the_command_shows_a_file_and_continues_its_study(
     assert "6 runs of x.json will not be trained again; none left to train." in again
 
 
-def test_a_study_goes_on_where_the_file_of_its_base_is_not(
+def test_study_resumes_without_the_file_of_its_base(
     chosen: Choose,
     trainer: Trainer,
     dataset: Dataset,

@@ -38,7 +38,7 @@ def extended(trainer: Trainer, dataset: Dataset, tmp_path: Path) -> Path:
     return Path("runs/second")
 
 
-def test_a_folder_goes_on_with_its_results_file_and_says_so(extended: Path, trainer: Trainer) -> None:
+def test_folder_resumes_with_its_results_file_and_says_so(extended: Path, trainer: Trainer) -> None:
     shown = compare(extended)
     assert "runs/second goes on with its results file kept/x.json, as if --results named it." in shown
     assert trainer.trained == []

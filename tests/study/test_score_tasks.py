@@ -165,9 +165,7 @@ def test_what_is_missing_or_changed_is_scored(
 
 
 @pytest.mark.slow
-def test_a_task_that_cannot_be_had_is_told_once(
-    trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unavailable_task_is_reported_once(trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
     (trained.folder / ACCURACIES).unlink(missing_ok=True)
 
     class Partly:

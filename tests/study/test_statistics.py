@@ -33,7 +33,7 @@ def test_t_quantile_with_two_degrees_inverts_the_closed_form() -> None:
         assert statistics.t_quantile(0.5 + t / (2 * math.sqrt(2 + t * t)), 2) == pytest.approx(t, rel=1e-9, abs=1e-9)
 
 
-def test_t_quantile_refuses_what_is_no_probability() -> None:
+def test_t_quantile_refuses_values_that_are_not_probabilities() -> None:
     with pytest.raises(ValueError, match="probability"):
         statistics.t_quantile(1.0, 3)
 

@@ -41,7 +41,7 @@ def test_tables_break_at_spaces_alone(width: int, ladder: bool) -> None:
 
 
 @pytest.mark.parametrize(("ladder", "kept"), [(True, False), (False, True)])
-def test_a_narrow_terminal_drops_step_gains_beside_a_ladder(ladder: bool, kept: bool) -> None:
+def test_narrow_terminal_drops_step_gains_with_a_ladder(ladder: bool, kept: bool) -> None:
     lines = first_table(printed(pretended(3, ladder=ladder).result, 80))
     assert any("step-wise" in line for line in lines) == kept
     assert any("equivalent" in line for line in lines) == ladder

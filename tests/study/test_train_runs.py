@@ -172,7 +172,7 @@ Step.__call__ = wait_for_the_signal
 """A plugin: the fourth step of a run lasts until it is asked to stop."""
 
 
-def test_ctrl_c_saves_every_run_and_the_same_command_goes_on(
+def test_ctrl_c_saves_every_run_and_the_same_command_resumes(
     study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = ("train.save_every=5000", "train.validate_every=5000", "model.layers=2")

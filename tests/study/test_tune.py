@@ -82,7 +82,7 @@ def test_what_was_tried_is_in_the_files_of_the_study(chosen: Choose, trainer: Tr
 
 
 @pytest.mark.slow
-def test_a_study_that_goes_on_does_not_choose_again(
+def test_resumed_study_does_not_choose_again(
     chosen: Choose, trainer: Trainer, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer.stop_after = 2
@@ -152,7 +152,7 @@ def test_a_trial_has_fewer_steps_and_another_seed(chosen: Choose, dataset: Datas
         ((None, None, None), 1.0, "no trial completed"),
     ],
 )
-def test_the_lowest_loss_wins_and_an_end_of_the_list_is_told(
+def test_lowest_loss_wins_and_an_end_of_the_list_is_reported(
     losses: tuple[float | None, ...], factor: float, note: str
 ) -> None:
     tried = [Trial(factor=f, rate=f / 100, loss=v) for f, v in zip((0.5, 1.0, 2.0), losses, strict=True)]

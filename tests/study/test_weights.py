@@ -103,7 +103,7 @@ def test_weights_that_changed_are_refused_in_a_results_file(old: Path, tmp_path:
         compare(begin(old, "mgr"), tmp_path / "other", kept)
 
 
-def test_a_folder_that_recorded_no_weights_goes_on(old: Path, tmp_path: Path, begin: Choose, trainer: Trainer) -> None:
+def test_folder_without_recorded_weights_resumes(old: Path, tmp_path: Path, begin: Choose, trainer: Trainer) -> None:
     compare(begin(old), tmp_path / "study")
     path = tmp_path / "study/runs/base-seed0/environment.json"
     path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != START}))
@@ -112,7 +112,7 @@ def test_a_folder_that_recorded_no_weights_goes_on(old: Path, tmp_path: Path, be
     assert trainer.trained == ["base-seed0", "mgr-seed0"]
 
 
-def test_a_study_goes_on_with_weights_at_another_place(
+def test_study_resumes_with_moved_weights(
     old: Path, tmp_path: Path, dataset: Dataset, begin: Choose, trainer: Trainer
 ) -> None:
     kept = tmp_path / "x.json"
@@ -144,7 +144,7 @@ def test_neither_file_nor_table_names_places(old: Path, tmp_path: Path, begin: C
     assert [row.size for row in result.variants] == ["old.toml"]
 
 
-def test_a_results_file_goes_on_from_the_folder_of_its_weights(
+def test_results_file_resumes_from_the_folder_of_its_weights(
     old: Path, tmp_path: Path, dataset: Dataset, begin: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

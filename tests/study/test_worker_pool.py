@@ -205,7 +205,7 @@ def test_stopping_ends_every_process(pool: WorkerPool) -> None:
     assert all(worker.child.returncode is not None for worker in pool._workers)
 
 
-def test_a_worker_goes_on_when_the_study_was_killed() -> None:
+def test_worker_continues_when_the_study_was_killed() -> None:
     reader, writer = os.pipe()
     answer(writer, "ready")
     assert os.read(reader, 100) == b"ready\n"

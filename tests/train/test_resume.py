@@ -161,7 +161,7 @@ def test_run_that_lost_its_checkpoints_keeps_the_old_metrics(lab: Lab, whole: Pa
     assert [r["step"] for r in read_metrics(whole / "metrics.jsonl") if r["kind"] == "train"] == [1, 2, 4, 6]
 
 
-def test_longer_run_goes_on_from_the_old_end(lab: Lab, whole: Path) -> None:
+def test_longer_run_continues_from_the_old_end(lab: Lab, whole: Path) -> None:
     assert lab.resume("train.steps=8", out="whole").steps == 8
     assert RunConfig.from_toml(whole / "config.toml").train.steps == 8
     assert lab.sessions("whole")[-1]["changes"] == {"train.steps": [6, 8]}

@@ -130,7 +130,7 @@ def test_wandb_gets_every_record_under_one_identity(lab: Lab, monkeypatch: pytes
     assert logged == [r["step"] for r in read_metrics(lab / "run" / "metrics.jsonl")]
 
 
-def test_failing_wandb_is_one_sentence_and_the_run_goes_on(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_wandb_prints_one_line_and_the_run_continues(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise RuntimeError("api key not configured (no-tty). call wandb.login\nmore")
 

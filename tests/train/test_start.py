@@ -216,7 +216,7 @@ def test_an_export_is_trained_from_after_an_import(old: Path, tmp_path: Path, mo
     assert validations(tmp_path / "new")[0] == pytest.approx(validations(old)[4], abs=2e-6)
 
 
-def test_run_records_the_weights_it_began_with_when_it_goes_on(data: Path, tmp_path: Path) -> None:
+def test_resumed_run_records_the_weights_it_began_with(data: Path, tmp_path: Path) -> None:
     train(of(data), tmp_path / "old")
     config = of(data).override([f"train.start='{tmp_path / 'old'}'"])
     began = weights_fingerprint(tmp_path / "old")

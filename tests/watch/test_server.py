@@ -124,7 +124,7 @@ def test_a_time_left_without_end_is_not_shown(tmp_path: Path, speed: str, steps:
     assert status == 200 and (json.loads(body)["left"] or 0.0) < 1.0
 
 
-def test_a_fault_in_the_numbers_is_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numerical_fault_is_reported(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.watched, "title", lambda now: 1 / 0)
     status, _, body = ask(server, f"/{server.key}/news.json")
     assert (status, body) == (500, b"The numbers of these runs cannot be shown (ZeroDivisionError: division by zero).")
@@ -259,7 +259,7 @@ def test_a_page_that_cannot_be_served_does_not_stop_the_run(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_a_run_trains_with_a_page_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_run_trains_while_its_page_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     run = train_run(tmp_path)
     assert residua(monkeypatch, "train", "--resume", "--out", run, "train.steps=6", "--watch") == 0
     shown = capsys.readouterr().out
