@@ -1,7 +1,7 @@
 """Atomic writes: a file or folder that has its name is complete, even after a crash or a power cut.
 
 Everything is written under a temporary name (it starts with `UNFINISHED`), flushed to disk, then renamed. This is the
-only place that does so. What cannot be written raises `WriteError`: one sentence with the path, the reason and what is
+only place that does so. A failed write raises `WriteError`: one sentence with the path, the reason and what is
 intact. It imports nothing but the standard library, so every room may use it.
 """
 
@@ -35,9 +35,9 @@ _ADVICE = {
     errno.EEXIST: "choose another folder",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-# What only a write can run into.
+# Errors that only a write can meet.
 _WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-# What a disk, its permissions or a name can cause, and a mistake in a program hardly.
+# Errors of a disk, its permissions or a name, hardly of a mistake in a program.
 _OF_A_FILE = (*_WRITES, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE)
 GONE = "nothing of it is left"
 
@@ -54,7 +54,7 @@ class WriteError(OSError):
 
 
 def explain(error: OSError) -> tuple[str, str]:
-    """What failed, with its path, and how to go on: two clauses of a sentence. No number of an error, no traceback."""
+    """The failure with its path, and the remedy: two clauses of a sentence. No error number, no traceback."""
     reason = error.strerror or str(error) or type(error).__name__
     advice = _ADVICE.get(error.errno or 0, "check the disk and its permissions")
     if isinstance(error, WriteError) or error.errno in _WRITES:
@@ -71,7 +71,7 @@ def is_disk_failure(error: OSError) -> bool:
 
 
 def sentence(error: OSError) -> str:
-    """One sentence for a person: what could not be read or written, why, what is intact, and how to go on."""
+    """One sentence for a person: the failed read or write, the reason, what is intact, and the remedy."""
     what, advice = explain(error)
     return f"{what}; {error.intact}: {advice}." if isinstance(error, WriteError) else f"{what}: {advice}."
 

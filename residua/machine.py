@@ -127,7 +127,7 @@ def free_memory(device: torch.device | None = None) -> int | None:
 
 
 def _free_in_system() -> tuple[int | None, int]:
-    """What the system could still give, with swap, and the swap alone."""
+    """Bytes that the system could still give, with swap, and the swap alone."""
     lines = _read("/proc/meminfo").splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
     swap = kib.get("SwapFree", 0) * 1024
@@ -135,7 +135,7 @@ def _free_in_system() -> tuple[int | None, int]:
 
 
 def _free_in_groups(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> list[int]:
-    """What each control group that holds this process leaves, without swap; pages of files it could drop are free."""
+    """Bytes free in each control group of this process, without swap; droppable pages of files count as free."""
     free = []
     for line in _read(membership).splitlines():
         _, kinds, group = line.split(":", 2)
@@ -158,7 +158,7 @@ def _free_in_groups(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/
 
 
 def _free_in_limit() -> int | None:
-    """What `ulimit -v` leaves."""
+    """Bytes that `ulimit -v` leaves."""
     try:
         import resource
     except ImportError:  # not on Windows

@@ -1,7 +1,7 @@
 """Reading files that may be damaged or foreign: every JSON, JSONL and TOML file that a command reads is read here.
 
 A file is refused with one sentence (`ReadError`) that names the file, the line or key, what was expected and how to go
-on; the caller knows the last part and gives it as `hint`. What a file must hold is a `Shape`: keys and their types.
+on; the caller knows the last part and gives it as `hint`. A `Shape` lists the keys of a file and their types.
 `inside` refuses names that lead out of a folder.
 """
 
@@ -45,7 +45,7 @@ class ReadError(UserError):
 
 
 class Shape(BaseModel):
-    """What a file must hold. Types are strict (`true` and `"3"` are no numbers), other keys are ignored."""
+    """The contents of a file. Types are strict (`true` and `"3"` are not numbers), other keys are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -253,7 +253,7 @@ def _plain(key: str) -> str:
 
 
 def expected(fault: Any) -> str:
-    """What pydantic asked for in place of a value that it refused, in the words of a sentence."""
+    """The value that pydantic expected instead of the one it refused, in words."""
     words = _WORDS.get(fault["type"])
     if words is not None:
         return words.format(**fault.get("ctx", {}))

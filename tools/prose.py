@@ -24,7 +24,8 @@ LIMITS = ROOT / "tools" / "prose.json"
 LONGEST = 30
 """Words of a sentence."""
 HABITS = {
-    r"\b(?:is|are|was|were) no (?!longer|more|less|better|worse|slower|faster|larger|smaller|other|way|need)\w+": (
+    r"(?<!here )\b(?:is|are|was|were) no "
+    r"(?!longer|more|less|better|worse|slower|faster|larger|smaller|other|way|need)\w+": (
         'say "is not a …", or what it must be'
     ),
     r"(?:^|[.;:,(] )[Ww]hat (?!is|are|was|were|if|to|it is|does|do|did)\w+[^?.]*[.;]": (
@@ -88,8 +89,8 @@ def python(text: str) -> Iterator[tuple[int, str, bool]]:
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") >= 3:
-            # equations and examples stand apart, indented
-            kept = re.sub(r"^ {4,}.*$", "", node.value, flags=re.M) if id(node) in docstrings else node.value
+            # equations and examples stand apart, indented; so do tables
+            kept = re.sub(r"^( {4,}|\|).*$", "", node.value, flags=re.M) if id(node) in docstrings else node.value
             for paragraph in re.split(r"\n\s*\n", re.sub(r"`[^`\n]*`", "code", kept)):
                 yield node.lineno, paragraph.strip(), id(node) in docstrings
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

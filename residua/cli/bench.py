@@ -263,7 +263,7 @@ def operators(
     repeats: Annotated[int, option("Timed runs of each.", min=1)] = 50,
     out: Out = None,
 ) -> None:
-    """Time operators forward and backward, as a share of the device's limits, beside the peers that are installed.
+    """Time operators forward and backward, as a share of the device's limits, and the peers that are installed.
 
     \b
     residua bench ops

@@ -184,7 +184,7 @@ def _remembered(folder: Path, console: Console) -> Path | None:
         return None
     there = path.is_file()
     sentence = (
-        f"{folder} goes on with its results file {path}, as if --results named it."
+        f"{folder} resumes with its results file {path}, as if --results named it."
         if there
         else f"{path}, the results file of {folder}, is gone: runs that only it had are trained again."
     )
@@ -221,7 +221,7 @@ def _run_study(study: StudyConfig, out: Path, console: Console, plan_only: bool,
         preview(study, out, console, results)
         return
     try:
-        with keeping("trained runs are kept, and the same command goes on from them"):
+        with keeping("trained runs are kept, and the same command resumes from them"):
             outcome = run_study(study, out, console, results, command_line())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)
@@ -252,7 +252,7 @@ def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str,
     if tokens_per_parameter is None:
         return {"sizes": names}
     if not 0 < tokens_per_parameter < math.inf:
-        raise ConfigError(f"--tokens-per-parameter {tokens_per_parameter:g} is no length: use a number above 0.")
+        raise ConfigError(f"--tokens-per-parameter {tokens_per_parameter:g} must be above 0.")
     return {"sizes": names, "tokens_per_parameter": tokens_per_parameter}
 
 

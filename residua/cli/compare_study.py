@@ -17,7 +17,7 @@ from residua.study.plan import STARTED, STUDY
 from residua.study.results_file import SavedStudy
 
 _OF_A_START = ("train.start", "model.vocab_size", "data.tokenizer")
-"""What the weights to begin with decide: a study that begins with others takes theirs."""
+"""Settings that follow from the initial weights: a study that starts from other weights takes theirs."""
 
 
 def resolve_study(
@@ -99,12 +99,12 @@ def _refuse_run(file: str, study: dict[str, Any]) -> None:
 
 
 def _refuse_other_words(what: list[str]) -> None:
-    """Say what to do with words that are no names of variants."""
+    """Explain what to do with words that are not variants."""
     for word in what:
         if word.endswith(".json"):
             raise ConfigError(f"{word} is a file, not a variant: name a results file with --results {word}.")
         if "/" in word and len(what) == 1:
-            raise ConfigError(f"{word} is no folder: name the folder of a study, a study file, or variants.")
+            raise ConfigError(f"{word} is not a folder: name the folder of a study, a study file, or variants.")
         if "/" in word:
             raise ConfigError(f"{word} is a path, not a variant: name a study's folder alone, without variants.")
         if not is_known(word) and any((Path(word) / name).is_file() for name in (STUDY, STARTED)):

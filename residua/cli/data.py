@@ -50,7 +50,7 @@ def _corpus(
     from residua.report.plain import printable
 
     if holdout is not None and not 0 <= holdout < 1:
-        raise DataError(f"--holdout {holdout:g} is no share of the text: use 0 or more, and less than 1.")
+        raise DataError(f"--holdout {holdout:g} is not a share of the text: use 0 or more, and less than 1.")
     if validation is not None and holdout:
         raise DataError("--validation names the validation text, so --holdout holds nothing out: give one of the two")
     if sources:

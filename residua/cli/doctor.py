@@ -1,4 +1,4 @@
-"""`residua doctor`: what is installed, what runs here, what is missing and how to get it."""
+"""`residua doctor`: list installed and missing packages, test this machine, and say how to fix it."""
 
 from __future__ import annotations
 

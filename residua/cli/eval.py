@@ -157,7 +157,7 @@ def _text(
 
 
 def _known_tasks(names: list[str], allow_code: bool) -> Any:
-    """The tasks of lm-eval; what it does not have, or may not run, is refused before the model is opened."""
+    """The tasks of lm-eval; refuses unknown and disallowed ones before the model is opened."""
     from residua.report.terminal import open_console
 
     with open_console(stderr=True).status("reading lm-eval's list of tasks"):

@@ -24,7 +24,7 @@ VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
     "watch": ("residua.cli.watch", "Watch runs and studies in a browser, on this machine only."),
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
-    "reproduce": ("residua.cli.reproduce", "A table or figure of a paper, the paper's number beside yours."),
+    "reproduce": ("residua.cli.reproduce", "A table or figure of a paper, the paper's number next to yours."),
     "generate": ("residua.cli.generate", "Continue your text with a trained model, or chat with it."),
     "eval": ("residua.cli.eval", "Score a model: perplexity, bits per byte, multiple-choice tasks, lm-eval."),
     "import": ("residua.cli.import_", "Make a run of a Hugging Face model: Llama, Qwen, OLMo, Gemma and others."),

@@ -25,7 +25,7 @@ _LOGGERS = ("torch.utils._pytree", "torch._inductor.utils", "torch.distributed.e
 
 
 def quiet_libraries() -> None:
-    """Hide warnings that other libraries give about their own affairs; a person who uses `residua` cannot heed them.
+    """Hide warnings that other libraries give about their own affairs; users of `residua` cannot act on them.
 
     Not if the person asked for warnings: of Residua (RESIDUA_WARNINGS=1) or of Python (-W, PYTHONWARNINGS).
     """

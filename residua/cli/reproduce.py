@@ -1,4 +1,4 @@
-"""`residua reproduce`: a table or figure of a paper as one command, the paper's number beside ours."""
+"""`residua reproduce`: a table or figure of a paper as one command, the paper's number next to ours."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def reproduce(
     results: Annotated[Path | None, option("Keep the numbers in this file, and extend it.", metavar="FILE")] = None,
     plan: Annotated[bool, option("Show runs, tokens, FLOPs and hours, and stop.", "--plan")] = False,
 ) -> None:
-    """See a table or figure of a paper on your machine, the paper's number beside yours.
+    """See a table or figure of a paper on your machine, the paper's number next to yours.
 
     \b
     residua reproduce
@@ -132,7 +132,7 @@ def _run_entry(entry: str, request: Request, folder: Path, results: Path | None,
     from residua.study.train_runs import StudyInterrupted
 
     try:
-        with keeping("trained runs are kept, and the same command goes on from them"):
+        with keeping("trained runs are kept, and the same command resumes from them"):
             reproduced = reproduce(entry, request, folder, console, results, command_line())
     except StudyInterrupted as stop:
         typer.echo(str(stop), err=True)

@@ -1,4 +1,4 @@
-"""The families: what each has beyond Llama. Their papers and code name the keys; transformers is the reference."""
+"""The families: how each differs from Llama. Their papers and code name the keys; transformers is the reference."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Mistral(Family):
 
 
 class Qwen(Family):
-    """What Qwen 2 and 3 share: a window in the layers from `max_window_layers` on, if it is switched on."""
+    """The common part of Qwen 2 and 3: a window in the layers from `max_window_layers` on, if it is switched on."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
 
@@ -130,7 +130,7 @@ class Olmo2(Family):
 
 
 class Mixture(Family):
-    """What mixtures of experts share: Qwen's names of their parts."""
+    """The common part of mixtures of experts: Qwen's names of their parts."""
 
     mixture = True
     EXPERTS: ClassVar[tuple[str, ...]] = ("num_experts", "num_local_experts")

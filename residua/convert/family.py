@@ -1,8 +1,8 @@
-"""What a family of transformers' models states about itself, and the rules that follow from it.
+"""The declarations of a family of transformers' models, and the rules that follow from them.
 
 A family reads its config.json into Residua's tables (`tables`), writes it back (`keys`), and names the tensors that
 each of Residua's parameters is made of (`TOP`, `ATTENTION`, `FEED_FORWARD`): parts that Residua has fused are stacked
-by rows. What a family's mathematics needs and Residua lacks is refused by name.
+by rows. A family refuses, by name, mathematics that Residua lacks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Size = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class Keys(OpenShape):
-    """What config.json must hold for any family; other keys are kept."""
+    """Keys that config.json must hold for any family; other keys are kept."""
 
     vocab_size: Size
     hidden_size: Size
@@ -72,7 +72,7 @@ def is_known(model_type: object) -> bool:
 def find_family(model_type: object) -> Family:
     """The family of a `model_type`."""
     if not is_known(model_type):
-        raise UserError(f"model_type = {model_type!r} is no family known here: {', '.join(FAMILIES)}.")
+        raise UserError(f"model_type = {model_type!r} is not a known family: {', '.join(FAMILIES)}.")
     return FAMILIES[str(model_type)]()
 
 
@@ -145,7 +145,7 @@ class Family:
     mixture: ClassVar[bool] = False
     """Whether its feed-forwards have experts."""
     KEYS: ClassVar[type[OpenShape]] = Keys
-    """What its config.json must hold."""
+    """Keys that its config.json must hold."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu",
@@ -154,7 +154,7 @@ class Family:
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
     }
-    """What transformers takes for keys that a config.json leaves out."""
+    """The defaults of transformers for keys that a config.json leaves out."""
     UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Keys that Residua has no counterpart of, and the values with which they change nothing."""
     FREE: ClassVar[tuple[str, ...]] = ()
@@ -178,7 +178,7 @@ class Family:
     }
 
     LAYOUTS: ClassVar[Mapping[str, Layout]] = {}
-    """Ends of the names of parameters of ours whose tensors of theirs are no rows of them."""
+    """Parameters, by the end of their name, whose tensors in the folder are not simply rows of them."""
 
     def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
         """A config.json with the usual names of its keys."""
@@ -354,7 +354,7 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def _settled(config: ModelConfig) -> dict[str, Any]:
-    """What decides a model's function, with defaults that depend on other keys filled in; not how it starts."""
+    """The settings that decide a model's function, with derived defaults filled in; not its initialization."""
     tables = config.model_dump(exclude={"init": True, "head": {"init"}}, exclude_none=True)
     softmax = config.attention.everywhere
     if softmax is not None:

@@ -12,7 +12,7 @@ from residua.errors import UserError
 
 
 class Gemma(Family):
-    """What Gemmas share: embeddings times √width, gains stored less one, GeGLU."""
+    """The common part of all Gemmas: embeddings times √width, gains stored less one, GeGLU."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
@@ -48,7 +48,7 @@ class Gemma1(Gemma):
 
 
 class SandwichGemma(Gemma):
-    """What Gemma 2 and 3 share: norms on both sides of a sublayer, and windows in most layers."""
+    """The common part of Gemma 2 and 3: norms on both sides of a sublayer, and windows in most layers."""
 
     ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "after.weight": ("post_attention_layernorm.weight",)}
     FEED_FORWARD: ClassVar[Names] = {

@@ -128,7 +128,7 @@ class Loader:
             self.close()
 
     def _identity(self) -> dict[str, Any]:
-        """What a position in the order depends on."""
+        """The facts that a position in the order depends on."""
         tokens, tokenizer = self._source.order.tokens, self.split.tokenizer_hash
         return {"seed": self.seed, "sequence": self.sequence, "tokens": tokens, "tokenizer_hash": tokenizer}
 

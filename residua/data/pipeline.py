@@ -109,7 +109,7 @@ def resolve_tokenizer(tokenizer: str | Tokenizer) -> str | Tokenizer:
 
 
 def tokenizer_identity(resolved: str | Tokenizer) -> str:
-    """What identifies a resolved tokenizer: its hash, or `bpe:N` if it is not trained yet."""
+    """The identity of a resolved tokenizer: its hash, or `bpe:N` if it is not trained yet."""
     return resolved if isinstance(resolved, str) else resolved.hash
 
 

@@ -38,7 +38,7 @@ class Problems:
 
     @property
     def refusing(self) -> bool:
-        """Whether the corpus will be refused: reading goes on only to find the other problems."""
+        """Whether the corpus will be refused: reading continues only to find the other problems."""
         return bool(self.counts) and not self.skip
 
     def add(self, problem: Problem) -> None:

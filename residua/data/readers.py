@@ -354,7 +354,7 @@ def read_hub(name: str, config: str | None, field: str) -> Documents:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise missing("datasets", f"{name!r} is no file or folder here; reading it from Hugging Face") from None
+        raise missing("datasets", f"{name!r} is not a file or folder here; reading it from Hugging Face") from None
     try:
         with _quiet("huggingface_hub"):
             rows = load_dataset(name, config, split="train", streaming=True)

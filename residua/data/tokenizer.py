@@ -3,7 +3,7 @@
 It decides which token ends a document, encodes special tokens inside a text as plain text, adds, pads and truncates
 nothing, and identifies the tokenizer by one hash.
 
-The token that ends a document is the one that files beside tokenizer.json name, as transformers writes them. Without
+The token that ends a document is the one that files next to tokenizer.json name, as transformers writes them. Without
 such files, it is the first of `END_NAMES` that the tokenizer knows.
 """
 
@@ -30,7 +30,7 @@ END_OF_TEXT = "<|endoftext|>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 SETTINGS = "tokenizer_config.json"
 STATING = (SETTINGS, "special_tokens_map.json", "generation_config.json", "config.json")
-"""Files beside a tokenizer.json that name the token that ends a text, in order of preference."""
+"""Files next to a tokenizer.json that name the token that ends a text, in order of preference."""
 SOURCE = "source"
 """The folder of an imported run with what `export` gives back: config.json, the chat template, generation settings."""
 BYTE_VALUES = 256
@@ -96,7 +96,7 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """From a `tokenizer.json`, or a folder with one, or a folder with GPT-2's `vocab.json` and `merges.txt`.
 
-        Files beside it, or in `source/` of an imported run, may name the token that ends a text.
+        Files next to it, or in `source/` of an imported run, may name the token that ends a text.
         """
         path = Path(path)
         if path.is_dir() and (path / "tokenizer.json").exists():
@@ -153,7 +153,7 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write it as a `tokenizer.json` that every user of the `tokenizers` library can load.
 
-        A tokenizer_config.json beside it names the end of a text where `tokenizer.json` alone would not tell it.
+        A tokenizer_config.json next to it names the end of a text where `tokenizer.json` alone would not tell it.
         """
         write_atomically(path, self.backend.to_str(pretty=True) + "\n")
         settings = path.with_name(SETTINGS)

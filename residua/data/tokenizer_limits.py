@@ -1,4 +1,4 @@
-"""What a tokenizer may take: tokenizers are passed around, and a small file can ask for any amount of memory."""
+"""Limits on the memory of a tokenizer: tokenizers are passed around, and a small file can ask for any amount."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_GROWTH = 256
 MAX_TRAINED_BYTES = 7_000_000
 """Bytes of different words that a BPE is trained on: its trainer takes up to 110 times this memory."""
 WORD_BYTES = 4
-"""What a word costs its trainer, in addition to its letters."""
+"""The cost of a word to its trainer, in addition to its letters."""
 _SLICE_CHARACTERS = 256
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")

@@ -1,4 +1,4 @@
-"""What people call from Python: `diagnose` for folders, `diagnose_model` for a model in memory, `taps` for tensors."""
+"""The Python interface: `diagnose` for folders, `diagnose_model` for a model in memory, `taps` for tensors."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class PositionFacts(Frozen):
 
 
 class AttentionFacts(Frozen):
-    """One softmax layer, each number beside what uniform attention would give."""
+    """One softmax layer, each number with its value under uniform attention."""
 
     layer: int
     first_token: float

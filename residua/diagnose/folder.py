@@ -128,7 +128,7 @@ def _check_files(path: Path) -> dict[str, Any]:
 
 
 def first_sentences(error: Exception, most: int = 240) -> str:
-    """What a library said, on one line: its first sentence, and those after it that end within `most` characters."""
+    """The message of a library, on one line: its first sentence, and others that end within `most` characters."""
     first, *more = re.split(r"(?<=[.!?]) ", " ".join(str(error).split()) or type(error).__name__)
     for sentence in more:
         if len(first) + len(sentence) >= most:
@@ -142,7 +142,7 @@ LONGEST_CONFIG = 16 * MIB
 COUNTS = ("layer", "depth", "blocks")
 """Keys with one of these words in their name are numbers of layers: transformers makes lists of that length."""
 SPARE_TENSORS, SPARE_MODULES, SPARE_PARAMETERS = 1_000, 10_000, 1_000_000
-"""What a model may have in addition to a few times what its files hold; a model that lacks tensors is refused later."""
+"""Allowance beyond a few times the contents of the files; a model that lacks tensors is refused later."""
 MOST_TENSORS = 200_000
 MAX_WEIGHTS_SHARE = 0.8
 """The share of free memory that weights may take in float32; the rest is for states and sums."""
@@ -152,7 +152,7 @@ QUARTER = 4
 
 @dataclass(frozen=True)
 class Stored:
-    """What a folder's safetensors files hold."""
+    """The contents of a folder's safetensors files."""
 
     tensors: int
     elements: int

@@ -1,6 +1,6 @@
-"""Guards: what was found of a Hugging Face model is compared with what the model itself does, before it is reported.
+"""Guards: findings about a Hugging Face model are compared with the model's own behaviour before they are reported.
 
-What cannot be measured is said in sentences: `skipped` in diagnosis.json and on the page.
+Sentences name everything that cannot be measured: `skipped` in diagnosis.json and on the page.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def require_causal(model: Any, probe: Tensor) -> None:
 
 @dataclass
 class Checked:
-    """What the layers' own inputs and outputs say of their sublayers.
+    """The layers' own inputs and outputs, compared with their sublayers.
 
     wrong: layers whose sublayers' states are not what the layer was given plus what earlier sublayers wrote; unread: of
     these, where already the first state is not the layer's input; partial: layers that change more than their
@@ -163,8 +163,8 @@ def not_measured(
     before: Sequence[str],
     carrying: bool,
 ) -> list[str]:
-    """What the structure of a model leaves out. `blind` are the layers without attention weights, `before` the reasons
-    known already; `carrying`: some sublayers add the residual themselves."""
+    """Why a model's structure prevents measurements. `blind` are the layers without attention weights, `before` the
+    reasons known already; `carrying`: some sublayers add the residual themselves."""
     explained = any(known.startswith("Attention") for known in before)
     again = {n: layer.runs for n, layer in enumerate(decoder) if layer.runs > 1}
     places: dict[str, Collection[int] | bool] = {

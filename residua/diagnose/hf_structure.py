@@ -31,7 +31,7 @@ _NOT_SCORES = {"position_ids", "position_embeddings", "cache_position", "attenti
 
 @dataclass
 class Watch:
-    """What the attention function saw: its calls in order, the heads of each module, and arguments it does not know."""
+    """Record of the attention function: its calls in order, the heads of each module, and unknown arguments."""
 
     calls: list[tuple[int, AttentionSums | None]] = field(default_factory=list)
     heads: dict[int, int] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Layer:
 
 
 def main_input(args: tuple[Any, ...], named: dict[str, Any], width: int | None = None) -> Any:
-    """What a module was given: the first tensor of this width, else its first argument, or `hidden_states` by name."""
+    """The main input of a module: the first tensor of this width, its first argument, or `hidden_states`."""
     if width is not None:
         everything = [*args, *([named["hidden_states"]] if "hidden_states" in named else []), *named.values()]
         for x in everything:
@@ -179,7 +179,7 @@ def as_streams(y: Any, tokens: Tensor, width: int) -> Tensor | None:
 
 
 class _Probe:
-    """What one short run shows of every module: whether it keeps the width, how often it runs, whether it is a norm."""
+    """Facts about every module from one short run: does it keep the width, how often does it run, is it a norm."""
 
     def __init__(self, model: nn.Module, tokens: Tensor, width: int) -> None:
         self.tokens, self.width = tokens, width

@@ -193,7 +193,7 @@ class HuggingFaceSubject(Subject):
     def _record(
         self, tokens: Tensor, targets: Tensor, ends: dict[int, tuple[Tensor, Tensor]] | None = None
     ) -> tuple[Observation, Tensor]:
-        """One pass with hooks: what they saw, and the loss of every target."""
+        """One pass with hooks: their observation, and the loss of every target."""
         observation = Observation(tokens)
         with torch.no_grad(), watching() as watch:
             parts = (self.decoder, self.sites, self._bodies, self.width)

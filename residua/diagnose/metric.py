@@ -1,4 +1,4 @@
-"""What a metric is, from its running sums to its section of the page, and the sums that metrics share."""
+"""The base of all metrics, from running sums to a section of the page, and the sums that metrics share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Explained:
-    """What a card says of findings of one kind, besides their words: where, how sure that is, and what to do."""
+    """The text of a card for findings of one kind, besides their words: place, certainty, remedy."""
 
     where: str
     sure: str = ""
@@ -98,17 +98,17 @@ class Metric:
         return ()
 
     def findings(self, model: Model) -> list[Finding]:
-        """What a person should know. `model` has the facts of all metrics, and what removal costs."""
+        """The findings to report. `model` has the facts of all metrics, and the costs of removal."""
         return []
 
     @classmethod
     def absence(cls, model: Model) -> str:
-        """What the summary calls absent in this model when there are no such findings; empty if nobody looked."""
+        """The defect that the summary calls absent if there are no such findings; empty if it was not measured."""
         return cls.defect
 
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
-        """What the card of these findings, all of one kind, says besides their words."""
+        """The text of the card for these findings, all of one kind, besides their words."""
         return Explained("; ".join(_numbers(finding) for finding in findings))
 
     @classmethod
@@ -118,7 +118,7 @@ class Metric:
 
     @classmethod
     def sentences(cls, model: Model) -> Iterable[Sentence]:
-        """What the summary may say of it."""
+        """Sentences for the summary."""
         return ()
 
     @classmethod

@@ -156,7 +156,7 @@ class NativeSubject(Subject):
                 ablations.append(Ablation("head", site.layer, label, applied, head))
         return ablations
 
-    # Routing mass is not importance; the next three measure importance. What a topology supports, it states itself.
+    # Routing mass is not importance; the next three measure importance. Each topology states which of them it supports.
 
     def _source_ablations(self) -> list[Ablation]:
         """Each source hidden from every reader; a reader's only source stays."""

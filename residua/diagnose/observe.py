@@ -1,4 +1,4 @@
-"""What a diagnosis sees of a model, and how parts of it are switched off for the length of a `with` block.
+"""A model as a diagnosis sees it, and how parts of it are switched off for the length of a `with` block.
 
 Adapters (native.py, huggingface.py) record it; metrics read nothing else.
 """
@@ -38,7 +38,7 @@ class Site:
 
 @dataclass
 class Observation:
-    """One forward pass over a few sequences. What a model does not have stays empty.
+    """One forward pass over a few sequences. Fields that a model lacks stay empty.
 
     tokens [B, T]; loss: mean nats per target.
     By site, and at `len(sites)` for the final norm: states [B, T, C], what it reads before its norm; weights

@@ -144,7 +144,7 @@ def _filled(models: Models) -> list[int]:
 
 
 def _training(page: Page, models: Models, trained: Trained) -> None:
-    """What telemetry measured while the runs trained, over tokens."""
+    """The telemetry of the runs while they trained, over tokens."""
     for m in models:
         records = trained.get(m.name, ())
         if records:
@@ -159,7 +159,7 @@ def _training(page: Page, models: Models, trained: Trained) -> None:
 
 
 def _made(page: Page, models: Models) -> None:
-    section = page.section("How this was made", "The numbers behind this page are in diagnosis.json beside it.")
+    section = page.section("How this was made", "The numbers behind this page are in diagnosis.json next to it.")
     for m in models:
         section.subheading(m.name)
         section.facts(

@@ -1,4 +1,4 @@
-"""What the metrics show as data, drawn in one place; one line per model in every curve, one tab per heat map."""
+"""Figures of the metrics, drawn in one place; one line per model in every curve, one tab per heat map."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Part:
 
 
 class Topic:
-    """A section of the page: its title, what healthy looks like, its parts in order. Without parts it is left out."""
+    """A section of the page: its title, how health looks, its parts in order. Without parts it is left out."""
 
     def __init__(self, title: str, healthy: str, *parts: Part) -> None:
         self.title, self.healthy, self.parts = title, healthy, parts

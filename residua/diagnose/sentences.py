@@ -17,7 +17,7 @@ MIN_SEQUENCES = 4
 
 
 def summary(model: Model) -> list[str]:
-    """At most ten sentences: what was looked at, what stands out, and what the rest is like."""
+    """At most ten sentences: the model and text, the findings, and the rest."""
     lines = [_what(model), *_findings(model)][:LINES]
     lines += described(model)[: max(0, LINES - bool(model.skipped) - len(lines))]
     if model.skipped:
@@ -26,7 +26,7 @@ def summary(model: Model) -> list[str]:
 
 
 def described(model: Model) -> list[str]:
-    """What the model is like apart from its findings, most important first."""
+    """The model apart from its findings, most important first."""
     rest = [sentence for metric in model.metrics for sentence in metric.sentences(model)]
     return [sentence.text for sentence in sorted(rest, key=lambda sentence: sentence.rank)]
 
@@ -68,7 +68,7 @@ def sentence(words: str) -> str:
 def sureness(measured: str, times: float, model: Model) -> str:
     """How sure a finding is that was made by a limit: how far beyond it, and on how much text.
 
-    `measured` is the number beside its limit, `times` how many times the limit it is.
+    `measured` is the number next to its limit, `times` how many times the limit it is.
     """
     text = model.text
     grade = "Clear" if times >= CLEAR else "Near the limit"

@@ -30,7 +30,7 @@ EMBEDDED = "the embedded corpus (Python standard library, validation part)"
 
 
 class TextFacts(Frozen):
-    """What the model was shown. `prefix` are token ids put before every sequence because its tokenizer does so."""
+    """The text that the model read. `prefix` are token ids put before every sequence because its tokenizer does so."""
 
     source: str
     tokens: int
@@ -64,7 +64,7 @@ class Sample:
 
 
 class Text(Protocol):
-    """What models are shown. `name` is what the page and the summary call it."""
+    """A text for models to read. `name` is its name on the page and in the summary."""
 
     name: str
 

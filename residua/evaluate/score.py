@@ -221,7 +221,7 @@ class TextScore:
 
 
 class WordCount:
-    """Counts the words of a stream of tokens, document by document: some tokens only decode beside their neighbours."""
+    """Counts the words of a stream of tokens, document by document: some tokens decode only with their neighbours."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer

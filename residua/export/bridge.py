@@ -1,4 +1,4 @@
-"""transformers' caches for the model: the tokens' positions, what they see, and where keys and states are kept."""
+"""transformers' caches for the model: positions and masks of the tokens, and the place of keys and states."""
 
 from __future__ import annotations
 

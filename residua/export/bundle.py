@@ -50,7 +50,7 @@ STAYING = (
     "residua.model.topology.facts",
     "residua.model.topology.inference",
 )
-"""What a model's parts need only to answer `residua quantize`, `diagnose`, `bench` and `generate`."""
+"""Modules that a model's parts need only for `residua quantize`, `diagnose`, `bench` and `generate`."""
 TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.", "residua.errors")
 OF_PYDANTIC = ("Field", "field_validator", "model_validator")
 LICENCE = "# SPDX-FileCopyrightText: The Residua developers\n# SPDX-License-Identifier: Apache-2.0\n"
@@ -213,7 +213,7 @@ class Bundle:
         return Place(file, ITSELF)
 
     def _stand_in(self, importer: str, module: str) -> Place | None:
-        """What replaces a module of Residua that does not travel."""
+        """The replacement for a module of Residua that is not exported."""
         if not _is_residuas(module):
             return None
         if not module.startswith(TRAVELLING) or (module in STAYING and _is_residuas(importer)):

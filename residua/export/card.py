@@ -1,4 +1,4 @@
-"""README.md of an export: what the model is, how to load it, what it was trained on, its losses, and whom to cite."""
+"""README.md of an export: the model, how to load it, its training data, its losses, and whom to cite."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _data(trained: Trained) -> str:
-    """What the run read. Of paths only the last part: a card may be published."""
+    """The training data of the run. Of paths only the last part: a card may be published."""
     run = trained.run
     config = RunConfig.from_toml(inside(run, "config.toml"))
     before = ""

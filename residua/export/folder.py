@@ -76,7 +76,7 @@ class Precision:
 
     @property
     def rounds(self) -> torch.dtype:
-        """What weights are rounded to: nothing beyond the float32 of an open model if they stay as they are stored."""
+        """The dtype that weights are rounded to; stored weights keep the float32 of an open model."""
         return torch.float32 if self.stored else self.dtype
 
     def of(self, name: str) -> torch.dtype:
@@ -225,7 +225,7 @@ def write_layout(
 ) -> float | None:
     """Write the model of a run as a folder of the family `layout`; returns what `check_layout` finds.
 
-    What `run` has beside its weights goes along: chat template, generation settings and, if it was of this family, the
+    Companion files of `run` go along: chat template, generation settings and, if it was of this family, the
     keys of config.json that say nothing about the model's mathematics.
     """
     refuse_used(out)

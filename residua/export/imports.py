@@ -1,4 +1,4 @@
-"""Rewriting the imports of a module to files beside it. The rest of its text stays as it is."""
+"""Rewriting the imports of a module to files next to it. The rest of its text stays as it is."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class _Rewriting:
         return [*([ast.unparse(ast.ImportFrom(home, rest, 0))] if rest else []), *import_lines(copied)]
 
     def _import(self, node: ast.Import) -> list[str] | None:
-        """`import x.y as z` finds the file's own module; what `import x.y` binds is rewritten where it is used."""
+        """`import x.y as z` finds the file's own module; a name bound by `import x.y` is rewritten where it is used."""
         if not any(self.folder.travels(alias.name) for alias in node.names):
             return None
         lines = []
@@ -179,7 +179,7 @@ def _path(node: ast.expr) -> list[str]:
 
 
 def _followed(module: str, path: list[str]) -> tuple[str, str | None] | None:
-    """The module and the name in it that a path of attributes leads to; None if it goes on from there."""
+    """The module and the name in it that a path of attributes leads to; None if it leads further."""
     for i, name in enumerate(path):
         try:
             value = member(module, name)

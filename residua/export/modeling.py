@@ -1,6 +1,6 @@
 """A language model with Residua's depth architecture as Hugging Face transformers runs it: its two usual classes.
 
-An exported folder holds a copy of this file and, beside it, copies of the modules that it imports. Where Residua is
+An exported folder holds a copy of this file and of the modules that it imports. Where Residua is
 installed, its decoder runs instead of the copy, with fused kernels.
 """
 
@@ -50,7 +50,7 @@ def _library() -> Any:
 
 
 class ResiduaPreTrainedModel(PreTrainedModel):
-    """What both models share."""
+    """The common part of both models."""
 
     config: ResiduaConfig
     config_class = ResiduaConfig

@@ -1,4 +1,4 @@
-"""What the exporter asks about Python modules: their source, what they import, and where a name is defined."""
+"""The exporter's view of Python modules: their source, their imports, and where a name is defined."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def is_package(module: str) -> bool:
 
 
 class Parsed(NamedTuple):
-    """What a module's text imports, and every `x` in its `something.x`."""
+    """The imports in a module's text, and every `x` in its `something.x`."""
 
     imports: tuple[ast.Import | ast.ImportFrom, ...]
     attributes: frozenset[str]
@@ -76,7 +76,7 @@ def _installed() -> frozenset[str]:
 
 
 def member(module: str, name: str) -> Any:
-    """What `from module import name` binds, for an operator its plain PyTorch; raises ImportError as that would."""
+    """The value of `from module import name`, for an operator its plain PyTorch; raises ImportError as that would."""
     home = import_module(module)
     value = getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
     return value.reference if isinstance(value, Operator) else value

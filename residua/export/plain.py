@@ -1,4 +1,4 @@
-"""What an exported folder has instead of pydantic, of kernels, and of parts that the model does not have."""
+"""Substitutes in an exported folder for pydantic, kernels and parts that the model does not have."""
 
 from __future__ import annotations
 

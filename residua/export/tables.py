@@ -119,7 +119,7 @@ class _Tables:
                 yield method
 
     def _add_names(self, function: FunctionType) -> None:
-        """What a function names of its own module, and the methods that it calls."""
+        """Add the names that a function uses from its own module, and the methods that it calls."""
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         self.called |= attributes(tree)
         for name in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & function.__globals__.keys():

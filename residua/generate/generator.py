@@ -108,7 +108,7 @@ class Generator:
     ) -> None:
         """Prompts are read `chunk` tokens at a time; by default 512, or on a GPU as many as `PREFILLED` allows.
 
-        `ends` are ids that end a text beside the tokenizer's own.
+        `ends` are ids that end a text, in addition to the tokenizer's own.
         """
         self.model, self.tokenizer, self.chunk = model.eval(), tokenizer, chunk
         self.ends = {tokenizer.end_of_text, *ends}
@@ -248,7 +248,7 @@ class _Batch:
 
 
 def prompt_reader(model: Decoder, engine: str) -> Forward | None:
-    """What reads the prompts of a generator with this engine; None: the model itself, op by op."""
+    """The reader of prompts for this engine; None: the model itself, op by op."""
     return Forward(model) if engine != "eager" and model.embed.weight.is_cuda else None
 
 

@@ -1,4 +1,4 @@
-"""What sections are made of, as HTML: tables, cards, and strips that show a model layer by layer.
+"""The elements of a section, as HTML: tables, cards, and strips that show a model layer by layer.
 
 Callers pass plain text, which is escaped here. A strip is an HTML table, so it needs no script, scrolls within itself
 and can be read aloud. The strips of several models stand side by side with the same columns and the same scales, and
@@ -55,7 +55,7 @@ Cell = str | Link | Value | Series
 
 @dataclass(frozen=True)
 class Column:
-    """A table column: its title, what it means (shown below the table), and whether it holds numbers."""
+    """A table column: its title, its meaning (shown below the table), and whether it holds numbers."""
 
     title: str
     meaning: str = ""
@@ -84,7 +84,7 @@ def table(
 
 
 def meanings(columns: Sequence[Column]) -> str:
-    """What the columns mean, folded; empty if no column says."""
+    """The meaning of each column, folded; empty if none is stated."""
     terms = "".join(
         f"<dt>{escape(column.title)}</dt><dd>{escape(column.meaning)}</dd>" for column in columns if column.meaning
     )

@@ -68,7 +68,7 @@ def show(failure: Failure) -> None:
 
 
 def tell(console: Console, what: str, error: Exception) -> None:
-    """Print that a part of the work failed and why; the rest goes on."""
+    """Print that a part of the work failed and why; the rest continues."""
     failure = describe(error)
     console.print(outcome(f"{what}: {failure.sentence}", good=False))
     if failure.trace:

@@ -1,4 +1,4 @@
-"""What stands around a figure: the legend, of buttons that show and hide a series, and the figure in words."""
+"""The surroundings of a figure: the legend, of buttons that show and hide a series, and the figure in words."""
 
 from __future__ import annotations
 

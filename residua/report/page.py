@@ -3,13 +3,13 @@
 A page has a title that answers, a lead, sections, and at the foot how it was made. Callers pass plain text, which is
 escaped here; no caller writes HTML. Its Content-Security-Policy forbids every network request.
 
-What sections offer is in `section.py`: cards for findings, folds for what repeats, tables that sort, figures side by
+`section.py` offers cards for findings, folds for repetitions, tables that sort, figures side by
 side or in tabs with a legend and a text for screen readers. A series keeps its colour (`theme.colour`) and is
 highlighted everywhere when the reader points at its line, its legend or its row (`Series` cells, the names of `Curve`
 and `Estimate`).
 
 The page carries its own plotly.js. The whole of it is 4.8 MB. The cartesian build draws all that Residua draws (lines,
-bars, heat maps) in 1.5 MB, and 0.66 MB as base64 of its gzip, which `page.js` unpacks. A file beside the page would be
+bars, heat maps) in 1.5 MB, and 0.66 MB as base64 of its gzip, which `page.js` unpacks. A file next to the page would be
 shared by the pages of one folder only, and a page that is mailed alone would lose its plots. The file is
 `plotly-cartesian.min.js` of npm's plotly.js-cartesian-dist-min, unchanged (MIT, plotly-LICENSE.txt).
 """

@@ -85,7 +85,7 @@ class Scatter:
         """The interactive figure of a page.
 
         A point is labelled if its label overlaps nothing, also in a figure as narrow as `narrowest` pixels; the others
-        are named by a hover, by the legend, or by the figure beside it.
+        are named by a hover, by the legend, or by the figure next to it.
         """
         sides = replace(self, width=narrowest, height=height)._sides(free=True)
         traces: list[dict[str, Any]] = [

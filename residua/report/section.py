@@ -27,7 +27,7 @@ from residua.report.legend import legend, words
 from residua.report.plain import escape
 
 Tone = Literal["", "good", "bad", "unsure"]
-"""Good news is green, bad news red, what is not shown yellow; a word beside it always says the same."""
+"""Good news is green, bad news red, an unclear result yellow; a word next to it always says the same."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Section:
         self._parts.append(good_html(sentence))
 
     def cards(self, cards: Sequence[Card]) -> None:
-        """Cards beside each other; nothing if there are none."""
+        """Cards side by side; nothing if there are none."""
         if cards:
             self._parts.append(cards_html(cards))
 

@@ -1,4 +1,4 @@
-"""What commands print: a console, tables, progress bars with an ETA, durations, and errors as sentences."""
+"""The output of commands: a console, tables, progress bars with an ETA, durations, and errors as sentences."""
 
 from __future__ import annotations
 

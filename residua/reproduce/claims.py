@@ -22,7 +22,7 @@ from residua.study.results import RunResult, StudyResult
 from residua.study.statistics import Interval, estimate_ratio, paired_difference
 
 DIVERGED = re.compile(r"the run diverged|the (loss|gradient norm) is (nan|-?inf)")
-"""What the trainer says of a run that it stopped (`train/health.py`)."""
+"""The trainer's words about a run that it stopped (`train/health.py`)."""
 ALL = "all"
 BAND = 0.25
 """A magnitude agrees if ours is within this share of the paper's effect, also where our interval is narrower.
@@ -88,7 +88,7 @@ def _place(value: float, estimate: Interval) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What our runs say about a claim at one size. `found` has our number and its interval, `printed` the paper's.
+    """The verdict of our runs on a claim at one size. `found` has our number and its interval, `printed` the paper's.
 
     `magnitude` is None where the paper has no number.
     """

@@ -1,4 +1,4 @@
-"""The paper's values beside ours, and the verdicts: a section of the study's page, of results.md, and the terminal."""
+"""The paper's values next to ours, and the verdicts: a section of the study's page, of results.md, and the terminal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The entries of `residua reproduce`: one TOML file per table or figure of a paper, `entries/004/table1.toml`.
 
 A `study` trains the rows of a table. An entry that looks `inside` also diagnoses the trained models. `none` stands for
-what cannot be had or is no measurement, with the nearest thing that can. docs/reproduce.md describes the keys.
+an unavailable measurement, with the nearest one that is available. docs/reproduce.md describes the keys.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Row(Frozen):
 
 
 class Claim(Frozen):
-    """What every claim has: the paper's statement, and the sizes it is about (all unless named)."""
+    """The common part of claims: the paper's statement, and the sizes it is about (all unless named)."""
 
     text: Words
     sizes: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ AnyClaim = Annotated[Below | Order | Gain | Falls | Diverges | Unmeasured, Field
 
 
 class Nothing(Frozen):
-    """What cannot be had, or is no measurement: the reason, and the nearest thing that can be had."""
+    """An unavailable measurement: the reason, and the nearest one that is available."""
 
     kind: Literal["none"]
     title: Words
@@ -167,7 +167,7 @@ class Nothing(Frozen):
 
 
 class Study(Frozen):
-    """A table whose rows are trained and compared. `columns` are measured, `unmeasured` are printed beside them only.
+    """A table whose rows are trained and compared. `columns` are measured, `unmeasured` are only printed.
 
     `notes` say where the paper is silent or where the recipe differs from it. `tasks` are those of the accuracies, with
     `shots` worked examples. Keys that a study file has too mean the same here.
@@ -228,7 +228,7 @@ class Study(Frozen):
                     raise UserError(f"row {row.name!r} has values for {size!r}: choose one of {', '.join(sizes)}.")
                 strange = next((name for name in values if name not in {*self.columns, *self.unmeasured}), None)
                 if strange is not None:
-                    raise UserError(f"row {row.name!r} has a value for {strange!r}, which is no column of the entry.")
+                    raise UserError(f"row {row.name!r} has a value for {strange!r}, not a column of the entry.")
         return self
 
 

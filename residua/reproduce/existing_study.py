@@ -176,7 +176,7 @@ def _bulk(model: ModelConfig) -> float:
 
 
 def _resized(entry: Study, paper: dict[str, tuple[Size, bool]], saved: SavedStudy) -> Study:
-    """The entry with the study's sizes, and beside each the values of the paper's."""
+    """The entry with the study's sizes, each with the values of the paper's size."""
     return entry.model_copy(
         update={
             "sizes": tuple(size.model_copy(update={"name": name}) for name, (size, _) in paper.items()),
@@ -220,7 +220,7 @@ def _size_sentence(paper: dict[str, tuple[Size, bool]]) -> str:
     parts = [
         f"{name} {'is' if exact else 'is nearest to'} the paper's {size.name}" for name, (size, exact) in paper.items()
     ]
-    return f"Which of the paper's values stand beside ours: {', '.join(parts)}."
+    return f"The paper's values next to ours: {', '.join(parts)}."
 
 
 def _recipe_sentence(view: SavedStudy, paper: dict[str, tuple[Size, bool]]) -> str:
@@ -289,7 +289,7 @@ def published_run(size: Size, row: Row | None = None) -> RunConfig:
 def _counterparts(
     study: StudyConfig, models: Mapping[tuple[str, str], RunConfig], paper: ModelConfig, any_mixer: bool = False
 ) -> list[str]:
-    """Variants that can stand for the paper's baseline: shape and recipe may differ, what the papers vary may not.
+    """Variants that can stand for the paper's baseline: only shape and recipe may differ.
 
     With `any_mixer`, a model of softmax attention stands for a hybrid: rows are then changes of another model.
     """

@@ -22,7 +22,7 @@ COST_WIDTH = 52  # characters
 
 
 def print_list(console: Console, scale: Fraction) -> None:
-    """One line for each entry: what it costs as published and at `scale`, and what it shows."""
+    """One line for each entry: its cost as published and at `scale`, and its result."""
     rate = training_rate()
     for document, title in DOCUMENTS.items():
         console.print(Text(f"{document}: {title}", style="bold"), soft_wrap=True)
@@ -44,7 +44,7 @@ def _line(console: Console, name: str, runs: str, costs: str, what: str) -> None
 
 
 def _cells(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> tuple[str, str, str]:
-    """Runs, what they cost as published and at the scale, and what the entry shows."""
+    """Runs, their cost as published and at the scale, and the title of the entry."""
     if isinstance(entry, Nothing):
         return "", f"no: {entry.reason}", f"{entry.title}. Nearest: {entry.nearest}"
     if not entry.trains:

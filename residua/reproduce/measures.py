@@ -1,4 +1,4 @@
-"""What can be measured of a run: a column of a paper's table, taken from the run's files by name."""
+"""Measurements of a run: a column of a paper's table, taken from the run's files by name."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from residua.study.config import Scaling, StudyConfig, Tasks
 
 @dataclass(frozen=True)
 class Request:
-    """What a person asked for: the scale, and which part of the entry. Empty means as the entry has it."""
+    """The request of a person: the scale, and which part of the entry. Empty means all of it."""
 
     scale: Fraction = Fraction(1)
     sizes: tuple[str, ...] = ()
@@ -119,7 +119,7 @@ def size_changes(size: Size, scale: Fraction) -> list[str]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What training an entry takes."""
+    """The cost of training an entry."""
 
     runs: int
     tokens: float

@@ -112,7 +112,7 @@ def _heads(width: int, dim: int, share: float) -> tuple[int, int]:
 
 
 def sentence(scale: Fraction) -> str:
-    """What the scale does, for the page and the terminal."""
+    """The effect of the scale, for the page and the terminal."""
     if scale == 1:
         return "The paper's size: parameters and tokens as published."
     return (

@@ -38,7 +38,7 @@ class TrainingStopped(RuntimeError):
 
 
 class OptimizerState(Protocol):
-    """What a checkpoint needs of an optimizer: its whole state as named tensors."""
+    """An optimizer as a checkpoint sees it: its whole state as named tensors."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; writing to a tensor changes the state, but for step counts."""

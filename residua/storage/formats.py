@@ -27,5 +27,5 @@ def register_format(mark: str, read: Reader) -> None:
 
 
 def find_reader(folder: Path) -> Reader | None:
-    """What reads a folder of a registered format; None for any other folder."""
+    """The reader for a folder of a registered format; None for any other folder."""
     return next((read for mark, read in _READERS.items() if (folder / mark).exists()), None)

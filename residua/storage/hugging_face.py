@@ -1,7 +1,7 @@
 """Hugging Face folders: those of `residua export`, and those of transformers' own models.
 
 Both are opened as models, or imported as runs, one tensor at a time. No code from a folder is run, and no pickle is
-read: weights are safetensors. Files beside weights and tokenizer (chat template, settings of the tokenizer and of
+read: weights are safetensors. Files next to weights and tokenizer (chat template, settings of the tokenizer and of
 generation) are a folder's companions: an imported run keeps them in `source/`, and so does every run that begins with
 its weights. Exports give them back.
 """
@@ -216,7 +216,7 @@ class Source:
 
     def _stored(self, file: Path) -> Iterator[tuple[str, _Stored]]:
         with open_tensors(file, AGAIN) as content:
-            parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # it is no mapping
+            parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # not a mapping
             about = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
         for name, (kind, shape) in about.items():
             if kind not in DTYPES:

@@ -92,8 +92,8 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
     at = run.resolve()
     if not inside(at, "config.toml").is_file():
         if is_family(at) or is_export(at):
-            raise UserError(f"{run} is no run: make one of it with residua import {run} --out RUN, and name RUN.")
-        raise UserError(f"{run} is no run: name one, or make one of a Hugging Face model with residua import.")
+            raise UserError(f"{run} is not a run: convert it with residua import {run} --out RUN, and name RUN.")
+        raise UserError(f"{run} is not a run: name one, or convert a Hugging Face model with residua import.")
     config = RunConfig.from_toml(at / "config.toml")
     changes = [f"train.start={toml_string(at)}", f"model.vocab_size={config.model.vocab_size}"]
     if (tokenizer := own_tokenizer(at)) is not None:

@@ -45,7 +45,7 @@ def ready(model: Decoder) -> Decoder:
 
 
 def require_model(path: Path) -> None:
-    """Refuse what is no folder, and a folder without a model. Quick: nothing is opened."""
+    """Refuse a path that is not a folder, and a folder without a model. Quick: nothing is opened."""
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: name a run of `residua train` or a folder of `residua export`.")
     if not any((path / name).exists() for name in ("config.toml", "config.json")):

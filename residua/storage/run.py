@@ -35,7 +35,7 @@ from residua.storage.formats import METRICS as METRICS
 from residua.storage.hugging_face import keep_companions
 
 LOCK = ".lock"
-# What a resumed run writes to: none may be a link to elsewhere.
+# A resumed run writes to these: none may be a link to elsewhere.
 _WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", SOURCE, "checkpoints", "profile",
             "tensorboard", "wandb-id")  # fmt: skip
 _ANOTHER = "choose another --out, or continue the run in it with --resume"
@@ -175,7 +175,7 @@ class Run:
             record_end(self.folder, "failed", str(error) if ours else f"{type(error).__name__}: {reason(error)}")
 
     def recorded(self, key: str) -> Any:
-        """What environment.json of an earlier session says under this key; None if nothing."""
+        """The value of this key in environment.json of an earlier session; None if there is none."""
         path = inside(self.folder, ENVIRONMENT)
         return read_json(path, dict[str, Any], _GO_ON).get(key) if path.exists() else None
 
@@ -197,7 +197,7 @@ class Run:
                 write_atomically(target, read_text(original, "prepare the data again"))
 
     def keep_companions(self, start: Path) -> None:
-        """Copy what the folder of the model to start from holds beside it, so that exports of this run have it too."""
+        """Copy the companion files of the model to start from, so that exports of this run have them too."""
         keep_companions(start, self.folder)
 
     def set_metrics_aside(self) -> str | None:
@@ -248,7 +248,7 @@ class Run:
 def record_end(folder: Path, how: Literal["stopped", "failed"], words: str) -> None:
     """Add to the last session in environment.json how it ended; the first stop stays."""
     path = folder / ENVIRONMENT
-    with suppress(ReadError, OSError, LookupError, TypeError, AttributeError):  # the person is told in any case
+    with suppress(ReadError, OSError, LookupError, TypeError, AttributeError):  # the error is reported in any case
         about = read_json(path, dict[str, Any], _GO_ON)
         if "stopped" not in (session := about["sessions"][-1]):
             session[how] = words

@@ -56,7 +56,7 @@ ROWS = "DCP_SHARDING_INFO"
 
 
 class Saver:
-    """Saves while training goes on: `save` copies tensors to host memory; a thread writes them during later steps.
+    """Saves while training continues: `save` copies tensors to host memory; a thread writes them during later steps.
 
     Every rank of the default process group has one, and calls the same methods in the same order.
     """
@@ -166,7 +166,7 @@ def _begin(temporary: Path, state: Mapping[str, Any]) -> None:
 
 
 def _cause(error: BaseException, path: Path) -> OSError:
-    """What went wrong on the first rank that failed: PyTorch's own error lists the tracebacks of all ranks."""
+    """The error of the first rank that failed: PyTorch's own error lists the tracebacks of all ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__

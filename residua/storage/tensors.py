@@ -50,7 +50,7 @@ def open_tensors(path: Path, hint: Hint) -> Iterator[Any]:
 def stored_dtypes(path: Path, hint: Hint) -> dict[str, torch.dtype]:
     """The dtypes of the floating-point tensors of a file, by name; reads its header only."""
     with open_tensors(path, hint) as content:
-        kinds = {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118  # it is no mapping
+        kinds = {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118  # not a mapping
     return {name: DTYPES[kind] for name, kind in kinds.items() if kind in DTYPES}
 
 

@@ -1,7 +1,7 @@
 """Follow one run's folder while another process writes it. Nothing here writes, locks or waits.
 
-A file may be half written, replaced, damaged or gone at any moment: what can be read is shown, and a message says what
-cannot. Does not import torch.
+A file may be half written, replaced, damaged or gone at any moment: readable parts are shown, and a message names the
+others. Does not import torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Row = tuple[float | None, ...]
 
 @dataclass(frozen=True)
 class _Files:
-    """What a run's folder holds beside its metrics; `exists` is None until somebody has looked.
+    """The contents of a run's folder besides its metrics; `exists` is None until somebody has looked.
 
     result: the steps that its result is of. sessions: when each began, in words. stopped, crashed: how the last one
     ended. waits: it is a start that a longer run has saved for another.
@@ -241,7 +241,7 @@ class Follower:
         return left if left < FAR else None
 
     def summary(self, now: float) -> dict[str, Any]:
-        """What the page's table says of it."""
+        """The row of the page's table."""
         state = self.state(now)
         validation = self.rows["validation"][-1] if self.rows["validation"] else None
         losses = [row[2] for row in self.rows["validation"] if row[2] is not None]
@@ -315,7 +315,7 @@ LOG_BYTES = 4096
 
 
 def how_it_crashed(session: Mapping[str, Any], log: Sequence[str]) -> str:
-    """The last line of a log, else the words of the error; empty if the run goes on, as far as these tell.
+    """The last line of a log, else the words of the error; empty if, by these, the run continues.
 
     A `session` of environment.json names its process, and the error that ended it if Python could still write it. A
     run of a study may fail before its session begins: then only its log has the reason.

@@ -1,4 +1,4 @@
-"""What a page watches: runs, studies and folders of both, and what is new in them since the page last asked."""
+"""The runs, studies and folders that a page watches, and the news in them since the page last asked."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_run(folder: Path) -> bool:
 
 
 def is_study(folder: Path) -> bool:
-    """Whether a folder is that of a study: its runs lie in `runs`, beside their configurations or its own."""
+    """Whether a folder is that of a study: its runs lie in `runs`, next to their configurations or its own."""
     return (folder / RUNS).is_dir() and ((folder / CONFIGS).is_dir() or (folder / STUDY).exists())
 
 

@@ -123,7 +123,7 @@ class Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that hangs up is no news, and nothing may be printed into a run's display."""
+        """Ignore a browser that hangs up: nothing may be printed into a run's display."""
 
 
 def address(port: int, key: str) -> str:
@@ -167,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(404, "There is no such page.")
 
     def _tell(self, query: dict[str, str]) -> None:
-        """What is new; a fault of ours is told to the page, which goes on asking."""
+        """Send the news; the page gets our faults too, and keeps asking."""
         since, ended = query.get("since", ""), self.server.ended
         known = int(since) if since.isdecimal() and len(since) < 19 else 0
         try:

@@ -1,4 +1,4 @@
-"""The page beside a training run, served by a process of its own: whatever happens to it, the run goes on.
+"""The page of a training run, served by a process of its own: whatever happens to it, the run continues.
 
 The run opens the socket, so that the address is known at once, and hands it on. The other process imports no torch,
 runs at low priority, only reads, and ends when the run does, however that ends: its standard input closes then. Pages
@@ -36,7 +36,7 @@ def serve_page(folder: Path, tell: Callable[[str], object]) -> Iterator[None]:
     try:
         process = _start(folder, tell)
     except OSError as error:
-        tell(f"The live page is off: {explain(error)[0]}; the run goes on without it.")
+        tell(f"The live page is off: {explain(error)[0]}; the run continues without it.")
     try:
         yield
     finally:

@@ -247,7 +247,7 @@ def test_every_reader_of_an_index_refuses_outward_names(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": []}, "model_type = [] is no family known here"),
+        ({"model_type": []}, "model_type = [] is not a known family"),
         ({"rope_parameters": {"rope_type": []}}, "rope_type = [] is missing here"),
         ({"hidden_size": "16"}, "config.json: hidden_size is '16', expected a whole number"),
         ({"hidden_size": 10**30}, "config.json: hidden_size is 10000000"),

@@ -94,8 +94,8 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("data prepare folder --out p --workers 0", "residua: invalid value for '--workers'"),
         ("data prepare folder --out p --shard-tokens 0", "residua: invalid value for '--shard-tokens'"),
         ("data prepare folder --out p --max-bytes -4", "residua: invalid value for '--max-bytes'"),
-        ("data prepare folder --out p --holdout 2", "residua: --holdout 2 is no share of the text"),
-        ("data prepare folder --out p --holdout nan", "residua: --holdout nan is no share of the text"),
+        ("data prepare folder --out p --holdout 2", "residua: --holdout 2 is not a share of the text"),
+        ("data prepare folder --out p --holdout nan", "residua: --holdout nan is not a share of the text"),
         ("data prepare folder --out p --tokenizer _EMPTY_", "residua: --tokenizer is empty"),
         (f"data tokenizer --vocab-size {HUGE} --out t.json", "residua: invalid value for '--vocab-size'"),
         (

@@ -220,7 +220,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
     ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types has a dense layer after"),
     ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
-    ("gpt2", {}, "model_type = 'gpt2' is no family known here: llama, mistral"),
+    ("gpt2", {}, "model_type = 'gpt2' is not a known family: llama, mistral"),
     (None, {}, "model_type = None"),
 ]
 
@@ -312,5 +312,5 @@ def test_export_takes_the_layout_and_refuses_an_unknown_one(tmp_path: Path) -> N
     import_folder(tmp_path / "hf", tmp_path / "run")
     Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
     assert export(tmp_path / "run", tmp_path / "out", layout="llama").difference is not None
-    with pytest.raises(ValueError, match="model_type = 'lama' is no family known here"):
+    with pytest.raises(ValueError, match="model_type = 'lama' is not a known family"):
         export(tmp_path / "run", tmp_path / "other", layout="lama")

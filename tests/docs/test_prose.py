@@ -15,7 +15,7 @@ LONG = "word " * 31 + "."
     ("text", "count"),
     [
         ("`--limit 0` is no length.", 1),
-        ("It is no longer needed.", 0),
+        ("It is no longer needed. There is no such file.", 0),
         ("What attention returns goes to the output map. A step beside tests.", 2),
         ("What is a topology? A module.", 0),
         (LONG, 1),

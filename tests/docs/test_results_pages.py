@@ -104,7 +104,7 @@ def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType,
     assert rows["Full AttnRes outperforms pre-norm"].endswith(expected)
     assert "| contradicted |" in rows["At n=4 competitive MGR outperforms Full AttnRes"]
     assert "| not shown | not shown | mhc_lite: without a complete run" in rows["mHC-lite outperforms pre-norm"]
-    assert "- Which of the paper's values stand beside ours: tiny is nearest to the paper's S.\n" in text
+    assert "- The paper's values next to ours: tiny is nearest to the paper's S.\n" in text
     readme.write_text(text)
     assert results.made(root)[readme] == text
 

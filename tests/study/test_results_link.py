@@ -1,4 +1,4 @@
-"""`residua compare FOLDER` goes on with the results file that the folder's study was extended by."""
+"""`residua compare FOLDER` resumes with the results file that the folder's study was extended by."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def extended(trainer: Trainer, dataset: Dataset, tmp_path: Path) -> Path:
 
 def test_folder_resumes_with_its_results_file_and_says_so(extended: Path, trainer: Trainer) -> None:
     shown = compare(extended)
-    assert "runs/second goes on with its results file kept/x.json, as if --results named it." in shown
+    assert "runs/second resumes with its results file kept/x.json, as if --results named it." in shown
     assert trainer.trained == []
     assert set(SavedStudy.read(Path("kept/x.json")).config.variants) == {"prenorm", "mgr", "exoformer"}
     assert "mgr" in shown

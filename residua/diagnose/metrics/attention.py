@@ -1,4 +1,4 @@
-"""Attention sinks and entropy of softmax layers, each beside what uniform attention would give; learned sinks."""
+"""Attention sinks and entropy of softmax layers, each compared with uniform attention; learned sinks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Attention(Metric):
     kinds = ("attention_sink", "sink_token")
     defect = "attention sink"
     columns = (
-        Column("first token", "mean attention to the first token, beside what uniform attention would give"),
+        Column("first token", "mean attention to the first token, next to that of uniform attention"),
         Column("sink heads", "share of heads whose mean attention to the first token exceeds 0.3"),
-        Column("entropy", "of attention, mean in nats, beside the most that is possible"),
+        Column("entropy", "of attention, mean in nats, next to its maximum"),
     )
     file_place, page_place = 50, 20
 

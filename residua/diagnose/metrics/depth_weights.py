@@ -275,7 +275,7 @@ def _block_map(blocks: Sequence[BlockFacts]) -> Figure:
 
 
 def _costs(models: Models) -> dict[str, Figure | None]:
-    """What the weights are worth: loss change without a source, without a stream, with uniform weights."""
+    """The value of the weights: loss change without a source, without a stream, with uniform weights."""
     titles = {"source": "source removed", "stream": "stream removed", "uniform": "weights made uniform"}
     colour = dict(zip((m.name for m in models), colours(models), strict=True))
 

@@ -1,4 +1,4 @@
-"""What removal costs: the loss, on the same tokens, with one part of the model switched off.
+"""The cost of removal: the loss, on the same tokens, with one part of the model switched off.
 
 The one metric that is an experiment and not a sum: `residua/diagnose/api.py` calls `measure` after the others.
 """
@@ -48,7 +48,7 @@ class AblationFacts(Frozen):
 
 
 def planned(subject: Subject, budget: Budget, suspects: Iterable[int]) -> list[Ablation]:
-    """What the budget allows. Sublayers that may be dead are removed one by one unless the budget is "none"."""
+    """The ablations that the budget allows. Suspects are removed one by one unless the budget is "none"."""
     kinds = KINDS[budget]
     chosen = subject.ablations(kinds)
     chosen += _several(subject, {a.index for a in chosen if a.kind == "layer"})

@@ -1,4 +1,4 @@
-"""States, what each sublayer reads: their size, massive activations, dimensionality, and how alike they are."""
+"""States, the inputs of sublayers: their size, massive activations, dimensionality, and how alike they are."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOST = 1e6
 
 
 class StateFacts(Frozen):
-    """What one sublayer reads (the last entry: the final norm)."""
+    """The input of one sublayer (the last entry: of the final norm)."""
 
     index: int
     name: str
@@ -299,7 +299,7 @@ def _ratio(state: StateFacts) -> float:
 
 
 def _peaks(model: Model, high: float) -> dict[int, Bar]:
-    """By layer, the largest |h| it reads beside the median; the final norm's under `model.layers`."""
+    """By layer, the largest |h| it reads and the median; the final norm's under `model.layers`."""
     massive = [state.index for state, _ in _massive(model.states, every=True)]
     layers = {s.index: model.sites[s.index].layer if s.index < len(model.sites) else model.layers for s in model.states}
     bars = {}

@@ -1,4 +1,4 @@
-"""What each sublayer hands over: the size of its output and of its gradients, and whether it is dead."""
+"""The outputs of each sublayer: the size of its output and of its gradients, and whether it is dead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from residua.report.figures import Figure
 GRADIENT_TOKENS = 512
 SILENT = 1e-3
 """A sublayer is silent when its output is below this share of what it reads, both in RMS and in the median. The RMS
-alone would call any output small beside an outlier dimension; the median alone, one that goes to few dimensions."""
+alone would call any output small next to an outlier dimension; the median alone, one that goes to few dimensions."""
 
 Squares = tuple[float, int]
 """The sum of the squares of some numbers, and how many there are."""
@@ -272,7 +272,7 @@ def _rms(parts: Sequence[Squares]) -> float | None:
 
 
 def _silent(sites: Sequence[SiteFacts]) -> list[int]:
-    """Sublayers whose output is tiny beside what they read; whether they are dead, removal tells."""
+    """Sublayers whose output is tiny compared with their input; removal shows whether they are dead."""
     return [s.index for s in sites if _relative(s) < SILENT]
 
 
@@ -300,7 +300,7 @@ def _changes(ablations: Sequence[AblationFacts]) -> dict[tuple[str, int], float]
 
 
 def _written(model: Model, high: float) -> dict[int, Bar]:
-    """By layer, how large its outputs are beside what they are added to."""
+    """By layer, the size of its outputs compared with the state they are added to."""
     dead = {layer_of(f): f.words for f in model.findings if f.kind == "dead_layer"}
     parts = {sublayer_of(f): f.words for f in model.findings if f.kind == "dead_sublayer"}
     bars = {}
