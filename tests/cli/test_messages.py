@@ -103,7 +103,10 @@ def here(monkeypatch, tmp_path: Path) -> None:
             "residua: file is a file, so file/x cannot be made: choose another --out.",
         ),
         ("compare prenorm mgr --sizes tiny", "residua: --sizes tiny is too few to fit: name two sizes or more"),
-        ("compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 0", "residua: --tokens-per-parameter 0 must be above 0"),
+        (
+            "compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 0",
+            "residua: --tokens-per-parameter 0 must be above 0",
+        ),
         ("compare prenorm mgr --quantize _EMPTY_", "residua: --quantize is empty"),
         ("compare prenorm mgr --set model.norm=x", "model.norm.kind = 'x' does not exist"),
         ("bench step tiny --micro-batch 0", "residua: invalid value for '--micro-batch'"),
