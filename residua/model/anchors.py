@@ -8,7 +8,6 @@ The anchors are normalised once, when they are written, because every layer read
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -47,18 +46,17 @@ GRANULARITIES = ("scalar", "headwise", "elementwise")
 class Gate(Protocol):
     """Multiplies the output of attention [B, T, H, D] by its values, [B, T, H, D] or [B, T, H, 1]."""
 
-    def __call__(self, y: Tensor, /) -> Tensor: ...
+    def apply(self, y: Tensor, /) -> Tensor: ...
 
     def values(self) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class SigmoidGate:
-    """Y ⊙ σ(G)."""
+class SigmoidGate(NamedTuple):
+    """Y ⊙ σ(G). A tuple, as `Context` is: the compiler of torch 2.11 cannot call an object that it has built itself."""
 
     projected: Tensor
 
-    def __call__(self, y: Tensor) -> Tensor:
+    def apply(self, y: Tensor) -> Tensor:
         return y * self.values()
 
     def values(self) -> Tensor:

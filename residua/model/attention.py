@@ -213,7 +213,7 @@ class SoftmaxAttention(Body):
             y = context.cache.attend(q, k, v, now, sink=self.sink, window=self.window)
         if gate is not None:
             tap(f"attention.{self.layer}.gate", gate.values)
-            y = gate(y)
+            y = gate.apply(y)
         return self.out(y.flatten(-2)), anchors
 
     @torch.no_grad()

@@ -141,7 +141,7 @@ class SharedLayers(Layers):
             )  # fmt: skip
             o = leaves[f"o {layer}"]
             if gate is not None:
-                self.gate, heads["g"] = gate, gate(o)
+                self.gate, heads["g"] = gate, gate.apply(o)
             elif "g" in heads:
                 heads["g"] = o * torch.sigmoid(heads["g"])
             made += heads.values()

@@ -37,8 +37,7 @@ Not where handles cannot go: between processes, or out of sharded layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,8 +121,7 @@ def mix_heads(
     return heads, Gate(plan, 0 if network is None else network[0].shape[1], projected, gamma, to, values, scales)
 
 
-@dataclass(frozen=True)
-class Gate:
+class Gate(NamedTuple):
     """o ⊙ σ(m) with the mixture m of a gate, which is made where it is applied, in both passes.
 
     Made before, it would be written and read, and its gradient, too (4C more, 6C with γ); and kept (C). The backward
@@ -138,7 +136,7 @@ class Gate:
     anchors: list[Tensor]
     scales: list[Tensor]
 
-    def __call__(self, o: Tensor) -> Tensor:
+    def apply(self, o: Tensor) -> Tensor:
         return _gate(self.plan, self.hidden, o, self.projected, self.gamma, self.handles, self.anchors, self.scales)
 
     def values(self) -> Tensor:
