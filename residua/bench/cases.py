@@ -1,4 +1,4 @@
-"""What `residua bench ops` times: each operator at one shape, with the least bytes and arithmetic it needs.
+"""The cases of `residua bench ops`: each operator at one shape, with the least bytes and arithmetic it needs.
 
 Bytes count what an operator must read from memory once and write once. A depth path counts its junctions one by one
 (`Costs.floor`), each reading its state from memory and writing it back, because a sublayer runs in between; kernels
@@ -115,7 +115,7 @@ def _sequences(sizes: Sizes) -> str:
 def _declared(
     operator: str, title: str, shape: Shape, device: torch.device, *, sizes: Sizes | None = None, label: str = ""
 ) -> Case:
-    """The example that an operator declares, at this size; its inputs are the tensors in it, one after the other."""
+    """The example that an operator declares, at this size; its inputs are the tensors in it, in order."""
     run = declared_operators()[operator]
     examples = run.cases(Draw(device, shape.dtype, sizes or _sizes(shape), same_everywhere=False))
     example = next(case for case in examples if case.label == label)

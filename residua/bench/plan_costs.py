@@ -1,4 +1,4 @@
-"""What a division of a run costs a rank: memory, bytes sent, traffic of junctions; counted from the equations.
+"""The costs of a division of a run for a rank: memory, bytes sent, traffic of junctions; counted from the equations.
 
 Memory per rank: states + gathered weights + activations. States: fp32 weights and gradients, Muon's momentum or AdamW's
 two moments, a bf16 copy of the weights unless they are sharded. Activations per token are counted in widths of two
@@ -17,7 +17,7 @@ Bytes that a rank sends in a step, by ring collectives:
 - root: the outermost FSDP2 group (embedding, head, vectors, topology) is gathered and reduced once per step, in fp32.
 - gradients: fp32, once per step, summed over the copies of the model.
 - muon: bf16 directions to the owners of matrices and updates back, then updates to the other copies.
-- stages: what crosses between stages, forward and backward.
+- stages: the tensors between stages, forward and backward.
 - tensor: with sequence parallelism every sublayer gathers its input and reduces its output, [tokens, C] in bf16, and
   the same for the gradients; embedding and head once each.
 - context: ring attention hands keys and values round, forward and again backward, with their gradients.
@@ -53,7 +53,7 @@ from residua.model.topology.facts import ADDED_IN_NORM, Costs
 
 @dataclass(frozen=True)
 class Facts:
-    """What all divisions of a run have in common.
+    """Facts that all divisions of a run share.
 
     depth: bytes that junctions move per token when the model is not cut. per_layer, once: elements kept per token for
     the backward pass (`activation_widths`). crossing: what would cross after each sublayer.
@@ -232,7 +232,7 @@ class Sent:
 
 
 def sent_by(d: Division) -> Sent:
-    """What the fullest rank of a division sends."""
+    """The bytes that the fullest rank of a division sends."""
     parallel, t = d.parallel, d.tensor
     shard, copies = parallel.shard * d.context, parallel.data
     matrices, root = (max(sizes) / t for sizes in zip(*held_parameters(d), strict=True))
@@ -296,7 +296,7 @@ def uses_muon(config: RunConfig) -> bool:
 
 
 def crossing_after(config: RunConfig) -> dict[int, Items]:
-    """What would cross after every sublayer, in bf16."""
+    """The tensors that would cross after every sublayer, in bf16."""
     ends = list(range(config.model.sublayers))
     shape = _shape(config)
     return dict(zip(ends, crossing(config.model, ends, shape, torch.bfloat16, config.parallel.anchors), strict=True))
@@ -346,7 +346,7 @@ def divided_parameters(config: RunConfig, layers: float) -> float:
 
 
 def expert_traffic(config: RunConfig, layers: float, tokens: float, micro: int) -> ExpertTraffic:
-    """What a rank with so many layers sends for `micro` micro-batches of `tokens` tokens each."""
+    """The bytes that a rank with so many layers sends for `micro` micro-batches of `tokens` tokens each."""
     ffn, parallel = config.model.ffn, config.parallel
     if parallel.experts == 1:
         return ExpertTraffic()

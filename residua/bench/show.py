@@ -91,7 +91,7 @@ def print_ceilings(console: Console, environment: dict[str, Any], ceilings: Ceil
 
 
 def describe_step(config: RunConfig) -> str:
-    """What one step of a configuration is made of."""
+    """One step of a configuration, in words."""
     recipe = config.train
     return (
         f"one step: {recipe.accumulate} micro-batch(es) of {recipe.micro_batch} × {config.sequence} random tokens, "

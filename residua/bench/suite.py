@@ -28,7 +28,7 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class SuitePlan:
-    """What will be timed."""
+    """The cases to time, and how."""
 
     shape: Shape
     device: torch.device
@@ -131,7 +131,7 @@ def run_suite(plan: SuitePlan, repeats: int, out: Path | None) -> None:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """What the file holds: seconds, bytes, FLOP/s. A stopped run has fewer results than `planned_rows`."""
+    """The contents of the file: seconds, bytes, FLOP/s. A stopped run has fewer results than `planned_rows`."""
     return {
         "kind": "ops",
         "environment": report.environment,

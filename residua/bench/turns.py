@@ -82,7 +82,7 @@ class _Turn:
         return self.answer()
 
     def answer(self) -> Any:
-        """The next answer; what a library prints between is skipped."""
+        """The next answer; output of libraries in between is skipped."""
         for line in self.child.stdout or ():
             if line.startswith(ANSWER):
                 return json.loads(line.removeprefix(ANSWER))

@@ -11,8 +11,8 @@ All of it is applied from outside: the model and the trainer do not know how man
 - `optimizer`: Muon on several ranks; each matrix is orthogonalised on one of them.
 - `nodes`, `heartbeat`: several machines find each other; a rank that died or hangs is found and named.
 - `convert`: turns the checkpoint of several ranks into the files of one process.
-- `pipeline/`: stages of the model on different ranks: what each computes and what crosses between them (`shares`), what
-  is sent (`transport`), one stage (`stage`), what a rank has (`part`), and the step.
+- `pipeline/`: stages of the model on different ranks: their computation and boundaries (`shares`), the tensors sent
+  (`transport`), one stage (`stage`), the part of a rank (`part`), and the step.
 
 torchtitan's path (`integrations/torchtitan`) takes from here what both engines need: `Part` and its stages, shards,
 experts, units, Muon's turns, the common norm of gradients (`step.clip_together`), filling by share, and conversion.

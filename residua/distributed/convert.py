@@ -72,7 +72,7 @@ def new_run(source: Path, out: Path, config: RunConfig, names: Sequence[str]) ->
 
 
 def copy_files(source: Path, out: Path, names: Sequence[str]) -> None:
-    """Copy what a model's folder holds beside it: these files, and the settings of an imported one."""
+    """Copy these files of a model's folder, and the settings of an imported model."""
     for name in names:
         if inside(source, name).exists():
             shutil.copy(source / name, out / name)

@@ -69,7 +69,7 @@ def gathered_modules(root: nn.Module, mesh: Mesh) -> list[Any]:
 
 
 def precisions(compute: torch.dtype) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-    """What FSDP2 gathers matrices in, and everything else; it reduces gradients in float32."""
+    """The precisions in which FSDP2 gathers matrices and everything else; it reduces gradients in float32."""
     narrow = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     return narrow, MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -105,7 +105,7 @@ class GatheredCopies(WorkingCopies):
 
 
 def sharded_losses(root: Any, compiled: bool, z_loss: float, copies: WorkingCopies | None) -> LossFunction:
-    """What computes the losses of a sharded model, compiled between gathers: each unit, or the whole model."""
+    """The function for the losses of a sharded model, compiled between gathers: each unit, or the whole model."""
     if isinstance(root, LayeredLosses):
         if compiled:
             root.compile_parts()
@@ -117,7 +117,7 @@ def sharded_losses(root: Any, compiled: bool, z_loss: float, copies: WorkingCopi
 
 
 def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float) -> DistributedDataParallel:
-    """What computes the losses of a replicated model; DDP reduces gradients while the backward pass runs."""
+    """The function for the losses of a replicated model; DDP reduces gradients while the backward pass runs."""
     losses = Losses(model, z_loss)
     if compiled:
         losses.forward = compile_rewritten(losses.forward)  # type: ignore[method-assign]

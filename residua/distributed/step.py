@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class RankedStep(Step):
-    """What replicated, sharded and pipelined steps have in common.
+    """The common part of replicated, sharded and pipelined steps.
 
     DDP and FSDP2 average gradients over the ranks that have different micro-batches, but the loss of a step is a sum
     over them. So each rank multiplies its loss by the number of ranks before the backward pass.

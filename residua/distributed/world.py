@@ -126,7 +126,7 @@ class Ranks(World):
 
     def _advice(self) -> str:
         by_hand = f"{self.command(self.config)} --resume --out {self.folder or 'RUN'}"
-        return f"torchrun --max-restarts goes on from the last checkpoint by itself, `{by_hand}` by hand"
+        return f"torchrun --max-restarts resumes from the last checkpoint by itself, `{by_hand}` by hand"
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
         self.folder = folder

@@ -1,1 +1,1 @@
-"""What is installed, what runs on this machine, what is missing, and the command to get it."""
+"""Installed and missing packages, checks of this machine, and the command that fixes each fault."""

@@ -1,4 +1,4 @@
-"""What a check found: one row each, for a terminal and as JSON."""
+"""The findings of checks: one row each, for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS: dict[State, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One row. `missing` is something optional, `note` something to know; only `failed` is a fault. `fix` mends it."""
+    """One row. `missing` is an optional part, `note` something to know; only `failed` is a fault. `fix` is the remedy."""
 
     group: str
     name: str
@@ -51,7 +51,7 @@ def in_words(error: BaseException) -> str:
 
 
 def fix_of(error: BaseException) -> str:
-    """How to mend what an error complains about, where that is known."""
+    """The remedy for an error, where one is known."""
     message = str(error)
     if "Python.h" in message:
         return "apt-get install python3-dev"

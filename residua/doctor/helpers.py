@@ -66,7 +66,7 @@ def run_beside(
 def serve(checks: Mapping[str, Callable[[], Finding]]) -> None:
     """A helper: make the checks that standard input names, one a line, and answer each with a line of JSON."""
     answers = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries is not an answer
     os.write(answers, _READY)
     for line in sys.stdin:
         os.write(answers, json.dumps(asdict(checks[line.rstrip("\n")]())).encode() + b"\n")

@@ -29,7 +29,7 @@ PURPOSES = {
     "titan": "training with torchtitan",
     "linear": "a peer of the delta rule in residua bench ops",
 }
-"""What each extra is for."""
+"""The purpose of each extra."""
 DEVELOPERS = ("dev", "docs")
 """Extras for people who work on Residua."""
 _MODULES = {"lm-eval": "lm_eval", "flash-linear-attention": "fla", "compressed-tensors": "compressed_tensors"}
@@ -121,7 +121,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def requirements() -> list[Requirement]:
-    """What the installed package says that it needs, with its extras but those of developers."""
+    """The requirements of the installed package, with all extras except those of developers."""
     try:
         texts = metadata.requires("residua") or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What low precision costs: calibration and evaluation text, the loss of a model, the error of each module."""
+"""The cost of low precision: calibration and evaluation text, the loss of a model, the error of each module."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def _title(result: QuantizationResult) -> str:
 
 def _verdict(page: Page, result: QuantizationResult) -> None:
     section = page.section(
-        "Verdict", "What it costs, where the error comes from, what helps. Healthy: a few hundredths of a nat or less."
+        "Verdict", "The cost, the source of the error, and remedies. Healthy: a few hundredths of a nat or less."
     )
     tone: Tone = "good" if result.cost <= sentences.HEALTHY else "note" if result.cost <= sentences.DEAR else "bad"
     cards = [Card("What it costs", sentences.verdict(result), tone=tone)]

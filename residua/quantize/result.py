@@ -121,7 +121,7 @@ _SUBLAYER = re.compile(r"sublayers\.(\d+)\.(?:body\.)?(.+)")
 
 
 def verdict(result: QuantizationResult) -> str:
-    """One sentence: what quantization costs."""
+    """One sentence: the cost of quantization."""
     return (
         f"{result.scheme} ({result.bits}{smoothing(result)}): loss {result.loss_before:.4f} → {result.loss_after:.4f} "
         f"({result.cost:+.4f} nats), perplexity {result.perplexity_before:.3f} → {result.perplexity_after:.3f}, "

@@ -42,7 +42,7 @@ def quantize(
     device: Device = "auto",
     progress: StageProgress = lambda stage, done, total: None,
 ) -> QuantizationResult:
-    """Quantize the model of a folder into `out`, with results.json and report.html beside it.
+    """Quantize the model of a folder into `out`, with results.json and report.html.
 
     `alpha` turns SmoothQuant on, `inside` extends it into sublayers. Modules whose names match `exempt` stay in high
     precision. For the `probes` worst modules, the gain from exempting each is measured. `tokens` limits the validation

@@ -3,7 +3,7 @@
     s_j = max|X_j|^α / max|W_j|^(1−α),   X_j ← X_j / s_j,   W_j ← W_j · s_j
 
 X_j is an input channel over the calibration text, W_j its column in all maps that read it. The division is folded into
-the producer of X along the model's edges, which its parts state (`residua.model.equivalence`), so the smoothed model
+the producer of X along the model's edges, which its parts state (`residua.model.equivalence`). So the smoothed model
 has the same modules and computes the same function. A norm that gates its own output reads that output too: GatedNorm's
 `down` is a reader inside the producer, and leaving it out changes the gate.
 """

@@ -1,8 +1,8 @@
 """Write and read the folder of a quantized model.
 
-`config.toml`, `tokenizer.json` and `source/` as in a run, `model.safetensors` in the compressed-tensors layout,
-`config.json` with its quantization_config, which names the modules one by one, and `quantization.json`, which says how
-it was made and is what `residua.load` looks for. The compressed-tensors layout, which serving engines read:
+It holds `config.toml`, `tokenizer.json` and `source/` as in a run, and `model.safetensors` in the compressed-tensors
+layout. The quantization_config of `config.json` names the modules one by one. `quantization.json` says how the folder
+was made; `residua.load` looks for it. The compressed-tensors layout, which serving engines read:
 
 | scheme | tensors of a module | shape |
 |---|---|---|

@@ -51,7 +51,7 @@ class Spread:
         return min(min(layer) * len(layer) for layer in self.load)
 
     def record(self) -> dict[str, Any]:
-        """What metrics.jsonl keeps of it, rounded."""
+        """The record for metrics.jsonl, rounded."""
         return {
             "balance": round(self.balance, 6),
             "router_z": round(self.router_z, 6),
@@ -137,7 +137,7 @@ class Balancer:
         self._steps = 0
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain numbers that read back exactly."""
+        """The state for a resumed run, as plain numbers that read back exactly."""
         return {"load": self._load.tolist(), "sums": [part.tolist() for part in self._sums], "steps": self._steps}
 
     def set_state(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a run was trained with: version and commit of the code, Python, libraries, hardware."""
+"""The environment of a run: version and commit of the code, Python, libraries, hardware."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def code_commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints, or None. It only reads: `git status` alone would take index.lock from another git command."""
+    """The output of git, or None. It only reads: `git status` alone would take index.lock from another git command."""
     command, variables = ["git", *arguments], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(

@@ -57,7 +57,7 @@ class CopiedLosses:
 
 
 def build_losses(model: Decoder, config: TrainConfig, copies: WorkingCopies | None, compiled: bool) -> LossFunction:
-    """What computes the losses of a micro-batch on one process."""
+    """The function that computes the losses of a micro-batch on one process."""
     losses = eager_losses(model, config.z_loss, copies)
     if not compiled:
         return losses

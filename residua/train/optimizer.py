@@ -5,7 +5,7 @@ the weight towards zero. Plain decay: x ← x − η(u + wd·x). Parameters are 
 η·wd = 1e-3 would round to nothing.
 
 Modules declare which matrices Muon updates: `hidden_matrices` maps the name of a module's own 2-D parameter to the row
-counts of its independent parts, so that the projections of a fused Q, K, V, G matrix are orthogonalised separately.
+counts of its independent parts. So the projections of a fused Q, K, V, G matrix are orthogonalised separately.
 They also declare factors on the learning rate of single parameters (`RatedModule`); those form groups of their own.
 """
 

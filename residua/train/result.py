@@ -1,4 +1,4 @@
-"""What a finished run leaves: validation.json, result.json and inspection.json.
+"""The files of a finished run: validation.json, result.json and inspection.json.
 
 While a run trains, it is validated on a fixed part of the text (`data.validation_tokens`). The loss that counts in the
 end is on all of it, or on its first two million tokens, with the loss of each document. How long a run trains does not

@@ -1,6 +1,6 @@
 """Where records of a run go besides metrics.jsonl: the display, TensorBoard if installed, Weights & Biases on request.
 
-A run stops when metrics.jsonl, its record, cannot be written. It goes on without a tracker or a display that fails.
+A run stops when metrics.jsonl, its record, cannot be written. It continues without a tracker or a display that fails.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def starting_parts(config: RunConfig, *, resumed: bool = False) -> Iterator[tupl
 
 
 def what_is_kept(model: ModelConfig, old: ModelConfig) -> dict[str, InitFidelity]:
-    """What a retrofit keeps, by part, and under `model` for the whole; computed without memory."""
+    """The fidelity of a retrofit, by part, and under `model` for the whole; computed without memory."""
     with torch.device("meta"), shapes_only():
         return retrofit(build(model), build(old))
 

@@ -1,4 +1,4 @@
-"""What state.json of a checkpoint must hold for a run to go on from it, and that the run has the same text."""
+"""Checks before a run resumes: the keys of state.json in its checkpoint, and that it has the same text."""
 
 from __future__ import annotations
 

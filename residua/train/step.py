@@ -266,7 +266,7 @@ class Step:
         return GraphedPass(self._pass, self._parameters) if self._captures else None
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:
-        """What computes the losses of a micro-batch."""
+        """The function that computes the losses of a micro-batch."""
         return build_losses(self.model, config, self._copies, self.compiled)
 
     def _rehearse(self, batch: Batch) -> None:

@@ -1,8 +1,8 @@
 """Figures of every layer while a run trains: peaks, sinks, depth weights, gates, mixtures and gains.
 
-Every `train.telemetry_every` steps (by default about twenty times in a run) a few tokens of the validation text, always
-the same, go through the model as it is written, outside the step: nothing is compiled, captured or drawn at random, and
-no training text is read. Figures are 0-dim tensors on the device until all are known; then the host reads them once.
+Every `train.telemetry_every` steps (by default about twenty times in a run), the same few tokens of the validation text
+go through the uncompiled model, outside the step. Nothing is captured or drawn at random, and no training text is read.
+Figures are 0-dim tensors on the device until all are known; then the host reads them once.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class Telemetry:
 
 
 def build_telemetry(config: RunConfig, validation: Batch, model: Decoder | None) -> Telemetry | None:
-    """What measures a run; None if it is off, or if no process has the whole model."""
+    """The telemetry of a run; None if it is off, or if no process has the whole model."""
     return None if config.train.telemetry == "off" or model is None else Telemetry(config, validation)
 
 

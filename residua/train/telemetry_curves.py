@@ -1,4 +1,4 @@
-"""What telemetry measures, by name, and its curves over tokens for the pages of studies and diagnoses; no torch."""
+"""The figures of telemetry, by name, and their curves over tokens for the pages of studies and diagnoses; no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 Place = Literal["reader", "sublayer", "layer"]
-"""What a figure belongs to: a reader of the depth state (a sublayer's input, the last is the final norm's), the write
+"""The owner of a figure: a reader of the depth state (a sublayer's input, the last is the final norm's), the write
 after a sublayer, or a layer."""
 
 

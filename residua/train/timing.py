@@ -223,7 +223,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process: what PyTorch allocated on the GPU, or the resident set on a CPU."""
+    """Peak memory of this process: PyTorch's allocations on the GPU, or the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,9 +1,9 @@
 """The training loop: steps, logs, validations and checkpoints, in an order that lets a run resume bit for bit.
 
-What `train` does, in order; `World` says on which processes:
+The order of `train`; `World` says on which processes:
 
 1. Opens the run's folder and text, and refuses what does not fit before anything is written.
-2. `Trainer` builds the step and goes on from the newest checkpoint that is finite, if there is any.
+2. `Trainer` builds the step and resumes from the newest finite checkpoint, if there is any.
 3. `fit` writes config.toml and the environment, then takes one step after the other (`_train_step`). After each it does
    what is due: telemetry, a log line, a validation, a checkpoint, the start of a shorter run (`Branch`). A log line
    stops a run whose loss is not finite, has diverged or does not fall; a signal stops it once it is saved.
@@ -232,7 +232,7 @@ class Trainer:
                 sink.close()
 
     def _environment(self) -> dict[str, Any]:
-        """What the run is trained with: software, hardware, its text, and the weights that it began with."""
+        """The environment of the run: software, hardware, its text, and the weights that it began with."""
         about = {**describe_environment(self.device), TEXT: self.dataset.fingerprint}
         start = self.config.train.start
         if start is None or not self.world.leads:
@@ -342,7 +342,7 @@ class Trainer:
             self.run.branch(branch.folder, branch.config, self.done, save)
 
     def _state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the tensors, as plain JSON that reads back exactly."""
+        """The state for a resumed run besides the tensors, as plain JSON that reads back exactly."""
         return {
             "step": self.done,
             "validation_loss": self.validation_loss,

@@ -49,7 +49,7 @@ class World:
         self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         """Whether torchrun has started this job before."""
         self.stages = Stages()
-        """What this process did before the first step of the current run, and for how long."""
+        """The stages of this process before the first step of the current run, and their seconds."""
         self.trained: Callable[[], None] = lambda: None
         """Called when a run is trained and validated: after that it needs the device only to look inside its model."""
 
@@ -161,7 +161,7 @@ _FREE = (
     "train.log_every", "train.validate_every", "train.save_every", "train.keep",
     "train.divergence_", "train.telemetry", "train.track", "train.profile",
 )  # fmt: skip
-"""What runs of one graph may differ in: nothing that `train.step.Step` compiles."""
+"""Settings in which runs of one graph may differ: nothing that `train.step.Step` compiles."""
 
 
 def graph_of(config: RunConfig) -> str:
@@ -170,7 +170,7 @@ def graph_of(config: RunConfig) -> str:
 
 
 class SharedWorld(World):
-    """One process that trains runs one after the other, on one step as long as they have the same graph.
+    """One process that trains runs sequentially, on one step as long as they have the same graph.
 
     Two runs have the same graph if they differ only in seeds, rates, schedule, length and how often they log and save.
     The second starts at once: its weights are built as in a process of its own and copied into the tensors that the

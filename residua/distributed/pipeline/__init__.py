@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages of the model on different ranks, what they send each other, and the schedule."""
+"""Pipeline parallelism: stages of the model on different ranks, the tensors between them, and the schedule."""

@@ -79,7 +79,7 @@ class Part:
 
     @property
     def unsharded(self) -> set[nn.Parameter]:
-        """What FSDP2 must leave alone: divided experts, and what stages share."""
+        """Parameters that FSDP2 must leave alone: divided experts, and those that stages share."""
         return self._divided | self.shared.unsharded
 
     def build_stages(self) -> list[Stage]:
@@ -154,7 +154,7 @@ class SharedParameters:
 
     @property
     def unsharded(self) -> set[nn.Parameter]:
-        """What FSDP2 must leave whole on every rank: what all stages share, and a head that a rank uses twice."""
+        """Parameters that FSDP2 must leave whole on every rank: the shared ones, and a head that a rank uses twice."""
         head = self._head() if self._repeats else None
         return self._known if head is None else self._known | {cast(nn.Parameter, head)}
 

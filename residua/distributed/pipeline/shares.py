@@ -41,7 +41,7 @@ long as a whole head (docs/scale.md); those that keep their softmax were not mea
 
 @dataclass(frozen=True)
 class Share:
-    """What one stage computes: sublayers, and some of the `pieces` of the head."""
+    """The computation of one stage: sublayers, and some of the `pieces` of the head."""
 
     sublayers: range
     head: range
@@ -87,7 +87,7 @@ def share_work(work: Work, stages: int, pieces: int) -> list[Share]:
 
 
 def stage_work(work: Work, shares: Sequence[Share]) -> list[float]:
-    """What each stage of a division costs, in FLOPs per token."""
+    """The cost of each stage of a division, in FLOPs per token."""
     return [
         (work.embedding if number == 0 else 0.0)
         + sum(work.sublayers[share.sublayers.start : share.sublayers.stop])
@@ -114,7 +114,7 @@ def _costs(work: Work, pieces: int) -> list[float]:
 
 
 def head_work(work: Work, share: Share) -> float:
-    """What the head costs a stage."""
+    """The cost of the head for a stage."""
     return _piece(work, share.pieces) * len(share.head)
 
 
@@ -192,7 +192,7 @@ def recomputes_anchors(config: ModelConfig, how: str) -> bool:
 def crossing(
     config: ModelConfig, ends: Sequence[int], shape: Sequence[int], dtype: torch.dtype, anchors: str
 ) -> list[Items]:
-    """What crosses after each sublayer of `ends`, as tensors without memory; `shape` is [B, T, C]."""
+    """The tensors that cross after each sublayer of `ends`, as tensors without memory; `shape` is [B, T, C]."""
     sends: list[Items] = []
     with FakeTensorMode(), torch.no_grad():
         topology = build_topology(config.topology, config.sublayers, config.width)
@@ -220,7 +220,7 @@ def boundaries_of(
     anchors: str,
     known: Mapping[int, Items] | None = None,
 ) -> list[Items]:
-    """What crosses between the stages of a pipeline, as tensors without memory; `shape` is [B, T, C].
+    """The tensors that cross between the stages of a pipeline, as tensors without memory; `shape` is [B, T, C].
 
     `known` may hold what crosses after each sublayer.
     """
@@ -230,7 +230,7 @@ def boundaries_of(
 
 
 def head_items(share: Share, shape: Sequence[int], dtype: torch.dtype) -> Items:
-    """What crosses inside a head that is cut: its input, which stays the same, and two numbers per token."""
+    """The tensors that cross inside a head that is cut: its input, which stays the same, and two numbers per token."""
     numbers = torch.empty(*shape[:-1], dtype=torch.promote_types(dtype, torch.float32), device="meta")
     hidden = torch.empty(*shape, dtype=dtype, device="meta")
     return {HIDDEN: hidden, f"{LSE}.{share.head.stop}": numbers, f"{PICKED}.{share.head.stop}": numbers.clone()}

@@ -43,7 +43,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Settings:
-    """What all slices of a rank share."""
+    """The common settings of all slices of a rank."""
 
     shares: Sequence[Share]
     boundary: Boundary
@@ -156,7 +156,7 @@ class Slice(nn.Module):
         return h, state, tuple(value for name, value in items.items() if name.startswith("anchor.")), None
 
     def _onward(self, anchors: Sequence[Tensor], embedding: Tensor | None) -> Items:
-        """What later stages need for their anchors, besides the state of the topology."""
+        """The tensors for the anchors of later stages, besides the state of the topology."""
         if not self.settings.recompute_anchors:
             return {f"anchor.{i}": anchor for i, anchor in enumerate(anchors)}
         assert embedding is not None

@@ -8,8 +8,8 @@ each and N_p blocks made per stage, in blocks per token and direction,
     cached   P(P−1)/2 · N_p + (V−1) P² · N_p         in the paper; we also cache what the rank made itself, so our
                                                      second term is (V−1) P(P−1) · N_p
 
-The cache holds the tensor that was received or made, not a copy. In the backward pass the later stages of the rank add
-their gradients to the cache entry, and the stage that received or made the tensor adds their sum to its own gradient.
+The cache holds the tensor that was received or made, not a copy. In the backward pass, later stages of the rank add
+their gradients to the cache entry. The stage that received or made the tensor adds their sum to its own gradient.
 """
 
 from __future__ import annotations

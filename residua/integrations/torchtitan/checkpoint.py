@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank has of a parameter, in checkpoints by its place in the whole one: any mesh reads it.
+"""The part of a parameter on a tensor-parallel rank, saved by its place in the whole one: any mesh reads it.
 
 torch.distributed.checkpoint pickles whatever is not a tensor, so small JSON is packed into one.
 """
@@ -82,5 +82,5 @@ def pack(value: dict[str, Any]) -> Tensor:
 
 
 def unpack(tensor: Tensor, where: str = "the checkpoint's data position") -> Any:
-    """What `pack` was given."""
+    """The inverse of `pack`."""
     return parse_json(bytes(tensor.tolist()).decode(), where, "restore the checkpoint from a copy")

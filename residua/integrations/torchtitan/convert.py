@@ -132,7 +132,7 @@ def _read(reader: _Reader, path: Path, described: Any, wanted: dict[str, Tensor]
 
 
 def _state(step: int, read: dict[str, Tensor]) -> dict[str, Any]:
-    """What a run needs to go on; a checkpoint of a model alone says only which step it is of."""
+    """The state for a resumed run; a checkpoint of a model alone has only its step."""
     state: dict[str, Any] = {"step": step, "validation_loss": None}
     if PLACE not in read:
         return state

@@ -1,4 +1,4 @@
-"""Tensor and context parallelism: what ranks divide among them inside a layer.
+"""Tensor and context parallelism: the division of a layer among ranks.
 
 Tensor parallelism: every rank has some heads and hidden channels of each layer, and some tokens between layers. Its
 model is a decoder with fewer heads and narrower feed-forwards (`narrow`). Its fused projections hold its rows of every
@@ -8,8 +8,8 @@ before its first projection, and its last one sums over the ranks what each need
 
     x [B, T/N, C] → gather → x [B, T, C] → heads of this rank → y [B, T, C] → sum, scatter → y [B, T/N, C]
 
-Anchors are made and mixed head by head, so they stay on the rank of their heads. What the ranks have alike (gains,
-queries of junctions, experts) sees other tokens or serves other heads on each of them: its gradient is the sum.
+Anchors are made and mixed head by head, so they stay on the rank of their heads. Replicated parameters (gains,
+queries of junctions, experts) see other tokens or serve other heads on each rank: their gradient is the sum.
 
 Context parallelism: every rank has some tokens of each sequence, at explicit positions. Everything but attention acts
 token by token. Softmax attention gathers the keys and values of all ranks, puts them in the order of their positions,

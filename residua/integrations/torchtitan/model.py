@@ -93,7 +93,7 @@ class ResiduaModel(Decoder, BaseModel):
         return torch.stack([cross_entropy, z, balance])
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ResiduaModel:
-        """Give memory to what has none; what stages share has it already, and is known by it."""
+        """Give memory to tensors that have none; tensors shared by stages have it already."""
         materialise(self, torch.device(device))
         return self
 

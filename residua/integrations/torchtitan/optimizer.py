@@ -91,7 +91,7 @@ class ResiduaSchedule(LRSchedulersContainer):
             return ResiduaSchedule(optimizers, lambda step: schedule.factor(min(step, steps - 1), steps))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a step, and set its rates: they are no part of the optimizer's state here."""
+        """Go to a step, and set its rates: here the optimizer's state does not include them."""
         super().load_state_dict(state_dict)
         for scheduler in self.schedulers:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):

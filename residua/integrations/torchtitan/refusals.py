@@ -1,4 +1,4 @@
-"""What Residua's runs and torchtitan cannot do together: refused in one sentence that names both."""
+"""Combinations that Residua's runs and torchtitan do not support: refused in one sentence that names both."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from residua.train.balance import Balancer
 
 
 class ResiduaLoss(BaseLoss):
-    """What `residua train` minimises: cross-entropy, z-term, balance of experts. It reports the cross-entropy alone.
+    """The loss of `residua train`: cross-entropy, z-term, balance of experts. It reports the cross-entropy alone.
 
     The losses that come in are means over this rank's targets; what goes out are its parts of the means over the step.
     """
@@ -111,7 +111,7 @@ class ResiduaTrainer(Trainer):
         self.balancer = model.balancer
 
     def _describe(self, run: RunConfig, model: ResiduaModel) -> None:
-        """Put what `convert` and `residua` need beside the checkpoints."""
+        """Put the files for `convert` and `residua` next to the checkpoints."""
         if dist.get_rank() == 0:
             folder = Path(self.config.dump_folder)
             folder.mkdir(parents=True, exist_ok=True)

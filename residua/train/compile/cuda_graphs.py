@@ -1,8 +1,8 @@
 """CUDA graphs of a micro-batch's forward and backward pass: the host launches one graph, not a thousand kernels.
 
-Two graphs are captured after a few ordinary passes, when everything is compiled: one for the first micro-batch of a
-step, which writes the gradients, and one for the others, which add to them (gradients of working copies are zeroed
-before the step, so both graphs add). They replay the kernels of an ordinary pass, so results are bit-identical. A graph
+Two graphs are captured after a few ordinary passes, when everything is compiled. The graph of a step's first
+micro-batch writes the gradients; the other one adds to them. Gradients of working copies are zeroed before the step, so
+there both graphs add. They replay the kernels of an ordinary pass, so results are bit-identical. A graph
 reads and writes fixed addresses: each batch is copied in, and after every replay the parameters get the graph's
 gradient buffers.
 """

@@ -113,7 +113,7 @@ def compile_sublayers(model: Decoder) -> None:
 
 
 def structure(module: nn.Module) -> str:
-    """What a module computes, without the values of its weights: equal for modules that can share compiled code.
+    """The computation of a module, without the values of its weights: equal for modules that can share compiled code.
 
     A replaced `forward` (activation checkpointing) is not compared: it is assumed to be the same for all sublayers.
     """

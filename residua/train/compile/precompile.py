@@ -1,9 +1,9 @@
 """Compile kernels ahead: helper processes fill Triton's cache on disk while `torch.compile` still traces the model.
 
-Triton compiles a kernel when it is first launched, one after the other, and a model's first step launches dozens of new
+Triton compiles kernels sequentially, each when it is first launched, and a model's first step launches dozens of new
 ones. But long before that, tracing asks each operator for its outputs, with the shapes, strides and dtypes of the
-launch. A helper calls the same operator on stand-in CPU tensors, and so compiles the same kernels. What it misses, or
-does not finish in time, is compiled at the launch as usual.
+launch. A helper calls the same operator on stand-in CPU tensors, and so compiles the same kernels. The launch
+compiles as usual if the helper missed a kernel or is late.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_HELPERS = 8
 
 
 class StandIn(NamedTuple):
-    """What kernels are compiled for: a tensor's shape, strides and dtype."""
+    """A tensor as compilation sees it: shape, strides and dtype."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

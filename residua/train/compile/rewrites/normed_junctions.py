@@ -206,7 +206,7 @@ def _inserting(graph: Graph, place: Node, old: Node) -> Iterator[None]:
 
 
 def _readers(node: Node, which: int) -> list[Node]:
-    """What reads an output of a node, through views."""
+    """The nodes that read an output of a node, through views."""
     return [reader for item in node.users if item.args[1] == which for reader in _through(item)]
 
 
