@@ -23,7 +23,7 @@ MARKS: dict[State, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One row. `missing` is an optional part, `note` something to know; only `failed` is a fault. `fix` is the remedy."""
+    """One row. `missing` is an optional part, `note` a fact; only `failed` is a fault. `fix` is the remedy."""
 
     group: str
     name: str

@@ -1,1 +1,1 @@
-"""What the operators share: choosing a backend, registering operators, launching kernels, small arithmetic."""
+"""The common machinery of operators: choosing a backend, registering operators, launching kernels, small arithmetic."""

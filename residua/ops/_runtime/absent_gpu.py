@@ -15,9 +15,9 @@ THREADS = 1024
 
 
 class AbsentGPU:
-    """What Triton asks its driver for. Operators called on CPU tensors choose and compile kernels as for this GPU.
+    """A stand-in for Triton's driver. Operators called on CPU tensors choose and compile kernels as for this GPU.
 
-    `loaded` is told each kernel's name, its binary and its bytes of shared memory; Triton refuses those that need more
+    `loaded` gets each kernel's name, its binary and its bytes of shared memory; Triton refuses those that need more
     than `shared_memory`.
     """
 

@@ -1,4 +1,4 @@
-"""What launching kernels has in common: sizes, alignment, tables of addresses, sums of partial results."""
+"""Helpers for launching kernels: sizes, alignment, tables of addresses, sums of partial results."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 _LIBRARY = torch.library.Library("residua", "FRAGMENT")
 
 launchers: dict[str, Callable[..., Any]] = {}
-"""What runs when `residua::name` is called, by name."""
+"""The function behind `residua::name`, by name."""
 
 listeners: list[Callable[[str, str, tuple[Any, ...], dict[str, Any]], None]] = []
 """Called for each operator that is traced: module that registers it, name, arguments and settings (fake tensors)."""

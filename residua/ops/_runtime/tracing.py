@@ -21,7 +21,7 @@ _waiting: list[Callable[..., Any]] = []
 
 
 def in_graph(function: F) -> F:
-    """Make the function one opaque node of compiled graphs; Dynamo is told so when it is imported."""
+    """Make the function one opaque node of compiled graphs; Dynamo learns it when it is imported."""
     if DYNAMO in sys.modules:
         return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return, no-untyped-call]
     _waiting.append(function)

@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 
 
 absent: Gpu | None = None
-"""What kernels are compiled for in a process that launches none (`absent_gpu.py`)."""
+"""The GPU to compile for in a process that launches no kernels (`absent_gpu.py`)."""
 
 
 def supports(*tensors: Tensor) -> bool:

@@ -25,7 +25,7 @@ def _mixers(d: Draw) -> Cases:
 def _serves_mixer(
     projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, key_heads: int, **_: Any
 ) -> bool:
-    """What all three kernels take."""
+    """Whether all three kernels take these tensors."""
     width = gain.shape[0]
     return convolution.shape[0] <= MOST_TAPS and takes(projected, width, width) and supports(convolution, gain)
 

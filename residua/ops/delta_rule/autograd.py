@@ -1,12 +1,12 @@
 """Delta rules, fused: operators and gradients.
 
-The gated rule is fused whole (`residua bench ops gated_delta`, beside flash-linear-attention). Kept for backward beside
-q, k and v: the state that each chunk of 64 tokens meets and u, in v's dtype, two matrices [64, 64] per chunk and head,
-and six numbers per token and head. For heads of 128 that is four times as much as v. Recomputing the states instead
+The gated rule is fused whole (`residua bench ops gated_delta` also times flash-linear-attention). Backward keeps q, k
+and v, and in v's dtype u and the state before each chunk of 64 tokens. It also keeps two matrices [64, 64] per chunk
+and head, and six numbers per token and head. For heads of 128 that is four times as much as v. Recomputing the states
 would repeat the forward pass, whose chunks have to wait for each other.
 
-With a decay per channel, what costs most is fused: the products of decayed keys and queries (`residua bench ops
-kimi_delta --implementations fused,reference`). Backward keeps their inputs and forms the decays again.
+With a decay per channel, only the most expensive part is fused: the products of decayed keys and queries (`residua
+bench ops kimi_delta --implementations fused,reference`). Backward keeps their inputs and forms the decays again.
 """
 
 from __future__ import annotations

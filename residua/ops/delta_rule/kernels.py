@@ -1,4 +1,4 @@
-"""The gated delta rule on the GPU, forward: chunks of C tokens, first each by itself, then one after the other.
+"""The gated delta rule on the GPU, forward: chunks of C tokens, first each by itself, then in sequence.
 
 With the reference's letters, for one head and a chunk that meets the state S [K, V]:
 
@@ -6,8 +6,8 @@ With the reference's letters, for one head and a chunk that meets the state S [K
     r = β (v − enter ⊙ k S),   u = inverse r                                                    scan_kernel
     o = enter ⊙ q S + reads u,   S' = enter_last S + (leave ⊙ k)ᵀ u,   leave_j = within_last,j
 
-`rates` [6, B·H, N·C] holds, for every token of the N chunks and in float32, enter, leave, β, β enter, the sum G of log
-decays and the number of documents begun inside the chunk. After the last token β is 0.
+`rates` [6, B·H, N·C] is float32 and holds six numbers per token: enter, leave, β, β enter, the sum G of log decays, and
+the number of documents begun inside the chunk. After the last token β is 0.
 """
 
 # mypy: ignore-errors

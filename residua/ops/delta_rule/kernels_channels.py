@@ -2,9 +2,9 @@
 
     (x, k)_ij = Σ_c x_ic k_jc exp(G_ic − G_jc),   j ≤ i,   for x = k and x = q
 
-A program takes 16 rows of one chunk. With an earlier block of 16 columns the exponent is divided at R, the sum G of the
-token before the rows, so that both factors are at most 1 and the rest is a matrix product; within the block on the
-diagonal the columns are taken one by one. With P_ij = exp(G_i − G_j), and D, E the gradients of (k, k) and (q, k):
+A program takes 16 rows of one chunk. For an earlier block of 16 columns it divides the exponent at R, the sum G of the
+token before the rows. Then both factors are at most 1 and the rest is a matrix product. In the block on the diagonal it
+takes the columns one by one. With P_ij = exp(G_i − G_j), and D, E the gradients of (k, k) and (q, k):
 
     rows_i = Σ_j D_ij P_ij k_j,   d_q,i = Σ_j E_ij P_ij k_j,   columns_j = Σ_i P_ij (D_ij k_i + E_ij q_i)
     d_k = rows + columns,   d_G = k ⊙ rows + q ⊙ d_q − k ⊙ columns

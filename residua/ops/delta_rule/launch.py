@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
         return cdiv(self.length, CHUNK)
 
     def arguments(self, *strided: Tensor) -> tuple[int, ...]:
-        """What every kernel takes after its pointers: sizes, then the strides of batch, token and head."""
+        """The arguments of every kernel after its pointers: sizes, then the strides of batch, token and head."""
         sizes = self.length, self.chunks, self.rows, self.heads, self.group
         return (*sizes, *(stride for x in strided for stride in x.stride()[:3]))
 

@@ -123,7 +123,7 @@ def kimi_delta(
 
 
 class Decays(Protocol):
-    """What a rule makes of q, k, G, β of all chunks [B, H, N, 64, ·], and of whose document is whose."""
+    """The decays of a rule, from q, k, G, β of all chunks [B, H, N, 64, ·] and the documents."""
 
     enter: Tensor
     """exp(G_i)"""

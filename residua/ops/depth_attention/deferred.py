@@ -10,9 +10,9 @@ producer of v_i after all its readers, and the producer does the rest in one pas
 
 *Handles* connect them: tensors without memory (stride 0), one pair from a source to each of its readers. They carry no
 value forward; backward, their gradients are dh_l, the same tensor for every source, and the pair (lse_l, δ_l). So the
-graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special. Since queries do not depend
-on the input, a source's scores for all its readers are computed when it is made, several reads are evaluated together
-over the sources they share, and one source's backward does most of its neighbours'.
+graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special. Queries do not depend on
+the input. So a source's scores for all its readers are computed when it is made, and several reads are evaluated
+together over the sources they share. One source's backward does most of its neighbours' work.
 
 δ_l uses h_l as it was stored: in bf16 that is half a percent of noise on du_l, zero on average.
 

@@ -27,7 +27,7 @@ def stats_kernel(
     dh_ptr, h_ptr, lse_ptr, stats_ptr, tokens, stride_s,
     C: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What a read passes on to its sources: stats[0] = lse, stats[1] = δ = dh · h."""
+    """The numbers that a read passes on to its sources: stats[0] = lse, stats[1] = δ = dh · h."""
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live = t < tokens
     low, high = tl.arange(0, LOW), LOW + tl.arange(0, HIGH)

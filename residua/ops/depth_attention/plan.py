@@ -28,7 +28,7 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What step k takes from the state and what it leaves there, by position.
+    """The inputs of step k in the state and its outputs there, by position.
 
     A table per step, since `torch.compile` traces a table lookup faster than the code that computes it, and a deep
     model has thousands of sources.

@@ -48,6 +48,6 @@ def _sorted_ffn(x: Tensor, up: Tensor, out: Tensor, ends: Tensor, activation: st
 
 
 def expert_hidden(x: Tensor, up: Tensor, ends: Tensor, activation: str) -> Tensor:
-    """act(W_up,e x_s) [slots, H] of sorted rows x [slots, C]: what the experts' last matrices read."""
+    """act(W_up,e x_s) [slots, H] of sorted rows x [slots, C]: the input of the experts' last matrices."""
     parts = grouped_linear(x, up, ends).chunk(2 if activation in GATED else 1, -1)
     return ACTIVATIONS[activation](*parts)

@@ -76,7 +76,7 @@ def route_kernel(
     at = t[:, None] * E + e[None, :]
     tl.store(logits_ptr + at, b_l, mask=here[:, None] & present)
     b_s, b_p, _, b_lse = _scores(b_l, present, SIGMOID)
-    # the CHOICES largest of s + bias, one after the other; of equal ones the first
+    # the CHOICES largest of s + bias, in turn; of equal ones the first
     b_rank = b_s
     if BIASED:
         b_rank += tl.load(bias_ptr + e, mask=e < E, other=0.0).to(tl.float32)[None, :]

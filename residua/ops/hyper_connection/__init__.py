@@ -11,7 +11,7 @@ from residua.ops.hyper_connection import reference
 from residua.ops.hyper_connection.reference import Norm, read_weights
 
 MOST_STREAMS = 4
-"""What a thread of the kernels can hold. More streams run as plain PyTorch: no preset has them."""
+"""The streams that a thread of the kernels can hold. More run as plain PyTorch: no preset has them."""
 
 
 def _serves(

@@ -7,7 +7,7 @@ NORM says where z comes from. "all": RMS over all streams as one vector, φ [K, 
 Either way z is one row of Z numbers in a tile of RANK columns, K of which, or all, belong to a stream.
 
 Two passes each way, each shaped for what it does. φ is read once for every tile of tokens, so the tiles that it is
-multiplied with are long; what needs a whole row of channels before it can go on is done in short tiles, which hold it.
+multiplied with are long. Work that needs a whole row of channels is done in short tiles, which hold it.
 
     forward:   write   X' = mix X + post y, ‖X'‖² and X' φᵀ
                read    z and pre from them, h = Σ pre_i X'_i
@@ -16,7 +16,7 @@ multiplied with are long; what needs a whole row of channels before it can go on
 
 Without a projection nothing waits for a whole row: `write` computes h as well, `spread` the gradient of pre. A second
 pass goes through the tokens backwards, for the cache holds the last rows of the first one. A step of mHC at S takes
-1.368 times an additive one, and 1.482 times with one kernel each way (docs/results/step.md, `residua bench step
+1.368 times an additive one; with one kernel each way it takes 1.482 times (docs/results/step.md, `residua bench step
 mgr-s-prenorm --micro-batch 32 --accumulate 4 --compare prenorm,mhc`).
 
 NORMED: with a projection, the norm after the junction is inside and h is neither written nor read: 1.305 times in that
@@ -27,7 +27,7 @@ step, with later tiles, not measured alone. With x = gain ⊙ h·r the norm's ou
 `read` keeps h·X'_i and r. So `sums` needs no more dot products than without the norm: from u·X_j and u·y follow
 u·X'_i, u·h = Σ_i pre_i u·X'_i, and what it needs, g_h·X'_i = r u·X'_i − p h·X'_i. `spread` makes h again from the rows
 that it reads anyway: h = Σ_j (Σ_i pre_i mix_ij) X_j + (Σ_i pre_i post_i) y.
-So a junction of n streams moves 3n + 2 rows forward and 5n + 5 backward, where beside a norm it is 3n + 4 and 5n + 8.
+So a junction of n streams moves 3n + 2 rows forward and 5n + 5 backward; with a separate norm it is 3n + 4 and 5n + 8.
 Forward, h is made of X' as it is stored, rounded, and is not rounded itself; the backward pass makes it, and u·X'_i, of
 X' before it was rounded.
 """

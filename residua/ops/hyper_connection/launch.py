@@ -252,7 +252,7 @@ def _weights_sizes(n: int) -> dict[str, int]:
 
 
 def _parts(phi: Tensor, dtype: torch.dtype) -> Tensor:
-    """φ in the streams' dtype [1 or 2, *phi]: rounded, and if that loses something, what it loses."""
+    """φ in the streams' dtype [1 or 2, *phi]: rounded, and the rounding error if there is one."""
     if phi.dtype == dtype or not phi.numel():
         return phi.to(dtype)[None]
     parts = phi.new_empty((2, *phi.shape), dtype=dtype)

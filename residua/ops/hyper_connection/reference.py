@@ -82,7 +82,7 @@ def manifold_weights(
 
 
 def write_logits(logits: Tensor, scale: Tensor, bias: Tensor, streams: int) -> tuple[Tensor, Tensor]:
-    """What post [..., N] and mix [..., N, N] are computed from."""
+    """The logits of post [..., N] and mix [..., N, N]."""
     sizes = (streams, streams, streams * streams)
     _, post, res = (s * z + b for s, z, b in zip(scale, logits.split(sizes, -1), bias.split(sizes), strict=True))
     return post, res.unflatten(-1, (streams, streams))

@@ -29,7 +29,7 @@ def _add5(a0, a1, a2, a3, a4, b0, b1, b2, b3, b4):
 
 @triton.jit
 def _base(base_ptr, at, live, ADD: tl.constexpr):
-    """What y is added to [BLOCK], or 0."""
+    """The summand of y [BLOCK], or 0."""
     if ADD:
         return tl.load(base_ptr + at, mask=live, other=0.0).to(tl.float32)
     else:

@@ -1,6 +1,6 @@
 """Operators of inference in plain PyTorch, for prompts and for decoding one token per row.
 
-A junction comes together with the norm after it: what it makes is written once, normed, in one launch when fused.
+A junction comes together with the norm after it: its output is written once, normed, in one launch when fused.
 Rows are [M, C], all tokens of a batch; equations are those of `depth_attention` and `multi_gate`. None has a gradient.
 """
 

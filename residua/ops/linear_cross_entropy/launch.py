@@ -1,16 +1,16 @@
 """The head's projection and the cross-entropy without float32 logits in memory.
 
-With p = softmax(logits), g and g_z the gradients that reach the loss and the z-term, and count the counted targets, the
-gradient of a token's logits is  c·p − (g/count)·onehot(target),  c = (g + 2·z_loss·lse·g_z)/count.
+Let p = softmax(logits), g and g_z the gradients that reach the loss and the z-term, and count the number of counted
+targets. The gradient of a token's logits is  c·p − (g/count)·onehot(target),  c = (g + 2·z_loss·lse·g_z)/count.
 
 If g = g_z, as where loss + z is minimised, c = g·w/count with w = 1 + 2·z_loss·lse, and the forward pass knows all of
-it but g. So it multiplies p by both matrices at once, some tokens at a time, and keeps p·W [N, C] and pᵀ·(w·hidden)
+it but g. So it multiplies p by both matrices at once, some tokens at a time. It keeps p·W [N, C] and pᵀ·(w·hidden)
 [V, C] instead of p [N, V]; the target's entry of p is less 1/w. The backward pass scales them.
 
 That g and g_z are equal is known without looking at their values, which are on the GPU: they are one tensor, or z_loss
 is 0. If they are not, the backward pass of `linear_cross_entropy` computes p again, some tokens at a time: c scales
-rows of the products' other operands, and the target's entry is p_target − g/(count·c). `training_cross_entropy` is told
-that they are equal, and keeps nothing for that case.
+rows of the products' other operands, and the target's entry is p_target − g/(count·c). `training_cross_entropy`
+takes them to be equal, and keeps nothing for that case.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _multiply(
 
 
 def room(cast: Tensor) -> int:
-    """The bytes of logits at a time: what is left of BESIDE_BYTES beside a copy of the matrix in their dtype.
+    """The bytes of logits at a time: the rest of BESIDE_BYTES after a copy of the matrix in their dtype.
 
     A matrix that has that dtype is not copied; then its float32 gradient takes as much more than the one returned.
     """

@@ -47,7 +47,7 @@ def training_cross_entropy(
 
 
 def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What some rows of a head, weight [R, C], contribute to the loss of hidden [N, C], at least in float32.
+    """The contribution of some rows of a head, weight [R, C], to the loss of hidden [N, C], at least in float32.
 
         logits = hidden weightᵀ,   lse = log Σ exp logits,   picked = the logit of the target, if it is in these rows
 

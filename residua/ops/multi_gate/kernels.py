@@ -5,7 +5,7 @@ Forward: ‖s'‖² and w2·s' follow from dot products of s and f, so the 4n + 
 the backward pass, which needs 3n + 1 more (g_s'_i·f, g_s'_i·s_i, g_h·s_i; g_h·f) and no second reduction.
 
 Registers bound these kernels: they decide how many tokens are in flight at once. So nothing is held from one sweep to
-the next. The second sweep reads again what the first left in L1 or L2, and sums over channels are taken inside a thread
+the next. The second sweep reads again what the first left in L1 or L2. Sums over channels are taken inside a thread
 first, so that they are one number per thread and stream.
 
 A row of any width is cut into TILES tiles of BLOCK channels, so that 1280 costs five tiles of 256 and not 2048; the
@@ -20,7 +20,7 @@ reads. With x = gain ⊙ h·r the norm's output, r = 1/rms(h), and u = gain ⊙ 
 
 h = Σ a_i(1−β_i)·s_i + (Σ a_i β_i)·f is made again from rows that the backward pass reads anyway. The dot products
 g_h·s_i and g_h·f that it needs follow from u·s_i, u·f and, kept by the forward pass, h·s_i and h·f: still one
-reduction. So a junction moves 2n + 2 rows forward and 3n + 3 backward, where beside a norm it is 2n + 4 and 3n + 6.
+reduction. So a junction moves 2n + 2 rows forward and 3n + 3 backward; with a separate norm it is 2n + 4 and 3n + 6.
 A step of S takes 1.129 times an additive one, and 1.149 times with the norm apart (docs/results/step.md, `residua
 bench step mgr-s-prenorm --micro-batch 32 --accumulate 4 --compare prenorm,mgr`).
 
@@ -196,7 +196,7 @@ def keep_scalars(stats_ptr, token, i, live, beta, ss, sf, s1, s2, ff, f2, N: tl.
 
 @triton.jit
 def kept_scalars(stats_ptr, token, i, N: tl.constexpr):
-    """What `keep_scalars` kept of a token: β, ss, sf, s1 and s2 [ROWS], ff and f2."""
+    """The scalars that `keep_scalars` stored for a token: β, ss, sf, s1 and s2 [ROWS], ff and f2."""
     line_ptr = stats_ptr + token * (5 * N + 2)
     beta, ss, sf = scalars(line_ptr, i, N), scalars(line_ptr + N, i, N), scalars(line_ptr + 2 * N, i, N)
     s1, s2 = scalars(line_ptr + 3 * N, i, N), scalars(line_ptr + 4 * N, i, N)

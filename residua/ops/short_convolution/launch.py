@@ -1,7 +1,7 @@
 """Short convolution, fused: operators, tile sizes, launches and gradients.
 
 Kept for backward: the projection and the weight. The operator takes the projection unsplit and passes the gate's
-columns on, so that the gradient of the projection is written in one piece, where a split would end in a concatenation.
+columns on. So the gradient of the projection is written in one piece; a split would end in a concatenation.
 """
 
 from __future__ import annotations

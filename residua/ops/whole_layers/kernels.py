@@ -2,8 +2,8 @@
 
 A layer has five phases: project (Q, K and V), attend, out, up with the activation, and down; after the last layer the
 final norm is a sixth. Programs, one to a multiprocessor, go through them together, with a barrier after each. A program
-has its own rows of every matrix, a row of a tile to a warp, and loads those of a phase into registers *before* it waits
-for the results of the phase before it: memory works while programs wait. The last SPARE programs have no rows; they
+has its own rows of every matrix, a row of a tile to a warp. It loads those of a phase into registers *before* it waits
+for the results of the previous phase: memory works while programs wait. The last SPARE programs have no rows; they
 write the state and prepare the next junction (`kernels_entry.py`).
 
 The barrier counts arrivals, P more for each phase. It needs all programs on the GPU at once: the launcher asks for a
@@ -64,7 +64,7 @@ def _again(program, ONLY: tl.constexpr):
 def _held(
     w_ptr, program, RESULTS: tl.constexpr, C: tl.constexpr, WORK: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """A program's share of a matrix [RESULTS, C]: tiles of ROWS rows, one after the other, each as lines [ROWS, LINE].
+    """A program's share of a matrix [RESULTS, C]: tiles of ROWS rows, in turn, each as lines [ROWS, LINE].
 
     A line is what a warp loads at once, so that a warp has a row, and sums need no other warp. In one wide tile the
     compiler would divide rows among warps, or divide them otherwise in other versions.

@@ -272,7 +272,7 @@ def write(
     M: tl.constexpr, C: tl.constexpr, JUNCTION: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
     SPARE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The state after junction J, for the rows of program `spare` of SPARE; what others still read is elsewhere."""
+    """The state after junction J, for the rows of program `spare` of SPARE; other programs read another buffer."""
     c = tl.arange(0, WIDE)
     for turn in range((M + SPARE - 1) // SPARE):
         m = turn * SPARE + spare

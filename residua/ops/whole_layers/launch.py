@@ -1,4 +1,4 @@
-"""Launching whole layers: what they need, and the buffers, addresses and counts that last between launches."""
+"""Launching whole layers: requirements, and the buffers, addresses and counts that last between launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors, su
 from residua.ops.inference.reference import GATED, KEY_EPS
 
 MOST_ROWS = 2
-"""Rows are taken one after the other: with more of them, one launch for all rows of an operation is faster."""
+"""Rows are taken in turn: with more of them, one launch for all rows of an operation is faster."""
 MOST_STREAMS = 4
 WARPS = 8
 LINE = 256
@@ -44,7 +44,7 @@ class Junctions(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What all layers have in common, and of `Junctions` what is no tensor."""
+    """The sizes that all layers share, and the plain numbers of `Junctions`."""
 
     width: int
     heads: int
