@@ -44,12 +44,13 @@ def either(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
-def handle(like: Tensor, shape: Sequence[int]) -> Tensor:
+def handle(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """A tensor without memory, by which one backward pass sends tensors to another that runs after it.
 
-    It has stride 0 and the dtype and device of another. Its value means nothing, its gradient everything.
+    It has stride 0, and the device and, if none is given, the dtype of another. Its value means nothing, its gradient
+    everything.
     """
-    return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=like.dtype, device=like.device)
+    return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype or like.dtype, device=like.device)
 
 
 def device_guard(x: Tensor) -> Any:

@@ -319,14 +319,16 @@ def _store_sums(at_ptr, lane, is_low, is_high, b_x1, b_x2, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def factors_kernel(
-    d_gamma_ptr, gamma_ptr, hidden_ptr, up_ptr, d_hidden_ptr, partial_ptr, tokens, tiles, stride_ht, stride_dt,
+    d_gamma_ptr, gamma_ptr, hidden_ptr, up_ptr, d_hidden_ptr, quotient_ptr, partial_ptr,
+    tokens, tiles, stride_ht, stride_dt,
     FACTORS: tl.constexpr, E: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Every P-th tile of ROWS tokens, P the programs, of the network that makes γ = σ(z), z = W2 GELU(h) + b:
 
     dz = γ (1 − γ) dγ,  db = Σ dz,  dW2 = Σ dz GELU(h)ᵀ,  dh = (W2ᵀ dz) ⊙ GELU'(h)
 
-    dγ and γ [tokens, FACTORS]. Each program leaves its share of dW2 [FACTORS, E] and db in its row of `partial`.
+    dγ and γ [tokens, FACTORS]; also the quotients γ1/γ2 for `gather_kernel`, [tokens, FACTORS/2]. Each program leaves
+    its share of dW2 [FACTORS, E] and db in its row of `partial`.
     """
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     inside = lane < E
@@ -346,6 +348,13 @@ def factors_kernel(
             b_dz = tl.load(d_gamma_ptr + t * FACTORS + f, mask=live, other=0.0)  # [ROWS, 1]
             b_gamma = tl.load(gamma_ptr + t * FACTORS + f, mask=live, other=0.0).to(tl.float32)
             b_dz *= b_gamma * (1 - b_gamma)
+            if f % 2 == 0:
+                b_first = b_gamma
+            else:
+                # with so small a γ2 nothing is left of γ2 dm, and the quotient may overflow
+                is_small = b_gamma < 1e-30
+                b_quotient = tl.where(is_small, 0.0, b_first / tl.where(is_small, 1.0, b_gamma))
+                tl.store(quotient_ptr + t * (FACTORS // 2) + f // 2, b_quotient, mask=live)
             b_dh += b_dz * tl.load(up_ptr + f * E + lane + 0 * row, mask=inside & (row >= 0), other=0.0).to(tl.float32)
             b_new, b_new_biases = b_new + (b_sums[f] + b_dz * b_active,), b_new_biases + (b_biases[f] + b_dz,)
         b_sums, b_biases = b_new, b_new_biases
@@ -360,8 +369,8 @@ def factors_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def gather_kernel(
-    table_ptr, gamma_table_ptr, gamma_ptr, a_ptr, gain_ptr, scale_ptr, da_ptr, partial_ptr, gain_partial_ptr,
-    tokens, tiles, heads, first, factor, stride_d, stride_gt, stride_at, stride_dat, stride_l, stride_p, eps,
+    table_ptr, quotient_table_ptr, a_ptr, gain_ptr, scale_ptr, da_ptr, partial_ptr, gain_partial_ptr,
+    tokens, tiles, heads, first, anchor, stride_d, stride_qt, stride_at, stride_dat, stride_l, stride_p, eps,
     D: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, READERS: tl.constexpr, NORMED: tl.constexpr,
     DYNAMIC: tl.constexpr, ADD: tl.constexpr, LAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -372,8 +381,8 @@ def gather_kernel(
     da = rstd (gain ⊙ dN − n mean(gain ⊙ dN ⊙ n))
 
     The table has the addresses of the dm_l, whose columns from `first` on are the anchor's. DYNAMIC: it has those of
-    γ2_l dm_l, and the other table those of the γ_l, whose columns from `factor` on are γ1_l and γ2_l; λ1_l γ1_l takes
-    the place of λ1_l, so the γ2_l dm_l are multiplied by γ1_l/γ2_l. gamma_ptr gives the type of the γ_l.
+    γ2_l dm_l, and λ1_l γ1_l takes the place of λ1_l, so they are multiplied by γ1_l/γ2_l: column `anchor` of the
+    matrices whose addresses the other table has.
     ADD: dN is added to what da holds, which is dN of other layers. LAST: of all layers, and goes through N.
     """
     dtype: tl.constexpr = a_ptr.dtype.element_ty
@@ -381,13 +390,13 @@ def gather_kernel(
     row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     inside = (lane < D) & (row >= 0)
     c = head * D + lane
-    dm_ptrs, gamma_ptrs, b_sums = (), (), ()
+    dm_ptrs, quotient_ptrs, b_sums = (), (), ()
     b_zero = tl.zeros([ROWS, LANES], tl.float32)
     b_gain_sum = b_zero
     for l in tl.static_range(READERS):  # noqa: E741
         dm_ptrs, b_sums = dm_ptrs + (tensor(table_ptr, l, dtype) + first,), b_sums + (b_zero,)
         if DYNAMIC:
-            gamma_ptrs = gamma_ptrs + (tensor(gamma_table_ptr, l, gamma_ptr.dtype.element_ty) + factor,)
+            quotient_ptrs = quotient_ptrs + (tensor(quotient_table_ptr, l, tl.float32) + anchor,)
     if NORMED:
         b_gain = tl.load(gain_ptr + lane + 0 * row, mask=inside, other=0.0).to(tl.float32)
     for tile in tl.range(chunk, tiles, chunks, num_stages=STAGES):
@@ -411,10 +420,7 @@ def gather_kernel(
             b_scale = tl.load(scale_ptr + l * stride_l + c + 0 * row, mask=inside, other=0.0)
             b_wide = b_dm[l].to(tl.float32)
             if DYNAMIC:
-                b_g1 = tl.load(gamma_ptrs[l] + t * stride_gt, mask=t < tokens, other=0.0).to(tl.float32)  # [ROWS, 1]
-                b_g2 = tl.load(gamma_ptrs[l] + t * stride_gt + 1, mask=t < tokens, other=1.0).to(tl.float32)
-                # with so small a γ2 nothing is left of γ2 dm, and the quotient may overflow
-                b_wide *= tl.where(b_g2 < 1e-30, 0.0, b_g1 / b_g2)
+                b_wide *= tl.load(quotient_ptrs[l] + t * stride_qt, mask=t < tokens, other=0.0)  # [ROWS, 1]
             b_da += b_wide * b_scale
             b_new = b_new + (b_sums[l] + b_wide * b_a,)
         b_sums = b_new

@@ -296,17 +296,18 @@ def folded_backward(
     up: Tensor | None,
     plan: Sequence[int],
     eps: float,
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """With λ2 inside the projection, write the gradients dm [B, T, R] of all sections but the gate and d_gamma
     [B, T, F] of γ, from dy, those of these sections' heads. Returns the gradients of the gains [G, D].
 
     With `hidden` [B, T, E] and `up` [F, E], γ is made from these (`reference.factors`). The gradient of `hidden` is
     written behind that of the projection, [B, T, R + E]; those of `up` and its bias, side by side [F, E + 1], are
-    returned, too.
+    returned, too, and the quotients γ1/γ2 of each anchor for `gather`, [B, T, F/2].
     """
     d_gains = d_gamma.new_empty((len(gains), len(gains[0]) if gains else 0))
     d_network = d_gamma.new_empty((0, 1) if up is None else (len(up), up.shape[1] + 1))
-    yield d_gains, d_network
+    quotients = d_gamma.new_empty((0,) if gamma is None else (*gamma.shape[:-1], gamma.shape[-1] // 2))
+    yield d_gains, d_network, quotients
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, (), gains, ())
     for s, g in zip((s for s in sections(plan) if not s.gates), dy, strict=True):
         if s.passes:
@@ -316,7 +317,7 @@ def folded_backward(
             if s.normed:
                 sum_rows(partial, d_gains[s.gain], rows=len(partial))
     if gamma is not None and hidden is not None and up is not None:
-        _factors(d_gamma, rows(gamma), rows(hidden), up.contiguous(), rows(dm), d_network)
+        _factors(d_gamma, rows(gamma), rows(hidden), up.contiguous(), rows(dm), quotients, d_network)
 
 
 def gradients(projected: Tensor, gamma: Tensor | None, hidden: int) -> tuple[Tensor, Tensor]:
@@ -349,7 +350,9 @@ def _folded_backward(
     return partial
 
 
-def _factors(d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, dm: Tensor, sums: Tensor) -> None:
+def _factors(
+    d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, dm: Tensor, quotients: Tensor, sums: Tensor
+) -> None:
     """Write the gradient of `hidden` behind that of the projection, and those of `up` and its bias into sums."""
     (factors, width), tokens = up.shape, len(gamma)
     lanes = next_power_of_2(width)
@@ -360,8 +363,9 @@ def _factors(d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, dm: Ten
     if chunks:
         with device_guard(gamma):
             kernels.factors_kernel[(chunks,)](
-                d_gamma, gamma.contiguous(), hidden, up, dm[:, -width:], partial, tokens, tiles, hidden.stride(0),
-                dm.stride(0), FACTORS=factors, E=width, LANES=lanes, ROWS=size, num_warps=FACTORS.warps,
+                d_gamma, gamma.contiguous(), hidden, up, dm[:, -width:], quotients, partial, tokens, tiles,
+                hidden.stride(0), dm.stride(0), FACTORS=factors, E=width, LANES=lanes, ROWS=size,
+                num_warps=FACTORS.warps,
             )  # fmt: skip
     sum_rows(partial, sums.view(-1), rows=chunks)
 
@@ -369,7 +373,7 @@ def _factors(d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, dm: Ten
 @launcher("gather_anchors")
 def gather(
     dm: Sequence[Tensor],
-    gammas: Sequence[Tensor],
+    quotients: Sequence[Tensor],
     anchors: Sequence[Tensor],
     gains: Sequence[Tensor | None],
     scales: Tensor,
@@ -380,14 +384,14 @@ def gather(
     more row for its gain, by head, [layers (+ 1), ΣHD]; and those of the anchors, before their norms, side by side.
 
     scales are the λ1, [layers, ΣHD] float32, anchor after anchor. Columns of the last row without a gain are not set.
-    gammas are the γ_l [B, T, 2·anchors] of all layers, and then `dm` the γ2_l dm_l; none if λ are the same for all
-    tokens.
+    quotients are the γ1_l/γ2_l [B, T, anchors] of all layers in float32, and then `dm` the γ2_l dm_l; none if λ are the
+    same for all tokens.
     """
     layers, columns = scales.shape
     sums = scales.new_empty((layers + any(gain is not None for gain in gains), columns))
     d_anchors = anchors[0].new_empty((*anchors[0].shape[:2], columns))
     yield [sums, d_anchors]
-    dm, gammas, scales = [aligned(d) for d in dm], [aligned(g) for g in gammas], scales.contiguous()
+    dm, quotients, scales = [aligned(d) for d in dm], [aligned(q) for q in quotients], scales.contiguous()
     mixed = sorted((s for s in sections(plan) if s.anchor >= 0), key=lambda s: s.anchor)
     tokens, fewest = d_anchors.shape[:2].numel(), min(s.heads for s in mixed)
     lines = {s.width: max(1, GATHER.tile // next_power_of_2(s.width)) for s in mixed}
@@ -397,18 +401,17 @@ def gather(
     bounds = [layers * i // groups for i in range(groups + 1)]
     for start, stop in pairwise(bounds) if chunks else ():
         table, column = addresses(dm[start:stop], ()), 0
-        factors = addresses(gammas[start:stop], ()) if gammas else table
+        factors = addresses(quotients[start:stop], ()) if quotients else table
         for s, anchor, gain in zip(mixed, anchors, gains, strict=True):
             flat = rows(anchor.flatten(-2))
             with device_guard(scales):
                 kernels.gather_kernel[(chunks * s.heads,)](
-                    table, factors, gammas[0] if gammas else flat, flat, flat if gain is None else gain,
-                    scales[start:, column:], d_anchors[..., column:], partial[:, start:, column:],
-                    partial[:, -1, column:], tokens, cdiv(tokens, lines[s.width]), s.heads, s.first, 2 * s.anchor,
-                    dm[0].shape[-1], 2 * len(mixed), flat.stride(0), scales.shape[1], scales.stride(0),
-                    partial.stride(0), eps,
+                    table, factors, flat, flat if gain is None else gain, scales[start:, column:],
+                    d_anchors[..., column:], partial[:, start:, column:], partial[:, -1, column:], tokens,
+                    cdiv(tokens, lines[s.width]), s.heads, s.first, s.anchor, dm[0].shape[-1], len(mixed),
+                    flat.stride(0), scales.shape[1], scales.stride(0), partial.stride(0), eps,
                     D=s.width, LANES=next_power_of_2(s.width), ROWS=lines[s.width], READERS=stop - start,
-                    NORMED=gain is not None, DYNAMIC=len(gammas) > 0, ADD=start > 0, LAST=stop == layers,
+                    NORMED=gain is not None, DYNAMIC=len(quotients) > 0, ADD=start > 0, LAST=stop == layers,
                     STAGES=GATHER.stages, num_warps=GATHER.warps, maxnreg=GATHER.registers,
                 )  # fmt: skip
             column += s.heads * s.width

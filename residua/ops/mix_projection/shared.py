@@ -11,8 +11,8 @@ For anchors that are made from the embedding, this pass also goes through their 
 projection in one piece.
 
 A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
-gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ_l. The graph is
-an ordinary one, and compile, checkpointing and retain_graph need nothing special.
+gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ1_l/γ2_l. The
+graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special.
 
 For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V: a copy into the gradient of the
 projection), then C(1 + 2/L), where `autograd.py` moves 6C. A gate is mixed where it is applied (`Gate`), 4C forward and
@@ -188,7 +188,7 @@ def _gate(
 
 
 class _Share(torch.autograd.Function):
-    """The handles of all dm_l, then of all γ_l. The anchors, before their norms, are one source or several in a row."""
+    """The handles of all dm_l, then of all γ1_l/γ2_l. The anchors, before their norms, are one source or several."""
 
     @staticmethod
     def forward(
@@ -200,22 +200,23 @@ class _Share(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         source: Any = tensors[count]
         width = sum(s.heads * s.width for s in launch.sections(plan))
-        widths = (width + hidden, 2 * count) if hidden else (width,)
-        return tuple(handle(source, (*source.shape[:2], each)) for each in widths for _ in scales)
+        of_dm = [handle(source, (*source.shape[:2], width + hidden)) for _ in scales]
+        of_quotients = [handle(source, (*source.shape[:2], count), torch.float32) for _ in scales if hidden]
+        return *of_dm, *of_quotients
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         scales, *tensors = ctx.saved_tensors
         gains, sources = tensors[: ctx.count], tensors[ctx.count :]
-        dm, gammas = (_known(grads[i : i + len(scales)]) for i in (0, len(scales)))
+        dm, quotients = (_known(grads[i : i + len(scales)]) for i in (0, len(scales)))
         if not dm:
             return (None,) * (5 + len(tensors))
         mixed = sorted((s for s in launch.sections(ctx.plan) if s.anchor >= 0), key=lambda s: s.anchor)
         widths = [s.heads * s.width for s in mixed]
         columns = sources if len(sources) > 1 else sources[0].split(widths, -1)
         anchors = [a.unflatten(-1, (s.heads, s.width)) for a, s in zip(columns, mixed, strict=True)]
-        sums, d_anchors = launch.gather(dm, gammas, anchors, gains, scales.float(), ctx.plan, ctx.eps)
+        sums, d_anchors = launch.gather(dm, quotients, anchors, gains, scales.float(), ctx.plan, ctx.eps)
         by_head = [d.view(s.heads, s.width) for d, s in zip(sums[-1].split(widths), mixed, strict=True)]
         d_gains = [None if g is None else d.sum(0).to(g.dtype) for d, g in zip(by_head, gains, strict=True)]
         d_sources = [d_anchors] if len(sources) == 1 else d_anchors.split(widths, -1)
@@ -236,7 +237,7 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, plan: launch.SectionPlan, eps: float, count: int, x: Tensor, weight: Tensor,
-        up: Tensor | None, bias: Tensor | None, dm: Tensor, of_gamma: Tensor | None, *tensors: Tensor,
+        up: Tensor | None, bias: Tensor | None, dm: Tensor, of_quotients: Tensor | None, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.plan, ctx.eps, ctx.count = plan, eps, count
         columns = sum(s.heads * s.width for s in launch.sections(plan))
@@ -258,7 +259,7 @@ class _Mix(torch.autograd.Function):
         ctx.mark_non_differentiable(*read)
         handles = [handle(projected, dm.shape)]
         if gamma is not None:
-            handles.append(handle(wide(gamma), gamma.shape))
+            handles.append(handle(gamma, gamma.shape, torch.float32))
         return (*heads, *read, *handles)
 
     @staticmethod
@@ -279,15 +280,16 @@ class _Mix(torch.autograd.Function):
             dm, d_gamma = (*begun, d_gamma)[:2]  # type: ignore[assignment]
         elif begun:
             dm, d_gamma = dm.zero_(), d_gamma.zero_()
-        sums, d_network = launch.folded_backward(
+        sums, d_network, quotients = launch.folded_backward(
             dm, d_gamma, dy, projected, gamma, inputs.table, inputs.anchors, inputs.anchor_scales, inputs.gains,
             hidden, up, ctx.plan, ctx.eps,
         )  # fmt: skip
         d_gains = [d.to(gain.dtype) for d, gain in zip(sums, inputs.gains, strict=True)]
+        of_quotients = None if gamma is None else quotients
         d_up, d_bias = (None, None) if up is None else (d_network[:, :-1].to(up.dtype), d_network[:, -1])
         flat = launch.rows(dm)
         dx, d_weight = (flat @ weight).view_as(x), flat.t() @ launch.rows(x)
-        return (*[None] * 3, dx, d_weight, d_up, d_bias, dm, gamma, *[None] * (2 + 2 * ctx.count), *d_gains)
+        return (*[None] * 3, dx, d_weight, d_up, d_bias, dm, of_quotients, *[None] * (2 + 2 * ctx.count), *d_gains)
 
 
 class _Gated(torch.autograd.Function):
