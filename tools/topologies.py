@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from residua.config import choices
-from residua.model.topology import Topology, build_topology
+from residua.model.reads import Input, one_read
+from residua.model.topology import State, Topology, build_topology
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "img"
@@ -62,8 +63,10 @@ def trace(topology: Topology) -> list[Junction]:
             parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.3)
             for part in set(name.split(".")) & set(ALIKE):
                 parameter.fill_(ALIKE[part])
+            if name.endswith("bias") and parameter.shape[-1] == WIDTH:  # weights of channels are drawn as one
+                parameter.copy_(parameter[..., :1].abs().expand_as(parameter))
         x = torch.randn(1, 1, WIDTH, dtype=torch.float64)
-        h, state = topology.open(x)
+        h, state = _read(topology.open(x))
         # every lane is the embedding or a multiple; the first sublayer gets one of them, or a weighted sum of all
         entered, share = len(_lanes(state)), float(h.flatten() @ x.flatten() / x.square().sum())
         same = [i for i, lane in enumerate(_lanes(state)) if torch.equal(lane, h.flatten())]
@@ -72,10 +75,16 @@ def trace(topology: Topology) -> list[Junction]:
         for k in range(SUBLAYERS):
             y = torch.randn(1, 1, WIDTH, dtype=torch.float64)
             given = _random_like(state)
-            h, after = topology.step(k, y, given)
+            h, after = _read(topology.step(k, y, given))
             found.append(_junction(_lanes(given), y.flatten(), _lanes(after), h.flatten(), _bends(topology, k, state)))
             state = after
     return found
+
+
+def _read(opened: tuple[Input, State]) -> tuple[Tensor, State]:
+    """Of several reads, the picture shows r."""
+    h, state = opened
+    return one_read(h), state
 
 
 def _lanes(state: tuple[Tensor, ...]) -> list[Tensor]:

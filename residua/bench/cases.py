@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from residua import ops
 from residua.config import choices
+from residua.model.reads import flat_reads
 from residua.model.topology import build_topology
 from residua.model.topology.facts import Rows, read_rows, stream_rows
 from residua.ops._runtime.cases import Draw, Sizes, declared_operators
@@ -224,10 +225,10 @@ def _depth_path(name: str, config: choices.Topology, shape: Shape, device: torch
 
     def path(embedding: Tensor, *rest: Tensor) -> Sequence[Tensor]:
         h, state = topology.open(embedding)
-        read = []
+        read: list[Tensor] = []
         for k in range(shape.sublayers):
             h, state = topology.step(k, rest[k], state)
-            read.append(h)
+            read.extend(flat_reads(h))
         return read
 
     costs = topology.costs(shape.sublayers, shape.width)

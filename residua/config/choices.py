@@ -34,6 +34,7 @@ from residua.config.topologies import AttentionResidual as AttentionResidual
 from residua.config.topologies import BlockAttnRes as BlockAttnRes
 from residua.config.topologies import BoundaryAttnRes as BoundaryAttnRes
 from residua.config.topologies import Clipped as Clipped
+from residua.config.topologies import DeepCross as DeepCross
 from residua.config.topologies import DeepNorm as DeepNorm
 from residua.config.topologies import DeltaAttnRes as DeltaAttnRes
 from residua.config.topologies import DenseFormer as DenseFormer
@@ -47,6 +48,7 @@ from residua.config.topologies import LayerNormScaling as LayerNormScaling
 from residua.config.topologies import ManifoldHyper as ManifoldHyper
 from residua.config.topologies import ManifoldHyperLite as ManifoldHyperLite
 from residua.config.topologies import Memory as Memory
+from residua.config.topologies import Mudd as Mudd
 from residua.config.topologies import MultiGate as MultiGate
 from residua.config.topologies import Recompute as Recompute
 from residua.config.topologies import ResiDual as ResiDual

@@ -18,6 +18,8 @@ class Mixer(Frozen):
     """The table with the keys of softmax attention."""
     parts: ClassVar[tuple[str, ...]] = ()
     """Keys of the mixers that it consists of."""
+    takes_reads: ClassVar[bool] = False
+    """Whether queries, keys and values can read different inputs."""
     attends: ClassVar[bool] = False
     """Whether a token weighs all earlier ones in a softmax; otherwise it reads a state of fixed size."""
 
@@ -59,6 +61,7 @@ class SoftmaxAttention(Mixer):
     """
 
     attends: ClassVar[bool] = True
+    takes_reads: ClassVar[bool] = True
     training_only: ClassVar[tuple[str, ...]] = ("qk_alpha",)
 
     kind: Literal["softmax"] = "softmax"

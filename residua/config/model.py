@@ -123,6 +123,7 @@ class ModelConfig(WholeConfig):
         _check_anchors(self)
         _check_norms(self)
         self.topology.check(self.layers)
+        _check_reads(self)
         return self
 
 
@@ -165,6 +166,15 @@ def _check_softmax(config: ModelConfig) -> None:
     if beyond:
         raise UserError(
             f"{table}.window_layers contains {beyond[0]}, and layers = {config.layers}: count layers from 0."
+        )
+
+
+def _check_reads(config: ModelConfig) -> None:
+    single = next((mixer for mixer in config.mixers if not mixer.takes_reads), None)
+    if single is not None and len(config.topology.reads) > 1:
+        raise UserError(
+            f"topology.kind = '{config.topology.kind}' gives queries, keys and values inputs of their own, and "
+            f"attention.kind = '{single.kind}' reads one: use softmax attention in every layer."
         )
 
 

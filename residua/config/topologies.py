@@ -21,6 +21,11 @@ class TopologyChoice(Family):
     norms_inputs: ClassVar[bool] = False
     """Whether readers get their inputs normed: sublayers and head then have no norm of their own in front."""
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The inputs of a sublayer: one, r, or several of q, k, v and r (`model/reads.py`)."""
+        return ("r",)
+
     def check(self, layers: int) -> None:
         """Raise ValueError, in a sentence, if a model of so many layers cannot have this topology."""
 
@@ -273,6 +278,48 @@ class DenseFormer(TopologyChoice):
     period: Positive = 1
 
 
+class Mudd(TopologyChoice):
+    """MUDD: queries, keys, values and the residual stream read mixtures of earlier layers, weighted for each token.
+
+    `ways` are the reads that are mixed. `layers` are those that mix, counted from 0, the final norm being layer L: all
+    but the first by default. `sources` keeps the embedding and so many of the newest outputs; all by default.
+    """
+
+    kind: Literal["mudd"] = "mudd"
+    ways: tuple[Literal["q", "k", "v", "r"], ...] = ("q", "k", "v", "r")
+    layers: tuple[Positive, ...] | None = None
+    sources: Positive | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.ways if self.ways == ("r",) else tuple("qkvr")
+
+    def check(self, layers: int) -> None:
+        if not self.ways or len(set(self.ways)) != len(self.ways):
+            raise UserError(
+                f"topology.ways = {list(self.ways)} must name one or more of 'q', 'k', 'v', 'r', each once."
+            )
+        if beyond := [layer for layer in self.layers or () if layer > layers]:
+            raise UserError(
+                f"topology.layers names layer {beyond[0]} and the model has layers = {layers}: use numbers up to "
+                f"{layers}, which is the final norm."
+            )
+
+
+class DeepCross(TopologyChoice):
+    """DeepCrossAttention: queries, keys and values weigh what earlier layers added, channel by channel.
+
+    `recent` keeps the embedding, so many of the newest layers, and the sum of those between them; all by default.
+    """
+
+    kind: Literal["dca"] = "dca"
+    recent: Positive | None = None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple("qkvr")
+
+
 TopologyChoice.join(
     Additive,
     Clipped,
@@ -293,5 +340,7 @@ TopologyChoice.join(
     ManifoldHyper,
     ManifoldHyperLite,
     DenseFormer,
+    Mudd,
+    DeepCross,
 )
 Topology = Annotated[SerializeAsAny[TopologyChoice], PlainValidator(TopologyChoice.choose)]

@@ -192,6 +192,8 @@ KNOWN: dict[str, Variant] = {
     "mhc": _topology("manifold-constrained hyper-connections, 4 streams", "mhc"),
     "mhc_lite": _topology("mHC-lite, 4 streams", "mhc_lite"),
     "denseformer": _topology("DenseFormer", "dense"),
+    "mudd": _topology("MUDD: Q, K, V and the stream read mixtures of earlier layers", "mudd"),
+    "dca": _topology("DeepCrossAttention: Q, K and V weigh earlier layers by channel", "dca"),
     "resformer": _anchors("value residual from the first layer", "resformer"),
     "gated_value": _anchors("value residual from the first layer, gated per token and head", "gated_value"),
     "nuresformer": _anchors("first layer's projections as normalised anchors, with the gate they mix", "nuresformer"),

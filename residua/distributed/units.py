@@ -13,6 +13,7 @@ from residua import ops
 from residua.config.run import SMALLEST_UNIT
 from residua.model.context import Anchors, Context
 from residua.model.moe import Routing
+from residua.model.reads import Input, flat_reads, one_read
 from residua.model.topology.base import State
 from residua.train.compile.rewrites import allow_recompiling, compile_rewritten, with_own_code
 
@@ -41,13 +42,17 @@ class Carried:
     The hooks look into tuples and dataclasses, so this is neither. In most topologies the input h of the unit is one of
     the state's tensors, and the hooks replace h by another tensor. So its places in the state are left empty and filled
     with the new h inside the unit; otherwise h would be read from two tensors, and their gradients would be added.
+    Several reads have numbers there.
     """
 
-    def __init__(self, h: Tensor, state: State) -> None:
-        self.state = tuple(None if tensor is h else tensor for tensor in state)
+    def __init__(self, h: Input, state: State) -> None:
+        reads = flat_reads(h)
+        places = ([i for i, read in enumerate(reads) if read is tensor] for tensor in state)
+        self.state = tuple(place[0] if place else tensor for place, tensor in zip(places, state, strict=True))
 
-    def with_input(self, h: Tensor) -> State:
-        return tuple(h if tensor is None else tensor for tensor in self.state)
+    def with_input(self, h: Input) -> State:
+        reads = flat_reads(h)
+        return tuple(reads[held] if isinstance(held, int) else held for held in self.state)
 
 
 class Unit(nn.Module):
@@ -60,7 +65,7 @@ class Unit(nn.Module):
         self.run = self._run
         self.watch: Stopwatch | None = None
 
-    def forward(self, h: Tensor, anchors: Anchors, context: Context, carried: Carried) -> tuple[Any, ...]:
+    def forward(self, h: Input, anchors: Anchors, context: Context, carried: Carried) -> tuple[Any, ...]:
         """The next unit's input (if not `closed`, the last output), the anchors, and routing if there was any."""
         with nullcontext() if self.watch is None else self.watch.measure():
             h, state, anchors, routed = self.run(h, carried.with_input(h), anchors, context)
@@ -77,22 +82,23 @@ class Unit(nn.Module):
             sublayer.forward = compile_apart(sublayer.forward)
 
     def _run(
-        self, h: Tensor, state: State, anchors: Anchors, context: Context
-    ) -> tuple[Tensor, State, Anchors, list[Routing]]:
+        self, h: Input, state: State, anchors: Anchors, context: Context
+    ) -> tuple[Input, State, Anchors, list[Routing]]:
         routed: list[Routing] = []
         (topology,) = self._shared
         last = len(self.sublayers) - 1
         for i, sublayer in enumerate(self.sublayers):
-            h, anchors, *routing = sublayer(h, anchors, context)
+            y, anchors, *routing = sublayer(h, anchors, context)
             routed += routing
-            if i < last or self.closed:
-                h, state = topology.step(self.first + i, h, state, *context.ids_for(topology))
+            if i == last and not self.closed:
+                return y, state, anchors, routed
+            h, state = topology.step(self.first + i, y, state, *context.ids_for(topology))
         return h, state, anchors, routed
 
 
 def pass_through(
-    units: Iterable[nn.Module], h: Tensor, state: State, anchors: Anchors, context: Context
-) -> tuple[Tensor, State, Anchors, list[Routing]]:
+    units: Iterable[nn.Module], h: Input, state: State, anchors: Anchors, context: Context
+) -> tuple[Any, State, Anchors, list[Routing]]:
     """Call the units in order: h, state and anchors after the last, and the routing of mixtures of experts."""
     routed: list[Routing] = []
     for unit in units:
@@ -129,7 +135,7 @@ class LayeredLosses(nn.Module):
         h, state, anchors, rotary = self.begin(tokens, positions)
         context = self.model._context(rotary, segments, positions=positions)._replace(tokens=self.model.ids_of(tokens))
         h, _, _, routed = pass_through(self.units, h, state, anchors, context)
-        cross_entropy, z = self.end(h, targets)
+        cross_entropy, z = self.end(one_read(h), targets)
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
     def compile_parts(self) -> None:
@@ -142,7 +148,7 @@ class LayeredLosses(nn.Module):
 
     def _begin(
         self, tokens: Tensor, positions: Tensor | None
-    ) -> tuple[Tensor, State, Anchors, tuple[Tensor, ...] | None]:
+    ) -> tuple[Input, State, Anchors, tuple[Tensor, ...] | None]:
         x = self.model._embedded(tokens)
         context = Context(None, None, tokens=self.model.ids_of(tokens))
         h, state = self.model.topology.open(x, *context.ids_for(self.model.topology))

@@ -50,6 +50,8 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "mhc"): (("mHC: Manifold-Constrained Hyper-Connections", "2512.24880"),),
     ("topology", "mhc_lite"): (("mHC-lite", "2601.05732"),),
     ("topology", "dense"): (("DenseFormer", "2402.02622"),),
+    ("topology", "mudd"): (("MUDD", "2502.12170"),),
+    ("topology", "dca"): (("DeepCrossAttention", "2502.06785"),),
     ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
     ("anchors", "gated_value"): (("Transformers with Selective Access to Early Representations", "2605.03953"),),
     **{("anchors", kind): (EXOFORMER,) for kind in ("nuresformer", "exoformer")},

@@ -25,6 +25,7 @@ from residua.errors import UserError
 from residua.export.bridge import Attention, Past
 from residua.export.configuration import ResiduaConfig
 from residua.model.decoder import Decoder
+from residua.model.reads import one_read
 
 
 def build_decoder(config: ResiduaConfig) -> nn.Module:
@@ -158,7 +159,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
 def _layer_inputs(sublayers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect what these sublayers are called with."""
     inputs: list[Tensor] = []
-    hooks = [s.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for s in sublayers]
+    hooks = [s.register_forward_pre_hook(lambda _, args: inputs.append(one_read(args[0]))) for s in sublayers]
     try:
         yield inputs
     finally:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from residua import ops
 from residua.config import choices
@@ -19,7 +21,8 @@ from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
 from residua.model.equivalence import Edge, InitFidelity, divide_rows, take_parameters
 from residua.model.norm import DyT
-from residua.model.projection import BiasedProjection, Projection, projection
+from residua.model.projection import BiasedProjection, Projection, is_watched, projection
+from residua.model.reads import Input, Reads, map_reads
 from residua.model.rope import GROWING
 from residua.model.sdpa import attend
 from residua.model.taps import tap
@@ -158,6 +161,7 @@ class SoftmaxAttention(Body):
     """
 
     role = "attention"
+    takes_reads = True
 
     def __init__(
         self,
@@ -196,10 +200,13 @@ class SoftmaxAttention(Body):
         heads, head_dim = self.rows[1] // self.head_width["k"], self.head_width["k"]
         return KeyValueCache(batch, capacity, heads, head_dim, like)
 
-    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+    def forward(self, x: Input, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         assert context.rotary is not None
         cos, sin = context.rotary[self.table]
-        (q, k, v, gate), anchors = self.mix(self.project, x, anchors, self.qk_norm, (cos, sin), context)
+        project: Any = self.project
+        if isinstance(x, Reads):  # the mixture sees q's
+            project, x = partial(self.projected, x), x.q
+        (q, k, v, gate), anchors = self.mix(project, x, anchors, self.qk_norm, (cos, sin), context)
         if context.sharing is not None and isinstance(self.mix, Write):
             anchors = context.sharing.share(anchors)
         self.mix.publish(self.layer, x)
@@ -215,6 +222,20 @@ class SoftmaxAttention(Body):
             tap(f"attention.{self.layer}.gate", gate.values)
             y = gate.apply(y)
         return self.out(y.flatten(-2)), anchors
+
+    def projected(self, x: Input, *_: Tensor) -> Tensor:
+        """The fused projection [B, T, R] of one input, or of those of q, k and v; the gate reads q's."""
+        if isinstance(x, Tensor):
+            whole: Tensor = self.project(x)
+            return whole
+        reads = [x.q, x.k, x.v, x.q][: len(self.rows)]
+        if type(self.project) not in (Projection, BiasedProjection) or is_watched(self.project):
+            every = map_reads(self.project, x)
+            parts = [every[i % 3].split(self.rows, -1)[i] for i in range(len(reads))]
+            return torch.cat(parts, -1)
+        weights, bias = self.project.weight.split(self.rows), self.project.bias
+        biases = [None] * len(reads) if bias is None else bias.to(weights[0].dtype).split(self.rows)
+        return torch.cat([linear(read, *part) for read, *part in zip(reads, weights, biases, strict=True)], -1)
 
     @torch.no_grad()
     def begin_as(self, old: nn.Module) -> InitFidelity:

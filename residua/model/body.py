@@ -22,6 +22,9 @@ class Body(nn.Module):
     role = "feed-forward"
     """What diagnoses call it."""
 
+    takes_reads = False
+    """Whether `forward` takes several `Reads`; otherwise it is given r alone."""
+
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> SublayerCache | None:
         """Room for what decoding keeps of up to `capacity` tokens in each of `batch` rows; None if it keeps nothing.
 

@@ -29,6 +29,7 @@ from residua.model.context import Context
 from residua.model.decoder import Decoder, build_anchor_source
 from residua.model.decoder import build as build_decoder
 from residua.model.norm import build_norm
+from residua.model.reads import Reads, flat_reads
 from residua.model.topology import State, Topology
 from residua.model.topology import build_topology as build_chosen
 from residua.reading import brief
@@ -141,10 +142,10 @@ def junctions(topology: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
     """What a topology gives its readers for the embedding x[0] and the sublayers' outputs x[1], x[2], …"""
     ids = ((x[0].sum(-1) * 8).long() % 8,) if topology.reads_tokens else ()
     h, state = _pair("open", topology.open(x[0].clone(), *ids))  # it may overwrite what it gets
-    yield "open", h
+    yield from (("open", read) for read in _reads(h))
     for k, y in enumerate(x[1:]):
         h, state = _pair("step", topology.step(k, y.clone(), state, *ids))
-        yield "step", h
+        yield from (("step", read) for read in _reads(h))
 
 
 def _pair(call: str, returned: Any, names: tuple[str, str] = ("next input", "state")) -> tuple[Any, State]:
@@ -160,6 +161,10 @@ def _pair(call: str, returned: Any, names: tuple[str, str] = ("next input", "sta
             described = _described(inner)
             raise _Breach(f"`{call}` returns a tuple with {described} as the {second}: return a flat tuple of tensors")
     return h, state
+
+
+def _reads(h: Any) -> tuple[Any, ...]:
+    return flat_reads(h) if isinstance(h, Reads) else (h,)
 
 
 class _Anchored(nn.Module):

@@ -25,6 +25,7 @@ from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, Norm, build_norm
+from residua.model.reads import Input, Reads, map_reads, one_read
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import Topology, build_topology
@@ -60,9 +61,11 @@ class Sublayer(nn.Module):
         super().__init__()
         self.norm, self.body, self.after = cast(Norm, norm), cast(Body, body), after
 
-    def forward(self, h: Tensor, anchors: Anchors, context: Context) -> tuple[Any, ...]:
-        """y and the anchors; a mixture of experts adds its `Routing`."""
-        y, anchors, *routing = self.body(self.norm(h), anchors, context)
+    def forward(self, h: Input, anchors: Anchors, context: Context) -> tuple[Any, ...]:
+        """y and the anchors; a mixture of experts adds its `Routing`. Several reads are normed one by one."""
+        if isinstance(h, Reads):
+            h = h._replace(r=h.q) if self.body.takes_reads else h.r
+        y, anchors, *routing = self.body(map_reads(self.norm, h), anchors, context)
         if self.after is not None:
             y = self.after(y)
         return y, anchors, *routing
@@ -164,17 +167,18 @@ class Decoder(nn.Module):
         h, state = self.topology.open(x, *ids)
         anchors = self.anchors.open(x, context)
         for k, sublayer in enumerate(self.sublayers):
-            tap(f"sublayer.{k}.input", h)
+            tap(f"sublayer.{k}.input", one_read(h))
             y, anchors, *routing = sublayer(h, anchors, context.at(k))
             tap(f"sublayer.{k}.output", y)
             h, state = self.topology.step(k, y, state, *ids)
             routed += routing
-        tap("final.input", h)
+        tap("final.input", h := one_read(h))
         return self.norm(h), routed
 
     def _sharing(self) -> Sharing | None:
         """The layers that mix the anchors, if one backward pass serves them all."""
-        if not self.anchors.shares_gradient or not torch.is_grad_enabled():
+        several_reads = len(self.config.topology.reads) > 1  # which need projections of their own
+        if not self.anchors.shares_gradient or not torch.is_grad_enabled() or several_reads:
             return None
         # Layers take their handles in turn: one that is wrapped, sharded or left out would take another's, or none.
         bodies = [sublayer.body for sublayer in self.sublayers if type(sublayer) is Sublayer]

@@ -25,6 +25,7 @@ from residua.model.ffn import FeedForward, SquaredReluFFN
 from residua.model.moe import mixtures
 from residua.model.norm import NoNorm, RMSNorm
 from residua.model.projection import is_plain, is_watched
+from residua.model.reads import Input
 from residua.model.sdpa import attend
 from residua.model.topology.inference import InferenceTopology
 from residua.ops import inference
@@ -56,6 +57,7 @@ class InferenceAttention(Body):
 
     def __init__(self, attention: SoftmaxAttention, decodes: bool) -> None:
         super().__init__()
+        self.takes_reads = attention.takes_reads
         self.attention, self.decodes = attention, decodes
         self.heads, width = attention.query_heads
         self.kv_heads = attention.rows[1] // width
@@ -70,12 +72,12 @@ class InferenceAttention(Body):
             return False
         return body.mix.only_values and type(body.qk_norm) in (QKNorm, NoQKNorm)
 
-    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+    def forward(self, x: Input, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         attention, cache = self.attention, context.cache
         until = None if context.now is None else context.now.until
         if not (_begins(context.now) if until is None else self.decodes):
             return cast("tuple[Tensor, Anchors]", attention(x, anchors, context))
-        norm, projected = attention.qk_norm, attention.project(x)
+        norm, projected = attention.qk_norm, attention.projected(x)
         assert context.rotary is not None and isinstance(norm, QKNorm | NoQKNorm)
         cos, sin = context.rotary[attention.table]
         own, heads = attention.own_values(projected), (projected, self.heads, norm.gains, cos, sin)
@@ -88,7 +90,7 @@ class InferenceAttention(Body):
                 q, k = inference.turn_heads(projected, self.heads, self.kv_heads, norm.gains, cos, sin, eps=norm.eps)
                 v = own
             else:
-                k, v = own.new_empty(2, *own.shape) if cache is None else cache.first(x.shape[1])
+                k, v = own.new_empty(2, *own.shape) if cache is None else cache.first(projected.shape[1])
                 q = inference.enter_cache(*heads, k, v, None, mixing, eps=norm.eps)
             y = attend(q, k, v, segments=context.segments, sink=attention.sink, window=attention.window)
         if "g" in attention.head_width:

@@ -25,6 +25,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated-values": {"anchors": {"kind": "gated_value"}},
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
+    "mudd": {"topology": {"kind": "mudd", "sources": 2}, "anchors": {"kind": "exoformer", "pathways": ["v"]}},
+    "dca": {"topology": {"kind": "dca", "recent": 1}},
+    "value_input": {"topology": {"kind": "value_input"}},
     "token_gain": {"topology": {"kind": "token_gain", "rows": 7}},
     "resi_dual": {"topology": {"kind": "resi_dual"}},
     "delta": {"topology": {"kind": "delta_attnres", "sublayers_per_block": 2}},
@@ -42,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
                 "router": {"kind": "sigmoid_scores"}},
     },
 }  # fmt: skip
-PAGE_KINDS = ("token_gain",)
+PAGE_KINDS = ("token_gain", "value_input")
 """Topologies of docs/extend.md."""
 MIXTURES = ("moe", "biased")
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6

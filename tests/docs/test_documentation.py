@@ -92,6 +92,11 @@ DOCUMENTED = {
     "mhc": ({"streams": N}, (N * C * (N * N + 2 * N) + N * N + 2 * N + 3) * K),
     "mhc_lite": ({"streams": N}, (N * C * (factorial(N) + 2 * N) + factorial(N) + 2 * N + 3) * K),
     "dense": ({}, L * (L + 3) // 2),
+    "mudd": (
+        {},
+        sum(4 * i * (C + 1) + 16 * i * i for i in range(2, L + 1)) + (L + 1) * (C + 1) + (L + 1) ** 2,
+    ),
+    "dca": ({}, 3 * C * L * (L + 3) // 2 + C * (L + 2)),
 }
 
 

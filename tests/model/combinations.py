@@ -64,16 +64,21 @@ TABLES = {
     "topology": TOPOLOGIES, "anchors": ANCHORS, "norm": NORMS, "attention": ATTENTIONS, "ffn": FFNS, "head": HEADS,
 }  # fmt: skip
 GATED_ANCHORS = {"nuresformer with gate", "exoformer with gate", "exoformer dynamic"}
+SEVERAL_READS = {name for name, topology in SMALL.items() if len(topology.reads) > 1}
+ONE_READ = {"linear", "hybrid", "hybrid gated", "latent", "hybrid kimi"}
 GATED_ATTENTIONS = {"gated", "sink", "hybrid gated"}
 
 
 def fits(row: Row) -> bool:
-    """What the configuration refuses: a mixed gate where there is none, anchors on linear or latent attention, and
-    another norm where the topology norms."""
+    """What the configuration refuses: a mixed gate without a gate; anchors, or several reads, on other attention;
+    another norm where the topology norms.
+    """
     anchors, attention = row.get("anchors", "none"), row.get("attention", "gated")
     if SMALL[row.get("topology", "additive")].norms_inputs and row.get("norm", "rmsnorm") != "rmsnorm":
         return False
     if anchors in GATED_ANCHORS and attention not in GATED_ATTENTIONS:
+        return False
+    if row.get("topology") in SEVERAL_READS and attention in ONE_READ:
         return False
     return anchors == "none" or attention not in ("linear", "latent", "hybrid kimi")
 

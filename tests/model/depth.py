@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from residua.config import choices
+from residua.model.reads import Input, Reads
 from residua.model.topology import Topology, build_topology
 from tests.golden.compare import random, randomise
 
@@ -12,11 +13,16 @@ from tests.golden.compare import random, randomise
 def drive(topology: Topology, x: Tensor, y: list[Tensor]) -> list[Tensor]:
     """The inputs of all sublayers and of the final norm, for given outputs."""
     h, state = topology.open(x)
-    inputs = [h]
+    inputs = reads_of(h)
     for k, output in enumerate(y):
         h, state = topology.step(k, output, state)
-        inputs.append(h)
+        inputs += reads_of(h)
     return inputs
+
+
+def reads_of(h: Input) -> list[Tensor]:
+    """One input, or q, k, v and r."""
+    return [*h] if isinstance(h, Reads) else [h]
 
 
 def embedding_and_outputs(sublayers: int, width: int, *, length: int = 2) -> tuple[Tensor, list[Tensor]]:
@@ -64,5 +70,10 @@ SMALL: dict[str, choices.Topology] = {
     "mhc_lite": choices.ManifoldHyperLite(streams=3),
     "dense": choices.DenseFormer(),
     "dense dilated": choices.DenseFormer(dilation=2, period=2),
+    "mudd": choices.Mudd(),
+    "mudd few": choices.Mudd(ways=("v", "r"), layers=(1, 2), sources=1),
+    "mudd stream": choices.Mudd(ways=("r",)),
+    "dca": choices.DeepCross(),
+    "dca recent": choices.DeepCross(recent=1),
 }
 """One of each, for tests of what holds for all."""

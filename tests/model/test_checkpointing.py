@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from residua.config import choices
 from residua.errors import UserError
+from residua.model.reads import Reads
 from residua.model.topology import State, Topology
 from tests.golden.compare import close, random
-from tests.model.depth import SMALL, random_topology
+from tests.model.depth import SMALL, random_topology, reads_of
 from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
@@ -47,10 +48,13 @@ def out_in_a_tuple(topology: Topology, k: int, y: Tensor, state: State) -> tuple
 def one_by_one(topology: Topology, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
     def run(y: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         h, state = topology.step(k, y, state)
-        return h, *state
+        reads.append(len(reads_of(h)))
+        return *reads_of(h), *state
 
-    h, *state = checkpoint(run, y, *state, use_reentrant=True)
-    return h, tuple(state)
+    reads: list[int] = []
+    returned = checkpoint(run, y, *state, use_reentrant=True)
+    h = Reads(*returned[:4]) if reads[0] == 4 else returned[0]
+    return h, tuple(returned[reads[0] :])
 
 
 def gradients(topology: Topology, step: Step, **options: Any) -> dict[str, Tensor]:
@@ -60,7 +64,7 @@ def gradients(topology: Topology, step: Step, **options: Any) -> dict[str, Tenso
     topology.zero_grad()
     h, state = topology.open(leaves["embedding"].sin())
     for k in range(SUBLAYERS):
-        h, state = step(topology, k, torch.tanh(h @ leaves[f"f{k}"]), state, **options)
+        h, state = step(topology, k, torch.tanh(sum(reads_of(h)) @ leaves[f"f{k}"]), state, **options)
     (h * torch.arange(WIDTH)).sum().backward()
     return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone() for name, leaf in leaves.items()}
 

@@ -60,6 +60,11 @@ DEAD_AT_START = [
         lambda c: isinstance(c.topology, choices.ManifoldHyper | choices.ManifoldHyperLite),
         "α multiplies a projection φ that starts at zero",
     ),
+    Dead(
+        r"^topology\.weights\.\d+\.down$",
+        lambda c: isinstance(c.topology, choices.Mudd),
+        "W2 starts at zero, and W1 acts through it",
+    ),
 ]
 
 

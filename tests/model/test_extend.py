@@ -135,8 +135,9 @@ def test_vectors_are_refused_where_ids_are_read(reader: Decoder) -> None:
 
 
 @pytest.mark.slow
-def test_export_of_a_model_that_reads_ids_opens(own: Path, tmp_path: Path, monkeypatch) -> None:
-    run = train_run(tmp_path, topology={"kind": "token_gain"})
+@pytest.mark.parametrize("kind", ["token_gain", "value_input"])
+def test_export_of_models_with_ids_or_several_reads_opens(own: Path, tmp_path: Path, monkeypatch, kind: str) -> None:
+    run = train_run(tmp_path, topology={"kind": kind})
     assert residua(monkeypatch, "export", run, "--out", tmp_path / "exported") == 0
     assert residua(monkeypatch, "bench", "plan", run / "config.toml", "train.accumulate=4", "--gpus", 2) == 0
 

@@ -81,6 +81,8 @@ REFUSED = {
     "hyper.weights",
     "x0.scalars",
     "scaled.gain",
+    *(f"mudd.{key}" for key in ("ways", "layers", "sources")),
+    "dca.recent",
     *(f"{kind}.{key}" for kind in ("gatednorm", "gated_dyt") for key in ("rank", "granularity")),
     *(f"{kind}.granularity" for kind in ("resformer", "nuresformer", "exoformer")),
     "nuresformer.mixing",

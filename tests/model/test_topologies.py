@@ -13,7 +13,7 @@ import torch
 from residua.config import choices
 from residua.model.topology import TOPOLOGIES, Topology, build_topology
 from residua.ops import sinkhorn
-from tests.golden import attnres, dense, gated_residual, hyper, multigate, norm_placement, residual_scalars
+from tests.golden import attnres, dense, gated_residual, hyper, multigate, multiway, norm_placement, residual_scalars
 from tests.golden.compare import agree, close, each_token, leaves_of, random
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology
 
@@ -108,6 +108,17 @@ def gated_streams(topology: Any) -> Equation:
     return partial(gated_residual.gated_residual, reads=reads)
 
 
+def mudd(topology: Any) -> Equation:
+    config = topology.config
+    aggregates = {int(i): multiway.Aggregate(w.down, w.up, w.static) for i, w in topology.weights.items()}
+    return partial(multiway.mudd, ways=config.ways, aggregates=aggregates, sources=config.sources)
+
+
+def deep_cross(topology: Any) -> Equation:
+    selected = [[multiway.Choice(s.query, s.bias) for s in ways.values()] for ways in topology.selectors]
+    return partial(multiway.deep_cross, choices=selected, recent=topology.recent)
+
+
 FULL: list[dict[str, Any]] = [
     {}, {"scale": 0.25}, {"key_norm": "none"}, {"activation": "sigmoid"}, {"window": 1}, {"window": 3}, {"window": 6},
     {"window": 2, "activation": "sigmoid", "key_norm": "none", "scale": 0.5},
@@ -118,6 +129,9 @@ DELTA = [(2, 1), (6, 1), (8, 3)]
 ABLATED: list[dict[str, Any]] = [{"activation": "sigmoid"}, {"key_norm": "none"}, {"scale": 0.2}]
 GATES = [(2, 6, 7), (2, 2, 33), (4, 8, 33), (4, 4, 7), (8, 14, 7)]
 DENSE = [(1, 1), (2, 1), (1, 2), (3, 2), (4, 5), (1, 20)]
+MUDD: list[dict[str, Any]] = [
+    {}, {"ways": ("v", "r"), "layers": (2, 3), "sources": 2}, {"ways": ("r",)}, {"ways": ("k", "q"), "sources": 1},
+]  # fmt: skip
 EQUATIONS: list[Any] = [
     (choices.Additive(), 4, 7, lambda _: dense.additive),
     (choices.Clipped(limit=1.5), 6, 33, lambda t: partial(dense.clipped, c=1.5)),
@@ -157,6 +171,8 @@ EQUATIONS: list[Any] = [
         (choices.DenseFormer(dilation=dilation, period=period), 20, width, denseformer)
         for (dilation, period), width in product(DENSE, (7, 33))
     ),
+    *((choices.Mudd(**keys), 8, 7, mudd) for keys in MUDD),
+    *((choices.DeepCross(recent=recent), 8, 7, deep_cross) for recent in (None, 1, 2, 9)),
 ]
 
 

@@ -27,6 +27,7 @@ from residua.distributed.pipeline.transport import Route, StageCache, hold, with
 from residua.distributed.units import Unit, divide, pass_through
 from residua.model.context import Context
 from residua.model.moe import Routing
+from residua.model.reads import Input, one_read
 from residua.model.topology.base import Boundary, Items
 from residua.ops.linear_cross_entropy import head_piece
 from residua.train.compile.rewrites import compile_rewritten
@@ -132,17 +133,17 @@ class Slice(nn.Module):
             tokens_read = Context(None, None, tokens=tokens if self.reads_tokens else None)
             h, state, anchors, constant = self._begin(items, tokens, tokens_read)
             row = None if positions is None else positions[0]
-            context = self._context(self._rotary(h[..., 0], positions=row), segments, positions=row)
+            context = self._context(self._rotary(one_read(h)[..., 0], positions=row), segments, positions=row)
             context = context._replace(tokens=tokens_read.tokens)
             h, state, anchors, routed = pass_through(self.units, h, state, anchors, context)
             if self.norm is not None:
-                return self._headed(self.norm(h), targets, items), routed
+                return self._headed(self.norm(one_read(h)), targets, items), routed
             ids = context.ids_for(self.topology)
             return self.boundary.close(self.range.stop - 1, h, state, *ids) | self._onward(anchors, constant), routed
 
     def _begin(
         self, items: Items, tokens: Tensor | None, context: Context
-    ) -> tuple[Tensor, Any, tuple[Tensor, ...], Tensor | None]:
+    ) -> tuple[Input, Any, tuple[Tensor, ...], Tensor | None]:
         """The input of the first sublayer, the state, the anchors, and the embedding if it must be sent on."""
         if self.first:
             assert self.embed is not None

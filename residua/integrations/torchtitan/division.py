@@ -45,6 +45,7 @@ from residua.model.anchor_source import ExoSource
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder
 from residua.model.projection import declared_matrices
+from residua.model.reads import map_reads
 from residua.model.rope import GROWING
 from residua.model.sdpa import attend
 from residua.model.size import shapes_only
@@ -164,7 +165,7 @@ def communicate(model: Decoder, group: dist.ProcessGroup) -> None:
     """Let layers gather tokens before their first projection, and scatter the sums of their last."""
 
     def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return gathered(inputs[0], group), *inputs[1:]
+        return map_reads(lambda x: gathered(x, group), inputs[0]), *inputs[1:]
 
     def scatter(module: nn.Module, inputs: Any, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return scattered(outputs[0], group), *outputs[1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from residua.config import choices
+from residua.model.reads import Reads
 from residua.model.topology.additive import Additive, Clipped
 from residua.model.topology.attnres import BlockAttnRes, BoundaryAttnRes, FullAttnRes
 from residua.model.topology.base import Boundary, Initialization, State, Topology, refuse_moved
@@ -14,6 +15,7 @@ from residua.model.topology.facts import Ablations, Costs, SourceNames
 from residua.model.topology.gated_residual import GatedResidual
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
 from residua.model.topology.multigate import Highway, MultiGate
+from residua.model.topology.multiway import DeepCross, Mudd
 from residua.model.topology.norm_placement import DeepNorm, Keel, LayerNormScaling, ResiDual, ScaledSum
 from residua.model.topology.residual_scalars import ResidualScalars
 
@@ -37,6 +39,8 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.ManifoldHyper: ManifoldHyper,
     choices.ManifoldHyperLite: ManifoldHyperLite,
     choices.DenseFormer: DenseFormer,
+    choices.Mudd: Mudd,
+    choices.DeepCross: DeepCross,
 }
 
 
@@ -54,6 +58,6 @@ def build_topology(config: choices.TopologyChoice, sublayers: int, width: int) -
 
 
 __all__ = [
-    "TOPOLOGIES", "Ablations", "Boundary", "Costs", "Initialization", "SourceNames", "State", "Topology",
+    "TOPOLOGIES", "Ablations", "Boundary", "Costs", "Initialization", "Reads", "SourceNames", "State", "Topology",
     "build_topology", "register_topology",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from residua.errors import UserError
 from residua.model.equivalence import InitFidelity
+from residua.model.reads import Input, Reads
 from residua.model.topology.facts import Ablations, Costs, SourceNames, trace_rows
 
 if TYPE_CHECKING:
@@ -71,11 +72,14 @@ class Topology(nn.Module):
                 setattr(cls, name, keeps_gradients(vars(cls)[name]))
 
     @abstractmethod
-    def open(self, x: Tensor) -> tuple[Tensor, State]:
-        """Turn the embedding [B, T, C] into the first sublayer's input and the state."""
+    def open(self, x: Tensor) -> tuple[Input, State]:
+        """Turn the embedding [B, T, C] into the first sublayer's input and the state.
+
+        An input may be several `Reads`, where the projections of attention read different mixtures.
+        """
 
     @abstractmethod
-    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Input, State]:
         """Turn the output of sublayer k into the input of sublayer k+1 (after the last: of the final norm)."""
 
     def initialization(self) -> Initialization:
@@ -178,7 +182,7 @@ class Boundary:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
 
-    def begin(self, x: Tensor, *ids: Tensor) -> tuple[Tensor, State]:
+    def begin(self, x: Tensor, *ids: Tensor) -> tuple[Input, State]:
         """Turn the embedding into the first sublayer's input and a state that can be cut.
 
         `ids` are the tokens of a topology that reads them; every stage is given them.
@@ -193,18 +197,22 @@ class Boundary:
         """End a slice: turn the output y of its last sublayer k into what crosses."""
         h, state = self._end(k, y, state, *ids)
         items = {f"state.{k}.{i}": tensor for i, tensor in enumerate(self._plain(state))}
+        if isinstance(h, Reads):  # views: each tensor that crosses has one name
+            return {f"input.{k}.{way}": read.view_as(read) for way, read in h._asdict().items()} | items
         return items if h is state[0] else {f"input.{k}": h, **items}
 
-    def enter(self, k: int, items: Items) -> tuple[Tensor, State]:
+    def enter(self, k: int, items: Items) -> tuple[Input, State]:
         """Begin the next slice: the input of sublayer k+1, and the state."""
         state = tuple(tensor for name, tensor in items.items() if name.startswith("state."))
+        if f"input.{k}.q" in items:
+            return Reads(*(items[f"input.{k}.{way}"] for way in Reads._fields)), state
         return items.get(f"input.{k}", state[0]), state
 
     def embedding(self) -> str | None:
         """The name under which the embedding crosses anyway."""
         return None
 
-    def _end(self, k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
+    def _end(self, k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Input, State]:
         return self.topology.step(k, y, state, *ids)
 
     def _plain(self, state: State) -> State:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from residua import ops
 from residua.model import taps
+from residua.model.reads import Input, flat_reads
 
 if TYPE_CHECKING:
     from residua.model.topology.base import State, Topology
@@ -102,7 +103,7 @@ def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
             y = torch.empty_like(x)
             read = {id(tensor): tensor for tensor in (*state, y)}
             h, state = traced.step(k, y, state, *ids)
-            written = {id(tensor): tensor for tensor in (h, *state) if id(tensor) not in read}
+            written = {id(tensor): tensor for tensor in (*flat_reads(h), *state) if id(tensor) not in read}
             taken, made = (sum(t.numel() for t in tensors.values()) / width for tensors in (read, written))
             parts.append(Rows(taken + made, 2 * taken + made))
     return add_rows(parts)
@@ -199,6 +200,7 @@ def reads_changed(topology: Topology, change: Change) -> Iterator[None]:
     def step(k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
         with taps.record() as seen:
             h, after = plain(k, y, state, *ids)
+        assert isinstance(h, Tensor), "reads of several ways are not changed so"
         return change(k, h, seen), after
 
     object.__setattr__(topology, "step", step)
@@ -212,16 +214,16 @@ def reads_changed(topology: Topology, change: Change) -> Iterator[None]:
 def junctions_skipped(topology: Topology, sublayers: Collection[int]) -> Iterator[None]:
     """The junctions after these sublayers do nothing: the state stays, and the next sublayer gets what they read."""
     plain_open, plain_step = topology.open, topology.step
-    read: list[Tensor] = []
+    read: list[Input] = []
 
-    def noted(h: Tensor, state: State) -> tuple[Tensor, State]:
+    def noted(h: Input, state: State) -> tuple[Input, State]:
         read[:] = [h]
         return h, state
 
-    def open_(x: Tensor, *ids: Tensor) -> tuple[Tensor, State]:
+    def open_(x: Tensor, *ids: Tensor) -> tuple[Input, State]:
         return noted(*plain_open(x, *ids))
 
-    def step(k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
+    def step(k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Input, State]:
         return (read[0], state) if k in sublayers else noted(*plain_step(k, y, state, *ids))
 
     object.__setattr__(topology, "open", open_)
