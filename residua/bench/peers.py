@@ -18,6 +18,7 @@ def peers(operator: str) -> dict[str, Function]:
         "manifold_hyper": {"liger_kernel": _liger_manifold_hyper},
         "gated_delta": {"fla": _fla_gated_delta},
         "gated_delta_long": {"fla": _fla_gated_delta},
+        "kimi_delta": {"fla": _fla_kimi_delta},
         "linear_cross_entropy": {"liger_kernel": _liger_cross_entropy},
         "training_cross_entropy": {"liger_kernel": _liger_cross_entropy},
     }
@@ -42,6 +43,12 @@ def _fla_gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return [chunk_gated_delta_rule(q, k, v, g, beta, scale=1.0)[0]]
+
+
+def _fla_kimi_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Sequence[Tensor]:
+    from fla.ops.kda import chunk_kda
+
+    return [chunk_kda(q, k, v, g, beta, scale=1.0)[0]]
 
 
 def _liger_manifold_hyper(

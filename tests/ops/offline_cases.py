@@ -13,7 +13,7 @@ from torch import Tensor
 from residua import ops
 from residua.ops import inference, optimizer_update
 from residua.ops._runtime.cases import example_cases
-from residua.ops.delta_rule import gated_delta_step
+from residua.ops.delta_rule import autograd, gated_delta_step
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.hyper_connection import manifold_weights
@@ -373,7 +373,17 @@ def prefill_junctions(dtype: torch.dtype, width: int, n: int, tokens: int = 40) 
             _, held = inference.gate_norm(held, y, weight, bias, weight, weight, **setting)
 
 
-def kimi_delta(dtype: torch.dtype, width: int, tokens: int = 70) -> None:
+def kimi_delta(dtype: torch.dtype, width: int, key_heads: int, packed: bool, length: int = 70) -> None:
+    """As `gated_delta`."""
+    q, k = (draw(2, length, key_heads, width, dtype=dtype) for _ in range(2))
+    gates = draw(2, length, 2, width), draw(2, length, 2)
+    segments, state = (torch.zeros(2, length), draw(2, 2, width, width)) if packed else (None, None)
+    v = draw(2, length, 2, width, dtype=dtype)
+    o, last = autograd.kimi_delta(q, k, v, *gates, segments=segments, state=state)
+    both((o, last) if packed else o)
+
+
+def kimi_products(dtype: torch.dtype, width: int, tokens: int = 70) -> None:
     q, k, v = (draw(1, tokens, 2, width, dtype=dtype) for _ in range(3))
     both(ops.kimi_delta(q, k, v, draw(1, tokens, 2, width), draw(1, tokens, 2)))
 
@@ -412,7 +422,9 @@ def small_cases() -> Iterator[Case]:
     yield case(multi_gate_inverted, FP32, 33, 2)
     yield case(depth_walk, BF16, 768, 6, 1)
     yield case(depth_walk, FP32, 33, 9, 3)
-    yield case(kimi_delta, FP32, 40)
+    yield case(kimi_products, FP32, 40)
+    yield case(kimi_delta, BF16, 128, 2, False)
+    yield case(kimi_delta, BF16, 32, 1, True)
     yield case(expert_routing, BF16, 512, 16, 3, "softmax")
     yield case(expert_routing, FP32, 40, 20, 2, "sigmoid")
     yield case(expert_ffn, BF16, 512, 512, 16, "relu2", 2048, 3)

@@ -14,23 +14,27 @@ from torch.nn.functional import normalize
 from residua import ops
 from residua.bench.peers import peers
 from residua.ops.delta_rule import autograd, gated_delta_step, launch, reference
+from tests.nightly import only_nightly
 from tests.ops import test_delta_rule as plain
 from tests.ops.harness import assert_close, assert_equal
 
 GPU = torch.device("cuda")
+Rule = Callable[..., Sequence[Tensor]]
+both = pytest.mark.parametrize("rule", [autograd.gated_delta, autograd.kimi_delta], ids=["gated", "kimi"])
 
 
 def inputs(
-    length: int, key_heads: int = 1, heads: int = 2, widths: tuple[int, int] = (16, 32), batch: int = 2
-) -> dict[str, Tensor]:
+    length: int, key_heads: int = 1, heads: int = 2, widths: tuple[int, int] = (16, 32), batch: int = 2,
+    rule: Rule = autograd.gated_delta,
+) -> dict[str, Tensor]:  # fmt: skip
     """The rule's arguments in float64: unit keys that are often alike, decays from none to strong, a state."""
-    lead = (batch, length)
+    lead, channels = (batch, length), () if rule is autograd.gated_delta else widths[:1]
     common = torch.randn(batch, 1, key_heads, widths[0])
     made = {
         "q": torch.randn(*lead, key_heads, widths[0]) * widths[0] ** -0.5,
         "k": normalize(torch.randn(*lead, key_heads, widths[0]) + common, dim=-1),
         "v": torch.randn(*lead, heads, widths[1]),
-        "g": -(torch.randn(*lead, heads).abs() ** 3) / 4,
+        "g": -(torch.randn(*lead, heads, *channels).abs() ** 3) / 4,
         "beta": torch.randn(*lead, heads).sigmoid(),
         "state": torch.randn(batch, heads, *widths),
     }
@@ -59,15 +63,12 @@ def recurrence(
                 if segments is not None and t and segments[b, t] != segments[b, t - 1]:
                     memory = torch.zeros_like(memory)
                 key = k[b, t, h // group]
-                memory = g[b, t, h].exp() * memory
+                memory = g[b, t, h].exp().reshape(-1, 1) * memory
                 memory = memory + beta[b, t, h] * torch.outer(key, v[b, t, h] - key @ memory)
                 outputs.append(q[b, t, h // group] @ memory)
             last.append(memory)
     o = torch.stack(outputs).unflatten(0, (batch, heads, length)).transpose(1, 2)
     return o, torch.stack(last).unflatten(0, (batch, heads))
-
-
-Rule = Callable[..., Sequence[Tensor]]
 
 
 def follows(fused: Rule, exact: Rule, inputs: Sequence[Tensor], most: float) -> None:
@@ -82,39 +83,58 @@ def follows(fused: Rule, exact: Rule, inputs: Sequence[Tensor], most: float) -> 
 
 
 def rule_follows(
-    arguments: dict[str, Tensor], segments: Tensor | None, device: torch.device, dtype: torch.dtype, most: float
-) -> None:
+    rule: Rule, arguments: dict[str, Tensor], segments: Tensor | None, device: torch.device, dtype: torch.dtype,
+    most: float,
+) -> None:  # fmt: skip
     """The kernels follow the recurrence."""
     low = [x.to(device, dtype if name in "qkv" else torch.float32) for name, x in arguments.items()]
 
     def fused(*x: Tensor) -> Sequence[Tensor]:
-        o, last = autograd.gated_delta(*x[:5], state=x[5], segments=None if segments is None else segments.to(device))
+        o, last = rule(*x[:5], state=x[5], segments=None if segments is None else segments.to(device))
         assert o.dtype is dtype and last.dtype is torch.float32
         return o, last
 
     follows(fused, lambda *x: recurrence(*x, segments), low, most)
 
 
+SHAPES = [
+    (1, False, (1, 1), (16, 16)),
+    (70, True, (1, 2), (16, 32)),
+    (130, True, (2, 2), (32, 16)),
+    (128, False, (1, 1), (16, 16)),
+]
+CASES = [(rule, *shape) for rule in (autograd.gated_delta, autograd.kimi_delta) for shape in SHAPES]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("length", "packed", "heads", "widths"),
-    [
-        (1, False, (1, 1), (16, 16)),
-        (70, True, (1, 2), (16, 32)),
-        (130, True, (2, 2), (32, 16)),
-        (128, False, (1, 1), (16, 16)),
-    ],
-)
-def test_every_gradient_follows_the_recurrence(
-    length: int, packed: bool, heads: tuple[int, int], widths: tuple[int, int]
-) -> None:
-    arguments = inputs(length, *heads, widths)
+@pytest.mark.parametrize("case", only_nightly(CASES, but=[*CASES[:4], CASES[5]]))
+def test_every_gradient_follows_the_recurrence(case: tuple[Rule, int, bool, tuple[int, int], tuple[int, int]]) -> None:
+    rule, length, packed, heads, widths = case
+    arguments = inputs(length, *heads, widths, rule=rule)
     segments = documents(2, length) if packed else None
-    rule_follows(arguments, segments, torch.device("cpu"), torch.float32, 2e-5)
+    rule_follows(rule, arguments, segments, torch.device("cpu"), torch.float32, 2e-5)
+
+
+@pytest.mark.slow
+def test_strong_channel_decays_keep_every_gradient() -> None:
+    """exp(G) of a chunk is e⁻³⁰⁰⁰ in some channels; the sums of these log decays are exact in float32."""
+    arguments = inputs(70, batch=1, heads=1, rule=autograd.kimi_delta)
+    arguments["g"] = (arguments["g"] * 1600).round() / 8
+    rule_follows(autograd.kimi_delta, arguments, None, torch.device("cpu"), torch.float32, 2e-5)
 
 
 def single(length: int = 70, **sizes: Any) -> dict[str, Tensor]:
     return {name: x.float().requires_grad_() for name, x in inputs(length, **sizes).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_channel_operators_state_their_shapes_and_strides() -> None:
+    given = [x.detach().float() for x in inputs(70, rule=autograd.kimi_delta).values()]
+    fake = ("test_schema", "test_faketensor")
+    torch.library.opcheck(launch.forward_by_channel, [*given[:5], None, given[5], True], test_utils=fake)
+    o, last, *kept = launch.forward_by_channel(*given[:5], None, given[5], True)
+    torch.library.opcheck(launch.backward_by_channel, [o, last, *given[:3], *kept, True], test_utils=fake)
 
 
 @pytest.mark.slow
@@ -244,29 +264,31 @@ def test_products_are_an_operator_that_torch_can_check() -> None:
 
 
 @pytest.mark.gpu
+@both
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("length", "heads", "widths"), [(130, (2, 4), (128, 128)), (1, (1, 1), (64, 128)), (64, (2, 2), (32, 16))]
 )
 def test_kernels_follow_the_recurrence_in_half_precision(
-    length: int, heads: tuple[int, int], widths: tuple[int, int], packed: bool
+    rule: Rule, length: int, heads: tuple[int, int], widths: tuple[int, int], packed: bool
 ) -> None:
     segments = documents(2, length) if packed else None
-    rule_follows(inputs(length, *heads, widths), segments, GPU, torch.bfloat16, 0.02)
+    rule_follows(rule, inputs(length, *heads, widths, rule=rule), segments, GPU, torch.bfloat16, 0.02)
 
 
-def half(length: int, batch: int = 2) -> dict[str, Tensor]:
-    made = inputs(length, 3, 6, (128, 128), batch)
+def half(length: int, batch: int = 2, rule: Rule = autograd.gated_delta) -> dict[str, Tensor]:
+    made = inputs(length, 3, 6, (128, 128), batch, rule)
     return {n: x.to(GPU, torch.bfloat16 if n in "qkv" else torch.float32).requires_grad_() for n, x in made.items()}
 
 
 @pytest.mark.gpu
-def test_two_runs_give_the_same_bits_and_so_does_a_graph() -> None:
-    arguments = half(1000)
+@both
+def test_two_runs_give_the_same_bits_and_so_does_a_graph(rule: Rule) -> None:
+    arguments = half(1000, rule=rule)
     segments, leaves = documents(2, 1000).to(GPU), list(arguments.values())
 
     def run() -> list[Tensor]:
-        o, last = ops.gated_delta(**arguments, segments=segments)
+        o, last = rule(**arguments, segments=segments)
         gradients = torch.autograd.grad((o, last), leaves, (o, last))
         return [o.detach(), last.detach(), *gradients]  # a graph that lives on would tie its leaves to its stream
 

@@ -1,12 +1,12 @@
 """Delta rules, fused: operators and gradients.
 
-The gated rule is fused whole (`residua bench ops gated_delta` also times flash-linear-attention). Backward keeps q, k
-and v, and in v's dtype u and the state before each chunk of 64 tokens. It also keeps two matrices [64, 64] per chunk
-and head, and six numbers per token and head. For heads of 128 that is four times as much as v. Recomputing the states
-would repeat the forward pass, whose chunks have to wait for each other.
+Both rules are fused whole (`residua bench ops gated_delta kimi_delta` also times flash-linear-attention). Backward
+keeps q, k and v, and in v's dtype u and the state before each chunk of 64 tokens. It also keeps two matrices [64, 64]
+per chunk and head, and six numbers per token and head. For heads of 128 that is four times as much as v. Recomputing
+the states would repeat the forward pass, whose chunks have to wait for each other.
 
-With a decay per channel, only the most expensive part is fused: the products of decayed keys and queries (`residua
-bench ops kimi_delta --implementations fused,reference`). Backward keeps their inputs and forms the decays again.
+A decay per channel adds the sums of log decays in float32, three decayed copies of keys and queries, and a third
+matrix: for heads of 128, five and a half times as much as v.
 """
 
 from __future__ import annotations
@@ -36,48 +36,7 @@ def gated_delta(
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of `reference.gated_delta`."""
     check_shapes(q, k, v, g, beta, per_channel=False)
-    first = None if segments is None else begins(v, segments).to(torch.uint8)
-    inputs = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
-    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    o, last = _gated_delta(*inputs, first, keep)
-    return o, last
-
-
-def step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The fused twin of `reference.step`, without gradients; a state that is float32 and dense is overwritten."""
-    state = initial_state(k, v, state).contiguous()
-    o: Tensor = launch.step(q, k, v, g.float(), beta.float(), state)
-    return o, state
-
-
-class _GatedDelta(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
-        first: Tensor | None, keep: bool,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, last, *saved = launch.forward(q, k, v, g, beta, first, state, keep)
-        ctx.from_state = state is not None
-        ctx.save_for_backward(q, k, v, *saved)
-        ctx.set_materialize_grads(False)
-        return o, last
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, *saved = ctx.saved_tensors
-        if d_o is None and d_last is None:
-            return (None,) * 8
-        d_o = torch.zeros_like(v) if d_o is None else d_o
-        dq, dk, dv, dg, dbeta, d_state = launch.backward(d_o, d_last, q, k, v, *saved, ctx.from_state)
-        # each key head serves a run of value heads
-        dq, dk = (d.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) if d.shape != k.shape else d for d in (dq, dk))
-        return dq, dk, dv, dg, dbeta, d_state if ctx.from_state else None, None, None
-
-
-_gated_delta = opaque(_GatedDelta)
+    return _apply(q, k, v, g, beta, segments, state)
 
 
 def kimi_delta(
@@ -91,6 +50,72 @@ def kimi_delta(
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The fused twin of `reference.kimi_delta`."""
+    check_shapes(q, k, v, g, beta, per_channel=True)
+    return _apply(q, k, v, g, beta, segments, state)
+
+
+def _apply(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    first = None if segments is None else begins(v, segments).to(torch.uint8)
+    inputs = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
+    keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    o, last = _delta(*inputs, first, keep)
+    return o, last
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The fused twin of `reference.step`, without gradients; a state that is float32 and dense is overwritten."""
+    state = initial_state(k, v, state).contiguous()
+    o: Tensor = launch.step(q, k, v, g.float(), beta.float(), state)
+    return o, state
+
+
+class _Delta(torch.autograd.Function):
+    """Either rule, as g's shape says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
+        first: Tensor | None, keep: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        forward = launch.forward if g.dim() == beta.dim() else launch.forward_by_channel
+        o, last, *saved = forward(q, k, v, g, beta, first, state, keep)
+        ctx.from_state, ctx.per_head = state is not None, g.dim() == beta.dim()
+        ctx.save_for_backward(q, k, v, *saved)
+        ctx.set_materialize_grads(False)
+        return o, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, *saved = ctx.saved_tensors
+        if d_o is None and d_last is None:
+            return (None,) * 8
+        d_o = torch.zeros_like(v) if d_o is None else d_o
+        backward = launch.backward if ctx.per_head else launch.backward_by_channel
+        dq, dk, dv, dg, dbeta, d_state = backward(d_o, d_last, q, k, v, *saved, ctx.from_state)
+        # each key head serves a run of value heads
+        dq, dk = (d.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) if d.shape != k.shape else d for d in (dq, dk))
+        return dq, dk, dv, dg, dbeta, d_state if ctx.from_state else None, None, None
+
+
+_delta = opaque(_Delta)
+
+
+def kimi_delta_by_products(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.kimi_delta` with fused products of decayed keys and queries, in float32."""
     check_shapes(q, k, v, g, beta, per_channel=True)
     return in_chunks(_FusedPerChannel, q, k, v, g, beta, segments, state)
 

@@ -35,8 +35,8 @@ class BlockPlan(NamedTuple):
         return (rows * cdiv(width, self.block),)
 
 
-CHUNKS = {"num_warps": 2, "num_stages": 1}
-GRADIENTS = BlockPlan(32, stages=2)
+CHUNKS, CHANNEL_CHUNKS = BlockPlan(32, warps=2), BlockPlan(32)
+GRADIENTS, CHANNEL_GRADIENTS = BlockPlan(32, stages=2), BlockPlan(32)
 STEP = BlockPlan(32)
 PRODUCT_WARPS, PRODUCT_BACKWARD_WARPS = 8, 4
 """Of the products with a decay per channel: the quickest of 2, 4 and 8 on an H200, with heads of 128."""
@@ -77,6 +77,32 @@ class Sizes(NamedTuple):
         return (*sizes, *(stride for x in strided for stride in x.stride()[:3]))
 
 
+class Decayed(NamedTuple):
+    """Further results of `chunk_kernel` with a decay per channel."""
+
+    overlap: Tensor
+    """(k, k) below the diagonal, [B·H, N, C, C]."""
+    totals: Tensor
+    decayed: Tensor
+
+    @classmethod
+    def empty(cls, k: Tensor, v: Tensor, g: Tensor) -> Decayed:
+        s = Sizes.of(k, v)
+        shape = s.batch, s.heads, s.chunks * CHUNK, s.key_width
+        overlap = v.new_empty((s.rows, s.chunks, CHUNK, CHUNK))
+        return cls(overlap, g.new_empty(shape), v.new_empty((3, *shape)))
+
+    def heads(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k that enter a chunk and the k that leaves it, [B, N·C, H, K]."""
+        q, k, out = self.decayed.transpose(2, 3)
+        return q, k, out
+
+
+def _scanned(s: Sizes, q: Tensor, k: Tensor, by_channel: Decayed | None) -> tuple[Sizes, Tensor, Tensor, Tensor]:
+    """Keys and queries for both scans: entering q and k, leaving k; with `by_channel` each value head has its own."""
+    return (s, q, k, k) if by_channel is None else (s._replace(group=1), *by_channel.heads())
+
+
 Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """o and the last state; then what backward needs: inverse, reads, rates, the Sᵀ that each chunk meets, and u."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -91,6 +117,16 @@ def forward(
     outputs = _empty_rule(k, v, g, keep)
     yield outputs
     _launch_rule(q, k, v, g, beta, begins, state, keep, outputs)
+
+
+@launcher("kimi_delta")
+def forward_by_channel(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
+    """`forward` with g [B, T, H, K]; backward needs `Decayed`, too."""
+    outputs, by_channel = _empty_rule(k, v, g, keep), Decayed.empty(k, v, g)
+    yield *outputs, *by_channel
+    _launch_rule(q, k, v, g, beta, begins, state, keep, outputs, by_channel)
 
 
 def _empty_rule(k: Tensor, v: Tensor, g: Tensor, keep: bool) -> Rule:
@@ -109,21 +145,25 @@ def _empty_rule(k: Tensor, v: Tensor, g: Tensor, keep: bool) -> Rule:
 
 def _launch_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool,
-    outputs: Rule,
+    outputs: Rule, by_channel: Decayed | None = None,
 ) -> None:  # fmt: skip
     o, last, inverse, reads, rates, states, u = outputs
-    s = Sizes.of(k, v)
+    s, channels = Sizes.of(k, v), by_channel is not None
     q, k, v = (_dense(x) for x in (q, k, v))
-    g, plan = g.contiguous(), scan_plan(v)
+    g, plan, chunks = g.contiguous(), scan_plan(v), CHANNEL_CHUNKS if channels else CHUNKS
+    overlap, totals, decayed = by_channel or (reads, rates, reads)
     with device_guard(v):
         kernels.chunk_kernel[(s.rows * s.chunks,)](
             q, k, g, beta.contiguous(), g if begins is None else begins.contiguous(), inverse, reads, rates,
-            *s.arguments(q, k), K=s.key_width, C=CHUNK, DOCUMENTS=begins is not None, PRECISION=_precision(v), **CHUNKS,
+            overlap, totals, decayed, *s.arguments(q, k), K=s.key_width, C=CHUNK, DOCUMENTS=begins is not None,
+            PRECISION=_precision(v), CHANNELS=channels, BLOCK=min(chunks.block, s.key_width), num_warps=chunks.warps,
+            num_stages=chunks.stages,
         )  # fmt: skip
+        s, q, k, out = _scanned(s, q, k, by_channel)
         kernels.scan_kernel[plan.programs(s.rows, s.value_width)](
-            q, k, v, inverse, reads, rates, last if state is None else state.contiguous(), o, last, states, u,
-            *s.arguments(q, k, v), K=s.key_width, V=s.value_width, C=CHUNK,
-            STATE=state is not None, KEEP=keep, **plan.settings(s.value_width),
+            q, k, v, inverse, reads, rates, out, totals, last if state is None else state.contiguous(),
+            o, last, states, u, *s.arguments(q, k, v), K=s.key_width, V=s.value_width, C=CHUNK,
+            STATE=state is not None, KEEP=keep, CHANNELS=channels, **plan.settings(s.value_width),
         )  # fmt: skip
 
 
@@ -137,6 +177,18 @@ def backward(
     _launch_backward(d_o, d_last, q, k, v, (inverse, reads, rates, states, u), from_state, outputs)
 
 
+@launcher("kimi_delta_backward")
+def backward_by_channel(
+    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
+    states: Tensor, u: Tensor, overlap: Tensor, totals: Tensor, decayed: Tensor, from_state: bool,
+) -> Iterator[Gradients]:  # fmt: skip
+    dq, dk, dv, dbeta, _, d_state = _empty_gradients(q, k, v, rates, from_state)
+    outputs = dq, dk, dv, torch.empty_like(dq, dtype=torch.float32), dbeta, d_state
+    yield outputs
+    saved, by_channel = (inverse, reads, rates, states, u), Decayed(overlap, totals, decayed)
+    _launch_backward(d_o, d_last, q, k, v, saved, from_state, outputs, by_channel)
+
+
 def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, from_state: bool) -> Gradients:
     s = Sizes.of(k, v)
     per_head = q.new_empty((s.batch, s.length, s.heads, s.key_width))
@@ -147,23 +199,26 @@ def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, from_state:
 
 def _launch_backward(
     d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, saved: Sequence[Tensor], from_state: bool,
-    outputs: Gradients,
+    outputs: Gradients, by_channel: Decayed | None = None,
 ) -> None:  # fmt: skip
     *gradients, d_state = outputs
     inverse, reads, rates, states, u = saved
-    s = Sizes.of(k, v)
+    s, channels = Sizes.of(k, v), by_channel is not None
     q, k, v, d_o = (_dense(x) for x in (q, k, v, d_o))
     d_states, dr = torch.empty_like(states), v.new_empty((s.rows, s.length, s.value_width))
-    plan = scan_plan(v)
+    plan, gradient_plan = scan_plan(v), CHANNEL_GRADIENTS if channels else GRADIENTS
+    overlap, totals, _ = by_channel or (reads, rates, reads)
+    scanned, q_in, k_in, k_out = _scanned(s, q, k, by_channel)
     with device_guard(v):
         kernels_backward.scan_kernel[plan.programs(s.rows, s.value_width)](
-            q, k, d_o, inverse, reads, rates, rates if d_last is None else d_last.contiguous(), dr, d_state, d_states,
-            *s.arguments(q, k, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
-            LAST=d_last is not None, STATE=from_state, **plan.settings(s.value_width),
+            q_in, k_in, d_o, inverse, reads, rates, k_out, totals, rates if d_last is None else d_last.contiguous(),
+            dr, d_state, d_states, *scanned.arguments(q_in, k_in, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
+            LAST=d_last is not None, STATE=from_state, CHANNELS=channels, **plan.settings(s.value_width),
         )  # fmt: skip
         kernels_backward.gradient_kernel[(s.rows * s.chunks,)](
-            q, k, v, d_o, reads, rates, states, u, d_states, dr, *gradients,
-            *s.arguments(q, k, v, d_o), K=s.key_width, V=s.value_width, C=CHUNK, **GRADIENTS.settings(s.key_width),
+            q, k, v, d_o, reads, rates, states, u, d_states, dr, overlap, totals, *gradients,
+            *s.arguments(q, k, v, d_o), K=s.key_width, V=s.value_width, C=CHUNK, CHANNELS=channels,
+            **gradient_plan.settings(s.key_width),
         )  # fmt: skip
 
 

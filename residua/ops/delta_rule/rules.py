@@ -1,5 +1,6 @@
 """The delta rules as operators; `__init__.py` adds the mixer, which calls one of them."""
 
+import os
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from residua.ops.delta_rule import reference
 
 HEAD_WIDTHS = (16, 32, 64, 128)
 WIDEST_CHANNEL_HEAD = 256
+KIMI_KERNELS = "RESIDUA_KIMI_KERNELS"
+"""The environment variable that, set to 1, runs all of `kimi_delta` on kernels. They have not run on a GPU yet; by
+default only the products of decayed keys and queries have kernels."""
 
 
 def _heads(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +47,7 @@ def _by_channel(d: Draw) -> Cases:
 
 gated_delta = Operator(reference.gated_delta, _gated, compile_seconds=10)
 gated_delta_step = Operator(reference.step, _steps)
-kimi_delta = Operator(reference.kimi_delta, _by_channel, compile_seconds=3)
+kimi_delta = Operator(reference.kimi_delta, _by_channel, compile_seconds=20)
 
 
 def takes(x: Tensor, key_width: int, value_width: int) -> bool:
@@ -55,7 +59,7 @@ def takes(x: Tensor, key_width: int, value_width: int) -> bool:
     return fits and supports(x) and (x.dtype is torch.bfloat16 or not x.is_cuda)
 
 
-def _serves_gated(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Tensor | None) -> bool:
+def _serves(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Tensor | None) -> bool:
     return takes(v, k.shape[-1], v.shape[-1])
 
 
@@ -65,13 +69,16 @@ def _serves_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state
     return fits and supports(v) and not torch.is_grad_enabled()
 
 
-def _serves_kimi(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **_: Any) -> bool:
+def _serves_products(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **_: Any) -> bool:
     return k.shape[-1] <= WIDEST_CHANNEL_HEAD and supports(q, k, v, *rest)
 
 
 if INSTALLED:
     from residua.ops.delta_rule import autograd
 
-    gated_delta.register_fused(autograd.gated_delta, _serves_gated)
+    gated_delta.register_fused(autograd.gated_delta, _serves)
     gated_delta_step.register_fused(autograd.step, _serves_step)
-    kimi_delta.register_fused(autograd.kimi_delta, _serves_kimi)
+    if os.environ.get(KIMI_KERNELS) == "1":
+        kimi_delta.register_fused(autograd.kimi_delta, _serves)
+    else:
+        kimi_delta.register_fused(autograd.kimi_delta_by_products, _serves_products)
