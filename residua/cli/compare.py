@@ -56,7 +56,11 @@ def compare(
     ] = None,
     baseline: Annotated[str | None, option("Compare with this variant.", default="the first")] = None,
     match: Annotated[
-        str | None, option("Match parameters within 0.5 % by `ffn` width or `depth`, or `none`.", default="ffn")
+        str | None,
+        option(
+            "Match parameters within 0.5 % by `ffn` width or `depth`; `flops`; or `none`.",
+            default="ffn",
+        ),
     ] = None,
     sizes: Annotated[
         str | None, option("Fit compute scaling over these presets or run TOMLs.", metavar="A,B,...")

@@ -90,6 +90,9 @@ class AnchorChoice(Family):
         """Whether what one head mixes depends on others, so that ranks cannot divide the heads."""
         return False
 
+    def check(self, width: int) -> None:
+        """Refuse settings that do not fit a model of this width."""
+
     def carried(self, layers: int) -> tuple[Pathway, ...]:
         """The anchors that exist after so many softmax layers, by the pathway whose shape they have."""
         return self.mixed if self.from_embedding or layers else ()
@@ -192,7 +195,32 @@ class GatedValue(AnchorChoice):
         return self.gate == "softmax"
 
 
-AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue)
+class ValueEmbeddings(AnchorChoice):
+    """A learned vector of the token in the values of every so many layers, counted from the last, behind a gate."""
+
+    reads_tokens: ClassVar[bool] = True
+
+    kind: Literal["value_embeddings"] = "value_embeddings"
+    every: Positive = 2
+    gate_channels: Positive = 12
+    gate_scale: float = Field(3.0, gt=0)
+
+    @property
+    def mixed(self) -> tuple[Pathway, ...]:
+        return ("v",)
+
+    def carried(self, layers: int) -> tuple[Pathway, ...]:
+        return ()
+
+    def check(self, width: int) -> None:
+        if self.gate_channels > width:
+            raise UserError(
+                f"anchors.gate_channels = {self.gate_channels} is more than the {width} channels of width = {width}: "
+                "lower it."
+            )
+
+
+AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue, ValueEmbeddings)
 Anchors = Annotated[SerializeAsAny[AnchorChoice], PlainValidator(AnchorChoice.choose)]
 
 

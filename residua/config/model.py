@@ -182,6 +182,7 @@ def _check_anchors(config: ModelConfig) -> None:
     anchors, softmax, table = config.anchors, config.softmax, config.attention.softmax_path
     if not anchors.mixed:
         return
+    anchors.check(config.width)
     if config.latent is not None:
         raise UserError(
             f"anchors.kind = '{anchors.kind}' mixes keys and values of heads, and latent attention ('mla') "

@@ -196,6 +196,7 @@ KNOWN: dict[str, Variant] = {
     "dca": _topology("DeepCrossAttention: Q, K and V weigh earlier layers by channel", "dca"),
     "resformer": _anchors("value residual from the first layer", "resformer"),
     "gated_value": _anchors("value residual from the first layer, gated per token and head", "gated_value"),
+    "value_embeddings": _anchors("a vector of the token in every second layer's values", "value_embeddings"),
     "nuresformer": _anchors("first layer's projections as normalised anchors, with the gate they mix", "nuresformer"),
     "exoformer": _anchors("projections of the embedding as anchors, with the gate they mix", "exoformer"),
     "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing, with the gate", "exoformer", "mixing.kind=dynamic"),

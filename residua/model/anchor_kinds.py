@@ -9,6 +9,7 @@ from residua.config import choices
 from residua.model.anchor_source import AnchorSource, ExoSource, HeadShape
 from residua.model.anchors import DynamicMix, LayerPlace, Mix, Unmixed, Write
 from residua.model.gated_values import build_gated_values
+from residua.model.value_embeddings import build_value_embedding
 
 BuildLayer = Callable[..., Unmixed]
 """(config, place) in; the module by which one softmax layer mixes or writes anchors out."""
@@ -57,6 +58,7 @@ ANCHORS: dict[type[choices.AnchorChoice], Builders] = {
     choices.NuResFormer: Builders(_nuresformer),
     choices.ExoFormer: Builders(_mixed, ExoSource),
     choices.GatedValue: Builders(build_gated_values),
+    choices.ValueEmbeddings: Builders(build_value_embedding),
 }
 
 

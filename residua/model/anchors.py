@@ -98,7 +98,7 @@ class QueryKeyNorm(nn.Module):
 
 class LayerPlace(NamedTuple):
     """A softmax layer whose mix is built: its number among the model's `layers` softmax layers, its heads, the sections
-    of its fused projection, and the model's width and std of new weights."""
+    of its fused projection, and the model's width, std of new weights and vocabulary."""
 
     layer: int
     layers: int
@@ -106,6 +106,7 @@ class LayerPlace(NamedTuple):
     sections: ops.Sections
     width: int
     std: float
+    vocabulary: int
 
 
 class Unmixed(nn.Module):

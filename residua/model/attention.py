@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,14 +36,20 @@ def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
 
 
 def layer_place(
-    config: choices.SoftmaxAttention, layer: int, softmax_layers: tuple[int, ...], width: int, std: float
+    config: choices.SoftmaxAttention,
+    layer: int,
+    layers: Sequence[int],
+    width: int,
+    *,
+    std: float = 0.0,
+    vocabulary: int = 0,
 ) -> LayerPlace:
-    """The place of a layer among the softmax layers, and the heads of its projection, for its anchors."""
+    """The place of a layer among the softmax `layers`, and the heads of its projection, for its anchors."""
     shape = head_shape(config, width)
     gate = {"none": {}, "headwise": {"g": 1}, "elementwise": {"g": shape.head_dim}}[config.gate]
     widths = dict.fromkeys("qkv", shape.head_dim) | gate
     sections = {s: (shape.heads[s], w) for s, w in widths.items()}
-    return LayerPlace(softmax_layers.index(layer), len(softmax_layers), shape, sections, width, std)
+    return LayerPlace(layers.index(layer), len(layers), shape, sections, width, std, vocabulary)
 
 
 class QKNorm(QueryKeyNorm):
@@ -156,8 +162,7 @@ class SoftmaxAttention(Body):
     """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
 
     a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708); a learned sink, one logit per head in
-    the softmax's denominator; a window of tokens that each one sees; biases. `softmax_layers` are the layers of the
-    model that have softmax attention.
+    the softmax's denominator; a window of tokens that each one sees; biases. `place` says where in the model it is.
     """
 
     role = "attention"
@@ -168,20 +173,17 @@ class SoftmaxAttention(Body):
         config: choices.SoftmaxAttention,
         anchors: choices.AnchorChoice,
         layer: int,
-        width: int,
+        place: LayerPlace,
         *,
-        softmax_layers: tuple[int, ...],
-        std: float,
         output_std: float,
     ) -> None:
         super().__init__()
         self.layer = layer
-        place = layer_place(config, layer, softmax_layers, width, std)
-        shape = place.shape
+        shape, width = place.shape, place.width
         self.head_width: dict[str, int] = {s: w for s, (_, w) in place.sections.items()}
         self.rows = tuple(shape.heads[s] * w for s, w in self.head_width.items())
         biased = config.bias != "none"
-        self.project = projection(width, sum(self.rows), std=std, bias=biased, parts=self.rows)
+        self.project = projection(width, sum(self.rows), std=place.std, bias=biased, parts=self.rows)
         self.mix = build_mix(anchors, place)
         self.qk_norm = QK_NORMS[config.qk_norm](shape, config)
         self.window = config.window_at(layer)

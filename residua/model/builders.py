@@ -174,7 +174,8 @@ class _Anchored(nn.Module):
         super().__init__()
         self.source = build_anchor_source(config)
         softmax, layers = config.softmax, config.softmax_layers
-        places = [] if softmax is None else [layer_place(softmax, n, layers, config.width, 1.0) for n in layers]
+        at = partial(layer_place, layers=layers, width=config.width, std=config.init.std, vocabulary=config.vocab_size)
+        places = [] if softmax is None else [at(softmax, layer) for layer in layers]
         self.layers = nn.ModuleList(build_mix(config.anchors, place) for place in places)
 
 

@@ -16,7 +16,7 @@ from residua.config.model import ModelConfig
 from residua.model.anchor_kinds import build_source
 from residua.model.anchor_source import AnchorSource
 from residua.model.anchors import Mix, Sharing
-from residua.model.attention import SoftmaxAttention, head_shape
+from residua.model.attention import SoftmaxAttention, head_shape, layer_place
 from residua.model.body import Body, reset
 from residua.model.cache import Cache, Now
 from residua.model.context import Anchors, Context, check_inputs, for_rows, number_documents
@@ -307,10 +307,8 @@ def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> Body:
     """The sequence mixer of one layer."""
     mixer, width, std = config.attention.at(layer), config.width, config.init.std
     if isinstance(mixer, choices.SoftmaxAttention):
-        layers = config.softmax_layers
-        return SoftmaxAttention(
-            mixer, config.anchors, layer, width, softmax_layers=layers, std=std, output_std=output_std
-        )
+        place = layer_place(mixer, layer, config.softmax_layers, width, std=std, vocabulary=config.vocab_size)
+        return SoftmaxAttention(mixer, config.anchors, layer, place, output_std=output_std)
     if isinstance(mixer, choices.LatentAttention):
         return LatentAttention(mixer, layer, width, std=std, output_std=output_std)
     if isinstance(mixer, choices.KimiDelta):

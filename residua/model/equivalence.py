@@ -59,6 +59,8 @@ def _first(x: Tensor, *rest: object) -> Tensor:
 class Edge:
     """A producer, by `divide(s)`, and its readers, matrices [R, C] whose columns are its channels.
 
+    A reader with fewer columns reads the first channels.
+
     channel [C] names, for each input channel of the readers, the producer's channel it comes from: the identity, or
     fewer channels if several inputs share one (grouped key-value heads, a gain that all heads share). `look` finds the
     vector in the arguments of `probe`.
@@ -77,7 +79,7 @@ class Edge:
         self.divide(factor)
         columns = factor[self.channel.to(factor.device)]
         for reader in self.readers:
-            reader.mul_(columns.to(reader.dtype))
+            reader.mul_(columns[: reader.shape[1]].to(reader.dtype))
 
 
 @torch.no_grad()

@@ -33,6 +33,14 @@ NEARLY_CLOSED = 1e-3
 """The share of W_α's std that a relu starts with where it should be closed: at exactly zero it would stay there."""
 
 
+def head_means(gate: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
+    """λ1 and λ2 of added values: the mean by head of their gate [..., H_kv], and 1; nothing without the gate."""
+    if gate is None:
+        return {}
+    mean = wide(gate).flatten(0, -2).mean(0)
+    return {"v": (mean, torch.ones_like(mean))}
+
+
 class GatedValues(Unmixed):
     """V̂ = V + gate(W_α x) ⊙ V_1, one gate per token and key-value head."""
 
@@ -58,11 +66,7 @@ class GatedValues(Unmixed):
         return (self.gates.weight,)
 
     def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        """The mean of α by head, from α [..., H_kv] itself, and 1; nothing without it."""
-        if gamma is None:
-            return {}
-        mean = wide(gamma).flatten(0, -2).mean(0)
-        return {"v": (mean, torch.ones_like(mean))}
+        return head_means(gamma)
 
     @torch.no_grad()
     def begin_as(self, old: Unmixed) -> InitFidelity:

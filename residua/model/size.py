@@ -25,7 +25,8 @@ class Size:
     """Parameter counts by purpose; they add up to `parameters`.
 
     `head` is the head's own matrix, 0 when tied. `depth` counts the topology, `anchors` the anchor projections, their
-    norms and the λ of every layer. `idle` is the part of `ffn` in experts that a token does not visit.
+    norms and the λ of every layer. `idle` is the part of `ffn` in experts that a token does not visit, `tables` the
+    part of `depth` and `anchors` that tokens look up, without a product.
     """
 
     parameters: int
@@ -38,11 +39,12 @@ class Size:
     anchors: int
     idle: int
     flops_per_token: int
+    tables: int = 0
 
     @property
     def active(self) -> int:
         """Parameters that a token is multiplied with: of experts only those it visits; the head, but no embedding."""
-        return self.parameters - self.idle - (self.embedding if self.head else 0)
+        return self.parameters - self.idle - self.tables - (self.embedding if self.head else 0)
 
 
 def measure(config: ModelConfig) -> Size:
@@ -119,6 +121,7 @@ def size_of(model: Decoder) -> Size:
         anchors=_count(model.anchors) + mixes,
         idle=sum(_idle(mixture) for mixture in mixtures(model)),
         flops_per_token=0,
+        tables=sum(_table(part) for part in (model.sublayers, model.anchors, model.topology)),
     )
     attended = sum(mixer.score_width(config.width) for mixer in config.mixers)
     flops = 6 * size.active + round(6 * attended * config.context)
@@ -150,7 +153,7 @@ def measure_work(config: ModelConfig) -> Work:
     junction = _count(model.topology) / config.sublayers
     sublayers = []
     for k, sublayer in enumerate(model.sublayers):
-        active = _count(sublayer) - sum(_idle(mixture) for mixture in mixtures(sublayer))
+        active = _count(sublayer) - _table(sublayer) - sum(_idle(mixture) for mixture in mixtures(sublayer))
         attended = 0 if k % 2 else config.mixers[k // 2].score_width(config.width)
         sublayers.append(6 * (active + junction + attended * config.context) + FLOPS_PER_BYTE * moved[k])
     head = model.embed if model.unembed is None else model.unembed
@@ -168,6 +171,11 @@ def _junction_bytes(model: Decoder) -> tuple[float, ...]:
 def _idle(mixture: MoE) -> int:
     """The parameters of the experts that a token does not visit."""
     return _count(mixture.experts) // mixture.count * (mixture.count - mixture.router.top_k)
+
+
+def _table(part: nn.Module) -> int:
+    """The parameters that tokens look up in a part of the model."""
+    return sum(_count(module) for module in part.modules() if isinstance(module, nn.Embedding))
 
 
 def _count(module: nn.Module) -> int:

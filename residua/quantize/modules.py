@@ -193,7 +193,8 @@ def _reason(name: str, large: Container[str]) -> str:
         return "depth operator"
     if module in large:
         return "small and steers others" if _matches(module, NEVER_QUANTIZED) else "exempted"
-    return "embedding or head" if name.startswith(("embed.", "unembed.")) else "norm, gate, router or scale"
+    table = name.startswith(("embed.", "unembed.")) or name.endswith(".table.weight")
+    return "embedding or head" if table else "norm, gate, router or scale"
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from residua.data.loader import Batch
 from residua.errors import UserError
@@ -69,7 +70,8 @@ def channel_peaks(
 
 def smoothing_factors(edge: Edge, peaks: Tensor, alpha: float) -> Tensor:
     """s for the producer's channels; 1 where a channel is always zero or has no reader."""
-    columns = torch.stack([reader.detach().abs().amax(0) for reader in edge.readers]).amax(0).float()
+    largest = [reader.detach().abs().amax(0).float() for reader in edge.readers]
+    columns = torch.stack([pad(each, (0, len(edge.channel) - len(each))) for each in largest]).amax(0)
     peaks, columns = (_shared(values, edge.channel) for values in (peaks, columns))
     factors = peaks**alpha / columns ** (1 - alpha)
     usable = (peaks > 0) & (columns > 0)

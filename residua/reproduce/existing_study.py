@@ -42,12 +42,14 @@ RECIPE = (
 )  # fmt: skip
 """Differences between the study's baseline and the paper's that the page names."""
 NOT_THERE, NOT_RUN = "not in this study", "without a complete run in this study"
-MATCHED = {"none": (), "ffn": ("model.ffn.hidden",), "depth": ("model.ffn.hidden", "model.layers")}
+BY_WIDTH = ("model.ffn.hidden",)
+MATCHED = {"none": (), "ffn": BY_WIDTH, "flops": BY_WIDTH, "depth": (*BY_WIDTH, "model.layers")}
 """The keys that each kind of parameter matching changes."""
 RATES = ("train.optimizer.lr", "train.optimizer.rest.lr")
 """The keys that a search of learning rates changes."""
 MATCHED_BY = {
     "ffn": "Parameters are matched by the width of the feed-forward",
+    "flops": "FLOPs per token are matched by the width of the feed-forward",
     "depth": "Parameters are matched by the number of layers",
     "none": "Parameters are not matched",
 }

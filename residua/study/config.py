@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -22,6 +22,9 @@ from residua.files import is_plain_name
 from residua.quantize.recipe import Recipe
 from residua.reading import shown
 
+if TYPE_CHECKING:
+    from residua.model.size import Size
+
 DEMO = Path(__file__).with_name("demo.toml")
 """The study of `residua compare --demo`: four tiny models on the embedded corpus, without a network or a GPU."""
 MAX_SEEDS = 1000
@@ -29,18 +32,46 @@ LOCAL = "local files"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
-class MatchFFN(Frozen):
+class _MatchParameters(Frozen):
+    """The keys of `ffn` and `depth`.
+
+    Tables that tokens look up besides the embedding (value embeddings) are parameters without FLOPs: `tables` says
+    whether they count.
+    """
+
+    unit: ClassVar[str] = "parameters"
+
+    tolerance: float = Field(0.005, gt=0, lt=1)
+    tables: Literal["free", "counted"] = "free"
+
+    def measured(self, size: Size) -> int:
+        """The number that is matched."""
+        return size.parameters - (size.tables if self.tables == "free" else 0)
+
+
+class MatchFFN(_MatchParameters):
     """Change the feed-forward width until the parameter count is within `tolerance` of the baseline's."""
 
     kind: Literal["ffn"] = "ffn"
-    tolerance: float = Field(0.005, gt=0, lt=1)
 
 
-class MatchDepth(Frozen):
+class MatchDepth(_MatchParameters):
     """Change the number of layers first, then the feed-forward width for the rest."""
 
     kind: Literal["depth"] = "depth"
+
+
+class MatchFLOPs(Frozen):
+    """Change the feed-forward width until training FLOPs per token, attention's included, are the baseline's."""
+
+    unit: ClassVar[str] = "FLOPs per token"
+
+    kind: Literal["flops"] = "flops"
     tolerance: float = Field(0.005, gt=0, lt=1)
+
+    def measured(self, size: Size) -> int:
+        """The number that is matched."""
+        return size.flops_per_token
 
 
 class NoMatch(Frozen):
@@ -48,8 +79,12 @@ class NoMatch(Frozen):
 
     kind: Literal["none"] = "none"
 
+    def measured(self, size: Size) -> int:
+        """The number that the table compares."""
+        return size.parameters
 
-Match = Annotated[MatchFFN | MatchDepth | NoMatch, Field(discriminator="kind")]
+
+Match = Annotated[MatchFFN | MatchDepth | MatchFLOPs | NoMatch, Field(discriminator="kind")]
 
 
 class Scaling(Frozen):
@@ -304,54 +339,56 @@ class Matched:
 
 
 def match(name: str, model: ModelConfig, target: int, rule: Match) -> Matched:
-    """Change `model` by `rule` until its parameters are within tolerance of `target`; ConfigError if it cannot be."""
-    parameters = _parameters(model)
-    if isinstance(rule, NoMatch) or _off(parameters, target) <= rule.tolerance:
+    """Change `model` by `rule` until what it matches is within tolerance of `target`; ConfigError if it cannot be."""
+    parameters = _measured(model, NoMatch())
+    if isinstance(rule, NoMatch):
         return Matched(model, parameters, "")
-    candidate = _nearest_depth(model, target) if isinstance(rule, MatchDepth) else model
-    if _off(_parameters(candidate), target) > rule.tolerance:
-        candidate = _nearest_width(name, candidate, target, rule.tolerance)
-    return Matched(candidate, _parameters(candidate), _change(model, candidate))
+    if _off(_measured(model, rule), target) <= rule.tolerance:
+        return Matched(model, parameters, _change(model, model, rule))
+    candidate = _nearest_depth(model, target, rule) if isinstance(rule, MatchDepth) else model
+    if _off(_measured(candidate, rule), target) > rule.tolerance:
+        candidate = _nearest_width(name, candidate, target, rule)
+    return Matched(candidate, _measured(candidate, NoMatch()), _change(model, candidate, rule))
 
 
-def _parameters(model: ModelConfig) -> int:
+def _measured(model: ModelConfig, rule: Match) -> int:
     from residua.model.size import measure  # imports torch, which most readers of a study file need not
 
-    return measure(model).parameters
+    return rule.measured(measure(model))
 
 
-def _off(parameters: int, target: int) -> float:
-    return abs(parameters / target - 1.0)
+def _off(measured: int, target: int) -> float:
+    return abs(measured / target - 1.0)
 
 
-def _nearest_depth(model: ModelConfig, target: int) -> ModelConfig:
+def _nearest_depth(model: ModelConfig, target: int, rule: MatchDepth) -> ModelConfig:
     """The number of layers with the nearest parameter count: add or remove layers while that brings it closer."""
-    step = 1 if _parameters(model) < target else -1
+    step = 1 if _measured(model, rule) < target else -1
     best = model
     while best.layers + step >= 1:
         candidate = best.override([f"layers={best.layers + step}"])
-        if _off(_parameters(candidate), target) >= _off(_parameters(best), target):
+        if _off(_measured(candidate, rule), target) >= _off(_measured(best, rule), target):
             break
         best = candidate
     return best
 
 
-def _nearest_width(name: str, model: ModelConfig, target: int, tolerance: float) -> ModelConfig:
-    """Parameters are affine in the feed-forward width: solve, round to a multiple of 8, or of 1 if 8 is too coarse."""
+def _nearest_width(name: str, model: ModelConfig, target: int, rule: MatchFFN | MatchDepth | MatchFLOPs) -> ModelConfig:
+    """Parameters and FLOPs are affine in the feed-forward width: solve, round to a multiple of 8, or of 1 if needed."""
     hidden = model.ffn.hidden
-    parameters = _parameters(model)
-    per_unit = _parameters(_hidden(model, hidden + 1)) - parameters
-    exact = hidden + (target - parameters) / per_unit
+    measured = _measured(model, rule)
+    per_unit = _measured(_hidden(model, hidden + 1), rule) - measured
+    exact = hidden + (target - measured) / per_unit
     for multiple in (8, 1):
         rounded = multiple * round(exact / multiple)
         if rounded < 1:
             continue
         candidate = _hidden(model, rounded)
-        if _off(_parameters(candidate), target) <= tolerance:
+        if _off(_measured(candidate, rule), target) <= rule.tolerance:
             return candidate
     raise ConfigError(
-        f"variant {name!r} has {parameters:,} parameters and cannot be brought within {100 * tolerance:.3g} % of the "
-        f"baseline's {target:,} by changing ffn.hidden = {hidden}: widen the base's ffn.hidden, or set match.kind "
+        f"variant {name!r} has {measured:,} {rule.unit} and cannot be brought within {100 * rule.tolerance:.3g} % of "
+        f"the baseline's {target:,} by changing ffn.hidden = {hidden}: widen the base's ffn.hidden, or set match.kind "
         "to 'none'."
     )
 
@@ -360,6 +397,13 @@ def _hidden(model: ModelConfig, hidden: int) -> ModelConfig:
     return model.override([f"ffn.hidden={hidden}"])
 
 
-def _change(before: ModelConfig, after: ModelConfig) -> str:
+FOR_FLOPS = " for equal FLOPs"
+
+
+def _change(before: ModelConfig, after: ModelConfig, rule: MatchFFN | MatchDepth | MatchFLOPs) -> str:
     pairs = {"layers": (before.layers, after.layers), "FFN width": (before.ffn.hidden, after.ffn.hidden)}
-    return ", ".join(f"{what} {old} → {new}" for what, (old, new) in pairs.items() if old != new)
+    changes = [f"{what} {old} → {new}" for what, (old, new) in pairs.items() if old != new]
+    if isinstance(rule, MatchFLOPs):
+        return ", ".join(changes) + FOR_FLOPS * bool(changes)
+    uncounted = _measured(after, NoMatch()) - _measured(after, rule)
+    return ", ".join([*changes, *[f"not counting {uncounted:,} in tables that tokens look up,"] * bool(uncounted)])

@@ -162,10 +162,8 @@ def open_dataset(study: StudyConfig, progress: bool) -> Dataset:
 def _models(study: StudyConfig, base: RunConfig, smallest: RunConfig) -> dict[str, PlannedModel]:
     """The variants of one size, matched to the baseline."""
     reference = vary(study, base, study.baseline)
-    target, length = (
-        measure(reference.model).parameters,
-        _length(study, reference, vary(study, smallest, study.baseline)),
-    )
+    target = study.match.measured(measure(reference.model))
+    length = _length(study, reference, vary(study, smallest, study.baseline))
     models = {}
     for name in study.variants:
         config = vary(study, base, name)

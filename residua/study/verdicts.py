@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from residua.data.dataset import TINY_VALIDATION
 from residua.reading import counted
 from residua.report import Tone
+from residua.study.config import FOR_FLOPS
 from residua.study.gains import (
     around_one,
     comparisons,
@@ -476,11 +477,14 @@ def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
     )
 
 
+TO_MATCH = " to match the baseline's parameters ("
+
+
 def matching_sentences(result: StudyResult) -> list[str]:
-    """What parameter matching changed, one sentence per variant."""
+    """The changes that matching made, one sentence per variant."""
     return [
-        f"{sized_name(row, result)}: {row.matching} to match the baseline's parameters "
-        f"({row.parameters_ratio - 1:+.2%})."
+        f"{sized_name(row, result)}: {row.matching}"
+        f"{' (parameters ' if FOR_FLOPS in row.matching else TO_MATCH}{row.parameters_ratio - 1:+.2%})."
         for row in result.variants
         if row.matching
     ]

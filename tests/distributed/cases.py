@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "exo-block": {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}, **ANCHORED},
     "nures": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}, "topology": {"kind": "highway"}},
     "gated-values": {"anchors": {"kind": "gated_value"}},
+    "value-embeddings": {"anchors": {"kind": "value_embeddings", "gate_channels": 5}},
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "mudd": {"topology": {"kind": "mudd", "sources": 2}, "anchors": {"kind": "exoformer", "pathways": ["v"]}},

@@ -31,6 +31,7 @@ EXTRA: Cases = {
     "reads-inside-a-layer": ("dca", {**INTERLEAVED, "cuts": [1, 4, 7]}),
     "sharded-reads": ("dca", {"shard": 2}),
     "sent-reads": ("value_input", {**INTERLEAVED, "cuts": [1, 4, 6]}),
+    "value-embeddings": ("value-embeddings", INTERLEAVED),
     "sharded-token-ids": ("token_gain", {"shard": 2}),
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),

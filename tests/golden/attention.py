@@ -136,3 +136,14 @@ def gate_values(x: Tensor, V: Tensor, V1: Tensor, W: Tensor, gate: str) -> Tenso
         }[gate]()
         rows.append(torch.stack([V[t, h] + alpha[h] * V1[t, h] for h in range(len(z))]))
     return torch.stack(rows)
+
+
+def embed_values(x: Tensor, V: Tensor, tokens: Tensor, E: Tensor, W: Tensor, scale: float) -> Tensor:
+    """V̂[t, h] = V[t, h] + scale·σ(W_h · x_t[:c]) E[token_t, h]: value embeddings (nanochat); E [V, H·D], W [H, c]."""
+    heads, channels = W.shape
+    rows = []
+    for t in range(len(x)):
+        vectors = E[int(tokens[t])].chunk(heads)
+        gates = [scale * sigmoid((W[h] * x[t, :channels]).sum()) for h in range(heads)]
+        rows.append(torch.stack([V[t, h] + gates[h] * vectors[h] for h in range(heads)]))
+    return torch.stack(rows)

@@ -17,6 +17,7 @@ ANCHORS: dict[str, Any] = {
     "none": {"kind": "none"},
     "resformer": {"kind": "resformer"},
     "gated_value": {"kind": "gated_value"},
+    "value_embeddings": {"kind": "value_embeddings"},
     "nuresformer": {"kind": "nuresformer", "pathways": QKV, "granularity": "headwise"},
     "nuresformer with gate": {"kind": "nuresformer", "norm": "qk"},
     "exoformer": {"kind": "exoformer", "pathways": QKV},

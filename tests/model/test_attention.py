@@ -10,19 +10,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import residua
 from residua.config import choices
+from residua.config.settings import ConfigError
 from residua.model.anchor_kinds import build_source
 from residua.model.anchor_source import ExoSource
-from residua.model.attention import SoftmaxAttention, head_shape
+from residua.model.anchors import LayerPlace
+from residua.model.attention import SoftmaxAttention, head_shape, layer_place
 from residua.model.context import Context
 from residua.model.rope import rotary_table, rotate
 from residua.model.sdpa import attend
+from residua.model.value_embeddings import ValueEmbedding
 from tests.golden import attention as golden
 from tests.golden.compare import agree, close, leaves_of, random, randomise
+from tests.model.small import small
 
 pytestmark = pytest.mark.slow
 
-BATCH, LENGTH, WIDTH, HEADS, HEAD_DIM, THETA = 2, 3, 7, 4, 6, 50.0
+BATCH, LENGTH, WIDTH, HEADS, HEAD_DIM, THETA, VOCABULARY = 2, 3, 7, 4, 6, 50.0, 5
 DOCUMENTS = [[0, 0, 1], [5, 2, 2]]
 
 
@@ -41,12 +46,16 @@ def context(documents: list[list[int]] | None = None) -> Context:
     return Context(exact_rotary(), None if documents is None else torch.tensor(documents))
 
 
+def place(config: choices.SoftmaxAttention, layer: int, layers: int) -> LayerPlace:
+    return layer_place(config, layer, range(layers), WIDTH, std=0.3, vocabulary=VOCABULARY)
+
+
 def build_layers(
     config: choices.SoftmaxAttention, anchors: choices.Anchors, layers: int
 ) -> tuple[nn.ModuleList, nn.Module]:
     """Attention layers and the source of their anchors, with random parameters, in float64."""
     attentions = nn.ModuleList(
-        SoftmaxAttention(config, anchors, layer, WIDTH, softmax_layers=tuple(range(layers)), std=0.3, output_std=0.3)
+        SoftmaxAttention(config, anchors, layer, place(config, layer, layers), output_std=0.3)
         for layer in range(layers)
     )
     source = build_source(anchors, head_shape(config, WIDTH), WIDTH, std=0.3)
@@ -189,11 +198,17 @@ def normed_anchors(raw: golden.Projections, norm: str, gains: nn.ParameterDict) 
     return {s: golden.normed(a, gains[s] if s in chosen else None) for s, a in raw.items()}
 
 
-def run_ours(layers: Sequence[nn.Module], source: nn.Module, embedding: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+def run_ours(
+    layers: Sequence[nn.Module],
+    source: nn.Module,
+    embedding: Tensor,
+    inputs: list[Tensor],
+    tokens: Tensor | None = None,
+) -> list[Tensor]:
     anchors = source.open(embedding)
     outputs = []
     for layer, x in zip(layers, inputs, strict=True):
-        y, anchors = layer(x, anchors, context())
+        y, anchors = layer(x, anchors, context()._replace(tokens=tokens))
         outputs.append(y)
     return outputs
 
@@ -307,3 +322,32 @@ def test_gated_values_with_a_zero_map_are_value_residuals(gate: str, alpha: floa
     static[1].mix.reset_parameters()
     ours, theirs = (run_ours(layers, source, inputs[0], inputs) for layers in (gated, static))
     close("second layer", ours[1], theirs[1], 1e-14)
+
+
+def test_value_embeddings_are_their_equation() -> None:
+    config = attention_config(kv_heads=2)
+    layers, source = build_layers(config, choices.ValueEmbeddings(gate_channels=5, gate_scale=2.5), 3)
+    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
+    tokens = torch.randint(VOCABULARY, (BATCH, LENGTH))
+    ours = run_ours(layers, source, inputs[0], inputs, tokens)
+    expected = [[], [], []]
+    for b in range(BATCH):
+        for at, (layer, x) in enumerate(zip(layers, inputs, strict=True)):
+            S = own_projections(layer, config, x[b])
+            if at != 1:  # every second layer, and the last
+                mix = layer.mix
+                S["v"] = golden.embed_values(x[b], S["v"], tokens[b], mix.table.weight, mix.gate_weight, 2.5)
+            expected[at].append(rest_of_layer(layer, S, None))
+    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
+    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+
+
+@torch.no_grad()
+def test_value_embeddings_start_like_values_and_reach_the_last() -> None:
+    model = residua.build(small(layers=5, anchors={"kind": "value_embeddings"}, init={"std": 0.05}))
+    mixes = [sublayer.body.mix for sublayer in model.sublayers[::2]]
+    assert [isinstance(mix, ValueEmbedding) for mix in mixes] == [True, False, True, False, True]
+    assert float(mixes[4].table.weight.std()) == pytest.approx(0.05, rel=0.1)
+    assert float(mixes[4].gate(torch.zeros(1, 1, 16)).mean()) == 1.5  # 3 σ(0)
+    with pytest.raises(ConfigError, match=r"gate_channels = 17 is more than the 16 channels"):
+        small(anchors={"kind": "value_embeddings", "gate_channels": 17})

@@ -40,7 +40,7 @@ Table = dict[str, Any]
 
 def table(choice: type[Frozen], **keys: Any) -> Table:
     """A small table of a kind, in which no setting is without effect."""
-    usual = {"sublayers_per_block": 2, "limit": 0.5, "streams": 2, "rank": 3, "iterations": 2}
+    usual = {"sublayers_per_block": 2, "limit": 0.5, "streams": 2, "rank": 3, "iterations": 2, "gate_channels": 4}
     return {key: usual[key] for key in choice.model_fields if key in usual} | {"kind": kind_of(choice)} | keys
 
 
@@ -88,7 +88,8 @@ REFUSED = {
     "nuresformer.mixing",
     *(f"softmax.{key}" for key in ("heads", "kv_heads")),
     *(f"{choice}.kind" for choice in map(kind_of, ours(choices.TopologyChoice)) if choice != "additive"),
-    *(f"{kind}.kind" for kind in ("resformer", "nuresformer", "exoformer", "gated_value")),
+    *(f"{kind}.kind" for kind in ("resformer", "nuresformer", "exoformer", "gated_value", "value_embeddings")),
+    "value_embeddings.gate_channels",
 }
 """What the weights of some other value do not fit."""
 

@@ -9,7 +9,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.config.variants import KNOWN, overrides
 from residua.model.size import measure
-from residua.study.config import MatchDepth, MatchFFN, NoMatch, match
+from residua.study.config import MatchDepth, MatchFFN, MatchFLOPs, NoMatch, match
 from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
@@ -25,8 +25,9 @@ def test_every_known_variant_matches_within_half_a_percent(pair: tuple[str, str]
     run = RunConfig.find(base)
     target = measure(run.model).parameters
     matched = match(name, run.override(overrides([name], run.model)).model, target, MatchFFN())
-    assert abs(matched.parameters / target - 1) <= 0.005
-    assert matched.parameters == measure(matched.model).parameters
+    size = measure(matched.model)
+    assert abs((matched.parameters - size.tables) / target - 1) <= 0.005
+    assert matched.parameters == size.parameters
 
 
 def exoformer(base: ModelConfig) -> ModelConfig:
@@ -72,3 +73,27 @@ def test_a_narrow_tolerance_is_told_as_it_is() -> None:
     model = RunConfig.find("tiny").model
     with pytest.raises(ConfigError, match=r"cannot be brought within 0\.0001 % of"):
         match("other", model, measure(model).parameters + 17, MatchFFN(tolerance=1e-6))
+
+
+def test_tables_are_free_unless_they_are_counted() -> None:
+    base = ModelConfig.preset("mini").override(["vocab_size=1024"])
+    variant = base.override(["anchors.kind=value_embeddings"])
+    size, plain = measure(variant), measure(base)
+    heads = base.softmax
+    assert heads is not None and size.tables == -(-base.layers // 2) * 1024 * base.width
+    assert size.flops_per_token - plain.flops_per_token == 6 * (size.parameters - size.tables - plain.parameters)
+    matched = match("value_embeddings", variant, plain.parameters, MatchFFN())
+    assert matched.model == variant
+    assert matched.change == f"not counting {size.tables:,} in tables that tokens look up,"
+    counted = match("value_embeddings", variant, plain.parameters, MatchFFN(tables="counted", tolerance=0.01))
+    assert counted.model.ffn.hidden < base.ffn.hidden and abs(counted.parameters / plain.parameters - 1) <= 0.01
+
+
+def test_flops_are_matched_with_attention_included() -> None:
+    base = ModelConfig.preset("mini")
+    longer = base.override(["context=4096"])
+    target = measure(base).flops_per_token
+    matched = match("longer", longer, target, MatchFLOPs())
+    assert abs(measure(matched.model).flops_per_token / target - 1) <= 0.005
+    assert matched.change == f"FFN width {base.ffn.hidden} → {matched.model.ffn.hidden} for equal FLOPs"
+    assert matched.model.ffn.hidden < base.ffn.hidden
