@@ -58,6 +58,7 @@ class SoftmaxAttention(Mixer):
     starts at `qk_alpha`. With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in
     `window_layers`; `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there
     (Gemma 3). `bias` adds biases to queries, keys and values ("qkv"), or to the output projection too ("all").
+    `own_value = "removed"` takes the direction of the token's own value out of a head's output (XSA).
     """
 
     attends: ClassVar[bool] = True
@@ -79,6 +80,7 @@ class SoftmaxAttention(Mixer):
     window_layers: tuple[int, ...] | None = None
     gate: Literal["none", "elementwise", "headwise"] = "none"
     sink: Literal["none", "learned"] = "none"
+    own_value: Literal["kept", "removed"] = "kept"
 
     @property
     def everywhere(self) -> SoftmaxAttention:

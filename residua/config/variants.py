@@ -202,6 +202,7 @@ KNOWN: dict[str, Variant] = {
     "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing, with the gate", "exoformer", "mixing.kind=dynamic"),
     **_anchor_rows(),
     "gated_attention": _softmax("sigmoid gate on the attention output", "gate=elementwise"),
+    "xsa": _softmax("attention outputs without the direction of the token's own value", "own_value=removed"),
     "sink": _softmax("learned attention sink", "sink=learned"),
     "linear": Variant("linear attention (Gated DeltaNet)", lambda m: [f"model.attention={{{_linear_table(m)}}}"]),
     "hybrid": Variant("linear attention, and softmax in one layer of four", _hybrid),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, normalize
 
 from residua import ops
 from residua.config import choices
@@ -26,6 +26,7 @@ from residua.model.reads import Input, Reads, map_reads
 from residua.model.rope import GROWING
 from residua.model.sdpa import attend
 from residua.model.taps import tap
+from residua.ops._runtime.numeric import wide
 from residua.ops.inference.reference import KEY_EPS
 
 
@@ -148,6 +149,17 @@ def _begin_qk_norm(new: nn.Module, old: nn.Module) -> InitFidelity:
     return InitFidelity.EXACTLY if same_eps else InitFidelity.UP_TO_EPS
 
 
+def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
+    """z = y − (y·v) v/‖v‖², with v the value of the query's own token (XSA, arXiv 2603.09078).
+
+    y [B, T, H, D] are the heads' outputs, v [B, T, H_kv, D] the values, each shared by H/H_kv heads in turn.
+    """
+    heads = wide(y).unflatten(2, (v.shape[2], -1))
+    own = normalize(wide(v), dim=-1).unsqueeze(3)
+    without: Tensor = heads - (heads * own).sum(-1, keepdim=True) * own
+    return without.flatten(2, 3).to(y.dtype)
+
+
 NEW_SINK = -10.0
 
 QK_NORMS: dict[str, Callable[[HeadShape, choices.SoftmaxAttention], QueryKeyNorm]] = {
@@ -162,7 +174,8 @@ class SoftmaxAttention(Body):
     """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
 
     a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708); a learned sink, one logit per head in
-    the softmax's denominator; a window of tokens that each one sees; biases. `place` says where in the model it is.
+    the softmax's denominator; a window of tokens that each one sees; biases; outputs without the direction of the
+    token's own value (`remove_own_value`). `place` says where in the model it is.
     """
 
     role = "attention"
@@ -191,6 +204,7 @@ class SoftmaxAttention(Body):
         self.table = slice(2, 4) if local else slice(0, 2)
         self.steady = config.rope_scaling is None or config.rope_scaling.kind not in GROWING
         self.sink = nn.Parameter(torch.empty(config.heads)) if config.sink == "learned" else None
+        self.removes_own = config.own_value == "removed"
         self.out = projection(shape.rows("q"), width, std=output_std, bias=config.bias == "all")
         self.reset_parameters()
 
@@ -220,6 +234,8 @@ class SoftmaxAttention(Body):
             y = attending(q, k, v, segments=context.segments, sink=self.sink, window=self.window)
         else:
             y = context.cache.attend(q, k, v, now, sink=self.sink, window=self.window)
+        if self.removes_own:
+            y = remove_own_value(y, v)
         if gate is not None:
             tap(f"attention.{self.layer}.gate", gate.values)
             y = gate.apply(y)
@@ -253,7 +269,7 @@ class SoftmaxAttention(Body):
             )
         new_gate, lost_gate = len(self.rows) > len(old.rows), len(self.rows) < len(old.rows)
         kept = [
-            InitFidelity.NOT if lost_gate else InitFidelity.EXACTLY,
+            InitFidelity.NOT if lost_gate or self.removes_own != old.removes_own else InitFidelity.EXACTLY,
             _begin_projection(self.project, old.project, self._rows_of(old)),
             _begin_projection(self.out, old.out, torch.arange(len(old.out.weight), device=old.out.weight.device)),
             _begin_qk_norm(self.qk_norm, old.qk_norm),
@@ -289,10 +305,11 @@ class SoftmaxAttention(Body):
     def direct_to_cache(self) -> bool:
         """Whether decoding kernels may put the projected heads straight into the cache and attend to all of it.
 
-        No anchors are mixed in but values, QK-norm is the kernels', angles do not depend on the length, and there is no
-        window.
+        No anchors are mixed in but values, QK-norm is the kernels', angles do not depend on the length, there is no
+        window, and outputs keep their own values.
         """
-        return self.mix.only_values and self.qk_norm.in_kernels and self.steady and self.window is None
+        whole = self.window is None and not self.removes_own
+        return self.mix.only_values and self.qk_norm.in_kernels and self.steady and whole
 
     @property
     def no_gate_or_sink(self) -> bool:
@@ -319,7 +336,7 @@ class SoftmaxAttention(Body):
     def inner_edges(self, name: str) -> list[Edge]:
         """From values to output: attention averages them and the gate multiplies them, both channel by channel."""
         divide = self._divide_values()
-        if divide is None:
+        if divide is None or self.removes_own:
             return []
         head_dim, kv = self.head_width["v"], self.rows[2]
         heads = self.rows[0] // head_dim

@@ -45,6 +45,7 @@ def attention(
     window: int | None = None,
     eps: float = EPS,
     b_out: Tensor | None = None,
+    removes_own: bool = False,
 ) -> Tensor:
     """QK-norm, RoPE, softmax over earlier positions of the same document (and the sink), gate, output projection.
 
@@ -63,6 +64,9 @@ def attention(
             logits = [(queries[t][h] * keys[j][h // group]).sum() / math.sqrt(head_dim) for j in earlier]
             weights = softmax(logits if sink is None else [*logits, sink[h]])[: len(earlier)]
             y = weighted_sum(weights, [S["v"][j, h // group] for j in earlier])
+            if removes_own:  # XSA
+                v = S["v"][t, h // group]
+                y = y - (y * v).sum() / (v * v).sum() * v
             per_head.append(y * sigmoid(S["g"][t, h]) if "g" in S else y)
         rows.append(W_out @ torch.cat(per_head))
     return torch.stack(rows) if b_out is None else torch.stack(rows) + b_out

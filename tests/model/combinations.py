@@ -43,6 +43,7 @@ FFNS |= {
     "moe plain": MOE | {"experts": 4, "top_k": 3, "shared": 0} | SIGMOID,
 }
 LINEAR = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
+XSA = {"own_value": "removed"}
 HYBRID = {"kind": "hybrid", "softmax_every": 2, "linear": LINEAR}
 DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
 LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
@@ -55,7 +56,7 @@ ATTENTIONS: dict[str, Any] = {
     "sink": {"kind": "softmax", "heads": 2, "head_dim": 6, "sink": "learned", "gate": "elementwise"},
     "linear": LINEAR,
     "hybrid": HYBRID | {"softmax": {"heads": 2}},
-    "hybrid gated": HYBRID | {"softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise"}},
+    "hybrid gated": HYBRID | {"softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise"} | XSA},
     "latent": LATENT | {"query_rank": 7},
     "hybrid kimi": {"kind": "hybrid", "softmax_layers": [1, 2], "softmax": NOWHERE, "linear": DELTA},
 }

@@ -83,6 +83,7 @@ def rest_of_layer(layer: SoftmaxAttention, S: golden.Projections, documents: lis
         q_gain=layer.qk_norm.query if normed else None,
         k_gain=layer.qk_norm.key if normed else None,
         sink=layer.sink,
+        removes_own=layer.removes_own,
         documents=documents,
         window=layer.window,
         eps=layer.qk_norm.eps,
@@ -351,3 +352,10 @@ def test_value_embeddings_start_like_values_and_reach_the_last() -> None:
     assert float(mixes[4].gate(torch.zeros(1, 1, 16)).mean()) == 1.5  # 3 σ(0)
     with pytest.raises(ConfigError, match=r"gate_channels = 17 is more than the 16 channels"):
         small(anchors={"kind": "value_embeddings", "gate_channels": 17})
+
+
+@pytest.mark.parametrize("gate", ["none", "elementwise"])
+def test_outputs_without_their_own_value_are_their_equation(gate: str) -> None:
+    """With value residuals, so that the value taken out is the mixed one."""
+    config = attention_config(kv_heads=2, gate=gate, own_value="removed", sink="learned")
+    check_mixing(choices.ResFormer(), config)
