@@ -54,6 +54,7 @@ from residua.config.topologies import Recompute as Recompute
 from residua.config.topologies import ResiDual as ResiDual
 from residua.config.topologies import ResidualScalars as ResidualScalars
 from residua.config.topologies import ScaledSum as ScaledSum
+from residua.config.topologies import SinglePassHyper as SinglePassHyper
 from residua.config.topologies import Topology as Topology
 from residua.config.topologies import TopologyChoice as TopologyChoice
 from residua.errors import UserError

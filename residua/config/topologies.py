@@ -239,11 +239,24 @@ class GatedResidual(TopologyChoice):
 
 
 class HyperConnections(TopologyChoice):
-    """HC: n streams with free read, write and mixing weights, static or computed from the streams."""
+    """HC: n streams with free read and write weights, static or computed from the streams; `mix` says how they mix."""
 
     kind: Literal["hyper"] = "hyper"
     streams: Positive = 4
     weights: Literal["static", "dynamic"] = "dynamic"
+    mix: Literal["free", "identity", "cyclic"] = "free"
+
+
+class SinglePassHyper(TopologyChoice):
+    """HC whose reads have weights from the streams before the last write."""
+
+    kind: Literal["hyper_single_pass"] = "hyper_single_pass"
+    streams: Positive = 4
+    mix: Literal["free", "identity", "cyclic"] = "free"
+
+    @property
+    def weights(self) -> Literal["dynamic"]:
+        return "dynamic"
 
 
 class ManifoldHyper(TopologyChoice):
@@ -337,6 +350,7 @@ TopologyChoice.join(
     Highway,
     GatedResidual,
     HyperConnections,
+    SinglePassHyper,
     ManifoldHyper,
     ManifoldHyperLite,
     DenseFormer,

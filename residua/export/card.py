@@ -46,7 +46,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "delta_attnres"): (("Delta Attention Residuals", "2605.18855"),),
     ("topology", "multi_gate"): (("Multi-Gate Residuals", "2605.23259"),),
     ("topology", "highway"): (("Highway Networks", "1505.00387"),),
-    ("topology", "hyper"): (("Hyper-Connections", "2409.19606"),),
+    **{("topology", kind): (("Hyper-Connections", "2409.19606"),) for kind in ("hyper", "hyper_single_pass")},
     ("topology", "mhc"): (("mHC: Manifold-Constrained Hyper-Connections", "2512.24880"),),
     ("topology", "mhc_lite"): (("mHC-lite", "2601.05732"),),
     ("topology", "dense"): (("DenseFormer", "2402.02622"),),

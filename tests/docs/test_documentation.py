@@ -89,6 +89,9 @@ DOCUMENTED = {
     "gated_residual": ({"streams": N, "rank": 5}, (K + 1) * (N * C + 2 * 5 * N * C) + K * N * N * C),
     "hyper": ({"streams": N, "weights": "static"}, N * (N + 2) * K),
     "hyper dynamic": ({"streams": N}, (N * (N + 2) + C * (N + 2) + 2) * K),
+    "hyper identity": ({"streams": N, "mix": "identity"}, (2 * N + 2 * C + 2) * K),
+    "hyper cyclic": ({"streams": N, "mix": "cyclic"}, (3 * N + 2 * C + 2) * K),
+    "hyper_single_pass": ({"streams": N}, (N * (N + 2) + C * (N + 2) + 2) * K),
     "mhc": ({"streams": N}, (N * C * (N * N + 2 * N) + N * N + 2 * N + 3) * K),
     "mhc_lite": ({"streams": N}, (N * C * (factorial(N) + 2 * N) + factorial(N) + 2 * N + 3) * K),
     "dense": ({}, L * (L + 3) // 2),
@@ -192,7 +195,7 @@ def test_the_committed_pictures_are_what_the_code_draws(drawing):
 def test_every_section_of_the_page_shows_its_picture(drawing):
     page = (ROOT / "docs" / "topologies.md").read_text(encoding="utf-8")
     shown = set(re.findall(r"\(img/(topology-\w+\.svg)\)", page))
-    alike = {"topology-mhc.svg", "topology-mhc_lite.svg"}  # one section with hyper, and the same flow
+    alike = {f"topology-{kind}.svg" for kind in ("hyper_single_pass", "mhc", "mhc_lite")}  # in one section with hyper
     assert shown | alike == {p.name for p in drawing.made()}
 
 

@@ -195,7 +195,7 @@ BEGIN = {
     "dense": (SUM, SUM),
     "dense dilated": (SUM, SUM),
     "hyper": (MULTIPLE, MULTIPLE),
-    "hyper static": (MULTIPLE, MULTIPLE),
+    **dict.fromkeys(("hyper static", "hyper identity", "hyper cyclic", "hyper_single_pass"), (MULTIPLE, MULTIPLE)),
     "full_attnres": (MULTIPLE, MULTIPLE),
     "full_attnres window": (ELSE, ELSE),
     "boundary_attnres": (ELSE, ELSE),

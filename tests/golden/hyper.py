@@ -32,6 +32,8 @@ class HyperJunction:
         normed = [rms(s) for s in H]
         A_m = [self.A_m[i] + self.s_a * torch.tanh(normed[i] @ self.W_m) for i in range(n)]
         B = [self.B[i] + self.s_b * torch.tanh(normed[i] @ self.W_b) for i in range(n)]
+        if self.W_r is None:
+            return A_m, B, [[self.A_r[i, j] for j in range(n)] for i in range(n)]
         A_r = [[self.A_r[i, j] + self.s_a * torch.tanh(normed[i] @ self.W_r[:, j]) for j in range(n)] for i in range(n)]
         return A_m, B, A_r
 
@@ -45,6 +47,26 @@ class HyperJunction:
         _, B, A_r = self.weights(H)
         n = len(H)
         return [B[j] * y + sum(A_r[i][j] * H[i] for i in range(n)) for j in range(n)]
+
+
+def shifts(c: Tensor) -> Tensor:
+    """Σ_j softmax(c)_j Shift^j as A_r [in, out]; Shift moves stream i to i + 1."""
+    n = len(c)
+    shift = torch.zeros(n, n, dtype=c.dtype)
+    for i in range(n):
+        shift[i, (i + 1) % n] = 1.0
+    return sum(a * torch.linalg.matrix_power(shift, j) for j, a in enumerate(softmax([*c])))
+
+
+def single_pass(x: Tensor, y: list[Tensor], n: int, junctions: list[HyperJunction]) -> list[Tensor]:
+    """Sublayer k+1 reads the new streams with the weights that its A_m has for the streams before the write."""
+    H = [x] * n
+    h = [junctions[0].read(H)]
+    for k, output in enumerate(y):
+        A_m = junctions[k + 1].weights(H)[0] if k + 1 < len(y) else [1.0] * n
+        H = junctions[k].write(H, output)
+        h.append(sum(A_m[i] * H[i] for i in range(n)))
+    return h
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:

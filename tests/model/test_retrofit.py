@@ -47,6 +47,9 @@ EXACT: dict[str, dict[str, Any]] = {
 UP_TO_EPS: dict[str, dict[str, Any]] = {
     "hyper-connections": {"topology": {"kind": "hyper"}},
     "hyper-connections, static": {"topology": {"kind": "hyper", "weights": "static", "streams": 3}},
+    "hyper-connections, cyclic": {"topology": {"kind": "hyper", "mix": "cyclic", "streams": 3}},
+    "hyper-connections, not mixed": {"topology": {"kind": "hyper", "mix": "identity", "streams": 2}},
+    "hyper-connections, single pass": {"topology": {"kind": "hyper_single_pass", "streams": 2}},
     "mhc": {"topology": {"kind": "mhc"}},
     "mhc, one stream": {"topology": {"kind": "mhc", "streams": 1}},
     "mhc_lite": {"topology": {"kind": "mhc_lite", "streams": 3}},

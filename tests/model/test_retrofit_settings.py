@@ -74,11 +74,12 @@ MORE: list[Any] = [
 REFUSED = {
     *(f"{kind}_attnres.key_norm" for kind in ("full", "block", "boundary", "delta")),
     "boundary_attnres.sublayers_per_block",
-    *(f"{kind}.streams" for kind in ("multi_gate", "gated_residual", "hyper", "mhc", "mhc_lite")),
+    *(f"{kind}.streams" for kind in ("multi_gate", "gated_residual", "hyper", "hyper_single_pass", "mhc", "mhc_lite")),
     "gated_residual.rank",
     *(f"additive.kind = {kind_of(choice)}" for choice in ours(choices.TopologyChoice) if choice.norms_inputs),
     *(f"{kind}.gate" for kind in ("multi_gate", "highway", "softmax")),
     "hyper.weights",
+    *(f"{kind}.mix" for kind in ("hyper", "hyper_single_pass")),
     "x0.scalars",
     "scaled.gain",
     *(f"mudd.{key}" for key in ("ways", "layers", "sources")),

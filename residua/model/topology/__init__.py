@@ -13,7 +13,7 @@ from residua.model.topology.delta_attnres import DeltaAttnRes
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.facts import Ablations, Costs, SourceNames
 from residua.model.topology.gated_residual import GatedResidual
-from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite
+from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite, SinglePassHyper
 from residua.model.topology.multigate import Highway, MultiGate
 from residua.model.topology.multiway import DeepCross, Mudd
 from residua.model.topology.norm_placement import DeepNorm, Keel, LayerNormScaling, ResiDual, ScaledSum
@@ -36,6 +36,7 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Highway: Highway,
     choices.GatedResidual: GatedResidual,
     choices.HyperConnections: HyperConnections,
+    choices.SinglePassHyper: SinglePassHyper,
     choices.ManifoldHyper: ManifoldHyper,
     choices.ManifoldHyperLite: ManifoldHyperLite,
     choices.DenseFormer: DenseFormer,

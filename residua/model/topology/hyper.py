@@ -28,6 +28,7 @@ from residua.model.topology.base import Initialization, State, Topology
 from residua.model.topology.facts import Ablations, Costs, SourceNames, add_rows, reads_changed, stream_rows
 from residua.ops._runtime.numeric import wide
 from residua.ops.hyper_connection import manifold_weights, read_weights
+from residua.ops.hyper_connection.reference import project
 
 
 class Streams(Topology):
@@ -134,14 +135,21 @@ class Junction(nn.Module):
 
 
 class StaticJunction(Junction):
-    """HC with parameters only: post = 1, pre = e_{k mod n}, mix = I at the start, which is the pre-norm model."""
+    """HC with parameters only: post = 1, pre = e_{k mod n}, mix = I at the start, which is the pre-norm model.
 
-    def __init__(self, k: int, streams: int, width: int) -> None:
+    `mix` free: n×n parameters. cyclic: Σ_j softmax(c)_j Shift^j with n parameters c, near the identity at first; it is
+    doubly stochastic and so keeps equal streams. identity: none.
+    """
+
+    OTHER_SHIFTS = -5.0
+
+    def __init__(self, k: int, streams: int, width: int, mix: str = "free") -> None:
         super().__init__()
         self.k, self.streams = k, streams
         self.pre = nn.Parameter(torch.empty(streams))
         self.post = nn.Parameter(torch.empty(streams))
-        self.mix = nn.Parameter(torch.empty(streams, streams))
+        size = {"free": (streams, streams), "cyclic": (streams,), "identity": None}[mix]
+        self.mix = None if size is None else nn.Parameter(torch.empty(size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -149,13 +157,25 @@ class StaticJunction(Junction):
         with torch.no_grad():
             self.pre[self.k % self.streams] = 1.0
         nn.init.ones_(self.post)
-        nn.init.eye_(self.mix)
+        if self.mix is not None and self.mix.dim() == 2:
+            nn.init.eye_(self.mix)
+        elif self.mix is not None:
+            nn.init.constant_(self.mix, self.OTHER_SHIFTS)
+            nn.init.zeros_(self.mix[:1])
 
     def read(self) -> ReadWeights:
         return ReadWeights(self.pre, {})
 
     def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
-        return wide(self.post), wide(self.mix)
+        return wide(self.post), self.static_mix()
+
+    def static_mix(self) -> Tensor:
+        """mix [out, in], the same for every token."""
+        if self.mix is not None and self.mix.dim() == 2:
+            return wide(self.mix)
+        streams = torch.arange(self.streams, device=self.post.device)
+        shifts = (streams[:, None] - streams) % self.streams
+        return (shifts == 0).to(wide(self.post).dtype) if self.mix is None else wide(self.mix).softmax(-1)[shifts]
 
 
 class DynamicMaps(nn.Module):
@@ -163,50 +183,56 @@ class DynamicMaps(nn.Module):
 
     SCALE = 0.01
 
-    def __init__(self, streams: int, width: int) -> None:
+    def __init__(self, streams: int, width: int, mix: str = "free") -> None:
         super().__init__()
         self.pre = nn.Parameter(torch.empty(width))
         self.post = nn.Parameter(torch.empty(width))
-        self.mix = nn.Parameter(torch.empty(width, streams))
+        self.mix = nn.Parameter(torch.empty(width, streams)) if mix == "free" else None
         self.alpha = nn.Parameter(torch.empty(()))
         self.beta = nn.Parameter(torch.empty(()))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         for weight in (self.pre, self.post, self.mix):
-            nn.init.zeros_(weight)
+            if weight is not None:
+                nn.init.zeros_(weight)
         nn.init.constant_(self.alpha, self.SCALE)
         nn.init.constant_(self.beta, self.SCALE)
 
+    def rows(self, pre: Tensor) -> Tensor:
+        """The maps of a read, `pre` [C], and of this write, as rows."""
+        return torch.cat([pre[None], self.post[None], *([] if self.mix is None else [self.mix.T])])
+
 
 class DynamicJunction(StaticJunction):
-    """HC as published: each weight is static + s · tanh(RMS(X) W)."""
+    """HC as published: each weight is static + s · tanh(RMS(X) W). A mix that is not free stays static."""
 
-    def __init__(self, k: int, streams: int, width: int) -> None:
-        super().__init__(k, streams, width)
-        self.maps = DynamicMaps(streams, width)
+    def __init__(self, k: int, streams: int, width: int, mix: str = "free") -> None:
+        super().__init__(k, streams, width, mix)
+        self.maps = DynamicMaps(streams, width, mix)
 
     def read(self) -> ReadWeights:
         maps = self.maps
-        phi = torch.cat([maps.pre[None], maps.post[None], maps.mix.T])
-        return ReadWeights(self.pre, {"scale": maps.alpha, "phi": phi, "norm": "each"})
+        return ReadWeights(self.pre, {"scale": maps.alpha, "phi": maps.rows(maps.pre), "norm": "each"})
 
     def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
-        post, mix = torch.tanh(logits[0][..., 1]), torch.tanh(logits[0][..., 2:])
-        # the paper's A_r [in, out] acts transposed: H' = A_rᵀ H
-        return self.post + self.maps.beta * post, self.mix + self.maps.alpha * mix.transpose(-1, -2)
+        post, mix = torch.tanh(logits[0][..., 1]), self.static_mix()
+        if self.maps.mix is not None:
+            # the paper's A_r [in, out] acts transposed: H' = A_rᵀ H
+            mix = mix + self.maps.alpha * torch.tanh(logits[0][..., 2:]).transpose(-1, -2)
+        return self.post + self.maps.beta * post, mix
 
 
 class HyperConnections(Streams):
-    """HC: h = A_mᵀ H, H' = B y + A_rᵀ H, weights static or dynamic.
+    """HC: h = A_mᵀ H, H' = B y + A_rᵀ H, weights static or dynamic, A_r also the identity or cyclic.
 
     The output projections start √n larger, since the head sees the sum of n streams.
     """
 
-    def __init__(self, config: choices.HyperConnections, sublayers: int, width: int) -> None:
+    def __init__(self, config: choices.HyperConnections | choices.SinglePassHyper, sublayers: int, width: int) -> None:
         super().__init__(config.streams, sublayers)
         junction = {"static": StaticJunction, "dynamic": DynamicJunction}[config.weights]
-        self.junctions = nn.ModuleList(junction(k, config.streams, width) for k in range(sublayers))
+        self.junctions = nn.ModuleList(junction(k, config.streams, width, config.mix) for k in range(sublayers))
 
     def initialization(self) -> Initialization:
         return Initialization(
@@ -231,6 +257,44 @@ class HyperConnections(Streams):
         for new, theirs in pairs:
             take_parameters(new, theirs, but="maps")
         return InitFidelity.EXACTLY
+
+
+class SinglePassHyper(HyperConnections):
+    """HC whose sublayer k+1 reads with weights from the streams that sublayer k read, before its output is written.
+
+    One pass over the streams then computes all weights of a junction, pre of the next read with post and mix of this
+    write; h and the new streams need no second one. The first sublayer's weights are from the copies of the embedding.
+    """
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1).contiguous()
+        first = cast(DynamicJunction, self.junctions[0])
+        with full_precision(x):
+            h = self._read(0, X, project(X, first.maps.pre[None], "each"))
+            return h, (X, self._weigh(0, X))
+
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        X, logits = state
+        with full_precision(y):
+            post, mix = cast(Junction, self.junctions[k]).write(logits)
+            X = (mix @ wide(X) + post[..., None] * wide(y)[..., None, :]).to(y.dtype)
+            tap(f"depth.{k}.mix", mix)
+            tap(f"depth.{k}.streams", X)
+            if k == self.last:
+                return wide(X).sum(-2).to(y.dtype), (X,)
+            return self._read(k + 1, X, logits), (X, self._weigh(k + 1, X))
+
+    def _read(self, k: int, X: Tensor, logits: Tensor) -> Tensor:
+        """The input of sublayer k, whose logits come first."""
+        reader = cast(DynamicJunction, self.junctions[k])
+        pre = read_weights(logits, reader.pre, reader.maps.alpha, "each")
+        tap(f"depth.{k}.pre", pre)
+        return (pre[..., None] * wide(X)).sum(-2).to(X.dtype)
+
+    def _weigh(self, k: int, X: Tensor) -> Tensor:
+        """The logits of the write after sublayer k, and before them those of the next read."""
+        own, reader = (cast(DynamicJunction, self.junctions[i]).maps for i in (k, min(k + 1, self.last)))
+        return project(X, own.rows(reader.pre), "each")
 
 
 class SinkhornMixing(nn.Module):
