@@ -45,6 +45,7 @@ MAX_REACH = 4.0
 MIN_RATIO_SPREAD = 1.2
 """Tokens per parameter that differ by less are taken as equal."""
 _EXPONENTS = np.geomspace(0.01, 3.0, 240)
+_LINE = 1e-6  # an exponent that makes the law a line in ln D
 _PLACES = 1001
 
 
@@ -246,30 +247,11 @@ class _Rows:
         return np.concatenate(columns, 1)
 
 
-class _Line:
-    """L = a − c·ln(D/D₀), through two budgets; it has no exponent."""
-
-    def __init__(self, centre: float) -> None:
-        self.centre = centre
-
-    def shape(self, tokens: Array, exponent: Array) -> Array:
-        """[studies, places]: the derivative by c."""
-        return np.broadcast_to(-np.log(tokens / self.centre), (len(exponent), tokens.shape[-1]))
-
-    def bend(self, tokens: Array, slope: Array, exponent: Array) -> Array:
-        """[studies, places]."""
-        return np.zeros((len(exponent), tokens.shape[-1]))
-
-    def fit(self, rows: _Rows, losses: Array) -> tuple[Array, Array]:
-        """Least squares; NaN where the loss does not fall."""
-        exponent = np.ones(len(losses))
-        theta = _solve(_design(self, rows, exponent), losses)
-        theta[theta[:, len(rows.sizes)] <= 0] = np.nan
-        return theta, exponent
-
-
 class _PowerLaw:
-    """L = a + c·((D/D₀)^−b − 1)/b, which is E + B·D^−b with E = a − c/b and B = (c/b)·D₀^b; D₀ centres the budgets."""
+    """L = a + c·((D/D₀)^−b − 1)/b, which is E + B·D^−b with E = a − c/b and B = (c/b)·D₀^b; D₀ centres the budgets.
+
+    With two budgets it is the line L = a − c·ln(D/D₀), its limit for b → 0.
+    """
 
     def __init__(self, centre: float) -> None:
         self.centre = centre
@@ -288,6 +270,11 @@ class _PowerLaw:
     def fit(self, rows: _Rows, losses: Array) -> tuple[Array, Array]:
         """The best exponent of a grid among those with B > 0 and E ≥ 0, then Gauss-Newton steps from there."""
         sizes = len(rows.sizes)
+        if not rows.has_law:
+            exponent = np.full(len(losses), _LINE)
+            theta = _solve(_design(self, rows, exponent), losses)
+            theta[theta[:, sizes] <= 0] = np.nan  # the loss does not fall
+            return theta, exponent
         designs = _design(self, rows, _EXPONENTS)  # [exponents, runs, p]
         solved = np.einsum("epn,sn->sep", np.linalg.pinv(designs), losses)
         sums = ((losses[:, None] - np.einsum("enp,sep->sen", designs, solved)) ** 2).sum(2)
@@ -321,7 +308,7 @@ class _Regression:
         self.rows = rows
         budgets = [tokens for own in rows.budgets.values() for tokens in own]
         centre = math.exp(math.fsum(map(math.log, budgets)) / len(budgets))
-        self.curve: _Line | _PowerLaw = _PowerLaw(centre) if rows.has_law else _Line(centre)
+        self.curve = _PowerLaw(centre)
         self.theta, self.exponent = self.curve.fit(rows, losses)
         design = _design(self.curve, rows, self.exponent)
         left = losses - np.einsum("snp,sp->sn", design, self.theta)
@@ -404,7 +391,7 @@ def _indicators(values: NDArray[Any], names: Sequence[Any]) -> Array:
     return np.asarray(values[:, None] == np.array(names, dtype=values.dtype)[None], dtype=np.float64)
 
 
-def _design(curve: _Line | _PowerLaw, rows: _Rows, exponent: Array) -> Array:
+def _design(curve: _PowerLaw, rows: _Rows, exponent: Array) -> Array:
     """[studies, runs, p]: levels of sizes and the curve (zero for the variant's runs), then the fixed columns."""
     known = rows.known[:, None]
     levels = np.concatenate([_indicators(rows.size, range(len(rows.sizes))) * known, rows.fixed_columns], 1)
@@ -412,7 +399,7 @@ def _design(curve: _Line | _PowerLaw, rows: _Rows, exponent: Array) -> Array:
     return np.insert(shared, len(rows.sizes), curve.shape(rows.tokens, exponent) * known[:, 0], axis=2)
 
 
-def _jacobian(curve: _Line | _PowerLaw, rows: _Rows, design: Array, theta: Array, exponent: Array) -> Array:
+def _jacobian(curve: _PowerLaw, rows: _Rows, design: Array, theta: Array, exponent: Array) -> Array:
     """The derivatives by all parameters, the exponent last."""
     bend = curve.bend(rows.tokens, theta[:, len(rows.sizes)], exponent) * rows.known
     return np.concatenate([design, bend[:, :, None]], 2)

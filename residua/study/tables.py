@@ -185,9 +185,9 @@ def _describe_recipe(name: str) -> str:
     return f"{bits} ({scheme}{', SmoothQuant' if smoothing else ''})"
 
 
-def _quantized(loss: Interval | None, cost: Interval | None) -> Value:
+def _quantized(loss: Interval | None, cost: Interval | None, missing: str = "not finite") -> Value:
     if loss is None or cost is None:
-        return Value("not finite")
+        return Value(missing if loss is None or missing else f"{loss.value:.4f}")
     return Value(f"{loss.value:.4f}", f"({cost.value:+.4f}{'' if cost.error is None else f' ± {cost.error:.4f}'})")
 
 
@@ -295,11 +295,10 @@ def _sources(result: StudyResult, size: str) -> StudyTable | None:
     if not rows:
         return None
     names = dict.fromkeys(name for row in rows for name in row.sources)
-    level = f"{result.confidence * 100:g} %"
     heads = [
         VARIANT,
-        *(Column(name, f"bits per byte on this source, mean over seeds; below it the difference to {result.baseline}, "
-                 f"with its {level} interval over seeds, not corrected for the number of sources") for name in names),
+        *(Column(name, f"bits per byte on this source, mean over seeds, and the difference to {result.baseline} ± its "
+                 "standard error over seeds") for name in names),
     ]  # fmt: skip
     lines = [[Value(row.name), *(_bits(row.sources.get(name)) for name in names)] for row in rows]
     return StudyTable(
@@ -314,9 +313,7 @@ def _sources(result: StudyResult, size: str) -> StudyTable | None:
 def _bits(source: SourceMeans | None) -> Value:
     if source is None:
         return Value(NONE)
-    change = source.difference
-    detail = "" if change is None else _difference(change).joined()
-    return Value(f"{source.bits_per_byte.value:.4f}", detail.replace("(n=1, no interval)", "(n=1)"))
+    return _quantized(source.bits_per_byte, source.difference, missing="")
 
 
 def _tasks(result: StudyResult, size: str) -> StudyTable | None:

@@ -492,7 +492,7 @@ def test_losses_by_document_give_the_error_of_the_text(
     wiki = mgr.sources["wiki"].difference
     assert wiki is not None and (wiki.value, wiki.count) == (pytest.approx(-0.1), 2)
     text = markdown(result)
-    assert "## bits per byte by source" in text and "| mgr | 1.1050 -0.1000 [-0.1000, -0.1000] |" in text
+    assert "## bits per byte by source" in text and "| mgr | 1.1050 (-0.1000 ± 0.0000) |" in text
     assert f"on 100 of the {facts.validation_tokens:,} validation tokens.\n" in text and "| ± 0.0163 |" in text
     less = markdown(result.model_copy(update={"curve_tokens": 64}))
     assert result.curve_tokens == 256 and "Curves and step-wise gains are on the first 64 of them." in less
