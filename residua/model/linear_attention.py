@@ -23,7 +23,7 @@ from residua.model.projection import Projection
 from residua.ops._runtime.numeric import begins, wide
 from residua.ops.delta_rule import delta_mixer, gated_delta, gated_delta_step, kimi_delta, step
 from residua.ops.gated_output import gated_output
-from residua.ops.short_convolution import short_convolution, unit
+from residua.ops.short_convolution import convolve_heads, short_convolution, unit
 
 DECAY_RATES = (1.0, 16.0)
 TIME_STEPS = (1e-3, 1e-1)
@@ -247,11 +247,14 @@ class KimiDeltaAttention(DeltaMixer):
     ) -> tuple[Tensor, DeltaCache]:
         recent, state = cache or (None, None)
         qkv = self.project(x)
-        if real is not None:
-            qkv = qkv.masked_fill(~real[..., None], 0)
-        qkv, recent = self.convolve(qkv, recent, segments, ends)
-        q, k, v = (self._by_head(part) for part in qkv.chunk(3, -1))
-        q, k = unit(q) * self.head_dim**-0.5, unit(k)
+        if cache is None and real is None:
+            q, k, v, _ = convolve_heads(qkv, self.convolve.weight, self.heads, self.heads, segments=segments)
+            recent = self.convolve.later(qkv, None, segments, ends)
+        else:
+            qkv = qkv if real is None else qkv.masked_fill(~real[..., None], 0)
+            qkv, recent = self.convolve(qkv, recent, segments, ends)
+            q, k, v = (self._by_head(part) for part in qkv.chunk(3, -1))
+            q, k = unit(q) * self.head_dim**-0.5, unit(k)
         b, decay, gate = self.gates(x).split(self.parts, -1)
         beta, g = torch.sigmoid(wide(b)), self._log_decay(decay)
         if real is not None:
@@ -261,7 +264,8 @@ class KimiDeltaAttention(DeltaMixer):
             o = o[:, None]
         else:
             o, state = kimi_delta(q, k, v, g, beta, segments=segments, state=state)
-        y: Tensor = self.out((self.norm(o) * torch.sigmoid(self._by_head(self.gate(gate)))).flatten(-2))
+        z = self._by_head(self.gate(gate))
+        y: Tensor = self.out(gated_output(o, z, self.norm.weight, eps=self.norm.eps, gate="sigmoid").flatten(-2))
         return y, DeltaCache(recent, state)
 
     def _log_decay(self, low: Tensor) -> Tensor:

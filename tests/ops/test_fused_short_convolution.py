@@ -35,17 +35,17 @@ def by_token(
     heads = torch.stack(rows).view(*projected.shape[:2], 2 * key_heads + value_heads, -1)
     q, k, v = heads.split([key_heads, key_heads, value_heads], 2)
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    z = projected[..., channels:].unflatten(-1, v.shape[2:])
+    z = projected[..., channels:].unflatten(-1, v.shape[2:]) if projected.shape[-1] > channels else v[:, :, :0]
     return [q / v.shape[-1] ** 0.5, k, v, z]
 
 
 def convolution_follows(
     length: int, taps: int, heads: tuple[int, int], packed: bool, device: torch.device, dtype: torch.dtype,
-    most: float, width: int = WIDTH,
+    most: float, width: int = WIDTH, gated: bool = True,
 ) -> None:  # fmt: skip
     key_heads, value_heads = heads
     channels = (2 * key_heads + value_heads) * width
-    x, weight = torch.randn(2, length, channels + value_heads * width), torch.randn(taps, channels)
+    x, weight = torch.randn(2, length, channels + gated * value_heads * width), torch.randn(taps, channels)
     segments = (torch.rand(2, length) < 0.2).cumsum(1) % 3 if packed else None
 
     def fused(projected: Tensor, weight: Tensor) -> Sequence[Tensor]:
@@ -67,6 +67,11 @@ def test_convolved_heads_and_gradients_follow_a_loop(
     monkeypatch.setattr(launch, "FORWARD", launch.TilePlan(4, 1))
     monkeypatch.setattr(launch, "BACKWARD", launch.TilePlan(4, 1, 2, 1))
     convolution_follows(length, taps, heads, packed, CPU, torch.float32, 1e-5)
+
+
+@pytest.mark.slow
+def test_a_projection_without_a_gate_is_convolved_alike() -> None:
+    convolution_follows(3, 4, (1, 1), False, CPU, torch.float32, 1e-5, gated=False)
 
 
 def normed(o: Tensor, z: Tensor, weight: Tensor) -> list[Tensor]:

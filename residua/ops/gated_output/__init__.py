@@ -11,7 +11,7 @@ from residua.ops.gated_output import reference
 
 gated_output = Operator(
     reference.gated_output,
-    lambda d: [Case((d.heads(), d.heads(), d.w(d.sizes.head_dim)))],
+    lambda d: [Case((d.heads(), d.heads(), d.w(d.sizes.head_dim)), {"gate": gate}, gate) for gate in reference.GATES],
 )
 
 

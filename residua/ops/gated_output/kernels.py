@@ -1,4 +1,4 @@
-"""Output norm and gate on the GPU: y = weight ⊙ o · rstd ⊙ silu(z), rows of D channels, ROWS to a tile.
+"""Output norm and gate on the GPU: y = weight ⊙ o · rstd ⊙ gate(z), rows of D channels, ROWS to a tile.
 
 Row r is head r % heads of token r // heads; z may be a part of something wider. Backward keeps nothing: it computes
 rstd again from o, which it reads anyway.
@@ -32,10 +32,21 @@ def _store(x_ptr, b_x, row, live, D: tl.constexpr):
     tl.store(at_ptr, b_x.to(x_ptr.dtype.element_ty), mask=live[:, None])
 
 
+@triton.jit
+def _gate(b_z, SILU: tl.constexpr):
+    """silu(z) or σ(z), and its slope."""
+    b_sigmoid = tl.sigmoid(b_z)
+    if SILU:
+        b_gate, b_slope = b_z * b_sigmoid, b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+    else:
+        b_gate, b_slope = b_sigmoid, b_sigmoid * (1.0 - b_sigmoid)
+    return b_gate, b_slope
+
+
 @triton.jit(do_not_specialize=["rows", "length"])
 def forward_kernel(
     o_ptr, z_ptr, weight_ptr, y_ptr, rows, length, heads, stride_ob, stride_ot, stride_zb, stride_zt, eps,
-    D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < rows
@@ -43,14 +54,15 @@ def forward_kernel(
     b_z = _load(z_ptr, row, heads, stride_zb, stride_zt, length, live, D)
     b_weight = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)[None, :]
     b_rstd = tl.rsqrt(tl.sum(b_o * b_o, 1) / D + eps)[:, None]
-    _store(y_ptr, b_weight * b_o * b_rstd * b_z * tl.sigmoid(b_z), row, live, D)
+    b_gate, _ = _gate(b_z, SILU)
+    _store(y_ptr, b_weight * b_o * b_rstd * b_gate, row, live, D)
 
 
 @triton.jit(do_not_specialize=["rows", "length", "tiles"])
 def backward_kernel(
     dy_ptr, o_ptr, z_ptr, weight_ptr, do_ptr, dz_ptr, partial_ptr, rows, length, tiles, heads,
     stride_gb, stride_gt, stride_ob, stride_ot, stride_zb, stride_zt, stride_db, stride_dt, eps,
-    D: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Every P-th tile, P the programs; partial [P, D] gets each program's share of the weight's gradient."""
     b_weight = tl.load(weight_ptr + tl.arange(0, D)).to(tl.float32)[None, :]
@@ -62,13 +74,13 @@ def backward_kernel(
         b_o = _load(o_ptr, row, heads, stride_ob, stride_ot, length, live, D)
         b_z = _load(z_ptr, row, heads, stride_zb, stride_zt, length, live, D)
         b_rstd = tl.rsqrt(tl.sum(b_o * b_o, 1) / D + eps)[:, None]
-        b_n, b_sigmoid = b_o * b_rstd, tl.sigmoid(b_z)
-        # through the gate silu(z)
-        b_slope = b_sigmoid * (1.0 + b_z * (1.0 - b_sigmoid))
+        b_n = b_o * b_rstd
+        # through the gate
+        b_gate, b_slope = _gate(b_z, SILU)
         b_dz = (b_dy * b_weight * b_n * b_slope).to(dz_ptr.dtype.element_ty)
         tl.store(_at(dz_ptr, row, heads, stride_db, stride_dt, length, D), b_dz, mask=live[:, None])
         # through the norm
-        b_g = b_dy * b_z * b_sigmoid
+        b_g = b_dy * b_gate
         b_sum += b_g * b_n
         b_g *= b_weight
         b_mean = (tl.sum(b_g * b_n, 1) / D)[:, None]

@@ -29,35 +29,38 @@ FORWARD, BACKWARD = RowPlan(1024, 2), RowPlan(1024, 4, 8)
 
 
 @launcher("gated_output")
-def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Iterator[Tensor]:
+def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str) -> Iterator[Tensor]:
     """y [B, T, H, D]."""
     y = o.new_empty(o.shape)
     yield y
-    launch_forward(o, z, weight, eps, y)
+    launch_forward(o, z, weight, eps, y, gate)
 
 
-def launch_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor) -> None:
+def launch_forward(o: Tensor, z: Tensor, weight: Tensor, eps: float, y: Tensor, gate: str = "silu") -> None:
     o, z = _dense(o), _dense(z)
     rows, width = o.shape[:3].numel(), o.shape[3]
     tile = FORWARD.rows(width)
     with device_guard(o):
         kernels.forward_kernel[(cdiv(rows, tile),)](
             o, z, weight.contiguous(), y, rows, *o.shape[1:3], *o.stride()[:2], *z.stride()[:2], eps,
-            D=width, ROWS=tile, num_warps=FORWARD.warps,
+            D=width, ROWS=tile, SILU=gate == "silu", num_warps=FORWARD.warps,
         )  # fmt: skip
 
 
 @launcher("gated_output_backward")
-def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def backward(
+    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, gate: str
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The gradients of o, z and the weight."""
     outputs = o.new_empty(o.shape), z.new_empty(z.shape), weight.new_empty(weight.shape, dtype=torch.float32)
     yield outputs
-    launch_backward(dy, o, z, weight, eps, *outputs)
+    launch_backward(dy, o, z, weight, eps, *outputs, gate)
 
 
 def launch_backward(
-    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, d_o: Tensor, d_z: Tensor, d_weight: Tensor
-) -> None:
+    dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, d_o: Tensor, d_z: Tensor, d_weight: Tensor,
+    gate: str = "silu",
+) -> None:  # fmt: skip
     """Write into d_o, d_z, which may be a part of something wider, and d_weight."""
     dy, o, z = (_dense(x) for x in (dy, o, z))
     rows, width = o.shape[:3].numel(), o.shape[3]
@@ -69,7 +72,7 @@ def launch_backward(
         kernels.backward_kernel[(programs,)](
             dy, o, z, weight.contiguous(), d_o, d_z, partial, rows, o.shape[1], tiles, o.shape[2],
             *dy.stride()[:2], *o.stride()[:2], *z.stride()[:2], *d_z.stride()[:2], eps,
-            D=width, ROWS=tile, num_warps=BACKWARD.warps,
+            D=width, ROWS=tile, SILU=gate == "silu", num_warps=BACKWARD.warps,
         )  # fmt: skip
         sum_rows(partial, d_weight)
 
@@ -79,21 +82,21 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
 
 
-def gated_output(o: Tensor, z: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
+def gated_output(o: Tensor, z: Tensor, weight: Tensor, *, eps: float = 1e-6, gate: str = "silu") -> Tensor:
     """The fused twin of `reference.gated_output`."""
-    y: Tensor = forward(o, z, weight, eps)
+    y: Tensor = forward(o, z, weight, eps, gate)
     return y
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.eps = inputs
+    *tensors, ctx.eps, ctx.gate = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     o, z, weight = ctx.saved_tensors
-    d_o, d_z, d_weight = backward(dy, o, z, weight, ctx.eps)
-    return d_o, d_z, d_weight.to(weight.dtype), None
+    d_o, d_z, d_weight = backward(dy, o, z, weight, ctx.eps, ctx.gate)
+    return d_o, d_z, d_weight.to(weight.dtype), None, None
 
 
 differentiate(forward, _differentiate, _save)

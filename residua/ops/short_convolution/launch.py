@@ -154,7 +154,8 @@ class _ConvolveHeads(torch.autograd.Function):
         ctx.save_for_backward(projected, weight, first)
         ctx.eps = eps
         q, k, v = forward(projected, weight, first, key_heads, value_heads, eps)
-        return q, k, v, projected[..., weight.shape[1] :].unflatten(-1, v.shape[2:])
+        z, width = projected[..., weight.shape[1] :], v.shape[-1]
+        return q, k, v, z.unflatten(-1, (z.shape[-1] // width, width))
 
     @staticmethod
     @once_differentiable

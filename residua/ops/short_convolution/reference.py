@@ -43,13 +43,14 @@ def convolve_heads(
 
     projected [B, T, (2 key_heads + 2 value_heads) D] holds q, k, v and the gate z; weight [kernel, channels] is for q,
     k and v. Returns q, k [B, T, key_heads, D] and v, z [B, T, value_heads, D]; the first token has nothing before it.
+    A projection that ends with v has no z: [B, T, 0, D].
     """
     channels = weight.shape[1]
     head_dim = channels // (2 * key_heads + value_heads)
     mixed, z = projected.split([channels, projected.shape[-1] - channels], -1)
     convolved = short_convolution(pad(mixed, (0, 0, weight.shape[0] - 1, 0)), weight, segments)
     q, k, v = convolved.unflatten(-1, (-1, head_dim)).split([key_heads, key_heads, value_heads], 2)
-    return unit(q, eps) * head_dim**-0.5, unit(k, eps), v, z.unflatten(-1, (-1, head_dim))
+    return unit(q, eps) * head_dim**-0.5, unit(k, eps), v, z.unflatten(-1, (z.shape[-1] // head_dim, head_dim))
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
