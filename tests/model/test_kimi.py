@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from residua import ops
 from residua.config import choices
+from residua.config.run import RunConfig
 from residua.model import taps
 from residua.model.cache import KeyValueCache, Now, RecurrentCache
 from residua.model.context import Context
-from residua.model.decoder import build
+from residua.model.decoder import Decoder, build
 from residua.model.equivalence import InitFidelity
 from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import KimiDeltaAttention
+from residua.model.moe import SigmoidRouter
 from residua.model.retrofit import retrofit
 from residua.model.size import measure
 from residua.ops.inference import decode_attention
@@ -168,6 +170,38 @@ def test_a_kimi_model_composes_with_every_topology(topology: str) -> None:
     assert not silent
     with torch.no_grad():
         close("logits", in_parts(model, tokens, [4, 1, 1]), model(tokens))
+
+
+def decoding_gap(model: Decoder, tokens: Tensor, routing_fixed: bool) -> float:
+    """Largest difference of decoded logits from the full pass, as a share of the largest logit; tokens [1, T]."""
+    chosen: dict[nn.Module, Tensor] = {}
+    routers = [module for module in model.modules() if isinstance(module, SigmoidRouter)]
+
+    def note(router: nn.Module, _: Any, routed: ops.Routed) -> None:
+        chosen.setdefault(router, routed.chosen)
+
+    hooks = [router.register_forward_hook(note) for router in routers]
+    cache, worst = model.new_cache(1, tokens.shape[1]), 0.0
+    with torch.no_grad():
+        full = model(tokens)[0].float()
+        for t in range(tokens.shape[1]):
+            for router in routers if routing_fixed else ():
+                router.bias.zero_()[chosen[router][t]] = 100.0  # decides which experts, not their weights
+            worst = max(worst, float((model(tokens[:, t : t + 1], cache=cache)[0, 0].float() - full[t]).abs().max()))
+    for hook in hooks:
+        hook.remove()
+    return worst / float(full.abs().max())
+
+
+@pytest.mark.nightly
+def test_bfloat16_decoding_differs_by_flipped_experts() -> None:
+    """Rounding moves scores that nearly tie, and another expert answers; with the same experts little is left."""
+    model = build(RunConfig.find("kimi-linear-mini").override(["model.vocab_size=1024"]).model).eval()
+    tokens = torch.randint(1024, (1, 96))
+    assert decoding_gap(model, tokens, routing_fixed=False) < 1e-4
+    model = model.to(torch.bfloat16)
+    free, fixed = (decoding_gap(model, tokens, routing_fixed) for routing_fixed in (False, True))
+    assert fixed < 0.02 and free > 4 * fixed
 
 
 def test_named_layers_have_softmax_and_others_the_delta_rule() -> None:
