@@ -209,7 +209,7 @@ def test_an_export_is_trained_from_after_an_import(old: Path, tmp_path: Path, mo
     folder, run, options = tmp_path / "export", tmp_path / "run", ["--data", data, "--out", tmp_path / "new"]
     assert residua(monkeypatch, "export", old, "--out", folder) == 0
     assert residua(monkeypatch, "train", "--from", folder, *options) == 2
-    assert f"make one of it with residua import {folder} --out RUN" in " ".join(capsys.readouterr().err.split())
+    assert f"convert it with residua import {folder} --out RUN" in " ".join(capsys.readouterr().err.split())
     assert residua(monkeypatch, "import", folder, "--out", run) == 0
     changes = ["model.topology=multi_gate", "train.steps=2", "train.schedule.warmup=1", "train.device=cpu"]
     assert residua(monkeypatch, "train", "--from", run, *changes, "data.validation_tokens=128", *options) == 0
