@@ -26,13 +26,14 @@ OPTIONS: dict[str, dict[str, object]] = {
     "boundary_attnres": {"sublayers_per_block": 2},
     "delta_attnres": {"sublayers_per_block": 2},
     "multi_gate": {"streams": 3},
+    "injection": {"prelude": 1, "loop": 1, "turns": 2},
     "gated_residual": {"streams": 3},
     "hyper": {"streams": 3},
     "hyper_single_pass": {"streams": 3},
     "mhc": {"streams": 3},
     "mhc_lite": {"streams": 3},
 }
-ALIKE = {"gain": 1.0, "weight": 1.0, "scales": 0.5, "up": 0.0}
+ALIKE = {"gain": 1.0, "weight": 1.0, "scales": 0.5, "up": 0.0, "rate": 0.0, "step_size": -0.4, "input": 0.7}
 """Parameters that scale lanes by channel, and a value with which all channels are scaled alike."""
 
 

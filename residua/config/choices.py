@@ -42,6 +42,7 @@ from residua.config.topologies import FullAttnRes as FullAttnRes
 from residua.config.topologies import GatedResidual as GatedResidual
 from residua.config.topologies import Highway as Highway
 from residua.config.topologies import HyperConnections as HyperConnections
+from residua.config.topologies import Injection as Injection
 from residua.config.topologies import Invert as Invert
 from residua.config.topologies import Keel as Keel
 from residua.config.topologies import LayerNormScaling as LayerNormScaling

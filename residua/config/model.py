@@ -27,6 +27,7 @@ from residua.config.choices import (
 )
 from residua.config.ffns import FFN
 from residua.config.mixers import Attention, LinearMixer, SoftmaxMixer, divisors
+from residua.config.order import Order, Sequential
 from residua.config.positions import LongRope
 from residua.config.settings import ConfigError, Positive, WholeConfig, apply_overrides, of_file, read_toml
 from residua.errors import UserError
@@ -56,6 +57,7 @@ class ModelConfig(WholeConfig):
     reader_eps: Literal["norm", "sum"] = "norm"
     topology: Topology = Additive()
     anchors: Anchors = NoAnchors()
+    order: Order = Sequential()
     head: Head = TiedHead()
     embed_scale: float = Field(1.0, gt=0)
     init: Init = Init()
@@ -87,8 +89,19 @@ class ModelConfig(WholeConfig):
         return ModelConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
 
     @property
+    def executed(self) -> tuple[int, ...]:
+        """The layers that run, in order; one may run several times."""
+        return self.order.executed(self.layers)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a layer runs several times."""
+        return len(self.executed) > self.layers
+
+    @property
     def sublayers(self) -> int:
-        return 2 * self.layers
+        """Executions of sublayers, which the topology counts."""
+        return 2 * len(self.executed)
 
     @property
     def mixers(self) -> tuple[SoftmaxMixer | LinearMixer, ...]:
@@ -122,8 +135,9 @@ class ModelConfig(WholeConfig):
         _check_softmax(self)
         _check_anchors(self)
         _check_norms(self)
-        self.topology.check(self.layers)
+        self.topology.check(len(self.executed))
         _check_reads(self)
+        _check_order(self)
         return self
 
 
@@ -166,6 +180,31 @@ def _check_softmax(config: ModelConfig) -> None:
     if beyond:
         raise UserError(
             f"{table}.window_layers contains {beyond[0]}, and layers = {config.layers}: count layers from 0."
+        )
+
+
+def _check_order(config: ModelConfig) -> None:
+    if (wanted := config.topology.turned_layers) is not None:
+        prelude, loop, turns = wanted
+        before, looped = range(prelude), tuple(range(prelude, prelude + loop))
+        after = range(prelude + loop, config.layers)
+        if config.executed != (*before, *looped * turns, *after):
+            raise UserError(
+                f"topology.kind = '{config.topology.kind}' has prelude = {prelude}, loop = {loop} and turns = {turns}, "
+                f"which is not order.kind = '{config.order.kind}': set order={{kind='loop', prelude={prelude}, "
+                f"coda={max(0, config.layers - prelude - loop)}, turns={turns}}}."
+            )
+    if not config.repeats:
+        return
+    if config.ffn.mixture:
+        raise UserError(
+            f"order.kind = '{config.order.kind}' runs a layer several times, and ffn.kind = 'moe' balances the experts "
+            "of a layer once: use a dense feed-forward."
+        )
+    if config.reader_eps == "sum":
+        raise UserError(
+            f"order.kind = '{config.order.kind}' runs a layer several times, and reader_eps = 'sum' needs another eps "
+            "each time: use reader_eps = 'norm'."
         )
 
 

@@ -333,12 +333,23 @@ def _check_experts(config: RunConfig) -> None:
             )
 
 
+def _check_repeats(config: RunConfig) -> None:
+    parallel = config.parallel
+    if config.model.repeats and parallel.shard > 1 and (parallel.unit == "layer" or parallel.pipeline > 1):
+        raise UserError(
+            f"model.order.kind = '{config.model.order.kind}' runs a layer several times, and parallel.shard = "
+            f"{parallel.shard} gathers each layer for one run: set parallel.unit=model without a pipeline, or use "
+            "parallel.data."
+        )
+
+
 def _check_stages(config: RunConfig) -> None:
     parallel = config.parallel
-    if parallel.stages > config.model.layers:
+    _check_repeats(config)
+    if parallel.stages > len(config.model.executed):
         raise UserError(
             f"parallel.pipeline × parallel.stages_per_rank = {parallel.stages} stages are more than the "
-            f"{config.model.layers} layers of the model: use fewer."
+            f"{len(config.model.executed)} layers that the model runs: use fewer."
         )
     flowing = config.train.accumulate // parallel.batch_ranks
     if parallel.schedule == "1f1b" and flowing < parallel.pipeline:

@@ -26,6 +26,11 @@ class TopologyChoice(Family):
         """The inputs of a sublayer: one, r, or several of q, k, v and r (`model/reads.py`)."""
         return ("r",)
 
+    @property
+    def turned_layers(self) -> tuple[int, int, int] | None:
+        """Layers before a loop, layers in it, and its turns, if the topology needs such an order."""
+        return None
+
     def check(self, layers: int) -> None:
         """Raise ValueError, in a sentence, if a model of so many layers cannot have this topology."""
 
@@ -333,6 +338,26 @@ class DeepCross(TopologyChoice):
         return tuple("qkvr")
 
 
+class Injection(TopologyChoice):
+    """Loops with injection: each turn begins with a decayed state and the prelude's output (Parcae).
+
+    `prelude`, `loop` and `turns` are those of `order.kind = "loop"`: layers before the loop, layers in it, its turns.
+    The decay starts at `decay`, the injected share at 1 − `decay`.
+    """
+
+    training_only: ClassVar[tuple[str, ...]] = ("decay",)
+
+    kind: Literal["injection"] = "injection"
+    prelude: int = Field(ge=0)
+    loop: Positive
+    turns: Positive
+    decay: float = Field(0.5, gt=0, lt=1)
+
+    @property
+    def turned_layers(self) -> tuple[int, int, int]:
+        return self.prelude, self.loop, self.turns
+
+
 TopologyChoice.join(
     Additive,
     Clipped,
@@ -356,5 +381,6 @@ TopologyChoice.join(
     DenseFormer,
     Mudd,
     DeepCross,
+    Injection,
 )
 Topology = Annotated[SerializeAsAny[TopologyChoice], PlainValidator(TopologyChoice.choose)]

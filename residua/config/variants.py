@@ -152,6 +152,22 @@ def _moe(model: ModelConfig) -> Sequence[str]:
     return [f"model.ffn={{kind='moe', activation='{model.ffn.kind}', {shape}}}"]
 
 
+def _ends(model: ModelConfig) -> int:
+    """Layers before and after a loop over the middle half."""
+    return model.layers // 4
+
+
+def _looped(model: ModelConfig, turns: int) -> str:
+    ends = _ends(model)
+    return f"model.order={{kind='loop', prelude={ends}, coda={ends}, turns={turns}}}"
+
+
+def _parcae(model: ModelConfig) -> Sequence[str]:
+    ends = _ends(model)
+    keys = f"prelude={ends}, loop={model.layers - 2 * ends}, turns=2"
+    return [_looped(model, 2), f"model.topology={{kind='injection', {keys}}}"]
+
+
 NUMBERED: dict[str, Callable[[int], Variant]] = {
     "blockN": lambda n: _in_blocks(f"Block Attention Residuals, {counted(n, 'block')}", count=n),
     "mgrN": lambda n: _topology(f"Multi-Gate Residuals, competitive, {n} streams", "multi_gate", f"streams={n}"),
@@ -196,6 +212,8 @@ KNOWN: dict[str, Variant] = {
     "mhc_lite": _topology("mHC-lite, 4 streams", "mhc_lite"),
     "denseformer": _topology("DenseFormer", "dense"),
     "mudd": _topology("MUDD: Q, K, V and the stream read mixtures of earlier layers", "mudd"),
+    "loop": Variant("the middle half of the layers run twice", lambda model: [_looped(model, 2)]),
+    "parcae": Variant("the middle half run twice, each turn with decay and injection", _parcae),
     "dca": _topology("DeepCrossAttention: Q, K and V weigh earlier layers by channel", "dca"),
     "resformer": _anchors("value residual from the first layer", "resformer"),
     "gated_value": _anchors("value residual from the first layer, gated per token and head", "gated_value"),

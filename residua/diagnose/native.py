@@ -28,7 +28,7 @@ from residua.diagnose.observe import (
 )
 from residua.model import taps
 from residua.model.body import Body
-from residua.model.decoder import Decoder, Sublayer
+from residua.model.decoder import Decoder
 from residua.model.inference import InferenceDecoder
 from residua.model.taps import hooked
 from residua.reading import counted
@@ -43,8 +43,8 @@ class NativeSubject(Subject):
         config = model.config
         self.model, self._decoder, self.name = model, model, name
         self.width, self.vocabulary, self.context = config.width, config.vocab_size, config.context
-        self.layers = config.layers
-        self.bodies: list[Body] = [cast(Sublayer, s).body for s in model.sublayers]
+        self.layers = len(config.executed)
+        self.bodies: list[Body] = [sublayer.body for sublayer in model.executions]
         self.sites = [Site(k, k // 2, cast(SiteKind, body.role)) for k, body in enumerate(self.bodies)]
         self.description = (
             f"{counted(config.layers, 'layer')} of width {config.width}, {config.topology.kind} topology, "
@@ -53,7 +53,7 @@ class NativeSubject(Subject):
         )
         self._names = model.topology.source_names([site.name for site in self.sites])
         self.state_name = "residual stream" if self._names.one_stream else "sublayer input"
-        self._norms = [*(cast(Sublayer, s).norm for s in model.sublayers), model.norm]
+        self._norms = [*(sublayer.norm for sublayer in model.executions), model.norm]
         self.gains = {k: gain for k, norm in enumerate(self._norms) if (gain := norm.gain()) is not None}
         self.skipped = [] if config.softmax_layers else [
             "Attention metrics: no layer of this model has a softmax, so there are no attention weights to look at."
@@ -82,7 +82,7 @@ class NativeSubject(Subject):
         return model.losses(tokens, targets)[0]
 
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
-        return self._decoder.sublayers[site.index].parameters()
+        return self._decoder.executions[site.index].parameters()
 
     def source_name(self, reader: int, source: int) -> str:
         return self._names.source(reader, source)
@@ -132,8 +132,11 @@ class NativeSubject(Subject):
 
     @contextmanager
     def _without_sublayers(self, sublayers: Sequence[int]) -> Iterator[None]:
-        """Their outputs are zero, and the topology writes nothing of them where it can."""
-        modules = [self._decoder.sublayers[k] for k in sublayers]
+        """Their outputs are zero, and the topology writes nothing of them where it can; in every turn of a loop."""
+        order = self._decoder.order
+        silent = {order[k] for k in sublayers}
+        modules = [self._decoder.sublayers[j] for j in silent]
+        sublayers = [k for k, j in enumerate(order) if j in silent]
         with hooked(on_each(modules, silenced)), self._decoder.topology.ablations().without_writes(sublayers):
             yield
 

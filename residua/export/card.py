@@ -51,6 +51,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "mhc_lite"): (("mHC-lite", "2601.05732"),),
     ("topology", "dense"): (("DenseFormer", "2402.02622"),),
     ("topology", "mudd"): (("MUDD", "2502.12170"),),
+    ("topology", "injection"): (("Parcae: Scaling Laws For Stable Looped Language Models", "2604.12946"),),
     ("topology", "dca"): (("DeepCrossAttention", "2502.06785"),),
     ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
     ("anchors", "gated_value"): (("Transformers with Selective Access to Early Representations", "2605.03953"),),

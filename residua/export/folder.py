@@ -163,9 +163,9 @@ def _standard_names(config: ModelConfig) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
         "intermediate_size": config.ffn.hidden,
-        "num_hidden_layers": config.layers,
+        "num_hidden_layers": len(config.executed),  # as many layers have a cache
         "max_position_embeddings": config.context,
-        "layer_types": ["full_attention" if n in config.softmax_layers else linear for n in range(config.layers)],
+        "layer_types": ["full_attention" if n in config.softmax_layers else linear for n in config.executed],
         "tie_word_embeddings": config.head.kind == "tied",
     }
     if config.latent is not None:

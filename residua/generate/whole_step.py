@@ -11,7 +11,7 @@ from torch import Tensor
 from residua.model.anchors import Write
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import KeyValueCache
-from residua.model.decoder import Decoder, Embedding, Sublayer
+from residua.model.decoder import Decoder, Embedding
 from residua.model.ffn import FeedForward
 from residua.model.inference import bare_attention, bare_ffn, inference_topology
 from residua.model.norm import RMSNorm
@@ -42,7 +42,7 @@ def whole_step(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor] | Non
 
 def build_layers(model: Decoder, cache: Cache) -> Layers | None:
     """The model's layers for one cache; None if the kernels do not serve them. Change no weight afterwards."""
-    sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
+    sublayers = model.executions
     bodies = [sublayer.body for sublayer in sublayers]
     watched = any(map(is_watched, (model.embed, *sublayers, *bodies)))
     plain_embedding = type(model.embed) is Embedding and not model.token_readers

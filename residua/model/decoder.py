@@ -85,7 +85,8 @@ class Decoder(nn.Module):
         self.embed: Embedding = parts["embed"]
         self.topology: Topology = parts["topology"]
         self.anchors: AnchorSource = parts["anchors"]
-        self.sublayers = nn.ModuleList(parts[f"sublayers.{k}"] for k in range(config.sublayers))
+        self.sublayers = nn.ModuleList(parts[f"sublayers.{j}"] for j in range(2 * config.layers))
+        self.order = [2 * layer + part for layer in config.executed for part in (0, 1)]
         self.norm: Norm = parts["norm"]
         self.unembed: Embedding | None = parts.get("unembed")
         if config.reader_eps == "sum":
@@ -93,11 +94,16 @@ class Decoder(nn.Module):
 
     def _scale_eps(self) -> None:
         """Give the norm of each reader the eps with which c times the sum is normed as the sum is."""
-        norms = [*(cast(Sublayer, sublayer).norm for sublayer in self.sublayers), self.norm]
+        norms = [*(sublayer.norm for sublayer in self.executions), self.norm]
         factors = self.topology.initialization().factors(self.config.sublayers)
         for norm, factor in zip(norms, factors, strict=True):
             if norm.eps is not None:
                 norm.eps *= factor**2
+
+    @property
+    def executions(self) -> list[Sublayer]:
+        """The sublayers in the order in which they run."""
+        return [cast(Sublayer, self.sublayers[j]) for j in self.order]
 
     def reset_parameters(self) -> None:
         """Initialise every module in place, after a model built on the meta device was given memory."""
@@ -123,7 +129,7 @@ class Decoder(nn.Module):
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, by default in the embedding's dtype."""
         like = self.embed.weight.new_empty(0, dtype=dtype)
-        bodies = (cast(Sublayer, sublayer).body for sublayer in self.sublayers)
+        bodies = (sublayer.body for sublayer in self.executions)
         return Cache([body.new_cache(batch, capacity, like) for body in bodies], batch, capacity, like.device)
 
     def hidden(
@@ -166,7 +172,7 @@ class Decoder(nn.Module):
         ids = context.ids_for(self.topology)
         h, state = self.topology.open(x, *ids)
         anchors = self.anchors.open(x, context)
-        for k, sublayer in enumerate(self.sublayers):
+        for k, sublayer in enumerate(self.executions):
             tap(f"sublayer.{k}.input", one_read(h))
             y, anchors, *routing = sublayer(h, anchors, context.at(k))
             tap(f"sublayer.{k}.output", y)
@@ -177,8 +183,8 @@ class Decoder(nn.Module):
 
     def _sharing(self) -> Sharing | None:
         """The layers that mix the anchors, if one backward pass serves them all."""
-        several_reads = len(self.config.topology.reads) > 1  # which need projections of their own
-        if not self.anchors.shares_gradient or not torch.is_grad_enabled() or several_reads:
+        own_way = len(self.config.topology.reads) > 1 or len(self.order) > len(self.sublayers)
+        if not self.anchors.shares_gradient or not torch.is_grad_enabled() or own_way:
             return None
         # Layers take their handles in turn: one that is wrapped, sharded or left out would take another's, or none.
         bodies = [sublayer.body for sublayer in self.sublayers if type(sublayer) is Sublayer]

@@ -123,7 +123,7 @@ class InferenceFFN(Body):
 
 def inference_topology(model: Decoder) -> InferenceTopology | None:
     """Junctions that apply the model's norms as well; None if the topology or a norm has no such form."""
-    norms = [*(cast(Sublayer, sublayer).norm for sublayer in model.sublayers), model.norm]
+    norms = [*(sublayer.norm for sublayer in model.executions), model.norm]
     plain = [norm for norm in norms if isinstance(norm, RMSNorm) and norm.plain_rms]
     return model.topology.inference(plain) if len(plain) == len(norms) else None
 
@@ -140,7 +140,7 @@ class InferenceDecoder(Decoder):
     def __init__(self, model: Decoder, positions: int = 0, *, junctions: bool = True) -> None:
         nn.Module.__init__(self)
         self.config, self.embed, self.anchors, self.unembed = model.config, model.embed, model.anchors, model.unembed
-        self.topology, self.norm = model.topology, model.norm
+        self.topology, self.norm, self.order = model.topology, model.norm, model.order
         sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
         watched = [is_watched(sublayer) or is_watched(sublayer.norm) for sublayer in sublayers]
         norms = [sublayer.norm for sublayer in sublayers]

@@ -23,7 +23,7 @@ from residua.model.decoder import Decoder, Sublayer
 from residua.model.equivalence import InitFidelity, WeightsMismatch, take_parameters
 from residua.model.norm import Norm
 
-SHAPES = ("vocab_size", "layers", "width", "ffn", "placement")
+SHAPES = ("vocab_size", "layers", "width", "ffn", "placement", "order")
 ANSWERED = ("gate", "sink", "own_value", "bias", "qk_norm", "qk_eps", "heads", "kv_heads", "head_dim")
 """Keys of softmax attention that its `begin_as` answers for."""
 
@@ -172,4 +172,4 @@ def _norms(model: Decoder) -> list[Norm]:
 
 def _reader_norms(model: Decoder) -> list[Norm]:
     """What is in front of each reader of the topology: the sublayers, and the head."""
-    return [*(cast(Sublayer, sublayer).norm for sublayer in model.sublayers), model.norm]
+    return [*(sublayer.norm for sublayer in model.executions), model.norm]

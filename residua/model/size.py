@@ -102,7 +102,7 @@ def size_of(model: Decoder) -> Size:
 
     Training FLOPs per token = 6 × active parameters + 6 × softmax layers × heads·head_dim × context: two per
     multiply-add, three products (forward, two backward), half of the attention matrix being masked. Heads whose keys
-    and values differ in width count with the mean of both.
+    and values differ in width count with the mean of both. A layer counts as often as it runs.
     """
     config = model.config
     sublayers = cast(list[Sublayer], list(model.sublayers))
@@ -123,8 +123,9 @@ def size_of(model: Decoder) -> Size:
         flops_per_token=0,
         tables=sum(_table(part) for part in (model.sublayers, model.anchors, model.topology)),
     )
-    attended = sum(mixer.score_width(config.width) for mixer in config.mixers)
-    flops = 6 * size.active + round(6 * attended * config.context)
+    attended = sum(config.mixers[layer].score_width(config.width) for layer in config.executed)
+    again = sum(map(_count, model.executions)) - sum(map(_count, sublayers))  # of layers that run several times
+    flops = 6 * (size.active + again) + round(6 * attended * config.context)
     return replace(size, flops_per_token=flops)
 
 
@@ -155,9 +156,10 @@ def measure_work(config: ModelConfig) -> Work:
     for k, sublayer in enumerate(model.sublayers):
         active = _count(sublayer) - _table(sublayer) - sum(_idle(mixture) for mixture in mixtures(sublayer))
         attended = 0 if k % 2 else config.mixers[k // 2].score_width(config.width)
-        sublayers.append(6 * (active + junction + attended * config.context) + FLOPS_PER_BYTE * moved[k])
+        sublayers.append(6 * (active + junction + attended * config.context))
     head = model.embed if model.unembed is None else model.unembed
-    return Work(6.0 * _count(model.anchors), tuple(sublayers), 6.0 * (_count(head) + _count(model.norm)), moved)
+    executed = tuple(sublayers[j] + FLOPS_PER_BYTE * moved[k] for k, j in enumerate(model.order))
+    return Work(6.0 * _count(model.anchors), executed, 6.0 * (_count(head) + _count(model.norm)), moved)
 
 
 def _junction_bytes(model: Decoder) -> tuple[float, ...]:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 _seen: dict[str, Tensor] | None = None
+_layer: int | None = None
+"""The layer that is running, counted by executions: a layer of a loop taps its heads once a turn."""
 _NAME = re.compile(r"(\w+)\.(\d+)\.(\w+)")
 
 
@@ -24,13 +26,13 @@ def record(into: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]
 
     `into` receives them one by one, so a dict of your own can reduce tensors instead of keeping them.
     """
-    global _seen
+    global _seen, _layer
     seen = {} if into is None else into
-    previous, _seen = _seen, seen
+    previous, _seen, _layer = _seen, seen, None
     try:
         yield seen
     finally:
-        _seen = previous
+        _seen, _layer = previous, None
 
 
 def parts(name: str) -> tuple[str, int, str] | None:
@@ -46,8 +48,15 @@ def recording() -> bool:
 
 def tap(name: str, value: Tensor | Callable[[], Tensor]) -> None:
     """Publish a tensor; a function is called, and its tensor computed, only while someone records."""
-    if _seen is not None:
-        _seen[name] = value if isinstance(value, Tensor) else value()
+    global _layer
+    if _seen is None:
+        return
+    numbered = parts(name)
+    if numbered is not None and numbered[0] == "sublayer":
+        _layer = numbered[1] // 2
+    elif numbered is not None and numbered[0] in ("attention", "moe") and _layer is not None:
+        name = f"{numbered[0]}.{_layer}.{numbered[2]}"
+    _seen[name] = value if isinstance(value, Tensor) else value()
 
 
 @contextmanager

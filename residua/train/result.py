@@ -249,7 +249,7 @@ def _sublayers(model: Decoder, tensors: dict[str, Tensor]) -> list[dict[str, Any
         {
             "sublayer": k,
             "output_rms": _rms([output]),
-            "gradient_rms": _rms([p.grad for p in model.sublayers[k].parameters() if p.grad is not None]),
+            "gradient_rms": _rms([p.grad for p in model.executions[k].parameters() if p.grad is not None]),
         }
         for k, output in _numbered(tensors, r"sublayer\.(\d+)\.output")
     ]

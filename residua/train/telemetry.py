@@ -11,7 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from residua.train.step import Step
 from residua.train.telemetry_curves import KIND, over_places, telemetry_of
 
 if TYPE_CHECKING:
-    from residua.model.decoder import Decoder, Sublayer
+    from residua.model.decoder import Decoder
 
 MEASURED_SHARE = 0.01
 """Of the tokens trained between two measurements, so many are measured: a forward pass is a third of a step's work."""
@@ -60,7 +60,7 @@ class Gauges(dict[str, Tensor]):
         self._gammas: dict[int, Tensor] = {}
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        part, number, what = taps.parts(name) or ("sublayer", len(self.model.sublayers), "input")  # final.input
+        part, number, what = taps.parts(name) or ("sublayer", len(self.model.order), "input")  # final.input
         match part, what:
             case "sublayer", "input":
                 self._figures["peak", number], self._sizes[number] = gauges.peak_and_sizes(value)
@@ -118,7 +118,7 @@ class Gauges(dict[str, Tensor]):
         """Residual-sink ratios, and the gain that each norm gives its largest dimension."""
         sizes = torch.stack([self._sizes[reader] for reader in self._sizes])
         self._note("sink_ratio", self._sizes, gauges.relative_sizes(sizes).amax(-1))
-        norms = [*(cast("Sublayer", sublayer).norm for sublayer in self.model.sublayers), self.model.norm]
+        norms = [*(sublayer.norm for sublayer in self.model.executions), self.model.norm]
         gains = {k: gain for k, norm in enumerate(norms) if (gain := norm.gain()) is not None}
         if gains:
             size = torch.stack(list(gains.values())).abs()
@@ -135,8 +135,8 @@ class Gauges(dict[str, Tensor]):
 
     def _anchors(self) -> None:
         """λ is a parameter, and γ, where there is one, was seen."""
-        for k, sublayer in enumerate(self.model.sublayers):
-            mix = cast("Sublayer", sublayer).body.anchor_mix()
+        for k, sublayer in enumerate(self.model.executions):
+            mix = sublayer.body.anchor_mix()
             scales = {} if mix is None else mix.scales(self._gammas.get(k // 2))
             for pathway, (anchor, current) in scales.items():
                 self._figures[f"anchor.{pathway}", k // 2] = anchor.mean()

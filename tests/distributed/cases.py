@@ -28,6 +28,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "mudd": {"topology": {"kind": "mudd", "sources": 2}, "anchors": {"kind": "exoformer", "pathways": ["v"]}},
     "dca": {"topology": {"kind": "dca", "recent": 1}},
+    "loop": {"order": {"kind": "loop", "prelude": 1, "coda": 1, "turns": 2}},
+    "injection": {
+        "order": {"kind": "loop", "prelude": 1, "coda": 1, "turns": 2},
+        "topology": {"kind": "injection", "prelude": 1, "loop": 2, "turns": 2},
+    },
     "value_input": {"topology": {"kind": "value_input"}},
     "token_gain": {"topology": {"kind": "token_gain", "rows": 7}},
     "resi_dual": {"topology": {"kind": "resi_dual"}},

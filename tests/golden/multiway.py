@@ -1,4 +1,7 @@
-"""MUDD (arXiv 2502.12170) and DeepCrossAttention (arXiv 2502.06785), for one token. Reads are listed as q, k, v, r."""
+"""MUDD (arXiv 2502.12170), DeepCrossAttention (arXiv 2502.06785), Parcae's injection (arXiv 2604.12946), for one token.
+
+Reads are listed as q, k, v, r.
+"""
 
 from __future__ import annotations
 
@@ -76,3 +79,18 @@ def deep_cross(x: Tensor, y: list[Tensor], choices: list[list[Choice]], recent: 
         h += [q, k, v, q, q + y[2 * i]]
         X.append(y[2 * i] + y[2 * i + 1])
     raise AssertionError("the last read has one way")
+
+
+def injection(x: Tensor, y: list[Tensor], a: Tensor, d: Tensor, b: Tensor, starts: list[int]) -> list[Tensor]:
+    """h_0 = e = N(prelude); a turn begins from exp(−Δ exp(a)) h + Δ b e, Δ = exp(d), and adds its layers' outputs."""
+    h, inputs, e = x, [], None
+    for k in range(len(y) + 1):
+        if k in starts:
+            if e is None:
+                e = h = rms(h)
+            delta = torch.exp(d)
+            h = torch.exp(-delta * torch.exp(a)) * h + delta * b * e
+        inputs.append(h)
+        if k < len(y):
+            h = h + y[k]
+    return inputs

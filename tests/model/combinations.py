@@ -82,6 +82,8 @@ def fits(row: Row) -> bool:
         return False
     if row.get("topology") in SEVERAL_READS and attention in ONE_READ:
         return False
+    if row.get("topology") == "injection" and row.get("ffn", "swiglu").startswith("moe"):  # experts in a loop
+        return False
     return anchors == "none" or attention not in ("linear", "latent", "hybrid kimi")
 
 

@@ -78,5 +78,6 @@ SMALL: dict[str, choices.Topology] = {
     "mudd stream": choices.Mudd(ways=("r",)),
     "dca": choices.DeepCross(),
     "dca recent": choices.DeepCross(recent=1),
+    "injection": choices.Injection(prelude=1, loop=1, turns=2),
 }
 """One of each, for tests of what holds for all."""

@@ -24,7 +24,13 @@ def small(**tables: Any) -> ModelConfig:
         "ffn": {"kind": "swiglu", "hidden": 24},
         "init": {"std": 0.2},
     }
-    return ModelConfig(**(base | tables))
+    tables = base | tables
+    topology = tables.get("topology", {})
+    if topology.get("kind") == "injection":  # it needs a loop
+        coda = tables["layers"] - topology["prelude"] - topology["loop"]
+        order = {"kind": "loop", "prelude": topology["prelude"], "coda": max(0, coda), "turns": topology["turns"]}
+        tables = {"order": order} | tables
+    return ModelConfig(**tables)
 
 
 def tokens_and_targets(batch: int = 2, length: int = 6) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,8 @@ def kind_of(choice: type[Frozen]) -> str:
 
 def ours(family: Any) -> list[type[Frozen]]:
     """The kinds that come with Residua."""
-    return [choice for choice in family.alternatives() if choice.__module__.startswith("residua.")]
+    found = [choice for choice in family.alternatives() if choice.__module__.startswith("residua.")]
+    return [choice for choice in found if choice is not choices.Injection]  # it needs an order, which no start changes
 
 
 ANCHORS = ours(choices.AnchorChoice)

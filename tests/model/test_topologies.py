@@ -117,6 +117,10 @@ def mudd(topology: Any) -> Equation:
     return partial(multiway.mudd, ways=config.ways, aggregates=aggregates, sources=config.sources)
 
 
+def injection(topology: Any) -> Equation:
+    return partial(multiway.injection, a=topology.rate, d=topology.step_size, b=topology.input, starts=topology.starts)
+
+
 def deep_cross(topology: Any) -> Equation:
     selected = [[multiway.Choice(s.query, s.bias) for s in ways.values()] for ways in topology.selectors]
     return partial(multiway.deep_cross, choices=selected, recent=topology.recent)
@@ -179,6 +183,7 @@ EQUATIONS: list[Any] = [
     ),
     *((choices.Mudd(**keys), 8, 7, mudd) for keys in MUDD),
     *((choices.DeepCross(recent=recent), 8, 7, deep_cross) for recent in (None, 1, 2, 9)),
+    *((choices.Injection(prelude=p, loop=1, turns=t), 8, 7, injection) for p, t in ((1, 2), (0, 3), (2, 1))),
 ]
 
 

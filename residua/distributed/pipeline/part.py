@@ -5,7 +5,7 @@ Of a parameter that several ranks use, each computes a part of the gradient, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -75,7 +75,7 @@ class Part:
             inside = mixtures(module)
             first = self.mixtures.index(inside[0]) if inside else 0
             module.balance = partial(_balance_among, balance, first, len(self.mixtures))
-        _keep_only(model, self.slices)
+        _keep_only(model, self.slices, self.shared.layers)
 
     @property
     def unsharded(self) -> set[nn.Parameter]:
@@ -120,9 +120,9 @@ def _balance_among(
     return balance(Routing(*(pad(part, (*(0, 0) * (part.dim() - 1), first, after)) for part in routing)))
 
 
-def _keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
+def _keep_only(model: Decoder, modules: Sequence[Slice], shared: Mapping[str, nn.Module]) -> None:
     """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
-    layers = {key: layer for module in modules for key, layer in module.sublayers.items()}
+    layers = dict(shared) | {key: layer for module in modules for key, layer in module.sublayers.items()}
     model.sublayers = nn.ModuleDict(layers)  # type: ignore[assignment]
     for name in ("embed", "norm", "unembed"):
         if all(getattr(module, name) is None for module in modules):
@@ -130,15 +130,21 @@ def _keep_only(model: Decoder, modules: Sequence[Slice]) -> None:
 
 
 class SharedParameters:
-    """Every rank has the parameters of the topology. The head's matrix is on every rank that computes a part of it, and
-    on the first if it is tied to the embedding.
+    """Every rank has the parameters of the topology, and of layers that several ranks run. The head's matrix is on each
+    rank that computes a part of it, and on the first if it is tied to the embedding.
 
     Every rank has ExoFormer's projections if stages recompute anchors; otherwise only the first stage uses them.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, recompute_anchors: bool, shares: Sequence[Share]) -> None:
         self.mesh, self.model = mesh, model
-        common = [model.topology, model.anchors] if recompute_anchors else [model.topology]
+        runs: dict[int, set[int]] = {}
+        for number, share in enumerate(shares):
+            for k in share.sublayers:
+                runs.setdefault(model.order[k], set()).add(number % mesh.config.pipeline)
+        self.layers = {str(j): model.sublayers[j] for j, ranks in runs.items() if len(ranks) > 1}
+        """Sublayers of a loop that several ranks run, by name."""
+        common = [model.topology, *([model.anchors] if recompute_anchors else []), *self.layers.values()]
         for module in common:  # they stay whole, so they can have their memory now, and be known by it
             materialise(module, mesh.device)
         everywhere = [parameter for module in common for parameter in module.parameters()]

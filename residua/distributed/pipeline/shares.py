@@ -61,7 +61,7 @@ def shares_of(
     """
     stages = stages or config.parallel.stages
     if config.parallel.split == "layers":
-        return share_layers(config.model.layers, stages)
+        return share_layers(len(config.model.executed), stages)
     return share_work(work or work_of(config), stages, min(pieces, config.model.vocab_size))
 
 
@@ -169,7 +169,7 @@ def _best(
 
 def _anchor_items(config: ModelConfig, k: int, shape: Sequence[int], dtype: torch.dtype) -> Items:
     """The anchors that exist after sublayer k."""
-    carried = config.anchors.carried(sum(2 * layer <= k for layer in config.softmax_layers))
+    carried = config.anchors.carried(sum(2 * config.executed.index(layer) <= k for layer in config.softmax_layers))
     if not carried or config.softmax is None:
         return {}
     heads = head_shape(config.softmax, config.width)

@@ -33,6 +33,11 @@ def refuse_run(run: RunConfig) -> None:
     """Refuse a run that cannot learn, or with a choice that torchtitan has no place for."""
     check_model(run)
     recipe = run.train
+    if run.model.repeats:
+        raise ConfigError(
+            f"model.order.kind = '{run.model.order.kind}' runs a layer several times, and torchtitan's stages and "
+            "shards hold each once: use `residua train`."
+        )
     if run.model.ffn.mixture and recipe.balance.load == "same_step":
         raise ConfigError(
             "train.balance.load = 'same_step' needs a second forward pass over a step, which torchtitan's trainer does "

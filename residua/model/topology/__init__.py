@@ -18,6 +18,7 @@ from residua.model.topology.multigate import Highway, MultiGate
 from residua.model.topology.multiway import DeepCross, Mudd
 from residua.model.topology.norm_placement import DeepNorm, Keel, LayerNormScaling, ResiDual, ScaledSum
 from residua.model.topology.residual_scalars import ResidualScalars
+from residua.model.topology.turn_injection import Injection
 
 TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Additive: Additive,
@@ -42,6 +43,7 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.DenseFormer: DenseFormer,
     choices.Mudd: Mudd,
     choices.DeepCross: DeepCross,
+    choices.Injection: Injection,
 }
 
 
