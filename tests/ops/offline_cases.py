@@ -144,7 +144,7 @@ def mix_shared(
         x, weight = draw(2, length, 16, dtype=dtype), draw(4 * heads * width + 16 * dynamic, 16, dtype=dtype)
         network = (draw(2 * len(anchors), 16), draw(2 * len(anchors))) if dynamic else None
         found, gate = shared.mix_heads(x, weight, handle, sections, named, own, table, gains=gains, network=network)
-        made += (*found.values(), gate(draw(2, length, heads, width, dtype=dtype)))
+        made += (*found.values(), gate.apply(draw(2, length, heads, width, dtype=dtype)))
     both(made)
 
 
