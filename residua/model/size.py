@@ -124,7 +124,8 @@ def size_of(model: Decoder) -> Size:
         tables=sum(_table(part) for part in (model.sublayers, model.anchors, model.topology)),
     )
     attended = sum(config.mixers[layer].score_width(config.width) for layer in config.executed)
-    again = sum(map(_count, model.executions)) - sum(map(_count, sublayers))  # of layers that run several times
+    runs, once = ([_count(s) - _table(s) for s in some] for some in (model.executions, sublayers))
+    again = sum(runs) - sum(once)  # of layers that run several times
     flops = 6 * (size.active + again) + round(6 * attended * config.context)
     return replace(size, flops_per_token=flops)
 
