@@ -1,1 +1,1 @@
-"""What a person writes: choices, models, runs and presets. Nothing here imports torch."""
+"""The settings that a person writes: choices, models, runs and presets. Nothing here imports torch."""

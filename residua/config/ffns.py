@@ -11,7 +11,7 @@ from residua.errors import UserError
 
 
 class DenseChoice(Frozen):
-    """What every feed-forward that is no mixture states."""
+    """The facts of every dense feed-forward."""
 
     mixture: ClassVar[bool] = False
     """Whether it has experts."""

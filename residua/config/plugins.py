@@ -160,9 +160,9 @@ def plugin_place(error: BaseException, package: str | None = None) -> Place | No
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An error, the one that it was raised from or after, and so on; also those that `from None` hides."""
     link: BaseException | None = error
-    seen: set[int] = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    visited: set[int] = set()
+    while link is not None and id(link) not in visited:
+        visited.add(id(link))
         yield link
         link = link.__cause__ or link.__context__
 

@@ -1,4 +1,4 @@
-"""What all configurations share: frozen tables, TOML in and out, overrides, and one-sentence errors."""
+"""The base of all configurations: frozen tables, TOML in and out, overrides, and one-sentence errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ConfigError(UserError):
     """An invalid configuration; the message is one sentence for the user."""
 
     problem: tuple[ValidationError, type[BaseModel]] | None = None
-    """What it explains, so that a table around this one can name its keys in full."""
+    """The error behind it, so that a table around this one can name its keys in full."""
 
 
 PLUGINS = "RESIDUA_PLUGINS"
@@ -45,7 +45,7 @@ class Frozen(BaseModel):
 
 
 class WholeConfig(Frozen):
-    """The outermost table of a configuration: what pydantic refuses in it becomes one sentence."""
+    """The outermost table of a configuration: an error of pydantic becomes one sentence."""
 
     def __init__(self, /, **data: Any) -> None:
         try:
@@ -82,7 +82,7 @@ def number(value: object) -> object:
 Positive = Annotated[int, BeforeValidator(number), Field(ge=1, le=2**31 - 1)]
 """At least 1."""
 Seed = Annotated[int, BeforeValidator(number), Field(ge=0, lt=2**63)]
-"""What random generators take."""
+"""The seeds that random generators take."""
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

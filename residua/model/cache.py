@@ -1,4 +1,4 @@
-"""What decoding keeps of earlier tokens: one static buffer per sequence mixer, rows of different lengths in one batch.
+"""Caches for decoding: one static buffer per sequence mixer, rows of different lengths in one batch.
 
 Rows are padded on the right, so the slot of a token is its position. The token at a position overwrites what padding
 left in its slot before any query sees it: causality is the only mask. Depth needs no cache, since every topology is
@@ -33,7 +33,7 @@ class Now(NamedTuple):
 
 
 class SublayerCache(Protocol):
-    """What a sublayer finds in its context while decoding; each mixer has its own kind."""
+    """The cache in a sublayer's context while decoding; each mixer has its own kind."""
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything it keeps."""

@@ -81,8 +81,8 @@ class LatentAttention(Body):
         if self.turns:
             assert context.rotary is not None
             table = context.rotary[0], context.rotary[1]
-            own, turned = q.split([self.key_dim, self.shared_dim], -1)
-            q, shared = torch.cat([own, ops.rotate(turned, table)], -1), ops.rotate(shared, table)
+            plain, turned = q.split([self.key_dim, self.shared_dim], -1)
+            q, shared = torch.cat([plain, ops.rotate(turned, table)], -1), ops.rotate(shared, table)
         return q, c, shared
 
     def _expanded(self, c: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,8 +94,8 @@ class LatentAttention(Body):
     def _absorbed(self, q: Tensor, c: Tensor, shared: Tensor, now: Now) -> Tensor:
         """The heads' outputs [B, 1, H, value] of one query each, from the latents themselves."""
         key, value = self._expanding().split([self.key_dim, self.value_dim], 1)
-        own, turned = q[:, 0].split([self.key_dim, self.shared_dim], -1)
-        met = torch.einsum("bhd,hdr->bhr", own, key.to(q.dtype))
+        plain, turned = q[:, 0].split([self.key_dim, self.shared_dim], -1)
+        met = torch.einsum("bhd,hdr->bhr", plain, key.to(q.dtype))
         mean = attend_latents(met, turned, c.squeeze(-2), shared.squeeze(-2), now, scale=q.shape[-1] ** -0.5)
         return torch.einsum("bhr,hdr->bhd", mean, value.to(q.dtype))[:, None]
 
@@ -117,14 +117,14 @@ class LatentAttention(Body):
 
     def inner_edges(self, name: str) -> list[Edge]:
         """From the norms of the latents to the maps that read them, and from the values to the output."""
-        found = []
+        edges = []
         if self.query is not None and self.query_norm is not None:
             reads, ranks = (self.query.weight,), torch.arange(self.rows[0])
-            found.append(Edge(f"{name}.query", reads, ranks, self.query_norm.divide, self.query))
+            edges.append(Edge(f"{name}.query", reads, ranks, self.query_norm.divide, self.query))
         latents = Edge(f"{name}.latents", (self.expand.weight,), torch.arange(self.rank), self.norm.divide, self.expand)
         channel = torch.arange(self.heads * self.value_dim)
         return [
-            *found,
+            *edges,
             latents,
             Edge(f"{name}.values", (self.out.weight,), channel, partial(_divide_values, self), self.out),
         ]

@@ -83,7 +83,7 @@ class ShortConvolution(nn.Module):
 
 
 class DeltaMixer(Body):
-    """What both mixers share: a state of fixed size, a short convolution, Mamba-2's decay, an output norm per head.
+    """The base of both mixers: a state of fixed size, a short convolution, Mamba-2's decay, an output norm per head.
 
     State and convolution start over with each document. The recurrence knows the order: no rotary positions.
     """

@@ -191,7 +191,7 @@ class Experts(nn.Module):
 
 
 def expert_states(experts: Any, x: Tensor, ends: Tensor) -> Tensor:
-    """What the experts' last matrices read, in x's dtype: x [slots, C] → [slots, H]."""
+    """The input of the experts' last matrices, in x's dtype: x [slots, C] → [slots, H]."""
     up = experts.up.detach().to(x.dtype).unflatten(0, (experts.count, -1))
     return expert_hidden(x, up, ends, experts.kind)
 

@@ -1,4 +1,4 @@
-"""Norms: what a sublayer does to its input first."""
+"""Norms: the first operation of a sublayer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GATE_STD = 0.02
 
 
 class Norm(nn.Module):
-    """What a sublayer does to its input first.
+    """The first operation of a sublayer.
 
     `forward` is all a model calls. Every other method has a default; override one where you know better.
     """
@@ -32,7 +32,7 @@ class Norm(nn.Module):
         return {} if gain is None else {"λ": gain}
 
     def gate_of(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What it would return without its gate, [..., C], and the gate, [..., C or 1]; None if it has no gate."""
+        """Its output without the gate, [..., C], and the gate, [..., C or 1]; None if it has no gate."""
         return None
 
     def divide(self, by: Tensor) -> None:

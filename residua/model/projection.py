@@ -33,7 +33,7 @@ class Projection(nn.Linear):
 
 
 class BiasedProjection(Projection):
-    """y = W x + b; b starts at zero. It is no plain projection: what folds or fuses projections leaves it alone."""
+    """y = W x + b; b starts at zero. Not a plain projection: code that folds or fuses projections leaves it alone."""
 
     has_bias = True
 
@@ -53,7 +53,7 @@ def projection(
 
 
 def declared_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """What a module declares in `hidden_matrices`; any may, also a plugin's (docs/extend.md)."""
+    """The `hidden_matrices` that a module declares; any may, also a plugin's (docs/extend.md)."""
     declared: dict[str, tuple[int, ...]] = getattr(module, "hidden_matrices", {})
     return declared
 

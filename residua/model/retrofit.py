@@ -39,7 +39,7 @@ class _Retrofit:
         self.model, self.old = model, old
         self.before, self.after = old.config, model.config
         self.changes = function_changes(self.before, self.after)
-        self.kept: dict[str, InitFidelity] = {}
+        self.fidelity: dict[str, InitFidelity] = {}
 
     def run(self) -> dict[str, InitFidelity]:
         model, old = self.model, self.old
@@ -52,13 +52,13 @@ class _Retrofit:
         if model.unembed is not None:
             model.unembed.weight.copy_(old.head_weight)
         elif old.unembed is not None:
-            self.kept["head.kind"] = InitFidelity.NOT
+            self.fidelity["head.kind"] = InitFidelity.NOT
         if not self._same_eps():
-            self.kept["norm.eps"] = InitFidelity.UP_TO_EPS
+            self.fidelity["norm.eps"] = InitFidelity.UP_TO_EPS
         if self._same_kind("topology") and self._eps_factors(old) != self._eps_factors(model):
-            self.kept["reader_eps"] = InitFidelity.UP_TO_EPS
-        self.kept |= dict.fromkeys(self._unanswered(), InitFidelity.NOT)
-        return {key: how for key, how in self.kept.items() if how} | {"model": max(self.kept.values())}
+            self.fidelity["reader_eps"] = InitFidelity.UP_TO_EPS
+        self.fidelity |= dict.fromkeys(self._unanswered(), InitFidelity.NOT)
+        return {key: how for key, how in self.fidelity.items() if how} | {"model": max(self.fidelity.values())}
 
     def _check_shapes(self) -> None:
         changed = [key for key in SHAPES if getattr(self.before, key) != getattr(self.after, key)]
@@ -72,7 +72,7 @@ class _Retrofit:
     def _begin(self, table: str, begin: Callable[[], InitFidelity]) -> None:
         keys = [key for key in self._of(table) if key not in ("norm.eps", *self._unanswered())]
         try:
-            self.kept[", ".join(keys) or table] = begin()
+            self.fidelity[", ".join(keys) or table] = begin()
         except WeightsMismatch:
             if not keys:
                 raise
@@ -96,11 +96,11 @@ class _Retrofit:
         return type(getattr(self.before, table)) is type(getattr(self.after, table))
 
     def _begin_anchors(self) -> InitFidelity:
-        kept = [self.model.anchors.begin_as(self.old.anchors)]
+        fidelities = [self.model.anchors.begin_as(self.old.anchors)]
         for new, theirs in self._sublayers():
             if isinstance(new.body, SoftmaxAttention) and isinstance(theirs.body, SoftmaxAttention):
-                kept.append(new.body.mix.begin_as(theirs.body.mix))
-        return max(kept)
+                fidelities.append(new.body.mix.begin_as(theirs.body.mix))
+        return max(fidelities)
 
     def _begin_norms(self) -> InitFidelity:
         pairs = list(zip(_norms(self.model), _norms(self.old), strict=True))
@@ -126,12 +126,12 @@ class _Retrofit:
                 f"the model to start from has topology.kind = '{self.before.topology.kind}', and only one that adds up "
                 "its outputs ('additive') can be given another topology: keep it, or start from another run."
             )
-        kept = start.init_as_additive()
-        if kept is not InitFidelity.UP_TO_EPS:
-            return kept
+        fidelity = start.init_as_additive()
+        if fidelity is not InitFidelity.UP_TO_EPS:
+            return fidelity
         factors = start.factors(self.after.sublayers)
         takes_out = (norm.scale_invariant for norm in _reader_norms(self.model))
-        if not all(factor == 1 or taken for factor, taken in zip(factors, takes_out, strict=True)):
+        if not all(factor == 1 or removable for factor, removable in zip(factors, takes_out, strict=True)):
             return InitFidelity.NOT
         return InitFidelity.EXACTLY if self.after.reader_eps == "sum" else InitFidelity.UP_TO_EPS
 

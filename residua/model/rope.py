@@ -69,8 +69,8 @@ def _yarn(config: scalings.YarnRope, inverse: Tensor, theta: float, positions: T
     if low == high:
         high += 0.001
     ramp = ((torch.arange(len(inverse), device=inverse.device, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    kept = 1 - ramp
-    return 1.0 / (config.factor * inverse) * (1 - kept) + 1.0 / inverse * kept, config.attention_factor
+    unscaled = 1 - ramp
+    return 1.0 / (config.factor * inverse) * (1 - unscaled) + 1.0 / inverse * unscaled, config.attention_factor
 
 
 def _llama3(config: scalings.Llama3Rope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:

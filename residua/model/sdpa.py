@@ -127,10 +127,10 @@ def _flex(
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if positions is not None:
             i = positions[i]
-        seen = i >= j
+        visible = i >= j
         if segments is not None:
-            seen = seen & (segments[b, i] == segments[b, j])
-        return seen if window is None else seen & (i - j < window)
+            visible = visible & (segments[b, i] == segments[b, j])
+        return visible if window is None else visible & (i - j < window)
 
     lengths = q.shape[2], k.shape[2]
     mask = create_block_mask(rule, None if segments is None else len(q), None, *lengths, device=q.device)

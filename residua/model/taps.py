@@ -27,10 +27,10 @@ def record(into: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]
     `into` receives them one by one, so a dict of your own can reduce tensors instead of keeping them.
     """
     global _seen, _layer
-    seen = {} if into is None else into
-    previous, _seen, _layer = _seen, seen, None
+    tensors = {} if into is None else into
+    previous, _seen, _layer = _seen, tensors, None
     try:
-        yield seen
+        yield tensors
     finally:
         _seen, _layer = previous, None
 

@@ -1,8 +1,8 @@
-"""A study goes on: records of its folder and of its results file, keyed by what was run, are joined.
+"""A study resumes: records of its folder and of its results file, keyed by the run, are joined.
 
-What was run already is not run again. Two runs are the same if size, variant, seed and budget have the same names, the
-text has the same fingerprint, and the configurations are equal in every key but those of PLACE. The same names with
-anything else different are refused.
+No run is repeated. Two runs are the same if size, variant, seed and budget have the same names, the text has the same
+fingerprint, and all configuration keys except those of PLACE are equal. The same names with anything else different are
+refused.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class StudyRecords:
         models = self.plan.models
         if run in self.asked or run not in self.known:
             return models[run.size, run.variant].config.train.start
-        starts = {models[own.size, own.variant].config.train.start for own in self.asked}
+        starts = {models[planned.size, planned.variant].config.train.start for planned in self.asked}
         return starts.pop() if len(starts) == 1 else None
 
     def refuse_other_weights(self) -> None:
@@ -131,7 +131,7 @@ class StudyRecords:
         return f"{done} of {counted(len(self.asked), 'run')} {'is' if done == 1 else 'are'} complete; {left}{tuning}."
 
     def sentences(self) -> list[str]:
-        """What a person should know about the saved runs; empty without any."""
+        """Sentences about the saved runs; empty without any."""
         if not self.known or self.results is None:
             return []
         name, left = self.results.name, sum(not is_complete(run.folder, run.config) for run in self.new.runs)
@@ -214,11 +214,11 @@ def join(
     before = saved.plan(out, next(iter(plan.models.values())).config.data.path)
     records = saved.records(before)
     _check_models(results, before, plan, records)
-    asked = {run.key: run for run in plan.runs}
+    planned = {run.key: run for run in plan.runs}
     # A saved run that this study asks for takes the study's own PlannedRun, and so its place in the plan.
-    known = {asked.get(run.key, run): record for run, record in records.items()}
+    known = {planned.get(run.key, run): record for run, record in records.items()}
     _check_records(results, known)
-    runs = (*(run for run in before.runs if run.key not in asked), *plan.runs)
+    runs = (*(run for run in before.runs if run.key not in planned), *plan.runs)
     rates = {(rate.size, rate.variant): rate for rate in (*before.tuned, *plan.tuned)}
     models = {**before.models, **plan.models}
     whole = StudyPlan(models, runs, plan.text_tokens, tuple(rates.values()), plan.trials)
@@ -385,14 +385,14 @@ def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:
     if not (out / STUDY).exists():
         return study
     earlier = StudyConfig.from_toml(out / STUDY)
-    asked = "calibration" in study.model_fields_set or not earlier.quantize
-    kept = {
+    stated = "calibration" in study.model_fields_set or not earlier.quantize
+    update = {
         "quantize": tuple(dict.fromkeys((*earlier.quantize, *study.quantize))),
-        "calibration": study.calibration if asked else earlier.calibration,
+        "calibration": study.calibration if stated else earlier.calibration,
         "tasks": both_tasks(earlier.tasks, study.tasks),
         "tune": study.tune or earlier.tune,
     }
-    return study.model_copy(update=kept)
+    return study.model_copy(update=update)
 
 
 def both_tasks(earlier: Tasks | None, tasks: Tasks | None) -> Tasks | None:
@@ -409,13 +409,13 @@ def name_bases(study: StudyConfig, known: Mapping[str, dict[str, Any]]) -> Study
 
     A file has the name that `known` has for the same content, or else a short one.
     """
-    kept, names, bases = study.bases or {}, {}, dict(study.bases or {})
+    stored, names, bases = study.bases or {}, {}, dict(study.bases or {})
     for size in study.sizes:
-        if size not in kept and not size.endswith(".toml"):
+        if size not in stored and not size.endswith(".toml"):
             continue
         base = bases.pop(size, None) or RunConfig.find(size).model_dump(mode="json", exclude_none=True)
         same = [name for name, other in known.items() if _content(other) == _content(base)]
-        short = size if size in kept else _short_name(size, several=study.scaling is not None)
+        short = size if size in stored else _short_name(size, several=study.scaling is not None)
         chosen = next((name for name in (*same, short) if name not in bases), size)
         names[size], bases[chosen] = chosen, base
     changes: dict[str, Any] = {"bases": bases or None}
@@ -435,7 +435,7 @@ def _short_name(file: str, several: bool) -> str:
 
 
 def _content(base: Mapping[str, Any]) -> object:
-    """What a base says, but for places; None if it cannot be built here."""
+    """The settings of a base, except places; None if it cannot be built here."""
     with suppress(ConfigError):
         return settings(RunConfig(**base), without=("data.path", *PATHS))
     return None

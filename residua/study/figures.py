@@ -1,6 +1,6 @@
 """The figures of a study: those of its page, from the records of its runs, and SVG pictures for documents.
 
-Pictures: what a variant's step costs against what its tokens are worth, and the ladder behind it.
+Pictures: the cost of a variant's step against the worth of its tokens, and the ladder behind it.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def _curve(order: Mapping[str, object], name: str, points: Sequence[tuple[float,
 
 
 def _seed(run: RunRecord) -> str:
-    """What pairs a run with the baseline's: folders end in -seedN."""
+    """The seed, which pairs a run with the baseline's: folders end in -seedN."""
     return run.folder.name.rpartition("-")[2]
 
 

@@ -1,4 +1,4 @@
-"""What a variant gains over the baseline: per step on one schedule's curve, in equivalent tokens, and per second.
+"""The gain of a variant over the baseline: per step on one schedule's curve, in equivalent tokens, and per second.
 
 wall-clock gain = token gain × throughput. The token gain is in equivalent tokens if there is a ladder, else step-wise.
 Throughput is that of steps timed alone if both were, else that of the training runs. The interval of the product has
@@ -149,7 +149,7 @@ def race(
     parts = [(variance([math.log(each) for each in side]) / len(side), len(side) - 1) for side in (tokens, reference)]
     parts += [(each.error**2, BLOCKS - 1) for each in (timing, timed)]
     spread = math.fsum(square for square, _ in parts)
-    freedom = spread**2 / math.fsum(square**2 / own for square, own in parts) if spread else 1.0
+    freedom = spread**2 / math.fsum(square**2 / degrees for square, degrees in parts) if spread else 1.0
     ratio = seconds.value * timed.tokens_per_second / geometric_mean(reference)
     error = math.sqrt(spread)
     factor = math.exp(t_quantile(0.5 + confidence / 2, freedom) * error)
@@ -352,11 +352,11 @@ def shrunk(gains: Mapping[int, Interval]) -> dict[int, Interval]:
     logs = [math.log(gain.value) for gain in known.values()]
     variances = [gain.error**2 for gain in known.values() if gain.error]
     between = max(0.0, variance(logs) - mean(variances))
-    weights = [1 / (own + between) for own in variances]
+    weights = [1 / (own_variance + between) for own_variance in variances]
     centre = math.fsum(w * y for w, y in zip(weights, logs, strict=True)) / math.fsum(weights)
     pooled = {}
-    for (key, gain), y, own in zip(known.items(), logs, variances, strict=True):
-        moved = math.exp(own / (between + own) * (centre - y))
+    for (key, gain), y, own_variance in zip(known.items(), logs, variances, strict=True):
+        moved = math.exp(own_variance / (between + own_variance) * (centre - y))
         low, high = (None if end is None else end * moved for end in (gain.low, gain.high))
         pooled[key] = replace(gain, value=gain.value * moved, low=low, high=high)
     return pooled

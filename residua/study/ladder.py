@@ -158,12 +158,12 @@ class JointGains:
         repeated = any(len(losses) > 1 for losses in self._ours.values())
         if len({size for size, _ in cells}) < 2 or not self._rows.has_law or self._fit.freedom < 1 or not repeated:
             return None
-        found = self._fit.project(
+        projection = self._fit.project(
             [self._rows.cells.index(cell) for cell in cells], [points[cell] for cell in cells], to
         )
-        if any(math.isnan(float(part[0])) for part in found):
+        if any(math.isnan(float(part[0])) for part in projection):
             return None
-        value, error, slope, slope_error = (float(part[0]) for part in found)
+        value, error, slope, slope_error = (float(part[0]) for part in projection)
         count = min(len(self._ours[cell]) for cell in cells)
         half = t_quantile(0.5 + self.confidence / 2, self._fit.freedom)
 
@@ -306,7 +306,7 @@ class _Regression:
 
     def __init__(self, rows: _Rows, losses: Array) -> None:
         self.rows = rows
-        budgets = [tokens for own in rows.budgets.values() for tokens in own]
+        budgets = [tokens for of_size in rows.budgets.values() for tokens in of_size]
         centre = math.exp(math.fsum(map(math.log, budgets)) / len(budgets))
         self.curve = _PowerLaw(centre)
         self.theta, self.exponent = self.curve.fit(rows, losses)

@@ -50,7 +50,7 @@ OUR_TEXT = "the validation text of "
 
 
 class Measurement(Protocol):
-    """What a study measures once its runs are trained. What is on disk already is not measured again."""
+    """A measurement of trained runs. It does not repeat measurements that are on disk already."""
 
     def measure(self, plan: StudyPlan, console: Console) -> None: ...
 
@@ -147,11 +147,11 @@ def _attention_sink(model: Decoder, validation: Sequence[Batch]) -> tuple[float 
     layers: dict[int, LayerSums] = {}
     tokens = 0
     for shown, targets in _first_sequences(validation):
-        seen = subject.observe(shown.to(device), targets.to(device))
-        for layer, sums in seen.attention.items():
+        observation = subject.observe(shown.to(device), targets.to(device))
+        for layer, sums in observation.attention.items():
             if layer not in layers:
                 layers[layer] = LayerSums(sums, subject.vocabulary)
-            layers[layer].add(sums, seen.tokens)
+            layers[layer].add(sums, observation.tokens)
         tokens += shown.numel()
     facts = [sums.facts(layer) for layer, sums in sorted(layers.items())]
     if not facts:

@@ -57,7 +57,7 @@ class Outcome:
 
 
 class Supplement(Protocol):
-    """What another command adds to a study: sections before the study's own, and text after results.md."""
+    """The additions of another command to a study: sections before the study's own, and text after results.md."""
 
     def draw(self, page: Page, result: StudyResult) -> None: ...
 
@@ -170,7 +170,7 @@ def _verdict(page: Page, result: StudyResult) -> None:
 
 
 def _pictures(section: Section, result: StudyResult) -> None:
-    """Loss against the baseline, and beside it what a step costs against what it is worth."""
+    """Loss against the baseline, next to the cost of a step against its worth."""
     rows, level = verdicts.by_loss(result.rows(result.sizes[-1])), f"{result.confidence * 100:g} %"
     size = at_size(result.sizes[-1], result)
     height = max(MIN_PICTURE_HEIGHT, height_of(len(rows)))
@@ -200,9 +200,9 @@ def _pictures(section: Section, result: StudyResult) -> None:
 
 def _not_drawn(result: StudyResult, drawn: Iterable[str], size: str | None = None) -> str:
     """A sentence that names the variants of a size that a figure leaves out; empty if it has all."""
-    seen = {*drawn, result.baseline}
-    left = [row.name for row in result.rows(size or result.sizes[-1]) if row.name not in seen]
-    return f" Not drawn, for want of numbers that can be stated: {', '.join(left)}." if left else ""
+    named = {*drawn, result.baseline}
+    left = [row.name for row in result.rows(size or result.sizes[-1]) if row.name not in named]
+    return f" Not drawn, because their numbers cannot be stated: {', '.join(left)}." if left else ""
 
 
 def _labelled(figure: Figure) -> Figure:
@@ -367,7 +367,7 @@ def _scaling(page: Page, result: StudyResult) -> None:
 
 
 def _inside(page: Page, records: Records) -> None:
-    """What the trained models look like inside, from each run's inspection."""
+    """The inside of the trained models, from each run's inspection."""
     for title, look_for, drawn in (
         ("Magnitude per sublayer",
          "Healthy: outputs of similar size from first to last. A steep climb means that late layers need larger "
@@ -445,8 +445,8 @@ def provenance(result: StudyResult, runs: Sequence[RunRecord], commands: Sequenc
             "vocabulary": f"{about.vocab_size:,}",
             "unigram entropy": f"{about.unigram_entropy:.4f} nats per token",
         }
-    seen = _unique(count(run.tokens) for run in result.runs if run.tokens is not None and run.budget == 1.0)
-    facts |= {"seen by a run": f"{' or '.join(seen)} tokens"} if seen else {}
+    tokens = _unique(count(run.tokens) for run in result.runs if run.tokens is not None and run.budget == 1.0)
+    facts |= {"seen by a run": f"{' or '.join(tokens)} tokens"} if tokens else {}
     facts["seeds"] = str(len(result.seeds))
     environments = [run.environment for run in runs]
     started = sorted(s["started"][:10] for e in environments for s in e.get("sessions") or () if s.get("started"))

@@ -1,4 +1,4 @@
-"""The record of a run: what its folder says of how far it got, its curves and its other measurements."""
+"""The record of a run, from its folder: its progress, its curves and its other measurements."""
 
 from __future__ import annotations
 
@@ -203,13 +203,13 @@ class Peaks(Frozen):
     @classmethod
     def of(cls, telemetry: Sequence[Mapping[str, Any]]) -> Self | None:
         """From the telemetry of a run, rounded; None if there is none."""
-        kept = evenly(telemetry, PEAK_POINTS)
-        if not kept:
+        points = evenly(telemetry, PEAK_POINTS)
+        if not points:
             return None
         columns = {
-            name: tuple(_rounded(over_places(record, name), PEAK_DIGITS) for record in kept) for name in _PEAK_COLUMNS
+            name: tuple(_rounded(over_places(record, name), PEAK_DIGITS) for record in points) for name in _PEAK_COLUMNS
         }
-        return cls(step=tuple(record["step"] for record in kept), **columns)
+        return cls(step=tuple(record["step"] for record in points), **columns)
 
     def telemetry(self, tokens_per_step: int) -> list[dict[str, Any]]:
         """Records as in metrics.jsonl, as if the model had one layer."""
@@ -318,11 +318,11 @@ class RunRecord:
         return replace(self, **{key: both(getattr(self, key), getattr(other, key)) for key in keys})
 
 
-def both(own: Any, other: Any) -> Any:
+def both(first: Any, other: Any) -> Any:
     """What is known of a run here and elsewhere; where both know something, what is known here counts."""
-    if not own or not other:
-        return own or other
-    return own.filled(other) if isinstance(own, Accuracies | QuantizedRun) else own
+    if not first or not other:
+        return first or other
+    return first.filled(other) if isinstance(first, Accuracies | QuantizedRun) else first
 
 
 def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -396,7 +396,7 @@ def latest(folder: Path) -> tuple[int, float | None]:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What a run was trained with; empty if that is missing or unreadable."""
+    """The environment of a run; empty if that is missing or unreadable."""
     return read_measured(folder / ENVIRONMENT, dict[str, Any]) or {}
 
 
@@ -409,7 +409,7 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
 
 
 def _read_inspection(folder: Path, config: RunConfig) -> dict[str, Any] | None:
-    """What a run looks like inside; None if it is missing or damaged, and the run writes it again."""
+    """The inspection of a run; None if it is missing or damaged, and the run writes it again."""
     inspection = read_measured(folder / INSPECTION, Inspection)
     return inspection.sections if inspection is not None and inspection.fits(config) else None
 

@@ -33,7 +33,7 @@ Runs = Mapping[int, RunRecord]  # by seed
 PROJECTED = 10.0
 """Gains are projected to this multiple of the compute of the largest run."""
 MEAN = "mean"
-"""The key of the mean over all tasks, beside the names of tasks."""
+"""The key of the mean over all tasks, in addition to the names of tasks."""
 
 
 class RunResult(Frozen):
@@ -109,7 +109,7 @@ class VariantResult(Frozen):
     name: str
     size: str
     overrides: tuple[str, ...]
-    matching: str = Field(description="what parameter matching changed; empty if nothing")
+    matching: str = Field(description="changes of parameter matching; empty if none")
     parameters: int
     parameters_ratio: float
     flops_per_token: float
@@ -233,8 +233,8 @@ class StudyResult(Frozen):
 
     def complete(self, size: str, variant: str) -> list[RunResult]:
         """The complete runs of a variant at a size, without those of the ladder."""
-        own = (size, variant, 1.0, "complete")
-        return [run for run in self.runs if (run.size, run.variant, run.budget, run.status) == own]
+        wanted = (size, variant, 1.0, "complete")
+        return [run for run in self.runs if (run.size, run.variant, run.budget, run.status) == wanted]
 
     @property
     def sizes(self) -> list[str]:
@@ -329,9 +329,9 @@ class _Collection:
             ours, baseline = ({} if self._busy(row.size) else dict(each) for each in timings)
             device = next((name for name in reversed(ours) if name in baseline), "")
             runs = self.runs(row.size, first)
-            own = runs if row.name == first else self.runs(row.size, row.name)
+            row_runs = runs if row.name == first else self.runs(row.size, row.name)
             races.setdefault(row.size, {})[row.name] = race(
-                own, runs, target, ours.get(device), baseline.get(device), self.study.confidence
+                row_runs, runs, target, ours.get(device), baseline.get(device), self.study.confidence
             )
         after = {size: adjusted(each) for size, each in races.items()}
         return tuple(row.model_copy(update={"race": after[row.size][row.name]}) for row in rows)
@@ -374,17 +374,17 @@ class _Collection:
             return None, ()
         models = {size: self.plan.models[size, self.study.baseline] for size in self.ladders}
         parameters = {size: measure(model.config.model).active for size, model in models.items()}
-        own: dict[float, Mapping[int, float]] = {}
+        losses: dict[float, Mapping[int, float]] = {}
         for size, model in models.items():
             if runs := self.runs(size, self.study.baseline):
                 compute = model.flops_per_token * max(run.tokens for run in runs.values())
-                own[compute] = {seed: run.final_loss for seed, run in runs.items()}
+                losses[compute] = {seed: run.final_loss for seed, run in runs.items()}
         floors: Ladder = {parameters[size]: {0: law.floor} for size, law in self.laws.items()}
         law = JointLaw(
             parameters=parameters,
             tokens=self.laws[list(models)[-1]],
             size=fit_law(floors) if len(floors) > 2 else None,
-            compute=fit_law(own) if len(own) > 2 else None,
+            compute=fit_law(losses) if len(losses) > 2 else None,
         )
         last = max(models, key=lambda size: models[size].flops_per_token)
         if not (runs := self.runs(last, self.study.baseline)):
@@ -396,8 +396,8 @@ class _Collection:
             points = {
                 cell: (models[cell[0]].flops_per_token * cell[1], cell[1] / parameters[cell[0]]) for cell in gains.cells
             }
-            if (found := gains.project(points, to)) is not None:
-                projected.append(ProjectedGain(name=name, compute=to[0], tokens=found.gain, trend=found.trend))
+            if (far := gains.project(points, to)) is not None:
+                projected.append(ProjectedGain(name=name, compute=to[0], tokens=far.gain, trend=far.trend))
         return law, tuple(projected)
 
     def ladder(self, size: str) -> LadderResult:
@@ -497,7 +497,7 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
 
 
 def _speed(runs: Iterable[RunRecord]) -> float | None:
-    """The mean of the speeds that are known; a run trained beside other work has none."""
+    """The mean of the known speeds; a run that shared its device with other work has none."""
     speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
     return geometric_mean(speeds) if speeds else None
 
@@ -597,13 +597,13 @@ def task_means(ours: Runs, baseline: Runs | None, names: Sequence[str], level: f
         values = accuracies(ours, name, names)
         if not values:
             continue
-        asked = names if name == MEAN else [name]
-        chances = [first.tasks[task].chance for task in asked if first is not None and task in first.tasks]
+        tasks = names if name == MEAN else [name]
+        chances = [first.tasks[task].chance for task in tasks if first is not None and task in first.tasks]
         guessed = [chance for chance in chances if chance is not None]
         means[name] = TaskMeans(
             accuracy=estimate(list(values.values()), level),
             difference=paired_difference(values, accuracies(baseline or {}, name, names), level),
-            chance=mean(guessed) if guessed and len(guessed) == len(asked) else None,
+            chance=mean(guessed) if guessed and len(guessed) == len(tasks) else None,
         )
     return means
 
@@ -634,8 +634,8 @@ def accuracies(runs: Runs, name: str, names: Sequence[str]) -> dict[int, float]:
 
 def task_names(runs: Sequence[RunRecord]) -> list[str]:
     """Every task that a run was asked, in the order of the runs."""
-    asked = [run.accuracies.wanted for run in runs if run.accuracies is not None]
-    return list(dict.fromkeys(name for wanted in asked for name in wanted))
+    lists = [run.accuracies.wanted for run in runs if run.accuracies is not None]
+    return list(dict.fromkeys(name for wanted in lists for name in wanted))
 
 
 def lacking(runs: Sequence[RunRecord], tasks: bool, recipes: Sequence[str]) -> dict[str, tuple[str, ...]]:

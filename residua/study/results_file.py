@@ -56,7 +56,7 @@ Timings = Mapping[tuple[str, str], Mapping[str, StepTiming]]
 PATHS = ("train.start", "data.tokenizer")
 """Settings whose value may be a path."""
 OF_THE_MODEL = ("outliers", "accuracies", "quantized", "final")
-"""What a saved run has of the trained model just as its record does."""
+"""Fields of a saved run about the trained model, which its record has too."""
 
 
 class Points(Frozen):
@@ -257,11 +257,11 @@ class SavedStudy(Frozen):
         if self.checksum != _checksum(content):
             raise UserError("its checksum does not match")
         plan = self.plan(Path())
-        seen: set[object] = set()
+        keys: set[object] = set()
         for run, saved in zip(plan.runs, self.runs, strict=True):
-            if run.key in seen:
+            if run.key in keys:
                 raise UserError(f"{run.title} is there twice")
-            seen.add(run.key)
+            keys.add(run.key)
             if not saved.validation.step or saved.validation.step[-1] < saved.steps:
                 raise UserError(f"{run.title} was not validated at its last step")
             if saved.environment not in range(len(self.environments)):
@@ -271,8 +271,8 @@ class SavedStudy(Frozen):
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
-    kept = {key: content.get(key) for key in ("study", "fingerprint", "environments", "models", "runs")}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    fields = {key: content.get(key) for key in ("study", "fingerprint", "environments", "models", "runs")}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def save_study(

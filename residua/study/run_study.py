@@ -85,7 +85,7 @@ def begin(
 
 
 def measurements_of(study: StudyConfig, whole: StudyRecords, questions: Questions | None) -> Iterator[Measurement]:
-    """What the study asks for, in the order in which it is measured."""
+    """The measurements of a study, in order."""
     yield TimingMeasurement(study, whole.out, whole.known)
     yield OutlierMeasurement()
     if questions is not None:

@@ -1,6 +1,6 @@
 """The accuracy of a study's models on tasks, as `residua eval` measures it; with `--quantize` in low precision as well.
 
-The file in a run's folder is written after every task, so a study that is stopped goes on with the next one. Imports no
+The file in a run's folder is written after every task, so a stopped study resumes with the next one. Imports no
 plotting library, so it can run where the models were trained.
 """
 
@@ -37,7 +37,7 @@ class Questions(Protocol):
 
     @property
     def asked(self) -> Mapping[str, str]:
-        """By name, what stands for the questions of a task: another value if they change."""
+        """By name, a digest of the questions of a task: another value if they change."""
 
     def score(self, scorer: Scorer, name: str, progress: Progress) -> TaskAccuracy: ...
 
@@ -113,7 +113,7 @@ class Job(NamedTuple):
 
 
 class TaskMeasurement(RunMeasurement):
-    """Scores the complete runs on the tasks that they lack; a task that cannot be had is told once and left out.
+    """Scores the complete runs on the tasks that they lack; an unavailable task is reported once and skipped.
 
     `recipes` are those in which tasks are scored as well, `calibration` the sequences of SmoothQuant.
     """
@@ -128,13 +128,13 @@ class TaskMeasurement(RunMeasurement):
         return has_weights(run) and bool(self.missing(run))
 
     def missing(self, run: PlannedRun) -> list[Job]:
-        """What a run was not scored on."""
-        known, asked = _current(run), self._questions.asked
-        jobs = [Job(task, "", questions) for task, questions in asked.items()]
+        """The tasks that a run was not scored on."""
+        known, digests = _current(run), self._questions.asked
+        jobs = [Job(task, "", questions) for task, questions in digests.items()]
         jobs += [
             Job(task, recipe, _digest([questions, recipe, self._calibration]))
             for recipe in self._recipes
-            for task, questions in asked.items()
+            for task, questions in digests.items()
         ]
         return [job for job in jobs if (score := known.get((job.recipe, job.task))) is None or score.asked != job.asked]
 
@@ -192,8 +192,8 @@ def refuse_other_questions(path: Path, questions: Questions, known: Mapping[Plan
     """Refuse questions that differ from those of a saved run without weights here: it cannot be asked again."""
     for run, record in known.items():
         scores = {} if record.accuracies is None or has_weights(run) else record.accuracies.tasks
-        for task, asked in questions.asked.items():
-            if task in scores and scores[task].asked != asked:
+        for task, digest in questions.asked.items():
+            if task in scores and scores[task].asked != digest:
                 raise ConfigError(
                     f"{path} has {task} of {run.title} with other questions or worked examples, and its weights are "
                     "not here: use the same --task-dir, --shots and --limit, or name another file for --results."

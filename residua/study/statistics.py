@@ -138,7 +138,7 @@ def step_gain(ours: Sequence[tuple[float, float]], baseline: Sequence[tuple[floa
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Exponential moving average over about `window` points, corrected for its start: what the eye should follow."""
+    """Exponential moving average over about `window` points, corrected for its start: a line for the eye."""
     keep = 1.0 - 1.0 / max(window, 1.0)
     total = weight = 0.0
     result = []

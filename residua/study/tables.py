@@ -425,7 +425,7 @@ def _outliers(result: StudyResult, size: str) -> StudyTable | None:
         "outliers",
         heads,
         rows,
-        "What the trained models have in them, after the last step. Large peaks and sink ratios cost in low precision; "
+        "Activations of the trained models, after the last step. Large peaks and sink ratios cost in low precision; "
         "much attention on the first token means that heads have nothing to look at.",
     )
 
@@ -590,20 +590,21 @@ def _fitting(console: Console, table: StudyTable) -> Table:
     laddered = any(column.title == EQUIVALENT for column in table.columns)
     without = [*SPARED, *([STEPWISE] if laddered else []), TEXT_ERROR, PAYS]
     for dropped in range(len(without) + 1):
-        kept, cells_of = _kept(table, without[:dropped])
-        drawn = _drawn(table.title, kept, cells_of)
+        columns, cells_of = _kept(table, without[:dropped])
+        drawn = _drawn(table.title, columns, cells_of)
         if (wide := Measurement.get(console, unbounded, drawn).maximum) <= console.width:
             return drawn
-    return _drawn(table.title, kept, *narrowed(cells_of, [column.numeric for column in kept], wide - console.width))
+    numeric = [column.numeric for column in columns]
+    return _drawn(table.title, columns, *narrowed(cells_of, numeric, wide - console.width))
 
 
 def _kept(table: StudyTable, without: Sequence[str]) -> tuple[list[Column], Cells]:
     """The columns that stay, and their cells with details on a line of their own, the heads first."""
-    kept = [index for index, column in enumerate(table.columns) if column.title not in without]
-    heads = [table.columns[index].title for index in kept]
+    indices = [index for index, column in enumerate(table.columns) if column.title not in without]
+    heads = [table.columns[index].title for index in indices]
     split = [head.replace(" ", "\n", 1) if len(head) > 14 else head for head in heads]
-    rows = ([row[index].joined("\n") for index in kept] for row in table.rows)
-    return [table.columns[index] for index in kept], [split, *rows]
+    rows = ([row[index].joined("\n") for index in indices] for row in table.rows)
+    return [table.columns[index] for index in indices], [split, *rows]
 
 
 def _drawn(title: str, columns: Sequence[Column], cells: Cells, widths: Sequence[int] | None = None) -> Table:

@@ -1,6 +1,6 @@
 """The speed of every variant's step, timed alone once its runs are complete: runs side by side slow each other down.
 
-One process times all variants of a size, one after the other, exactly as `residua train` would run them. A record is
+One process times all variants of a size in turn, exactly as `residua train` would run them. A record is
 kept per model and device under `timings/`. Speeds of different devices are never compared. Whenever a variant is timed,
 the baseline is timed again before it: if the machine is faster or slower than it was, all variants are timed again.
 The baseline is also timed after the last variant: how far it moved enters the error of what was timed in between.
@@ -164,7 +164,7 @@ def keep_timings(
 
 
 def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:
-    """Print a line for every variant that is timed; what cannot be timed is told, and the study goes on."""
+    """Print a line for every variant that is timed; report failures, and let the study continue."""
     threads = threads_per_run(study.model_copy(update={"workers": 1}))
     log = out / LOGS / "timing.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -252,9 +252,9 @@ class Session:
         self._baseline: StepTiming | None = None  # as timed at the start of this session
         self._timed: list[tuple[Path, StepTiming]] = []  # the variants of this session, by record
 
-    def time_baseline(self, path: Path, kept: Path, others: Sequence[Path]) -> None:
+    def time_baseline(self, path: Path, file: Path, others: Sequence[Path]) -> None:
         """Time the first model. If its recorded timing no longer holds, remove those of the others on this device."""
-        earlier = _timed_here(path, kept)
+        earlier = _timed_here(path, file)
         timing = self._baseline = self._measured(path)
         if timing is None:
             self._factor = 1.0 if earlier is None else None
@@ -263,23 +263,23 @@ class Session:
             print(f"{path.stem}: {_rate(timing)} alone, and {_rate(earlier)} when timed before", flush=True)
         else:
             stale = [other for other in others if _forget(other, timing.device)]
-            _add(kept, timing)
+            _add(file, timing)
             what = f"{path.stem}: {_told(timing)}"
             if earlier is not None:
                 what = f"{path.stem}: {_rate(timing)} alone, but {_rate(earlier)} when timed before"
             print(what + ": all variants are timed again" * bool(earlier or stale), flush=True)
 
-    def time_variant(self, path: Path, kept: Path) -> None:
+    def time_variant(self, path: Path, file: Path) -> None:
         """Time a model that has no timing on this device, relative to the recorded one of the baseline."""
-        if _timed_here(path, kept) is not None:
+        if _timed_here(path, file) is not None:
             return
         if self._factor is None:
-            print(f"{path.stem}: not timed, since the baseline could not be timed beside it", file=sys.stderr)
+            print(f"{path.stem}: not timed, since the baseline could not be timed", file=sys.stderr)
             return
         if (measured := self._measured(path)) is not None:
             timing = measured.scaled(self._factor)
-            _add(kept, timing)
-            self._timed.append((kept, timing))
+            _add(file, timing)
+            self._timed.append((file, timing))
             scaled = f"; recorded as {_rate(timing)}, scaled to the baseline's recorded speed" * (self._factor != 1.0)
             print(f"{path.stem}: {_told(measured)}{scaled}", flush=True)
 
@@ -291,8 +291,8 @@ class Session:
         if self._baseline is None or not self._timed or (again := self._measured(path)) is None:
             return
         drift = again.drift(self._baseline)
-        for kept, timing in self._timed:
-            _add(kept, timing.moved(drift))
+        for file, timing in self._timed:
+            _add(file, timing.moved(drift))
         if abs(drift) > MAX_DRIFT:
             change = again.tokens_per_second / self._baseline.tokens_per_second - 1
             what = "the load of the machine changed, and intervals of speeds are wider for it"
@@ -312,29 +312,29 @@ class Session:
             return None
 
 
-def _timed_here(path: Path, kept: Path) -> StepTiming | None:
+def _timed_here(path: Path, file: Path) -> StepTiming | None:
     """The recorded timing of a model on this device."""
     from residua.train.environment import device_name
 
     device = choose_device(RunConfig.from_toml(path).train.device, "train.device")
-    return _opened(kept).devices.get(device_name(device))
+    return _opened(file).devices.get(device_name(device))
 
 
-def _opened(kept: Path) -> _Record:
-    return read_json(kept, _Record, "remove it to time the model again")
+def _opened(file: Path) -> _Record:
+    return read_json(file, _Record, "remove it to time the model again")
 
 
-def _add(kept: Path, timing: StepTiming) -> None:
-    record = _opened(kept)
-    _write(kept, record, {**record.devices, timing.device: timing})
+def _add(file: Path, timing: StepTiming) -> None:
+    record = _opened(file)
+    _write(file, record, {**record.devices, timing.device: timing})
 
 
-def _forget(kept: Path, device: str) -> bool:
+def _forget(file: Path, device: str) -> bool:
     """Remove the timing on a device; returns whether there was one."""
-    record = _opened(kept)
+    record = _opened(file)
     if device not in record.devices:
         return False
-    _write(kept, record, {name: timing for name, timing in record.devices.items() if name != device})
+    _write(file, record, {name: timing for name, timing in record.devices.items() if name != device})
     return True
 
 
@@ -354,9 +354,9 @@ def main(arguments: Sequence[str]) -> int:
     seconds, *paths = arguments
     pairs = list(zip(map(Path, paths[::2]), map(Path, paths[1::2]), strict=True))
     session = Session(float(seconds))
-    session.time_baseline(*pairs[0], others=[kept for _, kept in pairs[1:]])
-    for path, kept in pairs[1:]:
-        session.time_variant(path, kept)
+    session.time_baseline(*pairs[0], others=[file for _, file in pairs[1:]])
+    for path, file in pairs[1:]:
+        session.time_variant(path, file)
     session.time_baseline_again(pairs[0][0])
     return int(session.failed)
 

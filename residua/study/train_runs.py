@@ -62,7 +62,7 @@ from residua.study.worker_pool import Watcher, WorkerPool, compiling_ahead
 from residua.train.environment import START, TEXT
 from residua.train.world import graph_of
 
-# What an interrupted study leaves in its folder, beside started.toml.
+# The files of an interrupted study in its folder, in addition to started.toml.
 _BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, EXTENDED, "diagnosis")
 _RUN = re.compile(r"(.+?)(-(lr)?[\d.]+x)?-seed\d+")
 """The folder of a run: its model, and the budget or the rate that it may have."""
@@ -136,7 +136,7 @@ def left_out_sentences(study: StudyConfig, out: Path) -> list[str]:
 
 
 def cost_sentences(plan: StudyPlan) -> list[str]:
-    """What a search of learning rates and a ladder cost, and whether the ladder repeats text."""
+    """The cost of a search of learning rates and of a ladder, and whether the ladder repeats text."""
     compared, trials = _new_tokens(plan.compared), _new_tokens(plan.trials)
     ladder = _new_tokens(plan.runs) - compared
     sentences = [
@@ -287,7 +287,7 @@ def _own(out: Path) -> Iterator[int]:
 
 @contextmanager
 def lock_results(path: Path | None) -> Iterator[None]:
-    """Lock a results file, by a hidden file beside it that is there only meanwhile; refuse if a study holds it."""
+    """Lock a results file by a hidden file next to it, removed afterwards; refuse if a study holds it."""
     if path is None:
         yield
         return
@@ -439,7 +439,7 @@ class LiveProgress:
 
 
 def _begins_after(run: PlannedRun, logged: int) -> int:
-    """The step that training goes on after: the last checkpoint's, or all of them if the last step was logged."""
+    """The step after which training resumes: the last checkpoint's, or all of them if the last step was logged."""
     if logged >= run.config.train.steps:
         return run.config.train.steps
     return max((checkpoint.step for checkpoint in checkpoints(run.folder)), default=0)

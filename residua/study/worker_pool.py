@@ -3,7 +3,7 @@
 A worker is sent one line of JSON per run and answers with one word a line: `ready` once it is compiled, `trained` after
 the last step of a run, `ended CODE` when the files of that run are written. Between the two, another worker may already
 train. `TrainingProcess` is the worker's side: it compiles for the run named on its command line, then trains those that
-its standard input names. What the trainer prints goes to the log of the run. The process ends when its input does: if
+its standard input names. The trainer's output goes to the log of the run. The process ends when its input does: if
 the study is killed, the run in progress is still finished.
 """
 
@@ -88,9 +88,9 @@ class Worker:
     run: PlannedRun | None = None
     trains: bool = False
     """Whether it holds one of the places to train."""
-    heard: bytes = b""
+    unfinished: bytes = b""
     logged: int = 0
-    """Bytes that the log held before: what earlier processes said of the run."""
+    """Bytes that the log held before, written by earlier processes."""
 
     @property
     def done(self) -> bool:
@@ -102,8 +102,8 @@ class Worker:
         assert self.child.stdout is not None
         with suppress(BlockingIOError):
             while part := os.read(self.child.stdout.fileno(), 4096):
-                self.heard += part
-        *lines, self.heard = self.heard.split(b"\n")
+                self.unfinished += part
+        *lines, self.unfinished = self.unfinished.split(b"\n")
         yield from (line.decode() for line in lines)
 
     def send(self, request: Request) -> None:
@@ -271,7 +271,7 @@ class WorkerPool:
             self.groups.insert(0, worker.waiting)
 
     def _end(self, worker: Worker, seconds: float) -> None:
-        """Wait for a process that was told to end."""
+        """Wait for a process that should end."""
         try:
             worker.child.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -303,13 +303,13 @@ def _divide(queue: list[PlannedRun], wanted: int) -> list[PlannedRun]:
     place = len(queue) - wanted
     while place and queue[place - 1].family == queue[place].family:
         place -= 1
-    taken = queue[place:]
+    tail = queue[place:]
     del queue[place:]
-    return taken
+    return tail
 
 
 def _request(run: PlannedRun, out: Path, waiting: Sequence[PlannedRun] = ()) -> Request:
-    """What a worker needs to train a run; those of its family that wait branch off it."""
+    """The request to train a run; waiting runs of its family branch off it."""
     family = [run, *(other for other in waiting if other.family == run.family)]
     files = [(str(out / CONFIGS / f"{each.title}.toml"), str(each.folder)) for each in family]
     return Request(*files[0], str(out / LOGS / f"{run.title}.log"), tuple(files[1:]))
@@ -352,13 +352,13 @@ def main() -> None:
 
 
 def answer(pipe: int, words: str) -> None:
-    """Answer the study. If it was killed, nobody listens, and the run goes on."""
+    """Answer the study. If it was killed, nobody listens, and the run continues."""
     with suppress(OSError):
         os.write(pipe, f"{words}\n".encode())
 
 
 class TrainingProcess:
-    """A worker seen from inside: it trains the runs that it is sent, one after the other, on one compiled step."""
+    """A worker seen from inside: it trains the runs that it is sent in turn, on one compiled step."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.answer = tell
@@ -366,7 +366,7 @@ class TrainingProcess:
         self._world: SharedWorld | None = None
 
     def prepare(self, path: Path) -> None:
-        """Compile for a run. What goes wrong here is reported by the run itself."""
+        """Compile for a run. The run itself reports errors."""
         try:
             config = RunConfig.from_toml(path)
             self._open(config).rehearse(config)

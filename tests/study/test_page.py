@@ -206,7 +206,7 @@ def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
         name = line.removeprefix("| ").partition(" |")[0]
         assert name not in silent or f"{gains[name].value:.2f}×" not in line
     assert len(silent) == 2 or by_gain(result.variants, "prenorm")[-1].name == silent[0]
-    assert ("Not drawn, for want of numbers that can be stated: block_attnres." in html) == (len(silent) == 1)
+    assert ("Not drawn, because their numbers cannot be stated: block_attnres." in html) == (len(silent) == 1)
     assert f"Not drawn by seconds, since their speeds are not stated: {', '.join(silent)}." in html
     assert ("validation, by seconds" in html) == (len(silent) == 1)
     assert "busy" not in markdown(timed(pretend.result, busy, 0.49))

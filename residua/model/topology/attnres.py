@@ -54,10 +54,10 @@ class Read(nn.Module):
 
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
         """a_i [B, T, sources]."""
-        _, seen = ops.depth_attention.reference(
+        _, weights = ops.depth_attention.reference(
             sources, self.query, norm_weight=self.gain, return_weights=True, **self.options
         )
-        return cast(Tensor, seen)
+        return cast(Tensor, weights)
 
 
 def begin_reads(topology: BlockAttnRes | BoundaryAttnRes, old: Topology) -> bool:
@@ -101,7 +101,7 @@ class BlockAttnRes(Topology):
         return self.reads[k](sources), sources
 
     def sources(self, k: int, y: Tensor, sources: State) -> State:
-        """What read k sees: y begins a block, or is added to the running sum."""
+        """The sources of read k: y begins a block, or is added to the running sum."""
         return (*sources, y) if self._begins_block(k) else (*sources[:-1], sources[-1] + y)
 
     def _block_size(self, config: choices.AttentionResidual) -> int | None:
@@ -132,7 +132,7 @@ class BlockAttnRes(Topology):
     def _shares(self) -> list[float]:
         """The weight of each source in every read at the start."""
         weigh: Callable[[int], float] = {"softmax": lambda n: 1 / n, "sigmoid": lambda n: 0.5}[self.config.activation]
-        return [weigh(len(seen)) for seen in self.plan.sees]
+        return [weigh(len(sources)) for sources in self.plan.sees]
 
     def _init_as_additive(self) -> InitFidelity:
         """Queries of zero weigh all sources alike: a reader gets the sum, divided by their number.
@@ -163,13 +163,13 @@ class BlockAttnRes(Topology):
         return softmax and type(self) in (BlockAttnRes, FullAttnRes)
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """What the plan of grouped reads and gradients moves; pipeline stages read one by one."""
+        """The bytes that the plan of grouped reads and gradients moves; pipeline stages read one by one."""
         pairs = zip(self.plan.sees, self.plan.grows[1:], strict=False)
         return Costs(
             self._floor,
             self.plan.rows,
             kept_widths=1.12,
-            junctions=[read_rows(len(seen)).total + 3 * grows for seen, grows in pairs],
+            junctions=[read_rows(len(sources)).total + 3 * grows for sources, grows in pairs],
             bandwidth_share=0.63,  # measured in steps on an H200, docs/scale.md
             by_reads=lambda read: partial(self._read_all, read),
         )
@@ -181,7 +181,7 @@ class BlockAttnRes(Topology):
         of its readers → dv, with the gradient of the source that grew out of it. Grouped reads can move less.
         """
         plan = self.plan
-        forward = sum(len(seen) + 1 for seen in plan.sees) + 2 * sum(plan.grows)
+        forward = sum(len(sources) + 1 for sources in plan.sees) + 2 * sum(plan.grows)
         backward = sum(len(readers) + 2 for readers in plan.readers) + sum(plan.grows)
         return Rows(forward, backward)
 
@@ -212,7 +212,8 @@ class BlockAttnRes(Topology):
         empty: list[bool] = [False]
         for k in range(len(self.reads)):
             empty.append(k in sublayers and (empty[k] or not self.plan.grows[k + 1]))
-        positions = {k: [i for i, source in enumerate(seen) if empty[source]] for k, seen in enumerate(self.plan.sees)}
+        sees = enumerate(self.plan.sees)
+        positions = {k: [i for i, source in enumerate(sources) if empty[source]] for k, sources in sees}
         return sources_dropped(list(self.reads), positions)
 
 
@@ -349,5 +350,5 @@ class SourcesBoundary(Boundary):
         return "source.0"
 
     def _numbers(self, k: int) -> Sequence[int]:
-        """What read k sees, numbered as in the deferred plan: a block has the number of its last output."""
+        """The sources of read k, numbered as in the deferred plan: a block has the number of its last output."""
         return self.topology.plan.sees[k]

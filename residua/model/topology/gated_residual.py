@@ -60,10 +60,10 @@ class GatedResidual(Topology):
             streams=self.streams, without_stream=lambda stream: reads_changed(self, partial(self._unread, stream))
         )
 
-    def _unread(self, index: int, k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    def _unread(self, index: int, k: int, h: Tensor, tensors: dict[str, Tensor]) -> Tensor:
         """The read after sublayer k without one stream."""
         read = cast(StreamRead, self.reads[k + 1] if k + 1 < len(self.reads) else self.last_read)
-        normed = read.normed(seen[f"depth.{k}.streams"])
+        normed = read.normed(tensors[f"depth.{k}.streams"])
         return h - (read.gated(normed) / self.streams)[..., index, :]
 
 

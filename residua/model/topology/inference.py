@@ -1,4 +1,4 @@
-"""Junctions without gradients that apply the norm of the next sublayer as well: what one makes is written once, normed.
+"""Junctions without gradients that apply the norm of the next sublayer as well: their output is written once, normed.
 
 They serve prompts, where bytes count, and decoding one token per row, where launches count. Results are those of the
 topology but for rounding. Tensors are prepared once: change no weight afterwards.
@@ -69,7 +69,7 @@ class Source(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What later reads need: the sources by number, and of reads that were begun together lse and each one's o."""
+    """The state for later reads: the sources by number, and of reads that were begun together lse and each one's o."""
 
     sources: dict[int, Source]
     lse: Tensor | None = None
@@ -117,8 +117,8 @@ class ReadInference(InferenceTopology):
         reads, plan, norm = cast(Reads, state[0]), self.plan, self.norms[k + 1]
         start, size = self.group[k]
         new = [s for s in plan.sees[k] if s <= k and (k == start or s not in plan.sees[start])]
-        seen = [reads.sources[s] for s in new]
-        others, scores, rows = [s.value for s in seen], [s.scores for s in seen], [k - s.first for s in seen]
+        sources = [reads.sources[s] for s in new]
+        others, scores, rows = [s.value for s in sources], [s.scores for s in sources], [k - s.first for s in sources]
         base = reads.sources[k].value if plan.grows[k + 1] else None
         if k == start and size > 1:
             z, v = inference.source_scores(y, base, self.queries, k, len(plan.readers[k + 1]))
@@ -196,9 +196,9 @@ class StreamInference(InferenceTopology):
         if gated < 0:
             h, streams = ops.pool_streams((*state, y), self.pools[k])
             return norm(h), streams
-        held = cast(inference.Streams, state[0]) if gated else inference.Streams(state)
+        gated_state = cast(inference.Streams, state[0]) if gated else inference.Streams(state)
         normed, after = inference.gate_norm(
-            held, y, *self.gates[gated], self.pools[k], norm.weight,
+            gated_state, y, *self.gates[gated], self.pools[k], norm.weight,
             store=decoding or gated % SEGMENT == SEGMENT - 1, competitive=self.competitive, eps=norm.eps,
         )  # fmt: skip
         return normed, _state(after)

@@ -199,13 +199,13 @@ def averaging(sublayers: int) -> Sequence[float]:
     return [1 / (k + 1) for k in range(sublayers + 1)]
 
 
-def _unread(index: int, k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
+def _unread(index: int, k: int, h: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     """The read after sublayer k without one stream, the softmax over the others."""
-    streams = seen[f"depth.{k}.streams"]
+    streams = tensors[f"depth.{k}.streams"]
     if index >= streams.shape[-2]:
         return h
     stream = streams[..., index, :]
-    weight = seen[f"depth.{k}.weights"][..., index, None].to(stream.dtype)
+    weight = tensors[f"depth.{k}.weights"][..., index, None].to(stream.dtype)
     return (h - weight * stream) / (1 - weight.clamp(max=1 - 1e-6))
 
 
@@ -224,7 +224,7 @@ class StreamRecovery(Recovery):
 
 
 class StreamsBoundary(Boundary):
-    """After the fill phase the streams alone cross; what follows them in the state is the fused operator's own."""
+    """After the fill phase the streams alone cross; the rest of the state belongs to the fused operator."""
 
     plain = False
     topology: MultiGate
