@@ -141,7 +141,7 @@ def test_a_helper_compiles_what_a_launch_looks_for_and_ends(environment: Path, m
         helpers.hear(DEPTH, "depth_scores", (v,), {})
         for _ in range(2):
             launch.depth_scores(v, u, 0, 4, 1e-6)
-    assert not library.listeners and len(helpers._seen) == 2
+    assert not library.listeners and len(helpers._request_keys) == 2
 
     own = {**os.environ, "TRITON_CACHE_DIR": str(environment / "launched"), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-P", "-c", LAUNCH], env=own, check=True, capture_output=True)
