@@ -55,6 +55,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "dca"): (("DeepCrossAttention", "2502.06785"),),
     ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
     ("anchors", "gated_value"): (("Transformers with Selective Access to Early Representations", "2605.03953"),),
+    ("anchors", "value_embeddings"): (),  # public code without a paper
     **{("anchors", kind): (EXOFORMER,) for kind in ("nuresformer", "exoformer")},
     ("norm", "rmsnorm"): (("Root Mean Square Layer Normalization", "1910.07467"),),
     **{("norm", kind): (SINKS,) for kind in ("preaffine", "gatednorm")},

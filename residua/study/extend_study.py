@@ -300,7 +300,8 @@ def _joined_config(path: Path, before: StudyConfig, study: StudyConfig) -> Study
         if old != new:
             if isinstance(old, Frozen) or isinstance(new, Frozen):  # of tables such as `match`, what differs in them
                 tables = [value.model_dump() if isinstance(value, Frozen) else {} for value in (old, new)]
-                name = next(name for name in {**tables[0], **tables[1]} if tables[0].get(name) != tables[1].get(name))
+                names = ("kind", *tables[0], *tables[1])  # a kind says more than the keys it brings
+                name = next(name for name in names if tables[0].get(name) != tables[1].get(name))
                 key, (old, new) = f"{key}.{name}", (table.get(name) for table in tables)
             theirs, ours = ("none" if value is None else shown(value) for value in (old, new))
             raise ConfigError(

@@ -73,7 +73,8 @@ def test_own_kind_is_written_read_and_overridden_like_any_other(own: Path) -> No
 
 
 def test_a_kind_given_as_a_variant_gets_a_hint(own: Path) -> None:
-    for part, table in OWN.items():
+    for part in ("anchors", "norm"):  # the page's topology is a known variant too
+        table = OWN[part]
         entry = f'{table["kind"]} = ["model.{part}.kind={table["kind"]}"]'
         with pytest.raises(ConfigError, match=re.escape(f"is a kind of {part}, not a variant: put {entry} under")):
             overrides([table["kind"]], small())
