@@ -88,7 +88,7 @@ class QueryKeyNorm(nn.Module):
     @property
     def gains(self) -> tuple[Tensor, Tensor] | None:
         """Its gains per head, for kernels that compute it; None if it only rotates."""
-        raise NotImplementedError(f"{type(self).__name__} is no norm with one gain for all heads")
+        raise NotImplementedError(f"{type(self).__name__} has no gain that all heads share")
 
     @property
     def in_kernels(self) -> bool:
