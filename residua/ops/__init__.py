@@ -12,7 +12,7 @@ from residua.ops.expert_routing import Routed, route
 from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
 from residua.ops.gated_output import gated_output
 from residua.ops.grouped_linear import grouped_linear
-from residua.ops.hyper_connection import hyper_step, sinkhorn
+from residua.ops.hyper_connection import hyper_step, single_pass_step, sinkhorn
 from residua.ops.linear_cross_entropy import linear_cross_entropy, training_cross_entropy
 from residua.ops.mix_projection import Sections, mix_heads, mix_projection
 from residua.ops.multi_gate import (
@@ -65,6 +65,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "route",
+    "single_pass_step",
     "sinkhorn",
     "squared_relu_ffn",
     "symmetric_product",

@@ -60,6 +60,12 @@ def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tok
     both(made[:used])
 
 
+def single_pass_step(dtype: torch.dtype, width: int, n: int, used: int, tokens: int = 40) -> None:
+    weights = (draw(tokens, n), draw(tokens, n, n), draw(tokens, n), draw(n + 2, width))
+    made = ops.single_pass_step(draw(tokens, n, width, dtype=dtype), draw(tokens, width, dtype=dtype), *weights)
+    both(made[:used])
+
+
 @torch.no_grad()
 def hyper_step_normed(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tokens: int = 40) -> None:
     """As `hyper_step`, with the norm after it."""
@@ -278,6 +284,7 @@ def descend(weight: torch.dtype, gradient: torch.dtype, direction: torch.dtype) 
     shape = (33, 64)
     momentum = [torch.zeros(shape) for _ in range(2)]
     gradients = [torch.zeros(shape, dtype=gradient) for _ in range(2)]
+    optimizer_update.adam_directions(momentum, [m.clone() for m in momentum], gradients, (0.9, 0.95), 1e-8)
     updates = optimizer_update.momentum_directions(momentum, gradients, 0.9, direction)
     for rule in (optimizer_update.cautious_descent, optimizer_update.plain_descent):
         rule([torch.zeros(shape, dtype=weight) for _ in range(2)], updates, 0.1, 0.1)
@@ -401,6 +408,8 @@ def small_cases() -> Iterator[Case]:
     yield case(hyper_step, BF16, 768, 4, "all", 3, 40, True)
     yield case(hyper_step, FP32, 33, 2, "each", 1, 1, True)
     yield case(hyper_step, BF16, 33, 2, "none", 2, 40, False)
+    yield case(single_pass_step, BF16, 768, 4, 3)
+    yield case(single_pass_step, FP32, 33, 2, 1, 1)
     yield case(hyper_step_normed, BF16, 768, 4, "all", 3)
     yield case(hyper_step_normed, FP32, 33, 2, "each", 1, 1)
     yield case(gated_norm, BF16, 768, 16)
@@ -463,6 +472,8 @@ def wide_cases() -> Iterator[Case]:
             yield case(hyper_step, dtype, width, n, norm, used, 1 if n == 3 else 40, n != 2)
         for n, norm, used in product((1, 2, 3, 4), ("all", "each"), (1, 2, 3)):
             yield case(hyper_step_normed, dtype, width, n, norm, used, 1 if n == 3 else 40)
+        for n, used in product((1, 2, 3, 4), (1, 2, 3)):
+            yield case(single_pass_step, dtype, width, n, used, 1 if n == 3 else 40)
         for n, competitive, apart in product((2, 3, 4, 7, 8, 16), switch, switch):
             yield case(multi_gate, dtype, width, n, competitive, apart and n > 1, 1 if n == 7 else 5)
             yield case(multi_gate_normed, dtype, width, n, competitive, apart, 1 if n == 7 else 5)

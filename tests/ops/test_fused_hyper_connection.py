@@ -59,6 +59,29 @@ def test_a_step_takes_more_than_a_tile_of_tokens(norm):
     assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
 
 
+def single_pass(choice: str, inputs: dict[str, Tensor], used: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The first `used` of h, X' and z, and the gradients through them."""
+    leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.items()}
+    with ops.backend(choice):
+        outputs = ops.single_pass_step(**leaves, eps=1e-3)[:used]
+    draw = torch.Generator().manual_seed(1)
+    probes = [torch.randn(y.shape, generator=draw).to(y) for y in outputs]
+    grads = torch.autograd.grad(outputs, list(leaves.values()), probes, allow_unused=True, materialize_grads=True)
+    named = dict(zip(("h", "X'", "z"), outputs, strict=False))
+    return named | {f"g {name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+@interpreter
+@pytest.mark.parametrize(("n", "used", "tokens"), [(1, 3, (5,)), (3, 1, (5,)), (4, 2, (2, 3)), (4, 3, (3, 11))])
+def test_single_pass_step_equals_reference_in_every_gradient(n, used, tokens):
+    inputs = drawn("each", n, 70, *tokens)
+    del inputs["scale"], inputs["bias"]
+    phi = inputs.pop("phi")
+    inputs |= {"pre": torch.randn(*tokens, n), "phi": phi}
+    truth = single_pass("reference", inputs, used, torch.float64)
+    assert_close(single_pass("triton", inputs, used, torch.float32), truth, 1e-5)
+
+
 @interpreter
 def test_wide_rows_are_read_two_at_a_time():
     inputs = drawn("all", 1, 1100, 3)

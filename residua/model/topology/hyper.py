@@ -267,34 +267,37 @@ class SinglePassHyper(HyperConnections):
     """
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
-        X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1).contiguous()
-        first = cast(DynamicJunction, self.junctions[0])
+        X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1)
+        first, like = cast(DynamicJunction, self.junctions[0]), wide(x[..., :0])
         with full_precision(x):
-            h = self._read(0, X, project(X, first.maps.pre[None], "each"))
-            return h, (X, self._weigh(0, X))
+            logits = project(x[..., None, :], first.maps.pre[None], "each").expand(*X.shape[:-1], -1)
+            nothing = like.new_zeros(self.streams, self.streams)
+            return self._write_and_read(0, x, X, like.new_ones(self.streams), nothing, logits)
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
         X, logits = state
         with full_precision(y):
             post, mix = cast(Junction, self.junctions[k]).write(logits)
-            X = (mix @ wide(X) + post[..., None] * wide(y)[..., None, :]).to(y.dtype)
-            tap(f"depth.{k}.mix", mix)
-            tap(f"depth.{k}.streams", X)
-            if k == self.last:
-                return wide(X).sum(-2).to(y.dtype), (X,)
-            return self._read(k + 1, X, logits), (X, self._weigh(k + 1, X))
+            h, state = self._write_and_read(k + 1, y, X, post, mix, logits)
+        tap(f"depth.{k}.mix", mix)
+        tap(f"depth.{k}.streams", state[0])
+        return h, state
 
-    def _read(self, k: int, X: Tensor, logits: Tensor) -> Tensor:
-        """The input of sublayer k, whose logits come first."""
-        reader = cast(DynamicJunction, self.junctions[k])
-        pre = read_weights(logits, reader.pre, reader.maps.alpha, "each")
+    def _write_and_read(
+        self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor, logits: Tensor
+    ) -> tuple[Tensor, State]:
+        """Write y, then read the input of sublayer k, whose logits come first; after the last one the streams' sum.
+
+        The new logits are those of the write after sublayer k, and before them those of the next read.
+        """
+        if k > self.last:
+            h, X, _ = ops.hyper_step(X, y, post, mix, post.new_ones(self.streams))
+            return h, (X,)
+        own, following = (cast(DynamicJunction, self.junctions[i]) for i in (k, min(k + 1, self.last)))
+        pre = read_weights(logits, own.pre, own.maps.alpha, "each")
         tap(f"depth.{k}.pre", pre)
-        return (pre[..., None] * wide(X)).sum(-2).to(X.dtype)
-
-    def _weigh(self, k: int, X: Tensor) -> Tensor:
-        """The logits of the write after sublayer k, and before them those of the next read."""
-        own, reader = (cast(DynamicJunction, self.junctions[i]).maps for i in (k, min(k + 1, self.last)))
-        return project(X, own.rows(reader.pre), "each")
+        h, X, logits = ops.single_pass_step(X, y, post, mix, pre, own.maps.rows(following.maps.pre))
+        return h, (X, logits)
 
 
 class SinkhornMixing(nn.Module):

@@ -22,6 +22,10 @@ def _serves(
     return streams.shape[-2] <= MOST_STREAMS and supports(streams, update, *weights, *projection)
 
 
+def _serves_single_pass(streams: Tensor, *tensors: Tensor, **_: Any) -> bool:
+    return streams.shape[-2] <= MOST_STREAMS and supports(streams, *tensors)
+
+
 def _serves_sinkhorn(logits: Tensor, iterations: int) -> bool:
     return iterations > 0 and logits.shape[-1] <= MOST_STREAMS and supports(logits)
 
@@ -37,6 +41,12 @@ def _steps(d: Draw) -> Cases:
     yield Case((d.x(tokens, n, width), d.x(), *weights), projection)
 
 
+def _single_pass_steps(d: Draw) -> Cases:
+    tokens, width, n = d.sizes.tokens, d.sizes.width, d.sizes.streams
+    weights = (d.w(tokens, n).softmax(-1), d.w(tokens, n, n).softmax(-1), d.w(tokens, n).softmax(-1))
+    yield Case((d.x(tokens, n, width), d.x(), *weights, d.linear(n + 2, width)))
+
+
 def _manifold_weights(d: Draw) -> Cases:
     n = d.sizes.streams
     yield Case((d.w(d.sizes.tokens, n * (n + 2)), d.w(3), d.w(n * (n + 2)), n, 20))
@@ -47,6 +57,7 @@ def _squares(d: Draw) -> Cases:
 
 
 hyper_step = Operator(reference.hyper_step, _steps, compile_seconds=5)
+single_pass_step = Operator(reference.single_pass_step, _single_pass_steps, compile_seconds=5)
 manifold_weights = Operator(reference.manifold_weights, _manifold_weights)
 sinkhorn = Operator(reference.sinkhorn, _squares)
 
@@ -54,7 +65,8 @@ if INSTALLED:
     from residua.ops.hyper_connection import autograd
 
     hyper_step.register_fused(autograd.hyper_step, _serves)
+    single_pass_step.register_fused(autograd.single_pass_step, _serves_single_pass)
     manifold_weights.register_fused(autograd.manifold_weights, _serves_weights)
     sinkhorn.register_fused(autograd.sinkhorn, _serves_sinkhorn)
 
-__all__ = ["Norm", "hyper_step", "manifold_weights", "read_weights", "sinkhorn"]
+__all__ = ["Norm", "hyper_step", "manifold_weights", "read_weights", "single_pass_step", "sinkhorn"]

@@ -42,6 +42,18 @@ def hyper_step(
     return hidden.reshape(update.shape), after.reshape(streams.shape), logits.reshape(shape)
 
 
+def single_pass_step(
+    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, pre: Tensor, phi: Tensor, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The fused twin of `reference.single_pass_step`."""
+    *lead, n, width = streams.shape
+    flat, y = streams.reshape(-1, n, width).contiguous(), update.reshape(-1, width).contiguous()
+    post, mix = post.expand(*lead, n).reshape(-1, n), mix.expand(*lead, n, n).reshape(-1, n * n)
+    pre = pre.expand(*lead, n).reshape(-1, n)
+    after, hidden, logits, _ = launch.single_pass_step(flat, y.to(flat.dtype), post, mix, pre, phi.contiguous(), eps)
+    return hidden.reshape(update.shape), after.reshape(streams.shape), logits.reshape(*lead, n, len(phi))
+
+
 def manifold_weights(
     logits: Tensor, scale: Tensor, bias: Tensor, streams: int, iterations: int
 ) -> tuple[Tensor, Tensor]:
@@ -86,6 +98,29 @@ def _differentiate_step(
 
 
 differentiate(launch.step, _differentiate_step, _save_step)
+
+
+def _save_single_pass(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, _ = inputs
+    after, _, logits, rstd = output
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, after, logits, rstd)
+
+
+def _differentiate_single_pass(
+    ctx: Any, g_after: Tensor | None, g_hidden: Tensor | None, g_logits: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    *inputs, after, logits, rstd = ctx.saved_tensors
+    _, update, post, mix, pre, phi = inputs
+    g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
+    g_streams, g_update, g_post, g_mix, g_pre, g_z = launch.single_pass_backward(
+        g_hidden, g_after, g_logits, *inputs, logits, rstd
+    )
+    g_phi = launch.phi_gradient(g_z.reshape(-1, len(phi)), after.reshape(-1, phi.shape[1])).to(phi.dtype)
+    return g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_pre.to(pre.dtype), g_phi, None
+
+
+differentiate(launch.single_pass_step, _differentiate_single_pass, _save_single_pass)
 
 
 def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -14,10 +14,11 @@ multiplied with are long. Work that needs a whole row of channels is done in sho
     backward:  sums    dh · X_j and dh · y, and from them dz                               (`kernels_backward.py`)
                spread  G_i, and from it all the gradients
 
-Without a projection nothing waits for a whole row: `write` computes h as well, `spread` the gradient of pre. A second
-pass goes through the tokens backwards, for the cache holds the last rows of the first one. A step of mHC at S takes
-1.368 times an additive one; with one kernel each way it takes 1.482 times (docs/results/step.md, `residua bench step
-mgr-s-prenorm --micro-batch 32 --accumulate 4 --compare prenorm,mhc`).
+Without a projection nothing waits for a whole row: `write` computes h as well, `spread` the gradient of pre. The same
+if pre is GIVEN for each token, with z as well: there is one pass each way. A second pass goes through the tokens
+backwards, for the cache holds the last rows of the first one. A step of mHC at S takes 1.368 times an additive one;
+with one kernel each way it takes 1.482 times (docs/results/step.md, `residua bench step mgr-s-prenorm --micro-batch 32
+--accumulate 4 --compare prenorm,mhc`).
 
 NORMED: with a projection, the norm after the junction is inside and h is neither written nor read: 1.305 times in that
 step, with later tiles, not measured alone. With x = gain ⊙ h·r the norm's output, r = 1/rms(h), and u = gain ⊙ g_x,
@@ -170,12 +171,14 @@ def store_normed(
 
 @triton.jit
 def write_kernel(
-    x_ptr, y_ptr, post_ptr, mix_ptr, bias_ptr, phi_ptr, after_ptr, h_ptr, pre_ptr, sums_ptr,
-    tokens, stride_post, stride_mix,
+    x_ptr, y_ptr, post_ptr, mix_ptr, bias_ptr, phi_ptr, after_ptr, h_ptr, pre_ptr, sums_ptr, rstd_ptr,
+    tokens, stride_post, stride_mix, eps,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr, SUMS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """X', z before the norm and ‖X'‖², SUMS numbers for each token; without a projection h, with pre the bias.
+
+    GIVEN: pre is read, not written, and sums are z itself, with rstd beside it; norms of each stream only.
 
     φ [PARTS, K, ...] comes in the streams' dtype; two parts: rounded, and what rounding took from it, so that z is not
     rounded. A row of the product has RANK columns for each of them.
@@ -187,6 +190,8 @@ def write_kernel(
     rows_ptr = phi_ptr + (column // RANK * (K * C * (N if NORM == "all" else 1)))[:, None]
     b_post = _numbers(post_ptr + t * stride_post, t, live, N)
     b_mix = _numbers(mix_ptr + t * stride_mix, t, live, N * N)
+    if GIVEN:
+        b_pre = _numbers(pre_ptr + t * N, t, live, N)
     b_z, b_square = tl.zeros([TOKENS, PARTS * RANK], tl.float32), ()
     for _ in tl.static_range(N):
         b_square = b_square + (tl.zeros([TOKENS], tl.float32),)
@@ -206,13 +211,15 @@ def write_kernel(
                 b_phi = _phi(rows_ptr, column % RANK, c, i, Z, K, C, N, NORM)  # [PARTS * RANK, BLOCK]
                 b_z = tl.dot(b_new, tl.trans(b_phi), b_z, input_precision="ieee")  # [TOKENS, PARTS * RANK]
                 b_v = b_new.to(tl.float32)
+                if GIVEN:
+                    b_all += b_pre[i][:, None] * b_v
                 if NORM == "all":
                     b_all += b_v * b_v
                 else:
                     b_square = _replaced(b_square, i, b_square[i] + tl.sum(b_v * b_v, 1), N)
         if NORM == "all":
             b_square = _replaced(b_square, 0, b_square[0] + tl.sum(b_all, 1), N)
-        if NORM == "none":
+        if NORM == "none" or GIVEN:
             tl.store(h_ptr + t[:, None] * C + c[None, :], b_all.to(dtype), mask=mask)
     if NORM == "none":
         for i in tl.static_range(N):
@@ -220,6 +227,13 @@ def write_kernel(
             tl.store(pre_ptr + t * N + i, b_pre, mask=live)
     else:
         b_z = tl.sum(tl.reshape(b_z, [TOKENS, PARTS, RANK]), 1)
+        if GIVEN:
+            b_rstd = tl.zeros([TOKENS, RANK], tl.float32)
+            for i in tl.static_range(N):
+                b_own = tl.rsqrt(b_square[i] / C + eps)
+                b_rstd += tl.where(_belongs(k, i, K, NORM)[None, :], b_own[:, None], 0.0)
+            b_z *= b_rstd
+            tl.store(rstd_ptr + t[:, None] * Z + k[None, :], b_rstd, mask=live[:, None] & (k < Z)[None, :])
         to_ptr = sums_ptr + t * SUMS
         tl.store(to_ptr[:, None] + k[None, :], b_z, mask=live[:, None] & (k < Z)[None, :])
         for i in tl.static_range(SUMS - Z):

@@ -144,17 +144,37 @@ def _gradient_tiles(g_after_ptr, g_h_ptr, x_ptr, y_ptr, t, c, live, C: tl.conste
 
 
 @triton.jit
+def through_given(
+    g_logits_ptr, z_ptr, rstd_ptr, g_z_ptr, t, k, live,
+    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, RANK: tl.constexpr,
+    NORM: tl.constexpr, HAS_LOGITS: tl.constexpr,
+):  # fmt: skip
+    """rstd dz [RANK, TOKENS], which it also stores, and the factors of X'_i in G_i, where z makes no weight of h."""
+    at, is_z = t[None, :] * Z + k[:, None], live[None, :] & (k < Z)[:, None]
+    b_dz = tl.zeros([RANK, TOKENS], tl.float32)
+    if HAS_LOGITS:
+        b_dz = _tile(g_logits_ptr, at, is_z) * _tile(rstd_ptr, at, is_z)
+    tl.store(g_z_ptr + at, b_dz, mask=is_z)
+    b_back, b_shrink = b_dz * _tile(rstd_ptr, at, is_z) * _tile(z_ptr, at, is_z) / C, ()
+    for i in tl.static_range(N):
+        b_shrink = b_shrink + (tl.sum(tl.where(_belongs(k, i, K, NORM)[:, None], b_back, 0.0), 0),)
+    return b_dz, b_shrink
+
+
+@triton.jit
 def spread_kernel(
     g_after_ptr, g_h_ptr, g_z_ptr, shrink_ptr, x_ptr, y_ptr, post_ptr, mix_ptr, pre_ptr, phi_ptr,
     gain_ptr, h_stats_ptr, pull_ptr,
-    g_x_ptr, g_y_ptr, g_post_ptr, g_mix_ptr, g_pre_ptr, partial_ptr, tokens, stride_post, stride_mix,
+    g_x_ptr, g_y_ptr, g_post_ptr, g_mix_ptr, g_pre_ptr, partial_ptr, g_logits_ptr, z_ptr, rstd_ptr,
+    tokens, stride_post, stride_mix,
     C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, Z: tl.constexpr, RANK: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr,
-    HAS_AFTER: tl.constexpr, NORMED: tl.constexpr,
+    HAS_AFTER: tl.constexpr, NORMED: tl.constexpr, GIVEN: tl.constexpr, HAS_LOGITS: tl.constexpr,
 ):  # fmt: skip
     """G_i = g_X'_i + pre_i dh + (rstd dz) φ_i − shrink_i X'_i, and the gradients of X, y, mix and post.
 
-    Without a projection also that of pre_i, dh · X'_i. NORMED: also the tokens' part of the gain's, a row of `partial`.
+    Without a projection, or with pre GIVEN, also that of pre_i, dh · X'_i; GIVEN: also rstd dz, as `sums` has it.
+    NORMED: also the tokens' part of the gain's, a row of `partial`.
 
     The product with φ is computed transposed and before the tiles are loaded: so they keep the layout in which they
     are loaded, and only the product is brought into it. No load can pass its barriers: hence all of φ is loaded before
@@ -166,14 +186,20 @@ def spread_kernel(
     b_post = _numbers(post_ptr + t * stride_post, t, live, N)
     b_mix = _numbers(mix_ptr + t * stride_mix, t, live, N * N)
     b_pre = _numbers(pre_ptr + t * N, t, live, N)
-    if NORM != "none":
+    if GIVEN:
+        b_dz, b_shrink = through_given(
+            g_logits_ptr, z_ptr, rstd_ptr, g_z_ptr, t, k, live, C, N, K, Z, TOKENS, RANK, NORM, HAS_LOGITS
+        )
+        b_dz = b_dz.to(dtype)
+    elif NORM != "none":
         b_shrink = _numbers(shrink_ptr + t * N, t, live, N)
         is_z = live[None, :] & (k < Z)[:, None]
         b_dz = tl.load(g_z_ptr + t[None, :] * Z + k[:, None], mask=is_z, other=0.0).to(dtype)  # [RANK, TOKENS]
     if NORMED:
         b_factors = read_factors(b_post, b_mix, b_pre, N)
         b_r, b_pull = _tile(h_stats_ptr + t * (N + 1), N, live), _tile(pull_ptr, t, live)
-    EXTRA: tl.constexpr = N if NORM == "none" else 0
+    READS: tl.constexpr = NORM == "none" or GIVEN
+    EXTRA: tl.constexpr = N if READS else 0
     b_sums = ()
     for _ in tl.static_range(N * N + N + EXTRA):
         b_sums = b_sums + (tl.zeros([TOKENS, LANES], tl.float32),)
@@ -217,7 +243,7 @@ def spread_kernel(
                 b_new_sums = b_new_sums + (b_sums[i * (N + 1) + j] + _fold(b_G * b_x[j].to(tl.float32), LANES),)
             b_g_x = b_more
             b_new_sums = b_new_sums + (b_sums[i * (N + 1) + N] + _fold(b_G * b_y, LANES),)
-        if NORM == "none":
+        if READS:
             for i in tl.static_range(N):
                 b_new = _written(b_x, b_y, b_mix, b_post, i, N, dtype).to(tl.float32)
                 b_new_sums = b_new_sums + (b_sums[N * N + N + i] + _fold(b_g_h * b_new, LANES),)
@@ -231,7 +257,7 @@ def spread_kernel(
         for j in tl.static_range(N):
             tl.store(g_mix_ptr + t * (N * N) + i * N + j, tl.sum(b_sums[i * (N + 1) + j], 1), mask=live)
         tl.store(g_post_ptr + t * N + i, tl.sum(b_sums[i * (N + 1) + N], 1), mask=live)
-        if NORM == "none":
+        if READS:
             tl.store(g_pre_ptr + t * N + i, tl.sum(b_sums[N * N + N + i], 1), mask=live)
 
 

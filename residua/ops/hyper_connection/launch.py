@@ -149,8 +149,9 @@ def _write_and_read(
     sums = logits.new_empty((tokens, columns))
     with device_guard(streams):
         kernels.write_kernel[(cdiv(tokens, write.tokens),)](
-            streams, update, post, mix, bias, parts, after, hidden, weights, sums,
-            tokens, post.stride(0), mix.stride(0), SUMS=columns, PARTS=len(parts), **sizes, **write.settings(),
+            streams, update, post, mix, bias, parts, after, hidden, weights, sums, rstd,
+            tokens, post.stride(0), mix.stride(0), eps,
+            SUMS=columns, PARTS=len(parts), GIVEN=False, **sizes, **write.settings(),
         )  # fmt: skip
         if norm != "none":
             kernels.read_kernel[(cdiv(tokens, read.tokens),)](
@@ -185,9 +186,52 @@ def _sum_and_spread(
         kernels_backward.spread_kernel[(cdiv(tokens, spread.tokens),)](
             g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post, mix,
             weights, phi, after_it.gain, after_it.stats, pull, g_streams, g_update, g_post, g_mix, g_pre,
-            after_it.partial, tokens, *strides, LANES=spread.lanes(streams.element_size()), AHEAD=spread.ahead,
-            HAS_AFTER=g_after is not None, NORMED=normed, **sizes, **spread.settings(),
+            after_it.partial, None, None, None, tokens, *strides,
+            LANES=spread.lanes(streams.element_size()), AHEAD=spread.ahead,
+            HAS_AFTER=g_after is not None, NORMED=normed, GIVEN=False, HAS_LOGITS=False, **sizes, **spread.settings(),
         )  # fmt: skip
+
+
+@launcher("single_pass_step")
+def single_pass_step(
+    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, pre: Tensor, phi: Tensor, eps: float
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], from pre [M, N]."""
+    after, hidden, logits, rstd, _ = _empty_step(streams, update, phi, "each")
+    yield after, hidden, logits, rstd
+    tokens, tile = len(streams), _tile("write", streams)
+    post, mix, parts = _dense(post), _dense(mix), _parts(phi, streams.dtype)
+    sizes = _numbers_of(streams, parts[0], "each")
+    with device_guard(streams):
+        if tokens:
+            kernels.write_kernel[(cdiv(tokens, tile.tokens),)](
+                streams, update, post, mix, None, parts, after, hidden, pre.contiguous(), logits, rstd,
+                tokens, post.stride(0), mix.stride(0), eps,
+                SUMS=sizes["Z"], PARTS=len(parts), GIVEN=True, **sizes, **tile.settings(),
+            )  # fmt: skip
+
+
+@launcher("single_pass_backward")
+def single_pass_backward(
+    g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
+    mix: Tensor, pre: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor,
+) -> Iterator[Gradients]:  # fmt: skip
+    """In one pass too: of X and y; of post, mix and pre, per token; and rstd · dz."""
+    outputs = _empty_gradients(streams, update, logits)
+    yield outputs
+    g_streams, g_update, g_post, g_mix, g_pre, g_z = outputs
+    tokens, tile = len(streams), _tile("spread", streams)
+    g_hidden, post, mix, phi = g_hidden.contiguous(), _dense(post), _dense(mix), phi.to(streams.dtype)
+    with device_guard(streams):
+        if tokens:
+            kernels_backward.spread_kernel[(cdiv(tokens, tile.tokens),)](
+                g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, None, streams, update, post, mix,
+                pre.contiguous(), phi, None, None, None, g_streams, g_update, g_post, g_mix, g_pre, None,
+                None if g_logits is None else g_logits.contiguous(), logits, rstd,
+                tokens, post.stride(0), mix.stride(0), LANES=tile.lanes(streams.element_size()), AHEAD=tile.ahead,
+                HAS_AFTER=g_after is not None, NORMED=False, GIVEN=True, HAS_LOGITS=g_logits is not None,
+                **_numbers_of(streams, phi, "each"), **tile.settings(),
+            )  # fmt: skip
 
 
 @launcher("hyper_phi_gradient")

@@ -42,6 +42,19 @@ def hyper_step(
     return (pre[..., None] * wide(X)).sum(-2).to(X.dtype), X, z
 
 
+def single_pass_step(
+    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, pre: Tensor, phi: Tensor, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hyper_step` with "each" that reads with given weights: nothing waits for z, which belongs to later weights.
+
+        X'_i = Σ_j mix_ij X_j + post_i y,     h = Σ_i pre_i X'_i,     z_i = RMS(X'_i) φᵀ
+
+    pre [..., N]. Returns h, X' and z [..., N, K].
+    """
+    X = (mix @ wide(streams) + post[..., None] * wide(update)[..., None, :]).to(update.dtype)
+    return (pre[..., None] * wide(X)).sum(-2).to(X.dtype), X, project(X, phi, "each", eps)
+
+
 def project(X: Tensor, phi: Tensor | None, norm: Norm, eps: float = 1e-6) -> Tensor:
     """z, from the streams."""
     x = wide(X)
