@@ -20,6 +20,8 @@ from residua.model.topology.base import Boundary, Initialization, Items, State, 
 from residua.model.topology.facts import ADDED_IN_NORM, Costs, SourceNames, trace_rows
 from residua.ops._runtime.numeric import wide
 
+EPS = 1e-6
+
 
 class LayerReads(Topology):
     """Sources are the embedding X_0 and one tensor X_i for each transformer layer so far. A layer reads mixtures of
@@ -246,13 +248,14 @@ class DeepCross(LayerReads):
         return (first, between + oldest, *newest)
 
     def read(self, layer: int, sources: State) -> Input:
-        normed = [ops.rms(source) for source in sources]
+        values = [wide(source) for source in sources]
+        inverse_rms = [torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) for x in values]
         reads: list[Tensor] = []
         for selector in cast(nn.ModuleDict, self.selectors[layer]).values():
-            weights = [selector(j, x) for j, x in enumerate(normed)]
+            weights = [selector(j, x, inverse) for j, (x, inverse) in enumerate(zip(values, inverse_rms, strict=True))]
             if not reads:  # q's, which is r's too
                 _tap_weights(layer, "r", partial(_channel_means, weights))
-            mixed = sum(weight * wide(source) for weight, source in zip(weights, sources, strict=True))
+            mixed = sum(weight * x for weight, x in zip(weights, values, strict=True))
             reads.append(mixed.to(sources[-1].dtype))
         if len(reads) == 1:
             return reads[0]
@@ -265,7 +268,10 @@ def _channel_means(weights: Sequence[Tensor]) -> Tensor:
 
 
 class Selector(nn.Module):
-    """relu(b_j + w · N(X_j)) [B, T, C] for source j."""
+    """relu(b_j + w · N(X_j)) [B, T, C] for source j.
+
+    1/rms of X_j is a factor of the score: a compiled step then neither keeps N(X_j) nor reads it in every later layer.
+    """
 
     def __init__(self, sources: int, width: int) -> None:
         super().__init__()
@@ -277,6 +283,6 @@ class Selector(nn.Module):
         nn.init.zeros_(self.query)
         nn.init.ones_(self.bias)
 
-    def forward(self, source: int, normed: Tensor) -> Tensor:
-        score = (wide(normed) * wide(self.query)).sum(-1, keepdim=True)
+    def forward(self, source: int, x: Tensor, inverse_rms: Tensor) -> Tensor:
+        score = inverse_rms * (x * wide(self.query)).sum(-1, keepdim=True)
         return torch.relu(wide(self.bias[source]) + score)
