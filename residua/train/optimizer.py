@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from residua.config.run import AdamW, Muon
 from residua.model.projection import declared_matrices
 from residua.model.rates import declared_factors
-from residua.ops.optimizer_update import cautious_descent, momentum_directions, plain_descent
+from residua.ops.optimizer_update import adam_directions, cautious_descent, momentum_directions, plain_descent
 from residua.ops.symmetric_product import symmetric_product
 
 Parts = tuple[int, ...]
@@ -226,15 +226,9 @@ def _adamw(optimizer: HybridOptimizer, group: dict[str, Any], chosen: list[int])
     means = optimizer.here([state["mean"] for state in states])
     squares = optimizer.here([state["square"] for state in states])
     beta1, beta2 = group["betas"]
-    torch._foreach_lerp_(means, gradients, 1 - beta1)
-    torch._foreach_mul_(squares, beta2)
-    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-
     # Bias corrections are scalars: folded into eps and the rate, they save two passes over the weights.
     correction1, correction2 = 1 - beta1 ** group["steps"], (1 - beta2 ** group["steps"]) ** 0.5
-    scales = torch._foreach_sqrt(squares)
-    torch._foreach_add_(scales, group["eps"] * correction2)
-    updates = list(torch._foreach_div(means, scales))
+    updates = adam_directions(means, squares, gradients, group["betas"], group["eps"] * correction2)
     rate = group["lr"] * correction2 / correction1
     _DESCENTS[group["decay"]](optimizer.here(parameters), updates, rate, group["lr"] * group["weight_decay"])
 

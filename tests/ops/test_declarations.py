@@ -22,6 +22,7 @@ EXAMPLES = {name: (operator, case) for name, operator, case in example_cases(tor
 UNREGISTERED = (
     "token_likelihoods",
     "momentum_directions",
+    "adam_directions",
     "cautious_descent",
     "plain_descent",
     "rotary_table",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua.ops._runtime.backend import backend
-from residua.ops.optimizer_update import cautious_descent, momentum_directions, plain_descent
+from residua.ops.optimizer_update import adam_directions, cautious_descent, momentum_directions, plain_descent
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +43,17 @@ def test_momentum_and_directions_equal_the_reference_in_float64():
     (m, d), (exact_m, exact_d) = momentum("triton"), momentum("reference", dtype=torch.float64)
     near(m, exact_m, 1e-6)
     near(d, exact_d, 1e-6)
+
+
+def adam(choice, dtype=torch.float32):
+    m, v, g = tensors(0, dtype=dtype), [t.abs() for t in tensors(1, dtype=dtype)], tensors(2, dtype=dtype)
+    with backend(choice):
+        u = adam_directions(m, v, g, (0.9, 0.95), 1e-3)
+    return *m, *v, *u
+
+
+def test_adam_directions_equal_the_reference_in_float64():
+    near(adam("triton"), adam("reference", torch.float64), 1e-6)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.2])

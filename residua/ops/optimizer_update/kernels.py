@@ -30,6 +30,26 @@ def momentum_kernel(
     tl.store(d_ptr + at, (b_g + beta * (b_m - b_g)).to(D), mask=live)
 
 
+@triton.jit(do_not_specialize=["count", "beta1", "beta2", "eps"])
+def adam_kernel(
+    table_ptr, count, size, beta1, beta2, eps, M: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """m ← m + (1−β₁)(g − m);  v ← β₂v + (1−β₂)g²;  u = m/(√v + eps). v and u are of m's dtype."""
+    slot = tl.program_id(1)
+    m_ptr, v_ptr = tensor(table_ptr, slot, M), tensor(table_ptr, count + slot, M)
+    g_ptr, u_ptr = tensor(table_ptr, 2 * count + slot, G), tensor(table_ptr, 3 * count + slot, M)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < size
+    b_g = tl.load(g_ptr + at, mask=live).to(tl.float32)  # [BLOCK]
+    b_m = tl.load(m_ptr + at, mask=live).to(tl.float32)
+    b_v = tl.load(v_ptr + at, mask=live).to(tl.float32)
+    b_m += (1 - beta1) * (b_g - b_m)
+    b_v = beta2 * b_v + (1 - beta2) * b_g * b_g
+    tl.store(m_ptr + at, b_m.to(M), mask=live)
+    tl.store(v_ptr + at, b_v.to(M), mask=live)
+    tl.store(u_ptr + at, tl.div_rn(b_m, tl.sqrt_rn(b_v) + eps).to(M), mask=live)
+
+
 @triton.jit(do_not_specialize=["count", "rate", "decay"])
 def descent_kernel(
     table_ptr, count, size, rate, decay,

@@ -1,7 +1,8 @@
 """Momentum and descent: launching the kernels, which read and write each tensor once.
 
 Bytes per weight: 14 for the momentum (g; m twice; a bf16 direction) and 10 for the descent (x twice; a bf16 update),
-where list operations move 30 and 60. Tensors of one size share a launch and a table of addresses.
+where list operations move 30 and 60. AdamW moves 24 (g; m and v twice; a float32 update) and 12, where list operations
+move 60 for the first: tables of many tokens feel it. Tensors of one size share a launch and a table of addresses.
 """
 
 from __future__ import annotations
@@ -32,6 +33,22 @@ def momentum_directions(
                 table, len(m), size, float(beta), **types, BLOCK=BLOCK, num_warps=8
             )
     return directions
+
+
+def adam_directions(
+    means: Sequence[Tensor], squares: Sequence[Tensor], gradients: Sequence[Tensor], betas: tuple[float, float],
+    eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """The fused twin of the reference."""
+    updates = [torch.empty_like(m) for m in means]
+    for m, v, g, u in _alike(means, squares, gradients, updates):
+        table, size = addresses(m, [t.data_ptr() for t in (*v, *g, *u)]), m[0].numel()
+        with device_guard(m[0]):
+            kernels.adam_kernel[(cdiv(size, BLOCK), len(m))](
+                table, len(m), size, float(betas[0]), float(betas[1]), float(eps),
+                M=_TYPES[m[0].dtype], G=_TYPES[g[0].dtype], BLOCK=BLOCK, num_warps=8,
+            )  # fmt: skip
+    return updates
 
 
 def cautious_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:

@@ -16,6 +16,20 @@ def momentum_directions(
     return [direction.to(dtype) for direction in torch._foreach_lerp(list(gradients), list(momenta), beta)]
 
 
+def adam_directions(
+    means: Sequence[Tensor], squares: Sequence[Tensor], gradients: Sequence[Tensor], betas: tuple[float, float],
+    eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """m ← β₁m + (1−β₁)g and v ← β₂v + (1−β₂)g² in place; returns m/(√v + eps)."""
+    means, squares, gradients = list(means), list(squares), list(gradients)
+    torch._foreach_lerp_(means, gradients, 1 - betas[0])
+    torch._foreach_mul_(squares, betas[1])
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - betas[1])
+    scales = torch._foreach_sqrt(squares)
+    torch._foreach_add_(scales, eps)
+    return list(torch._foreach_div(means, scales))
+
+
 def cautious_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
     """x ← x − rate·u − decay·1[u⊙x ≥ 0]⊙x in place, the mask taken before the weight moves (arXiv 2510.12402)."""
     weights = list(weights)
