@@ -11,6 +11,7 @@ matrix: for heads of 128, five and a half times as much as v.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,44 +25,20 @@ from residua.ops.delta_rule import launch
 from residua.ops.delta_rule.reference import PerChannel, check_shapes, in_chunks, initial_state
 
 
-def gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The fused twin of `reference.gated_delta`."""
-    check_shapes(q, k, v, g, beta, per_channel=False)
-    return _apply(q, k, v, g, beta, segments, state)
-
-
-def kimi_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The fused twin of `reference.kimi_delta`."""
-    check_shapes(q, k, v, g, beta, per_channel=True)
-    return _apply(q, k, v, g, beta, segments, state)
-
-
-def _apply(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def delta_rule(
+    per_channel: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
+    segments: Tensor | None = None, state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The fused twin of `reference.gated_delta`, or `per_channel` of `reference.kimi_delta`."""
+    check_shapes(q, k, v, g, beta, per_channel=per_channel)
     first = None if segments is None else begins(v, segments).to(torch.uint8)
     inputs = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     o, last = _delta(*inputs, first, keep)
     return o, last
+
+
+gated_delta, kimi_delta = partial(delta_rule, False), partial(delta_rule, True)
 
 
 def step(
@@ -105,21 +82,6 @@ class _Delta(torch.autograd.Function):
 _delta = opaque(_Delta)
 
 
-def kimi_delta_by_products(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`reference.kimi_delta` with fused products of decayed keys and queries, in float32."""
-    check_shapes(q, k, v, g, beta, per_channel=True)
-    return in_chunks(_FusedPerChannel, q, k, v, g, beta, segments, state)
-
-
 def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     of_keys, of_queries = launch.products(k.contiguous(), q.contiguous(), total.contiguous())
     return of_keys, of_queries
@@ -127,6 +89,15 @@ def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tens
 
 class _FusedPerChannel(PerChannel):
     products = staticmethod(_decayed_products)
+
+
+def kimi_delta_by_products(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
+    segments: Tensor | None = None, state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`reference.kimi_delta` with fused products of decayed keys and queries, in float32."""
+    check_shapes(q, k, v, g, beta, per_channel=True)
+    return in_chunks(_FusedPerChannel, q, k, v, g, beta, segments, state)
 
 
 def _save_products(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
