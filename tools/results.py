@@ -43,6 +43,7 @@ from typing import Any
 from residua.config.settings import ConfigError
 from residua.reading import counted
 from residua.report import Column, Value, plain
+from residua.report.tables import markdown_table
 from residua.reproduce.comparison import claims_table
 from residua.reproduce.entry import Order
 from residua.reproduce.existing_study import NOT_THERE, share
@@ -54,7 +55,7 @@ from residua.study.records import Inspection, Peaks, both, read_run
 from residua.study.results import StudyResult, VariantResult
 from residua.study.results_file import FORMAT, SavedRun, SavedStudy
 from residua.study.statistics import count, mean
-from residua.study.tables import cells, columns, joint_table, markdown_table, markdown_tables, peak_table
+from residua.study.tables import cells, columns, joint_table, markdown_tables, peak_table
 from residua.study.verdicts import comparisons_sentence, validation_sentence
 
 sys.path.append(str(Path(__file__).parent))
@@ -287,7 +288,7 @@ def _peaks(variants: str, name: str, studies: Studies, results: Results, up: str
     if table is None:
         return []
     drawn = f"![{name}: peak |h| while training]({up}docs/img/{name}-peaks.svg)"
-    return [drawn, "", *markdown_table(table.columns, table.rows)]
+    return [drawn, "", *table.markdown()]
 
 
 def _ladder(other: str, name: str, studies: Studies, results: Results, up: str) -> list[str]:
@@ -357,7 +358,7 @@ def _over(others: str, name: str, studies: Studies, results: Results, up: str) -
     table = joint_table(result)
     if table is None:
         return ["No law of sizes and budgets can be fitted yet: a size lacks runs of the baseline."]
-    return [*markdown_table(table.columns, table.rows), "", plain.markdown(table.look_for)]
+    return [*table.markdown(), "", plain.markdown(table.look_for)]
 
 
 def _pictures(root: Path, text: str, studies: Studies, results: Results) -> dict[Path, str]:

@@ -1,17 +1,89 @@
-"""Tables that fit a narrow terminal: cells break into lines, or rows become paragraphs, and nothing is cut off."""
+"""Tables as data, which a page, Markdown and a terminal show.
+
+On a narrow terminal columns are dropped, cells break into lines, or rows become paragraphs: nothing is cut off.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from textwrap import indent
+from typing import Literal, NamedTuple
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from residua.report import plain
+from residua.report.elements import Column, Value
+
 Cells = list[list[str]]
 _UNBOUNDED = 10_000
+
+
+class DataTable(NamedTuple):
+    """Columns and rows; `look_for` says what is healthy, for the page."""
+
+    title: str
+    columns: list[Column]
+    rows: list[list[Value]]
+    look_for: str = ""
+
+    @classmethod
+    def of(cls, title: str, look_for: str, *columns: tuple[Column, Iterable[Value]]) -> DataTable | None:
+        """A table from its columns, each with its cells; None if they are empty."""
+        rows = [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
+        return cls(title, [column for column, _ in columns], rows, look_for) if rows else None
+
+    def without(self, titles: Sequence[str]) -> DataTable:
+        """The table without the columns of these titles."""
+        kept = [index for index, column in enumerate(self.columns) if column.title not in titles]
+        rows = [[row[index] for index in kept] for row in self.rows]
+        return self._replace(columns=[self.columns[index] for index in kept], rows=rows)
+
+    def markdown(self) -> list[str]:
+        """Its lines in Markdown, without the title."""
+        return markdown_table(self.columns, self.rows)
+
+    def print(self, console: Console, spared: Sequence[str] = ()) -> None:
+        """Print it, without the first few of the `spared` columns where it does not fit; else cells wrap at spaces."""
+        unbounded = console.options.update(width=_UNBOUNDED)
+        for dropped in range(len(spared) + 1):
+            table = self.without(spared[:dropped])
+            cells = [[_head(column.title) for column in table.columns]]
+            cells += ([cell.joined("\n") for cell in row] for row in table.rows)
+            drawn = _drawn(table, cells)
+            excess = Measurement.get(console, unbounded, drawn).maximum - console.width
+            if excess <= 0:
+                break
+        else:
+            drawn = _drawn(table, *narrowed(cells, [column.numeric for column in table.columns], excess))
+        console.print(drawn)
+
+
+def _head(title: str) -> str:
+    """A long title in two lines."""
+    return title.replace(" ", "\n", 1) if len(title) > 14 else title
+
+
+def _drawn(of: DataTable, cells: Cells, widths: Sequence[int] | None = None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=of.title, title_justify="left", title_style="bold")
+    for index, column in enumerate(of.columns):
+        justify: Literal["left", "right"] = "right" if column.numeric else "left"
+        width = None if widths is None else widths[index]
+        table.add_column(cells[0][index], justify=justify, no_wrap=widths is None, overflow="fold", width=width)
+    for row in cells[1:]:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:
+    """A table as lines of Markdown."""
+    head = "| " + " | ".join(plain.markdown(column.title) for column in columns) + " |"
+    rule = "|" + "|".join("---:" if column.numeric else "---" for column in columns) + "|"
+    return [head, rule, *("| " + " | ".join(plain.markdown(cell.joined()) for cell in row) + " |" for row in rows)]
 
 
 class FittingTable(Table):

@@ -36,7 +36,7 @@ def new_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
     """
     from rich import box
 
-    from residua.report.fitting import FittingTable
+    from residua.report.tables import FittingTable
 
     table = FittingTable(header_style="bold", box=box.SIMPLE_HEAD)
     for title in names:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from residua.report import Column, Link, Page, Value, plain
+from residua.report.tables import markdown_table
 from residua.reproduce.claims import BAND, Measured, Verdict, verdicts
 from residua.reproduce.entry import DOCUMENTS, Inside, Study, printed_place
 from residua.reproduce.measures import MEASURES
 from residua.study.measurements import SIDE_BY_SIDE
 from residua.study.results import StudyResult
 from residua.study.statistics import estimate
-from residua.study.tables import NONE, markdown_table
+from residua.study.tables import NONE
 
 LOOK_FOR = (
     "Look at the verdicts, not at the absolute values: another text and another size give other losses, so claims are "

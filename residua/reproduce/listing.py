@@ -9,12 +9,13 @@ from rich.text import Text
 
 from residua.reading import counted
 from residua.report import Column, Value
+from residua.report.tables import markdown_table
 from residua.reproduce.entry import DOCUMENTS, Inside, Nothing, Study, load, names
 from residua.reproduce.request import Cost, estimated_cost
 from residua.reproduce.run_entry import duration, training_rate
 from residua.reproduce.scale import sentence
 from residua.study.statistics import count
-from residua.study.tables import NONE, markdown_table
+from residua.study.tables import NONE
 
 KINDS = {"study": "study", "inside": "inside a model", "none": "no"}
 NEEDS_MODELS = "--run FOLDER"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from residua.files import write_atomically
 from residua.report import Cell, Column, Link, Page, Picture, Section, Series, Sorted, theme
 from residua.report.figures import height_of
+from residua.report.tables import DataTable
 from residua.study import figures, tables, verdicts
 from residua.study.config import StudyConfig
 from residua.study.figures import SECONDS, TOKENS, Records
@@ -20,7 +21,7 @@ from residua.study.records import RunRecord
 from residua.study.results import LadderResult, RunResult, StudyResult, compute_points
 from residua.study.results_file import NOWHERE, SavedStudy
 from residua.study.statistics import count
-from residua.study.tables import NONE, StudyTable
+from residua.study.tables import NONE
 from residua.study.verdicts import at_size, verdict
 from residua.train.telemetry_curves import said
 
@@ -124,8 +125,7 @@ def study_page(
         _telemetry(page, result, records[size], size)
     for size in result.sizes:
         _side_tables(page, result, size)
-    if result.scaling:
-        _scaling(page, result)
+    _scaling(page, result)
     _inside(page, records[result.sizes[-1]])
     _runs(page, result, out)
     _file(page, study)
@@ -256,28 +256,26 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
 
 
 def _race(page: Page, result: StudyResult, records: Records, size: str) -> None:
-    if (table := tables.race_table(result, size)) is None:
-        return
-    section = page.section(f"{table.title.capitalize()}{at_size(size, result)}", table.look_for)
-    if (drawn := figures.race_curves(result, records, size)) is not None:
-        section.figure(
-            drawn, "Tokens × the seconds of a step timed alone; mean over runs. The dashed line is the target."
-        )
-    section.table(table.columns, _coloured(table, result))
+    caption = "Tokens × the seconds of a step timed alone; mean over runs. The dashed line is the target."
+    if (table := tables.race_table(result, size)) is not None:
+        drawn = figures.race_curves(result, records, size)
+        _side_table(page, result, table, at_size(size, result), drawn, caption)
 
 
 def _over_sizes(page: Page, result: StudyResult) -> None:
-    if (table := tables.joint_table(result)) is None:
-        return
-    section = page.section("Over sizes", table.look_for)
-    if (drawn := figures.gains_over_compute(result)) is not None:
-        level = f"{result.confidence * 100:g} %"
-        section.figure(
-            drawn,
-            f"Bands are {level} intervals, before correction. Dashed: the trend of each variant's gains, whose band "
-            "opens to the interval at ten times the largest run.",
-        )
-    section.table(table.columns, _coloured(table, result))
+    caption = (
+        f"Bands are {result.confidence * 100:g} % intervals, before correction. Dashed: the trend of each variant's "
+        "gains, whose band opens to the interval at ten times the largest run."
+    )
+    if (table := tables.joint_table(result)) is not None:
+        _side_table(page, result, table, figure=figures.gains_over_compute(result), caption=caption)
+
+
+def _scaling(page: Page, result: StudyResult) -> None:
+    points = compute_points(result.runs, result.variants)
+    if (table := tables.scaling_table(result)) is not None:
+        drawn = figures.scaling_figure(points, result.scaling, list(figures.places(result)))
+        _side_table(page, result, table, figure=drawn, caption=_not_drawn(result, points).strip())
 
 
 def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
@@ -346,24 +344,21 @@ def _side_tables(page: Page, result: StudyResult, size: str) -> None:
         )
 
 
-def _side_table(page: Page, result: StudyResult, table: StudyTable, suffix: str = "") -> Section:
+def _side_table(
+    page: Page, result: StudyResult, table: DataTable, suffix: str = "", figure: Figure | None = None, caption: str = ""
+) -> Section:
+    """A section with a figure, if there is one, and the table."""
     section = page.section(f"{table.title.capitalize()}{suffix}", table.look_for)
+    if figure is not None:
+        section.figure(figure, caption)
     section.table(table.columns, _coloured(table, result))
     return section
 
 
-def _coloured(table: StudyTable, result: StudyResult) -> list[list[Cell]]:
+def _coloured(table: DataTable, result: StudyResult) -> list[list[Cell]]:
     """The rows with their variants, which the first column names, in their colours."""
     place = figures.places(result)
     return [[Series(row[0].main, theme.colour(place[row[0].main])), *row[1:]] for row in table.rows]
-
-
-def _scaling(page: Page, result: StudyResult) -> None:
-    table, points = tables.scaling_table(result), compute_points(result.runs, result.variants)
-    section = page.section(table.title.capitalize(), table.look_for)
-    drawn = figures.scaling_figure(points, result.scaling, list(figures.places(result)))
-    section.figure(drawn, _not_drawn(result, points).strip())
-    section.table(table.columns, _coloured(table, result))
 
 
 def _inside(page: Page, records: Records) -> None:

@@ -6,25 +6,20 @@ measured: accuracies on tasks, outliers of trained models and while training, lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from residua.report import Column, Value, plain
-from residua.report.fitting import Cells, narrowed
+from residua.report.tables import DataTable
 from residua.study.gains import loses, pays, speed_is_shown
-from residua.study.records import EARLY, HALF, Peaks, change
+from residua.study.records import EARLY, HALF, change
 from residua.study.results import (
     MEAN,
     PROJECTED,
-    ProjectedGain,
-    ScalingResult,
     SourceMeans,
     StudyResult,
     TaskMeans,
@@ -41,15 +36,6 @@ PAYS, STEPWISE, EQUIVALENT, TEXT_ERROR = "pays", "step-wise gain", "equivalent t
 LOW_PRECISION, RATES, PEAKS = "low precision", "learning rates", "peaks while training"
 RACE = "race to a loss of "
 SPARED = ("training loss", "bits/byte", "memory", "parameters")  # columns that a narrow terminal drops, in this order
-
-
-class StudyTable(NamedTuple):
-    """Columns and rows; `look_for` says what is healthy, for the page."""
-
-    title: str
-    columns: list[Column]
-    rows: list[list[Value]]
-    look_for: str = ""
 
 
 class _MainColumn(NamedTuple):
@@ -121,11 +107,11 @@ def cells(row: VariantResult, result: StudyResult) -> list[Value]:
     return [each.baseline if is_baseline and each.baseline else each.cell(row) for each in _main_columns(result)]
 
 
-def study_tables(result: StudyResult) -> list[StudyTable]:
+def study_tables(result: StudyResult) -> list[DataTable]:
     """Every table: the main one and the side tables of each size, and the fits over sizes."""
     several = len(result.sizes) > 1
     shown = [
-        StudyTable(f"size {size}" * several, columns(result), [cells(row, result) for row in result.rows(size)])
+        DataTable(f"size {size}" * several, columns(result), [cells(row, result) for row in result.rows(size)])
         for size in result.sizes
     ]
     low = [(size, table) for size in result.sizes if (table := precision_table(result, size)) is not None]
@@ -134,48 +120,37 @@ def study_tables(result: StudyResult) -> list[StudyTable]:
         table._replace(title=f"{table.title}, size {size}" if several else table.title)
         for size, table in (*low, *beside)
     ]
-    over_sizes = (joint_table(result), scaling_table(result) if result.scaling else None)
+    over_sizes = (joint_table(result), scaling_table(result))
     return [*shown, *(table for table in over_sizes if table is not None)]
 
 
-def side_tables(result: StudyResult, size: str) -> list[StudyTable]:
+def side_tables(result: StudyResult, size: str) -> list[DataTable]:
     """The tables that there are numbers for, but for low precision, which has a section of its own."""
     makers = (race_table, _sources, _tasks, _low_tasks, _outliers, peak_table, _rates)
     return [table for make in makers if (table := make(result, size)) is not None]
 
 
-def precision_table(result: StudyResult, size: str) -> StudyTable | None:
+def precision_table(result: StudyResult, size: str) -> DataTable | None:
     """Outliers, and the loss with every recipe; None if no model was quantized."""
     measured = [(row.name, row.low_precision) for row in result.rows(size) if row.low_precision is not None]
     if not measured:
         return None
-    recipes = list(measured[0][1].losses)
-    heads = [
-        VARIANT,
-        Column("peak activation", "the largest value that any sublayer reads; mean over seeds"),
-        Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
-        Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU), on the part of the "
-               "validation text that runs are validated on while they train"),
-        *(Column(recipe, f"loss after {_describe_recipe(recipe)}, and the increase over high precision")
-          for recipe in recipes),
-    ]  # fmt: skip
-    rows = [
-        [
-            Value(name),
-            Value(f"{low.peak_activation:.4g}"),
-            Value(f"{low.sink_ratio:.4g}"),
-            _loss(low.loss),
-            *(_quantized(low.losses[recipe], low.costs[recipe]) for recipe in low.losses),
-        ]
-        for name, low in measured
-    ]
-    return StudyTable(
+    lows = [low for _, low in measured]
+    return DataTable.of(
         LOW_PRECISION,
-        heads,
-        rows,
         "The loss that low precision adds to each trained model. Healthy: little, with or without SmoothQuant. A large "
         "peak or sink ratio means outliers, which leave fewer levels for all other values.",
-    )
+        _named(name for name, _ in measured),
+        (Column("peak activation", "the largest value that any sublayer reads; mean over seeds"),
+         [Value(f"{low.peak_activation:.4g}") for low in lows]),
+        (Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
+         [Value(f"{low.sink_ratio:.4g}") for low in lows]),
+        (Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU), on the part of the "
+                "validation text that runs are validated on while they train"),
+         [_loss(low.loss) for low in lows]),
+        *((Column(recipe, f"loss after {_describe_recipe(recipe)}, and the increase over high precision"),
+           [_quantized(low.losses[recipe], low.costs[recipe]) for low in lows]) for recipe in lows[0].losses),
+    )  # fmt: skip
 
 
 def _describe_recipe(name: str) -> str:
@@ -191,34 +166,30 @@ def _quantized(loss: Interval | None, cost: Interval | None, missing: str = "not
     return Value(f"{loss.value:.4f}", f"({cost.value:+.4f}{'' if cost.error is None else f' ± {cost.error:.4f}'})")
 
 
-def joint_table(result: StudyResult) -> StudyTable | None:
+def joint_table(result: StudyResult) -> DataTable | None:
     """Equivalent tokens at every size, and projected beyond the largest; None without a law of sizes and budgets."""
     if result.joint is None:
         return None
     level = f"{result.confidence * 100:g} % intervals after Holm's correction for the variants compared"
     tenfold = f"at {PROJECTED:g}× the compute"
-    heads = [
-        VARIANT,
-        *(Column(Path(size).stem, f"{EQUIVALENT} at this size, from the law of all sizes, with {level}")
-          for size in result.sizes),
-        Column("per tenfold compute", "the factor by which the gain changes with each tenfold compute, at the same "
-               "tokens per parameter; below 1 it shrinks"),
-        Column(tenfold, f"the gain at {PROJECTED:g} times the compute of the largest run, if that trend continues, "
-               f"with {level}"),
-        Column(f"per second {tenfold}", "the same × throughput at the largest size, which is not projected"),
-    ]  # fmt: skip
-    projected = {gain.name: gain for gain in result.projected}
     names = [name for name in dict.fromkeys(row.name for row in result.variants) if name != result.baseline]
-    at = {(row.name, row.size): row for row in result.variants}
-    rows = [
-        [
-            Value(name),
-            *(_sized(at.get((name, size))) for size in result.sizes),
-            *([Value(NONE)] * 3 if name not in projected else _projected(projected[name])),
-        ]
-        for name in names
-    ]
-    return StudyTable("over sizes", heads, rows, joint_sentence(result))
+    at, by_name = {(row.name, row.size): row for row in result.variants}, {gain.name: gain for gain in result.projected}
+    gains = [by_name.get(name) for name in names]
+    return DataTable.of(
+        "over sizes",
+        joint_sentence(result),
+        _named(names),
+        *((Column(Path(size).stem, f"{EQUIVALENT} at this size, from the law of all sizes, with {level}"),
+           [_sized(at.get((name, size))) for name in names]) for size in result.sizes),
+        (Column("per tenfold compute", "the factor by which the gain changes with each tenfold compute, at the same "
+                "tokens per parameter; below 1 it shrinks"),
+         [_ratio(None if gain is None else gain.trend) for gain in gains]),
+        (Column(tenfold, f"the gain at {PROJECTED:g} times the compute of the largest run, if that trend continues, "
+                f"with {level}"),
+         [_ratio(None if gain is None else gain.corrected or gain.tokens) for gain in gains]),
+        (Column(f"per second {tenfold}", "the same × throughput at the largest size, which is not projected"),
+         [_ratio(None if gain is None else gain.seconds_corrected or gain.seconds) for gain in gains]),
+    )  # fmt: skip
 
 
 def _sized(row: VariantResult | None) -> Value:
@@ -227,86 +198,69 @@ def _sized(row: VariantResult | None) -> Value:
     return _ratio(row.equivalent_corrected or row.equivalent_tokens, "*" * row.extrapolated)
 
 
-def _projected(gain: ProjectedGain) -> list[Value]:
-    return [_ratio(gain.trend), _ratio(gain.corrected or gain.tokens), _ratio(gain.seconds_corrected or gain.seconds)]
-
-
-def scaling_table(result: StudyResult) -> StudyTable:
-    """The fits of loss over compute."""
-    heads = [
-        VARIANT,
-        Column("L = A·C^−α", "least-squares fit of ln L on ln C over all runs; C in training FLOPs"),
-        Column("α", "how fast loss falls with compute"),
-        Column("fitted loss", "the fit at the baseline's largest compute"),
-        Column(f"compute advantage [{result.confidence * 100:g} %]",
-               "baseline's compute for that loss / ours. Above 1 saves compute"),
-    ]  # fmt: skip
-    return StudyTable(
+def scaling_table(result: StudyResult) -> DataTable | None:
+    """The fits of loss over compute; None if there are none."""
+    fits = result.scaling
+    return DataTable.of(
         "compute scaling",
-        heads,
-        [_scaling_cells(row, row.name == result.baseline) for row in result.scaling],
         "If two lines are parallel, the advantage holds as models grow; if they meet, it disappears. Two sizes always "
         "lie on a line: trust a fit over three or more.",
-    )
+        (VARIANT, [Value(fit.name, "(baseline)" * (fit.name == result.baseline)) for fit in fits]),
+        (Column("L = A·C^−α", "least-squares fit of ln L on ln C over all runs; C in training FLOPs"),
+         [Value(f"{fit.scale:.4g}·C^−{fit.exponent:.4f}") for fit in fits]),
+        (Column("α", "how fast loss falls with compute"), [Value(f"{fit.exponent:.4f}") for fit in fits]),
+        (Column("fitted loss", "the fit at the baseline's largest compute"),
+         [Value(f"{fit.scale * fit.at_compute**-fit.exponent:.4f}") for fit in fits]),
+        (Column(f"compute advantage [{result.confidence * 100:g} %]",
+                "baseline's compute for that loss / ours. Above 1 saves compute"),
+         [_ratio(None if fit.name == result.baseline else fit.advantage) for fit in fits]),
+    )  # fmt: skip
 
 
-def _scaling_cells(row: ScalingResult, is_baseline: bool) -> list[Value]:
-    return [
-        Value(row.name, "(baseline)" if is_baseline else ""),
-        Value(f"{row.scale:.4g}·C^−{row.exponent:.4f}"),
-        Value(f"{row.exponent:.4f}"),
-        Value(f"{row.scale * row.at_compute**-row.exponent:.4f}"),
-        Value(NONE) if is_baseline else _ratio(row.advantage),
-    ]
-
-
-def race_table(result: StudyResult, size: str) -> StudyTable | None:
+def race_table(result: StudyResult, size: str) -> DataTable | None:
     """Tokens and seconds to the target; None if the study has none."""
     if result.target is None:
         return None
-    level = f"{result.confidence * 100:g} %"
-    heads = [
-        VARIANT,
-        Column("reached", f"runs that reached a validation loss of {result.target:g} while they trained"),
-        Column("tokens", f"training tokens to that loss: geometric mean over runs, with its {level} interval"),
-        Column("seconds", "tokens × seconds of a step timed alone"),
-        Column(f"seconds / {result.baseline}'s", f"with its {level} interval; below 1 is faster"),
-        Column("p", "of Welch's one-sided t-test that it is faster, after Holm's correction for the variants compared; "
-               f"below {RACE_LEVEL:g} it is shown"),
-    ]  # fmt: skip
-    rows = []
-    for row in result.rows(size):
-        if (each := row.race) is not None:
-            tokens = Value(NONE) if each.tokens is None else Value(count(each.tokens.value), _ends(each.tokens))
-            seconds = Value(NONE if each.seconds is None else f"{each.seconds.value:,.4g} s")
-            p = Value(NONE if each.adjusted is None else f"{each.adjusted:.2g}", key=each.adjusted)
-            rows.append(
-                [Value(row.name), Value(f"{each.reached} of {each.runs}"), tokens, seconds, _ratio(each.ratio), p]
-            )
-    return StudyTable(f"{RACE}{result.target:g}", heads, rows, race_sentence(result, size))
+    level, rows = f"{result.confidence * 100:g} %", result.rows(size)
+    races = [row.race for row in rows if row.race is not None]
+    return DataTable.of(
+        f"{RACE}{result.target:g}",
+        race_sentence(result, size),
+        _named(row.name for row in rows if row.race is not None),
+        (Column("reached", f"runs that reached a validation loss of {result.target:g} while they trained"),
+         [Value(f"{race.reached} of {race.runs}") for race in races]),
+        (Column("tokens", f"training tokens to that loss: geometric mean over runs, with its {level} interval"),
+         [Value(NONE) if race.tokens is None else Value(count(race.tokens.value), _ends(race.tokens))
+          for race in races]),
+        (Column("seconds", "tokens × seconds of a step timed alone"),
+         [Value(NONE if race.seconds is None else f"{race.seconds.value:,.4g} s") for race in races]),
+        (Column(f"seconds / {result.baseline}'s", f"with its {level} interval; below 1 is faster"),
+         [_ratio(race.ratio) for race in races]),
+        (Column("p", "of Welch's one-sided t-test that it is faster, after Holm's correction for the variants "
+                f"compared; below {RACE_LEVEL:g} it is shown"),
+         [Value(NONE if race.adjusted is None else f"{race.adjusted:.2g}", key=race.adjusted) for race in races]),
+    )  # fmt: skip
 
 
 def _ends(tokens: Interval) -> str:
     return "" if tokens.low is None or tokens.high is None else f"[{count(tokens.low)}, {count(tokens.high)}]"
 
 
-def _sources(result: StudyResult, size: str) -> StudyTable | None:
+def _sources(result: StudyResult, size: str) -> DataTable | None:
     rows = [row for row in result.rows(size) if row.sources]
-    if not rows:
-        return None
-    names = dict.fromkeys(name for row in rows for name in row.sources)
-    heads = [
-        VARIANT,
-        *(Column(name, f"bits per byte on this source, mean over seeds, and the difference to {result.baseline} ± its "
-                 "standard error over seeds") for name in names),
-    ]  # fmt: skip
-    lines = [[Value(row.name), *(_bits(row.sources.get(name)) for name in names)] for row in rows]
-    return StudyTable(
+    meaning = (
+        f"bits per byte on this source, mean over seeds, and the difference to {result.baseline} ± its standard error "
+        "over seeds"
+    )
+    return DataTable.of(
         "bits per byte by source",
-        heads,
-        lines,
         "The last validation divided by the sources that the text names. Lower is better; a gain that one source alone "
         "carries may be one of that text.",
+        _named(row.name for row in rows),
+        *(
+            (Column(name, meaning), [_bits(row.sources.get(name)) for row in rows])
+            for name in dict.fromkeys(name for row in rows for name in row.sources)
+        ),
     )
 
 
@@ -316,62 +270,46 @@ def _bits(source: SourceMeans | None) -> Value:
     return _quantized(source.bits_per_byte, source.difference, missing="")
 
 
-def _tasks(result: StudyResult, size: str) -> StudyTable | None:
+def _tasks(result: StudyResult, size: str) -> DataTable | None:
     rows = [row for row in result.rows(size) if row.tasks]
     if not rows:
         return None
     level = f"{result.confidence * 100:g} %"
-    first, *others = dict.fromkeys(name for row in rows for name in row.tasks)
-    heads = [
-        VARIANT,
-        _task_column(first, rows),
-        Column(f"Δ {first} [{level}]", f"less that of {result.baseline}, in points, paired by seed, with its {level} "
-               "Student-t interval. If it contains 0, no difference was shown"),
-        *(_task_column(name, rows) for name in others),
-    ]  # fmt: skip
-    lines = [
-        [
-            Value(row.name),
-            _accuracy(row.tasks.get(first)),
-            _points(row.tasks.get(first), row.name == result.baseline),
-            *(_accuracy(row.tasks.get(name)) for name in others),
-        ]
-        for row in rows
-    ]
-    return StudyTable(
+    first, *others = (
+        (_task_column(name, rows), [_accuracy(row.tasks.get(name)) for row in rows])
+        for name in dict.fromkeys(name for row in rows for name in row.tasks)
+    )
+    name = first[0].title
+    difference = Column(
+        f"Δ {name} [{level}]",
+        f"less that of {result.baseline}, in points, paired by seed, with its {level} Student-t interval. If it "
+        "contains 0, no difference was shown",
+    )
+    return DataTable.of(
         "tasks",
-        heads,
-        lines,
         "Accuracy in %, as residua eval measures it: higher is better. Small models are near guessing on hard tasks; "
         "differences there say nothing.",
+        _named(row.name for row in rows),
+        first,
+        (difference, [_points(row.tasks.get(name), row.name == result.baseline) for row in rows]),
+        *others,
     )
 
 
-def _low_tasks(result: StudyResult, size: str) -> StudyTable | None:
-    rows = [row for row in result.rows(size) if row.low_tasks]
-    if not rows:
-        return None
-    level, heads = f"{result.confidence * 100:g} %", [VARIANT]
-    recipes = list(dict.fromkeys(recipe for row in rows for recipe in row.low_tasks))
-    for recipe in recipes:
-        heads += [
-            Column(recipe, f"mean over all tasks in % after {recipe}: mean over seeds ± standard error"),
-            Column(f"Δ {recipe} [{level}]", "less that of the same models in high precision, in points, with its "
-                   f"{level} Student-t interval. If it contains 0, no change was shown"),
+def _low_tasks(result: StudyResult, size: str) -> DataTable | None:
+    rows, level = [row for row in result.rows(size) if row.low_tasks], f"{result.confidence * 100:g} %"
+    columns = [_named(row.name for row in rows)]
+    for recipe in dict.fromkeys(recipe for row in rows for recipe in row.low_tasks):
+        means = [row.low_tasks.get(recipe) for row in rows]
+        columns += [
+            (Column(recipe, f"mean over all tasks in % after {recipe}: mean over seeds ± standard error"),
+             [Value(NONE) if low is None else _share(low.accuracy) for low in means]),
+            (Column(f"Δ {recipe} [{level}]", "less that of the same models in high precision, in points, with its "
+                    f"{level} Student-t interval. If it contains 0, no change was shown"),
+             [Value(NONE) if low is None else _change(low.change) for low in means]),
         ]  # fmt: skip
-    lines = []
-    for row in rows:
-        line = [Value(row.name)]
-        for recipe in recipes:
-            low = row.low_tasks.get(recipe)
-            line += [Value(NONE)] * 2 if low is None else [_share(low.accuracy), _change(low.change)]
-        lines.append(line)
-    return StudyTable(
-        "tasks in low precision",
-        heads,
-        lines,
-        "The tasks' mean accuracy after quantization, in %. The changes are paired with the same models.",
-    )
+    look_for = "The tasks' mean accuracy after quantization, in %. The changes are paired with the same models."
+    return DataTable.of("tasks in low precision", look_for, *columns)
 
 
 def _task_column(name: str, rows: Sequence[VariantResult]) -> Column:
@@ -404,30 +342,24 @@ def _change(difference: Interval) -> Value:
     return Value(shown, f"[{100 * difference.low:+.2f}, {100 * difference.high:+.2f}]", difference.value)
 
 
-def _outliers(result: StudyResult, size: str) -> StudyTable | None:
+def _outliers(result: StudyResult, size: str) -> DataTable | None:
     measured = [(row.name, row.outliers) for row in result.rows(size) if row.outliers is not None]
-    if not measured:
-        return None
-    uniform = next((each.uniform_attention for _, each in measured if each.uniform_attention is not None), None)
+    outliers = [each for _, each in measured]
+    uniform = next((each.uniform_attention for each in outliers if each.uniform_attention is not None), None)
     floor = "" if uniform is None else f"; uniform attention would give {uniform:.4f}"
-    heads = [
-        VARIANT,
-        Column("peak activation", "the largest |h| that any sublayer reads on the validation text: mean over seeds ± "
-               "standard error"),
-        Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
-        Column("attention sink", f"mean attention to the first token, over softmax layers{floor}"),
-    ]  # fmt: skip
-    rows = [
-        [Value(name), _short(each.peak_activation), _short(each.sink_ratio), _short(each.attention_sink)]
-        for name, each in measured
-    ]
-    return StudyTable(
+    return DataTable.of(
         "outliers",
-        heads,
-        rows,
         "Activations of the trained models, after the last step. Large peaks and sink ratios cost in low precision; "
         "much attention on the first token means that heads have nothing to look at.",
-    )
+        _named(name for name, _ in measured),
+        (Column("peak activation", "the largest |h| that any sublayer reads on the validation text: mean over seeds ± "
+                "standard error"),
+         [_short(each.peak_activation) for each in outliers]),
+        (Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
+         [_short(each.sink_ratio) for each in outliers]),
+        (Column("attention sink", f"mean attention to the first token, over softmax layers{floor}"),
+         [_short(each.attention_sink) for each in outliers]),
+    )  # fmt: skip
 
 
 def _short(value: Interval | None) -> Value:
@@ -436,34 +368,34 @@ def _short(value: Interval | None) -> Value:
     return Value(f"{value.value:.4g}", "(n=1)" if value.error is None else f"± {value.error:.2g}", value.value)
 
 
-def peak_table(result: StudyResult, size: str, variants: Sequence[str] = ()) -> StudyTable | None:
+def peak_table(result: StudyResult, size: str, variants: Sequence[str] = ()) -> DataTable | None:
     """How peaks grew, of all variants or some: None if telemetry measured none."""
-    rows = []
-    for row in result.rows(size):
-        peaks = [run.peaks for run in result.complete(size, row.name) if run.peaks is not None]
-        if peaks and (not variants or row.name in variants):
-            rows.append([Value(row.name), *_peak_cells(peaks, result.confidence)])
-    if not rows:
-        return None
+    peaks = {
+        row.name: [run.peaks for run in result.complete(size, row.name) if run.peaks is not None]
+        for row in result.rows(size)
+        if not variants or row.name in variants
+    }
+    peaks = {name: runs for name, runs in peaks.items() if runs}
+    early, half, last = ([[run.at(share) for run in runs] for runs in peaks.values()] for share in (EARLY, HALF, 1.0))
+
+    def growth(since: list[list[float | None]]) -> list[Value]:
+        pairs = (zip(*both, strict=True) for both in zip(since, last, strict=True))
+        return [_factor([change(*pair) for pair in of_seeds], result.confidence) for of_seeds in pairs]
+
     level = f"{result.confidence * 100:g} %"
     over = "geometric mean over seeds, the smallest and the largest"
-    heads = [
-        VARIANT,
-        Column(f"at {EARLY:.0%}", f"the largest |h| that a sublayer reads when a tenth of the steps was done: {over}"),
-        Column(f"at {HALF:.0%}", f"the same at half of the steps: {over}"),
-        Column("at the end", f"the same after the last step: {over}"),
-        Column(f"growth [{level}]", f"at the end / at {EARLY:.0%}, paired by seed, with its {level} Student-t interval "
-               "of logarithms"),
-        Column(f"second half [{level}]", f"at the end / at {HALF:.0%}, likewise"),
-    ]  # fmt: skip
-    look_for = "The largest |h| of any layer, on the same few tokens every time. Healthy: peaks that level off."
-    return StudyTable(PEAKS, heads, rows, look_for)
-
-
-def _peak_cells(runs: Sequence[Peaks], level: float) -> list[Value]:
-    early, half, last = ([run.at(share) for run in runs] for share in (EARLY, HALF, 1.0))
-    growths = ([change(*pair) for pair in zip(before, last, strict=True)] for before in (early, half))
-    return [*map(_over_seeds, (early, half, last)), *(_factor(growth, level) for growth in growths)]
+    return DataTable.of(
+        PEAKS,
+        "The largest |h| of any layer, on the same few tokens every time. Healthy: peaks that level off.",
+        _named(peaks),
+        (Column(f"at {EARLY:.0%}", f"the largest |h| that a sublayer reads when a tenth of the steps was done: {over}"),
+         map(_over_seeds, early)),
+        (Column(f"at {HALF:.0%}", f"the same at half of the steps: {over}"), map(_over_seeds, half)),
+        (Column("at the end", f"the same after the last step: {over}"), map(_over_seeds, last)),
+        (Column(f"growth [{level}]", f"at the end / at {EARLY:.0%}, paired by seed, with its {level} Student-t "
+                "interval of logarithms"), growth(early)),
+        (Column(f"second half [{level}]", f"at the end / at {HALF:.0%}, likewise"), growth(half)),
+    )  # fmt: skip
 
 
 def _over_seeds(values: Sequence[float | None]) -> Value:
@@ -489,30 +421,32 @@ def _factor(values: Sequence[float | None], level: float) -> Value:
     return Value(f"{ratio.value:.3g}×", ends, ratio.value)
 
 
-def _rates(result: StudyResult, size: str) -> StudyTable | None:
+def _rates(result: StudyResult, size: str) -> DataTable | None:
     rates = [rate for rate in result.tuning if rate.size == size]
     if not rates:
         return None
-    factors = sorted({trial.factor for rate in rates for trial in rate.trials if not rate.law})
-    heads = [
-        VARIANT,
-        *(Column(f"{factor:g}× lr", "validation loss after the short run with this multiple") for factor in factors),
-        Column("chosen", "the multiple of all the variant's runs, and the learning rate that it comes to"),
+    tried = [
+        {trial.factor: "failed" if trial.loss is None else f"{trial.loss:.4f}" for trial in rate.trials}
+        for rate in rates
     ]
-    rows = []
-    for rate in rates:
-        tried = {trial.factor: "failed" if trial.loss is None else f"{trial.loss:.4f}" for trial in rate.trials}
-        chosen = Value(f"{rate.chosen:.3g}×", f"({rate.best.rate:g})", rate.chosen)
-        rows.append([Value(rate.variant), *(Value(tried.get(factor, NONE)) for factor in factors), chosen])
-    return StudyTable(
+    return DataTable.of(
         RATES,
-        heads,
-        rows,
         "Rates of this size were not searched: they follow the law of the smaller ones."
         if rates[0].law
         else f"Each variant's rate was chosen on runs of {rates[0].steps} steps with seed {rates[0].seed}, which no "
         "other run has, and then fixed. A choice at either end of the list was perhaps not searched far enough.",
-    )
+        _named(rate.variant for rate in rates),
+        *((Column(f"{factor:g}× lr", "validation loss after the short run with this multiple"),
+           [Value(losses.get(factor, NONE)) for losses in tried])
+          for factor in sorted({trial.factor for rate in rates for trial in rate.trials if not rate.law})),
+        (Column("chosen", "the multiple of all the variant's runs, and the learning rate that it comes to"),
+         [Value(f"{rate.chosen:.3g}×", f"({rate.best.rate:g})", rate.chosen) for rate in rates]),
+    )  # fmt: skip
+
+
+def _named(variants: Iterable[str]) -> tuple[Column, list[Value]]:
+    """The first column of a side table."""
+    return VARIANT, [Value(name) for name in variants]
 
 
 def _loss(value: Interval | None, seeds: int = 0) -> Value:
@@ -574,48 +508,15 @@ def _throughput(row: VariantResult, result: StudyResult) -> Value:
 
 
 def print_study(console: Console, result: StudyResult) -> None:
-    """Table, verdicts and warnings on a terminal."""
-    for table in study_tables(result):
-        console.print(_fitting(console, table))
-    for sentence in study_sentences(result):
-        console.print(Text(f"• {sentence}"))
-
-
-def _fitting(console: Console, table: StudyTable) -> Table:
-    """The table with as many columns as fit the terminal; on a narrow one, cells wrap at spaces.
+    """Table, verdicts and warnings on a terminal.
 
     With a ladder, the gain that it replaces can go too. What the correction makes of a gain is in its sentence as well.
     """
-    unbounded = console.options.update(width=10_000)
-    laddered = any(column.title == EQUIVALENT for column in table.columns)
-    without = [*SPARED, *([STEPWISE] if laddered else []), TEXT_ERROR, PAYS]
-    for dropped in range(len(without) + 1):
-        columns, cells_of = _kept(table, without[:dropped])
-        drawn = _drawn(table.title, columns, cells_of)
-        if (wide := Measurement.get(console, unbounded, drawn).maximum) <= console.width:
-            return drawn
-    numeric = [column.numeric for column in columns]
-    return _drawn(table.title, columns, *narrowed(cells_of, numeric, wide - console.width))
-
-
-def _kept(table: StudyTable, without: Sequence[str]) -> tuple[list[Column], Cells]:
-    """The columns that stay, and their cells with details on a line of their own, the heads first."""
-    indices = [index for index, column in enumerate(table.columns) if column.title not in without]
-    heads = [table.columns[index].title for index in indices]
-    split = [head.replace(" ", "\n", 1) if len(head) > 14 else head for head in heads]
-    rows = ([row[index].joined("\n") for index in indices] for row in table.rows)
-    return [table.columns[index] for index in indices], [split, *rows]
-
-
-def _drawn(title: str, columns: Sequence[Column], cells: Cells, widths: Sequence[int] | None = None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for index, column in enumerate(columns):
-        justify: Literal["left", "right"] = "right" if column.numeric else "left"
-        width = None if widths is None else widths[index]
-        table.add_column(cells[0][index], justify=justify, no_wrap=widths is None, overflow="fold", width=width)
-    for row in cells[1:]:
-        table.add_row(*map(Text, row))
-    return table
+    for table in study_tables(result):
+        laddered = any(column.title == EQUIVALENT for column in table.columns)
+        table.print(console, [*SPARED, *([STEPWISE] if laddered else []), TEXT_ERROR, PAYS])
+    for sentence in study_sentences(result):
+        console.print(Text(f"• {sentence}"))
 
 
 def markdown(result: StudyResult) -> str:
@@ -634,12 +535,5 @@ def markdown_tables(result: StudyResult) -> list[str]:
     parts: list[str] = []
     for table in study_tables(result):
         parts += [*([""] if parts else []), *([f"## {plain.markdown(table.title)}", ""] if table.title else [])]
-        parts += markdown_table(table.columns, table.rows)
+        parts += table.markdown()
     return parts
-
-
-def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -> list[str]:
-    """A table as lines of Markdown."""
-    head = "| " + " | ".join(plain.markdown(column.title) for column in columns) + " |"
-    rule = "|" + "|".join("---:" if column.numeric else "---" for column in columns) + "|"
-    return [head, rule, *("| " + " | ".join(plain.markdown(cell.joined()) for cell in row) + " |" for row in rows)]
