@@ -40,8 +40,13 @@ TOLERANCE = 2e-5
 """Relative to the size of what is compared; everything runs in float32."""
 
 
-COMPARED = ("loss", "states", "outputs", "attention", "experts")
-TITLES = ["architecture", "loss", "states", "outputs", "attention", "experts", "planted, found", "not measured"]
+COMPARED = {
+    "loss": "the loss",
+    "states": "the input of each layer",
+    "outputs": "the outputs of a layer's sublayers, and the layer's change",
+    "attention": "by head: what each key receives, the entropy, the learned sink",
+    "experts": "the load of each expert",
+}
 
 
 def text() -> Sample:
@@ -166,7 +171,7 @@ def faults(row: dict[str, Any]) -> list[str]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """The table as a page of the documentation."""
+    """The measurement as a page of the documentation: what is exact, and what is missing for which architectures."""
     rows: dict[str, dict[str, Any]] = results["architectures"]
     measured = {kind: row for kind, row in rows.items() if "loss" in row}
     refused = {kind: row["refused"] for kind, row in rows.items() if "refused" in row}
@@ -176,29 +181,35 @@ def page(results: dict[str, Any]) -> str:
     lines = [
         "# Which Hugging Face models can be diagnosed?",
         "",
-        f"All {total} causal language models of transformers {results['transformers']} were looked at: "
-        f"{len(measured)} are diagnosed, {len(refused)} are refused with one sentence, and {left_out} cannot be run on "
-        "text here. Each is a tiny random model (2 layers, width 32, 64 tokens; more layers where two cannot show "
-        "every kind). What [`residua diagnose`](diagnose.md) records is compared with hooks on a copy that runs with "
-        "transformers' eager attention.",
+        f"transformers {results['transformers']} has {total} causal language models. `residua diagnose` opens "
+        f"{len(measured)} of them and refuses {len(refused)} with one sentence; {left_out} do not run on text alone.",
         "",
-        "`python -m tests.diagnose.sweep` measures all of it again (two to three minutes on one core) and writes this "
-        "page from [diagnose-architectures.json](results/diagnose-architectures.json); `make nightly` repeats the "
-        "measurement.",
+        "Each was tried as a tiny random model (2 layers, width 32, 64 tokens; more layers where two do not show "
+        "every kind). A copy with hooks and eager attention gives the truth. Largest relative differences in float32:",
         "",
-        "Numbers are the largest difference, relative to the size of what is compared, in float32: the *loss*; "
-        "*states*, what each layer is given; *outputs*, what all sublayers of a layer write beside what the layer "
-        "changes; *attention*, what each key receives, the entropy and the learned sink, by head; *experts*, the load "
-        "of each. A dash: the model has none, or it is not measured for the reason in the last column.",
+        "| | what is compared | largest difference |",
+        "|---|---|---:|",
+        *(f"| {key} | {COMPARED[key]} | {worst(measured, key)} |" for key in COMPARED),
         "",
-        "*Planted*: a residual sink (an embedding dimension of 41), a dead sublayer (its parameters set to zero) "
-        "and an attention sink (the last softmax layer trained to look at the first token), all in one model. What "
-        f"hooks on the eager model say is there counts as planted: {planted} defects, of which the diagnoses missed "
-        f"{missed}. They named {extra} that are not there, in these models and in the untouched ones together.",
+        f"Then {planted} defects were planted: a large embedding dimension, a dead sublayer, an attention sink. The "
+        f"diagnoses missed {missed} of them and named {extra} that are not there.",
         "",
-        f"| {' | '.join(TITLES)} |",
-        f"|---{'|---:' * (len(TITLES) - 2)}|---|",
-        *(f"| {' | '.join(cells(kind, row))} |" for kind, row in measured.items()),
+        "`python -m tests.diagnose.sweep` measures everything again in two to three minutes on one core, and `make "
+        "nightly` repeats it. [diagnose-architectures.json](results/diagnose-architectures.json) has the numbers of "
+        "every model.",
+        "",
+        "## Measured in full",
+        "",
+        listed([kind for kind, row in measured.items() if not row["skipped"]]),
+        "",
+        "## Measured in part",
+        "",
+        "`diagnose` gives the reason on its page.",
+        "",
+    ]
+    for reason in sorted({reason for row in measured.values() for reason in map(gap, row["skipped"])}):
+        lines += [f"- **{reason}**: {listed([k for k, row in measured.items() if reason in map(gap, row['skipped'])])}"]
+    lines += [
         "",
         "## Refused",
         "",
@@ -211,10 +222,17 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cells(kind: str, row: dict[str, Any]) -> list[str]:
-    numbers = [short(row.get(key)) for key in COMPARED]
-    found = f"{len(row['planted']) - len(row['missed'])} of {len(row['planted'])}"
-    return [f"`{kind}`", *numbers, found, " ".join(row["skipped"]).replace("|", "\\|") or "—"]
+def gap(reason: str) -> str:
+    """A reason for not measuring something, without the layers of this model."""
+    return re.sub(r" of layers [\d, ]*\d", "", reason).partition(";")[0].rstrip(".")
+
+
+def listed(kinds: Sequence[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds) + "."
+
+
+def worst(rows: dict[str, dict[str, Any]], key: str) -> str:
+    return short(max(row[key] for row in rows.values() if row.get(key) is not None))
 
 
 def short(value: float | None) -> str:

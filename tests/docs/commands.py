@@ -29,7 +29,7 @@ NOT_EXECUTED = {
     r"export .* --push ": "uploads a folder: tests/export does it with a stand-in for the Hub",
     r"--tasks (arc_easy,lambada_openai|mbpp)": "lm-evaluation-harness downloads its tasks",
     r": residua watch": "serves until Ctrl-C: tests/watch does that",
-    r"^docs/results/.*\.md: ": "what was measured on a GPU, in minutes to hours",
+    r"^docs/(results|lab)/.*\.md: ": "what was measured on a GPU, in minutes to hours",
     r"bench (fp8|decode|prefill)|--implementations fused": "needs a GPU, or is large: tests/bench runs small ones",
 }
 

@@ -46,7 +46,7 @@ def made_of(results: ModuleType, root: Path, *blocks: str) -> tuple[str, dict[st
 
 def test_studies_that_are_not_begun_can_be_begun(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs" / "results" / "to-measure.md").read_text()
+    page = (ROOT / "docs" / "lab" / "to-measure.md").read_text()
     for path in sorted((ROOT / "docs" / "results" / "studies").glob("*.toml")):
         if "[variants]" in path.read_text():  # others are sizes of a study
             study = StudyConfig.from_toml(path)

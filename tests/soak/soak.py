@@ -233,7 +233,7 @@ def page(soak: Soak, command: str) -> str:
     lines = [
         "# Training under faults",
         "",
-        f"Made by `{command} --out docs/results/soak.md` at commit {(code_commit() or 'unknown')[:10]}, PyTorch "
+        f"Made by `{command} --out docs/lab/soak.md` at commit {(code_commit() or 'unknown')[:10]}, PyTorch "
         f"{torch.__version__}, Python {platform.python_version()}, on a CPU, in {(time.monotonic() - BEGAN) / 60:.0f} "
         "minutes.",
         "",

@@ -1,6 +1,6 @@
 """Runs that are killed, stopped and starved at random moments end with the bits of an undisturbed run.
 
-`python -m tests.soak` injects 200 signals into all kinds and prints the table in docs/results/soak.md.
+`python -m tests.soak` injects 200 signals into all kinds and prints the table in docs/lab/soak.md.
 """
 
 from __future__ import annotations
