@@ -115,7 +115,9 @@ def compare(
         list[str] | None,
         option("A change to every run, on top of the study's own.", "--set", metavar="SECTION.KEY=VALUE"),
     ] = None,
-    demo: Annotated[bool, option("Four tiny models on the embedded corpus, in minutes.", "--demo")] = False,
+    demo: Annotated[
+        bool, option("Tiny models on the embedded corpus, in minutes; without names, four.", "--demo")
+    ] = False,
     plan: Annotated[
         bool,
         option("Show the planned runs and stop; with --results, complete runs of --out are added to it.", "--plan"),

@@ -56,10 +56,10 @@ def _written(
     A results file's tasks are part of its study only if the command `asks` tasks: their files are elsewhere.
     """
     files = [name for name in what if name.endswith(".toml")]
-    if demo and what:
-        raise ConfigError("--demo has its own variants: give either --demo or names.")
+    if demo and (files or folder is not None):
+        raise ConfigError(f"--demo is a study of its own: give either --demo or {what[0]}.")
     if demo:
-        return None, read_toml(DEMO)
+        return None, read_toml(DEMO) | (_named_variants(what) | {"baseline": what[0]} if what else {})
     if files:
         if len(what) > 1:
             raise ConfigError(f"{files[0]} is a whole study: give either one study file or names of variants.")
@@ -79,10 +79,14 @@ def _written(
         raise ConfigError(
             f"{results} does not exist, so there is no study to continue: name its variants, or another file."
         )
+    return None, _named_variants(what)
+
+
+def _named_variants(what: list[str]) -> dict[str, Any]:
     _refuse_other_words(what)
     if len(what) < 2:
         raise ConfigError("name two variants or more, a study file, or --demo; `residua compare --list` has the names.")
-    return None, {"variants": what}
+    return {"variants": what}
 
 
 def _refuse_run(file: str, study: dict[str, Any]) -> None:

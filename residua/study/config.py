@@ -398,6 +398,7 @@ def _hidden(model: ModelConfig, hidden: int) -> ModelConfig:
 
 
 FOR_FLOPS = " for equal FLOPs"
+NOT_COUNTED = " in token tables not counted"
 
 
 def _change(before: ModelConfig, after: ModelConfig, rule: MatchFFN | MatchDepth | MatchFLOPs) -> str:
@@ -406,4 +407,4 @@ def _change(before: ModelConfig, after: ModelConfig, rule: MatchFFN | MatchDepth
     if isinstance(rule, MatchFLOPs):
         return ", ".join(changes) + FOR_FLOPS * bool(changes)
     uncounted = _measured(after, NoMatch()) - _measured(after, rule)
-    return ", ".join([*changes, *[f"not counting {uncounted:,} in tables that tokens look up,"] * bool(uncounted)])
+    return ", ".join([*changes, *[f"{uncounted:,}{NOT_COUNTED}"] * bool(uncounted)])

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from residua.data.dataset import TINY_VALIDATION
 from residua.reading import counted
 from residua.report import Tone
-from residua.study.config import FOR_FLOPS
+from residua.study.config import FOR_FLOPS, NOT_COUNTED
 from residua.study.gains import (
     around_one,
     comparisons,
@@ -483,11 +483,15 @@ TO_MATCH = " to match the baseline's parameters ("
 def matching_sentences(result: StudyResult) -> list[str]:
     """The changes that matching made, one sentence per variant."""
     return [
-        f"{sized_name(row, result)}: {row.matching}"
-        f"{' (parameters ' if FOR_FLOPS in row.matching else TO_MATCH}{row.parameters_ratio - 1:+.2%})."
+        f"{sized_name(row, result)}: {row.matching}{_purpose(row.matching)}{row.parameters_ratio - 1:+.2%})."
         for row in result.variants
         if row.matching
     ]
+
+
+def _purpose(matching: str) -> str:
+    by_parameters = FOR_FLOPS not in matching and NOT_COUNTED not in matching
+    return TO_MATCH if by_parameters else " (parameters "
 
 
 def lacking_sentences(result: StudyResult) -> list[str]:

@@ -75,6 +75,12 @@ def test_set_adds_to_the_changes_of_the_demo(asked: Any) -> None:
     assert (run.train.steps, run.model.width, run.train.micro_batch) == (90, 64, 24)
 
 
+def test_demo_with_names_compares_those_at_its_size(asked: Any) -> None:
+    study = asked("--demo", "lns", "mudd")
+    assert (list(study.variants), study.baseline) == (["lns", "mudd"], "lns")
+    assert base_run(study, "tiny").model.width == 64
+
+
 def test_from_keeps_changes_that_the_weights_do_not_decide(file: Path, run: Path, tmp_path: Path, asked: Any) -> None:
     study = asked(file, "--from", run, "--set", "train.keep=1")
     chosen = base_run(study, study.base).train
