@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from residua.errors import UserError
 from residua.model.projection import BiasedProjection, Projection
+from residua.model.reads import Input
 
 
 class InitFidelity(IntEnum):
@@ -51,7 +52,7 @@ def take_parameters(part: nn.Module, old: nn.Module, *, but: str | None = None) 
     part.load_state_dict(theirs, strict=False)
 
 
-def _first(x: Tensor, *rest: object) -> Tensor:
+def _first(x: Input, *rest: object) -> Input:
     return x
 
 
@@ -71,7 +72,7 @@ class Edge:
     channel: Tensor
     divide: Callable[[Tensor], None]
     probe: nn.Module
-    look: Callable[..., Tensor] = _first
+    look: Callable[..., Input] = _first
 
     @torch.no_grad()
     def fold(self, factor: Tensor) -> None:

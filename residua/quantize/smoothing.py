@@ -58,7 +58,9 @@ def channel_peaks(
     peaks: dict[str, Tensor] = {}
 
     def note(edge: Edge, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        rows = edge.look(*arguments).detach().flatten(end_dim=-2)
+        h = edge.look(*arguments)
+        projected = torch.stack([h] if isinstance(h, Tensor) else [h.q, h.k, h.v])
+        rows = projected.detach().flatten(end_dim=-2)
         peak = rows.abs().amax(0).float() if len(rows) else rows.new_zeros(rows.shape[1]).float()
         peaks[edge.name] = torch.maximum(peaks[edge.name], peak) if edge.name in peaks else peak
 

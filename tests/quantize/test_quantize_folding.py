@@ -109,8 +109,9 @@ def test_shared_anchors_are_divided_by_their_layers_lambda() -> None:
     assert values["exoformer", "scalar"] == values["nuresformer", "scalar"] == []
 
 
-def test_smoothing_balances_channels_and_keeps_the_function() -> None:
-    model = lively(norm={"kind": "gatednorm", "rank": 4}).float()
+@pytest.mark.parametrize("topology", ["additive", "mudd", "dca"])
+def test_smoothing_balances_channels_and_keeps_the_function(topology: str) -> None:
+    model = lively(norm={"kind": "gatednorm", "rank": 4}, topology={"kind": topology}).float()
     tokens, targets_ = tokens_and_targets()
     batches = [Batch(tokens, targets_)]
     before = model(tokens).detach()
