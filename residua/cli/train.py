@@ -96,7 +96,7 @@ def _retrofit(
     base = RunConfig.from_toml(base_file)
     changed = base.override([*begin, *_data_change(data), *changes])
     same_kind = changed.model.topology.kind == base.model.topology.kind
-    exact = [] if same_kind else ["model.reader_eps=sum"]
+    exact = [] if same_kind or changed.model.repeats else ["model.reader_eps=sum"]
     return out, changed.override([*with_eps(base.model, changed.model, changes), *exact, *changes])
 
 

@@ -46,8 +46,9 @@ class NativeSubject(Subject):
         self.layers = len(config.executed)
         self.bodies: list[Body] = [sublayer.body for sublayer in model.executions]
         self.sites = [Site(k, k // 2, cast(SiteKind, body.role)) for k, body in enumerate(self.bodies)]
+        turns = f", run as {self.layers} and numbered so" * config.repeats
         self.description = (
-            f"{counted(config.layers, 'layer')} of width {config.width}, {config.topology.kind} topology, "
+            f"{counted(config.layers, 'layer')} of width {config.width}{turns}, {config.topology.kind} topology, "
             f"{config.attention.kind} attention, {config.ffn.kind} feed-forward, "
             f"{config.norm.kind}, anchors {config.anchors.kind}"
         )

@@ -47,7 +47,8 @@ def summarise(
 def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Iterator[tuple[str, str]]:
     model, recipe = config.model, config.train
     tokens = recipe.steps * config.tokens_per_step
-    shape = f"{counted(model.layers, 'layer')} of width {model.width}, {model.topology.kind}"
+    turns = f", run as {len(model.executed)}" * model.repeats
+    shape = f"{counted(model.layers, 'layer')} of width {model.width}{turns}, {model.topology.kind}"
     active = f", {short(size.parameters - size.idle)} for any one token" if size.idle else ""
     yield "model", f"{shape}, {short(size.parameters)} parameters{active}"
     for group in build_optimizer(shapes(model), recipe.optimizer).param_groups:  # a rank may have a part of them
