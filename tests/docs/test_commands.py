@@ -63,7 +63,9 @@ def _check_settings(verb: str, parameters: dict) -> None:
         source, changes = parameters["source"], parameters["changes"] or []
         if source is not None and "=" in source:
             source, changes = None, [source, *changes]
-        _run(source).override([change for change in changes if "layer_scale" not in change and ".start=" not in change])
+        _run(source).override(
+            [change for change in changes if "channel_gain" not in change and ".start=" not in change]
+        )
     elif verb == "compare":
         _check_study(parameters)
     elif verb in ("bench step", "bench curve", "bench plan"):

@@ -57,7 +57,7 @@ def sources(folder: Path) -> None:
     (folder / "wiki.toml").write_text(study)
     (folder / "more.toml").write_text(MORE)
     (plugin, *_) = (text for _, language, text in blocks(ROOT / "docs" / "extend.md") if language == "python")
-    (folder / "layer_scale.py").write_text(plugin)
+    (folder / "channel_gain.py").write_text(plugin)
 
 
 class World:

@@ -263,7 +263,7 @@ def test_the_topology_and_the_norm_of_the_page_are_exported(own: Path, tmp_path:
     model = trained_like(bytes_config(small(layers=2, **OWN)))
     folder = tmp_path / "exported"
     assert write_folder(model, Tokenizer.bytes(), folder) == 0
-    assert {"layer_scale.py", "l1_norm.py"} <= {path.name for path in folder.iterdir()}
+    assert {"channel_gain.py", "l1_norm.py"} <= {path.name for path in folder.iterdir()}
     assert "SPDX" not in (folder / "l1_norm.py").read_text()  # a person's own file has a licence of its own
     tokens = torch.randint(VOCABULARY, (2, 9))
     for implementation in ("file", "library"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -34,7 +35,7 @@ from tests.model.small import in_parts, small, tokens_and_targets
 from tests.trained import WORDS, residua, train_run
 
 OWN = {
-    "topology": {"kind": "layer_scale", "start": 0.2},
+    "topology": {"kind": "channel_gain", "start": 0.2},
     "anchors": {"kind": "key_residual"},
     "norm": {"kind": "l1norm"},
 }
@@ -64,12 +65,12 @@ def run(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_own_kind_is_written_read_and_overridden_like_any_other(own: Path) -> None:
     config = small(**OWN)
-    assert ModelConfig.from_dict(config.model_dump()) == config and 'kind = "layer_scale"' in config.to_toml()
-    assert config.override(["topology.start=0.5"]).topology.model_dump() == {"kind": "layer_scale", "start": 0.5}
+    assert ModelConfig.from_dict(config.model_dump()) == config and 'kind = "channel_gain"' in config.to_toml()
+    assert config.override(["topology.start=0.5"]).topology.model_dump() == {"kind": "channel_gain", "start": 0.5}
     with pytest.raises(ConfigError, match=r"topology.strat = 1 is not a known key: did you mean 'start'\?"):
         config.override(["topology.strat=1"])
-    with pytest.raises(ConfigError, match=r"'layer_scal' does not exist, .*: did you mean 'layer_scale'\?"):
-        config.override(["topology.kind=layer_scal"])
+    with pytest.raises(ConfigError, match=r"'channel_gai' does not exist, .*: did you mean 'channel_gain'\?"):
+        config.override(["topology.kind=channel_gai"])
 
 
 def test_a_kind_given_as_a_variant_gets_a_hint(own: Path) -> None:
@@ -114,6 +115,15 @@ def test_ids_reach_decoding_and_rewritten_models(reader: Decoder) -> None:
     cache = reader.new_cache(*tokens.shape)
     cache.static = True
     assert build_layers(reader, cache) is None
+
+
+def test_order_of_the_page_gives_a_topology_its_executions(own: Path) -> None:
+    (order,) = re.findall(r"```toml\n(\[model\.order\]\n.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    config = small(layers=6, topology={"kind": "token_gain", "rows": 7}, **tomllib.loads(order)["model"])
+    model = build(config)
+    assert config.executed == (0, 1, 2, 3, 4, 1, 2, 3, 4, 5)
+    assert model.topology.gains.shape == (20, 7) and len(model.sublayers) == 12
+    model.loss(*tokens_and_targets()).backward()
 
 
 def test_ids_reach_recomputed_and_compiled_layers(reader: Decoder) -> None:
@@ -207,7 +217,7 @@ def test_choice_without_a_kind_is_refused_at_registration() -> None:
 def test_train_takes_them_from_the_command_line(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
     config = run / "config.toml"
     assert residua(monkeypatch, "train", config, "--out", tmp_path / "again", "train.steps=2") == 0
-    assert type(load(tmp_path / "again").topology).__name__ == "LayerScale"
+    assert type(load(tmp_path / "again").topology).__name__ == "ChannelGain"
 
 
 @pytest.mark.slow
@@ -218,7 +228,7 @@ def test_diagnose_generate_and_eval_open_the_run(own: Path, run: Path, tmp_path:
     text.write_text(" ".join(WORDS * 20))
     assert residua(monkeypatch, "diagnose", run, "--text", text, *arguments) == 0
     (found,) = out.rglob("diagnosis.json")
-    assert "layer_scale" in found.read_text(encoding="utf-8")
+    assert "channel_gain" in found.read_text(encoding="utf-8")
     assert residua(monkeypatch, "generate", run, "--prompt", "depth is", "--tokens", 4) == 0
     assert residua(monkeypatch, "eval", run, "--tokens", 64, "--out", tmp_path / "scores.json") == 0
 
@@ -237,7 +247,7 @@ def test_export_copies_their_files(own: Path, run: Path, tmp_path: Path, monkeyp
     out = tmp_path / "exported"
     assert residua(monkeypatch, "export", run, "--out", out) == 0
     code = {file.name: file.read_text(encoding="utf-8") for file in out.glob("*.py")}
-    assert "class LayerScale(" in code["layer_scale.py"] and "class L1Norm(" in code["l1_norm.py"]
+    assert "class ChannelGain(" in code["channel_gain.py"] and "class L1Norm(" in code["l1_norm.py"]
     assert "class KeyResidual(" in code["key_residual.py"]
 
 
@@ -273,4 +283,4 @@ def test_compare_trains_them_in_a_process_of_its_own(own: Path, run: Path, tmp_p
     how = ("--base", run / "config.toml", "--seeds", 1, "--match", "none", "--set", "train.steps=2")
     assert residua(monkeypatch, "compare", study, *how, "--out", tmp_path / "study") == 0
     (config,) = (file.read_text(encoding="utf-8") for file in (tmp_path / "study").rglob("config.toml"))
-    assert "layer_scale" in config
+    assert "channel_gain" in config
