@@ -34,6 +34,14 @@ COMBINATIONS = [
     ("mhc", "resformer", "preaffine", "grouped", "moe", "tied"),
     ("mhc_lite", "none", "dyt", "linear", "swiglu", "untied"),
     ("dense", "exoformer with gate", "gatednorm silu", "sink", "relu2", "tied"),
+    ("x0 sublayer", "gated_value", "preaffine", "gated", "relu2", "untied"),
+    ("mudd", "value_embeddings", "gatednorm", "sink", "swiglu", "tied"),
+    ("dca", "resformer", "rmsnorm", "grouped", "moe", "tied"),
+    ("gated_residual", "value_embeddings", "rmsnorm", "hybrid gated", "relu2", "untied"),
+    ("delta_attnres", "none", "dyt", "latent", "glu", "tied"),
+    ("resi_dual", "gated_value", "rmsnorm", "no qk-norm", "gelu", "untied"),
+    ("hyper_single_pass", "gated_value", "gatednorm", "plain", "swiglu", "tied"),
+    ("injection", "exoformer", "rmsnorm", "plain", "relu2", "tied"),
 ]
 QUICK = COMBINATIONS[4]
 
