@@ -57,8 +57,9 @@ class SoftmaxAttention(Mixer):
     `qk_norm` is over each head, over all heads together ("rms_all", OLMo 2), or the dynamic tanh ("dyt"), whose α
     starts at `qk_alpha`. With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in
     `window_layers`; `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there
-    (Gemma 3). `bias` adds biases to queries, keys and values ("qkv"), or to the output projection too ("all").
-    `own_value = "removed"` takes the direction of the token's own value out of a head's output (XSA).
+    (Gemma 3). Heads of `unturned_layers` have no positions (SmolLM 3). `bias` adds biases to queries, keys and values
+    ("qkv"), or to the output projection too ("all"). `own_value = "removed"` takes the direction of the token's own
+    value out of a head's output (XSA).
     """
 
     attends: ClassVar[bool] = True
@@ -76,6 +77,7 @@ class SoftmaxAttention(Mixer):
     rope_theta: float = Field(10_000.0, gt=0)
     rope_scaling: RopeScaling | None = None
     local_rope_theta: Annotated[float, Field(gt=0)] | None = None
+    unturned_layers: tuple[int, ...] | None = None
     window: Positive | None = None
     window_layers: tuple[int, ...] | None = None
     gate: Literal["none", "elementwise", "headwise"] = "none"
@@ -154,6 +156,7 @@ class LatentAttention(Mixer):
 
     attends: ClassVar[bool] = True
     local_rope_theta: ClassVar[None] = None
+    unturned_layers: ClassVar[None] = None
 
     kind: Literal["mla"] = "mla"
     heads: Positive

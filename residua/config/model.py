@@ -176,11 +176,9 @@ def _check_softmax(config: ModelConfig) -> None:
             f"{table}.rope_scaling.short has {len(scaling.short)} factors and heads of width {2 * pairs} have {pairs} "
             "pairs: give one factor for each."
         )
-    beyond = [layer for layer in softmax.window_layers or () if not 0 <= layer < config.layers]
-    if beyond:
-        raise UserError(
-            f"{table}.window_layers contains {beyond[0]}, and layers = {config.layers}: count layers from 0."
-        )
+    for key, named in (("window_layers", softmax.window_layers), ("unturned_layers", softmax.unturned_layers)):
+        if beyond := [layer for layer in named or () if not 0 <= layer < config.layers]:
+            raise UserError(f"{table}.{key} contains {beyond[0]}, and layers = {config.layers}: count layers from 0.")
 
 
 def _check_order(config: ModelConfig) -> None:

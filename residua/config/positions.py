@@ -95,6 +95,14 @@ class ProportionalRope(Frozen):
     factor: Factor = 1.0
 
 
+class PartialRope(Frozen):
+    """Only the first `share` of the pairs of a head turn, with the frequencies of a head of that width (GPT-NeoX)."""
+
+    kind: Literal["partial"] = "partial"
+    share: float = Field(gt=0, le=1)
+
+
 RopeScaling = Annotated[
-    LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope | ProportionalRope, Field(discriminator="kind")
+    LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope | ProportionalRope | PartialRope,
+    Field(discriminator="kind"),
 ]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from residua.config.model import ModelConfig, head_dim
 from residua.config.settings import flat
+from residua.convert.layouts import ROWS, Layout
 from residua.convert.positions import read_positions, write_positions
 from residua.errors import UserError
 from residua.model.decoder import Decoder, build
@@ -38,7 +39,7 @@ class Keys(OpenShape):
     intermediate_size: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
-    sliding_window: Size | None = None
+    sliding_window: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None
@@ -76,29 +77,6 @@ def find_family(model_type: object) -> Family:
     return FAMILIES[str(model_type)]()
 
 
-class Layout:
-    """How tensors of theirs lie in a parameter of ours: as its rows."""
-
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The rows of each of `count` tensors; `parts` are those of the maps that are fused in the parameter."""
-        return parts
-
-    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor of theirs with so many rows, `ours` being the parameter's."""
-        return rows, *ours[1:]
-
-    def read(self, stacked: Tensor) -> Tensor:
-        """Our parameter from their tensors, stacked by rows."""
-        return stacked
-
-    def write(self, parameter: Tensor) -> Tensor:
-        """Their tensors, stacked by rows, from our parameter."""
-        return parameter
-
-
-ROWS = Layout()
-
-
 @dataclass(frozen=True)
 class Rule:
     """One parameter of ours: the tensors of theirs stacked by `rows`, then (x + shift) · scale."""
@@ -119,7 +97,7 @@ class Rule:
     @property
     def exact(self) -> bool:
         """Whether values go over as they are, so that they can keep their precision."""
-        return self.shift == 0 and self.scale == 1
+        return self.shift == 0 and self.scale == 1 and self.layout.exact
 
     def read(self, parts: list[Tensor]) -> Tensor:
         """Our parameter from their tensors."""
@@ -144,6 +122,8 @@ class Family:
     architecture: ClassVar[str]
     mixture: ClassVar[bool] = False
     """Whether its feed-forwards have experts."""
+    partial: ClassVar[bool] = False
+    """Whether `layout` orders heads that turn in part (`order_heads`)."""
     KEYS: ClassVar[type[OpenShape]] = Keys
     """Keys that its config.json must hold."""
 
@@ -234,7 +214,7 @@ class Family:
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys of rotary positions."""
-        return read_positions(keys, self.DEFAULTS["rope_theta"])
+        return read_positions(keys, self.DEFAULTS["rope_theta"], partial=self.partial)
 
     def window(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys of a window, if layers have one."""
@@ -287,6 +267,10 @@ class Family:
         """Shift and scale of a parameter's values: ours = (theirs + shift) · scale."""
         return 0.0, 1.0
 
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        """How their tensors lie in a parameter; most are rows of it."""
+        return next((self.LAYOUTS[end] for end in self.LAYOUTS if name.endswith(end)), ROWS)
+
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
         """How every parameter of a model is made, in the model's order; `keys` are those of config.json."""
         with torch.device("meta"), shapes_only():
@@ -295,7 +279,7 @@ class Family:
         buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
         for name, parameter in [*model.named_parameters(), *buffers]:
             theirs = self._theirs(name, config) or ()
-            layout = next((self.LAYOUTS[end] for end in self.LAYOUTS if name.endswith(end)), ROWS)
+            layout = self.layout(name, config, keys)
             parts = layout.rows(parameter, _parts(model, name, parameter), len(theirs))
             if len(theirs) != len(parts):
                 raise UserError(f"parameter {name} has no place in the {self.model_type} layout.")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, biased, layer_types, layer_windows, window_of
-from residua.convert.positions import read_positions
+from residua.convert.family import Family, Names, biased, layer_types, layer_windows, register, window_of
+from residua.convert.positions import read_layered_positions, write_layered_positions
 from residua.errors import UserError
 
 
@@ -36,6 +36,7 @@ class Gemma(Family):
         return float(gain), 1.0
 
 
+@register
 class Gemma1(Gemma):
     """Gemma."""
 
@@ -84,6 +85,7 @@ class SandwichGemma(Gemma):
         }
 
 
+@register
 class Gemma2(SandwichGemma):
     """Gemma 2, as far as it caps neither attention scores nor logits: all released ones do both."""
 
@@ -111,6 +113,7 @@ class Gemma2(SandwichGemma):
         return super().keys(config) | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 
 
+@register
 class Gemma3(SandwichGemma):
     """Gemma 3, text only: QK-norm, and another rotary base in the layers with a window."""
 
@@ -132,25 +135,13 @@ class Gemma3(SandwichGemma):
         return tables
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
-        by_layer = {"full_attention": {}, "sliding_attention": {}} | (keys.get("rope_parameters") or {})
-        plain = {key: value for key, value in keys.items() if key not in ("rope_parameters", "rope_scaling")}
-        full = (keys.get("rope_scaling") or {}) | (by_layer["full_attention"] or {})
-        local = read_positions(
-            plain | {"rope_parameters": by_layer["sliding_attention"], "rope_theta": keys["rope_local_base_freq"]},
-            self.DEFAULTS["rope_local_base_freq"],
-        )
-        if "rope_scaling" in local:
-            raise UserError("rope_parameters scale the layers with a window, which is missing here.")
-        positions = read_positions(plain | {"rope_parameters": full}, self.DEFAULTS["rope_theta"])
-        return positions | {"local_rope_theta": local["rope_theta"]}
+        return read_layered_positions(keys, self.DEFAULTS["rope_theta"], keys["rope_local_base_freq"])
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
-        softmax = config.softmax
-        theta = softmax.local_rope_theta if softmax is not None else None
-        local = {"rope_type": "default", "rope_theta": theta or self.DEFAULTS["rope_local_base_freq"]}
-        keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": local}
-        return keys | {"rope_local_base_freq": local["rope_theta"]}
+        layered = write_layered_positions(keys, config.softmax, self.DEFAULTS["rope_local_base_freq"])
+        theta = layered["rope_parameters"]["sliding_attention"]["rope_theta"]
+        return keys | layered | {"rope_local_base_freq": theta}
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         shift, scale = super().change(name, keys)

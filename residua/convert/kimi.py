@@ -10,7 +10,8 @@ from torch import Tensor
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Layout, Names, alike, gated_kind
+from residua.convert.family import Family, Names, alike, gated_kind, register
+from residua.convert.layouts import Layout
 from residua.errors import UserError
 
 SPELLINGS = {
@@ -62,6 +63,7 @@ class Rates(Layout):
         return parameter.view(1, 1, -1, 1)
 
 
+@register
 class KimiLinear(Family):
     """Kimi Linear: no positions, sigmoid scores with a bias, dense first layers."""
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from residua.config import positions as scalings
+from residua.config.mixers import SoftmaxAttention
+from residua.config.model import ModelConfig, head_dim
 from residua.errors import UserError
 
 NAMES = {
@@ -20,8 +22,8 @@ NAMES = {
 """Our keys of a scaling that transformers names otherwise."""
 
 
-def read_positions(config: dict[str, Any], default_theta: float) -> dict[str, Any]:
-    """The keys `rope_theta` and `rope_scaling` of an attention table."""
+def read_positions(config: dict[str, Any], default_theta: float, *, partial: bool = False) -> dict[str, Any]:
+    """The keys `rope_theta` and `rope_scaling` of an attention table; `partial` if heads may turn in part."""
     stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in stored.values()):
         raise UserError("rope_parameters differ between layers, which this family does not have here.")
@@ -29,7 +31,9 @@ def read_positions(config: dict[str, Any], default_theta: float) -> dict[str, An
     kind = stored.get("rope_type", stored.get("type", "default"))
     share = stored.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1.0) and kind != "proportional":
-        raise UserError(f"partial_rotary_factor = {share}: heads that turn in part are missing here.")
+        if not partial or kind != "default":
+            raise UserError(f"partial_rotary_factor = {share} with rope_type = {kind!r} is missing here.")
+        return {"rope_theta": theta, "rope_scaling": {"kind": "partial", "share": share}}
     if kind == "default":
         return {"rope_theta": theta}
     if not isinstance(kind, str) or kind not in READERS:
@@ -50,9 +54,38 @@ def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[
     numbers = scaling.model_dump(mode="json", exclude={"kind"})
     if isinstance(scaling, scalings.DynamicRope):  # there it is max_position_embeddings
         del numbers["original_context"]
-    kind = {"dynamic_ntk": "dynamic"}.get(scaling.kind, scaling.kind)
+    kind = {"dynamic_ntk": "dynamic", "partial": "default"}.get(scaling.kind, scaling.kind)
     written = {"rope_type": kind, **{NAMES.get(key, key): value for key, value in numbers.items()}}
     return {"rope_theta": theta, "rope_parameters": {**written, "rope_theta": theta}, "rope_scaling": written}
+
+
+def turned_width(config: ModelConfig) -> int:
+    """The first elements of a softmax head that turn."""
+    scaling = None if config.softmax is None else config.softmax.rope_scaling
+    share = scaling.share if isinstance(scaling, scalings.PartialRope) else 1.0
+    return 2 * int(share * (head_dim(config) // 2))
+
+
+def read_layered_positions(keys: dict[str, Any], default_theta: float, local_theta: float) -> dict[str, Any]:
+    """The keys of an attention table where `rope_parameters` tell layers with a window from the others."""
+    by_layer = {"full_attention": {}, "sliding_attention": {}} | (keys.get("rope_parameters") or {})
+    plain = {key: value for key, value in keys.items() if key not in ("rope_parameters", "rope_scaling")}
+    full = (keys.get("rope_scaling") or {}) | (by_layer["full_attention"] or {})
+    sliding = plain | {"rope_parameters": by_layer["sliding_attention"], "rope_theta": local_theta}
+    local = read_positions(sliding, local_theta)
+    if "rope_scaling" in local:
+        raise UserError("rope_parameters scale the layers with a window, which is missing here.")
+    positions = read_positions(plain | {"rope_parameters": full}, default_theta)
+    return positions | {"local_rope_theta": local["rope_theta"]}
+
+
+def write_layered_positions(
+    keys: dict[str, Any], softmax: SoftmaxAttention | None, default_theta: float
+) -> dict[str, Any]:
+    """`rope_parameters` of layers with and without a window, from those of all layers."""
+    theta = softmax.local_rope_theta if softmax is not None else None
+    local = {"rope_type": "default", "rope_theta": theta or default_theta}
+    return {"rope_parameters": {"full_attention": keys["rope_parameters"], "sliding_attention": local}}
 
 
 def _original(stored: dict[str, Any], config: dict[str, Any]) -> int:

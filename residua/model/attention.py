@@ -201,7 +201,8 @@ class SoftmaxAttention(Body):
         self.qk_norm = QK_NORMS[config.qk_norm](shape, config)
         self.window = config.window_at(layer)
         local = self.window is not None and config.local_rope_theta is not None
-        self.table = slice(2, 4) if local else slice(0, 2)
+        unturned = layer in (config.unturned_layers or ())
+        self.table = slice(-2, None) if unturned else slice(2, 4) if local else slice(0, 2)
         self.steady = config.rope_scaling is None or config.rope_scaling.kind not in GROWING
         self.sink = nn.Parameter(torch.empty(config.heads)) if config.sink == "learned" else None
         self.removes_own = config.own_value == "removed"

@@ -257,10 +257,12 @@ class Decoder(nn.Module):
             return None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device) if now is None else now.positions
-        table = rotary_table(positions, turned, mixer.rope_theta, mixer.rope_scaling)
-        if mixer.local_rope_theta is None:
-            return table
-        return *table, *rotary_table(positions, turned, mixer.local_rope_theta)
+        table: tuple[Tensor, ...] = rotary_table(positions, turned, mixer.rope_theta, mixer.rope_scaling)
+        if mixer.local_rope_theta is not None:
+            table = *table, *rotary_table(positions, turned, mixer.local_rope_theta)
+        if mixer.unturned_layers is not None:
+            table = *table, torch.ones_like(table[0]), torch.zeros_like(table[1])
+        return table
 
 
 def build(config: ModelConfig) -> Decoder:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from residua.ops.norm_rotate import rotate
 from residua.ops.rotary_table import rotary_table as plain_rotary_table
@@ -92,6 +93,12 @@ def _proportional(config: scalings.ProportionalRope, inverse: Tensor, theta: flo
     return torch.where(turning, 1.0 / inverse / config.factor, 0.0), 1.0
 
 
+def _partial(config: scalings.PartialRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
+    """f_i = theta^(−2i / (share · head_dim)) of the first pairs, 0 of the others."""
+    turning = 1.0 / _inverse(positions, 2 * int(config.share * len(inverse)), theta)
+    return pad(turning, (0, len(inverse) - len(turning))), 1.0
+
+
 SCALINGS: dict[str, Callable[..., Frequencies]] = {
     "linear": lambda config, inverse, theta, positions: (1.0 / inverse / config.factor, 1.0),
     "dynamic_ntk": _dynamic,
@@ -99,6 +106,7 @@ SCALINGS: dict[str, Callable[..., Frequencies]] = {
     "llama3": _llama3,
     "longrope": _longrope,
     "proportional": _proportional,
+    "partial": _partial,
 }
 
 GROWING = ("dynamic_ntk", "longrope")

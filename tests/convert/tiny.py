@@ -33,6 +33,14 @@ KIMI = EXPERTS | {
     "linear_num_heads": 3,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
 }
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.7,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 1.7,
+}
 SMALL_PAIRS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,6 +48,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, biases, tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral, window": ("Mistral", {"sliding_window": 7}),
+    "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 5, "layer_types": MIXED}),
+    "seed_oss": ("SeedOss", {"head_dim": 8}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
+    "phi3": ("Phi3", PARTIAL),
+    "phi3, whole heads": ("Phi3", {"sliding_window": 5}),
+    "granite": ("Granite", FACTORS | {"tie_word_embeddings": True}),
+    "granite, biases": ("Granite", FACTORS | {"attention_bias": True, "mlp_bias": True}),
+    "granitemoe": ("GraniteMoe", FACTORS | {"num_local_experts": 4}),
+    "olmo3": ("Olmo3", {"sliding_window": 5, "layer_types": MIXED}),
+    "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": MIXED}),
+    "exaone4, no window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "qwen2_moe": ("Qwen2Moe", EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}),
+    "flex_olmo": ("FlexOlmo", EXPERTS),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}),

@@ -54,6 +54,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases": {"attention": SOFTMAX | {"bias": "all"}, "ffn": {"kind": "swiglu", "hidden": 24, "bias": True}},
     "joint QK-norm on outputs": {"attention": SOFTMAX | {"qk_norm": "rms_all"}, "placement": "output"},
     "both norms, GeGLU": {"placement": "both", "ffn": {"kind": "geglu", "hidden": 24}, "embed_scale": 4.0},
+    "no positions in one layer": {"attention": SOFTMAX | {"unturned_layers": [1]}},
+    "heads that turn in part": {"attention": SOFTMAX | {"rope_scaling": {"kind": "partial", "share": 0.5}}},
     "yarn": {"attention": SOFTMAX | {"rope_scaling": YARN}},
     "linear": {"attention": SOFTMAX | {"rope_scaling": {"kind": "linear", "factor": 2.0}, "qk_eps": 0.1}},
 }

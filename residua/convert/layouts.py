@@ -1,0 +1,115 @@
+"""How the tensors of a folder lie in a parameter of ours: as its rows, in another order, scaled, or transposed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Layout:
+    """Tensors of theirs are the rows of a parameter of ours."""
+
+    exact = True
+    """Whether values go over as they are."""
+
+    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
+        """The rows of each of `count` tensors; `parts` are those of the maps that are fused in the parameter."""
+        return parts
+
+    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor of theirs with so many rows, `ours` being the parameter's."""
+        return rows, *ours[1:]
+
+    def read(self, stacked: Tensor) -> Tensor:
+        """Our parameter from their tensors, stacked by rows."""
+        return stacked
+
+    def write(self, parameter: Tensor) -> Tensor:
+        """Their tensors, stacked by rows, from our parameter."""
+        return parameter
+
+
+ROWS = Layout()
+
+
+class Packed(Layout):
+    """One tensor of theirs holds all maps that are fused in the parameter."""
+
+    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
+        return (parameter.shape[0],)
+
+
+class Stacked(Layout):
+    """The matrices of all experts: theirs [E, rows, C], ours [E·rows, C]."""
+
+    def __init__(self, experts: int) -> None:
+        self.experts = experts
+
+    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
+        return (self.experts,)
+
+    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return rows, ours[0] // rows, *ours[1:]
+
+    def read(self, stacked: Tensor) -> Tensor:
+        return stacked.flatten(0, 1)
+
+    def write(self, parameter: Tensor) -> Tensor:
+        by_expert: Tensor = parameter.unflatten(0, (self.experts, -1))
+        return by_expert
+
+
+@dataclass(frozen=True)
+class Reordered(Layout):
+    """Row i of ours is row `order[i]` of their tensors, which have `sizes` rows (None: those of the fused maps).
+
+    With `factor` [rows], row i of ours is factor[i] times theirs.
+    """
+
+    order: Tensor
+    sizes: tuple[int, ...] | None = None
+    factor: Tensor | None = None
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return self.factor is None
+
+    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
+        return parts if self.sizes is None else self.sizes
+
+    def read(self, stacked: Tensor) -> Tensor:
+        ordered = stacked[self.order]
+        return ordered if self.factor is None else ordered.float() * self._column(ordered)
+
+    def write(self, parameter: Tensor) -> Tensor:
+        scaled = parameter if self.factor is None else parameter.float() / self._column(parameter)
+        return torch.empty_like(scaled).index_copy_(0, self.order, scaled)
+
+    def _column(self, like: Tensor) -> Tensor:
+        assert self.factor is not None
+        return self.factor.view(-1, *[1] * (like.dim() - 1))
+
+
+def turned_order(head_dim: int, turned: int | None = None, *, interleaved: bool = False) -> Tensor:
+    """The elements of a head of theirs in the order of ours, [head_dim].
+
+    Ours turns the pairs (i, i + head_dim/2), of which the first turned/2 have a frequency. Theirs turns the first
+    `turned` elements: pairs are (i, i + turned/2), or (2i, 2i + 1) if interleaved.
+    """
+    turned = head_dim if turned is None else turned
+    first = torch.arange(turned).unflatten(0, (-1, 2)).T if interleaved else torch.arange(turned).unflatten(0, (2, -1))
+    still = torch.arange(turned, head_dim).unflatten(0, (2, -1))
+    return torch.cat([first, still], 1).flatten()
+
+
+def by_head(heads: Sequence[int], orders: Sequence[Tensor]) -> Tensor:
+    """The order of the rows of maps with so many heads each, whose elements are in these orders."""
+    start, rows = 0, []
+    for count, order in zip(heads, orders, strict=True):
+        width = len(order)
+        rows.append((start + width * torch.arange(count)[:, None] + order).flatten())
+        start += count * width
+    return torch.cat(rows)

@@ -1,0 +1,217 @@
+"""Families with experts in every layer. transformers is the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from residua.config import choices
+from residua.config.model import ModelConfig
+from residua.convert.family import (
+    Family,
+    Names,
+    alike,
+    biased,
+    gated_kind,
+    layer_types,
+    layer_windows,
+    register,
+    window_of,
+)
+from residua.convert.llama import Olmo2, head_qk_norm, joint_qk_norm
+from residua.errors import UserError
+
+
+class Mixture(Family):
+    """The common part of mixtures of experts: Qwen's names of their parts."""
+
+    mixture = True
+    EXPERTS: ClassVar[tuple[str, ...]] = ("num_experts", "num_local_experts")
+    """The names of the number of experts."""
+    HIDDEN: ClassVar[str] = "intermediate_size"
+    FEED_FORWARD: ClassVar[Names] = {
+        "norm.weight": ("post_attention_layernorm.weight",),
+        "body.router.weight": ("mlp.gate.weight",),
+        "body.experts.up": ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
+        "body.experts.out": ("mlp.experts.{e}.down_proj.weight",),
+    }
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "kind": "moe",
+            "activation": gated_kind(keys["hidden_act"]),
+            "hidden": keys[self.HIDDEN],
+            "experts": next((keys[name] for name in self.EXPERTS if name in keys), None) or keys[self.EXPERTS[0]],
+            "top_k": keys["num_experts_per_tok"],
+            "normalize": bool(keys.get("norm_topk_prob")),
+            "shared": 0,
+        }
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys, ffn = super().keys(config), config.ffn
+        assert isinstance(ffn, choices.MoE)
+        return keys | {
+            self.HIDDEN: ffn.hidden,
+            **dict.fromkeys(self.EXPERTS, ffn.experts),
+            "num_experts_per_tok": ffn.top_k,
+            "norm_topk_prob": ffn.normalize,
+        }
+
+
+@register
+class Mixtral(Mixture):
+    """Mixtral: Mistral with experts, whose chosen weights sum to one."""
+
+    model_type = "mixtral"
+    architecture = "MixtralForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "norm_topk_prob": True,
+    }
+    EXPERTS: ClassVar[tuple[str, ...]] = ("num_local_experts",)
+    FEED_FORWARD: ClassVar[Names] = {
+        "norm.weight": ("post_attention_layernorm.weight",),
+        "body.router.weight": ("block_sparse_moe.gate.weight",),
+        "body.experts.up": ("block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"),
+        "body.experts.out": ("block_sparse_moe.experts.{e}.w2.weight",),
+    }
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys = super().keys(config) | {"sliding_window": window_of(config)}
+        keys.pop("norm_topk_prob")
+        return keys
+
+
+@register
+class Qwen3Moe(Mixture):
+    """Qwen 3 with experts in every layer."""
+
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
+    HIDDEN = "moe_intermediate_size"
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        used = keys.get("use_sliding_window") and keys.get("sliding_window") is not None
+        return {"window": keys["sliding_window"]} if used else {}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return head_qk_norm(super().tables(keys), keys)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        window = window_of(config)
+        return super().keys(config) | {
+            "attention_bias": biased(config),
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 1,
+        }
+
+
+@register
+class Olmoe(Mixture):
+    """OLMoE: pre-norm, QK-norm over all heads together, weights of experts that need not sum to one."""
+
+    model_type = "olmoe"
+    architecture = "OlmoeForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"clip_qkv": ()}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return joint_qk_norm(super().tables(keys), keys)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attention_bias": biased(config), "clip_qkv": None}
+
+
+@register
+class FlexOlmo(Mixture):
+    """FlexOlmo: OLMo 2 with experts, whose weights need not sum to one."""
+
+    model_type = "flex_olmo"
+    architecture = "FlexOlmoForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rope_theta": 500_000.0}
+    ATTENTION: ClassVar[Names] = Olmo2.ATTENTION
+    FEED_FORWARD: ClassVar[Names] = {
+        **Mixture.FEED_FORWARD,
+        "after.weight": ("post_feedforward_layernorm.weight",),
+    }
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return joint_qk_norm(super().tables(keys), keys) | {"placement": "output"}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"attention_bias": biased(config)}
+
+
+class SharedExpert(Mixture):
+    """A shared expert behind a sigmoid gate, as wide as a whole number of the others."""
+
+    HIDDEN = "moe_intermediate_size"
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = Qwen3Moe.UNKNOWN
+    FEED_FORWARD: ClassVar[Names] = {
+        **Mixture.FEED_FORWARD,
+        **alike("body.shared.gate_up", "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        **alike("body.shared.out", "mlp.shared_expert.down_proj"),
+        "body.shared_gate.weight": ("mlp.shared_expert_gate.weight",),
+    }
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        shared, rest = divmod(keys["shared_expert_intermediate_size"], keys[self.HIDDEN])
+        if rest or not shared:
+            raise UserError(
+                f"shared_expert_intermediate_size = {keys['shared_expert_intermediate_size']} is not a multiple of "
+                f"{self.HIDDEN} = {keys[self.HIDDEN]}, which is missing here."
+            )
+        return super().feed_forward(keys) | {"shared": shared, "shared_gate": "sigmoid"}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys, ffn = super().keys(config), config.ffn
+        assert isinstance(ffn, choices.MoE)
+        keys["shared_expert_intermediate_size"] = max(1, ffn.shared) * ffn.hidden
+        return keys | {"mlp_only_layers": [], "decoder_sparse_step": 1}
+
+
+@register
+class Qwen2Moe(SharedExpert):
+    """Qwen 2 with experts in every layer and a gated shared one."""
+
+    model_type = "qwen2_moe"
+    architecture = "Qwen2MoeForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "sliding_window": 4096,
+        "qkv_bias": True,
+    }
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        if not keys.get("use_sliding_window"):
+            return {}
+        until, layers = keys.get("max_window_layers", 28), range(keys["num_hidden_layers"])
+        derived = ["full_attention" if i % 2 or i >= until else "sliding_attention" for i in layers]
+        return layer_windows(keys, keys.get("layer_types") or derived)
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys)
+        tables["attention"]["bias"] = "qkv" if keys["qkv_bias"] else "none"
+        return tables
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        window = window_of(config)
+        return super().keys(config) | {
+            "qkv_bias": config.softmax is not None and config.softmax.bias == "qkv",
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "layer_types": layer_types(config),
+        }
