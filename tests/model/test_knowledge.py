@@ -45,7 +45,7 @@ TOPOLOGY_FILES = {
     f"residua.model.topology.{file.stem}" for file in (PACKAGE / "model" / "topology").glob("*.py")
 } - {"residua.model.topology.__init__", "residua.model.topology.base", "residua.model.topology.facts"}  # fmt: skip
 STEMS = {name.rpartition(".")[2] for name in TOPOLOGY_FILES}
-DESCRIBES_ANOTHER_MODEL = {"convert/families.py", "convert/family.py", "convert/gemma.py", "convert/kimi.py"}
+DESCRIBES_ANOTHER_MODEL = {f"convert/{file.name}" for file in (PACKAGE / "convert").glob("*.py")}
 """Files that say which configuration is another library's model: they compare kinds, and know nothing else of them."""
 
 
