@@ -195,8 +195,10 @@ def _attention(model: ModelConfig) -> float:
     q = attention.heads * head_dim(model)
     kv = (attention.kv_heads or attention.heads) * head_dim(model)
     gate = {"none": 0, "headwise": q, "elementwise": 3 * q}[attention.gate]
-    mixed = 2 * q + 2 * kv if model.anchors.mixed else 0
-    return 2 * width + 2 * (q + kv) + kv + q + gate + mixed
+    mixed = 2 * q + 2 * kv if model.anchors.mixed and not model.borrowed else 0
+    taken = [s for _, pathways in model.borrowed.values() for s in pathways]
+    fewer = (2 * taken.count("k") + taken.count("v")) * kv / len(model.softmax_layers)
+    return 2 * width + 2 * (q + kv) + kv + q + gate + mixed - fewer
 
 
 @dataclass(frozen=True)

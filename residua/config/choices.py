@@ -92,8 +92,16 @@ class AnchorChoice(Family):
         """Whether what one head mixes depends on others, so that ranks cannot divide the heads."""
         return False
 
-    def check(self, width: int) -> None:
-        """Refuse settings that do not fit a model of this width."""
+    def check(self, width: int, layers: int) -> None:
+        """Refuse settings that do not fit a model of this width with so many softmax layers."""
+
+    def lender(self, layer: int) -> int:
+        """The softmax layer whose projections softmax layer `layer` takes in place of its own; both count from 0."""
+        return layer
+
+    def taken(self, layer: int) -> tuple[Pathway, ...]:
+        """The pathways that softmax layer `layer` takes from its lender: it has no projection and no cache for them."""
+        return ()
 
     def carried(self, layers: int) -> tuple[Pathway, ...]:
         """The anchors that exist after so many softmax layers, by the pathway whose shape they have."""
@@ -214,7 +222,7 @@ class ValueEmbeddings(AnchorChoice):
     def carried(self, layers: int) -> tuple[Pathway, ...]:
         return ()
 
-    def check(self, width: int) -> None:
+    def check(self, width: int, layers: int) -> None:
         if self.gate_channels > width:
             raise UserError(
                 f"anchors.gate_channels = {self.gate_channels} is more than the {width} channels of width = {width}: "
@@ -222,7 +230,49 @@ class ValueEmbeddings(AnchorChoice):
             )
 
 
-AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue, ValueEmbeddings)
+class SharedHeads(AnchorChoice):
+    """Keys and values of an earlier softmax layer, or values alone, in place of a layer's own."""
+
+    shared: Literal["kv", "v"] = "kv"
+
+    @property
+    def mixed(self) -> tuple[Pathway, ...]:
+        return ("k", "v") if self.shared == "kv" else ("v",)
+
+    def taken(self, layer: int) -> tuple[Pathway, ...]:
+        return () if self.lender(layer) == layer else self.mixed
+
+    def carried(self, layers: int) -> tuple[Pathway, ...]:
+        return self.taken(layers)
+
+
+class CrossLayer(SharedHeads):
+    """Groups of `group` softmax layers share those of the group's first (CLA)."""
+
+    kind: Literal["cla"] = "cla"
+    group: Positive = 2
+
+    def lender(self, layer: int) -> int:
+        return layer - layer % self.group
+
+
+class HeadSource(SharedHeads):
+    """All softmax layers after `layer`, counted among softmax layers from 0, take those of `layer`."""
+
+    kind: Literal["kv_source"] = "kv_source"
+    layer: int = Field(0, ge=0)
+
+    def lender(self, layer: int) -> int:
+        return min(layer, self.layer)
+
+    def check(self, width: int, layers: int) -> None:
+        if self.layer >= layers:
+            raise UserError(
+                f"anchors.layer = {self.layer} is not one of the {layers} softmax layers: use at most {layers - 1}."
+            )
+
+
+AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue, ValueEmbeddings, CrossLayer, HeadSource)
 Anchors = Annotated[SerializeAsAny[AnchorChoice], PlainValidator(AnchorChoice.choose)]
 
 

@@ -128,6 +128,13 @@ class ModelConfig(WholeConfig):
         """The linear attention of the model's linear layers; None if it has no such layer."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, GatedDeltaNet | KimiDelta)), None)
 
+    @property
+    def borrowed(self) -> dict[int, tuple[int, tuple[str, ...]]]:
+        """For each layer that takes keys or values of an earlier one: that one, and the pathways it takes."""
+        layers, anchors = self.softmax_layers, self.anchors
+        takers = ((i, taken) for i in range(len(layers)) if (taken := anchors.taken(i)))
+        return {layers[i]: (layers[anchors.lender(i)], taken) for i, taken in takers}
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         self.attention.check(self.layers)
@@ -219,7 +226,7 @@ def _check_anchors(config: ModelConfig) -> None:
     anchors, softmax, table = config.anchors, config.softmax, config.attention.softmax_path
     if not anchors.mixed:
         return
-    anchors.check(config.width)
+    anchors.check(config.width, len(config.softmax_layers))
     if config.latent is not None:
         raise UserError(
             f"anchors.kind = '{anchors.kind}' mixes keys and values of heads, and latent attention ('mla') "
@@ -245,4 +252,26 @@ def _check_anchors(config: ModelConfig) -> None:
         raise UserError(
             f"anchors.pathways contains 'g' but {table}.gate = '{softmax.gate}': "
             f"use {table}.gate = 'elementwise' or leave 'g' out of anchors.pathways."
+        )
+    if config.borrowed:
+        _check_borrowed(config)
+
+
+def _check_borrowed(config: ModelConfig) -> None:
+    kind, softmax, table = config.anchors.kind, config.softmax, config.attention.softmax_path
+    assert softmax is not None
+    if config.executed != tuple(range(config.layers)):
+        raise UserError(
+            f"anchors.kind = '{kind}' names the layer whose keys and values others take, and order.kind = "
+            f"'{config.order.kind}' runs layers in another order or twice: use order.kind = 'sequential'."
+        )
+    if len(config.topology.reads) > 1:
+        raise UserError(
+            f"topology.kind = '{config.topology.kind}' gives keys and values inputs of their own, and layers that take "
+            f"those of others (anchors.kind = '{kind}') read none: use anchors.kind = 'none' or another topology."
+        )
+    if "k" in config.anchors.mixed and softmax.local_rope_theta is not None:
+        raise UserError(
+            f"anchors.kind = '{kind}' shares keys after their rotation, and {table}.local_rope_theta rotates those of "
+            "some layers otherwise: leave it out, or use anchors.shared = 'v'."
         )

@@ -168,6 +168,11 @@ def _parcae(model: ModelConfig) -> Sequence[str]:
     return [_looped(model, 2), f"model.topology={{kind='injection', {keys}}}"]
 
 
+def _middle_source(model: ModelConfig) -> Sequence[str]:
+    middle = max(0, len(model.softmax_layers) // 2 - 1)
+    return ["model.anchors.kind=kv_source", f"model.anchors.layer={middle}"]
+
+
 NUMBERED: dict[str, Callable[[int], Variant]] = {
     "blockN": lambda n: _in_blocks(f"Block Attention Residuals, {counted(n, 'block')}", count=n),
     "mgrN": lambda n: _topology(f"Multi-Gate Residuals, competitive, {n} streams", "multi_gate", f"streams={n}"),
@@ -218,6 +223,9 @@ KNOWN: dict[str, Variant] = {
     "resformer": _anchors("value residual from the first layer", "resformer"),
     "gated_value": _anchors("value residual from the first layer, gated per token and head", "gated_value"),
     "value_embeddings": _anchors("a vector of the token in every second layer's values", "value_embeddings"),
+    "cla": _anchors("cross-layer attention: two layers share keys and values", "cla"),
+    "kv_source": Variant("layers of the upper half take keys and values of the middle one", _middle_source),
+    "svformer": _anchors("SVFormer: all layers use the values of the first", "kv_source", "shared=v"),
     "nuresformer": _anchors("first layer's projections as normalised anchors, with the gate they mix", "nuresformer"),
     "exoformer": _anchors("projections of the embedding as anchors, with the gate they mix", "exoformer"),
     "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing, with the gate", "exoformer", "mixing.kind=dynamic"),

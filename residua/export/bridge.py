@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,16 @@ class KeyValues:
     """The keys and values of one attention layer, in a transformers cache or, without one, of this call only.
 
     A host such as vLLM keeps them itself: its attention is called as transformers' models call it, with this object in
-    place of the attention module.
+    place of the attention module. A layer that takes keys or values of a lender stores no more than the others.
     """
 
     is_causal = True
 
-    def __init__(self, cache: Any, layer: int, host: Attention | None) -> None:
+    def __init__(
+        self, cache: Any, layer: int, host: Attention | None, lender: int | None = None, taken: Sequence[str] = ()
+    ) -> None:
         self.cache, self.layer_idx, self.host = cache, layer, host
+        self.lender, self.taken = lender, taken
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
@@ -48,7 +51,12 @@ class KeyValues:
             return k, v
         assert now.visible is not None
         slots = now.visible.shape[-1]
-        k, v = self.cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
+        if "k" not in self.taken:
+            own = v[..., :0] if "v" in self.taken else v
+            k, v = self.cache.update(k.transpose(1, 2), own.transpose(1, 2), self.layer_idx)
+        if self.lender is not None:
+            lent = self.cache.layers[self.lender]
+            k, v = lent.keys if "k" in self.taken else k, lent.values
         return k[:, :, :slots].transpose(1, 2), v[:, :, :slots].transpose(1, 2)
 
 
@@ -86,13 +94,16 @@ class Past:
         mask: Tensor | None,
         positions: Tensor | None,
         host: Attention | None,
+        borrowed: Mapping[int, tuple[int, Sequence[str]]],
     ) -> None:
         self.cache, self.tokens, self.mask, self.positions, self.host = cache, tokens, mask, positions, host
         if host is not None and (mask is not None or set(layer_types) != {"full_attention"}):
             raise UserError("this attn_implementation takes softmax attention without padding only: use 'sdpa'.")
         self.length = 0 if cache is None else int(cache.get_seq_length())
         layers = [
-            KeyValues(cache, layer, host) if name == "full_attention" else Recurrent(cache, layer, name == "hybrid")
+            KeyValues(cache, layer, host, *borrowed.get(layer, ()))
+            if name == "full_attention"
+            else Recurrent(cache, layer, name == "hybrid")
             for layer, name in enumerate(layer_types)
         ]
         self.sublayers = [part for layer in layers for part in (layer, None)]

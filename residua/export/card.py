@@ -55,6 +55,8 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "dca"): (("DeepCrossAttention", "2502.06785"),),
     ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
     ("anchors", "gated_value"): (("Transformers with Selective Access to Early Representations", "2605.03953"),),
+    ("anchors", "cla"): (("Reducing Transformer Key-Value Cache Size with Cross-Layer Attention", "2405.12981"),),
+    ("anchors", "kv_source"): (("Value Residual Learning", "2410.17897"),),  # SVFormer, of which it is the general form
     ("anchors", "value_embeddings"): (),  # public code without a paper
     **{("anchors", kind): (EXOFORMER,) for kind in ("nuresformer", "exoformer")},
     ("norm", "rmsnorm"): (("Root Mean Square Layer Normalization", "1910.07467"),),

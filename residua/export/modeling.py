@@ -146,7 +146,8 @@ class ResiduaModel(ResiduaPreTrainedModel):
             if past_key_values is None and mask is None and host is None:
                 hidden = self.decoder.hidden(tokens, _documents(position_ids))
             else:
-                past = Past(past_key_values, self.config.layer_types, tokens, mask, position_ids, host)
+                borrowed = self.decoder.config.borrowed
+                past = Past(past_key_values, self.config.layer_types, tokens, mask, position_ids, host, borrowed)
                 hidden = self.decoder.hidden(tokens, cache=past)
         states: Any = (*inputs, hidden) if wanted else None
         output = BaseModelOutputWithPast(

@@ -81,6 +81,20 @@ def _heads(own: Projections, gate: Gate | None = None) -> Heads:
 class QueryKeyNorm(nn.Module):
     """What is applied to queries and keys [B, T, heads, head_dim] before their product: q, k, table in, both out."""
 
+    def forward(self, q: Tensor, k: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+        return self.turn_queries(q, table), self.turn_keys(k, table)
+
+    def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
+        """The queries, normed and rotated by position."""
+        raise NotImplementedError
+
+    def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
+        """The keys, normed and rotated by position."""
+        raise NotImplementedError
+
+    def drop_keys(self) -> None:
+        """Keep no parameters for keys: the layer takes those of another, turned already."""
+
     def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -114,6 +128,8 @@ class Unmixed(nn.Module):
 
     pathways: tuple[str, ...] = ()
     """What is mixed with an anchor, or becomes one."""
+    taken: tuple[str, ...] = ()
+    """Pathways that an earlier layer projects for this one."""
 
     def __init__(self, sections: ops.Sections) -> None:
         super().__init__()

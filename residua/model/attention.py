@@ -15,11 +15,11 @@ from residua.config import choices
 from residua.errors import UserError
 from residua.model.anchor_kinds import build_mix
 from residua.model.anchor_source import HeadShape
-from residua.model.anchors import FoldedMix, LayerPlace, Mix, QueryKeyNorm, Unmixed, Write
+from residua.model.anchors import FoldedMix, LayerPlace, Mix, QueryKeyNorm, RotaryTable, Unmixed, Write
 from residua.model.body import Body
 from residua.model.cache import KeyValueCache
 from residua.model.context import Anchors, Context
-from residua.model.equivalence import Edge, InitFidelity, divide_rows, take_parameters
+from residua.model.equivalence import Edge, InitFidelity, divide_rows
 from residua.model.norm import DyT
 from residua.model.projection import BiasedProjection, Projection, is_watched, projection
 from residua.model.reads import Input, Reads, map_reads
@@ -44,12 +44,16 @@ def layer_place(
     *,
     std: float = 0.0,
     vocabulary: int = 0,
+    taken: Sequence[str] = (),
 ) -> LayerPlace:
-    """The place of a layer among the softmax `layers`, and the heads of its projection, for its anchors."""
+    """The place of a layer among the softmax `layers`, and the heads of its projection, for its anchors.
+
+    It projects no heads that are `taken` from another layer.
+    """
     shape = head_shape(config, width)
     gate = {"none": {}, "headwise": {"g": 1}, "elementwise": {"g": shape.head_dim}}[config.gate]
     widths = dict.fromkeys("qkv", shape.head_dim) | gate
-    sections = {s: (shape.heads[s], w) for s, w in widths.items()}
+    sections = {s: (shape.heads[s], w) for s, w in widths.items() if s not in taken}
     return LayerPlace(layers.index(layer), len(layers), shape, sections, width, std, vocabulary)
 
 
@@ -60,7 +64,7 @@ class QKNorm(QueryKeyNorm):
         super().__init__(config.qk_eps)
         query, key = self._sizes(shape)
         self.query = nn.Parameter(torch.empty(query))
-        self.key = nn.Parameter(torch.empty(key))
+        self.key: nn.Parameter | None = nn.Parameter(torch.empty(key))
         self.reset_parameters()
 
     @staticmethod
@@ -69,19 +73,26 @@ class QKNorm(QueryKeyNorm):
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.query)
-        nn.init.ones_(self.key)
+        if self.key is not None:
+            nn.init.ones_(self.key)
+
+    def drop_keys(self) -> None:
+        self.key = None
 
     @property
     def gains(self) -> tuple[Tensor, Tensor]:
+        assert self.key is not None
         return self.query, self.key
 
     @property
     def in_kernels(self) -> bool:
         return self.eps == KEY_EPS
 
-    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        query = ops.norm_rotate(q, self.query, *table, eps=self.eps)
-        return query, ops.norm_rotate(k, self.key, *table, eps=self.eps)
+    def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
+        return ops.norm_rotate(q, self.query, *table, eps=self.eps)
+
+    def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
+        return ops.norm_rotate(k, self.gains[1], *table, eps=self.eps)
 
 
 class JointQKNorm(QKNorm):
@@ -99,10 +110,12 @@ class JointQKNorm(QKNorm):
     def in_kernels(self) -> bool:
         return False
 
-    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        normed = (ops.rms_norm(x.flatten(-2), g, eps=self.eps).view_as(x) for x, g in ((q, self.query), (k, self.key)))
-        q, k = (ops.rotate(x, table) for x in normed)
-        return q, k
+    def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
+        return ops.rotate(ops.rms_norm(q.flatten(-2), self.query, eps=self.eps).view_as(q), table)
+
+    def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
+        assert self.key is not None
+        return ops.rotate(ops.rms_norm(k.flatten(-2), self.key, eps=self.eps).view_as(k), table)
 
 
 class TanhQKNorm(QueryKeyNorm):
@@ -112,8 +125,14 @@ class TanhQKNorm(QueryKeyNorm):
         super().__init__(config.qk_eps)
         self.query, self.key = (DyT(choices.DyT(alpha=config.qk_alpha), shape.head_dim) for _ in range(2))
 
-    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return ops.rotate(self.query(q), table), ops.rotate(self.key(k), table)
+    def drop_keys(self) -> None:
+        del self.key
+
+    def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
+        return ops.rotate(self.query(q), table)
+
+    def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
+        return ops.rotate(self.key(k), table)
 
 
 class NoQKNorm(QueryKeyNorm):
@@ -125,8 +144,11 @@ class NoQKNorm(QueryKeyNorm):
     def __init__(self, shape: HeadShape, config: choices.SoftmaxAttention) -> None:
         super().__init__(config.qk_eps)
 
-    def forward(self, q: Tensor, k: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return ops.rotate(q, table), ops.rotate(k, table)
+    def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
+        return ops.rotate(q, table)
+
+    def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
+        return ops.rotate(k, table)
 
 
 def _begin_projection(new: Projection, old: Projection, rows: Tensor) -> InitFidelity:
@@ -144,7 +166,8 @@ def _begin_projection(new: Projection, old: Projection, rows: Tensor) -> InitFid
 def _begin_qk_norm(new: nn.Module, old: nn.Module) -> InitFidelity:
     if type(new) is not type(old):
         return InitFidelity.NOT
-    take_parameters(new, old)
+    theirs = old.state_dict()  # a layer that takes keys of another has no gain for them
+    new.load_state_dict({name: theirs[name] for name in new.state_dict()})
     same_eps = not isinstance(new, QKNorm) or not isinstance(old, QKNorm) or new.eps == old.eps
     return InitFidelity.EXACTLY if same_eps else InitFidelity.UP_TO_EPS
 
@@ -194,11 +217,13 @@ class SoftmaxAttention(Body):
         self.layer = layer
         shape, width = place.shape, place.width
         self.head_width: dict[str, int] = {s: w for s, (_, w) in place.sections.items()}
-        self.rows = tuple(shape.heads[s] * w for s, w in self.head_width.items())
+        self.shape, self.rows = shape, tuple(shape.heads[s] * w for s, w in self.head_width.items())
         biased = config.bias != "none"
         self.project = projection(width, sum(self.rows), std=place.std, bias=biased, parts=self.rows)
         self.mix = build_mix(anchors, place)
         self.qk_norm = QK_NORMS[config.qk_norm](shape, config)
+        if "k" not in self.head_width:
+            self.qk_norm.drop_keys()
         self.window = config.window_at(layer)
         local = self.window is not None and config.local_rope_theta is not None
         unturned = layer in (config.unturned_layers or ())
@@ -214,8 +239,7 @@ class SoftmaxAttention(Body):
             nn.init.zeros_(self.sink)
 
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> KeyValueCache:
-        heads, head_dim = self.rows[1] // self.head_width["k"], self.head_width["k"]
-        return KeyValueCache(batch, capacity, heads, head_dim, like)
+        return KeyValueCache(batch, capacity, self.shape.heads["k"], self.shape.head_dim, like)
 
     def forward(self, x: Input, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         assert context.rotary is not None
@@ -247,6 +271,7 @@ class SoftmaxAttention(Body):
         if isinstance(x, Tensor):
             whole: Tensor = self.project(x)
             return whole
+        # layers that take keys or values of others are refused here (`config/model.py`)
         reads = [x.q, x.k, x.v, x.q][: len(self.rows)]
         if type(self.project) not in (Projection, BiasedProjection) or is_watched(self.project):
             every = map_reads(self.project, x)
@@ -268,7 +293,8 @@ class SoftmaxAttention(Body):
             raise UserError(
                 "model.attention.heads, kv_heads or head_dim differ from the model to start from: keep them."
             )
-        new_gate, lost_gate = len(self.rows) > len(old.rows), len(self.rows) < len(old.rows)
+        ours, theirs = "g" in self.head_width, "g" in old.head_width
+        new_gate, lost_gate = ours and not theirs, theirs and not ours
         kept = [
             InitFidelity.NOT if lost_gate or self.removes_own != old.removes_own else InitFidelity.EXACTLY,
             _begin_projection(self.project, old.project, self._rows_of(old)),
@@ -284,14 +310,20 @@ class SoftmaxAttention(Body):
         return max(kept)
 
     @property
-    def _heads(self) -> tuple[tuple[int, ...], int]:
-        return self.rows[:3], self.head_width["q"]
+    def _heads(self) -> tuple[dict[str, int], int]:
+        return dict(self.shape.heads), self.shape.head_dim
 
     def _rows_of(self, old: SoftmaxAttention) -> Tensor:
         """The rows of another's projection that this one takes, those of its gate repeated where this one is finer."""
-        heads, device = self.query_heads[0], old.project.weight.device
         ours, theirs = self.head_width.get("g"), old.head_width.get("g")
-        rows = torch.arange(sum(self.rows[:3]), device=device)
+        every = torch.arange(len(old.project.weight), device=old.project.weight.device)
+        places = dict(zip(old.head_width, every.split(old.rows), strict=True))
+        if any(s not in places for s in self.head_width if s != "g"):
+            raise UserError(
+                "the layers of the model to start from share keys or values, and cannot have their own again: keep "
+                "model.anchors, or start from another run."
+            )
+        rows = torch.cat([places[s] for s in self.head_width if s != "g"])
         if ours is None or theirs is None:
             return rows
         if ours < theirs:
@@ -299,8 +331,7 @@ class SoftmaxAttention(Body):
                 "model.attention.gate = 'headwise' has one gate per head, and the model to start from one per element: "
                 "leave it at 'elementwise'."
             )
-        gate = torch.arange(heads * theirs, device=device).repeat_interleave(ours // theirs)
-        return torch.cat([rows, len(rows) + gate])
+        return torch.cat([rows, places["g"].repeat_interleave(ours // theirs)])
 
     @property
     def direct_to_cache(self) -> bool:
@@ -339,9 +370,8 @@ class SoftmaxAttention(Body):
         divide = self._divide_values()
         if divide is None or self.removes_own:
             return []
-        head_dim, kv = self.head_width["v"], self.rows[2]
-        heads = self.rows[0] // head_dim
-        served = torch.arange(heads) // (heads * head_dim // kv)
+        head_dim, heads = self.shape.head_dim, self.shape.heads["q"]
+        served = torch.arange(heads) // (heads // self.shape.heads["v"])
         channel = served[:, None] * head_dim + torch.arange(head_dim)
         return [Edge(f"{name}.values", (self.out.weight,), channel.flatten(), divide, self.out)]
 

@@ -24,9 +24,8 @@ from residua.config.model import ModelConfig
 from residua.config.plugins import plugin_place
 from residua.config.settings import ConfigError, explain
 from residua.model.anchor_kinds import build_mix
-from residua.model.attention import layer_place
 from residua.model.context import Context
-from residua.model.decoder import Decoder, build_anchor_source
+from residua.model.decoder import Decoder, build_anchor_source, place_of
 from residua.model.decoder import build as build_decoder
 from residua.model.norm import build_norm
 from residua.model.reads import Reads, flat_reads
@@ -174,8 +173,7 @@ class _Anchored(nn.Module):
         super().__init__()
         self.source = build_anchor_source(config)
         softmax, layers = config.softmax, config.softmax_layers
-        at = partial(layer_place, layers=layers, width=config.width, std=config.init.std, vocabulary=config.vocab_size)
-        places = [] if softmax is None else [at(softmax, layer) for layer in layers]
+        places = [] if softmax is None else [place_of(config, softmax, layer) for layer in layers]
         self.layers = nn.ModuleList(build_mix(config.anchors, place) for place in places)
 
 

@@ -50,12 +50,13 @@ class KeyValueCache:
     def __init__(
         self, batch: int, capacity: int, heads: int, head_dim: int, like: Tensor, value_dim: int | None = None
     ) -> None:
+        self.stored: tuple[str, ...] = ("k", "v")
         widths = head_dim, head_dim if value_dim is None else value_dim
         self.keys, self.values = (like.new_zeros(batch, capacity, heads, width) for width in widths)
         self._rows = torch.arange(batch, device=like.device)[:, None]
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (self.keys, self.values)
+        yield from (buffer for name, buffer in (("k", self.keys), ("v", self.values)) if name in self.stored)
 
     def first(self, length: int) -> tuple[Tensor, Tensor]:
         """The slots [B, length, H_kv, D] of the keys and of the values of each row's first tokens."""
@@ -69,14 +70,30 @@ class KeyValueCache:
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that queries may see."""
-        if now.visible is None and now.until is None:  # the first tokens of every row
-            for place, new in zip(self.first(k.shape[1]), (k, v), strict=True):
-                place.copy_(new)
+        first = now.visible is None and now.until is None  # the first tokens of every row
+        for name, buffer, new in (("k", self.keys, k), ("v", self.values, v)):
+            if name not in self.stored:
+                continue
+            if first:
+                buffer[:, : k.shape[1]].copy_(new)
+            else:
+                buffer.index_put_((self._rows, now.positions), new.to(buffer.dtype))
+        if first:
             return k, v
-        self.keys.index_put_((self._rows, now.positions), k.to(self.keys.dtype))
-        self.values.index_put_((self._rows, now.positions), v.to(self.values.dtype))
         slots = self.keys.shape[1] if now.visible is None else now.visible.shape[-1]
         return self.keys[:, :slots], self.values[:, :slots]
+
+
+class BorrowedCache(KeyValueCache):
+    """The cache of a layer that takes the keys or the values of an earlier one: those slots are the lender's.
+
+    The lender has stored the tokens of a call before this layer attends to them.
+    """
+
+    def __init__(self, lender: KeyValueCache, taken: Sequence[str]) -> None:
+        self.keys = lender.keys if "k" in taken else torch.zeros_like(lender.keys)
+        self.values = lender.values if "v" in taken else torch.zeros_like(lender.values)
+        self.stored, self._rows = tuple(name for name in "kv" if name not in taken), lender._rows
 
 
 class RecurrentCache:

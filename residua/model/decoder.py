@@ -15,10 +15,10 @@ from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.model.anchor_kinds import build_source
 from residua.model.anchor_source import AnchorSource
-from residua.model.anchors import Mix, Sharing
+from residua.model.anchors import LayerPlace, Mix, Sharing
 from residua.model.attention import SoftmaxAttention, head_shape, layer_place
 from residua.model.body import Body, reset
-from residua.model.cache import Cache, Now
+from residua.model.cache import BorrowedCache, Cache, KeyValueCache, Now, SublayerCache
 from residua.model.context import Anchors, Context, check_inputs, for_rows, number_documents
 from residua.model.ffn import build_ffn
 from residua.model.latent_attention import LatentAttention
@@ -129,8 +129,14 @@ class Decoder(nn.Module):
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, by default in the embedding's dtype."""
         like = self.embed.weight.new_empty(0, dtype=dtype)
-        bodies = (sublayer.body for sublayer in self.executions)
-        return Cache([body.new_cache(batch, capacity, like) for body in bodies], batch, capacity, like.device)
+        borrowed, caches = self.config.borrowed, list[SublayerCache | None]()
+        for k, sublayer in enumerate(self.executions):
+            if k % 2 == 0 and k // 2 in borrowed:
+                lender, taken = borrowed[k // 2]
+                caches.append(BorrowedCache(cast(KeyValueCache, caches[2 * lender]), taken))
+            else:
+                caches.append(sublayer.body.new_cache(batch, capacity, like))
+        return Cache(caches, batch, capacity, like.device)
 
     def hidden(
         self, tokens: Tensor, segments: Tensor | None = None, cache: Cache | None = None, counts: Tensor | None = None
@@ -311,11 +317,19 @@ def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[
     return attention, build_ffn(ffn, config.width, std=std, output_std=output_std)
 
 
+def place_of(config: ModelConfig, mixer: choices.SoftmaxAttention, layer: int) -> LayerPlace:
+    """Where a softmax layer is, and the heads that it projects itself."""
+    layers = config.softmax_layers
+    taken = config.anchors.taken(layers.index(layer))
+    std, vocabulary = config.init.std, config.vocab_size
+    return layer_place(mixer, layer, layers, config.width, std=std, vocabulary=vocabulary, taken=taken)
+
+
 def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> Body:
     """The sequence mixer of one layer."""
     mixer, width, std = config.attention.at(layer), config.width, config.init.std
     if isinstance(mixer, choices.SoftmaxAttention):
-        place = layer_place(mixer, layer, config.softmax_layers, width, std=std, vocabulary=config.vocab_size)
+        place = place_of(config, mixer, layer)
         return SoftmaxAttention(mixer, config.anchors, layer, place, output_std=output_std)
     if isinstance(mixer, choices.LatentAttention):
         return LatentAttention(mixer, layer, width, std=std, output_std=output_std)

@@ -24,6 +24,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "nures": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}, "topology": {"kind": "highway"}},
     "gated-values": {"anchors": {"kind": "gated_value"}},
     "value-embeddings": {"anchors": {"kind": "value_embeddings", "gate_channels": 5}},
+    "svformer": {"anchors": {"kind": "kv_source", "shared": "v"}},
+    "cla": {"anchors": {"kind": "cla", "group": 3}},
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "mudd": {"topology": {"kind": "mudd", "sources": 2}, "anchors": {"kind": "exoformer", "pathways": ["v"]}},

@@ -27,6 +27,7 @@ EXTRA: Cases = {
     "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
     "token-ids": ("token_gain", INTERLEAVED),
     "gated-values": ("gated-values", INTERLEAVED),
+    "shared-heads": ("cla", INTERLEAVED),
     "reads": ("mudd", INTERLEAVED),
     "loop": ("loop", {"data": 2}),
     "loop-in-stages": ("injection", INTERLEAVED),

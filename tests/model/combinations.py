@@ -18,6 +18,8 @@ ANCHORS: dict[str, Any] = {
     "resformer": {"kind": "resformer"},
     "gated_value": {"kind": "gated_value"},
     "value_embeddings": {"kind": "value_embeddings"},
+    "cla": {"kind": "cla"},
+    "svformer": {"kind": "kv_source", "shared": "v"},
     "nuresformer": {"kind": "nuresformer", "pathways": QKV, "granularity": "headwise"},
     "nuresformer with gate": {"kind": "nuresformer", "norm": "qk"},
     "exoformer": {"kind": "exoformer", "pathways": QKV},
@@ -81,6 +83,11 @@ def fits(row: Row) -> bool:
     if anchors in GATED_ANCHORS and attention not in GATED_ATTENTIONS:
         return False
     if row.get("topology") in SEVERAL_READS and attention in ONE_READ:
+        return False
+    if anchors in ("cla", "svformer") and row.get("topology") in (
+        *SEVERAL_READS,
+        "injection",
+    ):  # keys of other layers read nothing
         return False
     if row.get("topology") == "injection" and row.get("ffn", "swiglu").startswith("moe"):  # experts in a loop
         return False

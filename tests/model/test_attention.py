@@ -46,8 +46,9 @@ def context(documents: list[list[int]] | None = None) -> Context:
     return Context(exact_rotary(), None if documents is None else torch.tensor(documents))
 
 
-def place(config: choices.SoftmaxAttention, layer: int, layers: int) -> LayerPlace:
-    return layer_place(config, layer, range(layers), WIDTH, std=0.3, vocabulary=VOCABULARY)
+def place(config: choices.SoftmaxAttention, anchors: choices.Anchors, layer: int, layers: int) -> LayerPlace:
+    taken = anchors.taken(layer)
+    return layer_place(config, layer, range(layers), WIDTH, std=0.3, vocabulary=VOCABULARY, taken=taken)
 
 
 def build_layers(
@@ -55,7 +56,7 @@ def build_layers(
 ) -> tuple[nn.ModuleList, nn.Module]:
     """Attention layers and the source of their anchors, with random parameters, in float64."""
     attentions = nn.ModuleList(
-        SoftmaxAttention(config, anchors, layer, place(config, layer, layers), output_std=0.3)
+        SoftmaxAttention(config, anchors, layer, place(config, anchors, layer, layers), output_std=0.3)
         for layer in range(layers)
     )
     source = build_source(anchors, head_shape(config, WIDTH), WIDTH, std=0.3)
@@ -64,9 +65,10 @@ def build_layers(
 
 
 def own_projections(layer: SoftmaxAttention, config: choices.SoftmaxAttention, x: Tensor) -> golden.Projections:
-    """q, k, v and the gate of one sequence, from the layer's fused matrix."""
+    """q, k, v and the gate of one sequence, from the layer's fused matrix, less those of other layers."""
     kv = config.kv_heads or HEADS
     heads = {"q": HEADS, "k": kv, "v": kv} | ({} if config.gate == "none" else {"g": HEADS})
+    heads = {s: n for s, n in heads.items() if s not in layer.mix.taken}
     rows = {s: n * HEAD_DIM for s, n in heads.items()} | ({"g": HEADS} if config.gate == "headwise" else {})
     sizes = [rows[s] for s in heads]
     biases = [None] * len(heads) if config.bias == "none" else layer.project.bias.split(sizes)

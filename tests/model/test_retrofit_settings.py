@@ -92,6 +92,7 @@ REFUSED = {
     *(f"{choice}.kind" for choice in map(kind_of, ours(choices.TopologyChoice)) if choice != "additive"),
     *(f"{kind}.kind" for kind in ("resformer", "nuresformer", "exoformer", "gated_value", "value_embeddings")),
     "value_embeddings.gate_channels",
+    *(f"{kind}.{key}" for kind in ("cla", "kv_source") for key in ("kind", "shared", "group", "layer")),
 }
 """What the weights of some other value do not fit."""
 

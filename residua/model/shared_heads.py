@@ -1,0 +1,63 @@
+"""Keys and values of an earlier layer in place of a layer's own: cross-layer attention, one source, SVFormer.
+
+    y_l = softmax(Q_l K_sᵀ/√d) V_s,   s = s(l) ≤ l
+
+    CLA (arXiv 2405.12981):        s(l) = g·⌊l/g⌋, groups of g layers
+    one source m:                  s(l) = min(l, m)
+    SVFormer (arXiv 2410.17897):   V_1 alone is shared, y_l = softmax(Q_l K_lᵀ/√d) V_1
+
+Layers are counted among those with softmax attention. A layer with s(l) < l has no projection, no QK-norm gain and no
+cache for the heads that it takes. Keys are shared as they enter the product, normed and rotated.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from residua.config import choices
+from residua.model.anchors import Heads, LayerPlace, QueryKeyNorm, RotaryTable, SigmoidGate, Unmixed
+from residua.model.context import Anchors, Context
+from residua.model.equivalence import InitFidelity
+from residua.model.projection import Projection
+
+
+class SharedHeads(Unmixed):
+    """A layer that lends its keys and values, or takes (`taken`) those of the last layer that did."""
+
+    def __init__(self, config: choices.SharedHeads, place: LayerPlace) -> None:
+        super().__init__(place.sections)
+        self.pathways, self.taken = config.mixed, config.taken(place.layer)
+        self.lender = config.lender(place.layer)
+        self.last = not config.carried(place.layer + 1)
+
+    def forward(
+        self,
+        project: Projection,
+        x: Tensor,
+        anchors: Anchors,
+        qk_norm: QueryKeyNorm,
+        table: RotaryTable,
+        context: Context,
+    ) -> tuple[Heads, Anchors]:
+        own = self.split(project(x))
+        own["q"] = qk_norm.turn_queries(own["q"], table)
+        if "k" in own:
+            own["k"] = qk_norm.turn_keys(own["k"], table)
+        heads = own | dict(zip(self.taken, anchors, strict=bool(self.taken)))
+        gate = SigmoidGate(own["g"]) if "g" in own else None
+        lent = () if self.last else tuple(heads[s] for s in self.pathways)
+        return Heads(heads["q"], heads["k"], heads["v"], gate), lent
+
+    def begin_as(self, old: Unmixed) -> InitFidelity:
+        """A layer that takes heads drops its own; one that lends them is as before."""
+        if isinstance(old, SharedHeads):
+            same = (old.lender, old.taken) == (self.lender, self.taken)
+        else:
+            same = old.plain and not self.taken
+        return InitFidelity.EXACTLY if same else InitFidelity.NOT
+
+
+def build_shared_heads(config: choices.SharedHeads, place: LayerPlace) -> Unmixed:
+    """Layers that neither lend nor take are plain."""
+    lends = place.layer + 1 < place.layers and config.lender(place.layer + 1) == place.layer
+    return SharedHeads(config, place) if lends or config.taken(place.layer) else Unmixed(place.sections)

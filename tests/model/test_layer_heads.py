@@ -1,0 +1,116 @@
+"""Keys and values of other layers: shared ones (CLA, one source, SVFormer)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import residua
+from residua.config import choices
+from residua.config.settings import ConfigError
+from residua.model.cache import BorrowedCache
+from residua.model.inference import InferenceDecoder
+from residua.model.size import measure
+from residua.quantize.smoothing import edges
+from tests.golden import attention as golden
+from tests.golden.compare import agree, close, random, randomise
+from tests.model.small import in_parts, small, tokens_and_targets
+from tests.model.test_attention import (
+    BATCH,
+    LENGTH,
+    THETA,
+    WIDTH,
+    attention_config,
+    build_layers,
+    own_projections,
+    run_ours,
+)
+
+SHARED: dict[str, Any] = {
+    "cla": {"kind": "cla"},
+    "source": {"kind": "kv_source", "layer": 1},
+    "svformer": {"kind": "kv_source", "shared": "v"},
+}
+TWO_BASES = {"kind": "softmax", "heads": 2, "window": 2, "local_rope_theta": 5.0}
+LENDERS = {"cla": [0, 0, 2, 2], "source": [0, 1, 1, 1], "svformer": [0, 0, 0, 0]}
+
+
+@pytest.mark.parametrize("options", [{}, {"gate": "headwise", "qk_norm": "none"}], ids=str)
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_heads_are_their_equation(name: str, options: dict) -> None:
+    config, anchors = attention_config(kv_heads=2, **options), choices.AnchorChoice.choose(SHARED[name])
+    layers, source = build_layers(config, anchors, 4)
+    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(4)]
+    ours = run_ours(layers, source, inputs[0], inputs)
+    expected: list[list] = [[] for _ in layers]
+    for b in range(BATCH):
+        S = [own_projections(layer, config, x[b]) for layer, x in zip(layers, inputs, strict=True)]
+        for at, (layer, lender) in enumerate(zip(layers, LENDERS[name], strict=True)):
+            heads = S[at] | {s: S[lender][s] for s in anchors.mixed}
+            gains = dict(layers[lender if "k" in anchors.mixed else at].qk_norm.named_parameters())
+            query = dict(layer.qk_norm.named_parameters()).get("query")
+            y = golden.attention(
+                heads, layer.out.weight, theta=THETA, q_gain=query, k_gain=gains.get("key"), eps=layer.qk_norm.eps
+            )
+            expected[at].append(y)
+    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
+    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+
+
+@pytest.mark.parametrize("anchors", [{"kind": "cla", "group": 1}, {"kind": "kv_source", "layer": 2}], ids=str)
+def test_layers_that_share_nothing_are_the_plain_model(anchors: dict) -> None:
+    torch.manual_seed(0)
+    plain = residua.build(small())
+    torch.manual_seed(0)
+    assert torch.equal(residua.build(small(anchors=anchors))(tokens_and_targets()[0]), plain(tokens_and_targets()[0]))
+
+
+@pytest.mark.parametrize(("name", "norm"), list(zip(SHARED, ["rms", "rms_all", "dyt"], strict=True)))
+def test_decoding_shared_heads_equals_the_full_pass(name: str, norm: str) -> None:
+    mixer = {"kind": "softmax", "heads": 4, "kv_heads": 2, "qk_norm": norm, "window": 4, "window_layers": [1]}
+    model = randomise(residua.build(small(layers=4, anchors=SHARED[name], attention=mixer)), 0.1)
+    tokens, _ = tokens_and_targets()
+    with torch.no_grad():
+        whole = model(tokens)
+        close("parts", in_parts(model, tokens, [3, 1, 2]), whole)
+        close("rewritten", InferenceDecoder(model)(tokens), whole)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_heads_have_no_parameters_and_no_cache(name: str) -> None:
+    plain, config = small(layers=4), small(layers=4, anchors=SHARED[name])
+    taken = sum(len(pathways) for _, pathways in config.borrowed.values())
+    model, fewer = residua.build(config), taken * 16 * 16
+    gains = 8 * sum("k" in pathways for _, pathways in config.borrowed.values())
+    before, after = measure(plain), measure(config)
+    assert before.attention - after.attention == fewer + gains
+    assert before.flops_per_token - after.flops_per_token == 6 * (fewer + gains)
+    caches = model.new_cache(2, 5)
+    assert sum(t.numel() for t in caches.tensors()) == (8 - taken) * 2 * 5 * 16
+    for layer, lender in enumerate(LENDERS[name]):
+        assert isinstance(caches.sublayers[2 * layer], BorrowedCache) == (layer != lender)
+        assert caches.sublayers[2 * layer].values is caches.sublayers[2 * lender].values
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"anchors": {"kind": "kv_source", "layer": 3}}, "not one of the 3 softmax layers: use at most 2"),
+        ({"anchors": SHARED["cla"], "topology": {"kind": "mudd"}}, "'mudd' gives keys and values inputs"),
+        ({"anchors": SHARED["cla"], "order": {"kind": "listed", "layers": [0, 1, 1, 2]}}, "order.kind = 'listed'"),
+        (
+            {"anchors": SHARED["cla"], "attention": TWO_BASES},
+            "shares keys after their rotation",
+        ),
+    ],
+)
+def test_shared_heads_refuse_what_they_cannot_share(tables: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        small(**tables)
+
+
+def test_values_of_lenders_and_takers_are_not_divided() -> None:
+    model = residua.build(small(layers=4, anchors={"kind": "kv_source", "layer": 1}))
+    assert [edge.name for edge in edges(model) if edge.name.endswith("values")] == ["sublayers.0.body.values"]
