@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # (tests/conftest.py)
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test check nightly fast demo lint types map results entries scale sizes docs setup browser clean
+.PHONY: test check nightly fast demo lint types map results entries scale sizes docs release setup browser clean
 
 test: setup browser lint types  ## everything CI checks
 	$(PYTEST) -m "not nightly"
@@ -53,6 +53,9 @@ entries: setup  ## write the list of `residua reproduce` into docs/reproduce.md
 docs: $(DOCS)  ## the site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html; for the search: $(BIN)/python -m http.server --bind 127.0.0.1 -d build/site"
+
+release: $(DOCS)  ## check and build a release; nothing is uploaded
+	$(BIN)/python tools/release.py
 
 scale: setup  ## write the plans for 8 to 4096 GPUs into docs/scale.md
 	$(BIN)/python tools/scale.py

@@ -273,3 +273,15 @@ def test_the_picture_says_what_the_numbers_say() -> None:
     assert answer._answer([paying[0], unsure]) == "Faster per second: A 1.10×."
     assert answer._answer([lower, unsure]) == "Lower loss per step: E. Faster per second: none in this study."
     assert answer._answer([unsure]) == "No lower loss was shown. Faster per second: none in this study."
+
+
+def test_a_release_that_is_not_ready_says_why(tmp_path) -> None:
+    release = load_module("tools/release.py")
+    (tmp_path / "residua").mkdir()
+    (tmp_path / "residua" / "version.py").write_text('__version__ = "0.3.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## 0.2.0 (unreleased)\n\n{'word ' * 1_501}\n\n## 0.1.0\n")
+    assert [words[:32] for words in release.faults(tmp_path)] == [
+        "CHANGELOG.md begins with 0.2.0, ", "CHANGELOG.md gives 0.2.0 no date", "The changelog of 0.2.0 has 1,501",
+    ]  # fmt: skip
+    (tmp_path / "CHANGELOG.md").write_text("## 0.3.0 (2026-12-01)\n\nWords.\n")
+    assert release.faults(tmp_path) == []
