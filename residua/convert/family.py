@@ -340,13 +340,14 @@ def layer_types(config: ModelConfig) -> list[str]:
 def _settled(config: ModelConfig) -> dict[str, Any]:
     """The settings that decide a model's function, with derived defaults filled in; not its initialization."""
     tables = config.model_dump(exclude={"init": True, "head": {"init"}}, exclude_none=True)
-    softmax = config.attention.everywhere
+    softmax = config.softmax
     if softmax is not None:
-        tables["attention"] |= {"head_dim": head_dim(config), "kv_heads": softmax.kv_heads or softmax.heads}
+        table = tables["attention"].get("softmax", tables["attention"])
+        table |= {"head_dim": head_dim(config), "kv_heads": softmax.kv_heads or softmax.heads}
         if softmax.qk_norm == "none":
-            tables["attention"].pop("qk_eps")
+            table.pop("qk_eps")
         if softmax.qk_norm != "dyt":
-            tables["attention"].pop("qk_alpha")
+            table.pop("qk_alpha")
     if "softmax_every" in tables["attention"]:
         tables["attention"].pop("softmax_every")
         tables["attention"]["softmax_layers"] = config.softmax_layers

@@ -26,7 +26,7 @@ from tests.nightly import only_nightly
 
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5
-SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window",
+SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window", "qwen3_5_moe_text",
           "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
           "qwen3_moe, one expert", "kimi_linear, low-rank queries, raw weights", "kimi_linear, one expert")  # fmt: skip
 DISTINCT = [name for name in FAMILIES if name not in SECOND]
@@ -39,7 +39,7 @@ def equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_all_families_and_rope_scalings_are_covered() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    assert {architecture.lower() for architecture, _ in FAMILIES.values()} == {
+    assert {architecture.lower().replace("_", "") for architecture, _ in FAMILIES.values()} == {
         name.replace("_text", "").replace("_", "") for name in KNOWN
     }
     assert set(READERS) == set(ROPE_INIT_FUNCTIONS)
@@ -63,9 +63,33 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
     files = (load_file(tmp_path / which / "model.safetensors") for which in ("hf", "back"))
     first, second = ({family.named(name): tensor for name, tensor in file.items()} for file in files)
     assert first.keys() == second.keys()
-    changed = "gemma" in model_type or family.FREE  # gains less one, and factors worked into weights, are rounded
+    changed = family.FREE or any(
+        part in model_type for part in ("gemma", "qwen3_next", "qwen3_5")
+    )  # gains less one, and factors worked into weights, are rounded
     for tensor in first:
         torch.testing.assert_close(second[tensor], first[tensor], rtol=0, atol=1e-6 if changed else 0)
+
+
+@pytest.mark.parametrize("name", ["smollm3", "phi3", "qwen3_next"])
+def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: Path) -> None:
+    """Rows of two lengths: ours padded on the right, theirs on the left; then one token more from the cache."""
+    architecture, keys = FAMILIES[name]
+    theirs, given, short = saved(tmp_path, architecture, **keys), tokens(), 30
+    model, (long, cut) = load(tmp_path), given
+    cache = model.new_cache(2, 41)
+    with torch.no_grad():
+        hidden = model.hidden(torch.stack([long, cut]), cache=cache, counts=torch.tensor([40, short]))
+        ours = model.logits(torch.stack([hidden[0, -1], hidden[1, short - 1]]))
+        after = model(given[:, :1], cache=cache)[:, 0]
+        left = torch.stack([long, torch.cat([cut.new_zeros(40 - short), cut[:short]])])
+        mask = torch.ones_like(left)
+        mask[1, : 40 - short] = 0
+        first = theirs(left, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(0), use_cache=True)
+        mask = torch.cat([mask, mask[:, -1:]], 1)
+        steps = {"past_key_values": first.past_key_values, "position_ids": mask.sum(-1, keepdim=True) - 1}
+        second = theirs(given[:, :1], attention_mask=mask, **steps)
+    equal(ours, first.logits[:, -1])
+    equal(after, second.logits[:, 0])
 
 
 def export_back(folder: Path, layout: str) -> None:

@@ -41,6 +41,17 @@ FACTORS = {
     "residual_multiplier": 0.4,
     "logits_scaling": 1.7,
 }
+HYBRID = {
+    "initializer_range": 0.06,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}
+SHARED = EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 SMALL_PAIRS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,6 +71,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": MIXED}),
     "exaone4, no window": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "qwen2_moe": ("Qwen2Moe", EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 48}),
+    "qwen3_next": ("Qwen3Next", SHARED | HYBRID),
+    "qwen3_5_text": ("Qwen3_5", HYBRID),
+    "qwen3_5_moe_text": ("Qwen3_5Moe", SHARED | HYBRID | {"attention_bias": True}),
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
@@ -110,13 +124,16 @@ ROTARY: dict[str, dict[str, Any]] = {
 }
 
 
+CONFIGURATIONS = {name: f"{name}TextConfig" for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
+
+
 def build(architecture: str, **keys: Any) -> Any:
     """A random model; gains and biases are away from where they start."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    configuration = {"Gemma3": "Gemma3TextConfig"}.get(architecture, f"{architecture}Config")
+    configuration = CONFIGURATIONS.get(architecture, f"{architecture}Config")
     torch.manual_seed(0)
     config = getattr(transformers, configuration)(**SIZES | keys)
     model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()

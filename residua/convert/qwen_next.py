@@ -1,0 +1,190 @@
+"""Qwen3-Next and Qwen3.5, text only: gated attention in every fourth layer, the gated delta rule in the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from residua.config import choices
+from residua.config.model import ModelConfig, head_dim
+from residua.convert.family import Family, Names, biased, register
+from residua.convert.kimi import Kernels
+from residua.convert.layouts import Layout, Reordered, by_head, turned_order
+from residua.convert.llama import head_qk_norm
+from residua.convert.mixture import SharedExpert
+from residua.convert.positions import turned_width
+from residua.errors import UserError
+
+FULL, LINEAR = "full_attention", "linear_attention"
+DELTA_EPS = choices.RMSNorm().eps
+"""That of the norm on the delta rule's output, which is the model's there."""
+
+
+class GatedHybrid(Family):
+    """The common part: gains stored less one, heads that turn in part, queries stored with their gates."""
+
+    partial = True
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    }
+    DELTA: ClassVar[Names] = {
+        "norm.weight": ("input_layernorm.weight",),
+        "body.project.weight": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
+        "body.gates.weight": ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"),
+        "body.convolve.weight": ("linear_attn.conv1d.weight",),
+        "body.A_log": ("linear_attn.A_log",),
+        "body.dt_bias": ("linear_attn.dt_bias",),
+        "body.norm.weight": ("linear_attn.norm.weight",),
+        "body.out.weight": ("linear_attn.out_proj.weight",),
+    }
+    LAYOUTS: ClassVar[Mapping[str, Layout]] = {"convolve.weight": Kernels()}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = head_qk_norm(super().tables(keys), keys)
+        softmax = tables["attention"] | {"gate": "elementwise"}
+        full = [layer for layer, kind in enumerate(self._types(keys)) if kind == FULL]
+        if len(full) == keys["num_hidden_layers"]:
+            return tables | {"attention": softmax}
+        delta = self._delta(keys)
+        hybrid = {"kind": "hybrid", "softmax_layers": full, "softmax": softmax, "linear": delta}
+        return tables | {"attention": hybrid if full else delta}
+
+    def _types(self, keys: dict[str, Any]) -> list[str]:
+        every, layers = keys["full_attention_interval"], range(keys["num_hidden_layers"])
+        types = keys.get("layer_types") or [LINEAR if (layer + 1) % every else FULL for layer in layers]
+        if unknown := set(types) - {FULL, LINEAR}:
+            raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
+        return list(types)
+
+    def _delta(self, keys: dict[str, Any]) -> dict[str, Any]:
+        if keys["linear_key_head_dim"] != keys["linear_value_head_dim"]:
+            raise UserError("linear_key_head_dim and linear_value_head_dim differ, which is missing here.")
+        if keys["rms_norm_eps"] != DELTA_EPS:
+            raise UserError(f"rms_norm_eps = {keys['rms_norm_eps']}: the delta rule's output has {DELTA_EPS} here.")
+        return {
+            "kind": "gated_deltanet",
+            "key_heads": keys["linear_num_key_heads"],
+            "value_heads": keys["linear_num_value_heads"],
+            "head_dim": keys["linear_key_head_dim"],
+            "convolution": keys["linear_conv_kernel_dim"],
+        }
+
+    def has_attention(self, config: ModelConfig) -> bool:
+        known = (choices.SoftmaxAttention, choices.GatedDeltaNet)
+        return config.softmax is not None and all(isinstance(mixer, known) for mixer in config.mixers)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys, linear = super().keys(config), config.linear
+        types = [FULL if mixer.attends else LINEAR for mixer in config.mixers]
+        keys["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+        keys |= {"attention_bias": biased(config), "layer_types": types}
+        keys["partial_rotary_factor"] = keys["rope_parameters"]["partial_rotary_factor"]
+        if isinstance(linear, choices.GatedDeltaNet):
+            keys |= {
+                "linear_num_key_heads": linear.key_heads,
+                "linear_num_value_heads": linear.value_heads,
+                "linear_key_head_dim": linear.head_dim,
+                "linear_value_head_dim": linear.head_dim,
+                "linear_conv_kernel_dim": linear.convolution,
+            }
+        return keys
+
+    def of_mixer(self, layer: int, config: ModelConfig) -> Names:
+        return self.ATTENTION if config.mixers[layer].attends else self.DELTA
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        gain = name.endswith(("norm.weight", "qk_norm.query", "qk_norm.key")) and not name.endswith("body.norm.weight")
+        return float(gain), 1.0
+
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        if name.endswith(("qk_norm.query", "qk_norm.key")):
+            return Reordered(turned_order(head_dim(config), turned_width(config)))
+        if ".body.project." in name or ".body.gates." in name:
+            mixer = config.mixers[int(name.split(".")[1]) // 2]
+            if isinstance(mixer, choices.SoftmaxAttention):
+                return _gated_queries(mixer, head_dim(config), turned_width(config))
+            assert isinstance(mixer, choices.GatedDeltaNet)
+            return self.delta_layout(name, mixer)
+        return super().layout(name, config, keys)
+
+    def delta_layout(self, name: str, delta: choices.GatedDeltaNet) -> Layout:
+        """How the projections of the delta rule lie: theirs has queries, keys and values in one, and gates apart."""
+        if ".body.gates." in name:
+            return Layout()
+        keys, values = delta.key_heads * delta.head_dim, delta.value_heads * delta.head_dim
+        return Reordered(torch.arange(2 * keys + 2 * values), (2 * keys + values, values))
+
+
+def _gated_queries(softmax: choices.SoftmaxAttention, width: int, turned: int) -> Layout:
+    """Theirs has each head's queries and then its gate; ours has all gates after the values."""
+    heads, kv = softmax.heads, softmax.kv_heads or softmax.heads
+    order = turned_order(width, turned)
+    rows = by_head((heads, kv, kv), (torch.cat([order, width + torch.arange(width)]), order, torch.arange(width)))
+    first = rows[: 2 * heads * width].unflatten(0, (heads, 2, width))
+    ordered = torch.cat([first[:, 0].flatten(), rows[2 * heads * width :], first[:, 1].flatten()])
+    return Reordered(ordered, (2 * heads * width, kv * width, kv * width))
+
+
+@register
+class Qwen3Next(GatedHybrid, SharedExpert):
+    """Qwen3-Next: experts in every layer and a gated shared one; projections stored by key head."""
+
+    model_type = "qwen3_next"
+    architecture = "Qwen3NextForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **GatedHybrid.DEFAULTS,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+    }
+    DELTA: ClassVar[Names] = {
+        **GatedHybrid.DELTA,
+        "body.project.weight": ("linear_attn.in_proj_qkvz.weight",),
+        "body.gates.weight": ("linear_attn.in_proj_ba.weight",),
+    }
+
+    def delta_layout(self, name: str, delta: choices.GatedDeltaNet) -> Layout:
+        """Theirs has each key head with the value heads that it serves, and β before the decay."""
+        served = delta.value_heads // delta.key_heads
+        width = 1 if ".body.gates." in name else delta.head_dim
+        parts = (served, served) if ".body.gates." in name else (1, 1, served, served)
+        order = _parts_first(delta.key_heads, [part * width for part in parts])
+        if ".body.gates." in name:
+            order = torch.cat(order.chunk(2)[::-1])
+        return Reordered(order, (len(order),))
+
+
+def _parts_first(heads: int, parts: list[int]) -> Tensor:
+    """Rows that are stored head by head, each with these parts, in an order with all heads of a part together."""
+    rows = torch.arange(heads * sum(parts)).unflatten(0, (heads, -1))
+    return torch.cat([part.flatten() for part in rows.split(parts, 1)])
+
+
+@register
+class Qwen35(GatedHybrid):
+    """Qwen3.5, text only, dense."""
+
+    model_type = "qwen3_5_text"
+    architecture = "Qwen3_5ForCausalLM"
+
+
+@register
+class Qwen35Moe(GatedHybrid, SharedExpert):
+    """Qwen3.5, text only, with experts in every layer and a gated shared one."""
+
+    model_type = "qwen3_5_moe_text"
+    architecture = "Qwen3_5MoeForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Qwen3Next.DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8}
