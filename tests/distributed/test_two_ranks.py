@@ -92,8 +92,10 @@ GRID = [(model, way) for model in ("additive", "full", "block", "mgr", "mhc", "e
 NORMAL = [
     *(("additive", way) for way in ("ddp", "fsdp", "1f1b")),
     ("full", "ddp"),  # the deferred backward under DDP's hooks
+    ("full", "1f1b"),
     ("full", "interleaved"),
     ("block", "1f1b"),
+    ("block", "interleaved"),
     ("mgr", "fsdp"),  # a state that is bound to the process
     ("mgr", "interleaved"),  # stage boundaries inside the fill phase and after it
     ("exoformer", "interleaved"),
