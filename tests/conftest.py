@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,9 @@ from tests.interpreter import patch_once
 
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 torch.set_num_threads(1)
+for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would be kept for them, with the whole stack
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
 gc.disable()  # until all is collected, see below
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start and interrupt must heed it
@@ -63,6 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    # torch's loggers of single artifacts are silent unless asked for, and pytest would attach itself to each, six times
+    # a test
+    for name, logger in logging.root.manager.loggerDict.items():
+        if ".__" in name and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.freeze()  # a million objects of imports and collection stay: the garbage collector need not look through them
     gc.enable()
 

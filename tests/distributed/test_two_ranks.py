@@ -31,12 +31,9 @@ EXTRA: Cases = {
     "reads": ("mudd", INTERLEAVED),
     "loop": ("loop", {"data": 2}),
     "loop-in-stages": ("injection", INTERLEAVED),
-    "gathered-loop": ("loop", {"shard": 2, "unit": "model"}),
     "reads-inside-a-layer": ("dca", {**INTERLEAVED, "cuts": [1, 4, 7]}),
-    "sharded-reads": ("dca", {"shard": 2}),
     "sent-reads": ("value_input", {**INTERLEAVED, "cuts": [1, 4, 6]}),
     "value-embeddings": ("value-embeddings", INTERLEAVED),
-    "sharded-token-ids": ("token_gain", {"shard": 2}),
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
     "exo-in-sources": ("exo-block", INTERLEAVED),
@@ -47,6 +44,9 @@ EXTRA: Cases = {
     "measured-stages": ("moe", {"pipeline": 2, "balance": {"load": "same_step", "weight": 1.0}}),
 }
 EXTRA_NIGHTLY: Cases = {
+    "sharded-token-ids": ("token_gain", {"shard": 2}),
+    "sharded-reads": ("dca", {"shard": 2}),
+    "gathered-loop": ("loop", {"shard": 2, "unit": "model"}),
     "dense": ("dense", INTERLEAVED),
     "inside-a-block": ("block", {**INTERLEAVED, "cuts": [1, 4, 7]}),
     "inside-an-anchored-layer": ("nures", {"pipeline": 2, "cuts": [1]}),

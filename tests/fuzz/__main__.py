@@ -27,7 +27,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         fuzzer = Fuzzer(Path(folder), full=not asked.quick, seed=asked.seed)
         if asked.case is None:
-            fuzzer.control()
+            fuzzer.control(asked.cases)
         for number in range(asked.cases) if asked.case is None else [asked.case]:
             case = fuzzer.run(number)
             counts[case.reader.name, case.outcome] += 1

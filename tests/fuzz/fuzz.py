@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from tests.fuzz.child import Done, command
@@ -56,21 +57,22 @@ class Fuzzer:
     def __init__(self, place: Path, *, full: bool, seed: int) -> None:
         self.box, self.whole, self.seed = place / "box", place / "whole", seed
         self.folder = self.box / "a" / "b"  # two levels up are still ours: nothing should be written there
-        self.targets = [(reader, pattern) for reader in (FULL if full else QUICK) for pattern in reader.files]
+        rounds = zip_longest(*([(reader, pattern) for pattern in reader.files] for reader in (FULL if full else QUICK)))
+        self.targets = [target for targets in rounds for target in targets if target is not None]
         build(self.folder, full=full)
         self.folder.rename(self.whole)
         shutil.rmtree(self.box)
 
-    def control(self) -> None:
-        """Check that every command succeeds while nothing is damaged."""
-        for reader in dict.fromkeys(reader for reader, _ in self.targets):
+    def control(self, cases: int) -> None:
+        """Check that every command of so many cases succeeds while nothing is damaged."""
+        for reader in dict.fromkeys(reader for reader, _ in self.targets[:cases]):
             shutil.copytree(self.whole, self.folder)
             done = command(reader.arguments, self.folder)
             assert done.code == 0, f"residua {' '.join(reader.arguments)} ended with {done.code}: {done.errors}"
             shutil.rmtree(self.box)
 
     def run(self, number: int) -> Case:
-        """One damaged file. The commands and the files they read have their turns."""
+        """One damaged file. Each command has its turn, then each of them again with the next file it reads."""
         chance = random.Random(f"{self.seed}/{number}")
         reader, pattern = self.targets[number % len(self.targets)]
         shutil.rmtree(self.box, ignore_errors=True)

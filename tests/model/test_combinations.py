@@ -135,7 +135,7 @@ def test_combination_learns_except_where_it_must_start_dead(row: Row) -> None:
     assert not silent(gradients, config)
 
 
-@pytest.mark.parametrize("row", covering(ROWS, ("anchors", "attention")), ids=name_of)
+@pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
 def test_combination_in_half_is_finite_and_near_single_precision(row: Row) -> None:
     """Both ways: weights in bfloat16, and float32 weights under autocast."""
     model = residua.build(config_of(row))

@@ -40,7 +40,7 @@ def check_compiled(model: torch.nn.Module, **how: object) -> tuple[torch.Tensor,
     return loss, gradients
 
 
-@pytest.mark.parametrize("topology", only_nightly(TOPOLOGIES, ["additive", "full_attnres"]))
+@pytest.mark.parametrize("topology", only_nightly(TOPOLOGIES, ["full_attnres"]))
 def test_compiled_model_is_one_graph_with_the_same_gradients(topology: str) -> None:
     torch._dynamo.reset()
     config = small(layers=2, width=32, ffn={"kind": "relu2", "hidden": 32}, topology=TOPOLOGIES[topology])

@@ -123,7 +123,9 @@ def test_exact_starts_are_exact(case: tuple[str, str]) -> None:
     assert kept == {"model": InitFidelity.EXACTLY} and difference(new, old) < 1e-11
 
 
-@pytest.mark.parametrize("case", on_bases(UP_TO_EPS), ids=", ".join)
+@pytest.mark.parametrize(
+    "case", only_nightly(product(UP_TO_EPS, BASES), zip(UP_TO_EPS, cycle(BASES), strict=False)), ids=", ".join
+)
 def test_multiples_of_the_sum_are_exact_with_the_eps_of_the_sum(case: tuple[str, str]) -> None:
     """The norm of each reader takes the multiple out: exactly if its eps is scaled too, else up to its eps."""
     name, base = case

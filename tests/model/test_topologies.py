@@ -130,8 +130,10 @@ FULL: list[dict[str, Any]] = [
     {}, {"scale": 0.25}, {"key_norm": "none"}, {"activation": "sigmoid"}, {"window": 1}, {"window": 3}, {"window": 6},
     {"window": 2, "activation": "sigmoid", "key_norm": "none", "scale": 0.5},
 ]  # fmt: skip
-BLOCK = [(6, 1), (6, 2), (6, 3), (6, 6), (8, 3), (8, 5), (64, 2)]
-"""Whole and unfinished last blocks, one block, blocks of one, 33 sources."""
+BLOCK = [(6, 1), (6, 2), (6, 3), (6, 6), (8, 3), (8, 5)]
+"""Whole and unfinished last blocks, one block, blocks of one."""
+DEEP_BLOCKS = choices.BlockAttnRes(sublayers_per_block=2), 64, 7, attention_residuals
+"""33 sources, which full Attention Residuals have by day."""
 DELTA = [(2, 1), (6, 1), (8, 3)]
 ABLATED: list[dict[str, Any]] = [{"activation": "sigmoid"}, {"key_norm": "none"}, {"scale": 0.2}]
 GATES = [(2, 6, 7), (2, 2, 33), (4, 8, 33), (4, 4, 7), (8, 14, 7)]
@@ -156,6 +158,7 @@ EQUATIONS: list[Any] = [
     *((choices.FullAttnRes(**keys), 6, width, attention_residuals) for keys, width in product(FULL, (7, 33))),
     (choices.FullAttnRes(), 32, 7, attention_residuals),
     *((choices.BlockAttnRes(sublayers_per_block=size), n, 7, attention_residuals) for n, size in BLOCK),
+    pytest.param(*DEEP_BLOCKS, marks=pytest.mark.nightly),
     *((choices.BlockAttnRes(sublayers_per_block=2, **keys), 6, 33, attention_residuals) for keys in ABLATED),
     *((choices.DeltaAttnRes(sublayers_per_block=size), n, 7, attention_residuals) for n, size in DELTA),
     (choices.DeltaAttnRes(activation="sigmoid", scale=0.5), 4, 33, attention_residuals),

@@ -43,7 +43,7 @@ KINDS = (
 
 def make_data(folder: Path) -> Path:
     """A few kilobytes of text in several shards."""
-    return prepare_words(folder, words=60, holdout=0.2, shard_tokens=3000)
+    return prepare_words(folder, words=60, holdout=0.05, shard_tokens=3000)
 
 
 def write_config(path: Path, data: Path, kind: Kind) -> Path:

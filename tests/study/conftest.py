@@ -53,7 +53,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     for index in range(20):
         lines = [" ".join(words[(index + i * j) % len(words)] for j in range(1, 8)) for i in range(60)]
         (folder / f"{index}.txt").write_text("\n".join(lines))
-    return prepare(open_corpus([folder], holdout=0.2), folder / "prepared", "bytes")
+    return prepare(open_corpus([folder], holdout=0.05), folder / "prepared", "bytes")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from residua.config.model import ModelConfig
@@ -19,11 +21,16 @@ PAIRS = [(base, name) for base in ("mini", "mgr-s-prenorm") for name in KNOWN]
 KEPT = [pair for pair in PAIRS if pair[0] == "mini" or pair[1] == "mgr"]
 
 
+@cache
+def base_and_size(name: str) -> tuple[RunConfig, int]:
+    run = RunConfig.find(name)
+    return run, measure(run.model).parameters
+
+
 @pytest.mark.parametrize("pair", only_nightly(PAIRS, but=KEPT), ids=str)
 def test_every_known_variant_matches_within_half_a_percent(pair: tuple[str, str]) -> None:
     base, name = pair
-    run = RunConfig.find(base)
-    target = measure(run.model).parameters
+    run, target = base_and_size(base)
     matched = match(name, run.override(overrides([name], run.model)).model, target, MatchFFN())
     size = measure(matched.model)
     assert abs((matched.parameters - size.tables) / target - 1) <= 0.005

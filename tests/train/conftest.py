@@ -24,7 +24,7 @@ from tests.trained import SMALL, prepare_words
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared dataset, one token per byte."""
-    return prepare_words(tmp_path_factory.mktemp("text"), words=60, holdout=0.2)
+    return prepare_words(tmp_path_factory.mktemp("text"), words=60, holdout=0.05)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def longer(config: RunConfig, steps: int = 60) -> RunConfig:
 
 
 def test_the_last_validation_reads_all_of_the_text(config: RunConfig, tmp_path: Path) -> None:
-    run = longer(config)
+    run = longer(config).override(["data.validation_tokens=64"])
     result = train(run, tmp_path / "run")
     final = FinalValidation(**json.loads((tmp_path / "run" / "validation.json").read_text()))
     split = Dataset.open(str(run.data.path)).split("validation")

@@ -41,7 +41,7 @@ ARGUMENTS = {"gated_norm": 8, "rms_norm": 4, "scaled_rms_norm": 5}
     [
         ("gated_norm", 1),
         ("rms_norm", 1),
-        ("scaled_rms_norm", 1),
+        pytest.param("scaled_rms_norm", 1, marks=pytest.mark.nightly),
         pytest.param("rms_norm", 2, marks=pytest.mark.nightly),
     ],
 )
@@ -76,7 +76,9 @@ def additions_next_to(name: str, module: GraphModule) -> list[Node]:
     return [s for s in sums if any(source(n.args[0]) is s for n in norms) or any(source(a) in norms for a in s.args)]
 
 
-@pytest.mark.parametrize(("rewrite", "norm"), [(fuse_additions, "dyt"), (take_dots, "rmsnorm")])
+@pytest.mark.parametrize(
+    ("rewrite", "norm"), [pytest.param(fuse_additions, "dyt", marks=pytest.mark.nightly), (take_dots, "rmsnorm")]
+)
 def test_model_without_such_norms_or_reads_is_left_alone(rewrite, norm):
     loss, parameters = model_loss(layers=1, norm={"kind": norm})
     plain, ours = differentiated(loss, parameters, rewrite=rewrite)
