@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, TypeVar
@@ -37,32 +37,22 @@ def opaque(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return in_graph(apply)
 
 
-class _Declaring(Loader):
-    """Loads Dynamo as its own loader does, then declares the functions that wait for it."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        while _waiting:
-            torch.compiler.allow_in_graph(_waiting.pop())  # type: ignore[no-untyped-call]
-
-
 class _Watch(MetaPathFinder):
-    """Notices the import of Dynamo, by whomever."""
+    """Notices the import of Dynamo, by whomever: once it is loaded, the functions that wait for it are declared."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != DYNAMO:
-            return None
-        spec = PathFinder.find_spec(name, path, target)
+        spec = PathFinder.find_spec(name, path, target) if name == DYNAMO else None
         if spec is not None and spec.loader is not None:
-            spec.loader = _Declaring(spec.loader)
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                load(module)
+                while _waiting:
+                    torch.compiler.allow_in_graph(_waiting.pop())  # type: ignore[no-untyped-call]
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

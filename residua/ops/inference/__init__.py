@@ -119,37 +119,9 @@ def _rows(*tensors: Tensor | None) -> bool:
     return len(widths) == 1 and max(widths) <= WIDEST and _alike(*tensors)
 
 
-def _serves_add(base: Tensor, y: Tensor, weight: Tensor, **_: Any) -> bool:
-    return _rows(base, y)
-
-
-def _serves_sources(sources: Any, y: Tensor, base: Tensor | None, *_: Any, **__: Any) -> bool:
-    return len(sources) <= MOST_SOURCES and _rows(*sources, y, base)
-
-
-def _serves_partial(finished: Any, y: Tensor, base: Tensor | None, *_: Any, **__: Any) -> bool:
-    return _rows(y, base) and supports(*finished)
-
-
-def _serves_scores(y: Tensor, base: Tensor | None, *_: Any) -> bool:
-    return _alike(y, base)
-
-
-def _serves_group(sources: Any, *_: Any) -> bool:
-    return _alike(*sources)
-
-
-def _serves_read(others: Any, scores: Any, rows: Any, y: Tensor, base: Tensor | None, *_: Any, **__: Any) -> bool:
-    return _alike(y, *others, base)
-
-
 def _serves_gate(state: Streams, y: Tensor, *_: Any, store: bool = True, **__: Any) -> bool:
     fits = _rows if store and not state.updates else _alike
     return len(state.stored) <= MOST_STREAMS and fits(*state.stored, *state.updates, y)
-
-
-def _serves_heads(projected: Tensor, heads: int, kv_heads: int, gains: Any, cos: Tensor, *_: Any, **__: Any) -> bool:
-    return cos.dim() == 2 and supports(projected, cos)
 
 
 def _serves_entry(
@@ -169,24 +141,28 @@ def _serves_attention(q: Tensor, keys: Tensor, values: Tensor, *_: Any, **__: An
     return alike and q.shape[-1] <= WIDEST_HEAD and supports(q, keys, values)
 
 
-def _serves_activation(x: Tensor, kind: str) -> bool:
-    return supports(x)
-
-
 if INSTALLED:
     from residua.ops.inference import launch
 
-    add_norm.register_fused(launch.add_norm, _serves_add)
-    read_sources.register_fused(launch.read_sources, _serves_sources)
-    read_partial.register_fused(launch.read_partial, _serves_partial)
-    source_scores.register_fused(launch.source_scores, _serves_scores)
-    read_group.register_fused(launch.read_group, _serves_group)
-    read_norm.register_fused(launch.read_norm, _serves_read)
+    add_norm.register_fused(launch.add_norm, lambda base, y, weight, **_: _rows(base, y))
+    read_sources.register_fused(
+        launch.read_sources,
+        lambda sources, y, base, *_, **__: len(sources) <= MOST_SOURCES and _rows(*sources, y, base),
+    )
+    read_partial.register_fused(
+        launch.read_partial, lambda finished, y, base, *_, **__: _rows(y, base) and supports(*finished)
+    )
+    source_scores.register_fused(launch.source_scores, lambda y, base, *_: _alike(y, base))
+    read_group.register_fused(launch.read_group, lambda sources, *_: _alike(*sources))
+    read_norm.register_fused(launch.read_norm, lambda others, scores, rows, y, base, *_, **__: _alike(y, *others, base))
     gate_norm.register_fused(launch.gate_norm, _serves_gate)
-    turn_heads.register_fused(launch.turn_heads, _serves_heads)
+    turn_heads.register_fused(
+        launch.turn_heads,
+        lambda projected, heads, kv_heads, gains, cos, *_, **__: cos.dim() == 2 and supports(projected, cos),
+    )
     enter_cache.register_fused(launch.enter_cache, _serves_entry)
     decode_attention.register_fused(launch.decode_attention, _serves_attention)
-    activate.register_fused(launch.activate, _serves_activation)
+    activate.register_fused(launch.activate, lambda x, kind: supports(x))
 
 __all__ = [
     "Queries",
