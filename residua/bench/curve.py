@@ -124,11 +124,9 @@ def _steps(window: int, steps: int) -> str:
     return f"{window * WINDOW + 1}–{min((window + 1) * WINDOW, steps)}"
 
 
-def curve_report(environment: dict[str, Any], config: RunConfig, result: CurveResult) -> dict[str, Any]:
-    """Everything as plain JSON, in nats."""
+def curve_facts(config: RunConfig, result: CurveResult) -> dict[str, Any]:
+    """Everything for a file, in nats."""
     return {
-        "kind": "curve",
-        "environment": environment,
         "config": config.model_dump(mode="json"),
         "window": WINDOW,
         "curves": {name: asdict(curve) for name, curve in result.curves.items()},

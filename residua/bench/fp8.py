@@ -6,7 +6,7 @@ On a CPU, where bf16 is mostly emulated, the plain layer is fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -98,8 +98,3 @@ def _cells(row: LinearResult) -> list[str]:
         return [first, row.problem or "–"]
     speeds = [(s.median * 1e3, row.plain.median / s.median) for s in (row.product, row.layer)]
     return [first, *(cell for ms, times in speeds for cell in (f"{ms:.3f}", f"{times:.2f}")), f"{row.disagreement:.1e}"]
-
-
-def linear_report(environment: dict[str, Any], results: Sequence[LinearResult]) -> dict[str, Any]:
-    """Everything as plain JSON."""
-    return {"kind": "fp8", "environment": environment, "results": [asdict(result) for result in results]}

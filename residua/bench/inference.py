@@ -6,20 +6,21 @@ The models take turns in every round, so that a change of the device's clock aff
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
 from residua import ops
-from residua.bench.show import Tell, number
-from residua.bench.step import Case
-from residua.bench.timing import Ceilings
+from residua.bench.show import BenchProgress, Tell, number
+from residua.bench.step import Case, read_models
+from residua.bench.timing import Ceilings, measure_ceilings
 from residua.config.model import ModelConfig
 from residua.generate.engine import Step, build_step, engine_for, launched_step, resolve_engine
 from residua.generate.generator import MULTIPLE, first_logits, prompt_reader, weight_bytes
@@ -29,6 +30,8 @@ from residua.model.size import build_if_it_fits, measure
 from residua.report.terminal import new_table
 from residua.storage.model_folder import place, ready
 from residua.train.timing import Sample, peak_flops, release_memory, synchronize, time_each
+
+T = TypeVar("T")
 
 STEPS = 8
 """Decoding steps per timing."""
@@ -286,6 +289,22 @@ def _llama(config: ModelConfig, device: torch.device, rows: list[list[int]], flo
     return _Contender(f"{PEER} Llama", lambda: time_each(run, 1, device)[0], nullcontext, facts)
 
 
+def bench_each(
+    presets: Sequence[str], compare: str, sizes: Mapping[str, Sequence[Any]], run: Callable[..., list[T]],
+    device: torch.device,
+) -> tuple[list[T], Ceilings]:  # fmt: skip
+    """Results of every model and all `sizes`, by `bench_decode` or `bench_prefill`; and the ceilings of the device."""
+    models = read_models(presets, compare.split(","))
+    results, parts = [], list(product(models, *sizes.values()))
+    with BenchProgress(len(parts)) as progress:
+        ceilings = measure_ceilings(device)
+        for name, *chosen in parts:
+            settings = dict(zip(sizes, chosen, strict=True))
+            results += run(name, models[name], device, **settings, tell=progress.tell)
+            progress.finish_part()
+    return results, ceilings
+
+
 def print_decode(console: Console, results: Sequence[DecodeResult], ceilings: Ceilings) -> None:
     """One row per model, batch size and case, ratios to the first case."""
     measured = ("batch", "step µs", "p10–p90", "time ×", "tokens/s", "kernels", "GB/s", "of copy")
@@ -336,21 +355,3 @@ def print_prefill(console: Console, results: Sequence[PrefillResult]) -> None:
         "are not loaded yet.",
         soft_wrap=True,
     )
-
-
-def inference_report(
-    environment: dict[str, Any],
-    ceilings: Ceilings,
-    settings: dict[str, Any],
-    results: Sequence[DecodeResult] | Sequence[PrefillResult],
-) -> dict[str, Any]:
-    """Everything as plain JSON: seconds, bytes and FLOPs."""
-    decoding = isinstance(results[0], DecodeResult)
-    rate = "bytes_per_second" if decoding else "tokens_per_second"
-    return {
-        "kind": "decode" if decoding else "prefill",
-        "environment": environment,
-        "ceilings": asdict(ceilings),
-        "settings": settings,
-        "results": [asdict(result) | {rate: getattr(result, rate)} for result in results],
-    }

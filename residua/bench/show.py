@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from rich.console import Console
 
 from residua.bench.operators import OpResult
@@ -17,6 +18,7 @@ from residua.bench.timing import Ceilings
 from residua.config.run import RunConfig
 from residua.files import write_atomically, writing
 from residua.report.terminal import clock, new_table, open_console, remaining
+from residua.train.environment import describe_environment
 from residua.train.timing import Sample
 
 WIDTH = 180
@@ -75,19 +77,31 @@ class BenchProgress:
         return f"{place}, {clock(remaining(self._start, 0, done, parts))} left"
 
 
-def print_device(console: Console, environment: dict[str, Any]) -> None:
-    """The device and the versions."""
+class Bench:
+    """A device that is measured: its versions, the console that shows them, and the file `out` for all numbers."""
+
+    def __init__(self, device: torch.device, out: Path | None) -> None:
+        self.device, self.out = device, out
+        self.environment, self.console = describe_environment(device), open_console(WIDTH)
+
+    def print_device(self, ceilings: Ceilings | None = None) -> None:
+        """The device, the versions, and the measured ceilings if there are any."""
+        print_device(self.console, self.environment, ceilings)
+
+    def save(self, kind: str, **content: Any) -> None:
+        """Write everything as plain JSON: seconds, bytes, FLOP/s."""
+        save_report(self.console, self.out, {"kind": kind, "environment": self.environment, **content})
+
+
+def print_device(console: Console, environment: dict[str, Any], ceilings: Ceilings | None = None) -> None:
+    """The device, the versions, and the measured ceilings if there are any."""
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "python") if environment[name])
     console.print(f"{environment.get('gpu') or environment['processor'] or environment['platform']}: {versions}")
-
-
-def print_ceilings(console: Console, environment: dict[str, Any], ceilings: Ceilings) -> None:
-    """The device, the versions, and the measured ceilings."""
-    print_device(console, environment)
-    console.print(
-        f"measured in this run: copy {ceilings.copy_bytes_per_second / 1e12:.3g} TB/s, "
-        f"{ceilings.dtype} matrix product {ceilings.matmul_flops_per_second / 1e12:.4g} TFLOP/s"
-    )
+    if ceilings is not None:
+        console.print(
+            f"measured in this run: copy {ceilings.copy_bytes_per_second / 1e12:.3g} TB/s, "
+            f"{ceilings.dtype} matrix product {ceilings.matmul_flops_per_second / 1e12:.4g} TFLOP/s"
+        )
 
 
 def describe_step(config: RunConfig) -> str:
@@ -132,21 +146,10 @@ def ratios(result: StepResult, first: StepResult) -> tuple[float | None, float |
     return time, None if ours is None or theirs is None else ours / theirs
 
 
-def step_report(
-    environment: dict[str, Any], ceilings: Ceilings, config: dict[str, Any], results: Sequence[StepResult]
-) -> dict[str, Any]:
-    """Everything as plain JSON: seconds, bytes, FLOP/s."""
-    rows = []
-    for result in results:
-        time, memory = ratios(result, results[0])
-        rows.append({**asdict(result), "time_ratio": time, "memory_ratio": memory})
-    return {
-        "kind": "step",
-        "environment": environment,
-        "ceilings": asdict(ceilings),
-        "config": config,
-        "results": rows,
-    }
+def step_rows(results: Sequence[StepResult]) -> list[dict[str, Any]]:
+    """The results for a file, with ratios to the first."""
+    both = [(result, *ratios(result, results[0])) for result in results]
+    return [{**asdict(result), "time_ratio": time, "memory_ratio": memory} for result, time, memory in both]
 
 
 def print_operators(console: Console, results: Sequence[OpResult]) -> None:

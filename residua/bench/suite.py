@@ -145,7 +145,7 @@ def as_json(report: Report) -> dict[str, Any]:
 def show_report(report: Report, out: Path | None) -> None:
     """Print the tables and write the JSON."""
     console, shape = open_console(show.WIDTH), report.shape
-    show.print_ceilings(console, report.environment, report.ceilings)
+    show.print_device(console, report.environment, report.ceilings)
     console.print(f"{shape.tokens} tokens of width {shape.width}, {shape.dtype}".replace("torch.", ""))
     show.print_operators(console, report.results)
     if len(report.results) < report.planned:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from residua.cli.options import Device, Overrides, Preset, argument, check_file, option
 from residua.errors import UserError
 from residua.reading import toml_string
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,21 +75,21 @@ def step(
     from residua.bench.timing import measure_ceilings
     from residua.bench.turns import bench_turns
     from residua.machine import choose_device
-    from residua.train.environment import describe_environment
 
     cases = read_cases(base, [case for text in compare or [] for case in text.split(",")])
     device = choose_device(base.train.device, "train.device")
-    environment, console = describe_environment(device), _console()
+    bench = show.Bench(device, out)
     with show.BenchProgress() as progress:
         ceilings = measure_ceilings(device)
         if rounds is None:
             results = bench_step(cases, device, steps=steps, warmup=warmup, tell=progress.tell)
         else:
             results = bench_turns(cases, rounds=rounds, steps=steps, warmup=warmup, tell=progress.tell)
-    show.print_ceilings(console, environment, ceilings)
-    console.print(show.describe_step(base))
-    show.print_steps(console, results)
-    show.save_report(console, out, show.step_report(environment, ceilings, base.model_dump(mode="json"), results))
+    bench.print_device(ceilings)
+    bench.console.print(show.describe_step(base))
+    show.print_steps(bench.console, results)
+    config = base.model_dump(mode="json")
+    bench.save("step", ceilings=asdict(ceilings), config=config, results=show.step_rows(results))
 
 
 @app.command()
@@ -119,18 +117,17 @@ def curve(
     config = config.override(changes)
 
     from residua.bench import show
-    from residua.bench.curve import bench_curve, curve_report, print_curves
+    from residua.bench.curve import bench_curve, curve_facts, print_curves
     from residua.data.source import open_data
     from residua.machine import choose_device
-    from residua.train.environment import describe_environment
 
     device = choose_device(config.train.device, "train.device")
-    dataset, environment, console = open_data(config), describe_environment(device), _console()
+    dataset, bench = open_data(config), show.Bench(device, out)
     with show.BenchProgress() as progress:
         result = bench_curve(config, dataset, device, tell=progress.tell)
-    show.print_device(console, environment)
-    print_curves(console, config, device, result)
-    show.save_report(console, out, curve_report(environment, config, result))
+    bench.print_device()
+    print_curves(bench.console, config, device, result)
+    bench.save("curve", **curve_facts(config, result))
 
 
 MODELS = ("mgr-s-prenorm", "mgr-l-prenorm")
@@ -163,30 +160,23 @@ def decode(
     residua bench decode mgr-s-prenorm --compare prenorm,block_attnres,mgr,full_attnres --batch 1 --out decode.json
     residua bench decode mgr-s-prenorm --engine eager --engine graph --engine compile
     """
-    from residua.bench import show
-    from residua.bench.inference import bench_decode, inference_report, print_decode
-    from residua.bench.step import read_models
-    from residua.bench.timing import measure_ceilings
+    from residua.bench.inference import bench_decode, bench_each, print_decode
+    from residua.bench.show import Bench
     from residua.generate.engine import resolve_engine
     from residua.machine import choose_device
-    from residua.train.environment import describe_environment
 
     where = choose_device(device, "--device")
-    engines = [resolve_engine(name, where) for name in engine or ["auto"]]
-    cases = read_models(presets or MODELS, compare.split(","))
-    environment, console = describe_environment(where), _console()
-    results, parts = [], list(product(cases, engines, batch or [1, 64]))
-    with show.BenchProgress(len(parts)) as progress:
-        ceilings = measure_ceilings(where)
-        for name, chosen, rows in parts:
-            results += bench_decode(
-                name, cases[name], where, batch=rows, filled=filled, engine=chosen, rounds=rounds, tell=progress.tell
-            )
-            progress.finish_part()
-    show.print_ceilings(console, environment, ceilings)
-    print_decode(console, results, ceilings)
+    sizes: dict[str, list[Any]] = {
+        "engine": [resolve_engine(name, where) for name in engine or ["auto"]],
+        "batch": batch or [1, 64],
+    }
+    bench, run = Bench(where, out), partial(bench_decode, filled=filled, rounds=rounds)
+    timed, ceilings = bench_each(presets or MODELS, compare, sizes, run, where)
+    bench.print_device(ceilings)
+    print_decode(bench.console, timed, ceilings)
+    rows = [asdict(each) | {"bytes_per_second": each.bytes_per_second} for each in timed]
     settings = {"filled": filled, "rounds": rounds, "cases": compare}
-    show.save_report(console, out, inference_report(environment, ceilings, settings, results))
+    bench.save("decode", ceilings=asdict(ceilings), settings=settings, results=rows)
 
 
 @app.command()
@@ -217,31 +207,21 @@ def prefill(
     residua bench prefill mgr-s-prenorm --batch 8 --length 1024 --length 4096 --out prefill.json
     residua bench prefill mgr-s-prenorm --compare prenorm,mgr --engine eager --engine auto --no-peers
     """
-    from residua.bench import show
-    from residua.bench.inference import bench_prefill, inference_report, print_prefill
-    from residua.bench.step import read_models
-    from residua.bench.timing import measure_ceilings
+    from residua.bench.inference import bench_each, bench_prefill, print_prefill
+    from residua.bench.show import Bench
     from residua.generate.engine import resolve_engine
     from residua.machine import choose_device
-    from residua.train.environment import describe_environment
 
     where = choose_device(device, "--device")
     engines = [resolve_engine(name, where, ("auto", "eager", "graph")) for name in engine or ["auto"]]
-    cases = read_models(presets or MODELS, compare.split(","))
-    environment, console = describe_environment(where), _console()
-    results, parts = [], list(product(cases, engines, batch or [1, 8], length or [128, 1024]))
-    with show.BenchProgress(len(parts)) as progress:
-        ceilings = measure_ceilings(where)
-        for name, chosen, rows, tokens in parts:
-            results += bench_prefill(
-                name, cases[name], where, batch=rows, length=tokens, engine=chosen, rounds=rounds, peers=peers,
-                tell=progress.tell,
-            )  # fmt: skip
-            progress.finish_part()
-    show.print_ceilings(console, environment, ceilings)
-    print_prefill(console, results)
+    sizes: dict[str, list[Any]] = {"engine": engines, "batch": batch or [1, 8], "length": length or [128, 1024]}
+    bench, run = Bench(where, out), partial(bench_prefill, rounds=rounds, peers=peers)
+    timed, ceilings = bench_each(presets or MODELS, compare, sizes, run, where)
+    bench.print_device(ceilings)
+    print_prefill(bench.console, timed)
+    rows = [asdict(each) | {"tokens_per_second": each.tokens_per_second} for each in timed]
     settings = {"rounds": rounds, "cases": compare}
-    show.save_report(console, out, inference_report(environment, ceilings, settings, results))
+    bench.save("prefill", ceilings=asdict(ceilings), settings=settings, results=rows)
 
 
 @app.command(name="ops")
@@ -301,18 +281,16 @@ def fp8(
         widths = []
     if not widths or min(map(min, widths)) < 1:
         raise UserError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.")
-    from residua.bench import fp8 as bench
     from residua.bench import show
+    from residua.bench.fp8 import bench_linear, print_linear
     from residua.machine import choose_device
-    from residua.train.environment import describe_environment
 
-    device = choose_device("auto")
-    console, environment = _console(), describe_environment(device)
+    bench = show.Bench(choose_device("auto"), out)
     with show.BenchProgress() as progress:
-        results = bench.bench_linear(tokens, widths, device, repeats=repeats, tell=progress.tell)
-    show.print_device(console, environment)
-    bench.print_linear(console, results)
-    show.save_report(console, out, bench.linear_report(environment, results))
+        results = bench_linear(tokens, widths, bench.device, repeats=repeats, tell=progress.tell)
+    bench.print_device()
+    print_linear(bench.console, results)
+    bench.save("fp8", results=[asdict(result) for result in results])
 
 
 @app.command(name="plan")
@@ -352,18 +330,12 @@ def plan_run(
 
     from residua.bench import show
     from residua.bench.plan import GIB, Machine, plan, plan_report, print_plans
+    from residua.report.terminal import open_console
 
     machine = Machine(
         memory * GIB, flops * 1e12, link * 1e9, between * 1e9, bandwidth * 1e9, node, latency * 1e-6, host * GIB
     )
     plans = plan(config, gpus, machine, engines=torchtitan)
-    console = _console()
+    console = open_console(show.WIDTH)
     print_plans(console, [preset, *(overrides or [])], config, machine, plans, rows)
     show.save_report(console, out, plan_report(config, machine, plans))
-
-
-def _console() -> Console:
-    from residua.bench.show import WIDTH
-    from residua.report.terminal import open_console
-
-    return open_console(WIDTH)
