@@ -1,4 +1,4 @@
-"""Kernels that several operators share: a table of addresses, and the sum of what persistent programs leave."""
+"""Kernels and their parts that several operators share: addresses, sums of programs, and sums reduced side by side."""
 
 # mypy: ignore-errors
 import triton
@@ -11,6 +11,21 @@ def address_kernel(addresses, table_ptr, start, count, MOST: tl.constexpr):
     for i in tl.static_range(MOST):
         if start + i < count:
             tl.store(table_ptr + start + i, addresses[i].to(tl.int64))
+
+
+@triton.jit
+def add2(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def add3(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def add4(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit

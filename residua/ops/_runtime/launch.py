@@ -34,6 +34,11 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def dense_last(x: Tensor) -> Tensor:
+    """With its last axis dense; a row may be a part of something wider."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def dense_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Empty, contiguous, of x's shape."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import aligned, cdiv, dense_like, device_guard, next_power_of_2
+from residua.ops._runtime.launch import aligned, cdiv, dense_last, dense_like, device_guard, next_power_of_2
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED, shared_memory
 from residua.ops.delta_rule import kernels, kernels_backward, kernels_channels
@@ -149,7 +149,7 @@ def _launch_rule(
 ) -> None:  # fmt: skip
     o, last, inverse, reads, rates, states, u = outputs
     s, channels = Sizes.of(k, v), by_channel is not None
-    q, k, v = (_dense(x) for x in (q, k, v))
+    q, k, v = (dense_last(x) for x in (q, k, v))
     g, plan, chunks = g.contiguous(), scan_plan(v), CHANNEL_CHUNKS if channels else CHUNKS
     overlap, totals, decayed = by_channel or (reads, rates, reads)
     with device_guard(v):
@@ -204,7 +204,7 @@ def _launch_backward(
     *gradients, d_state = outputs
     inverse, reads, rates, states, u = saved
     s, channels = Sizes.of(k, v), by_channel is not None
-    q, k, v, d_o = (_dense(x) for x in (q, k, v, d_o))
+    q, k, v, d_o = (dense_last(x) for x in (q, k, v, d_o))
     d_states, dr = torch.empty_like(states), v.new_empty((s.rows, s.length, s.value_width))
     plan, gradient_plan = scan_plan(v), CHANNEL_GRADIENTS if channels else GRADIENTS
     overlap, totals, _ = by_channel or (reads, rates, reads)
@@ -222,11 +222,6 @@ def _launch_backward(
         )  # fmt: skip
 
 
-def _dense(x: Tensor) -> Tensor:
-    """With its last axis dense; a head may be a part of something wider."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _precision(x: Tensor) -> str:
     """Of the products that invert: a result in bfloat16 has no use for more than TensorFloat-32."""
     return "tf32" if x.dtype is torch.bfloat16 and not INTERPRETED else "ieee"
@@ -237,7 +232,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     """o [B, H, V] of one token; the state [B, H, K, V], float32 and contiguous, is overwritten."""
     o = v.new_empty(v.shape)
     yield o
-    q, k, v = (_dense(x) for x in (q, k, v))
+    q, k, v = (dense_last(x) for x in (q, k, v))
     (_, heads, value_width), (_, key_heads, key_width) = v.shape, k.shape
     strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
     with device_guard(v):

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from residua.ops._runtime.kernels import tensor
+from residua.ops._runtime.kernels import add2, add3, tensor
 from residua.ops.depth_attention.kernels import load_row, store_row
 
 
@@ -85,24 +85,14 @@ def mix_backward_kernel(
 
 
 @triton.jit
-def _add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@triton.jit
 def row_sums(b_rows, COUNT: tl.constexpr, TOGETHER: tl.constexpr):
     """The sums over the columns of COUNT blocks. Where warps share a row (TOGETHER), they exchange three at a time."""
     b_sums = ()
     for i in tl.static_range(0, COUNT, 3 if TOGETHER else 1):
         if TOGETHER and i + 3 <= COUNT:
-            b_sums = b_sums + tl.reduce((b_rows[i], b_rows[i + 1], b_rows[i + 2]), 1, _add3)
+            b_sums = b_sums + tl.reduce((b_rows[i], b_rows[i + 1], b_rows[i + 2]), 1, add3)
         elif TOGETHER and i + 2 == COUNT:
-            b_sums = b_sums + tl.reduce((b_rows[i], b_rows[i + 1]), 1, _add2)
+            b_sums = b_sums + tl.reduce((b_rows[i], b_rows[i + 1]), 1, add2)
         else:
             b_sums = b_sums + (tl.sum(b_rows[i], 1),)
     return b_sums

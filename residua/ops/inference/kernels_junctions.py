@@ -12,14 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from residua.ops._runtime.kernels import tensor
+from residua.ops._runtime.kernels import add2, add3, add4, tensor
 from residua.ops.depth_attention.kernels import load_row, log_sum_exp, store_row
-from residua.ops.multi_gate.kernels import add2, add4, fold, gates, lerp, pick, pooling, put, row, scalars, vector
-
-
-@triton.jit
-def _add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
+from residua.ops.multi_gate.kernels import fold, gates, lerp, pick, pooling, put, row, scalars, vector
 
 
 @triton.jit
@@ -75,7 +70,7 @@ def read_partial_kernel(
     # p = y or base + y
     b_p = _sum_of(b_base, y_ptr, at, live)
     tl.store(p_ptr + at, b_p.to(p_ptr.dtype.element_ty), mask=live)
-    pp, up, op = tl.reduce((b_p * b_p, b_u * b_p, b_o * b_p), 0, _add3)
+    pp, up, op = tl.reduce((b_p * b_p, b_u * b_p, b_o * b_p), 0, add3)
     # t = sigmoid(u · RMS(p) − lse)
     t = tl.sigmoid(up * tl.rsqrt(pp / C + key_eps) - lse)
     hh = (1 - t) * (1 - t) * oo + 2 * t * (1 - t) * op + t * t * pp

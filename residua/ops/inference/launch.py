@@ -15,6 +15,7 @@ from residua.ops._runtime.launch import (
     addresses,
     aligned,
     cdiv,
+    dense_last,
     dense_like,
     device_guard,
     either,
@@ -246,7 +247,7 @@ def _turn_heads(
     yield q, k
     if q.numel():
         with device_guard(q):
-            _launch_heads(_dense(projected), gains, cos.contiguous(), sin.contiguous(), eps, q, k, None)
+            _launch_heads(dense_last(projected), gains, cos.contiguous(), sin.contiguous(), eps, q, k, None)
 
 
 def turn_heads(
@@ -265,7 +266,7 @@ def _enter_cache(
     yield q
     if not q.numel():
         return
-    projected, cos, sin = _dense(projected), cos.contiguous(), sin.contiguous()
+    projected, cos, sin = dense_last(projected), cos.contiguous(), sin.contiguous()
     with device_guard(keys):
         if positions is None:
             _launch_heads(projected, gains, cos, sin, eps, q, keys, values, mixing)
@@ -286,10 +287,6 @@ def enter_cache(
     mixed = list(mixing or ())
     q: Tensor = _enter_cache(projected, heads, gains or (), cos, sin, keys, values, positions, mixed, eps)
     return q
-
-
-def _dense(projected: Tensor) -> Tensor:
-    return projected if projected.stride(-1) == 1 else projected.contiguous()
 
 
 @launcher("decode_attention")

@@ -37,23 +37,9 @@ import triton
 import triton.language as tl
 
 from residua.ops._runtime import triton_support
+from residua.ops._runtime.kernels import add2, add4
 
 INTERPRETED = tl.constexpr(triton_support.INTERPRETED)
-
-
-@triton.jit
-def add2(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def add3(a0, a1, a2, b0, b1, b2):
-    return a0 + b0, a1 + b1, a2 + b2
-
-
-@triton.jit
-def add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit

@@ -6,8 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from residua.ops._runtime.kernels import add3
 from residua.ops.multi_gate.kernels import (
-    add3,
     fold,
     kept_scalars,
     lerp,

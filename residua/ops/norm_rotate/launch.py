@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from residua.ops._runtime.launch import cdiv, dense_like, device_guard, next_power_of_2
+from residua.ops._runtime.launch import cdiv, dense_last, dense_like, device_guard, next_power_of_2
 from residua.ops._runtime.library import differentiate, launcher
 from residua.ops._runtime.triton_support import multiprocessors
 from residua.ops.norm_rotate import kernels
@@ -82,7 +82,7 @@ def strides(x: Tensor, walk: Tokens) -> tuple[int, int, int]:
 def forward(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Iterator[Tensor]:
     y = dense_like(x)
     yield y
-    x, (_, _, heads, width) = _last_axis_dense(x), x.shape
+    x, (_, _, heads, width) = dense_last(x), x.shape
     if y.numel():
         sizes, walk = FORWARD.sizes(width, heads), tokens(x, cos)
         groups, tiles = heads // sizes["GROUP"], walk.tiles(sizes["ROWS"])
@@ -99,7 +99,7 @@ def backward(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     dx, dweight = dense_like(x), torch.empty_like(weight)
     yield dx, dweight
-    dy, x, (_, _, heads, width) = _last_axis_dense(dy), _last_axis_dense(x), x.shape
+    dy, x, (_, _, heads, width) = dense_last(dy), dense_last(x), x.shape
     sizes, walk = BACKWARD.sizes(width, heads), tokens(x, cos)
     groups = heads // sizes["GROUP"]
     rows = walk.chunks(x, BACKWARD, sizes["ROWS"], groups) * groups
@@ -127,7 +127,7 @@ def packed_heads_backward(
     packed = q.new_empty((*q.shape[:2], (q.shape[2] + 2 * k.shape[2]) * q.shape[3]))
     d_query, d_key = torch.empty_like(query), torch.empty_like(key)
     yield packed, d_query, d_key
-    dq, dk, dv, q, k = (_last_axis_dense(t) for t in (dq, dk, dv, q, k))
+    dq, dk, dv, q, k = (dense_last(t) for t in (dq, dk, dv, q, k))
     sizes, walk = PACKED.sizes(q.shape[3], q.shape[2], k.shape[2]), tokens(q, cos)
     query_groups, key_groups = q.shape[2] // sizes["GROUP"], k.shape[2] // sizes["GROUP"]
     groups = query_groups + 2 * key_groups
@@ -152,10 +152,6 @@ def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, ro
         kernels.sum_rows_kernel[(cdiv(width, block), 1 if second is None else 2)](
             partial, first, second, rows, len(partial) - rows, WIDTH=width, ROWS=256, BLOCK=block
         )
-
-
-def _last_axis_dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from residua.ops._runtime.launch import cdiv, dense_like, device_guard, sum_rows
+from residua.ops._runtime.launch import cdiv, dense_last, dense_like, device_guard, sum_rows
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import begins as begin_documents
 from residua.ops._runtime.tracing import opaque
@@ -84,7 +84,7 @@ def forward(
 def launch_forward(
     projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    s, x = Sizes.of(projected, weight, k.shape[2], v.shape[2]), _dense(projected)
+    s, x = Sizes.of(projected, weight, k.shape[2], v.shape[2]), dense_last(projected)
     with device_guard(x):
         kernels.forward_kernel[s.programs(FORWARD)](
             x, weight.contiguous(), x if begins is None else begins.contiguous(), q, k, v, *s.arguments(x, FORWARD),
@@ -108,7 +108,7 @@ def launch_backward(
     key_heads: int, d_projected: Tensor, d_weight: Tensor,
 ) -> None:  # fmt: skip
     """Write into d_projected, but for the gate's columns, and d_weight. dq and dk may have more heads than q and k."""
-    s, x = Sizes.of(projected, weight, key_heads, dv.shape[2]), _dense(projected)
+    s, x = Sizes.of(projected, weight, key_heads, dv.shape[2]), dense_last(projected)
     partial = d_weight.new_empty((s.batch * BACKWARD.tiles(s.length), weight.numel()))
     with device_guard(x):
         kernels.backward_kernel[s.programs(BACKWARD)](
@@ -122,10 +122,6 @@ def launch_backward(
 
 def _constants(s: Sizes, begins: Tensor | None) -> dict[str, Any]:
     return {"D": s.width, "TAPS": s.taps, "DOCUMENTS": begins is not None}
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 Heads = tuple[Tensor, Tensor, Tensor, Tensor]

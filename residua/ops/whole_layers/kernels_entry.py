@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from residua.ops._runtime.kernels import add4
 from residua.ops.inference.kernels_junctions import _scores
-from residua.ops.multi_gate.kernels import add4
 from residua.ops.whole_layers.kernels_gates import (
     CANCELLED,
     _pool_score,
