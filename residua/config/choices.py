@@ -77,6 +77,9 @@ class AnchorChoice(Family):
     reads_tokens: ClassVar[bool] = False
     """Whether the source or the layers look token ids up (`Context.tokens`)."""
 
+    counts_layers: ClassVar[bool] = False
+    """Whether a layer reads anchors by the layer that wrote them, so that each must run once, in order."""
+
     @property
     def mixed(self) -> tuple[Pathway, ...]:
         """The pathways that layers mix an anchor into."""
@@ -233,6 +236,8 @@ class ValueEmbeddings(AnchorChoice):
 class SharedHeads(AnchorChoice):
     """Keys and values of an earlier softmax layer, or values alone, in place of a layer's own."""
 
+    counts_layers: ClassVar[bool] = True
+
     shared: Literal["kv", "v"] = "kv"
 
     @property
@@ -272,7 +277,29 @@ class HeadSource(SharedHeads):
             )
 
 
-AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue, ValueEmbeddings, CrossLayer, HeadSource)
+class Lime(AnchorChoice):
+    """Learned mixtures of the keys and values of all softmax layers so far, by head (LIMe)."""
+
+    counts_layers: ClassVar[bool] = True
+    training_only: ClassVar[tuple[str, ...]] = ("start",)
+
+    kind: Literal["lime"] = "lime"
+    start: Literal["random", "identity"] = "random"
+
+    @property
+    def mixed(self) -> tuple[Pathway, ...]:
+        return ("k", "v")
+
+    @property
+    def joins_heads(self) -> bool:
+        return True
+
+    def carried(self, layers: int) -> tuple[Pathway, ...]:
+        return self.mixed * layers
+
+
+AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue, ValueEmbeddings)
+AnchorChoice.join(CrossLayer, HeadSource, Lime)
 Anchors = Annotated[SerializeAsAny[AnchorChoice], PlainValidator(AnchorChoice.choose)]
 
 

@@ -253,6 +253,11 @@ def _check_anchors(config: ModelConfig) -> None:
             f"anchors.pathways contains 'g' but {table}.gate = '{softmax.gate}': "
             f"use {table}.gate = 'elementwise' or leave 'g' out of anchors.pathways."
         )
+    if anchors.counts_layers and config.executed != tuple(range(config.layers)):
+        raise UserError(
+            f"anchors.kind = '{anchors.kind}' reads keys and values by the layer that made them, and order.kind = "
+            f"'{config.order.kind}' runs layers in another order or twice: use order.kind = 'sequential'."
+        )
     if config.borrowed:
         _check_borrowed(config)
 
@@ -260,11 +265,6 @@ def _check_anchors(config: ModelConfig) -> None:
 def _check_borrowed(config: ModelConfig) -> None:
     kind, softmax, table = config.anchors.kind, config.softmax, config.attention.softmax_path
     assert softmax is not None
-    if config.executed != tuple(range(config.layers)):
-        raise UserError(
-            f"anchors.kind = '{kind}' names the layer whose keys and values others take, and order.kind = "
-            f"'{config.order.kind}' runs layers in another order or twice: use order.kind = 'sequential'."
-        )
     if len(config.topology.reads) > 1:
         raise UserError(
             f"topology.kind = '{config.topology.kind}' gives keys and values inputs of their own, and layers that take "

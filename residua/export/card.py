@@ -55,6 +55,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "dca"): (("DeepCrossAttention", "2502.06785"),),
     ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
     ("anchors", "gated_value"): (("Transformers with Selective Access to Early Representations", "2605.03953"),),
+    ("anchors", "lime"): (("You Do Not Fully Utilize Transformer's Representation Capacity", "2502.09245"),),
     ("anchors", "cla"): (("Reducing Transformer Key-Value Cache Size with Cross-Layer Attention", "2405.12981"),),
     ("anchors", "kv_source"): (("Value Residual Learning", "2410.17897"),),  # SVFormer, of which it is the general form
     ("anchors", "value_embeddings"): (),  # public code without a paper

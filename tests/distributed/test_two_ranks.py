@@ -28,6 +28,7 @@ EXTRA: Cases = {
     "token-ids": ("token_gain", INTERLEAVED),
     "gated-values": ("gated-values", INTERLEAVED),
     "shared-heads": ("cla", INTERLEAVED),
+    "heads-of-all-layers": ("lime", INTERLEAVED),
     "reads": ("mudd", INTERLEAVED),
     "loop": ("loop", {"data": 2}),
     "loop-in-stages": ("injection", INTERLEAVED),

@@ -142,6 +142,16 @@ def gate_values(x: Tensor, V: Tensor, V1: Tensor, W: Tensor, gate: str) -> Tenso
     return torch.stack(rows)
 
 
+def route_heads(S: list[Tensor], R: Tensor) -> Tensor:
+    """Ŝ[t, g] = Σ_{l', g'} R[g, (l', g')] S_{l'}[t, g']: LIMe; S has the keys, or the values, of all layers so far."""
+    heads = len(R)
+    rows = []
+    for t in range(len(S[0])):
+        every = [S_l[t, h] for S_l in S for h in range(heads)]
+        rows.append(torch.stack([sum(R[g, i] * s for i, s in enumerate(every)) for g in range(heads)]))
+    return torch.stack(rows)
+
+
 def embed_values(x: Tensor, V: Tensor, tokens: Tensor, E: Tensor, W: Tensor, scale: float) -> Tensor:
     """V̂[t, h] = V[t, h] + scale·σ(W_h · x_t[:c]) E[token_t, h]: value embeddings (nanochat); E [V, H·D], W [H, c]."""
     heads, channels = W.shape

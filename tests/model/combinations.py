@@ -18,6 +18,7 @@ ANCHORS: dict[str, Any] = {
     "resformer": {"kind": "resformer"},
     "gated_value": {"kind": "gated_value"},
     "value_embeddings": {"kind": "value_embeddings"},
+    "lime": {"kind": "lime"},
     "cla": {"kind": "cla"},
     "svformer": {"kind": "kv_source", "shared": "v"},
     "nuresformer": {"kind": "nuresformer", "pathways": QKV, "granularity": "headwise"},
@@ -88,6 +89,8 @@ def fits(row: Row) -> bool:
         *SEVERAL_READS,
         "injection",
     ):  # keys of other layers read nothing
+        return False
+    if anchors == "lime" and row.get("topology") == "injection":
         return False
     if row.get("topology") == "injection" and row.get("ffn", "swiglu").startswith("moe"):  # experts in a loop
         return False

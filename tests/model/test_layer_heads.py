@@ -1,4 +1,4 @@
-"""Keys and values of other layers: shared ones (CLA, one source, SVFormer)."""
+"""Keys and values of other layers: shared ones (CLA, one source, SVFormer), and mixtures of all (LIMe)."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from tests.model.test_attention import (
     attention_config,
     build_layers,
     own_projections,
+    rest_of_layer,
     run_ours,
 )
 
@@ -33,6 +34,7 @@ SHARED: dict[str, Any] = {
     "source": {"kind": "kv_source", "layer": 1},
     "svformer": {"kind": "kv_source", "shared": "v"},
 }
+IDENTITY = {"kind": "lime", "start": "identity"}
 TWO_BASES = {"kind": "softmax", "heads": 2, "window": 2, "local_rope_theta": 5.0}
 LENDERS = {"cla": [0, 0, 2, 2], "source": [0, 1, 1, 1], "svformer": [0, 0, 0, 0]}
 
@@ -114,3 +116,38 @@ def test_shared_heads_refuse_what_they_cannot_share(tables: dict, words: str) ->
 def test_values_of_lenders_and_takers_are_not_divided() -> None:
     model = residua.build(small(layers=4, anchors={"kind": "kv_source", "layer": 1}))
     assert [edge.name for edge in edges(model) if edge.name.endswith("values")] == ["sublayers.0.body.values"]
+
+
+@pytest.mark.parametrize("options", [{}, {"gate": "elementwise", "qk_norm": "rms_all"}], ids=str)
+def test_mixtures_of_all_layers_are_their_equation(options: dict) -> None:
+    config = attention_config(kv_heads=2, **options)
+    layers, source = build_layers(config, choices.Lime(), 3)
+    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
+    ours = run_ours(layers, source, inputs[0], inputs)
+    expected: list[list] = [[] for _ in layers]
+    for b in range(BATCH):
+        S = [own_projections(layer, config, x[b]) for layer, x in zip(layers, inputs, strict=True)]
+        for at, layer in enumerate(layers):
+            so_far = {s: [every[s] for every in S[: at + 1]] for s in "kv" if at}
+            routed = {s: golden.route_heads(heads, layer.mix.router) for s, heads in so_far.items()}
+            expected[at].append(rest_of_layer(layer, S[at] | routed, None))
+    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
+    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+
+
+def test_mixtures_that_start_as_identity_are_the_plain_model() -> None:
+    plain, mixed = (residua.build(small(**tables)).double() for tables in ({}, {"anchors": IDENTITY}))
+    mixed.load_state_dict(plain.state_dict(), strict=False)
+    close("logits", mixed(tokens_and_targets()[0]), plain(tokens_and_targets()[0]), 1e-12)
+
+
+def test_decoding_mixtures_equals_the_full_pass() -> None:
+    model = randomise(residua.build(small(anchors={"kind": "lime"}, topology={"kind": "mudd"})), 0.1)
+    tokens, _ = tokens_and_targets()
+    with torch.no_grad():
+        whole = model(tokens)
+        close("parts", in_parts(model, tokens, [3, 1, 2]), whole)
+        close("rewritten", InferenceDecoder(model)(tokens), whole)
+    assert small(anchors={"kind": "lime"}).anchors.carried(2) == ("k", "v", "k", "v")
+    with pytest.raises(ConfigError, match=r"order\.kind = 'loop'"):
+        small(anchors={"kind": "lime"}, order={"kind": "loop", "prelude": 1, "coda": 1, "turns": 2})

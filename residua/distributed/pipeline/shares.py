@@ -167,14 +167,21 @@ def _best(
     return best(0, stages)
 
 
+def anchors_after(config: ModelConfig, k: int) -> dict[str, str]:
+    """By name, the pathways of the anchors after sublayer k, in order; anchors that replace others get new names."""
+    layers = sum(2 * config.executed.index(layer) <= k for layer in config.softmax_layers)
+    writer = config.anchors.lender(layers) if config.anchors.taken(layers) else 0
+    carried = () if config.softmax is None else config.anchors.carried(layers)
+    return {f"anchor.{writer}.{i}": pathway for i, pathway in enumerate(carried)}
+
+
 def _anchor_items(config: ModelConfig, k: int, shape: Sequence[int], dtype: torch.dtype) -> Items:
     """The anchors that exist after sublayer k."""
-    carried = config.anchors.carried(sum(2 * config.executed.index(layer) <= k for layer in config.softmax_layers))
-    if not carried or config.softmax is None:
+    if config.softmax is None:
         return {}
     heads = head_shape(config.softmax, config.width)
-    sizes = [(*shape[:-1], heads.heads[s], heads.head_dim) for s in carried]
-    return {f"anchor.{i}": torch.empty(size, dtype=dtype) for i, size in enumerate(sizes)}
+    sizes = {name: (*shape[:-1], heads.heads[s], heads.head_dim) for name, s in anchors_after(config, k).items()}
+    return {name: torch.empty(size, dtype=dtype) for name, size in sizes.items()}
 
 
 def recomputes_anchors(config: ModelConfig, how: str) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from residua import ops
 from residua.data.loader import IGNORED
-from residua.distributed.pipeline.shares import EMBEDDING, HIDDEN, LSE, PICKED, Share
+from residua.distributed.pipeline.shares import EMBEDDING, HIDDEN, LSE, PICKED, Share, anchors_after
 from residua.distributed.pipeline.transport import Route, StageCache, hold, with_loss
 from residua.distributed.units import Unit, divide, pass_through
 from residua.model.context import Context
@@ -64,6 +64,7 @@ class Slice(nn.Module):
 
     def __init__(self, model: Decoder, number: int, route: Route, settings: Settings) -> None:
         super().__init__()
+        self.config = model.config
         self.share, self.boundary, self.cache = settings.shares[number], settings.boundary, settings.cache
         self.range, self.route, self.settings = self.share.sublayers, route, settings
         self.first, self.last = number == 0, number == len(settings.shares) - 1
@@ -155,12 +156,12 @@ class Slice(nn.Module):
         if self.settings.recompute_anchors:
             x = items[self.boundary.embedding() or EMBEDDING]
             return h, state, self.anchors.open(x, context), x
-        return h, state, tuple(value for name, value in items.items() if name.startswith("anchor.")), None
+        return h, state, tuple(items[name] for name in anchors_after(self.config, self.range.start - 1)), None
 
     def _onward(self, anchors: Sequence[Tensor], embedding: Tensor | None) -> Items:
         """The tensors for the anchors of later stages, besides the state of the topology."""
         if not self.settings.recompute_anchors:
-            return {f"anchor.{i}": anchor for i, anchor in enumerate(anchors)}
+            return dict(zip(anchors_after(self.config, self.range.stop - 1), anchors, strict=True))
         assert embedding is not None
         return {} if self.boundary.embedding() else {EMBEDDING: embedding}
 
