@@ -4,7 +4,8 @@
 
 K_{l'} and V_{l'} are projections as they were made: not mixed, before QK-norm and rotation. Layers count among those
 with softmax attention; the first mixes nothing. R_l begins with 1 for the layer's own head. Heads of earlier layers
-begin with numbers uniform in ±√(3/((l + 1)·H_kv)), as in the public code, or with 0: `start = "identity"`, a plain model.
+begin with numbers uniform in ±√(3/((l + 1)·H_kv)), as in the public code. With `start = "identity"` they begin with 0,
+as a plain model.
 """
 
 from __future__ import annotations

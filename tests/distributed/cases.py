@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "value-embeddings": {"anchors": {"kind": "value_embeddings", "gate_channels": 5}},
     "svformer": {"anchors": {"kind": "kv_source", "shared": "v"}},
     "lime": {"anchors": {"kind": "lime"}},
-    "cla": {"anchors": {"kind": "cla", "group": 3}},
+    "cla": {"anchors": {"kind": "cla"}},
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},
     "dense": {"topology": {"kind": "dense", "dilation": 2}},
     "mudd": {"topology": {"kind": "mudd", "sources": 2}, "anchors": {"kind": "exoformer", "pathways": ["v"]}},
