@@ -248,15 +248,14 @@ class DeepCross(LayerReads):
         return (first, between + oldest, *newest)
 
     def read(self, layer: int, sources: State) -> Input:
-        values = [wide(source) for source in sources]
-        inverse_rms = [torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) for x in values]
-        reads: list[Tensor] = []
-        for selector in cast(nn.ModuleDict, self.selectors[layer]).values():
-            weights = [selector(j, x, inverse) for j, (x, inverse) in enumerate(zip(values, inverse_rms, strict=True))]
-            if not reads:  # q's, which is r's too
-                _tap_weights(layer, "r", partial(_channel_means, weights))
-            mixed = sum(weight * x for weight, x in zip(weights, values, strict=True))
-            reads.append(mixed.to(sources[-1].dtype))
+        selectors = cast("list[Selector]", [*cast(nn.ModuleDict, self.selectors[layer]).values()])
+        queries = wide(torch.stack([selector.query for selector in selectors]))  # [ways, C]
+        biases = wide(torch.stack([selector.bias for selector in selectors], 1))  # [sources, ways, C]
+        values = [wide(source)[..., None, :] for source in sources]
+        weights = [_select(x, queries, bias) for x, bias in zip(values, biases.unbind(), strict=True)]
+        _tap_weights(layer, "r", partial(_channel_means, weights))  # q's, which is r's too
+        mixed = sum(weight * x for weight, x in zip(weights, values, strict=True))
+        reads = cast(Tensor, mixed).to(sources[-1].dtype).unbind(-2)
         if len(reads) == 1:
             return reads[0]
         q, k, v = reads
@@ -264,14 +263,21 @@ class DeepCross(LayerReads):
 
 
 def _channel_means(weights: Sequence[Tensor]) -> Tensor:
-    return torch.stack([weight.mean(-1) for weight in weights], -1)
+    return torch.stack([weight[..., 0, :].mean(-1) for weight in weights], -1)
+
+
+def _select(x: Tensor, queries: Tensor, bias: Tensor) -> Tensor:
+    """relu(b + w · N(x)) [B, T, ways, C] of one source x [B, T, 1, C], for all ways at once.
+
+    So the graph of a step, quadratic in layers, has half the nodes. 1/rms is a factor of the score: no
+    normed copy of a source is made.
+    """
+    inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    return torch.relu(bias + inverse_rms * (x * queries).sum(-1, keepdim=True))
 
 
 class Selector(nn.Module):
-    """relu(b_j + w · N(X_j)) [B, T, C] for source j.
-
-    1/rms of X_j is a factor of the score: a compiled step then neither keeps N(X_j) nor reads it in every later layer.
-    """
+    """w and all b_j of one way."""
 
     def __init__(self, sources: int, width: int) -> None:
         super().__init__()
@@ -282,7 +288,3 @@ class Selector(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.query)
         nn.init.ones_(self.bias)
-
-    def forward(self, source: int, x: Tensor, inverse_rms: Tensor) -> Tensor:
-        score = inverse_rms * (x * wide(self.query)).sum(-1, keepdim=True)
-        return torch.relu(wide(self.bias[source]) + score)
