@@ -5,6 +5,9 @@
 x_l is the layer's normed input, of which the first c channels make one gate per token and head. Every second softmax
 layer has a table E_l [vocabulary, key-value heads · head_dim], the last one included. E_l starts like W_v, normal with
 the model's std; W_g starts uniform in [0, 0.02], so that gates begin near s/2.
+
+The tables cost more than the reads: each step zeroes, clips and updates all their weights, 44 bytes each, whichever
+tokens it saw (docs/results/step.md).
 """
 
 from __future__ import annotations
