@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from residua.convert import gemma, granite, kimi, llama, mixture, qwen_next
+from residua.convert import deepseek, gemma, glm, granite, kimi, llama, mixture, qwen_next
 from residua.convert.family import FAMILIES, find_family
 
-__all__ = ["FAMILIES", "find_family", "gemma", "granite", "kimi", "llama", "mixture", "qwen_next"]
+__all__ = ["FAMILIES", "deepseek", "find_family", "gemma", "glm", "granite", "kimi", "llama", "mixture", "qwen_next"]

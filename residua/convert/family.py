@@ -168,6 +168,10 @@ class Family:
         """The usual name of a tensor that folders name in several ways."""
         return tensor
 
+    def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
+        """Whether a tensor of a folder is no part of the model, as transformers sees it too."""
+        return False
+
     def read(self, keys: Mapping[str, Any]) -> ModelConfig:
         """The configuration that a config.json describes; raises ValueError with what is missing here."""
         known = {**self.DEFAULTS, **keys}

@@ -63,13 +63,85 @@ class Rates(Layout):
         return parameter.view(1, 1, -1, 1)
 
 
+class SigmoidMixture(Family):
+    """Experts chosen by sigmoid scores with a bias, a shared one, dense first layers (DeepSeek-V3)."""
+
+    mixture = True
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n_group": (1,), "topk_group": (1,)}
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        dense = self._dense_layers(keys)
+        return {
+            "kind": "moe",
+            "activation": gated_kind(keys["hidden_act"]),
+            "hidden": keys["moe_intermediate_size"],
+            "experts": keys["num_local_experts"],
+            "top_k": keys["num_experts_per_tok"],
+            "normalize": bool(keys["norm_topk_prob"]),
+            "shared": keys["n_shared_experts"],
+            "router": {"kind": "sigmoid_scores", "scale": keys["routed_scaling_factor"]},
+            "dense_layers": dense,
+            **({"dense_hidden": keys["intermediate_size"]} if dense else {}),
+        }
+
+    def _dense_layers(self, keys: dict[str, Any]) -> int:
+        types = keys.get("mlp_layer_types")
+        if types is None:
+            return int(keys["first_k_dense_replace"])
+        dense = types.count("dense")
+        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+            raise UserError("mlp_layer_types has a dense layer after one with experts, which is missing here.")
+        return int(dense)
+
+    def expert_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """The keys of the feed-forward."""
+        ffn = config.ffn
+        assert isinstance(ffn, choices.MoE)
+        return {
+            "intermediate_size": ffn.at(0).hidden,
+            "moe_intermediate_size": ffn.hidden,
+            "num_experts_per_tok": ffn.top_k,
+            "norm_topk_prob": ffn.normalize,
+            "n_shared_experts": ffn.shared,
+            "routed_scaling_factor": ffn.router.scale if isinstance(ffn.router, choices.SigmoidRouter) else 1.0,
+        }
+
+
+def latent_table(keys: dict[str, Any], positions: dict[str, Any]) -> dict[str, Any]:
+    """The table of latent attention."""
+    if keys.get("num_key_value_heads") not in (None, keys["num_attention_heads"]):
+        raise UserError(f"num_key_value_heads = {keys['num_key_value_heads']} differs from num_attention_heads.")
+    latent = {
+        "kind": "mla",
+        "heads": keys["num_attention_heads"],
+        "head_dim": keys["qk_nope_head_dim"],
+        "value_dim": keys["v_head_dim"],
+        "shared_dim": keys["qk_rope_head_dim"],
+        "rank": keys["kv_lora_rank"],
+        **positions,
+    }
+    return latent if keys.get("q_lora_rank") is None else latent | {"query_rank": keys["q_lora_rank"]}
+
+
+def latent_keys(latent: choices.LatentAttention) -> dict[str, Any]:
+    """The keys of latent attention."""
+    return {
+        "num_attention_heads": latent.heads,
+        "num_key_value_heads": latent.heads,
+        "qk_nope_head_dim": latent.head_dim,
+        "v_head_dim": latent.value_width,
+        "qk_rope_head_dim": latent.shared_dim,
+        "kv_lora_rank": latent.rank,
+        "q_lora_rank": latent.query_rank,
+    }
+
+
 @register
-class KimiLinear(Family):
+class KimiLinear(SigmoidMixture):
     """Kimi Linear: no positions, sigmoid scores with a bias, dense first layers."""
 
     model_type = "kimi_linear"
     architecture = "KimiLinearForCausalLM"
-    mixture = True
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "rms_norm_eps": 1e-5,
@@ -153,19 +225,7 @@ class KimiLinear(Family):
         return super().tables(keys) | {"attention": self._attention(keys)}
 
     def _attention(self, keys: dict[str, Any]) -> dict[str, Any]:
-        if keys.get("num_key_value_heads") not in (None, keys["num_attention_heads"]):
-            raise UserError(f"num_key_value_heads = {keys['num_key_value_heads']} differs from num_attention_heads.")
-        latent = {
-            "kind": "mla",
-            "heads": keys["num_attention_heads"],
-            "head_dim": keys["qk_nope_head_dim"],
-            "value_dim": keys["v_head_dim"],
-            "shared_dim": keys["qk_rope_head_dim"],
-            "rank": keys["kv_lora_rank"],
-            "positions": "none",
-        }
-        if keys.get("q_lora_rank") is not None:
-            latent["query_rank"] = keys["q_lora_rank"]
+        latent = latent_table(keys, {"positions": "none"})
         delta = {
             "kind": "kimi_delta",
             "heads": keys["linear_num_heads"],
@@ -185,30 +245,6 @@ class KimiLinear(Family):
             raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
         return [layer for layer, name in enumerate(types) if name == _TYPES[True]]
 
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        dense = self._dense_layers(keys)
-        return {
-            "kind": "moe",
-            "activation": gated_kind(keys["hidden_act"]),
-            "hidden": keys["moe_intermediate_size"],
-            "experts": keys["num_local_experts"],
-            "top_k": keys["num_experts_per_tok"],
-            "normalize": bool(keys["norm_topk_prob"]),
-            "shared": keys["n_shared_experts"],
-            "router": {"kind": "sigmoid_scores", "scale": keys["routed_scaling_factor"]},
-            "dense_layers": dense,
-            **({"dense_hidden": keys["intermediate_size"]} if dense else {}),
-        }
-
-    def _dense_layers(self, keys: dict[str, Any]) -> int:
-        types = keys.get("mlp_layer_types")
-        if types is None:
-            return int(keys["first_k_dense_replace"])
-        dense = types.count("dense")
-        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-            raise UserError("mlp_layer_types has a dense layer after one with experts, which is missing here.")
-        return int(dense)
-
     def has_attention(self, config: ModelConfig) -> bool:
         linear = config.linear
         latent = len(config.softmax_layers) if config.latent is not None else 0
@@ -218,7 +254,6 @@ class KimiLinear(Family):
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         ffn, latent, linear = config.ffn, config.latent, config.linear
         assert isinstance(ffn, choices.MoE)
-        dense = ffn.at(0)
         keys = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -226,30 +261,18 @@ class KimiLinear(Family):
             "max_position_embeddings": config.context,
             "num_hidden_layers": config.layers,
             "hidden_size": config.width,
-            "intermediate_size": dense.hidden,
+            **self.expert_keys(config),
             "hidden_act": "silu",
             "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,
             "layer_types": [_TYPES[layer in config.softmax_layers] for layer in range(config.layers)],
             "mlp_layer_types": ["dense" if n < ffn.dense_layers else "sparse" for n in range(config.layers)],
-            "moe_intermediate_size": ffn.hidden,
             "num_local_experts": ffn.experts,
-            "num_experts_per_tok": ffn.top_k,
-            "norm_topk_prob": ffn.normalize,
-            "n_shared_experts": ffn.shared,
-            "routed_scaling_factor": ffn.router.scale if isinstance(ffn.router, choices.SigmoidRouter) else 1.0,
             "num_attention_heads": latent.heads if latent is not None else 1,
         }
         if latent is not None:
-            keys |= {
-                "num_key_value_heads": latent.heads,
-                "qk_nope_head_dim": latent.head_dim,
-                "v_head_dim": latent.value_width,
-                "qk_rope_head_dim": latent.shared_dim,
-                "kv_lora_rank": latent.rank,
-                "q_lora_rank": latent.query_rank,
-            }
+            keys |= latent_keys(latent)
         if isinstance(linear, choices.KimiDelta):
             keys |= {
                 "linear_num_heads": linear.heads,

@@ -256,7 +256,8 @@ class Source:
                 left.discard(name)
         if self.config.head.kind == "tied":
             left -= set(self.family.TOP["unembed.weight"])
-        surplus = sorted(name for name in left if not name.endswith(IGNORED))
+        left -= {name for name in left if name.endswith(IGNORED) or self.family.is_left_out(name, self.config)}
+        surplus = sorted(left)
         if surplus:
             raise UserError(
                 f"{self.folder} cannot be imported: it holds tensor {surplus[0]!r}, which {self.family.model_type} "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import residua
 from residua.config.model import ModelConfig
@@ -20,13 +20,14 @@ from residua.model.rope import rotary_table
 from residua.model.size import measure
 from residua.storage.hugging_face import import_folder
 from residua.storage.load import load
-from tests.convert.tiny import EXPERTS, FAMILIES, ROTARY, SIZES, logits, saved, tokens
+from tests.convert.tiny import DEEP_YARN, EXPERTS, FAMILIES, LATENT, ROTARY, SIZES, logits, saved, tokens
 from tests.model.small import small
 from tests.nightly import only_nightly
 
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5
 SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window", "qwen3_5_moe_text",
+          "glm4_moe, biases", "deepseek_v3, full queries",
           "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
           "qwen3_moe, one expert", "kimi_linear, low-rank queries, raw weights", "kimi_linear, one expert")  # fmt: skip
 DISTINCT = [name for name in FAMILIES if name not in SECOND]
@@ -90,6 +91,24 @@ def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: 
         second = theirs(given[:, :1], attention_mask=mask, **steps)
     equal(ours, first.logits[:, -1])
     equal(after, second.logits[:, 0])
+
+
+def test_deepseek_scores_have_the_factor_of_yarn(tmp_path: Path) -> None:
+    """Queries take it in, so a folder written again has other queries and no `mscale_all_dim`."""
+    keys = LATENT | {"rope_parameters": DEEP_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "vocab_size": 300}
+    theirs = saved(tmp_path / "hf", "DeepseekV3", **keys)
+    equal(logits(load(tmp_path / "hf"), tokens()), logits(theirs, tokens()))
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
+    export_back(tmp_path, "deepseek_v3")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    architecture, keys = FAMILIES["glm4_moe"]
+    expected = logits(saved(tmp_path, architecture, **keys), tokens())
+    saved_tensors = load_file(tmp_path / "model.safetensors")
+    save_file(saved_tensors | {"model.layers.3.enorm.weight": torch.ones(32)}, tmp_path / "model.safetensors")
+    equal(logits(load(tmp_path), tokens()), expected)
 
 
 def export_back(folder: Path, layout: str) -> None:
@@ -245,6 +264,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ("kimi_linear", {"n_group": 2}, "n_group = 2"),
+    ("deepseek_v3", {}, "n_group = 8 has no counterpart here"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
     ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types has a dense layer after"),
     ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),

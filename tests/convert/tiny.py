@@ -52,6 +52,18 @@ HYBRID = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 }
 SHARED = EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.3,
+}
+LATENT = SIGMOID | {key: KIMI[key] for key in KIMI if key.endswith(("_rank", "_head_dim", "value_heads", "range"))}
+LATENT = {key: value for key, value in LATENT.items() if not key.startswith("linear")} | {"q_lora_rank": 12}
+DEEP_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SMALL_PAIRS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,6 +86,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", SHARED | HYBRID),
     "qwen3_5_text": ("Qwen3_5", HYBRID),
     "qwen3_5_moe_text": ("Qwen3_5Moe", SHARED | HYBRID | {"attention_bias": True}),
+    "glm": ("Glm", PARTIAL | {"head_dim": 16}),
+    "glm4": ("Glm4", PARTIAL | {"head_dim": 16, "attention_bias": False}),
+    "glm4_moe": ("Glm4Moe", PARTIAL | SIGMOID | {"head_dim": 16, "use_qk_norm": True}),
+    "glm4_moe, biases": ("Glm4Moe", PARTIAL | SIGMOID | {"head_dim": 16, "attention_bias": True}),
+    "deepseek_v3": ("DeepseekV3", LATENT | {"rope_parameters": DEEP_YARN}),
+    "deepseek_v3, full queries": ("DeepseekV3", LATENT | {"q_lora_rank": None, "rope_interleave": False}),
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),

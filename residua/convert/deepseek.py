@@ -1,0 +1,105 @@
+"""DeepSeek-V3 and models that save themselves as such (Kimi K2, Moonlight): latent attention, sigmoid scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from residua.config import choices
+from residua.config.model import ModelConfig
+from residua.convert.family import Family, Names, register
+from residua.convert.glm import RoutedExperts
+from residua.convert.kimi import KimiLinear, latent_keys, latent_table
+from residua.convert.layouts import ROWS, Layout, Reordered, by_head, turned_order
+from residua.convert.positions import write_positions
+
+
+@register
+class DeepseekV3(RoutedExperts):
+    """DeepSeek-V3, as far as it chooses among all experts: with groups of experts it is refused."""
+
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **RoutedExperts.UNKNOWN,
+        "attention_bias": (False,),
+        "moe_layer_freq": (1,),
+        "topk_method": ("noaux_tc",),
+        "scoring_func": ("sigmoid",),
+    }
+    FREE: ClassVar[tuple[str, ...]] = ("rope_interleave",)
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().tables(keys) | {"attention": latent_table(keys, self.positions(keys))}
+
+    def has_attention(self, config: ModelConfig) -> bool:
+        return all(isinstance(mixer, choices.LatentAttention) for mixer in config.mixers)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        latent = config.latent
+        assert latent is not None
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": config.context,
+            "num_hidden_layers": config.layers,
+            "hidden_size": config.width,
+            "hidden_act": "silu",
+            "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
+            "tie_word_embeddings": config.head.kind == "tied",
+            "initializer_range": config.init.std,
+            "rope_interleave": True,
+            **latent_keys(latent),
+            **self.expert_keys(config),
+            **write_positions(latent.rope_theta, latent.rope_scaling),
+        }
+
+    def of_mixer(self, layer: int, config: ModelConfig) -> Names:
+        return KimiLinear().of_mixer(layer, config)
+
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        latent = config.latent
+        assert latent is not None
+        queries = name.endswith("body.query.weight")
+        if not queries and not name.endswith("body.project.weight"):
+            return super().layout(name, config, keys)
+        turned = turned_order(latent.shared_dim, interleaved=keys.get("rope_interleave", True))
+        head = torch.cat([torch.arange(latent.head_dim), latent.head_dim + turned])
+        rows = by_head((latent.heads,), (head,))
+        factor = torch.full((len(rows),), _score_factor(keys))
+        if not queries:
+            if latent.query_rank is not None:
+                rows, factor = torch.arange(latent.query_rank), torch.ones(latent.query_rank)
+            shared = torch.cat([torch.arange(latent.rank), latent.rank + turned])
+            rows, factor = torch.cat([rows, len(rows) + shared]), torch.cat([factor, torch.ones(len(shared))])
+        if factor.eq(1).all():
+            return Reordered(rows) if not rows.equal(torch.arange(len(rows))) else ROWS
+        return Reordered(rows, None, factor)
+
+
+def _score_factor(keys: Mapping[str, Any]) -> float:
+    """The factor that YaRN with `mscale_all_dim` puts on scores, (0.1 · mscale_all_dim · ln factor + 1)²."""
+    stored = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    weight, factor = stored.get("mscale_all_dim"), stored.get("factor") or 1.0
+    return float((0.1 * weight * math.log(factor) + 1) ** 2) if weight and factor > 1 else 1.0
