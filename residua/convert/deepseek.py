@@ -19,7 +19,7 @@ from residua.convert.positions import write_positions
 
 @register
 class DeepseekV3(RoutedExperts):
-    """DeepSeek-V3, as far as it chooses among all experts: with groups of experts it is refused."""
+    """Kimi K2, Moonlight: latent attention, sigmoid scores; groups of experts (DeepSeek-V3 itself) are refused."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -58,6 +59,21 @@ GATED = {"silu": "swiglu", "swish": "swiglu", "sigmoid": "glu", "gelu_pytorch_ta
 FAMILIES: dict[str, type[Family]] = {}
 """Families by `model_type`."""
 
+MISSING = {
+    "cohere2": ("LayerNorm and parallel sublayers", "llama"),
+    "deepseek_v2": ("choice among groups of experts", "deepseek_v3"),
+    "gemma4_text": ("heads of two widths", "gemma3_text"),
+    "gpt2": ("LayerNorm and learned positions", "llama"),
+    "gpt_neox": ("LayerNorm and parallel sublayers", "llama"),
+    "gpt_oss": ("biases of experts and their clamped activation", "mixtral"),
+    "ministral3": ("queries scaled by position", "ministral"),
+    "nanochat": ("norms without gains and a cap on logits", "qwen3"),
+    "olmo": ("LayerNorm", "olmo2"),
+    "phi": ("LayerNorm and parallel sublayers", "phi3"),
+    "starcoder2": ("LayerNorm", "mistral"),
+}
+"""Parts that Residua lacks for a `model_type`, and the nearest family."""
+
 
 def register(family: type[Family]) -> type[Family]:
     """Make a family known by its `model_type`."""
@@ -73,7 +89,12 @@ def is_known(model_type: object) -> bool:
 def find_family(model_type: object) -> Family:
     """The family of a `model_type`."""
     if not is_known(model_type):
-        raise UserError(f"model_type = {model_type!r} is not a known family: {', '.join(FAMILIES)}.")
+        lacks, near = MISSING.get(str(model_type), (None, None))
+        text = f"{model_type}_text"  # the text part of a model that also sees
+        alike = [text] if text in FAMILIES else get_close_matches(str(model_type), FAMILIES, cutoff=0.5)
+        nearest = near or next(iter(alike), "llama")
+        why = "" if lacks is None else f", because Residua lacks {lacks}"
+        raise UserError(f"model_type = {model_type!r} is not a known family{why}: the nearest is {nearest!r}.")
     return FAMILIES[str(model_type)]()
 
 
@@ -169,7 +190,7 @@ class Family:
         return tensor
 
     def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        """Whether a tensor of a folder is no part of the model, as transformers sees it too."""
+        """Whether the model ignores a tensor of a folder, as transformers does."""
         return False
 
     def read(self, keys: Mapping[str, Any]) -> ModelConfig:

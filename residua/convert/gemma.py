@@ -38,7 +38,7 @@ class Gemma(Family):
 
 @register
 class Gemma1(Gemma):
-    """Gemma."""
+    """Gemma: embeddings times √width, gains stored less one, GeGLU."""
 
     model_type = "gemma"
     architecture = "GemmaForCausalLM"
@@ -87,7 +87,7 @@ class SandwichGemma(Gemma):
 
 @register
 class Gemma2(SandwichGemma):
-    """Gemma 2, as far as it caps neither attention scores nor logits: all released ones do both."""
+    """Gemma 2 without caps: norms on both sides, windows; released models cap scores and logits and are refused."""
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"

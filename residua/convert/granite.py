@@ -59,7 +59,7 @@ class Factors(Family):
 
 @register
 class Granite(Factors, Llama):
-    """Granite 3: Llama with factors."""
+    """Granite 3: factors on embedding, scores, residuals and logits, which go into the weights."""
 
     model_type = "granite"
     architecture = "GraniteForCausalLM"
@@ -68,7 +68,7 @@ class Granite(Factors, Llama):
 
 @register
 class GraniteMoe(Factors, Mixture):
-    """Granite 3 with experts, whose chosen weights sum to one."""
+    """Granite 3 MoE: the same factors, and experts whose chosen weights sum to one."""
 
     model_type = "granitemoe"
     architecture = "GraniteMoeForCausalLM"

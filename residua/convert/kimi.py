@@ -138,7 +138,7 @@ def latent_keys(latent: choices.LatentAttention) -> dict[str, Any]:
 
 @register
 class KimiLinear(SigmoidMixture):
-    """Kimi Linear: no positions, sigmoid scores with a bias, dense first layers."""
+    """Kimi Linear: delta and latent attention without positions, sigmoid scores, dense first layers."""
 
     model_type = "kimi_linear"
     architecture = "KimiLinearForCausalLM"

@@ -89,7 +89,7 @@ class Mixtral(Mixture):
 
 @register
 class Qwen3Moe(Mixture):
-    """Qwen 3 with experts in every layer."""
+    """Qwen 3 MoE: experts in every layer."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
@@ -181,7 +181,7 @@ class SharedExpert(Mixture):
 
 @register
 class Qwen2Moe(SharedExpert):
-    """Qwen 2 with experts in every layer and a gated shared one."""
+    """Qwen 2 MoE: experts in every layer and a gated shared one."""
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"

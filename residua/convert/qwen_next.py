@@ -138,7 +138,7 @@ def _gated_queries(softmax: choices.SoftmaxAttention, width: int, turned: int) -
 
 @register
 class Qwen3Next(GatedHybrid, SharedExpert):
-    """Qwen3-Next: experts in every layer and a gated shared one; projections stored by key head."""
+    """Qwen3-Next: gated attention, the gated delta rule, experts and a gated shared one in every layer."""
 
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
@@ -175,7 +175,7 @@ def _parts_first(heads: int, parts: list[int]) -> Tensor:
 
 @register
 class Qwen35(GatedHybrid):
-    """Qwen3.5, text only, dense."""
+    """Qwen3.5, text only: gated attention in every fourth layer, the gated delta rule in the others."""
 
     model_type = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
@@ -183,7 +183,7 @@ class Qwen35(GatedHybrid):
 
 @register
 class Qwen35Moe(GatedHybrid, SharedExpert):
-    """Qwen3.5, text only, with experts in every layer and a gated shared one."""
+    """Qwen3.5 with experts, text only: the layers of Qwen3-Next, projections stored apart."""
 
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"

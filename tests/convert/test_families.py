@@ -47,6 +47,14 @@ def test_all_families_and_rope_scalings_are_covered() -> None:
     assert {table["rope_type"] for table in ROTARY.values()} == set(READERS)
 
 
+def test_documented_table_lists_every_family() -> None:
+    from tools.families import PAGE, describe
+
+    page = PAGE.read_text(encoding="utf-8")
+    missing = [row for row in describe() if "| `{}` | {} | {} | ".format(*row) not in page]
+    assert not missing and all(rest for *_, rest in describe()), "python tools/families.py writes the table"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", only_nightly(FAMILIES, DISTINCT))
 def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> None:
@@ -268,7 +276,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
     ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types has a dense layer after"),
     ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
-    ("gpt2", {}, "model_type = 'gpt2' is not a known family"),
+    ("gpt2", {}, "because Residua lacks LayerNorm and learned positions: the nearest is 'llama'"),
+    ("gemma3", {}, "model_type = 'gemma3' is not a known family: the nearest is 'gemma3_text'"),
     (None, {}, "model_type = None"),
 ]
 
