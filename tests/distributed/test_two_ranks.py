@@ -35,6 +35,7 @@ EXTRA: Cases = {
     "reads-inside-a-layer": ("dca", {**INTERLEAVED, "cuts": [1, 4, 7]}),
     "sent-reads": ("value_input", {**INTERLEAVED, "cuts": [1, 4, 6]}),
     "value-embeddings": ("value-embeddings", INTERLEAVED),
+    "sharded-rates": ("x0", {"shard": 2}),  # a group of its own for the factor of λ
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
     "exo-in-sources": ("exo-block", INTERLEAVED),
@@ -59,6 +60,7 @@ EXTRA_NIGHTLY: Cases = {
     "two-layer-units": ("exo-block", {"shard": 2, "smallest_unit": 3000}),
     "gpipe": ("block", {"pipeline": 2, "schedule": "gpipe"}),
     "x0": ("x0", INTERLEAVED),
+    "rates": ("x0", {"data": 2}),
     "resi_dual": ("resi_dual", INTERLEAVED),
     "delta": ("delta", {"pipeline": 2, "cuts": [3]}),
     "delta-head-alone": ("delta", {"pipeline": 2, "cuts": [8]}),
