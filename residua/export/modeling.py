@@ -91,8 +91,18 @@ class ResiduaPreTrainedModel(PreTrainedModel):
                 sublayer.forward = partial(recomputed, sublayer.forward, gradient_checkpointing_func)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does; Residua's tables follow, so that a saved model is read with its new vocabulary."""
+        """As transformers does; Residua's tables follow, so that a saved model is read with its new vocabulary.
+
+        Other tables of token ids get rows of zeros, which add nothing.
+        """
+        before = self.config.vocab_size
         embedding = super().resize_token_embeddings(*args, **kwargs)
+        decoder: Any = self.base_model.decoder
+        new = self.config.vocab_size
+        for table in decoder.modules():
+            if isinstance(table, nn.Embedding) and table is not embedding and table.num_embeddings == before != new:
+                rows = nn.functional.pad(table.weight.detach(), (0, 0, 0, new - before))
+                table.weight, table.num_embeddings = nn.Parameter(rows), new
         self.config.residua = {**(self.config.residua or {}), "vocab_size": self.config.vocab_size}
         return embedding
 
@@ -235,20 +245,22 @@ def _loaded(module: nn.Module) -> Iterator[None]:
 
 
 def recomputed(
-    forward: Callable[..., Any], checkpoint: Callable[..., Any], h: Tensor, anchors: tuple[Tensor, ...], context: Any
+    forward: Callable[..., Any], checkpoint: Callable[..., Any], h: Any, anchors: tuple[Tensor, ...], context: Any
 ) -> Any:
     """A sublayer's `forward` under torch's `checkpoint`.
 
-    Anchors go in and results come out one by one: reentrant checkpointing passes no gradient to tensors in a tuple.
+    Reads and anchors go in and results come out one by one: reentrant checkpointing passes no gradient to tensors in a
+    tuple.
     """
     shape: Any = None
+    inputs, given = pytree.tree_flatten((h, anchors))
 
-    def run(h: Tensor, *anchors: Tensor) -> tuple[Any, ...]:
+    def run(*inputs: Tensor) -> tuple[Any, ...]:
         nonlocal shape
-        tensors, shape = pytree.tree_flatten(forward(h, anchors, context))
+        tensors, shape = pytree.tree_flatten(forward(*pytree.tree_unflatten(inputs, given), context))
         return tuple(tensors)
 
-    tensors = checkpoint(run, h, *anchors)
+    tensors = checkpoint(run, *inputs)
     return pytree.tree_unflatten(tensors, shape)
 
 

@@ -273,7 +273,8 @@ class SoftmaxAttention(Body):
             return whole
         # layers that take keys or values of others are refused here (`config/model.py`)
         reads = [x.q, x.k, x.v, x.q][: len(self.rows)]
-        if type(self.project) not in (Projection, BiasedProjection) or is_watched(self.project):
+        replaced = type(self.project) not in (Projection, BiasedProjection)
+        if replaced or is_watched(self.project) or type(self.project.weight) not in (nn.Parameter, Tensor):
             every = map_reads(self.project, x)
             parts = [every[i % 3].split(self.rows, -1)[i] for i in range(len(reads))]
             return torch.cat(parts, -1)

@@ -121,6 +121,13 @@ def hidden_states(folder: Path, home: Path) -> None:
     assert all(state.shape == states[0].shape for state in states) and model(tokens).hidden_states is None
     close(model.lm_head(states[-1]), logits)
     embedded = model.get_input_embeddings()(tokens)
+    if model.model.decoder.token_readers:  # vectors have no ids
+        try:
+            model(inputs_embeds=embedded)
+        except ValueError as refusal:
+            assert "reads token ids" in str(refusal)
+            return
+        raise AssertionError("vectors were taken for tokens")
     close(model(inputs_embeds=embedded).logits, logits)
     given = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     written = model.generate(inputs_embeds=embedded, **given)
