@@ -25,7 +25,7 @@ SUMMARY_PLACE = 10
 """Metrics with a lower place are drawn above the summary: depth routing, which the tool is for."""
 NO_ROUTING = (
     "Depth routing: nothing to show, since no depth weights were published. A Residua model that weighs what each "
-    "sublayer reads (Attention Residuals, DenseFormer, hyper-connections, Multi-Gate Residuals) has a map of its "
+    "sublayer reads (Attention Residuals, MUDD, hyper-connections, Multi-Gate Residuals and others) has a map of its "
     "weights here, and what each source is worth."
 )
 HEALTHY = "Healthy: a loss better than chance, no sinks, no massive activations and no dead layers."
