@@ -1,0 +1,51 @@
+"""Every verb that opens a model, with each kind that asks something new of it: token ids, several reads, loops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from residua.config.run import RunConfig
+from residua.config.variants import overrides
+from tests.trained import SMALL, prepare_words, residua
+
+pytestmark = pytest.mark.nightly
+KINDS = (
+    "x0", "gated_residual", "delta_attnres", "resi_dual", "hc_cyclic", "hc_single_pass", "mudd", "dca",
+    "parcae", "gated_value+gated_attention", "value_embeddings+loop", "mudd+value_embeddings+xsa",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_words(tmp_path_factory.mktemp("words"), words=120)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verbs_accept_a_kind(kind: str, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, few = tmp_path / "run", ("--calibration", 4, "--tokens", 64, "--probes", 0)
+    recipe = {"steps": 2, "micro_batch": 2, "device": "cpu", "schedule": {"kind": "cosine", "warmup": 1}}
+    config = RunConfig(model=SMALL | {"layers": 4}, data={"path": str(words), "validation_tokens": 64}, train=recipe)
+    (tmp_path / "config.toml").write_text(config.override(overrides([kind], config.model)).to_toml())
+
+    def losses(folder: Path) -> float:
+        file = tmp_path / f"{folder.name}.json"
+        assert residua(monkeypatch, "eval", folder, "--data", words, "--tokens", 64, "--out", file) == 0
+        return float(json.loads(file.read_text())["text"]["loss"])
+
+    for arguments in (
+        ("train", tmp_path / "config.toml", "--out", run),
+        ("train", "--resume", "--out", run, "train.steps=4"),
+        ("generate", run, "--prompt", "depth is", "--tokens", 4),
+        ("diagnose", run, "--tokens", 32, "--ablation-tokens", 32, "--out", tmp_path / "diagnosis"),
+        ("quantize", run, "--scheme", "fp8", "--out", tmp_path / "fp8", *few),
+        ("quantize", run, "--scheme", "nvfp4", "--smooth", 0.5, "--inside", "--out", tmp_path / "nvfp4", *few),
+        ("export", run, "--out", tmp_path / "exported"),
+        ("import", tmp_path / "exported", "--out", tmp_path / "imported"),
+        ("bench", "plan", tmp_path / "config.toml", "--gpus", 2, "train.accumulate=4"),
+        ("bench", "step", tmp_path / "config.toml", "--steps", 1, "--warmup", 0),
+    ):
+        assert residua(monkeypatch, *arguments) == 0, arguments
+    assert losses(tmp_path / "imported") == losses(tmp_path / "exported") == losses(run)
