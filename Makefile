@@ -15,7 +15,8 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: test check nightly fast demo lint types map results entries scale sizes docs release setup browser clean
 
-test: setup browser lint types  ## everything CI checks
+test: setup browser  ## everything CI checks; lint and types side by side, since each takes one core
+	$(MAKE) --no-print-directory -j 2 lint types
 	$(PYTEST) -m "not nightly"
 
 check: setup  ## lint, types and the fast tests, side by side

@@ -32,6 +32,7 @@ torch.set_num_threads(1)
 for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would be kept for them, with the whole stack
     if not device.is_available():
         device.manual_seed_all = lambda seed: None
+os.fsync = lambda descriptor: None  # tests kill processes, not machines; `tests/faults.py` counts the calls
 gc.disable()  # until all is collected, see below
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start and interrupt must heed it

@@ -56,7 +56,8 @@ def test_checkpoint_with_parts_on_two_disks_gets_no_name(ranks: Ranks, tmp_path:
     assert ranks.saved() == [2]
 
 
-@pytest.mark.parametrize("by", ["node", pytest.param("SIGKILL", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # by day torchrun starts a job of one node again, in test_runs.py
+@pytest.mark.parametrize("by", ["node", "SIGKILL"])
 def test_run_on_two_nodes_survives_the_death_of_one(ranks: Ranks, tmp_path: Path, by: str) -> None:
     """A rank is killed, or its node with the agent of torchrun: then another takes its place. The run goes on."""
     train(ranks.recipe, tmp_path / "alone")

@@ -34,10 +34,10 @@ LAYERED = "train.compile=layers"
 ROUNDED = "train.precision=bfloat16"
 
 
-@pytest.fixture
-def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+@pytest.fixture(params=["aot_eager"])
+def counter(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> CompileCounterWithBackend:
     """Count graphs; traced code runs without a compiler."""
-    compile_plainly, counter = torch.compile, CompileCounterWithBackend("aot_eager")
+    compile_plainly, counter = torch.compile, CompileCounterWithBackend(request.param)
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_plainly(f, backend=counter, dynamic=False))
     return counter
@@ -85,8 +85,11 @@ def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: N
     assert layered.evaluate([batch(2, 3)]) == plain.evaluate([batch(2, 3)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", only_nightly(GRAPHS, but={"block_attnres"}))
+@pytest.mark.parametrize(
+    ("counter", "variant"),
+    [("eager", "block_attnres"), *(pytest.param("aot_eager", name, marks=pytest.mark.nightly) for name in GRAPHS)],
+    indirect=["counter"],
+)
 def test_layers_that_share_code_step_as_plain_ones_do(config: RunConfig, counter, variant) -> None:
     plain, compiled = _pair(config, EXACT.get(variant, ROUNDED), *_changes(config, variant))
     for seed in range(2):
@@ -115,7 +118,7 @@ def test_layers_that_are_recomputed_share_code_too(config: RunConfig, counter: C
     assert counter.frame_count == 2
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("counter", ["eager"], indirect=True)
 def test_two_steps_on_one_model_train_it_in_turns(config: RunConfig, counter: CompileCounterWithBackend) -> None:
     models, losses = [], []
     for first in _pair(config, LAYERS, ROUNDED):
