@@ -34,7 +34,7 @@ def scale_tables(models: Mapping[str, RunConfig], machine: Machine) -> Iterator[
     """Lines of Markdown: the fastest mesh of each model for 8 to 4096 devices, also with torchtitan's axes if faster.
 
     The step stays the same; where there are more devices than micro-batches, these become smaller. `share` is the speed
-    of a device beside that of 8.
+    of a device relative to 8 devices.
     """
     head = ("GPUs", "model", "data × shard × pipeline", "tensor × context", "GiB", "sent GiB", "slowest", "bubble",
             "step ms", "tokens/s", "share")  # fmt: skip

@@ -302,7 +302,7 @@ def _next(p: MeshPlan, preset: Sequence[str], machine: Machine) -> str:
     if not p.fits:
         return "No mesh fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
     nodes = ceil(p.ranks / machine.node)
-    where = "on one machine" if nodes == 1 else f"on each of {nodes} nodes, HOST being one of them (docs/nodes.md)"
+    where = "on one machine" if nodes == 1 else f"on each of {nodes} nodes, HOST being one of them (docs/scale.md)"
     return f"Next, {where}: {command(p, preset, nodes)}"
 
 

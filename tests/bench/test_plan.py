@@ -51,7 +51,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("preset", MEASURED)
 def test_depth_cost_on_one_device_is_near_the_measured(preset: str) -> None:
-    """Ratios to the additive step on an H200, docs/scale.md."""
+    """Ratios to the additive step on an H200, docs/lab/ranks.md."""
     changes = [f"train.micro_batch={32 if '-s-' in preset else 16}", "train.accumulate=4"]
     baseline = f"{preset[:5]}-prenorm"
     (additive,), (deep,) = (plan(RunConfig.find(name).override(changes), 1, H200) for name in (baseline, preset))

@@ -1,6 +1,6 @@
 """Time per stage of a pipeline on gloo ranks: a model with the proportions of mgr-l, ten times as narrow.
 
-`python -m tests.distributed.stage_times 4 8 16` prints the table of docs/scale.md; each rank is a process on this
+`python -m tests.distributed.stage_times 4 8 16` prints the table of docs/lab/ranks.md; each rank is a process on this
 machine. Times are CPU seconds of the training thread, forward and backward, without communication: other processes
 disturb them little.
 """

@@ -36,7 +36,7 @@ HEAD_PIECES = 16
 
 DIVIDED_HEAD_COST = 1.25
 """How much more a divided head costs, an assumption: on an H200 pieces that make their logits twice took 1.49 times as
-long as a whole head (docs/scale.md); those that keep their softmax were not measured."""
+long as a whole head (docs/lab/ranks.md); those that keep their softmax were not measured."""
 
 
 @dataclass(frozen=True)
