@@ -1,4 +1,4 @@
-"""Equivalent tokens: how long the baseline would have to train to reach a variant's loss (docs/compare.md).
+"""Equivalent tokens: how long the baseline would have to train to reach a variant's loss (docs/compare-reference.md).
 
 The baseline is trained at one size or several, at budgets D_j, each with its own full schedule. Through its losses goes
 

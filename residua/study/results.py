@@ -1,4 +1,4 @@
-"""The results of a study as data: the versioned content of results.json (docs/compare.md), made from its records."""
+"""The results of a study as data: results.json, versioned (docs/compare-reference.md), made from its records."""
 
 from __future__ import annotations
 
