@@ -298,8 +298,23 @@ class Lime(AnchorChoice):
         return self.mixed * layers
 
 
+class DepthAttention(AnchorChoice):
+    """Values mixed by a softmax of the query over the keys of all softmax layers so far, for the same token."""
+
+    counts_layers: ClassVar[bool] = True
+
+    kind: Literal["depth_attention"] = "depth_attention"
+
+    @property
+    def mixed(self) -> tuple[Pathway, ...]:
+        return ("k", "v")
+
+    def carried(self, layers: int) -> tuple[Pathway, ...]:
+        return self.mixed * layers
+
+
 AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue, ValueEmbeddings)
-AnchorChoice.join(CrossLayer, HeadSource, Lime)
+AnchorChoice.join(CrossLayer, HeadSource, Lime, DepthAttention)
 Anchors = Annotated[SerializeAsAny[AnchorChoice], PlainValidator(AnchorChoice.choose)]
 
 

@@ -224,6 +224,7 @@ KNOWN: dict[str, Variant] = {
     "gated_value": _anchors("value residual from the first layer, gated per token and head", "gated_value"),
     "value_embeddings": _anchors("a vector of the token in every second layer's values", "value_embeddings"),
     "lime": _anchors("LIMe: keys and values are mixtures of those of all layers so far", "lime"),
+    "depth_attention": _anchors("Depth-Attention: queries weigh values of all layers so far", "depth_attention"),
     "cla": _anchors("cross-layer attention: two layers share keys and values", "cla"),
     "kv_source": Variant("layers of the upper half take keys and values of the middle one", _middle_source),
     "svformer": _anchors("SVFormer: all layers use the values of the first", "kv_source", "shared=v"),

@@ -56,6 +56,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("anchors", "resformer"): (("Value Residual Learning", "2410.17897"),),
     ("anchors", "gated_value"): (("Transformers with Selective Access to Early Representations", "2605.03953"),),
     ("anchors", "lime"): (("You Do Not Fully Utilize Transformer's Representation Capacity", "2502.09245"),),
+    ("anchors", "depth_attention"): (("Depth-Attention: Cross-Layer Value Mixing for Language Models", "2606.05014"),),
     ("anchors", "cla"): (("Reducing Transformer Key-Value Cache Size with Cross-Layer Attention", "2405.12981"),),
     ("anchors", "kv_source"): (("Value Residual Learning", "2410.17897"),),  # SVFormer, of which it is the general form
     ("anchors", "value_embeddings"): (),  # public code without a paper

@@ -10,6 +10,7 @@ from residua.model.anchor_source import AnchorSource, ExoSource, HeadShape
 from residua.model.anchors import DynamicMix, LayerPlace, Mix, Unmixed, Write
 from residua.model.gated_values import build_gated_values
 from residua.model.layer_mixture import build_layer_mixture
+from residua.model.layer_values import build_layer_values
 from residua.model.shared_heads import build_shared_heads
 from residua.model.value_embeddings import build_value_embedding
 
@@ -62,6 +63,7 @@ ANCHORS: dict[type[choices.AnchorChoice], Builders] = {
     choices.GatedValue: Builders(build_gated_values),
     choices.ValueEmbeddings: Builders(build_value_embedding),
     choices.Lime: Builders(build_layer_mixture),
+    choices.DepthAttention: Builders(build_layer_values),
     choices.CrossLayer: Builders(build_shared_heads),
     choices.HeadSource: Builders(build_shared_heads),
 }

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gated-values": {"anchors": {"kind": "gated_value"}},
     "value-embeddings": {"anchors": {"kind": "value_embeddings", "gate_channels": 5}},
     "svformer": {"anchors": {"kind": "kv_source", "shared": "v"}},
+    "depth_attention": {"anchors": {"kind": "depth_attention"}},
     "lime": {"anchors": {"kind": "lime"}},
     "cla": {"anchors": {"kind": "cla"}},
     "hyper": {"topology": {"kind": "hyper", "streams": 2}},

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 # One of each class: options that only choose a number or a function are left to tests/model.
 CHOSEN = {
     "topology": "additive, full_attnres, block_attnres, multi_gate, highway, hyper, mhc, mhc_lite, dense",
-    "anchors": "none, resformer, lime, cla, svformer, nuresformer, exoformer, exoformer dynamic",
+    "anchors": "none, resformer, lime, depth_attention, cla, svformer, nuresformer, exoformer, exoformer dynamic",
     "norm": "rmsnorm, preaffine, gatednorm, dyt, gated_dyt",
     "attention": "gated, grouped, no qk-norm, sink, linear, hybrid gated, latent, hybrid kimi",
     "ffn": "swiglu, relu2, moe, moe plain",

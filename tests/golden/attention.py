@@ -152,6 +152,21 @@ def route_heads(S: list[Tensor], R: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def attend_layers(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """V̂[t, h] = Σ_l a_l V_l[t, h], a = softmax_l(q̄·k_l[t, h]/√d): Depth-Attention, q̄ the mean query of a group."""
+    heads, d = keys[0].shape[1:]
+    shared = q.shape[1] // heads
+    rows = []
+    for t in range(len(q)):
+        row = []
+        for h in range(heads):
+            mean = sum(q[t, h * shared + i] for i in range(shared)) / shared
+            a = softmax([(mean * k[t, h]).sum() / math.sqrt(d) for k in keys])
+            row.append(sum(a_l * v[t, h] for a_l, v in zip(a, values, strict=True)))
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
 def embed_values(x: Tensor, V: Tensor, tokens: Tensor, E: Tensor, W: Tensor, scale: float) -> Tensor:
     """V̂[t, h] = V[t, h] + scale·σ(W_h · x_t[:c]) E[token_t, h]: value embeddings (nanochat); E [V, H·D], W [H, c]."""
     heads, channels = W.shape

@@ -19,6 +19,7 @@ ANCHORS: dict[str, Any] = {
     "gated_value": {"kind": "gated_value"},
     "value_embeddings": {"kind": "value_embeddings"},
     "lime": {"kind": "lime"},
+    "depth_attention": {"kind": "depth_attention"},
     "cla": {"kind": "cla"},
     "svformer": {"kind": "kv_source", "shared": "v"},
     "nuresformer": {"kind": "nuresformer", "pathways": QKV, "granularity": "headwise"},
@@ -90,7 +91,7 @@ def fits(row: Row) -> bool:
         "injection",
     ):  # keys of other layers read nothing
         return False
-    if anchors == "lime" and row.get("topology") == "injection":
+    if anchors in ("lime", "depth_attention") and row.get("topology") == "injection":
         return False
     if row.get("topology") == "injection" and row.get("ffn", "swiglu").startswith("moe"):  # experts in a loop
         return False

@@ -1,4 +1,4 @@
-"""Keys and values of other layers: shared ones (CLA, one source, SVFormer), and mixtures of all (LIMe)."""
+"""Keys and values of other layers: shared ones (CLA, one source, SVFormer), mixtures of all (LIMe, Depth-Attention)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from residua.config import choices
 from residua.config.settings import ConfigError
 from residua.model.cache import BorrowedCache
 from residua.model.inference import InferenceDecoder
+from residua.model.layer_values import mix_layers
 from residua.model.size import measure
 from residua.quantize.smoothing import edges
 from tests.golden import attention as golden
@@ -141,13 +142,41 @@ def test_mixtures_that_start_as_identity_are_the_plain_model() -> None:
     close("logits", mixed(tokens_and_targets()[0]), plain(tokens_and_targets()[0]), 1e-12)
 
 
-def test_decoding_mixtures_equals_the_full_pass() -> None:
-    model = randomise(residua.build(small(anchors={"kind": "lime"}, topology={"kind": "mudd"})), 0.1)
+@pytest.mark.parametrize("norm", ["rms", "none"])
+def test_values_attended_over_layers_are_their_equation(norm: str) -> None:
+    config = attention_config(kv_heads=2, gate="headwise", qk_norm=norm)
+    layers, source = build_layers(config, choices.DepthAttention(), 3)
+    inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
+    ours = run_ours(layers, source, inputs[0], inputs)
+    expected: list[list] = [[] for _ in layers]
+    for b in range(BATCH):
+        keys, values = [], []
+        for at, (layer, x) in enumerate(zip(layers, inputs, strict=True)):
+            S = own_projections(layer, config, x[b])
+            gains = dict(layer.qk_norm.named_parameters())  # rotating both by one position changes no product
+            names = {"q": "query", "k": "key"}
+            q, k = (golden.normed(S[s], gains.get(name), layer.qk_norm.eps) for s, name in names.items())
+            keys.append(k)
+            values.append(golden.attend_layers(q, keys, [*values, S["v"]]))
+            expected[at].append(rest_of_layer(layer, S | {"v": values[-1]}, None))
+    leaves = dict(layers.named_parameters()) | {f"input {i}": x for i, x in enumerate(inputs)}
+    agree(ours, [torch.stack(rows) for rows in expected], leaves)
+
+
+def test_values_that_all_layers_share_are_mixed_to_themselves() -> None:
+    q, v = random(1, 2, 4, 6), random(1, 2, 2, 6, seed=1)
+    keys = tuple(random(1, 2, 2, 6, seed=2 + i) for i in range(3))
+    close("values", mix_layers(q, keys, (v, v, v)), v, 1e-14)
+
+
+@pytest.mark.parametrize("kind", ["lime", "depth_attention"])
+def test_decoding_mixtures_equals_the_full_pass(kind: str) -> None:
+    model = randomise(residua.build(small(anchors={"kind": kind}, topology={"kind": "mudd"})), 0.1)
     tokens, _ = tokens_and_targets()
     with torch.no_grad():
         whole = model(tokens)
         close("parts", in_parts(model, tokens, [3, 1, 2]), whole)
         close("rewritten", InferenceDecoder(model)(tokens), whole)
-    assert small(anchors={"kind": "lime"}).anchors.carried(2) == ("k", "v", "k", "v")
+    assert small(anchors={"kind": kind}).anchors.carried(2) == ("k", "v", "k", "v")
     with pytest.raises(ConfigError, match=r"order\.kind = 'loop'"):
-        small(anchors={"kind": "lime"}, order={"kind": "loop", "prelude": 1, "coda": 1, "turns": 2})
+        small(anchors={"kind": kind}, order={"kind": "loop", "prelude": 1, "coda": 1, "turns": 2})

@@ -90,7 +90,18 @@ REFUSED = {
     "nuresformer.mixing",
     *(f"softmax.{key}" for key in ("heads", "kv_heads")),
     *(f"{choice}.kind" for choice in map(kind_of, ours(choices.TopologyChoice)) if choice != "additive"),
-    *(f"{kind}.kind" for kind in ("resformer", "nuresformer", "exoformer", "gated_value", "value_embeddings", "lime")),
+    *(
+        f"{kind}.kind"
+        for kind in (
+            "resformer",
+            "nuresformer",
+            "exoformer",
+            "gated_value",
+            "value_embeddings",
+            "lime",
+            "depth_attention",
+        )
+    ),
     "value_embeddings.gate_channels",
     *(f"{kind}.{key}" for kind in ("cla", "kv_source") for key in ("kind", "shared", "group", "layer")),
 }
