@@ -1,4 +1,4 @@
-"""The examples of docs/trainers.md run as written, and train what one process of Residua would."""
+"""The examples of docs/use-in-your-model.md run as written, and train what one process of Residua would."""
 
 import importlib.util
 from pathlib import Path
@@ -12,19 +12,19 @@ from tests.docs.test_documentation import python_blocks
 
 pytestmark = pytest.mark.slow
 
-COMMON, TRAINER, ACCELERATE, LIGHTNING = range(4)
+COMMON, TRAINER, ACCELERATE, LIGHTNING = range(4, 8)
 
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch) -> dict[str, Any]:
-    """What the first block defines, with a small text where the page says it is; its model is tiny."""
+    """What the common block defines, with a small text where the page says it is; its model is tiny."""
     (tmp_path / "texts").mkdir()
     for number in range(8):
         (tmp_path / "texts" / f"{number}.txt").write_text("the depth axis of transformers, again and again. " * 40)
     prepare(open_corpus([tmp_path / "texts"], holdout=0.2), tmp_path / "data/mine", "bytes", workers=1)
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
-    exec(python_blocks("trainers.md")[COMMON], scope)
+    exec(python_blocks("use-in-your-model.md")[COMMON], scope)
     scope["config"] = scope["config"].override(["layers=2", "width=32", "attention.heads=2", "ffn.hidden=32"])
     return scope
 
@@ -41,7 +41,7 @@ def run(page: dict[str, Any], number: int) -> list[float]:
 
     page["LanguageModel"].forward = recorded
     torch.manual_seed(0)
-    exec(python_blocks("trainers.md")[number], page)
+    exec(python_blocks("use-in-your-model.md")[number], page)
     return losses
 
 
