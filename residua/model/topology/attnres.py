@@ -170,7 +170,7 @@ class BlockAttnRes(Topology):
             self.plan.rows,
             kept_widths=1.12,
             junctions=[read_rows(len(sources)).total + 3 * grows for sources, grows in pairs],
-            bandwidth_share=0.63,  # measured in steps on an H200, docs/scale.md
+            bandwidth_share=0.63,  # measured in steps on an H200, docs/lab/ranks.md
             by_reads=lambda read: partial(self._read_all, read),
         )
 
