@@ -94,6 +94,15 @@ def test_a_file_that_could_not_be_written_leaves_the_old_one(tmp_path: Path) -> 
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("text", "old")]
 
 
+def test_flush_asks_the_system_for_files_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    (tmp_path / "text").touch()
+    for path in (tmp_path / "text", tmp_path):
+        files.flush(path)
+    assert flushed == [str(tmp_path / "text"), str(tmp_path)]
+
+
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut would show, and no other test can: the order of flushing and renaming."""
     done: list[str] = []
