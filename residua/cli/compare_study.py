@@ -157,8 +157,11 @@ def _both_sets(setting: Any, option: list[str]) -> Any:
 
 
 def _other_rule(setting: Any, option: dict[str, Any]) -> Any:
-    """Another rule of matching with the study's tolerance, if the rule has one."""
-    return {**setting, **option} if isinstance(setting, dict) and option["kind"] != "none" else option
+    """Another rule of matching with the study's tolerance, if both rules have one; the same rule with all its keys."""
+    if not isinstance(setting, dict) or option["kind"] == "none":
+        return option
+    same = option["kind"] == setting.get("kind", "ffn")
+    return {key: value for key, value in setting.items() if same or key == "tolerance"} | option
 
 
 def _both_tables(setting: Any, option: dict[str, Any]) -> Any:

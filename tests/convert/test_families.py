@@ -27,7 +27,8 @@ from tests.nightly import only_nightly
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5
 SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window", "qwen3_5_moe_text",
-          "glm4_moe, biases", "deepseek_v3, full queries",
+          "glm4_moe, biases", "deepseek_v3, full queries", "flex_olmo", "glm4", "seed_oss", "granitemoe", "ministral",
+          "llama, biases, tied", "mixtral, one expert", "qwen2, windows",
           "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
           "qwen3_moe, one expert", "kimi_linear, low-rank queries, raw weights", "kimi_linear, one expert")  # fmt: skip
 DISTINCT = [name for name in FAMILIES if name not in SECOND]

@@ -23,18 +23,14 @@ WAYS: dict[str, dict[str, Any]] = {
 EXTRA: Cases = {
     "recomputed-stages": ("block", {"pipeline": 2, "recompute": "sublayers"}),
     "fsdp-in-turns": ("additive", {"shard": 2, "turn": 1}),
-    "scalars": ("hyper", {"shard": 2}),
     "naive": ("full", {**INTERLEAVED, "transport": "naive"}),
     "token-ids": ("token_gain", INTERLEAVED),
-    "gated-values": ("gated-values", INTERLEAVED),
     "shared-heads": ("cla", INTERLEAVED),
     "heads-of-all-layers": ("lime", INTERLEAVED),
     "reads": ("mudd", INTERLEAVED),
     "loop": ("loop", {"data": 2}),
     "loop-in-stages": ("injection", INTERLEAVED),
     "reads-inside-a-layer": ("dca", {**INTERLEAVED, "cuts": [1, 4, 7]}),
-    "sent-reads": ("value_input", {**INTERLEAVED, "cuts": [1, 4, 6]}),
-    "value-embeddings": ("value-embeddings", INTERLEAVED),
     "sharded-rates": ("x0", {"shard": 2}),  # a group of its own for the factor of λ
     "interleaved-biased-experts": ("biased", INTERLEAVED),
     "exo-sent": ("exoformer", {**INTERLEAVED, "anchors": "send"}),
@@ -46,6 +42,10 @@ EXTRA: Cases = {
     "measured-stages": ("moe", {"pipeline": 2, "balance": {"load": "same_step", "weight": 1.0}}),
 }
 EXTRA_NIGHTLY: Cases = {
+    "scalars": ("hyper", {"shard": 2}),
+    "gated-values": ("gated-values", INTERLEAVED),
+    "sent-reads": ("value_input", {**INTERLEAVED, "cuts": [1, 4, 6]}),
+    "value-embeddings": ("value-embeddings", INTERLEAVED),
     "sharded-token-ids": ("token_gain", {"shard": 2}),
     "sharded-reads": ("dca", {"shard": 2}),
     "gathered-loop": ("loop", {"shard": 2, "unit": "model"}),

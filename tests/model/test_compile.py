@@ -40,11 +40,13 @@ def check_compiled(model: torch.nn.Module, **how: object) -> tuple[torch.Tensor,
     return loss, gradients
 
 
+@pytest.mark.parametrize("backend", only_nightly({"aot_eager": 0, "inductor": 1}, ["aot_eager"]))
 @pytest.mark.parametrize("topology", only_nightly(TOPOLOGIES, ["full_attnres"]))
-def test_compiled_model_is_one_graph_with_the_same_gradients(topology: str) -> None:
+def test_compiled_model_is_one_graph_with_the_same_gradients(topology: str, backend: str) -> None:
+    """Inductor's C++ takes a compiler a minute where it is not cached."""
     torch._dynamo.reset()
     config = small(layers=2, width=32, ffn={"kind": "relu2", "hidden": 32}, topology=TOPOLOGIES[topology])
-    check_compiled(randomise(residua.build(config), 0.05).float())
+    check_compiled(randomise(residua.build(config), 0.05).float(), backend=backend)
 
 
 MIXERS = {

@@ -110,6 +110,12 @@ def test_the_demo_of_given_weights_has_their_shapes(run: Path, asked: Any) -> No
 def test_match_keeps_the_tolerance_of_a_file(file: Path, asked: Any) -> None:
     assert asked(file, "--match", "ffn").match.tolerance == 0.02
     assert asked(file, "--match", "depth").match == MatchDepth(tolerance=0.02)
+
+
+def test_another_rule_of_matching_drops_the_keys_of_the_file(file: Path, asked: Any) -> None:
+    file.write_text(file.read_text().replace('tables = "free"', 'tables = "counted"'))
+    assert asked(file, "--match", "ffn").match.tables == "counted"
+    assert asked(file, "--match", "flops").match.tolerance == 0.02
     assert asked(file, "--match", "none").match == NoMatch()
 
 

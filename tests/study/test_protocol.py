@@ -14,7 +14,7 @@ from residua.study.verdicts import joint_sentence
 from tests.forked import fork_workers
 from tests.study.conftest import changed
 
-pytestmark = pytest.mark.nightly  # by day each part has tests of its own: sizes, budgets, tuning, the law, the page
+pytestmark = pytest.mark.slow
 PROTOCOL = Path("docs/results/studies/protocol.toml")
 TOY = (
     "train.device=cpu", "train.micro_batch=8", "train.log_every=20", "train.validate_every=20", "train.save_every=1000",
