@@ -99,7 +99,8 @@ class LongestFirst:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         files: dict[str, float] = {}
         for item in items:
-            guess = 1.0 if item.get_closest_marker("slow") else 0.01
+            limit = item.get_closest_marker("timeout")  # of its own: compiling all kernels takes minutes at first
+            guess = limit.args[0] if limit else 1.0 if item.get_closest_marker("slow") else 0.01
             files[_file(item.nodeid)] = files.get(_file(item.nodeid), 0.0) + self.seconds.get(item.nodeid, guess)
         items.sort(key=lambda item: -files[_file(item.nodeid)])
 
