@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import linear
 
-from residua.quantize.fp8 import Fp8, encode_fp8
+from residua.ops.low_precision.fp8 import Fp8, encode_fp8
 from residua.quantize.fp8_gemm import SCALINGS, Fp8Projection, find_product
 from residua.quantize.schemes import find_scheme
 from residua.report.terminal import new_table

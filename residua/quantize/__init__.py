@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from residua.quantize.evaluate import static_scales as static_scales
-    from residua.quantize.fp8 import Fp8 as Fp8
-    from residua.quantize.fp8 import quantize_fp8 as quantize_fp8
     from residua.quantize.modules import quantize_model as quantize_model
-    from residua.quantize.nvfp4 import Nvfp4 as Nvfp4
-    from residua.quantize.nvfp4 import quantize_nvfp4 as quantize_nvfp4
     from residua.quantize.run import quantize as quantize
     from residua.quantize.schemes import SCHEMES as SCHEMES
+    from residua.quantize.schemes import Fp8 as Fp8
+    from residua.quantize.schemes import Nvfp4 as Nvfp4
     from residua.quantize.schemes import Scheme as Scheme
+    from residua.quantize.schemes import quantize_fp8 as quantize_fp8
+    from residua.quantize.schemes import quantize_nvfp4 as quantize_nvfp4
     from residua.quantize.smoothing import smooth as smooth
     from residua.quantize.store import load_quantized as load_quantized
 
 # Names are imported when first used, so that a study file is checked without importing torch.
 _HOMES = {
     "SCHEMES": "schemes",
-    "Fp8": "fp8",
-    "Nvfp4": "nvfp4",
+    "Fp8": "schemes",
+    "Nvfp4": "schemes",
     "Scheme": "schemes",
     "load_quantized": "store",
     "quantize": "run",
-    "quantize_fp8": "fp8",
+    "quantize_fp8": "schemes",
     "quantize_model": "modules",
-    "quantize_nvfp4": "nvfp4",
+    "quantize_nvfp4": "schemes",
     "smooth": "smoothing",
     "static_scales": "evaluate",
 }

@@ -21,9 +21,9 @@ from residua.convert.family import Family
 from residua.data.tokenizer import Tokenizer
 from residua.errors import UserError
 from residua.model.decoder import Decoder
-from residua.quantize.fp8 import GROUP, ROW, Fp8
-from residua.quantize.nvfp4 import GROUP as NVFP4_GROUP
-from residua.quantize.nvfp4 import Nvfp4
+from residua.ops.low_precision.fp8 import GROUP, ROW, Fp8
+from residua.ops.low_precision.nvfp4 import GROUP as NVFP4_GROUP
+from residua.ops.low_precision.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
 from residua.quantize.store import FORMATS, TILES, as_json, module_tensors, quantization_config, write_folder
 from residua.reading import inside

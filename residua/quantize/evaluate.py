@@ -24,6 +24,7 @@ from residua.model.decoder import Decoder
 from residua.model.moe import Experts, expert_states
 from residua.model.taps import hooked
 from residua.ops._runtime.numeric import no_autocast
+from residua.ops.low_precision.nvfp4 import static_scale
 from residua.quantize.modules import (
     in_low_precision,
     inputs,
@@ -35,7 +36,6 @@ from residua.quantize.modules import (
     targets,
     unquantized,
 )
-from residua.quantize.nvfp4 import static_scale
 from residua.quantize.result import ERROR_TOKENS, ModuleError, Outlier, Probe
 from residua.quantize.schemes import Quantized, Scheme
 from residua.quantize.smoothing import edges, smooth

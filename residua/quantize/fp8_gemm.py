@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.numeric import working_dtype
-from residua.quantize import fp8
-from residua.quantize.fp8 import Fp8, Tile, encode_fp8
+from residua.ops.low_precision import fp8
+from residua.ops.low_precision.fp8 import Fp8, Tile, encode_fp8
 from residua.quantize.modules import FixedPrecision
 
 Scaling = Literal["row", "block"]

@@ -15,13 +15,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from residua.errors import UserError
-from residua.quantize import fp8, nvfp4
+from residua.ops.low_precision import fp8, nvfp4
+from residua.ops.low_precision.fp8 import BLOCK, Fp8, Tile, encode_fp8
+from residua.ops.low_precision.nvfp4 import Nvfp4, Span, encode_nvfp4
 from residua.quantize.recipe import SCHEME_NAMES, check_scheme
 
-Quantized = fp8.Fp8 | nvfp4.Nvfp4
+Quantized = Fp8 | Nvfp4
+
+
+def require_finite(x: Tensor, what: str = "the tensor") -> None:
+    """Raise `ValueError` if x holds NaN or infinity: no scale fits them, and one would turn its whole block to NaN."""
+    finite = torch.isfinite(x)
+    if not finite.all():
+        kind = "NaN" if torch.isnan(x).any() else "infinity"
+        count = int((~finite).sum())
+        raise UserError(f"{what} holds {count} value(s) that are {kind}: quantize finite values only.")
+
+
+def quantize_fp8(x: Tensor, tile: Tile = BLOCK, *, what: str = "the tensor") -> Fp8:
+    """Quantize a matrix [R, C]; tiles at its edges are padded with zeros, which change no scale."""
+    require_finite(x, what)
+    return encode_fp8(x, tile)
+
+
+def quantize_nvfp4(x: Tensor, span: Span = "tensor", *, what: str = "the tensor") -> Nvfp4:
+    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` is what shares a second scale."""
+    require_finite(x, what)
+    return encode_nvfp4(x, span)
 
 
 @dataclass(frozen=True)
@@ -51,7 +75,7 @@ class Scheme:
 
 
 def _fp8(name: str, words: str, weight: fp8.Tile, activation: fp8.Tile) -> Scheme:
-    return Scheme(name, "W8A8", words, partial(fp8.quantize_fp8, tile=weight), partial(fp8.round_fp8, tile=activation))
+    return Scheme(name, "W8A8", words, partial(quantize_fp8, tile=weight), partial(fp8.round_fp8, tile=activation))
 
 
 _PER_TOKEN = "activations E4M3 per token"
@@ -65,14 +89,14 @@ SCHEMES = {
             "nvfp4",
             "W4A4",
             "E2M1 in blocks of 16 with E4M3 scales, second scale per tensor for weights and per token for activations",
-            nvfp4.quantize_nvfp4,
+            quantize_nvfp4,
             nvfp4.round_nvfp4,
         ),
         Scheme(
             "nvfp4-static",
             "W4A4",
             "E2M1 in blocks of 16 with E4M3 scales, second scale per tensor, for activations from calibration",
-            nvfp4.quantize_nvfp4,
+            quantize_nvfp4,
             nvfp4.round_nvfp4,
             nvfp4.round_nvfp4_static,
         ),

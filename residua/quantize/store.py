@@ -32,11 +32,11 @@ from residua.errors import UserError
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.model.size import build_if_it_fits
-from residua.quantize import fp8
-from residua.quantize.fp8 import Fp8
+from residua.ops.low_precision import fp8
+from residua.ops.low_precision.fp8 import Fp8
+from residua.ops.low_precision.nvfp4 import GROUP, Nvfp4, static_scale
 from residua.quantize.fp8_gemm import with_fp8_products
 from residua.quantize.modules import candidates, inputs, install, is_rounded, matrices, rounded
-from residua.quantize.nvfp4 import GROUP, Nvfp4, static_scale
 from residua.quantize.schemes import Quantized, find_scheme
 from residua.reading import Shape, check, inside, read_json, reason, refuse, shown
 from residua.storage.checkpoint import model_tensors

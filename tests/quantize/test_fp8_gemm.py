@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import residua
+from residua.ops.low_precision.fp8 import BLOCK, ROW, encode_fp8
 from residua.quantize import fp8_gemm, load_quantized, quantize
-from residua.quantize.fp8 import BLOCK, ROW, encode_fp8
 from residua.quantize.fp8_gemm import SCALINGS, Fp8Projection, find_product, takes, with_fp8_products
 from residua.quantize.modules import LowProjection, targets
 from residua.quantize.schemes import SCHEMES, find_scheme

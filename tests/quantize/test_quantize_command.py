@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 import residua
 from residua.model.decoder import Decoder
+from residua.ops.low_precision.nvfp4 import static_scale
 from residua.quantize import quantize
 from residua.quantize.evaluate import CalibrationText, largest_inputs, mean_loss
 from residua.quantize.modules import LowProjection, targets
-from residua.quantize.nvfp4 import static_scale
 from residua.quantize.page import quantization_page
 from residua.quantize.result import QuantizationResult, sentences
 from residua.quantize.schemes import SCHEMES

@@ -14,11 +14,11 @@ import residua
 from residua.config.model import ModelConfig
 from residua.data.loader import Batch
 from residua.model.decoder import Decoder
+from residua.ops.low_precision.nvfp4 import round_nvfp4, static_scale
 from residua.quantize import quantize
 from residua.quantize.engine import find_layout, require_served, rows_of, save_engine
 from residua.quantize.evaluate import CalibrationText, largest_inputs, mean_loss
 from residua.quantize.modules import LowProjection, install, quantize_weights, rounded, targets
-from residua.quantize.nvfp4 import round_nvfp4, static_scale
 from residua.quantize.schemes import SCHEMES, find_scheme
 from tests.convert.tiny import FAMILIES, saved
 from tests.quantize.conftest import quiet_transformers

@@ -9,19 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.quantize.fp8 import BLOCK, E4M3_MAX, GROUP, ROW, Tile, quantize_fp8, round_fp8
-from residua.quantize.nvfp4 import (
+from residua.ops.low_precision.fp8 import BLOCK, E4M3_MAX, GROUP, ROW, Tile, round_fp8
+from residua.ops.low_precision.nvfp4 import (
     E2M1,
     Nvfp4,
     e2m1_codes,
     e2m1_values,
-    quantize_nvfp4,
     round_nvfp4,
     round_nvfp4_static,
     static_scale,
 )
 from residua.quantize.recipe import Recipe
-from residua.quantize.schemes import SCHEMES, find_scheme
+from residua.quantize.schemes import SCHEMES, find_scheme, quantize_fp8, quantize_nvfp4
 from residua.quantize.store import quantization_config
 from tests.quantize.adversarial import NAMES, TINY, tensors
 

@@ -14,11 +14,11 @@ from torch import nn
 
 import residua
 from residua.data.loader import Batch
+from residua.ops.low_precision.nvfp4 import round_nvfp4_static, static_scale
 from residua.quantize import quantize_model, static_scales
 from residua.quantize.engine import save_engine
 from residua.quantize.evaluate import largest_inputs
 from residua.quantize.modules import quantize_weights, targets
-from residua.quantize.nvfp4 import round_nvfp4_static, static_scale
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import load_quantized, save_quantized
 from tests.model.small import VOCABULARY, small, tokens_and_targets

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.errors import UserError
-
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 EMPTY_SCALE = torch.finfo(torch.float32).eps
@@ -57,23 +55,11 @@ class Fp8(NamedTuple):
         return -(-rows // height), -(-columns // width)
 
 
-def require_finite(x: Tensor, what: str = "the tensor") -> None:
-    """Raise `ValueError` if x holds NaN or infinity: no scale fits them, and one would turn its whole block to NaN."""
-    finite = torch.isfinite(x)
-    if not finite.all():
-        kind = "NaN" if torch.isnan(x).any() else "infinity"
-        count = int((~finite).sum())
-        raise UserError(f"{what} holds {count} value(s) that are {kind}: quantize finite values only.")
-
-
-def quantize_fp8(x: Tensor, tile: Tile = BLOCK, *, what: str = "the tensor") -> Fp8:
-    """Quantize a matrix [R, C]; tiles at its edges are padded with zeros, which change no scale."""
-    require_finite(x, what)
-    return encode_fp8(x, tile)
-
-
 def encode_fp8(x: Tensor, tile: Tile) -> Fp8:
-    """`quantize_fp8` without the check: one NaN or infinity makes its whole tile NaN."""
+    """Quantize a matrix [R, C]; tiles at its edges are padded with zeros, which change no scale.
+
+    One NaN or infinity makes its whole tile NaN.
+    """
     rows, columns = x.shape
     height, width = _extent(x, tile)
     tiles = (

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from residua.quantize.fp8 import E4M3, E4M3_MAX, quotient, require_finite
+from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, quotient
 
 GROUP = 16
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -83,14 +83,11 @@ class Nvfp4(NamedTuple):
         return cls(codes, scale, global_scale, columns)
 
 
-def quantize_nvfp4(x: Tensor, span: Span = "tensor", *, what: str = "the tensor") -> Nvfp4:
-    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` is what shares a second scale."""
-    require_finite(x, what)
-    return encode_nvfp4(x, span)
-
-
 def encode_nvfp4(x: Tensor, span: Span) -> Nvfp4:
-    """`quantize_nvfp4` without the check: NaN and infinity make everything under their second scale NaN."""
+    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` is what shares a second scale.
+
+    NaN and infinity make everything under their second scale NaN.
+    """
     columns = x.shape[-1]
     blocks = pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
     peak = blocks.abs().amax(-1)
