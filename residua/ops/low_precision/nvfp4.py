@@ -83,21 +83,30 @@ class Nvfp4(NamedTuple):
         return cls(codes, scale, global_scale, columns)
 
 
-def encode_nvfp4(x: Tensor, span: Span) -> Nvfp4:
+def encode_nvfp4(x: Tensor, span: Span, *, height: int = 1, noise: Tensor | None = None) -> Nvfp4:
     """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` is what shares a second scale.
 
-    NaN and infinity make everything under their second scale NaN.
+    NaN and infinity make everything under their second scale NaN. A block has `height` rows, which must divide R. With
+    `noise` in [0, 1), of x's shape, rounding is stochastic.
     """
     columns = x.shape[-1]
-    blocks = pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
+    blocks = in_blocks(x)
     peak = blocks.abs().amax(-1)
+    if height > 1:
+        peak = peak.unflatten(0, (-1, height)).amax(1).repeat_interleave(height, 0)
     most = peak if peak.numel() else pad(peak, (0, 1, 0, span == "tensor"))  # an empty matrix has a largest value too
     largest = most.amax().view(1) if span == "tensor" else most.amax(-1, keepdim=True)
     second = quotient(largest, E4M3_MAX * E2M1_MAX).clamp(min=SMALLEST_SECOND)
     scale = (quotient(peak, E2M1_MAX) / second).clamp(SMALLEST_SCALE, E4M3_MAX).to(E4M3)
     global_scale = torch.ones_like(second) / second
     scaled = blocks * (global_scale / scale.float())[..., None]
-    return Nvfp4(e2m1_codes(scaled).flatten(-2), scale, global_scale, columns)
+    codes = e2m1_codes(scaled) if noise is None else stochastic_e2m1_codes(scaled, in_blocks(noise))
+    return Nvfp4(codes.flatten(-2), scale, global_scale, columns)
+
+
+def in_blocks(x: Tensor) -> Tensor:
+    """[R, C] → [R, ⌈C/16⌉, 16] in fp32, padded with zeros."""
+    return pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
 
 
 def round_nvfp4(x: Tensor) -> Tensor:
@@ -113,7 +122,7 @@ def static_scale(peak: float) -> float:
 def encode_nvfp4_static(x: Tensor, global_scale: float) -> Nvfp4:
     """A matrix [R, C] under a second scale that is given, as engines round activations."""
     columns = x.shape[-1]
-    blocks = pad(x.float(), (0, -columns % GROUP)).unflatten(-1, (-1, GROUP))
+    blocks = in_blocks(x)
     second = blocks.new_full((1,), global_scale)
     scale = (quotient(blocks.abs().amax(-1), E2M1_MAX) * second).clamp(max=E4M3_MAX).to(E4M3).float()
     scale = torch.where(scale == 0, SCALE_OF_ZERO, scale)
@@ -134,6 +143,15 @@ def e2m1_codes(x: Tensor) -> Tensor:
     for tie in TIES:
         codes += size > tie
     return codes
+
+
+def stochastic_e2m1_codes(x: Tensor, noise: Tensor) -> Tensor:
+    """Codes of one of the two E2M1 values around x, so that their mean over uniform `noise` is x (cut off at ±6)."""
+    size = x.abs().clamp(max=E2M1_MAX)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    value = torch.floor(size / step + noise) * step
+    magnitude = torch.minimum(torch.minimum(2 * value, value + 2), value / 2 + 4)  # the inverse of `e2m1_values`
+    return magnitude.to(torch.uint8) + torch.signbit(x).to(torch.uint8) * SIGN
 
 
 def e2m1_values(codes: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""Linear maps that train in low precision: y = x Wᵀ with rounded operands, straight through in the backward pass.
+
+Q rounds to a number format. The gradients are those of the rounded products, as if Q were the identity.
+
+**FP8**, one scale per tensor; the weight gradient stays in high precision:
+
+    y = Q(x) Q(W)ᵀ        dx = Q'(g) Q(W)        dW = gᵀ x
+    Q(x) = s E4M3(clamp(x / s, ±448)),   s = r / 448;   Q' is the same with E5M2 and 57,344
+
+r is the largest magnitude expected of the tensor (`Ranges`); W has its own. A clamped value is finite where a cast
+would give NaN.
+
+**NVFP4**, the recipe of arXiv 2509.25149; all three products are rounded:
+
+    y = Q₁(x) Q₁₆(W)ᵀ     dx = Q̃₁(g) Q₁₆(W)     dW = Q̃₁((H g)ᵀ) Q₁((H x)ᵀ)ᵀ
+
+Q₁ shares a scale between 16 values along the sum, Q₁₆ between 16 × 16 of them, so that W and Wᵀ are rounded alike. Q̃
+rounds stochastically, which leaves gradients unbiased. H rotates blocks of 16 tokens by a random Hadamard matrix with
+fixed signs; Hᵀ H = 1, so it changes rounding alone.
+
+Products are computed by `simulated`, or by `on_hardware` for FP8, which multiplies the codes themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from residua.ops._runtime.numeric import no_autocast, working_dtype
+from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, EMPTY_SCALE
+from residua.ops.low_precision.nvfp4 import GROUP, encode_nvfp4
+
+E5M2 = torch.float8_e5m2
+E5M2_MAX = 57_344.0
+SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
+"""Of the rows of the Hadamard matrix; drawn once and the same everywhere, as in the paper."""
+
+
+class Codes(NamedTuple):
+    """x ≈ values · scale, with `values` in FP8 and a `scale` in fp32."""
+
+    values: Tensor
+    scale: Tensor
+
+
+Multiply = Callable[[Codes, Codes, torch.dtype], Tensor]
+"""a [M, K], b [N, K] → a bᵀ [M, N] in a dtype."""
+
+
+class Ranges(NamedTuple):
+    """Scalars of one product: the range expected of x and of g, 0 if not known, and the largest magnitude seen."""
+
+    x: Tensor
+    g: Tensor
+    seen_x: Tensor
+    seen_g: Tensor
+
+
+def encode(x: Tensor, largest: Tensor, dtype: torch.dtype = E4M3, limit: float = E4M3_MAX) -> Codes:
+    """x in FP8 under the scale for values of at most `largest`; larger ones are clamped."""
+    scale = largest.float() / limit
+    scale = torch.where(scale == 0, EMPTY_SCALE, scale)
+    return Codes((x.float() / scale).clamp(-limit, limit).to(dtype), scale)
+
+
+def simulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    """The product of the rounded values in single precision, as hardware computes it but for the order of the sum."""
+    with no_autocast(a.values):
+        return ((a.values.float() * a.scale) @ (b.values.float() * b.scale).t()).to(dtype)
+
+
+def on_hardware(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
+    """The product of FP8 codes on matrix units; needs K and N to be multiples of 16."""
+    return torch._scaled_mm(a.values, b.values.contiguous().t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype)
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """max|x| in fp32, 0 of no values."""
+    return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def fp8_linear(x: Tensor, weight: Tensor, ranges: Ranges, multiply: Multiply = simulated) -> Tensor:
+    """y [..., N] of x [..., K] and weight [N, K] in FP8. With gradients on, notes the magnitudes of x and g."""
+    largest = largest_of(x)
+    if torch.is_grad_enabled():
+        ranges.seen_x.copy_(torch.maximum(ranges.seen_x, largest))
+    y: Tensor = _Fp8.apply(x, weight, torch.where(ranges.x > 0, ranges.x, largest), ranges.g, ranges.seen_g, multiply)
+    return y
+
+
+class _Fp8(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, range_x: Tensor, range_g: Tensor, seen_g: Tensor, multiply: Multiply
+    ) -> Tensor:
+        dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
+        w = encode(weight, largest_of(weight))
+        y = multiply(encode(rows, range_x), w, dtype)
+        ctx.save_for_backward(rows.to(dtype), *w, range_g, seen_g)
+        ctx.multiply, ctx.shape, ctx.dtypes = multiply, x.shape, (x.dtype, weight.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, codes, scale, range_g, seen_g = ctx.saved_tensors
+        g, (x_dtype, w_dtype) = dy.flatten(end_dim=-2), ctx.dtypes
+        largest = largest_of(g)
+        seen_g.copy_(torch.maximum(seen_g, largest))
+        low = encode(g, torch.where(range_g > 0, range_g, largest), E5M2, E5M2_MAX)
+        dx = ctx.multiply(low, Codes(codes.t(), scale), g.dtype).view(ctx.shape).to(x_dtype)
+        return dx, (g.t() @ x).to(w_dtype), None, None, None, None
+
+
+def nvfp4_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """y [..., N] of x [..., K] and weight [N, K] in simulated NVFP4; the backward pass draws random numbers."""
+    y: Tensor = _Nvfp4.apply(x, weight)
+    return y
+
+
+class _Nvfp4(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
+        low = round_nvfp4_blocks(weight, height=GROUP)
+        with no_autocast(x):
+            y = (round_nvfp4_blocks(rows) @ low.t()).to(dtype)
+        ctx.save_for_backward(rows, weight)
+        ctx.shape = x.shape
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        g = dy.flatten(end_dim=-2).float()
+        dx = round_nvfp4_blocks(g, torch.rand_like(g)) @ round_nvfp4_blocks(weight, height=GROUP)
+        turned_g, turned_x = (rotate_tokens(t.float()).t().contiguous() for t in (g, x))
+        dw = round_nvfp4_blocks(turned_g, torch.rand_like(turned_g)) @ round_nvfp4_blocks(turned_x).t()
+        return dx.view(ctx.shape).to(x.dtype), dw.to(weight.dtype)
+
+
+def round_nvfp4_blocks(x: Tensor, noise: Tensor | None = None, height: int = 1) -> Tensor:
+    """x [R, C] rounded to NVFP4 under one second scale, in blocks of `height` × 16; by `noise` in [0, 1) if given."""
+    rows = x.shape[0]
+    padded = pad(x, (0, 0, 0, -rows % height))
+    return encode_nvfp4(padded, "tensor", height=height, noise=noise).dequantize()[:rows]
+
+
+def rotate_tokens(x: Tensor) -> Tensor:
+    """H x for x [tokens, C]: each block of 16 tokens, padded with zeros, by the same orthogonal matrix."""
+    blocks = pad(x, (0, 0, 0, -x.shape[0] % GROUP)).unflatten(0, (-1, GROUP))
+    with no_autocast(x):
+        return (hadamard(x) @ blocks).flatten(0, 1)
+
+
+def hadamard(like: Tensor) -> Tensor:
+    """[16, 16]: a Hadamard matrix over √16 with columns of random signs; its transpose is its inverse."""
+    index = torch.arange(GROUP, device=like.device)
+    common = index[:, None] & index
+    bits = sum((common >> shift) & 1 for shift in range(GROUP.bit_length() - 1))
+    signs = torch.tensor(SIGNS, device=like.device, dtype=like.dtype)
+    return (1 - 2 * (bits % 2)).to(like.dtype) * signs / GROUP**0.5

@@ -1,0 +1,162 @@
+"""Products that train in low precision, against float64 emulations of the same rounding written from the equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua.ops.low_precision.fp8 import E4M3
+from residua.ops.low_precision.product import (
+    E5M2,
+    Multiply,
+    Ranges,
+    fp8_linear,
+    hadamard,
+    nvfp4_linear,
+    on_hardware,
+    simulated,
+)
+
+GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def new_ranges(x: float = 0.0, g: float = 0.0) -> Ranges:
+    return Ranges(torch.tensor(x), torch.tensor(g), torch.zeros(()), torch.zeros(()))
+
+
+def operands(tokens: int = 24, inputs: int = 32, outputs: int = 48) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, g = torch.randn(tokens, inputs), torch.randn(outputs, inputs), torch.randn(tokens, outputs)
+    return (x * torch.randn(tokens, inputs).exp()).requires_grad_(), w.requires_grad_(), g
+
+
+def in_fp8(x: Tensor, range_: float | None, dtype: torch.dtype, limit: float) -> Tensor:
+    """The rounded values in float64; the scale is a number of fp32, as everywhere."""
+    x32 = x.detach().float()
+    scale = (x32.abs().max() if range_ is None else torch.tensor(range_)) / limit
+    return (x32 / scale).clamp(-limit, limit).to(dtype).double() * scale.double()
+
+
+@pytest.mark.parametrize("multiply", [simulated, on_hardware], ids=["simulated", "hardware"])
+@pytest.mark.parametrize("ranges", [(None, None), (3.0, 0.5)], ids=["own ranges", "delayed, some beyond"])
+def test_fp8_product_and_gradients_equal_float64(multiply: Multiply, ranges: tuple[float | None, float | None]) -> None:
+    x, w, g = operands()
+    y = fp8_linear(x, w, new_ranges(*(r or 0.0 for r in ranges)), multiply)
+    y.backward(g)
+    low_x, low_w = in_fp8(x, ranges[0], E4M3, 448), in_fp8(w, None, E4M3, 448)
+    low_g = in_fp8(g, ranges[1], E5M2, 57_344)
+    torch.testing.assert_close(y.double(), low_x @ low_w.T, rtol=1e-5, atol=1e-5)
+    assert x.grad is not None and w.grad is not None
+    torch.testing.assert_close(x.grad.double(), low_g @ low_w, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(w.grad.double(), g.double().T @ x.detach().double(), rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_notes_magnitudes_only_while_it_learns() -> None:
+    x, w, g = operands()
+    ranges = new_ranges()
+    with torch.no_grad():
+        fp8_linear(x, w, ranges)
+    assert ranges.seen_x == 0
+    fp8_linear(x, w, ranges).backward(g)
+    fp8_linear(x.detach() / 2, w, ranges).backward(g / 2)
+    assert ranges.seen_x == x.detach().abs().max() and ranges.seen_g == g.abs().max()
+
+
+def test_fp8_outlier_beyond_its_range_is_clamped() -> None:
+    x, w, _ = operands()
+    with torch.no_grad():
+        x[3, 5] = 1e6
+    y = fp8_linear(x, w, new_ranges(x=4.0))
+    assert y.isfinite().all()
+    torch.testing.assert_close(
+        y.double(), in_fp8(x, 4.0, E4M3, 448) @ in_fp8(w, None, E4M3, 448).T, rtol=1e-5, atol=1e-4
+    )
+
+
+def test_fp8_product_takes_empty_and_leading_axes() -> None:
+    x, w, _ = operands()
+    assert fp8_linear(x[:0], w, new_ranges()).shape == (0, 48)
+    both = fp8_linear(x.view(2, 3, 4, 32), w, new_ranges())
+    torch.testing.assert_close(both.flatten(0, 2), fp8_linear(x, w, new_ranges()), rtol=0, atol=0)
+
+
+def in_nvfp4(x: Tensor, height: int, noise: Tensor | None = None) -> Tensor:
+    """Block by block in float64; scales are rounded to E4M3 and to fp32 where the format stores them so."""
+    x = x.detach().double()
+    second = (x.abs().max().float() / (448 * 6)).clamp(min=2.0**-119)
+    inverse = (1 / second).double()
+    out = torch.zeros_like(x)
+    for top in range(0, x.shape[0], height):
+        for left in range(0, x.shape[1], 16):
+            part = (slice(top, top + height), slice(left, left + 16))
+            peak = (x[part].abs().max().float() / 6 / second).clamp(2.0**-6, 448).to(E4M3).double()
+            scaled = (x[part] * (inverse / peak).float().double()).clamp(-6, 6)
+            out[part] = (nearest(scaled) if noise is None else one_of_two(scaled, noise[part])) * (peak / inverse)
+    return out
+
+
+def nearest(x: Tensor) -> Tensor:
+    distance = (x.abs()[..., None] - GRID).abs()
+    return GRID[distance.argmin(-1)] * x.sign()
+
+
+def one_of_two(x: Tensor, noise: Tensor) -> Tensor:
+    """The upper neighbour with the probability by which x is nearer to it than one step."""
+    size = x.abs()
+    upper = torch.searchsorted(GRID, size).clamp(min=1)
+    low, high = GRID[upper - 1], GRID[upper]
+    share = (size - low) / (high - low)
+    return torch.where(share + noise.double() >= 1, high, low) * x.sign()
+
+
+def test_nvfp4_product_and_gradients_equal_float64() -> None:
+    x, w, g = operands()
+    torch.manual_seed(7)
+    y = nvfp4_linear(x, w)
+    y.backward(g)
+    torch.manual_seed(7)
+    noise_g, noise_turned = torch.rand_like(g), torch.rand(48, 32)
+    low_w = in_nvfp4(w, 16)
+    torch.testing.assert_close(y.double(), in_nvfp4(x, 1) @ low_w.T, rtol=1e-4, atol=1e-4)
+    assert x.grad is not None and w.grad is not None
+    torch.testing.assert_close(x.grad.double(), in_nvfp4(g, 1, noise_g) @ low_w, rtol=1e-4, atol=1e-4)
+    h = hadamard(torch.empty(0))
+    turned_g, turned_x = (
+        torch.cat([h @ torch.cat([t.detach(), torch.zeros(8, t.shape[1])])[at : at + 16] for at in (0, 16)]).T
+        for t in (g, x)
+    )
+    expected = in_nvfp4(turned_g, 1, noise_turned) @ in_nvfp4(turned_x, 1).T
+    torch.testing.assert_close(w.grad.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_nvfp4_gradients_are_unbiased() -> None:
+    x, w, g = operands(16, 16, 16)
+    expected = g.double() @ in_nvfp4(w, 16)
+    draws = torch.stack([torch.autograd.grad(nvfp4_linear(x, w), x, g)[0].double() for _ in range(100)])
+    one, mean = ((draws[0] - expected).norm(), (draws.mean(0) - expected).norm())
+    to_nearest = (in_nvfp4(g, 1) @ in_nvfp4(w, 16) - expected).norm()
+    assert mean < 1.5 * one / 100**0.5 < to_nearest / 3  # the error of a mean falls with the root of its draws
+
+
+def test_hadamard_matrix_is_orthogonal_with_signs() -> None:
+    h = hadamard(torch.empty(0, dtype=torch.float64))
+    torch.testing.assert_close(h @ h.T, torch.eye(16, dtype=torch.float64))
+    even = h @ torch.ones(16, dtype=torch.float64)
+    assert (h.abs() == 0.25).all() and even.abs().max() < 4  # without signs, equal tokens would become an outlier
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("nvfp4", marks=pytest.mark.nightly)])
+def test_product_in_low_precision_is_one_graph(kind: str) -> None:
+    x, w, g = operands()
+    ranges = new_ranges(2.0, 1.0)
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return fp8_linear(x, w, ranges) if kind == "fp8" else nvfp4_linear(x, w)
+
+    expected = product(x, w)
+    actual = torch.compile(product, backend="aot_eager", fullgraph=True)(x, w)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    actual.backward(g)
+    if kind == "fp8":
+        assert ranges.seen_g == g.abs().max()
