@@ -97,14 +97,33 @@ class Balance(Frozen):
     bias_rate: Decay = 1e-3
 
 
+class LowPrecision(Frozen):
+    """Which matrices a low `train.precision` multiplies: those of these `sublayers` with `smallest` rows and columns.
+
+    The last layers, a share of them that is `spared`, stay as they are. Unless given, `smallest` is 1024 for `fp8` and
+    16 for emulations, and `spared` is 0.15 for NVFP4 and 0 for FP8. The range of a tensor in FP8 is its largest
+    magnitude in the last `history` steps.
+    """
+
+    sublayers: Literal["all", "attention", "feed-forward"] = "all"
+    smallest: Positive | None = None
+    spared: float | None = Field(None, ge=0, le=1)
+    history: Positive = 16
+
+
+LOW_PRECISIONS = ("fp8", "fp8_emulated", "nvfp4_emulated")
+
+
 class TrainConfig(Frozen):
     """How to train: a step is `accumulate` micro-batches of `micro_batch` sequences each.
 
     `z_loss` and `balance` are trained on but not part of any reported loss. `auto` means: on a GPU compiled, with bf16
     autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `compile = "layers"` compiles each
     kind of sublayer once instead of the whole model, for a quick start of one process. `recompute = "sublayers"` saves
-    activation memory for a third more compute. A run whose loss stays `divergence_margin` nats above its first loss for
-    `divergence_patience` log lines in a row is stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
+    activation memory for a third more compute. `precision = "fp8"` multiplies large matrices in FP8, where the device
+    can; `fp8_emulated` and `nvfp4_emulated` round as such a device would, on any device and at no gain in speed. A run
+    whose loss stays `divergence_margin` nats above its first loss for `divergence_patience` log lines in a row is
+    stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
     always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed. `start` is a
     run, or a folder of a Hugging Face model, whose weights the model begins with (`--from`). `telemetry` measures the
     peaks, gates and mixtures of every layer every `telemetry_every` steps (default: about
@@ -124,7 +143,8 @@ class TrainConfig(Frozen):
     z_loss: Decay = 1e-5
     balance: Balance = Balance()
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    precision: Literal["auto", "bfloat16", "float32", "fp8", "fp8_emulated", "nvfp4_emulated"] = "auto"
+    low_precision: LowPrecision = LowPrecision()
     compile: Literal["auto", "on", "layers", "off"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     recompute: Literal["none", "sublayers"] = "none"
@@ -304,10 +324,31 @@ def check_mesh(config: RunConfig) -> None:
         )
     _check_experts(config)
     _check_stages(config)
+    _check_low_precision(config)
     if config.train.compile == "layers" and config.parallel.ranks > 1:
         raise UserError(
             f"train.compile = 'layers' is for one process, and parallel asks for {config.parallel.ranks}: use "
             "train.compile = 'auto' or 'on'."
+        )
+
+
+def _check_low_precision(config: RunConfig) -> None:
+    recipe, parallel = config.train, config.parallel
+    if recipe.precision not in LOW_PRECISIONS:
+        return
+    if recipe.compile == "layers":
+        raise UserError(
+            f"train.precision = '{recipe.precision}' keeps ranges for each layer, and train.compile = 'layers' shares "
+            "code between layers: use train.compile = 'auto' or 'on'."
+        )
+    if parallel.pipeline > 1:
+        raise UserError(
+            f"train.precision = '{recipe.precision}' does not go with parallel.pipeline = {parallel.pipeline}: use "
+            "parallel.data or parallel.shard."
+        )
+    if recipe.precision == "nvfp4_emulated" and parallel.ranks > 1:
+        raise UserError(
+            "train.precision = 'nvfp4_emulated' draws random numbers that only one process resumes: use one process."
         )
 
 

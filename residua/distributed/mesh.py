@@ -74,6 +74,13 @@ class Mesh:
                 dist.all_reduce(tensor, group=group)
         return tensor
 
+    def largest_over_batch(self, tensor: Tensor) -> Tensor:
+        """The maximum over the ranks that have different micro-batches, in place."""
+        for group in (self.data, self.shard):
+            if group.size() > 1:
+                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        return tensor
+
     def over_all(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks, in place."""
         dist.all_reduce(tensor)

@@ -84,6 +84,9 @@ class RankedStep(Step):
     def _over_ranks(self, count: Tensor) -> Tensor:
         return self.mesh.over_batch(self._move(count.clone()))
 
+    def _largest_over_ranks(self, values: Tensor) -> Tensor:
+        return self.mesh.largest_over_batch(values)
+
     def _backward(self, loss: Tensor) -> None:
         (loss * self.ranks).backward()
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+STEERING = ("*.gates", "*.decay", "*.gamma.down", "*.gamma.up")
+"""Names of small maps that control others (decay, mixing): cheap in high precision, and rounding them is costly."""
+
 
 class Projection(nn.Linear):
     """y = W x. Starts normal with `std` (zero if 0).

@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from residua.ops.low_precision.fp8 import Fp8 as Fp8
+    from residua.ops.low_precision.nvfp4 import Nvfp4 as Nvfp4
     from residua.quantize.evaluate import static_scales as static_scales
     from residua.quantize.modules import quantize_model as quantize_model
     from residua.quantize.run import quantize as quantize
     from residua.quantize.schemes import SCHEMES as SCHEMES
-    from residua.quantize.schemes import Fp8 as Fp8
-    from residua.quantize.schemes import Nvfp4 as Nvfp4
     from residua.quantize.schemes import Scheme as Scheme
     from residua.quantize.schemes import quantize_fp8 as quantize_fp8
     from residua.quantize.schemes import quantize_nvfp4 as quantize_nvfp4

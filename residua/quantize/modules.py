@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from residua.errors import UserError
 from residua.model.decoder import Decoder
 from residua.model.moe import Experts, expert_states
-from residua.model.projection import Projection
+from residua.model.projection import STEERING, Projection
 from residua.ops import grouped_linear
 from residua.ops._runtime.numeric import no_autocast, working_dtype
 from residua.quantize.result import UnquantizedTensor
@@ -100,23 +100,19 @@ class LowExperts(FixedPrecision):
         return y.to(working_dtype(x))
 
 
-NEVER_QUANTIZED = ("*.gates", "*.decay", "*.gamma.down", "*.gamma.up")
-"""Small maps that control others (decay, mixing): cheap in high precision, and rounding them is costly."""
-
-
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Every module that has large matrices, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Projection | Experts)}
 
 
 def targets(model: nn.Module, exempt: Iterable[str] = ()) -> dict[str, nn.Module]:
-    """The modules to quantize: all candidates except those in `NEVER_QUANTIZED` or matched by an `exempt` pattern."""
+    """The modules to quantize: all candidates except those in `STEERING` or matched by an `exempt` pattern."""
     modules, patterns = candidates(model), tuple(exempt)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in modules):
             examples = ", ".join(list(modules)[:3])
             raise UserError(f"--exempt {pattern!r} matches no module of this model; examples of names: {examples}.")
-    return {name: module for name, module in modules.items() if not _matches(name, (*NEVER_QUANTIZED, *patterns))}
+    return {name: module for name, module in modules.items() if not _matches(name, (*STEERING, *patterns))}
 
 
 def unquantized(model: Decoder, quantized: Iterable[str]) -> list[UnquantizedTensor]:
@@ -192,7 +188,7 @@ def _reason(name: str, large: Container[str]) -> str:
     if name.startswith("topology."):
         return "depth operator"
     if module in large:
-        return "small and steers others" if _matches(module, NEVER_QUANTIZED) else "exempted"
+        return "small and steers others" if _matches(module, STEERING) else "exempted"
     table = name.startswith(("embed.", "unembed.")) or name.endswith(".table.weight")
     return "embedding or head" if table else "norm, gate, router or scale"
 

@@ -61,6 +61,7 @@ class RunState(Shape):
     loader: _Loader
     totals: Annotated[list[Annotated[float, Field(allow_inf_nan=True)]], Field(min_length=4, max_length=4)]
     balance: _Balance | None
+    ranges: list[list[float]] | None = None
     clock: _Clock
     watch: _Watch
     smoothed: float

@@ -40,6 +40,7 @@ from residua.train.compile.precompile import Helpers
 from residua.train.compile.rewrites import allow_recompiling
 from residua.train.compile.working_copies import WorkingCopies
 from residua.train.losses import LossFunction, build_losses
+from residua.train.low_precision import build_low_precision
 from residua.train.optimizer import HybridOptimizer, build_optimizer, orthogonal_updates, working_dtype
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Step:
         self.balancer = self._build_balancer(config)
         if config.recompute == "sublayers":
             recompute_sublayers(model)
+        self.low_precision = build_low_precision(model, config, device)
         self._copies = self._build_copies(config)
         self._helpers = Helpers.start(device) if self.compiled and self.capturable else None
         self._traced = config.compile != "layers"
@@ -149,6 +151,8 @@ class Step:
         self.optimizer = self._build_optimizer(config)
         if self.balancer is not None:
             self.balancer.restart()
+        if self.low_precision is not None:
+            self.low_precision.restart()
         self._clip_norm = config.clip_norm
         self.keep_streams(())
         self.set_totals([0.0] * 4)
@@ -246,6 +250,8 @@ class Step:
         self._totals[3] += 1
         if self.balancer is not None:
             self.balancer.end()
+        if self.low_precision is not None:
+            self.low_precision.end_step(self._largest_over_ranks)
         self.optimizer.set_rate(rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -292,6 +298,10 @@ class Step:
         """The sum of a count over all processes that share the step."""
         return count
 
+    def _largest_over_ranks(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over all processes that share the step."""
+        return values
+
     def _begin_micro_batch(self, *, last: bool) -> None:
         """Called before each micro-batch; after the `last` one the gradients are complete."""
 
@@ -330,11 +340,15 @@ def build_step(model: Decoder, config: TrainConfig, device: torch.device) -> Ste
 
 
 def resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, bool]:
-    """The precision, and whether to compile; `auto` means bf16 and compiled on a GPU, fp32 and eager on a CPU."""
+    """The precision, and whether to compile; `auto` means bf16 and compiled on a GPU, fp32 and eager on a CPU.
+
+    In low precision (`low_precision.py`) it is that of everything else.
+    """
     on_gpu = device.type == "cuda"
-    precisions = {"auto": torch.bfloat16 if on_gpu else torch.float32, "bfloat16": torch.bfloat16}
+    usual = torch.bfloat16 if on_gpu else torch.float32
+    precisions = {"bfloat16": torch.bfloat16, "float32": torch.float32}
     compiled = {"auto": on_gpu, "on": True, "layers": True, "off": False}[config.compile]
-    return precisions.get(config.precision, torch.float32), compiled
+    return precisions.get(config.precision, usual), compiled
 
 
 def recompute_sublayers(model: Decoder) -> None:

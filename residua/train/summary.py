@@ -66,6 +66,8 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
             f"{counted(recipe.steps, 'step')}, {short(tokens)} tokens ({tokens / size.parameters:.3g} per parameter)"
         ),
     )
+    if step.low_precision is not None:
+        yield "products", step.low_precision.describe()
     yield "device", f"{_device_name(step.device)}, {str(step.precision).removeprefix('torch.')}, {_mode(step, config)}"
 
 

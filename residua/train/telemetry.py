@@ -22,6 +22,7 @@ from residua.machine import short_bytes
 from residua.model import gauges, taps
 from residua.ops._runtime.numeric import wide
 from residua.reading import counted
+from residua.train.low_precision import FIGURES as PRODUCT_FIGURES
 from residua.train.step import Step
 from residua.train.telemetry_curves import KIND, over_places, telemetry_of
 
@@ -75,6 +76,9 @@ class Gauges(dict[str, Tensor]):
             case "attention", "gate":
                 self._figures["gate_mean", number] = value.double().mean()
                 self._figures["gate_closed", number] = gauges.closed(value).double().mean()
+            case "product", _:
+                for figure, measured in zip(PRODUCT_FIGURES, value.unbind(), strict=True):
+                    self._figures[f"{figure}.{what}", number] = measured
             case "attention", "gamma" | "value_gate":
                 self._gammas[number] = value
 
@@ -176,7 +180,7 @@ class Growth:
         peaks = {
             (name, place): value
             for name, values in table.items()
-            if name.partition(".")[0] in ("peak", "stream")
+            if name.partition(".")[0] in ("peak", "stream", "kurtosis")
             for place, value in enumerate(values)
             if value is not None
         }
@@ -200,9 +204,30 @@ class Growth:
         )
 
     def _name(self, name: str, reader: int) -> str:
-        stream, last = name.partition(".")[2], reader == self._sublayers
-        where = "the final norm" if last else f"layer {reader // 2} {('attention', 'feed-forward')[reader % 2]}"
-        return f"{f'value of stream {stream}' if stream else '|h|'} before {where}"
+        family, _, part = name.partition(".")
+        where = "the final norm" if reader == self._sublayers else sublayer_name(reader)
+        if family == "kurtosis":
+            return f"kurtosis of the input of {part} in {where}"
+        return f"{f'value of stream {part}' if part else '|h|'} before {where}"
+
+
+def sublayer_name(k: int) -> str:
+    """Sublayer k as people name it."""
+    return f"layer {k // 2} {('attention', 'feed-forward')[k % 2]}"
+
+
+def _out_of_range(step: Step, done: int) -> list[str]:
+    """A sentence about the tensor that exceeded its FP8 range most in the last step, if any did."""
+    beyond = [] if step.low_precision is None else step.low_precision.beyond()
+    if not beyond:
+        return []
+    most = max(beyond, key=lambda each: each.factor)
+    (k, name), others = most.place, len(beyond) - 1
+    more = f", and {counted(others, 'other tensor')} exceeded theirs" if others else ""
+    return [
+        f"step {done}: the {most.tensor} of {name} in {sublayer_name(k)} was {most.factor:.3g} times its FP8 range and "
+        f"was clamped{more}; a larger train.low_precision.history keeps wider ranges."
+    ]
 
 
 class Telemetry:
@@ -233,6 +258,7 @@ class Telemetry:
         overall = {name: over_places({"figures": table}, name) for name in ("peak", "sink_ratio")}
         growth = self.growth.check(done, table)
         messages = [] if growth is None else [growth]
+        messages += _out_of_range(step, done)
         kept, new = self._kept(step, table)
         if new:
             messages.append(self._switched(step, done, new))

@@ -42,10 +42,15 @@ FAMILIES = {
     "current": Family("scale of the layer's own projection, λ2γ2", "layer", "mean"),
     "gate_mean": Family("attention gate, mean", "layer", "mean"),
     "gate_closed": Family("attention gate, share below 0.2", "layer", "mean"),
+    "kurtosis": Family("kurtosis of a product's input", "sublayer", "max", logarithmic=True),
+    "block_share": Family("largest of 16 values, share of their sum", "sublayer", "max"),
+    "saturated": Family("share of values clamped to the range", "sublayer", "max"),
+    "underflow": Family("share of values rounded to zero", "sublayer", "max"),
     "gain": Family("norm gain, mean |g|", "reader", "mean"),
     "sink_gain": Family("norm gain of the largest dimension", "reader", "mean", logarithmic=True),
 }
-"""By name. `stream`, `anchor` and `current` exist once per stream or pathway: `stream.0`, `anchor.q`."""
+"""By name. `stream`, `anchor` and `current` exist once per stream or pathway: `stream.0`, `anchor.q`. From
+`kurtosis` to `underflow` there is one of each product in low precision: `kurtosis.project`."""
 
 KIND = "telemetry"
 """The kind of these records in metrics.jsonl."""

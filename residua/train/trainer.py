@@ -186,6 +186,8 @@ class Trainer:
             self.step.set_totals(state.totals)
             if self.step.balancer is not None:
                 self.step.balancer.set_state({} if state.balance is None else state.balance.model_dump())
+            if self.step.low_precision is not None and state.ranges is not None:
+                self.step.low_precision.set_state(state.ranges)
             set_random_states(state.rng.model_dump(exclude_none=True))
         self.clock = Clock(state.clock.total, state.clock.interval)
         self.watch = replace(self.watch, **state.watch.model_dump())
@@ -350,6 +352,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "totals": list(self.step.totals()),
             "balance": None if self.step.balancer is None else self.step.balancer.state(),
+            "ranges": None if self.step.low_precision is None else self.step.low_precision.state(),
             "clock": {"total": self.clock.total, "interval": self.clock.interval},
             "watch": asdict(self.watch),
             "smoothed": self.smoothed,

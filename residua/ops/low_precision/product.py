@@ -160,6 +160,6 @@ def hadamard(like: Tensor) -> Tensor:
     """[16, 16]: a Hadamard matrix over √16 with columns of random signs; its transpose is its inverse."""
     index = torch.arange(GROUP, device=like.device)
     common = index[:, None] & index
-    bits = sum((common >> shift) & 1 for shift in range(GROUP.bit_length() - 1))
+    bits = torch.stack([(common >> shift) & 1 for shift in range(GROUP.bit_length() - 1)]).sum(0)
     signs = torch.tensor(SIGNS, device=like.device, dtype=like.dtype)
     return (1 - 2 * (bits % 2)).to(like.dtype) * signs / GROUP**0.5

@@ -1,0 +1,250 @@
+"""Training in low precision: which matrices multiply in FP8 or NVFP4, their ranges, and what telemetry sees of them.
+
+`ops/low_precision/product.py` has the mathematics. Masters, optimizer, norms, attention, depth operators, embedding and
+head stay as they are. A projection is changed by replacing its `forward`, so that kernels which would read its weight
+directly step aside.
+
+The range of a tensor in FP8 is the largest magnitude of the last `history` steps, over all ranks. So it is known before
+the tensor is, and needs no pass of its own over memory; a value beyond it is clamped, counted, and part of the next
+range. Before the first step the tensor's own largest magnitude serves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from residua.config.run import TrainConfig
+from residua.errors import UserError
+from residua.model.body import Body
+from residua.model.decoder import Decoder
+from residua.model.projection import STEERING, Projection
+from residua.model.taps import tap
+from residua.ops.low_precision.fp8 import E4M3_MAX
+from residua.ops.low_precision.nvfp4 import GROUP
+from residua.ops.low_precision.product import (
+    Multiply,
+    Ranges,
+    encode,
+    fp8_linear,
+    largest_of,
+    nvfp4_linear,
+    on_hardware,
+    round_nvfp4_blocks,
+    simulated,
+)
+from residua.reading import counted
+
+FIGURES = ("kurtosis", "block_share", "saturated", "underflow")
+"""Figures of the input of every product, for telemetry."""
+AGREES = 1e-2
+"""How far a product of the hardware may be from its simulation."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A low precision: its name, the `smallest` matrices and the share of last layers `spared` by default.
+
+    FP8 has a product of codes, `multiply`; NVFP4 computes its own.
+    """
+
+    words: str
+    smallest: int
+    spared: float
+    multiply: Multiply | None
+
+
+RECIPES = {
+    "fp8": Recipe("FP8", 1024, 0.0, on_hardware),
+    "fp8_emulated": Recipe("emulated FP8", 16, 0.0, simulated),
+    "nvfp4_emulated": Recipe("emulated NVFP4", 16, 0.15, None),
+}
+"""By `train.precision`. Emulations are for quality alone, so they take small matrices too."""
+
+
+class LowLinear:
+    """Stands in for the `forward` of a projection; `place` is its sublayer's number and its name there."""
+
+    def __init__(self, projection: Projection, place: tuple[int, str]) -> None:
+        self.projection = projection
+        self.tap = "product.{}.{}".format(*place)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tap(self.tap, lambda: self.figures(x.detach()))
+        y, bias = self.multiply(x, self.projection.weight), self.projection.bias
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """y = x Wᵀ."""
+        raise NotImplementedError
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [tokens, K] as the product sees it, and which of its values were clamped."""
+        raise NotImplementedError
+
+    def figures(self, x: Tensor) -> Tensor:
+        """`FIGURES` of an input: E x⁴ / (E x²)², the mean over blocks of 16 of max|x| / Σ|x|, and shares of values.
+
+        A value is saturated if it was clamped, and underflows if it is not zero and was rounded to it.
+        """
+        rows = x.flatten(end_dim=-2).float()
+        low, clamped = self.rounded(rows)
+        square = rows.square()
+        whole = rows[:, : rows.shape[1] // GROUP * GROUP].abs().unflatten(1, (-1, GROUP))
+        share = whole.amax(-1) / whole.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        kurtosis = square.square().mean() / square.mean().square()
+        lost = (low == 0) & (rows != 0)
+        return torch.stack([kurtosis, share.mean(), clamped.float().mean(), lost.float().mean()])
+
+
+class Fp8Linear(LowLinear):
+    """In FP8, with ranges from earlier steps."""
+
+    def __init__(self, projection: Projection, place: tuple[int, str], ranges: Ranges, multiply: Multiply) -> None:
+        super().__init__(projection, place)
+        self.ranges, self.product = ranges, multiply
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return fp8_linear(x, weight, self.ranges, self.product)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        largest = torch.where(self.ranges.x > 0, self.ranges.x, largest_of(x))
+        low = encode(x, largest)
+        return low.values.float() * low.scale, x.abs() > low.scale * E4M3_MAX
+
+
+class Nvfp4Linear(LowLinear):
+    """In NVFP4, whose scales are those of the tensor itself, so that nothing is clamped."""
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        return nvfp4_linear(x, weight)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return round_nvfp4_blocks(x), torch.zeros_like(x, dtype=torch.bool)
+
+
+@dataclass
+class Beyond:
+    """How many times the largest magnitude of the last step exceeded its range, by place; above 1 it was clamped."""
+
+    place: tuple[int, str]
+    tensor: str
+    factor: float
+
+
+class LowPrecision:
+    """The products of a model in low precision, and the ranges of FP8 over steps. `Step` owns it."""
+
+    def __init__(self, model: Decoder, config: TrainConfig, device: torch.device) -> None:
+        self.recipe, self.config = RECIPES[config.precision], config.low_precision
+        if self.recipe.multiply is on_hardware and not multiplies(device):
+            raise UserError(
+                f"train.precision = 'fp8' needs a device that multiplies FP8, and {device} with PyTorch "
+                f"{torch.__version__} does not: use train.precision = 'fp8_emulated', or 'bfloat16'."
+            )
+        chosen = self._choose(model)
+        self.places = [place for place, _ in chosen]
+        zeros = [torch.zeros((), device=device) for _ in range(4 * len(chosen))]
+        self._ranges = [Ranges(*zeros[4 * i : 4 * i + 4]) for i in range(len(chosen))]
+        self._history = torch.zeros(self.config.history, 2 * len(chosen), device=device)
+        self._beyond = torch.zeros(2 * len(chosen), device=device)
+        for (place, projection), ranges in zip(chosen, self._ranges, strict=True):
+            projection.forward = self._product(projection, place, ranges)  # type: ignore[method-assign]
+
+    def _choose(self, model: Decoder) -> list[tuple[tuple[int, str], Projection]]:
+        """The projections to change, each with its place."""
+        smallest = self.config.smallest or self.recipe.smallest
+        share = self.recipe.spared if self.config.spared is None else self.config.spared
+        until = len(model.sublayers) - 2 * math.ceil(share * len(model.sublayers) / 2)
+        wanted = ("attention", "feed-forward") if self.config.sublayers == "all" else (self.config.sublayers,)
+        return [
+            ((k, name.replace(".", "_")), projection)
+            for k, sublayer in enumerate(model.sublayers[:until])
+            if cast("Body", sublayer.body).role in wanted
+            for name, projection in _projections(sublayer)
+            if min(projection.weight.shape) >= smallest and all(n % GROUP == 0 for n in projection.weight.shape)
+        ]
+
+    def _product(self, projection: Projection, place: tuple[int, str], ranges: Ranges) -> LowLinear:
+        multiply = self.recipe.multiply
+        return Nvfp4Linear(projection, place) if multiply is None else Fp8Linear(projection, place, ranges, multiply)
+
+    @torch.no_grad()
+    def end_step(self, largest_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Take the magnitudes of a step into the ranges of the next."""
+        if self.recipe.multiply is None or not self._ranges:
+            return
+        seen = [value for ranges in self._ranges for value in (ranges.seen_x, ranges.seen_g)]
+        now = largest_over_ranks(torch.stack(seen))
+        before = [value for ranges in self._ranges for value in (ranges.x, ranges.g)]
+        known = torch.stack(before)
+        self._beyond = torch.where(known > 0, now / known, torch.zeros_like(now))
+        self._set(torch.cat([self._history[1:], now[None]]))
+        torch._foreach_zero_(seen)
+
+    def _set(self, history: Tensor) -> None:
+        self._history = history
+        targets = [value for ranges in self._ranges for value in (ranges.x, ranges.g)]
+        if targets:
+            torch._foreach_copy_(targets, list(history.amax(0).unbind()))
+
+    def beyond(self) -> list[Beyond]:
+        """The tensors that exceeded their range in the last step. Waits for the device."""
+        names = [(place, tensor) for place in self.places for tensor in ("input", "gradient")]
+        factors = self._beyond.tolist()
+        return [Beyond(*name, factor) for name, factor in zip(names, factors, strict=True) if factor > 1]
+
+    def state(self) -> list[list[float]]:
+        """The largest magnitudes of the last steps, for a resumed run."""
+        values: list[list[float]] = self._history.tolist()
+        return values
+
+    def set_state(self, history: list[list[float]]) -> None:
+        """Continue from `state`."""
+        values = torch.tensor(history, device=self._history.device).reshape(len(history), -1)
+        if values.shape != self._history.shape:
+            raise ValueError(f"ranges of shape {tuple(values.shape)}, expected {tuple(self._history.shape)}")
+        self._set(values)
+
+    def restart(self) -> None:
+        """Begin another run."""
+        self._set(torch.zeros_like(self._history))
+        torch._foreach_zero_([value for ranges in self._ranges for value in ranges])
+
+    def describe(self) -> str:
+        """A line for the summary of a run."""
+        smallest = self.config.smallest or self.recipe.smallest
+        if not self.places:
+            return f"no product in {self.recipe.words}: no matrix has {smallest:,} rows and columns"
+        return f"{counted(len(self.places), 'product')} in {self.recipe.words}"
+
+
+def build_low_precision(model: Decoder, config: TrainConfig, device: torch.device) -> LowPrecision | None:
+    """The low precision that `train.precision` asks for, put into the model; None for bf16 and float32."""
+    return LowPrecision(model, config, device) if config.precision in RECIPES else None
+
+
+def multiplies(device: torch.device) -> bool:
+    """Whether a device multiplies FP8 codes as the simulation does."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (encode(torch.randn(32, 64, generator=generator).to(device), torch.tensor(4.0)) for _ in range(2))
+    expected = simulated(a, b, torch.float32)
+    try:
+        result = on_hardware(a, b, torch.bfloat16).float()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return False
+    return bool((result - expected).norm() <= AGREES * expected.norm())
+
+
+def _projections(sublayer: nn.Module) -> Iterator[tuple[str, Projection]]:
+    """The large maps of a sublayer by name."""
+    body = cast("Body", sublayer.body)
+    for name, module in body.named_modules():
+        if isinstance(module, Projection) and not any(fnmatchcase(f".{name}", pattern) for pattern in STEERING):
+            yield name, module

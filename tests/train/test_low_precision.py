@@ -1,0 +1,128 @@
+"""Runs in low precision: which products, ranges over steps, resuming, ranks, and what telemetry says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from residua.config.model import ModelConfig
+from residua.config.run import RunConfig
+from residua.config.settings import ConfigError
+from residua.model.decoder import build
+from residua.storage.run import read_metrics
+from residua.train import low_precision
+from residua.train.low_precision import RECIPES, Fp8Linear, LowPrecision, build_low_precision
+from residua.train.step import build_step
+from tests.train.conftest import Lab
+from tests.train.test_resume import assert_same_run
+
+CPU = torch.device("cpu")
+WIDE = ("model.width=32", "model.ffn.hidden=48", "model.attention.head_dim=16", "train.low_precision.smallest=16")
+FP8, NVFP4 = "train.precision=fp8_emulated", "train.precision=nvfp4_emulated"
+
+
+def places(config: RunConfig) -> list[tuple[int, str]]:
+    low = build_low_precision(build(config.model), config.train, CPU)
+    assert low is not None
+    return low.places
+
+
+def test_matrices_are_chosen_by_sublayer_size_and_depth(config: RunConfig) -> None:
+    config = config.override([*WIDE, "model.layers=4", FP8])
+    names = {name for _, name in places(config)}
+    assert len(places(config)) == 4 * 4 and {"project", "out"} <= names
+    assert {k % 2 for k, _ in places(config.override(["train.low_precision.sublayers=attention"]))} == {0}
+    assert not places(config.override(["train.low_precision.smallest=33"]))
+    spared = places(config.override([NVFP4]))
+    assert max(k for k, _ in spared) == 5  # the last of four layers stays: 0.15 of them, rounded up
+
+
+def test_small_maps_that_control_others_stay(config: RunConfig) -> None:
+    dynamic = [
+        "model.attention.gate=elementwise",
+        "model.anchors.kind=exoformer",
+        "model.anchors.mixing.kind=dynamic",
+        "model.anchors.mixing.hidden=16",
+    ]
+    assert not any("gamma" in name for _, name in places(config.override([*WIDE, FP8, *dynamic])))
+
+
+def test_default_of_fp8_leaves_small_models_alone_and_says_so(lab: Lab) -> None:
+    lab.train("train.precision=fp8", "train.steps=3")
+    assert "no product in FP8: no matrix has 1,024 rows and columns" in lab.printed
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8_emulated"])
+def test_ranges_are_the_largest_of_the_last_steps(config: RunConfig, precision: str) -> None:
+    config = config.override([*WIDE, f"train.precision={precision}", "train.low_precision.history=2"])
+    low = LowPrecision(build(config.model), config.train, CPU)
+    ranges = low._ranges[0]
+    seen = []
+    for largest in (4.0, 2.0, 1.0):
+        ranges.seen_x.fill_(largest)
+        low.end_step(lambda values: values)
+        seen.append(ranges.x.item())
+    assert seen == [4.0, 4.0, 2.0] and ranges.seen_x == 0
+
+
+def test_outlier_beyond_its_range_is_reported_then_fits(config: RunConfig) -> None:
+    config = config.override([*WIDE, FP8])
+    step = build_step(build(config.model), config.train, CPU)
+    low = step.low_precision
+    assert low is not None
+    product = step.model.sublayers[1].body.out.forward  # type: ignore[union-attr, operator]
+    assert isinstance(product, Fp8Linear)
+    x = torch.randn(8, 48)
+    for factor, exceeds in ((1.0, False), (100.0, True), (100.0, False)):
+        y = product(x * factor)
+        clamped = product.figures(x * factor)[2]
+        assert y.isfinite().all() and (clamped > 0) == exceeds
+        low.end_step(lambda values: values)
+        assert [(each.place, each.tensor) for each in low.beyond()] == [((1, "out"), "input")] * exceeds
+    assert low.state()[-1][2 * low.places.index((1, "out"))] == pytest.approx(100 * x.abs().max().item())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [FP8, NVFP4])
+def test_resumed_run_equals_the_whole_in_low_precision(lab: Lab, precision: str) -> None:
+    changes = (*WIDE, precision, "train.telemetry=on", "train.telemetry_every=3")
+    lab.train(*changes, out="whole")
+    lab.stop(3, *changes)
+    lab.resume(*changes)
+    assert_same_run(lab / "whole", lab / "run")
+    figures = [record for record in read_metrics(lab / "run" / "metrics.jsonl") if record["kind"] == "telemetry"][-1]
+    assert {"kurtosis.project", "block_share.out", "underflow.out", "saturated.project"} <= set(figures["figures"])
+
+
+def test_low_precision_trains_nearly_as_float32(lab: Lab) -> None:
+    losses = {p: lab.train(*WIDE, f"train.precision={p}", out=p).validation_loss for p in ("float32", "fp8_emulated")}
+    assert losses["fp8_emulated"] != losses["float32"]
+    assert losses["fp8_emulated"] == pytest.approx(losses["float32"], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["train.compile=layers"], "shares code between layers"),
+        (["parallel.pipeline=2"], "parallel.pipeline = 2"),
+        (["parallel.data=2", NVFP4], "one process"),
+    ],
+)
+def test_combinations_that_low_precision_lacks_are_refused(config: RunConfig, changes: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        config.override([FP8, *changes])
+
+
+def test_device_without_fp8_products_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: Any) -> torch.Tensor:
+        raise RuntimeError("not supported")
+
+    monkeypatch.setattr(low_precision, "on_hardware", missing)
+    monkeypatch.setitem(RECIPES, "fp8", RECIPES["fp8"].__class__("FP8", 1024, 0.0, missing))
+    lab.refuse("train.precision = 'fp8' needs a device that multiplies FP8", "train.precision=fp8")
+
+
+def test_model_without_low_precision_has_none(config: RunConfig) -> None:
+    assert build_low_precision(build(ModelConfig.preset("tiny")), config.train, CPU) is None
