@@ -117,7 +117,10 @@ DAY, NIGHT = gridded(NORMAL) | EXTRA, gridded(NIGHTLY) | EXTRA_NIGHTLY
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
-    ahead: Cases = {"differentiated-stages": ("full", COMPILED | {"backend": "aot_eager"})}
+    ahead: Cases = {
+        "differentiated-stages": ("full", COMPILED | {"backend": "aot_eager"}),
+        "low-precision": ("additive", {"shard": 2, "precision": "fp8_emulated"}),
+    }
     return Traces(2, tmp_path_factory.mktemp("traces"), DAY | SINGLE | BUILT, NIGHT | ahead)
 
 
@@ -148,6 +151,15 @@ def test_working_copies_of_a_gathered_model_have_right_gradients(traces: Traces)
     """In the first step. Later, weights that differ in the last bits may round differently in bfloat16."""
     first = {key: value for key, value in alone("mgr", ROUNDED).items() if key.startswith("0/")}
     assert_same_training({key: traces["rounded"][key] for key in first}, first)
+
+
+@pytest.mark.nightly
+def test_sharded_step_in_fp8_has_right_gradients(traces: Traces) -> None:
+    """In the first step, as above."""
+    first = {key: v for key, v in alone("additive", '{"precision": "fp8_emulated"}').items() if key.startswith("0/")}
+    assert_same_training({key: traces["low-precision"][key] for key in first}, first)
+    plain = alone("additive")
+    assert any(not torch.equal(plain[key], value) for key, value in first.items())
 
 
 def test_compiled_stages_train_as_one(traces: Traces) -> None:
