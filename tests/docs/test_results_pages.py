@@ -1,6 +1,7 @@
 """Tables and pictures of the documentation are what `make results` makes of docs/results."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -67,6 +68,32 @@ def test_the_committed_pages_are_what_the_studies_make(results: ModuleType) -> N
     assert stale == [], "run `make results` and commit what it writes"
 
 
+MOST_WORDS = 900
+COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,}\b")
+
+
+def _faults(text: str) -> list[str]:
+    """What a page of results lacks of a question, its answer, limits and commands, and what it has too much of."""
+    question, answer = text.split("\n\n")[:2]
+    heads = [head for head in ("## Limits", "## Data and commands") if f"\n{head}\n" in text]
+    words = [word for word in re.sub(r"<!--.*?-->", "", text).split() if re.search(r"\w", word)]
+    faults = {
+        "no question": not re.fullmatch(r"# .*\?", question),
+        "no answer": not answer.startswith("**"),
+        "no limits": "## Limits" not in heads,
+        "no commands": heads[-1:] != ["## Data and commands"] or "```bash\nresidua " not in text,
+        f"{len(words)} words": len(words) > MOST_WORDS,
+        "a commit": COMMIT.search(re.sub(r"\]\([^)]*\)", "", text)),
+    }
+    return [fault for fault, present in faults.items() if present]
+
+
+def test_pages_of_results_have_one_form_and_are_short() -> None:
+    pages = {page.name: page.read_text("utf-8") for page in (ROOT / "docs" / "results").glob("*.md")}
+    assert {f"{path.stem}.md" for path in STUDY.parent.glob("*.json") if '"models"' in path.read_text()} < set(pages)
+    assert {name: faults for name, text in pages.items() if (faults := _faults(text))} == {}
+
+
 def test_the_committed_studies_are_written_as_they_were_read() -> None:
     for path in (STUDY, STUDY.with_name("depth-32.json")):  # without outliers, and with them
         assert SavedStudy.read(path).text() == path.read_text(encoding="utf-8")
@@ -75,8 +102,9 @@ def test_the_committed_studies_are_written_as_they_were_read() -> None:
 def test_study_without_a_page_gets_one_that_stays_the_same(results: ModuleType, root: Path) -> None:
     (page, text), *others = results.made(root).items()
     assert (page, others) == (root / "docs" / "results" / "rates.md", [])
-    assert "| prenorm | 3.9746 | 3.9771 |" in text
+    assert "| prenorm (baseline) | 3.9758 ± 0.0013 | — | — |" in text and "throughput" not in text  # no run has a speed
     assert "Not run yet: mgr_exo seed 1" in text and "--results docs/results/rates.json" in text
+    assert _faults(text.replace("does rates show?", "is it?\n\n**Yes.**")) == []
     page.write_text(text)
     assert results.made(root) == {page: text}
 
@@ -96,14 +124,14 @@ def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType,
     readme = root / "README.md"
     readme.write_text("before\n<!-- study pretended claims 004:table1 -->\nstale\n<!-- end -->\nafter\n")
     text = results.made(root)[readme]
-    start = "before\n<!-- study pretended claims 004:table1 -->\n\n| claim of the paper | size | direction | mag"
+    start = "before\n<!-- study pretended claims 004:table1 -->\n\n| claim | direction | magnitude | ours | paper |\n"
     assert text.startswith(start) and text.endswith("\n<!-- end -->\nafter\n") and "stale" not in text
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line.startswith("| ")}
-    ours = "full_attnres against prenorm: validation loss -0.0999 [-0.1001, -0.0997]"  # by hand: ± 4.303 · 1e-4 / √3
-    expected = f"| tiny | confirmed | larger | {ours} | -0.0374, above our interval |"
-    assert rows["Full AttnRes outperforms pre-norm"].endswith(expected)
+    ours = "-0.0999 [-0.1001, -0.0997]"  # by hand: ± 4.303 · 1e-4 / √3
+    assert rows["Full AttnRes outperforms pre-norm"].endswith(f"| confirmed | larger | {ours} | -0.0374 |")
     assert "| contradicted |" in rows["At n=4 competitive MGR outperforms Full AttnRes"]
-    assert "| not shown | not shown | mhc_lite: without a complete run" in rows["mHC-lite outperforms pre-norm"]
+    lacking = "| not shown | not shown | without a complete run in this study | -0.0295 |"
+    assert rows["mHC-lite outperforms pre-norm"].endswith(lacking)
     assert "- The paper's values next to ours: tiny is nearest to the paper's S.\n" in text
     readme.write_text(text)
     assert results.made(root)[readme] == text
@@ -113,7 +141,8 @@ def test_claims_that_a_study_cannot_judge_are_counted(results: ModuleType, root:
     ends = {"prenorm": 3.0, "full_attnres": 2.9}
     saved_study(ends).write(root / "docs" / "results" / "pretended.json")
     text, _ = made_of(results, root, *(f"pretended claims {entry}" for entry in ("004:table1", "003:table1")))
-    assert [line.split(" | ")[2] for line in text.splitlines() if " | tiny | " in line] == ["not shown", "confirmed"]
+    directions = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| ")]
+    assert directions == ["direction", "not shown", "confirmed"]
     assert "- Claims about rows that are not in this study, left out: 9 of 11.\n" in text
     assert "Not judged yet: the study pretended has no complete run of the rows that 003:table1 compares" in text
 
@@ -142,7 +171,7 @@ def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType,
     longer.model_copy(update={"runs": (*first, twice)}).write(root / "docs" / "results" / "main-mini.json")
     text, _ = made_of(results, root, "mini-39m ladder main-mini")
     # By hand: L(D) = 3.014963 + 466.9694·D^−0.353655 has mgr_resformer's 3.887065 at 1.3214 · 39.32 M tokens.
-    assert "| mgr_resformer | 1.32× [1.27, 1.37] | 0.88× 1.15 M tok/s | 1.16× [1.11, 1.20] |" in text
+    assert "| mgr_resformer | -0.0904 [-0.1046, -0.0762] | 1.32× [1.27, 1.37] | 0.88× | 1.16× [1.11, 1.20] |" in text
     assert "Tokens of prenorm: 19.66 M (n = 3), 39.32 M (n = 3), 116.98 M (n = 2); the last is of [main-mini](" in text
     assert "| prenorm" not in text and "| naive" not in text  # the baseline, and a variant without speeds
     for other, words in (("lost", "asks for the study lost"), ("main-s", r"budgets of main-s: model\.\S+ differs")):
@@ -191,9 +220,10 @@ def test_results_file_is_filled_from_folders_without_weights(results: ModuleType
     assert [(run.variant, run.seed) for run in again.runs if run.accuracies is not None] == [("prenorm", 0)]
     assert saved.text() == before and "/there" not in again.text()
     again.write(root / "docs" / "results" / "again.json")
-    page = results.made(root)[root / "docs" / "results" / "again.md"]
-    assert "## tasks\n\n| variant | arc | Δ arc [95 %] |" in page and "| prenorm | 50.00 (n=1) | — |" in page
-    assert "- Tasks: arc (local files), 0 worked examples, at most 9 questions each.\n" in page
+    page, _ = made_of(results, root, "again also tasks")
+    assert "**Tasks**\n\n| variant | arc | Δ arc [95 %] |" in page and "| prenorm | 50.00 (n=1) | — |" in page
+    with pytest.raises(ValueError, match=r"study again has no table races: there are .*tasks"):
+        made_of(results, root, "again also tasks,races")
     other = saved_study({"prenorm": 3.1, "mgr": 2.9})
     with pytest.raises(ValueError, match="holds another run than the study"):
         results.supplemented(other, tmp_path)

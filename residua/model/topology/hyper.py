@@ -72,7 +72,7 @@ class Streams(Topology):
     def costs(self, sublayers: int, width: int) -> Costs:
         junction = stream_rows(self.streams)
         floor = add_rows([junction] * sublayers)
-        # of a junction's kernels on an H200, in two passes and single (docs/results/step.md)
+        # of a junction's kernels on an H200, in two passes and single (docs/lab/kernels.md)
         share = 0.42 if self.streams <= 4 else 0.24
         return Costs(lambda: floor, floor.total, kept_widths=junction.forward - 1, bandwidth_share=share)
 

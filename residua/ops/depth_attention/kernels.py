@@ -8,7 +8,7 @@ The kernels of the gradient are in `kernels_backward.py` and `kernels_block.py`.
 
 Gains of the special ones: reads in groups and gradients of blocks of sources took Full at L from 1.371 to 1.182
 times an additive step. Of such a step of S they are 6.9 and 9.0 ms, gradients of sources with few readers 5.7, and
-with blocks the sums with their read 4.4; the gain of the last two alone is not measured (docs/results/step.md,
+with blocks the sums with their read 4.4; the gain of the last two alone is not measured (docs/lab/kernels.md,
 `residua bench step mgr-s-prenorm --micro-batch 32 --accumulate 4 --compare prenorm,block_attnres,full_attnres`).
 """
 

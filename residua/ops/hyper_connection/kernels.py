@@ -17,7 +17,7 @@ multiplied with are long. Work that needs a whole row of channels is done in sho
 Without a projection nothing waits for a whole row: `write` computes h as well, `spread` the gradient of pre. The same
 if pre is GIVEN for each token, with z as well: there is one pass each way. A second pass goes through the tokens
 backwards, for the cache holds the last rows of the first one. A step of mHC at S takes 1.368 times an additive one;
-with one kernel each way it takes 1.482 times (docs/results/step.md, `residua bench step mgr-s-prenorm --micro-batch 32
+with one kernel each way it takes 1.482 times (docs/lab/kernels.md, `residua bench step mgr-s-prenorm --micro-batch 32
 --accumulate 4 --compare prenorm,mhc`).
 
 NORMED: with a projection, the norm after the junction is inside and h is neither written nor read: 1.305 times in that

@@ -4,7 +4,7 @@ A junction need not keep its streams. In a chain of junctions only the first of 
 and β, and their backward pass repeats s ← s + β(f − s) from there, in registers and with the same rounding: bit for
 bit the same streams, for C more values to read per repeated junction instead of n·C more to keep. With every second
 junction's streams kept, a model's junctions take 8.77 ms and 3.39 GiB, with all of them 8.22 ms and 5.22 GiB
-(docs/results/step.md, `residua bench ops depth --implementations fused`).
+(docs/lab/kernels.md, `residua bench ops depth --implementations fused`).
 
 `launch.normed_forward` and `launch.normed_backward` are a junction with the norm after it. Only a compiled step sees
 that nothing else reads h: it puts them in their place (`train/compile/rewrites/normed_junctions.py`).

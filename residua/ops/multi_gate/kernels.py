@@ -21,7 +21,7 @@ reads. With x = gain ⊙ h·r the norm's output, r = 1/rms(h), and u = gain ⊙ 
 h = Σ a_i(1−β_i)·s_i + (Σ a_i β_i)·f is made again from rows that the backward pass reads anyway. The dot products
 g_h·s_i and g_h·f that it needs follow from u·s_i, u·f and, kept by the forward pass, h·s_i and h·f: still one
 reduction. So a junction moves 2n + 2 rows forward and 3n + 3 backward; with a separate norm it is 2n + 4 and 3n + 6.
-A step of S takes 1.129 times an additive one, and 1.149 times with the norm apart (docs/results/step.md, `residua
+A step of S takes 1.129 times an additive one, and 1.149 times with the norm apart (docs/lab/kernels.md, `residua
 bench step mgr-s-prenorm --micro-batch 32 --accumulate 4 --compare prenorm,mgr`).
 
 The fill phase only reads streams, h = Σ a_i s_i: `pool_forward_kernel` and its gradient are the same without a write.

@@ -6,7 +6,7 @@
 
 It gains 1.1 % of a step at S over the products of `kernels.py` (57.9 for 58.5 ms, medians of 30 steps in turns; one
 H200, e2e7122; at L not timed side by side). At L its products take 306 and 321 µs, cuBLAS and a pass 386 and 408
-(docs/results/step.md). To time a step without it, before `residua.cli.main.main()` runs
+(docs/lab/kernels.md). To time a step without it, before `residua.cli.main.main()` runs
 `residua bench step mgr-s-prenorm --micro-batch 32 --accumulate 1`, set `launch.FORWARD, launch.BACKWARD =
 launch.FLAT_FORWARD, launch.FLAT_BACKWARD`.
 
