@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # (tests/conftest.py)
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test check nightly fast demo lint types map results entries scale sizes docs release setup browser clean
+.PHONY: test check nightly fast demo lint types map results entries reference scale sizes docs release setup browser clean
 
 test: setup browser  ## everything CI checks; lint and types side by side, since each takes one core
 	$(MAKE) --no-print-directory -j 2 lint types
@@ -50,6 +50,9 @@ results: setup  ## write the tables and pictures of the documentation from docs/
 
 entries: setup  ## write the list of `residua reproduce` into docs/reproduce.md
 	$(BIN)/python tools/entries.py
+
+reference: setup  ## write every option and every key of a configuration into docs/reference
+	$(BIN)/python tools/reference.py
 
 docs: $(DOCS)  ## the site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

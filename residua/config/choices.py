@@ -128,6 +128,7 @@ class DynamicMixing(Frozen):
 
     kind: Literal["dynamic"] = "dynamic"
     hidden: Positive = 16
+    """Hidden channels of the MLP."""
 
 
 Mixing = Annotated[StaticMixing | DynamicMixing, Field(discriminator="kind")]
@@ -140,7 +141,9 @@ class ResFormer(AnchorChoice):
 
     kind: Literal["resformer"] = "resformer"
     granularity: Granularity = "scalar"
+    """The shape of λ1 and λ2: one per element, per head, or one."""
     start: Start = (0.5, 0.5)
+    """λ1, of the first layer's values, and λ2, of the layer's own, at the start."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -157,9 +160,13 @@ class ProjectionAnchors(AnchorChoice):
     training_only: ClassVar[tuple[str, ...]] = ("start",)
 
     pathways: tuple[Pathway, ...] = ("q", "k", "v", "g")
+    """The projections that are mixed: queries, keys, values, gate."""
     granularity: Granularity = "elementwise"
+    """The shape of λ1 and λ2: one per element, per head, or one."""
     norm: Literal["none", "qk", "all"] = "all"
+    """Which anchors are normed by RMS: none, those of queries and keys, or all."""
     start: Start = (0.5, 0.5)
+    """λ1, of the anchor, and λ2, of the layer's own projection, at the start."""
     mixing: Mixing = StaticMixing()
 
     @property
@@ -198,6 +205,7 @@ class GatedValue(AnchorChoice):
 
     kind: Literal["gated_value"] = "gated_value"
     gate: Literal["relu", "sigmoid", "tanh", "softmax"] = "relu"
+    """The activation of the gate."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -215,8 +223,11 @@ class ValueEmbeddings(AnchorChoice):
 
     kind: Literal["value_embeddings"] = "value_embeddings"
     every: Positive = 2
+    """Every so many softmax layers have a table."""
     gate_channels: Positive = 12
+    """Channels of the layer's input that make the gate."""
     gate_scale: float = Field(3.0, gt=0)
+    """The gate is at most this."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -239,6 +250,7 @@ class SharedHeads(AnchorChoice):
     counts_layers: ClassVar[bool] = True
 
     shared: Literal["kv", "v"] = "kv"
+    """Keys and values, or values alone."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -285,6 +297,7 @@ class Lime(AnchorChoice):
 
     kind: Literal["lime"] = "lime"
     start: Literal["random", "identity"] = "random"
+    """Weights at the start: random, or the layer's own keys and values alone."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -332,6 +345,7 @@ class RMSNorm(NormChoice):
 
     kind: Literal["rmsnorm"] = "rmsnorm"
     eps: float = Field(1e-6, gt=0)
+    """Added to the mean square."""
 
 
 class PreAffine(NormChoice):
@@ -341,14 +355,18 @@ class PreAffine(NormChoice):
 
     kind: Literal["preaffine"] = "preaffine"
     eps: float = Field(1e-6, gt=0)
+    """Added to the mean square."""
 
 
 class LowRankGate(NormChoice):
     """The keys that GatedNorm and GatedDyT share: the gate on the normalised vector."""
 
     rank: Positive = 16
+    """The rank of the gate."""
     granularity: Literal["elementwise", "tensorwise"] = "elementwise"
+    """One gate per channel, or one per token."""
     activation: Literal["sigmoid", "tanh", "silu", "identity"] = "sigmoid"
+    """The activation of the gate."""
 
 
 class GatedNorm(LowRankGate):
@@ -356,6 +374,7 @@ class GatedNorm(LowRankGate):
 
     kind: Literal["gatednorm"] = "gatednorm"
     eps: float = Field(1e-6, gt=0)
+    """Added to the mean square."""
 
 
 class DyT(NormChoice):
@@ -366,6 +385,7 @@ class DyT(NormChoice):
 
     kind: Literal["dyt"] = "dyt"
     alpha: float = Field(0.5, gt=0)
+    """α at the start."""
 
 
 class GatedDyT(LowRankGate):
@@ -375,6 +395,7 @@ class GatedDyT(LowRankGate):
 
     kind: Literal["gated_dyt"] = "gated_dyt"
     alpha: float = Field(0.5, gt=0)
+    """α at the start."""
 
 
 NormChoice.join(RMSNorm, PreAffine, GatedNorm, DyT, GatedDyT)
@@ -394,6 +415,7 @@ class UntiedHead(Frozen):
 
     kind: Literal["untied"] = "untied"
     init: Literal["normal", "zero"] = "normal"
+    """How its weights start."""
 
 
 Head = Annotated[TiedHead | UntiedHead, Field(discriminator="kind")]

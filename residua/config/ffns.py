@@ -26,7 +26,9 @@ class DenseChoice(Frozen):
 
     kind: str
     hidden: Positive
+    """Hidden channels."""
     bias: bool = False
+    """Whether the projections have biases."""
 
     def kept(self, width: int) -> float:
         """Elements per token kept for the backward pass."""
@@ -125,7 +127,9 @@ class MoE(Frozen):
     router: Router = SoftmaxRouter()
     shared: Count = 1
     shared_gate: Literal["none", "sigmoid"] = "none"
+    """A sigmoid gate per token on the output of the shared ones."""
     activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
+    """The activation of every expert."""
     dense_layers: Count = 0
     dense_hidden: Positive | None = None
 

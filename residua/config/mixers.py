@@ -70,18 +70,23 @@ class SoftmaxAttention(Mixer):
     heads: Positive
     kv_heads: Positive | None = None
     head_dim: Positive | None = None
+    """Elements of a head; `width` / `heads` unless given."""
     qk_norm: Literal["rms", "rms_all", "dyt", "none"] = "rms"
     qk_eps: float = Field(1e-6, gt=0)
+    """The eps of `qk_norm`."""
     qk_alpha: float = Field(0.5, gt=0)
     bias: Literal["none", "qkv", "all"] = "none"
     rope_theta: float = Field(10_000.0, gt=0)
+    """The base of rotary positions."""
     rope_scaling: RopeScaling | None = None
     local_rope_theta: Annotated[float, Field(gt=0)] | None = None
     unturned_layers: tuple[int, ...] | None = None
     window: Positive | None = None
     window_layers: tuple[int, ...] | None = None
     gate: Literal["none", "elementwise", "headwise"] = "none"
+    """A sigmoid gate on the output, for each element or each head (arXiv 2505.06708)."""
     sink: Literal["none", "learned"] = "none"
+    """A learned logit per head in the softmax, which lets a head attend to nothing."""
     own_value: Literal["kept", "removed"] = "kept"
 
     @property
@@ -115,9 +120,13 @@ class GatedDeltaNet(Mixer):
 
     kind: Literal["gated_deltanet"] = "gated_deltanet"
     key_heads: Positive
+    """Heads of queries and keys; each serves several heads of values."""
     value_heads: Positive
+    """Heads of values."""
     head_dim: Positive = 128
+    """Elements of a head."""
     convolution: Positive = 4
+    """Tokens that the short convolution sees."""
 
     def head_counts(self) -> dict[str, int]:
         return {"key_heads": self.key_heads, "value_heads": self.value_heads}
@@ -133,8 +142,11 @@ class KimiDelta(Mixer):
 
     kind: Literal["kimi_delta"] = "kimi_delta"
     heads: Positive
+    """Heads of queries, keys and values."""
     head_dim: Positive = 128
+    """Elements of a head."""
     convolution: Positive = 4
+    """Tokens that the short convolution sees."""
     eps: float = Field(1e-5, gt=0)
 
     @property
@@ -160,6 +172,7 @@ class LatentAttention(Mixer):
 
     kind: Literal["mla"] = "mla"
     heads: Positive
+    """Heads of queries, keys and values."""
     head_dim: Positive = 128
     value_dim: Positive | None = None
     shared_dim: Annotated[int, BeforeValidator(number), Field(ge=0)] = 64
@@ -167,6 +180,7 @@ class LatentAttention(Mixer):
     query_rank: Positive | None = None
     positions: Literal["rotary", "none"] = "rotary"
     rope_theta: float = Field(10_000.0, gt=0)
+    """The base of rotary positions."""
     rope_scaling: RopeScaling | None = None
 
     @property

@@ -49,7 +49,9 @@ class ModelConfig(WholeConfig):
     vocab_size: Positive = 50_304
     context: Positive = 1024
     layers: Layers
+    """Layers, each a sequence mixer and a feed-forward: two sublayers."""
     width: Positive
+    """Channels of the residual stream."""
     attention: Attention
     ffn: FFN
     norm: Norm = RMSNorm()

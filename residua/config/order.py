@@ -49,6 +49,7 @@ class Listed(OrderChoice):
 
     kind: Literal["listed"] = "listed"
     layers: tuple[Whole, ...]
+    """The numbers of the layers that run, in order."""
 
     def executed(self, layers: int) -> tuple[int, ...]:
         if {*self.layers} != {*range(layers)}:

@@ -28,6 +28,7 @@ class DynamicRope(Frozen):
 
     kind: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: Factor
+    """How many times as long sequences can be."""
     original_context: Positive
 
 
@@ -40,10 +41,14 @@ class YarnRope(Frozen):
     kind: Literal["yarn"] = "yarn"
     factor: Factor
     original_context: Positive
+    """The length of the first training."""
     attention_factor: Factor = 1.0
     beta_fast: Factor = 32.0
+    """Turns within `original_context` above which a frequency is kept."""
     beta_slow: Factor = 1.0
+    """Turns within `original_context` below which it is divided."""
     truncate: bool = True
+    """Whether the ends of the ramp are whole pairs."""
 
 
 class Llama3Rope(Frozen):
@@ -73,7 +78,9 @@ class LongRope(Frozen):
 
     kind: Literal["longrope"] = "longrope"
     short: tuple[Factor, ...]
+    """Divisors up to `original_context`, one for every two elements of a head."""
     long: tuple[Factor, ...]
+    """Divisors beyond it."""
     original_context: Positive
     attention_factor: Factor = 1.0
 

@@ -41,10 +41,15 @@ class AdamW(Frozen):
 
     kind: Literal["adamw"] = "adamw"
     lr: Rate = 3e-3
+    """The peak learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of the two moments."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
     weight_decay: Decay = 0.0
+    """Weight decay of the hidden matrices, if it is the optimizer of a whole model."""
     decay: DecayRule = "cautious"
+    """Decay a weight always, or only where the update moves it towards zero (arXiv 2510.12402)."""
 
 
 class Muon(Frozen):
@@ -55,8 +60,11 @@ class Muon(Frozen):
 
     kind: Literal["muon"] = "muon"
     lr: Rate = 1e-2
+    """The peak learning rate of the hidden matrices."""
     momentum: Beta = 0.95
+    """Decay of the momentum."""
     weight_decay: Decay = 0.1
+    """Weight decay of the hidden matrices."""
     decay: DecayRule = "cautious"
     embedding_decay: Decay | None = None
     rest: AdamW = AdamW()
@@ -77,6 +85,7 @@ class DataConfig(Frozen):
     tokenizer: str = "bpe:1024"
     sequence: Positive | None = None
     seed: Seed = 0
+    """Decides the order of the training text."""
     masking: Literal["none", "documents"] = "none"
     validation_tokens: Positive = 262_144
     limit: Positive | None = None
@@ -94,6 +103,7 @@ class Balance(Frozen):
     weight: Decay = 0.01
     router_z: Decay = 1e-3
     load: Literal["previous_step", "same_step"] = "previous_step"
+    """Which step's f_e the gradient uses."""
     bias_rate: Decay = 1e-3
 
 
@@ -106,9 +116,13 @@ class LowPrecision(Frozen):
     """
 
     sublayers: Literal["all", "attention", "feed-forward"] = "all"
+    """The sublayers whose matrices multiply in low precision."""
     smallest: Positive | None = None
+    """The fewest rows and columns of such a matrix."""
     spared: float | None = Field(None, ge=0, le=1)
+    """The share of the last layers that stay as they are."""
     history: Positive = 16
+    """Steps whose largest magnitude is the range of a tensor in FP8."""
 
 
 LOW_PRECISIONS = ("fp8", "fp8_emulated", "nvfp4_emulated")
@@ -134,24 +148,34 @@ class TrainConfig(Frozen):
 
     start: str | None = None
     steps: Positive = 1000
+    """Optimizer steps."""
     micro_batch: Positive = 8
     accumulate: Positive = 1
     seed: Seed = 0
+    """Decides how weights start."""
     optimizer: Optimizer = Muon()
     schedule: Schedule = LinearDecay()
     clip_norm: float = Field(1.0, gt=0)
+    """The largest norm of a gradient."""
     z_loss: Decay = 1e-5
     balance: Balance = Balance()
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
     precision: Literal["auto", "bfloat16", "float32", "fp8", "fp8_emulated", "nvfp4_emulated"] = "auto"
+    """The type of products; weights and optimizer stay in fp32."""
     low_precision: LowPrecision = LowPrecision()
+    """Which products a low `precision` takes."""
     compile: Literal["auto", "on", "layers", "off"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
+    """Whether micro-batches are replayed as CUDA graphs."""
     recompute: Literal["none", "sublayers"] = "none"
     determinism: Literal["fast", "exact"] = "fast"
     log_every: Positive = 10
+    """Steps between log lines."""
     validate_every: Positive = 250
+    """Steps between validations."""
     save_every: Positive = 1000
+    """Steps between checkpoints."""
     keep: Positive = 2
     divergence_margin: float = Field(1.0, gt=0)
     divergence_patience: Positive = 3
@@ -160,6 +184,7 @@ class TrainConfig(Frozen):
     telemetry_tokens: Positive = 1024
     profile: tuple[Positive, ...] = ()
     track: Literal["tensorboard", "wandb"] = "tensorboard"
+    """TensorBoard is written wherever it is installed; `wandb` adds Weights & Biases."""
 
     @model_validator(mode="after")
     def _warm_up_fits(self) -> Self:
@@ -195,9 +220,11 @@ class ParallelConfig(Frozen):
     experts: Positive = 1
     unit: Literal["layer", "model"] = "layer"
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """The order of micro-batches in a pipeline."""
     stages_per_rank: Positive = 1
     split: Literal["work", "layers"] = "work"
     transport: Literal["cached", "naive"] = "cached"
+    """Send a tensor to each rank once, or at every hop (for comparison)."""
     anchors: Literal["auto", "send", "recompute"] = "auto"
     patience: int = Field(60, ge=5)
 

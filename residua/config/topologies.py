@@ -46,6 +46,7 @@ class Clipped(TopologyChoice):
 
     kind: Literal["clipped"] = "clipped"
     limit: float = Field(1000.0, gt=0)
+    """The largest absolute value that stays."""
 
 
 class ScaledSum(TopologyChoice):
@@ -55,7 +56,9 @@ class ScaledSum(TopologyChoice):
 
     kind: Literal["scaled"] = "scaled"
     gain: Literal["elementwise", "scalar"] = "elementwise"
+    """One g per channel, or one for all."""
     start: float = 0.1
+    """g at the start."""
 
 
 class LayerNormScaling(TopologyChoice):
@@ -71,6 +74,7 @@ class Keel(TopologyChoice):
 
     kind: Literal["keel"] = "keel"
     alpha: float | None = Field(None, gt=0)
+    """The weight of the stream."""
 
 
 class DeepNorm(TopologyChoice):
@@ -80,6 +84,7 @@ class DeepNorm(TopologyChoice):
 
     kind: Literal["deepnorm"] = "deepnorm"
     alpha: float | None = Field(None, gt=0)
+    """The weight of the stream."""
 
 
 class ResiDual(TopologyChoice):
@@ -97,7 +102,9 @@ class ResidualScalars(TopologyChoice):
 
     kind: Literal["x0"] = "x0"
     scalars: Literal["layer", "sublayer"] = "layer"
+    """Whether λ and μ belong to layers or to sublayers."""
     embedding: Literal["normed", "raw"] = "normed"
+    """Whether x0 is normed."""
     backout: float = 0.2
 
 
@@ -105,8 +112,11 @@ class AttentionResidual(TopologyChoice):
     """The keys that Full and Block Attention Residuals share: the switches of the paper's ablations."""
 
     scale: float = Field(1.0, gt=0)
+    """Multiplies the logits."""
     key_norm: Literal["rms", "none"] = "rms"
+    """How keys are normed."""
     activation: Literal["softmax", "sigmoid"] = "softmax"
+    """Turns logits into weights."""
 
 
 class FullAttnRes(AttentionResidual):
@@ -120,6 +130,7 @@ class InBlocks(AttentionResidual):
     """The key that both ways to divide sublayers into blocks share."""
 
     sublayers_per_block: Positive
+    """Sublayers whose outputs are summed into one source."""
 
     def check(self, layers: int) -> None:
         if self.sublayers_per_block > 2 * layers:
@@ -146,6 +157,7 @@ class DeltaAttnRes(InBlocks):
 
     kind: Literal["delta_attnres"] = "delta_attnres"
     sublayers_per_block: Positive = 1
+    """Sublayers whose outputs are summed into one source."""
 
 
 class Recompute(Frozen):
@@ -179,7 +191,9 @@ class MultiGate(TopologyChoice):
 
     kind: Literal["multi_gate"] = "multi_gate"
     streams: int = Field(4, ge=2, le=64)
+    """Copies of the residual stream."""
     gate: Literal["competitive", "independent"] = "competitive"
+    """Whether streams compete for an output in a softmax, or each has a gate of its own."""
     bias_init: Literal["corrected", "printed"] = "corrected"
     base_depth: Positive = BASE_DEPTH
     base_bias: float = Field(BASE_BIAS, ge=-20, le=20)
@@ -231,6 +245,7 @@ class Highway(TopologyChoice):
 
     kind: Literal["highway"] = "highway"
     gate: Literal["scalar", "elementwise"] = "scalar"
+    """The shape of the gate."""
 
 
 class GatedResidual(TopologyChoice):
@@ -240,6 +255,7 @@ class GatedResidual(TopologyChoice):
 
     kind: Literal["gated_residual"] = "gated_residual"
     streams: int = Field(4, ge=2, le=64)
+    """Copies of the residual stream."""
     rank: Positive | None = None
 
 
@@ -248,8 +264,11 @@ class HyperConnections(TopologyChoice):
 
     kind: Literal["hyper"] = "hyper"
     streams: Positive = 4
+    """Copies of the residual stream."""
     weights: Literal["static", "dynamic"] = "dynamic"
+    """Whether read and write weights depend on the streams."""
     mix: Literal["free", "identity", "cyclic"] = "free"
+    """How streams mix: a free matrix, not at all, or cyclic shifts."""
 
 
 class SinglePassHyper(TopologyChoice):
@@ -257,7 +276,9 @@ class SinglePassHyper(TopologyChoice):
 
     kind: Literal["hyper_single_pass"] = "hyper_single_pass"
     streams: Positive = 4
+    """Copies of the residual stream."""
     mix: Literal["free", "identity", "cyclic"] = "free"
+    """How streams mix: a free matrix, not at all, or cyclic shifts."""
 
     @property
     def weights(self) -> Literal["dynamic"]:
@@ -269,7 +290,9 @@ class ManifoldHyper(TopologyChoice):
 
     kind: Literal["mhc"] = "mhc"
     streams: Positive = 4
+    """Copies of the residual stream."""
     iterations: Positive = 20
+    """Sinkhorn iterations."""
 
 
 class ManifoldHyperLite(TopologyChoice):
@@ -277,6 +300,7 @@ class ManifoldHyperLite(TopologyChoice):
 
     kind: Literal["mhc_lite"] = "mhc_lite"
     streams: Positive = 4
+    """Copies of the residual stream."""
 
     @model_validator(mode="after")
     def _few_streams(self) -> Self:

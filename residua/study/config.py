@@ -42,6 +42,7 @@ class _MatchParameters(Frozen):
     unit: ClassVar[str] = "parameters"
 
     tolerance: float = Field(0.005, gt=0, lt=1)
+    """The largest relative difference that is accepted."""
     tables: Literal["free", "counted"] = "free"
 
     def measured(self, size: Size) -> int:
@@ -68,6 +69,7 @@ class MatchFLOPs(Frozen):
 
     kind: Literal["flops"] = "flops"
     tolerance: float = Field(0.005, gt=0, lt=1)
+    """The largest relative difference that is accepted."""
 
     def measured(self, size: Size) -> int:
         """The number that is matched."""
@@ -98,6 +100,7 @@ class Scaling(Frozen):
     """
 
     sizes: tuple[str, ...] = Field(min_length=2)
+    """The sizes."""
     tokens_per_parameter: float | None = Field(None, gt=0)
     parameters: Literal["all", "matrices"] = "all"
     warmup: float | None = Field(None, ge=0, lt=1)
@@ -120,6 +123,7 @@ class Tasks(Frozen):
     """
 
     names: tuple[str, ...] = Field(min_length=1)
+    """The tasks."""
     folder: str | None = None
     shots: int | None = Field(None, ge=0)
     limit: Positive | None = None
@@ -198,11 +202,13 @@ class StudyConfig(Frozen):
     """
 
     name: str = "study"
+    """The study's folder is named after it."""
     base: str = "tiny"
     bases: dict[str, dict[str, Any]] | None = None
     set: tuple[str, ...] = ()
     variants: dict[str, tuple[str, ...]]
     baseline: str = ""
+    """The variant that the others are compared with."""
     seeds: tuple[Seed, ...] = (0, 1, 2)
     data: str | None = None
     match: Match = MatchFFN()
@@ -214,6 +220,7 @@ class StudyConfig(Frozen):
     workers: Positive = 1
     threads: Positive | None = None
     confidence: float = Field(0.95, gt=0.5, lt=1)
+    """The level of the intervals."""
     quantize: tuple[str, ...] = ()
     calibration: Positive = 4096
     diagnose: bool = False
