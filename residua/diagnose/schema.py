@@ -1,4 +1,4 @@
-"""The content of diagnosis.json. `Diagnosis.model_json_schema()` is its JSON schema; docs/diagnose.md explains it.
+"""The content of diagnosis.json (docs/reference/diagnosis.md); `Diagnosis.model_json_schema()` is its JSON schema.
 
 Each metric brings its own keys: `ModelDiagnosis` inherits them from the classes in `metrics/`.
 """

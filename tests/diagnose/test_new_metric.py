@@ -24,7 +24,7 @@ from residua.diagnose.text import Sample
 from residua.report import Column, Page
 from tests.diagnose import planted
 
-DOCS = Path(__file__).parents[2] / "docs" / "diagnose.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "diagnosis.md"
 
 
 class OffsetKeys(Frozen):
@@ -123,7 +123,7 @@ def test_its_findings_have_its_kind_and_others_are_refused() -> None:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The example of docs/diagnose.md as a file that seems to lie in residua/diagnose/metrics/."""
+    """The example of docs/reference/diagnosis.md as a file that seems to lie in residua/diagnose/metrics/."""
     (example,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "documented.py").write_text(example, encoding="utf-8")
     monkeypatch.setattr(metrics, "__path__", [*metrics.__path__, str(tmp_path)])
