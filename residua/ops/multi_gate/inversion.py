@@ -35,7 +35,7 @@ SHARE = 0.01
 FLOOR = 1 / 64
 MAX_AMPLIFIED_ERROR = 0.25
 """The most that ε Π 1/(1 − β) may be along junctions that invert: beyond it gradients become visibly worse than with
-kept streams (docs/topologies.md)."""
+kept streams (docs/reference/topology-notes.md)."""
 UNBOUNDED_AMPLIFICATION = 2.0**40
 """Stands for the amplification where 1 − β is below FLOOR: beyond any bound."""
 ERROR_HEADROOM = 8.0
