@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from residua.config.model import ModelConfig
-from residua.config.settings import ConfigError, Frozen, Positive, Seed, of_file, read_toml, refusal, to_toml
+from residua.config.settings import ConfigError, Frozen, Positive, Seed, WholeConfig, of_file, read_toml
 from residua.errors import UserError
 from residua.files import is_plain_name
 from residua.quantize.recipe import Recipe
@@ -183,7 +183,7 @@ def _multiple(entry: Any) -> Any:
     return entry
 
 
-class StudyConfig(Frozen):
+class StudyConfig(WholeConfig):
     """What to compare. `variants` maps a name to a list of overrides or known names (`residua compare --list`).
 
     `base` is a preset's name or the path of a run's TOML; `set` are overrides of every run. The baseline is the first
@@ -227,21 +227,11 @@ class StudyConfig(Frozen):
     tasks: Tasks | None = None
     tune: Tune | None = None
 
-    def __init__(self, /, **data: Any) -> None:
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise refusal(error, StudyConfig) from None
-
     @classmethod
     def from_toml(cls, path: str | Path) -> StudyConfig:
         """Read a study's TOML file."""
         with of_file(path):
             return cls(**read_toml(path))
-
-    def to_toml(self) -> str:
-        """The whole study as TOML; reading it back gives an equal one."""
-        return to_toml(self.model_dump(exclude_none=True))
 
     @property
     def sizes(self) -> tuple[str, ...]:
