@@ -187,13 +187,15 @@ def adjusted(races: Mapping[str, Race]) -> dict[str, Race]:
 
 def concluded(result: StudyResult) -> StudyResult:
     """The study without the gains per second that it cannot state, and with corrected and shrunk intervals."""
-    rows = [_supported(row, result) for row in result.variants]
+    unstated = {"wall_clock_gain": None}
+    rows = [row if speed_is_shown(row, result) else row.model_copy(update=unstated) for row in result.variants]
     intervals: dict[int, dict[str, Interval]] = {index: {} for index in range(len(rows))}
     alpha = 1.0 - result.confidence
     for size in result.sizes:
         compared = {i: row for i, row in enumerate(rows) if row.size == size and row.name != result.baseline}
+        factors = {i: (row.equivalent_tokens or row.step_gain, row.throughput_ratio) for i, row in compared.items()}
         families = {
-            "corrected": {i: of_ratio(row.wall_clock_gain, _factors(row), alpha) for i, row in compared.items()},
+            "corrected": {i: of_ratio(row.wall_clock_gain, factors[i], alpha) for i, row in compared.items()},
             "equivalent_corrected": {i: of_ratio(row.equivalent_tokens, (), alpha) for i, row in compared.items()},
             "difference_corrected": {i: _of_change(row.difference, alpha) for i, row in compared.items()},
         }
@@ -210,10 +212,6 @@ def concluded(result: StudyResult) -> StudyResult:
     )
     projected = _projected(result.projected, {row.name: row for row in again if row.size == result.sizes[-1]}, alpha)
     return result.model_copy(update={"variants": again, "projected": projected})
-
-
-def _factors(row: VariantResult) -> list[Interval]:
-    return [factor for factor in (row.equivalent_tokens or row.step_gain, row.throughput_ratio) if factor]
 
 
 def _projected(
@@ -235,10 +233,6 @@ def _projected(
     )
 
 
-def _supported(row: VariantResult, result: StudyResult) -> VariantResult:
-    return row if speed_is_shown(row, result) else row.model_copy(update={"wall_clock_gain": None})
-
-
 @dataclass(frozen=True)
 class Tested:
     """An estimate and how its interval grows with the level: `parts` are (standard error, degrees of freedom).
@@ -255,10 +249,6 @@ class Tested:
     parts: tuple[tuple[float, float], ...]
     alpha: float
     is_ratio: bool
-
-    def stretch(self, alpha: float) -> float:
-        """How much wider the interval is at another level."""
-        return self._width(alpha) / self._width(self.alpha)
 
     def _width(self, alpha: float) -> float:
         from scipy.special import stdtrit  # only a finished study needs it
@@ -282,7 +272,7 @@ class Tested:
 
     def at(self, alpha: float) -> Interval:
         """The estimate with its interval at this level."""
-        factor = self.stretch(alpha)
+        factor = self._width(alpha) / self._width(self.alpha)
         low = None if self.down is None else self.value - self.down * factor
         high = None if self.up is None else self.value + self.up * factor
         if self.is_ratio:
@@ -292,7 +282,7 @@ class Tested:
 
 def of_ratio(gain: Interval | None, factors: Sequence[Interval | None], alpha: float) -> Tested | None:
     """A gain, whose interval grows as those of its factors, each with its own degrees of freedom."""
-    if gain is None or not _has_interval(gain):
+    if gain is None or gain.ends is None:
         return None
     value = math.log(gain.value)
     parts = [
@@ -312,7 +302,7 @@ def _half(factor: Interval, below: bool) -> float | None:
 
 
 def _of_change(change: Interval | None, alpha: float) -> Tested | None:
-    if change is None or not _has_interval(change):
+    if change is None or change.ends is None:
         return None
     down, up = (None if end is None else abs(end - change.value) for end in (change.low, change.high))
     return Tested(change, change.value, down, up, ((1.0, _freedom(change)),), alpha, is_ratio=False)
@@ -320,10 +310,6 @@ def _of_change(change: Interval | None, alpha: float) -> Tested | None:
 
 def _freedom(interval: Interval) -> float:
     return interval.freedom or max(interval.count - 1.0, 1.0)
-
-
-def _has_interval(value: Interval | None) -> bool:
-    return value is not None and not (value.low is None and value.high is None)
 
 
 def corrected(family: Mapping[int, Tested | None], alpha: float) -> dict[int, Interval]:
@@ -369,27 +355,23 @@ def comparisons(size: str, result: StudyResult) -> int:
 
 def pays(row: VariantResult) -> bool:
     """Whether a gain per second is shown, after correction."""
-    return enough_runs(row) and row.corrected is not None and row.corrected.low is not None and row.corrected.low > 1.0
+    return enough_runs(row) and row.corrected is not None and row.corrected.above(1.0)
 
 
 def loses(row: VariantResult) -> bool:
     """Whether a loss per second is shown, after correction."""
-    return enough_runs(row) and row.corrected is not None and _below(row.corrected.high, 1.0)
+    return enough_runs(row) and row.corrected is not None and row.corrected.below(1.0)
 
 
 def is_lower(row: VariantResult) -> bool:
     """Whether a lower loss is shown, after correction."""
-    return row.difference_corrected is not None and _below(row.difference_corrected.high, 0.0)
-
-
-def _below(end: float | None, value: float) -> bool:
-    return end is not None and end < value
+    return row.difference_corrected is not None and row.difference_corrected.below(0.0)
 
 
 def enough_runs(row: VariantResult) -> bool:
     """Whether a gain rests on three seeds, or on a ladder, whose runs it pools."""
-    gain = row.wall_clock_gain
-    return gain is not None and (gain.count >= MIN_SEEDS or _has_interval(row.equivalent_tokens))
+    gain, tokens = row.wall_clock_gain, row.equivalent_tokens
+    return gain is not None and (gain.count >= MIN_SEEDS or (tokens is not None and tokens.ends is not None))
 
 
 def speed_problem(row: VariantResult, result: StudyResult) -> Literal["", "unknown", "shared", "busy", "scattered"]:
@@ -416,11 +398,7 @@ def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
 
 def says_nothing(ratio: Interval) -> bool:
     """Whether an interval of a ratio holds 1 and is so wide that no verdict follows from it."""
-    if not _has_interval(ratio):
+    if ratio.ends is None:
         return False  # one run: no interval was asked
-    return around_one(ratio) and (ratio.low is None or ratio.high is None or ratio.high > MAX_TELLING_WIDTH * ratio.low)
-
-
-def around_one(ratio: Interval) -> bool:
-    """Whether an interval holds 1."""
-    return (ratio.low is None or ratio.low <= 1.0) and (ratio.high is None or ratio.high >= 1.0)
+    low, high = ratio.ends
+    return ratio.holds(1.0) and not high <= MAX_TELLING_WIDTH * low

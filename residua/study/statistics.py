@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from pydantic import ConfigDict
@@ -31,6 +31,30 @@ class Interval:
     low: float | None = None
     high: float | None = None
     freedom: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Both ends, an open one infinite; None without an interval."""
+        if self.low is None and self.high is None:
+            return None
+        return (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
+
+    def above(self, value: float) -> bool:
+        """Whether the whole interval lies above a value."""
+        return self.low is not None and self.low > value
+
+    def below(self, value: float) -> bool:
+        """Whether the whole interval lies below a value."""
+        return self.high is not None and self.high < value
+
+    def holds(self, value: float) -> bool:
+        """Whether the interval leaves a value possible; without an interval, every value is."""
+        return not (self.above(value) or self.below(value))
+
+    def exp(self) -> Interval:
+        """Of a logarithm, the interval of what it is the logarithm of; the error stays relative."""
+        low, high = (None if end is None else math.exp(end) for end in (self.low, self.high))
+        return replace(self, value=math.exp(self.value), low=low, high=high)
 
 
 def count(number: float) -> str:
@@ -70,9 +94,7 @@ def estimate_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Interva
 
     With logarithms, "twice" and "half" weigh the same. The error is that of the logarithm, that is, relative.
     """
-    logs = estimate([math.log(ratio) for ratio in ratios], confidence)
-    low, high = (None if edge is None else math.exp(edge) for edge in (logs.low, logs.high))
-    return Interval(math.exp(logs.value), logs.count, logs.error, low, high, logs.freedom)
+    return estimate([math.log(ratio) for ratio in ratios], confidence).exp()
 
 
 def paired_difference(ours: dict[int, float], baseline: dict[int, float], confidence: float = 0.95) -> Interval | None:

@@ -12,16 +12,7 @@ from residua.data.dataset import TINY_VALIDATION
 from residua.reading import counted
 from residua.report import Tone
 from residua.study.config import FOR_FLOPS, NOT_COUNTED
-from residua.study.gains import (
-    around_one,
-    comparisons,
-    enough_runs,
-    is_lower,
-    loses,
-    pays,
-    says_nothing,
-    speed_problem,
-)
+from residua.study.gains import comparisons, enough_runs, is_lower, loses, pays, says_nothing, speed_problem
 from residua.study.plan import TIMINGS
 from residua.study.results import LadderResult, StudyResult, VariantResult
 from residua.study.statistics import Interval, count
@@ -82,8 +73,8 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
         sure = f"no difference shown seed by seed {ends}, but {other}" if other else f"no difference shown {ends}"
     else:
         after = row.difference_corrected
-        lost = after is not None and after.low is not None and after.high is not None and after.low <= 0 <= after.high
-        sure = f"{_direction(change.value)} (n = {change.count}{f'; {_not_clear(row, result)}' * lost})"
+        unclear = f"; {_not_clear(row, result)}" * (after is not None and after.holds(0.0))
+        sure = f"{_direction(change.value)} (n = {change.count}{unclear})"
     return f"{who}: {sure}; {_gains(row, result)}."
 
 
@@ -101,7 +92,7 @@ def _not_clear(row: VariantResult, result: StudyResult) -> str:
 def _gain_per_token(row: VariantResult) -> str:
     """What shows a gain or loss per token though seed by seed no difference of the last losses is shown; else empty."""
     gain = row.equivalent_tokens or row.step_gain
-    if gain is None or around_one(gain):
+    if gain is None or gain.holds(1.0):
         return ""
     if row.equivalent_tokens is None:
         return "one in the steps to the same loss is"
@@ -125,9 +116,9 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
     if ratio is None or seconds is None:
         return f"{per_token}, and no speeds to compare"
     sentence = f"{per_token} at {ratio.value:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
-    if seconds.low is None and seconds.high is None:
+    if seconds.ends is None:
         return sentence if row.difference is None or row.difference.low is None else f"{sentence}, without an interval"
-    if around_one(seconds):
+    if seconds.holds(1.0):
         return f"{sentence}, but no gain or loss per second is shown ({ends_of(seconds)})"
     if not enough_runs(row):
         return f"{sentence} ({ends_of(seconds)}), but {_too_few(row)}"
@@ -135,7 +126,7 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
     if after is None or compared < 2:
         return f"{sentence} ({ends_of(seconds)})"
     corrected = f"corrected for {counted(compared, 'comparison')} {ends_of(after).removeprefix('interval ')}"
-    if around_one(after):
+    if after.holds(1.0):
         return f"{sentence} ({ends_of(seconds)}), but no gain or loss per second is shown ({corrected})"
     return f"{sentence} ({ends_of(seconds)}; {corrected})"
 
@@ -155,7 +146,7 @@ def _per_token(row: VariantResult, result: StudyResult) -> str:
             why += "the first"
         return f"no gain per step, {why}"
     words = ["extrapolated"] if row.equivalent_tokens is not None and row.extrapolated else []
-    words += [ends_of(gain)] if gain.low is not None or gain.high is not None else []
+    words += [ends_of(gain)] if gain.ends is not None else []
     around = f" ({', '.join(words)})" if words else ""
     if row.equivalent_tokens is None:
         return f"{gain.value:.2f}× per step{around}"
@@ -207,15 +198,15 @@ def _answer_of_race(rows: Sequence[VariantResult], result: StudyResult) -> tuple
 
 def _why_not_shown(row: VariantResult, result: StudyResult) -> str:
     gain, after = row.wall_clock_gain, row.corrected
-    if gain is None or (gain.low is None and gain.high is None):
+    if gain is None or gain.ends is None:
         return "but one seed allows no interval" if gain is None or gain.count < 2 else "without an interval"
     if says_nothing(gain) or gain.low is None or gain.high is None:
         return "but the interval is too wide to tell"
-    if around_one(gain):
+    if gain.holds(1.0):
         return f"interval {gain.low:.2f} to {gain.high:.2f}"
     if not enough_runs(row):
         return f"but {_too_few(row)}"
-    if after is not None and after.low is not None and after.high is not None and around_one(after):
+    if after is not None and after.low is not None and after.high is not None and after.holds(1.0):
         compared = counted(comparisons(row.size, result), "comparison")
         return f"interval {after.low:.2f} to {after.high:.2f} after correction for {compared}"
     return "but others are not measured well enough"
@@ -232,8 +223,8 @@ def _answer_by_loss(rows: Sequence[VariantResult], result: StudyResult) -> str:
     assert change is not None  # by_loss has only rows with a difference
     against = f"{change.value:+.4f} against {result.baseline}{', one seed' if change.count == 1 else ''}"
     if not lower and change.low is not None:
-        clear = change.high is not None and change.high < 0.0
-        ends = f"interval {change.low:+.4f} to {change.high:+.4f}{f', {_not_clear(best, result)}' * clear}"
+        unclear = f", {_not_clear(best, result)}" * change.below(0.0)
+        ends = f"interval {change.low:+.4f} to {change.high:+.4f}{unclear}"
         loss = f"no lower loss is shown ({best.name} {change.value:+.4f}, {ends})"
     elif len(compared) == 1:
         loss = f"the loss of {best.name} is {against}"
