@@ -11,7 +11,7 @@ from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError
 from residua.report import theme
 from residua.report.scatter import Line, Point, Scatter
-from residua.study.figures import MILLION, Points, interval_ends
+from residua.study.figures import MILLION, Points
 from residua.study.gains import concluded, product
 from residua.study.ladder import equivalent_tokens
 from residua.study.plan import PLACE
@@ -123,7 +123,7 @@ def _gains(
             colour, symbol, last = theme.colour(index), theme.symbol(index), gains[-1][0]
             lines.append(Line("", [x for x, _ in gains], [-gain.value for _, gain in gains], colour))
             for x, gain in gains:
-                ends = None if (own := interval_ends(gain)) is None else (-own[1], -own[0])
+                ends = None if gain.ends is None else (-gain.ends[1], -gain.ends[0])
                 points.append(Point(name if x == last else "", x, -gain.value, colour, None, ends, symbol=symbol))
     return Scatter(points, lines, *axes).svg(title) if lines else None
 

@@ -344,13 +344,6 @@ def height_of(rows: int) -> int:
     return max(180, _FOREST_FRAME + _FOREST_ROW * rows)
 
 
-def both_ends(low: float | None, high: float | None) -> tuple[float, float] | None:
-    """The ends of an interval, an open one infinite; None if both are open."""
-    if low is None and high is None:
-        return None
-    return (-math.inf if low is None else low), (math.inf if high is None else high)
-
-
 def span(
     values: Sequence[float], ends: Sequence[tuple[float, float] | None], reach: float = 1.0
 ) -> tuple[float, float]:

@@ -9,7 +9,7 @@ backgrounds, so that only the paper changes between light and dark.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypedDict
 
 SERIES = (
     "#7d848f", "#2f7ed8", "#d9641c", "#4d9f0c", "#cf2a6f", "#9a3fe8", "#886800", "#00a385",
@@ -33,6 +33,18 @@ _DIVERGING = {
     "light": ["#a63d1f", "#e28a5f", "#f3cdb6", "#e4e7ec", "#b9d4ee", "#5d9bd6", "#1c5c9e"],
     "dark": ["#f09a6c", "#b55f36", "#69402f", "#3a424f", "#2a5077", "#3f80bf", "#9cc8f2"],
 }
+
+
+class Look(TypedDict):
+    """How a series is drawn: keywords of `Curve`, `Estimate` and `Point`."""
+
+    colour: str
+    symbol: str
+
+
+def look(place: int) -> Look:
+    """The colour and the marker of a series."""
+    return {"colour": colour(place), "symbol": symbol(place)}
 
 
 def colour(place: int) -> str:

@@ -6,15 +6,15 @@ Pictures: the cost of a variant's step against the worth of its tokens, and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from residua.report import theme
-from residua.report.figures import Curve, Estimate, both_ends, curves, forest, heatmap
+from residua.report.figures import Curve, Estimate, curves, forest, heatmap
 from residua.report.scatter import Line, Point, Scatter
 from residua.study.gains import speed_is_shown
 from residua.study.records import RunRecord
-from residua.study.results import PROJECTED, LadderResult, ScalingResult, StudyResult, VariantResult
+from residua.study.results import PROJECTED, LadderResult, StudyResult, VariantResult
 from residua.study.statistics import Interval, mean, smooth
 from residua.train import telemetry_curves as telemetry
 
@@ -82,51 +82,52 @@ def difference_curves(records: Records, baseline: str) -> Figure:
     """Validation loss minus the baseline's of the same seed at the same step: mean over seeds, and a band for few."""
     reference = {_seed(run): dict(run.loss_curve) for run in records[baseline]}
     steps = sorted({x for curve in reference.values() for x in curve})
-    series = [_curve(records, baseline, [(x, 0.0) for x in steps], dash="dash")]
-    few = sum(bool(runs) for runs in records.values()) <= MAX_BANDS
-    for name, runs in records.items():
-        paired = [
+    zero = _curve(looks(records)[baseline], baseline, [(x, 0.0) for x in steps], dash="dash")
+    paired = {
+        name: [
             [(x, y - known[x]) for x, y in run.loss_curve if x in known]
             for run in runs
             if name != baseline and (known := reference.get(_seed(run)))
         ]
-        if paired:
-            band = _band(paired) if few and len(paired) > 1 else (None, None)
-            series.append(_curve(records, name, _mean_curve(paired), markers=True, low=band[0], high=band[1]))
-    return curves(series, TOKENS, f"loss − {baseline}'s", y_range=_focus_differences(series[1:]))
+        for name, runs in records.items()
+    }
+    series = _series(paired, markers=True, few=sum(map(bool, records.values())) <= MAX_BANDS)
+    return curves([zero, *series], TOKENS, f"loss − {baseline}'s", y_range=_focus_differences(series))
 
 
 def forest_of_losses(rows: Sequence[VariantResult], result: StudyResult, height: int | None = None) -> Figure:
     """Δ loss of each row with its interval, in the order of the rows, against the baseline's line at 0."""
-    place = places(result)
-    estimates = [
-        _estimate(row.name, place[row.name], row.difference, "+.4f") for row in rows if row.difference is not None
-    ]
+    look = looks_of(result)
+    estimates = [_estimate(row.name, look[row.name], row.difference) for row in rows if row.difference is not None]
     return forest(estimates, "Δ loss, nats per token (left is better)", height=height)
 
 
 def precision_costs(result: StudyResult, rows: Sequence[VariantResult], recipes: Sequence[str]) -> dict[str, Figure]:
     """By recipe, the loss that low precision adds to each variant, with its interval; left out where not finite."""
-    place, figures = places(result), {}
+    look, figures = looks_of(result), {}
     for recipe in recipes:
         costs = [(row.name, row.low_precision.costs[recipe]) for row in rows if row.low_precision is not None]
-        shown = [_estimate(name, place[name], cost, "+.4f") for name, cost in costs if cost is not None]
+        shown = [_estimate(name, look[name], cost) for name, cost in costs if cost is not None]
         if shown:
             shown.sort(key=lambda estimate: estimate.value)
             figures[recipe] = forest(shown, "added loss, nats per token (left is better)")
     return figures
 
 
-def places(result: StudyResult) -> dict[str, int]:
-    """The place of each variant in the study, which decides its colour on every page."""
-    return {name: index for index, name in enumerate(dict.fromkeys(row.name for row in result.variants))}
+def looks(names: Iterable[str]) -> dict[str, theme.Look]:
+    """The colour and the marker of each variant, on every page: those of its place in the study."""
+    return {name: theme.look(place) for place, name in enumerate(dict.fromkeys(names))}
 
 
-def _estimate(name: str, place: int, value: Interval, form: str) -> Estimate:
-    low, high = ("…" if end is None else f"{end:{form}}" for end in (value.low, value.high))
-    ends, shown = both_ends(value.low, value.high), f"{value.value:{form}}"
-    interval = "one seed, no interval" if ends is None else f"interval {low} to {high}"
-    return Estimate(name, value.value, theme.colour(place), ends, shown, interval, theme.symbol(place))
+def looks_of(result: StudyResult) -> dict[str, theme.Look]:
+    """Those of a study's variants."""
+    return looks(row.name for row in result.variants)
+
+
+def _estimate(name: str, look: theme.Look, value: Interval) -> Estimate:
+    low, high = ("…" if end is None else f"{end:+.4f}" for end in (value.low, value.high))
+    interval = "one seed, no interval" if value.ends is None else f"interval {low} to {high}"
+    return Estimate(name, value.value, ends=value.ends, text=f"{value.value:+.4f}", detail=interval, **look)
 
 
 def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
@@ -135,7 +136,7 @@ def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
     for name, tables in _inspections(records, "sublayers"):
         values = _mean_rows([[row[key] for row in table] for table in tables])
         if values:
-            series.append(_curve(records, name, list(enumerate(values)), markers=True))
+            series.append(_curve(looks(records)[name], name, list(enumerate(values)), markers=True))
     if not series:
         return None
     return curves(series, "sublayer (even: attention, odd: FFN)", y_title, log_y=True, whole_x=True)
@@ -181,7 +182,8 @@ def attention_gates(records: Records) -> dict[str, Figure]:
             values = _mean_rows([[row[key] for row in table] for table in tables])
             layers = [row["layer"] for row in tables[0]]  # in a hybrid, only some layers
             if values:
-                series.append(_curve(records, name, list(zip(layers, values, strict=True)), markers=True))
+                points = list(zip(layers, values, strict=True))
+                series.append(_curve(looks(records)[name], name, points, markers=True))
         if series:
             figures[label] = curves(series, "layer", label, whole_x=True, y_range=(0.0, 1.0), height=320)
     return figures
@@ -203,20 +205,17 @@ def _frame(value: Any) -> Any:
     return [_frame(inner) for inner in value] if isinstance(value, list) else None
 
 
-def scaling_figure(points: dict[str, Points], fits: Sequence[ScalingResult], order: Sequence[str]) -> Figure:
+def scaling_figure(points: dict[str, Points], result: StudyResult) -> Figure:
     """Final loss against compute on logarithmic axes, with the fitted power laws."""
-    laws = {fit.name: fit for fit in fits}
-    series = []
-    for index, name in enumerate(order):
+    laws, series = {fit.name: fit for fit in result.scaling}, []
+    for name, look in looks_of(result).items():
         runs = sorted(points.get(name, []))
         if not runs:
             continue
-        colour = theme.colour(index)
-        series.append(Curve(name, *_columns(runs), colour, markers=True, lines=False, symbol=theme.symbol(index)))
+        series.append(_curve(look, name, runs, markers=True, lines=False))
         if name in laws:
-            ends = [runs[0][0], runs[-1][0]]
-            fitted = [laws[name].scale * c ** -laws[name].exponent for c in ends]
-            series.append(Curve(name, ends, fitted, colour, legend=False))
+            ends = [(compute, laws[name].scale * compute ** -laws[name].exponent) for compute, _ in (runs[0], runs[-1])]
+            series.append(Curve(name, *_columns(ends), look["colour"], legend=False))
     return curves(series, "training FLOPs", "validation loss", log_x=True, log_y=True)
 
 
@@ -224,23 +223,23 @@ def gains_over_compute(result: StudyResult) -> Figure | None:
     """Equivalent tokens at each size over the baseline's compute, with dashed projections; None if there are none."""
     flops = {row.size: row.flops_per_token for row in result.variants if row.name == result.baseline}
     tokens = {run.size: run.tokens for run in result.runs if run.variant == result.baseline and run.budget == 1.0}
-    projected, series, order = {gain.name: gain for gain in result.projected}, [], places(result)
-    for name in order:
+    projected, series = {gain.name: gain for gain in result.projected}, []
+    for name, look in looks_of(result).items():
         rows = [
             (flops[row.size] * trained, row.equivalent_tokens)
             for row in result.variants
             if row.name == name and row.equivalent_tokens is not None and (trained := tokens.get(row.size))
         ]
         if rows:
-            ends = [known for _, gain in rows if (known := interval_ends(gain)) is not None]
+            ends = [gain.ends for _, gain in rows if gain.ends is not None]
             low, high = _columns(ends) if len(ends) == len(rows) else (None, None)
             drawn = [(x, gain.value) for x, gain in rows]
-            series.append(_curve(order, name, drawn, markers=True, low=low, high=high))
-        if (gain := projected.get(name)) is not None and (reach := interval_ends(gain.tokens)) is not None:
+            series.append(_curve(look, name, drawn, markers=True, low=low, high=high))
+        if (gain := projected.get(name)) is not None and (reach := gain.tokens.ends) is not None:
             start = gain.tokens.value / gain.trend.value
             drawn = [(gain.compute / PROJECTED, start), (gain.compute, gain.tokens.value)]
             low, high = [start, reach[0]], [start, reach[1]]
-            series.append(_curve(order, name, drawn, markers=True, low=low, high=high, dash="dash", legend=False))
+            series.append(_curve(look, name, drawn, markers=True, low=low, high=high, dash="dash", legend=False))
     return curves(series, "training FLOPs of the baseline", "equivalent tokens", log_x=True) if series else None
 
 
@@ -253,16 +252,16 @@ def _matrix(
     return heatmap(padded, [str(i) for i in range(width)], names, x_title, y_title, value, bounds=(0.0, highest))
 
 
-def _series(lines: dict[str, list[Points]], *, markers: bool) -> list[Curve]:
+def _series(lines: dict[str, list[Points]], *, markers: bool, few: bool | None = None) -> list[Curve]:
     """A line for each variant: the mean over its runs, with a band that spans them if there are few variants."""
-    series = []
-    few = sum(any(runs) for runs in lines.values()) <= MAX_BANDS
+    series, look = [], looks(lines)
+    few = sum(any(runs) for runs in lines.values()) <= MAX_BANDS if few is None else few
     for name, every in lines.items():
         runs = [run for run in every if run and not any(math.isnan(x) for x, _ in run)]
         if not runs:
             continue
         band = _band(runs) if few and len(runs) > 1 else (None, None)
-        series.append(_curve(lines, name, _mean_curve(runs), markers=markers, low=band[0], high=band[1]))
+        series.append(_curve(look[name], name, _mean_curve(runs), markers=markers, low=band[0], high=band[1]))
     return series
 
 
@@ -306,10 +305,8 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _curve(order: Mapping[str, object], name: str, points: Sequence[tuple[float, float]], **look: Any) -> Curve:
-    """A variant's line, in the look of its place in the study."""
-    place = list(order).index(name)
-    return Curve(name, *_columns(points), theme.colour(place), symbol=theme.symbol(place), **look)
+def _curve(look: theme.Look, name: str, points: Sequence[tuple[float, float]], **settings: Any) -> Curve:
+    return Curve(name, *_columns(points), **look, **settings)
 
 
 def _seed(run: RunRecord) -> str:
@@ -322,19 +319,17 @@ def break_even(result: StudyResult, size: str | None = None) -> Scatter | None:
 
     None if no variant has both a gain and a speed.
     """
-    rows = result.rows(size or result.sizes[-1])
+    rows, look = result.rows(size or result.sizes[-1]), looks_of(result)
     points = [
-        Point(row.name, 1 / row.throughput_ratio.value, gain.value, theme.colour(index),
-              None if (speeds := interval_ends(row.throughput_ratio)) is None else (1 / speeds[1], 1 / speeds[0]),
-              interval_ends(gain), symbol=theme.symbol(index))
-        for index, row in enumerate(rows)
+        Point(row.name, 1 / row.throughput_ratio.value, gain.value, y_ends=gain.ends, **look[row.name],
+              x_ends=None if (speeds := row.throughput_ratio.ends) is None else (1 / speeds[1], 1 / speeds[0]))
+        for row in rows
         if row.throughput_ratio is not None and speed_is_shown(row, result)
         if (gain := row.equivalent_tokens or row.step_gain) is not None
     ]  # fmt: skip
     if not points:
         return None
-    at = next(index for index, row in enumerate(rows) if row.name == result.baseline)
-    points.insert(0, Point(result.baseline, 1.0, 1.0, theme.colour(at), symbol=theme.symbol(at)))
+    points.insert(0, Point(result.baseline, 1.0, 1.0, **look[result.baseline]))
     (left, right), (low, high) = Scatter(points, (), "", "").ranges
     ends = [min(left, low), max(right, high)]
     line = Line("breaks even: above it, a variant pays per second", ends, ends, dash="dash")
@@ -355,20 +350,18 @@ def ladder_scatter(result: StudyResult, ladder: LadderResult) -> Scatter:
     """Loss against tokens: the baseline's budgets, the law, and each variant where the law has its loss."""
     rungs = [
         Point(f"{rung.tokens / MILLION:.4g} M", rung.tokens / MILLION, rung.loss.value,
-              theme.SERIES[0], None, interval_ends(rung.loss))
+              theme.SERIES[0], None, rung.loss.ends)
         for rung in ladder.rungs
     ]  # fmt: skip
     tokens = {(run.variant, run.size): run.tokens for run in result.runs if run.budget == 1.0 and run.tokens}
-    variants = []
-    for index, row in enumerate(result.rows(ladder.size)):
+    variants, look = [], looks_of(result)
+    for row in result.rows(ladder.size):
         gain, trained = row.equivalent_tokens, tokens.get((row.name, row.size))
         if gain is not None and trained is not None and row.loss is not None:
-            scale, ends = trained / MILLION, interval_ends(gain)
-            around = None if ends is None else (ends[0] * scale, ends[1] * scale)
-            variants.append(
-                Point(row.name, gain.value * scale, row.loss.value, theme.colour(index), around,
-                      labelled=False, symbol=theme.symbol(index))
-            )  # fmt: skip
+            scale = trained / MILLION
+            around = None if gain.ends is None else (gain.ends[0] * scale, gain.ends[1] * scale)
+            x, y = gain.value * scale, row.loss.value
+            variants.append(Point(row.name, x, y, x_ends=around, labelled=False, **look[row.name]))
     points = [*rungs, *variants]
     return Scatter(points, [_law(ladder, points)], "million tokens", "validation loss")
 
@@ -382,8 +375,3 @@ def _law(ladder: LadderResult, points: list[Point]) -> Line:
     losses = [law.floor + law.scale * (place * MILLION) ** -law.exponent for place in places]
     scale = law.scale * MILLION**-law.exponent
     return Line(f"L = {law.floor:.3f} + {scale:.3g}·D^−{law.exponent:.3f}, D in millions", places, losses)
-
-
-def interval_ends(value: Interval) -> tuple[float, float] | None:
-    """Both ends of an interval that has them."""
-    return both_ends(value.low, value.high)

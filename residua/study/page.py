@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from residua.files import write_atomically
-from residua.report import Cell, Column, Link, Page, Picture, Section, Series, Sorted, theme
+from residua.report import Cell, Column, Link, Page, Picture, Section, Series, Sorted
 from residua.report.figures import height_of
 from residua.report.tables import DataTable
 from residua.study import figures, tables, verdicts
@@ -219,7 +219,7 @@ def _table(section: Section, result: StudyResult, size: str, explained: bool = F
 
     With a ladder, the step-wise gain, which it replaces, is in results.md alone.
     """
-    columns, place = tables.columns(result), figures.places(result)
+    columns, look = tables.columns(result), figures.looks_of(result)
     shown = [i for i, column in enumerate(columns) if not (result.ladder and column.title == SORTED_BY["step_gain"])]
     first = {i: [columns[i].title.startswith(title) for title in FIRST] for i in shown}
     order = sorted(shown, key=lambda i: first[i].index(True) if any(first[i]) else len(FIRST))
@@ -227,7 +227,7 @@ def _table(section: Section, result: StudyResult, size: str, explained: bool = F
     cells = []
     for row in rows:
         values = tables.cells(row, result)
-        name = Series(row.name, theme.colour(place[row.name]), values[0].detail)
+        name = Series(row.name, look[row.name]["colour"], values[0].detail)
         cells.append([name if i == 0 else values[i] for i in order])
     title = SORTED_BY[verdicts.gain_key(rows)]
     known = any(getattr(row, verdicts.gain_key(rows)) is not None for row in rows)
@@ -274,7 +274,7 @@ def _over_sizes(page: Page, result: StudyResult) -> None:
 def _scaling(page: Page, result: StudyResult) -> None:
     points = compute_points(result.runs, result.variants)
     if (table := tables.scaling_table(result)) is not None:
-        drawn = figures.scaling_figure(points, result.scaling, list(figures.places(result)))
+        drawn = figures.scaling_figure(points, result)
         _side_table(page, result, table, figure=drawn, caption=_not_drawn(result, points).strip())
 
 
@@ -357,8 +357,8 @@ def _side_table(
 
 def _coloured(table: DataTable, result: StudyResult) -> list[list[Cell]]:
     """The rows with their variants, which the first column names, in their colours."""
-    place = figures.places(result)
-    return [[Series(row[0].main, theme.colour(place[row[0].main])), *row[1:]] for row in table.rows]
+    look = figures.looks_of(result)
+    return [[Series(row[0].main, look[row[0].main]["colour"]), *row[1:]] for row in table.rows]
 
 
 def _inside(page: Page, records: Records) -> None:
@@ -401,18 +401,18 @@ def _runs(page: Page, result: StudyResult, out: Path) -> None:
     titles = ("variant", "size", "seed", "status", "loss", "tokens/s", "memory", "folder", "diagnosis")
     numeric = {"seed", "loss", "tokens/s", "memory"}
     columns = [Column(title, numeric=title in numeric) for title in titles]
-    place = figures.places(result)
+    look = figures.looks_of(result)
     done = sum(run.status == "complete" for run in result.runs)
     with section.fold(f"{done} of {len(result.runs)} runs are complete"):
         section.table(
-            columns, [_run_cells(run, out, place[run.variant]) for run in result.runs], order=Sorted(0, False)
+            columns, [_run_cells(run, out, look[run.variant]["colour"]) for run in result.runs], order=Sorted(0, False)
         )
 
 
-def _run_cells(run: RunResult, out: Path, place: int) -> list[Cell]:
+def _run_cells(run: RunResult, out: Path, colour: str) -> list[Cell]:
     folder = f"{RUNS}/{run.folder}"
     return [
-        Series(run.variant, theme.colour(place), "" if run.budget == 1.0 else f"ladder {run.budget:g}×"),
+        Series(run.variant, colour, "" if run.budget == 1.0 else f"ladder {run.budget:g}×"),
         run.size,
         str(run.seed),
         run.status,
