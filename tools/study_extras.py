@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
 
 from residua.config.run import RunConfig, settings
 from residua.config.settings import ConfigError
@@ -20,6 +22,7 @@ from residua.study.results_file import SavedStudy
 from residua.study.statistics import geometric_mean
 
 Rungs = dict[float, dict[int, float]]  # the baseline's losses by tokens and seed
+LINE = 13.0  # pixels
 VALIDATED = {"vocab_size", "validation_tokens", "bytes_per_token"}
 LENGTH = (*PLACE, "data.seed", "train.seed", "train.steps", "train.validate_every")
 
@@ -140,12 +143,61 @@ def peak_picture(result: StudyResult, variants: Sequence[str] = (), size: str | 
             points.append(Point(row.name, *curve[-1], colour, symbol=theme.symbol(index)))
     if not lines:
         return None
-    low, high = min(min(line.y) for line in lines), max(max(line.y) for line in lines)
-    bounds = (0.0, 1.25 * max(point.x for point in points)), (low / 1.5, high * 1.5)  # labels stand at the right
-    axes = ("million tokens", "largest |h| that a sublayer reads")
-    drawn = Scatter(points, lines, *axes, bounds=bounds, log_y=True, column=True)
+    drawn = CurveEnds(points, lines, "million tokens", "largest |h| that a sublayer reads")
     what = f"{result.name}, {size}" if len(result.sizes) > 1 else result.name
     return drawn.svg(f"{what}: peak |h| while training")
+
+
+class CurveEnds(Scatter):
+    """Curves over a logarithmic axis, with their ends' labels in a column at the right, apart from each other."""
+
+    @property
+    def ranges(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """With room for the labels."""
+        values = [*(point.y for point in self.points), *(y for line in self.lines for y in line.y)]
+        return (0.0, 1.25 * max(point.x for point in self.points)), (min(values) / 1.5, max(values) * 1.5)
+
+    def _pixel(self, x: float, y: float) -> tuple[float, float]:
+        low, high = self.ranges[1]
+        return super()._pixel(x, low + (high - low) * math.log(y / low) / math.log(high / low))
+
+    def _levels(self, low: float, high: float) -> list[float]:
+        """1, 2 and 5 times powers of ten, or these powers alone if there are many."""
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        factors = (1, 2, 5) if len(powers) < 5 else (1,)
+        return [value for power in powers for f in factors if low <= (value := float(f"{f}e{power}")) <= high]
+
+    def _drawn_points(self) -> Iterator[str]:
+        """Labels one below the other, and a thin line from each to its point."""
+        points = sorted(self.points, key=lambda point: -point.y)
+        centres = [self._pixel(point.x, point.y) for point in points]
+        top, bottom = (self._pixel(0.0, end)[1] for end in reversed(self.ranges[1]))
+        places = spread([y for _, y in centres], LINE, top + LINE / 2, bottom - LINE / 2)
+        aside = max(x for x, _ in centres) + 26
+        for point, (x, y), place in zip(points, centres, places, strict=True):
+            yield (
+                f'<path d="M{x:.1f} {y:.1f}L{aside - 4:.1f} {place:.1f}" stroke="{point.colour}" stroke-opacity="0.4"/>'
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{point.colour}"/>'
+                f'<text x="{aside:.1f}" y="{place + 4:.1f}" fill="{point.colour}">{escape(point.name)}</text>'
+            )
+
+
+def spread(places: Sequence[float], apart: float, low: float, high: float) -> list[float]:
+    """These rising places, moved as little as it takes to have neighbours `apart` and all within both ends.
+
+    The least squares: y_i = place_i − i·apart must not fall, so what falls is replaced by its mean. If there is no
+    room, the first ones leave the lower end.
+    """
+    groups: list[tuple[float, int]] = []  # mean of y, count
+    for index, place in enumerate(places):
+        mean, count = place - index * apart, 1
+        while groups and groups[-1][0] > mean:
+            before, size = groups.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        groups.append((mean, count))
+    last = high - (len(places) - 1) * apart
+    level = [min(max(mean, low), last) for mean, count in groups for _ in range(count)]
+    return [y + index * apart for index, y in enumerate(level)]
 
 
 def _peak_curve(runs: Sequence[RunResult]) -> Points:

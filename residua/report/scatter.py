@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import pairwise
@@ -56,12 +56,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Points and lines over two axes; a line's name stands in the legend.
-
-    `bounds` are the ends of the axes, where points alone would not give room to the lines. With `log_y` the vertical
-    axis is logarithmic; it then needs bounds. With `column` the points are ends of curves, and a picture has their
-    labels in a column at the right, apart from each other.
-    """
+    """Points and lines over two axes; a line's name stands in the legend."""
 
     points: Sequence[Point]
     lines: Sequence[Line]
@@ -69,17 +64,12 @@ class Scatter:
     y_title: str
     width: int = WIDTH
     height: int = HEIGHT
-    bounds: tuple[tuple[float, float], tuple[float, float]] | None = None
-    log_y: bool = False
-    column: bool = False
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """The axes: room for all points and for their intervals as far as twice the extent of the points."""
-        return self.bounds or (
-            span([p.x for p in self.points], [p.x_ends for p in self.points]),
-            span([p.y for p in self.points], [p.y_ends for p in self.points]),
-        )
+        across = span([p.x for p in self.points], [p.x_ends for p in self.points])
+        return across, span([p.y for p in self.points], [p.y_ends for p in self.points])
 
     def figure(self, height: int = 460, narrowest: int = 380, legend: bool = True) -> Figure:
         """The interactive figure of a page.
@@ -110,10 +100,7 @@ class Scatter:
             for point, side in zip(self.points, sides, strict=True)
         ]  # fmt: skip
         across, up = self.ranges
-        x: dict[str, Any] = {"range": list(across)}
-        y: dict[str, Any] = {"range": list(up)}
-        if self.log_y:
-            y = {"type": "log", "range": [math.log10(end) for end in up]}
+        x, y = {"range": list(across)}, {"range": list(up)}
         return framed(traces, self.x_title, self.y_title, height, x=x, y=y)
 
     def svg(self, title: str) -> str:
@@ -132,15 +119,13 @@ class Scatter:
             *map(self._drawn_whiskers, self.points),
             "</g>",
             *self._line_names(),
-            *(self._drawn_column() if self.column else map(self._drawn_point, self.points, self._sides())),
+            *self._drawn_points(),
             "</svg>",
         ]
         return "\n".join(part for part in parts if part) + "\n"
 
     def _pixel(self, x: float, y: float) -> tuple[float, float]:
         (left, right), (low, high) = self.ranges
-        if self.log_y:
-            y, low, high = math.log(y), math.log(low), math.log(high)
         across, up = (x - left) / (right - left), (y - low) / (high - low)
         return (
             _LEFT + across * (self.width - _LEFT - _RIGHT),
@@ -236,26 +221,20 @@ class Scatter:
             x = start - 16
         return parts
 
-    def _drawn_point(self, point: Point, side: str) -> str:
-        (x, y), (dx, dy) = self._pixel(point.x, point.y), _SIDES[side]
-        return (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{point.colour}"/>'
-            f'<text x="{x + dx:.1f}" y="{y + dy:.1f}" text-anchor="{_ANCHORS[side.split()[1]]}" fill="{point.colour}">'
-            f"{escape(point.name)}</text>"
-        )
+    def _drawn_points(self) -> Iterator[str]:
+        """The markers and their labels."""
+        for point, side in zip(self.points, self._sides(), strict=True):
+            (x, y), (dx, dy) = self._pixel(point.x, point.y), _SIDES[side]
+            anchor = _ANCHORS[side.split()[1]]
+            yield (
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{point.colour}"/>'
+                f'<text x="{x + dx:.1f}" y="{y + dy:.1f}" text-anchor="{anchor}" fill="{point.colour}">'
+                f"{escape(point.name)}</text>"
+            )
 
-    def _drawn_column(self) -> list[str]:
-        """Points with their labels one below the other, a thin line from each to its point."""
-        points = sorted(self.points, key=lambda point: -point.y)
-        centres = [self._pixel(point.x, point.y) for point in points]
-        places = spread([y for _, y in centres], _LINE, _TOP + _LINE / 2, self.height - _BOTTOM - _LINE / 2)
-        aside = max(x for x, _ in centres) + 26
-        return [
-            f'<path d="M{x:.1f} {y:.1f}L{aside - 4:.1f} {place:.1f}" stroke="{point.colour}" stroke-opacity="0.4"/>'
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{point.colour}"/>'
-            f'<text x="{aside:.1f}" y="{place + 4:.1f}" fill="{point.colour}">{escape(point.name)}</text>'
-            for point, (x, y), place in zip(points, centres, places, strict=True)
-        ]
+    def _levels(self, low: float, high: float) -> list[float]:
+        """The values along the vertical axis."""
+        return _ticks(low, high)
 
     def _axes(self) -> list[str]:
         (left, right), (low, high) = self.ranges
@@ -264,7 +243,7 @@ class Scatter:
             x, _ = self._pixel(value, low)
             parts.append(f'<line x1="{x:.1f}" y1="{_TOP}" x2="{x:.1f}" y2="{bottom}" stroke="#e6e9ee"/>')
             parts.append(f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>')
-        for value in (_decades if self.log_y else _ticks)(low, high):
+        for value in self._levels(low, high):
             _, y = self._pixel(left, value)
             parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{WIDTH - _RIGHT}" y2="{y:.1f}" stroke="#e6e9ee"/>')
             parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
@@ -277,24 +256,6 @@ class Scatter:
             f'<text x="16" y="{middle}" text-anchor="middle" font-size="13" transform="rotate(-90 16 {middle})">'
             f"{escape(self.y_title)}</text>",
         ]
-
-
-def spread(places: Sequence[float], apart: float, low: float, high: float) -> list[float]:
-    """These rising places, moved as little as it takes to have neighbours `apart` and all within both ends.
-
-    The least squares: y_i = place_i − i·apart must not fall, so what falls is replaced by its mean. If there is no
-    room, the first ones leave the lower end.
-    """
-    groups: list[tuple[float, int]] = []  # mean of y, count
-    for index, place in enumerate(places):
-        mean, count = place - index * apart, 1
-        while groups and groups[-1][0] > mean:
-            before, size = groups.pop()
-            mean, count = (mean * count + before * size) / (count + size), count + size
-        groups.append((mean, count))
-    last = high - (len(places) - 1) * apart
-    level = [min(max(mean, low), last) for mean, count in groups for _ in range(count)]
-    return [y + index * apart for index, y in enumerate(level)]
 
 
 def _label_box(name: str, centre: tuple[float, float], side: str) -> Box:
@@ -323,13 +284,6 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw)
     first = math.ceil(low / step)
     return [round(index * step, 10) for index in range(first, math.floor(high / step) + 1)]
-
-
-def _decades(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, or these powers alone if there are many."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(powers) < 5 else (1,)
-    return [value for power in powers for f in factors if low <= (value := float(f"{f}e{power}")) <= high]
 
 
 def _whiskers(value: float, ends: tuple[float, float] | None, colour: str) -> dict[str, object] | None:

@@ -1,19 +1,22 @@
-"""A study's gains from longer runs of its baseline in another study."""
+"""Gains from longer runs of a baseline in another study, and the labels of curves."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from residua.config.settings import ConfigError
+from residua.report.scatter import Point
 from residua.study.gains import loses, pays
 from residua.study.page import show_saved
 from residua.study.results_file import SavedStudy
 from residua.train.result import FinalValidation
 from tests.docs.commands import load_module
 
-with_external_ladder = load_module("tools/study_extras.py").with_external_ladder
+extras = load_module("tools/study_extras.py")
+with_external_ladder = extras.with_external_ladder
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
@@ -80,3 +83,18 @@ def test_the_published_studies_say_what_is_left_after_correction(studies: tuple[
     assert [row.name for row in show_saved(small).variants if pays(row)] == first
     new_text = with_external_ladder(small, longer)[0].variants
     assert [row.name for row in new_text if pays(row)] == ["resformer", "mgr_resformer", "naive", "gatednorm_resformer"]
+
+
+def test_labels_in_a_column_keep_apart_and_near_their_points() -> None:
+    assert extras.spread([10.0, 50.0, 90.0], 13.0, 0.0, 100.0) == [10.0, 50.0, 90.0]
+    assert extras.spread([50.0, 50.0, 50.0], 10.0, 0.0, 100.0) == pytest.approx([40.0, 50.0, 60.0])
+    assert extras.spread([20.0, 22.0, 30.0, 80.0], 10.0, 0.0, 100.0) == pytest.approx([14.0, 24.0, 34.0, 80.0])
+    assert extras.spread([1.0, 2.0], 10.0, 0.0, 100.0) == [0.0, 10.0]
+    assert extras.spread([98.0, 99.0], 10.0, 0.0, 100.0) == [90.0, 100.0]
+
+
+def test_a_column_names_every_point_and_draws_its_leader() -> None:
+    points = [Point("a", 1.0, 2.0, "#111111"), Point("b", 1.0, 2.01, "#222222")]
+    drawn = extras.CurveEnds(points, (), "x", "y").svg("t")
+    a, b = (float(re.search(rf'y="([0-9.]+)" fill="#[0-9]+">{name}<', drawn)[1]) for name in "ab")
+    assert a - b == pytest.approx(13.0, abs=0.11) and drawn.count("<circle") == drawn.count('stroke-opacity="0.4"') == 2

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from itertools import combinations
 from xml.etree import ElementTree
 
-import pytest
-
-from residua.report.scatter import Line, Point, Scatter, _label_box, _overlap, _ticks, spread
+from residua.report.scatter import Line, Point, Scatter, _label_box, _overlap, _ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -64,18 +61,3 @@ def test_the_figure_has_whiskers_where_there_are_intervals() -> None:
     assert (a.error_y.array[0], a.error_y.arrayminus[0]) == (1.3 - 1.0, 1.0 - 0.8)
     assert b.error_x.array is None and b.error_y.array[0] > 100
     assert b.text == ("b&lt;i&gt;",)
-
-
-def test_labels_in_a_column_keep_apart_and_near_their_points() -> None:
-    assert spread([10.0, 50.0, 90.0], 13.0, 0.0, 100.0) == [10.0, 50.0, 90.0]
-    assert spread([50.0, 50.0, 50.0], 10.0, 0.0, 100.0) == pytest.approx([40.0, 50.0, 60.0])
-    assert spread([20.0, 22.0, 30.0, 80.0], 10.0, 0.0, 100.0) == pytest.approx([14.0, 24.0, 34.0, 80.0])
-    assert spread([1.0, 2.0], 10.0, 0.0, 100.0) == [0.0, 10.0]
-    assert spread([98.0, 99.0], 10.0, 0.0, 100.0) == [90.0, 100.0]
-
-
-def test_a_column_names_every_point_and_draws_its_leader() -> None:
-    points = [Point("a", 1.0, 2.0, "#111111"), Point("b", 1.0, 2.01, "#222222")]
-    drawn = Scatter(points, (), "x", "y", bounds=((0.0, 2.0), (0.0, 4.0)), column=True).svg("t")
-    a, b = (float(re.search(rf'y="([0-9.]+)" fill="#[0-9]+">{name}<', drawn)[1]) for name in "ab")
-    assert a - b == pytest.approx(13.0, abs=0.11) and drawn.count("<circle") == drawn.count('stroke-opacity="0.4"') == 2
