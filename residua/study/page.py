@@ -41,6 +41,10 @@ SORTED_BY = {
     "wall_clock_gain": "wall-clock gain", "equivalent_tokens": tables.EQUIVALENT, "step_gain": tables.STEPWISE,
 }  # fmt: skip
 """The column of each gain."""
+RACE_CAPTION = "Tokens × the seconds of a step timed alone; mean over runs. The dashed line is the target."
+TREND_CAPTION = (
+    "Dashed: the trend of each variant's gains, whose band opens to the interval at ten times the largest run."
+)
 
 
 @dataclass(frozen=True)
@@ -113,22 +117,30 @@ def study_page(
     page = Page(title, _lead(result), tone)
     if supplement is not None:
         supplement.draw(page, result)
-    _verdict(page, result)
+    _verdict(page.section("Verdict"), result)
     for size in result.sizes:
-        _race(page, result, records[size], size)
-    _over_sizes(page, result)
+        if (table := tables.race_table(result, size)) is not None:
+            drawn = figures.race_curves(result, records[size], size)
+            _side_table(page, result, table, at_size(size, result), drawn, RACE_CAPTION)
+    if (table := tables.joint_table(result)) is not None:
+        caption = f"Bands are {result.confidence * 100:g} % intervals, before correction. {TREND_CAPTION}"
+        _side_table(page, result, table, figure=figures.gains_over_compute(result), caption=caption)
     for ladder in result.ladder:
         _ladder(page, result, ladder)
-    for size in result.sizes:
-        _loss(page, result, records[size], size)
-    for size in result.sizes:
-        _telemetry(page, result, records[size], size)
+    for section in (_loss, _telemetry):
+        for size in result.sizes:
+            section(page, result, records[size], size)
     for size in result.sizes:
         _side_tables(page, result, size)
-    _scaling(page, result)
+    if (table := tables.scaling_table(result)) is not None:
+        points = compute_points(result.runs, result.variants)
+        drawn = figures.scaling_figure(points, result)
+        _side_table(page, result, table, figure=drawn, caption=_not_drawn(result, points).strip())
     _inside(page, records[result.sizes[-1]])
     _runs(page, result, out)
-    _file(page, study)
+    made = page.section("How this was made", "The same study file gives the same runs.")
+    with made.fold("The study file"):
+        made.code(study.to_toml())
     every = [run for by_variant in records.values() for runs in by_variant.values() for run in runs]
     page.made(provenance(result, every, commands))
     return page
@@ -140,17 +152,16 @@ def _lead(result: StudyResult) -> str:
     unequal = verdicts.unequal_seeds(result)
     seeds += f" ({unequal})" if unequal else ""
     done = sum(run.status == "complete" for run in result.runs)
-    missing = f" {done} of {len(result.runs)} runs are complete."
+    missing = f" {done} of {len(result.runs)} runs are complete." * (done < len(result.runs))
     who = ", ".join(others) if len(others) <= MAX_LEAD_NAMES else f"{len(others)} variants"
     return (
         f"{result.name}: {who} against {result.baseline}, {seeds}, the same tokens in the same order. "
         f"Above 1 is a gain. {verdicts.validation_sentence(result)}".rstrip()
-        + ("" if done == len(result.runs) else missing)
+        + missing
     )
 
 
-def _verdict(page: Page, result: StudyResult) -> None:
-    section = page.section("Verdict")
+def _verdict(section: Section, result: StudyResult) -> None:
     _pictures(section, result)
     best = verdicts.best_row(result)
     if best is not None:
@@ -163,10 +174,10 @@ def _verdict(page: Page, result: StudyResult) -> None:
     for size in result.sizes[:-1]:
         with section.fold(f"The same at size {size}"):
             _table(section, result, size)
-    last = result.rows(result.sizes[-1])
-    sentences = [verdict(row, result) for row in verdicts.by_gain(last, result.baseline) if row.name != result.baseline]
+    rows = verdicts.by_gain(result.rows(result.sizes[-1]), result.baseline)
+    sentences = [verdict(row, result) for row in rows if row.name != result.baseline]
     with section.fold("Every variant in a sentence"):
-        section.points([*sentences, *([facts] if (facts := verdicts.dataset_sentence(result)) else [])])
+        section.points(filter(None, [*sentences, verdicts.dataset_sentence(result)]))
 
 
 def _pictures(section: Section, result: StudyResult) -> None:
@@ -176,24 +187,17 @@ def _pictures(section: Section, result: StudyResult) -> None:
     height = max(MIN_PICTURE_HEIGHT, height_of(len(rows)))
     shown = []
     if rows:
-        shown.append(
-            Picture(
-                figures.forest_of_losses(rows, result, height),
-                f"Is the loss lower{size}?",
-                f"The dashed line is {result.baseline}. An interval ({level}, paired by seed) that crosses it shows no "
-                f"difference; a hollow mark has none.{_not_drawn(result, [row.name for row in rows])}",
-            )
+        caption = (
+            f"The dashed line is {result.baseline}. An interval ({level}, paired by seed) that crosses it shows no "
+            f"difference; a hollow mark has none.{_not_drawn(result, [row.name for row in rows])}"
         )
-    pays = figures.break_even(result)
-    if pays is not None:
-        shown.append(
-            Picture(
-                _labelled(pays.figure(height, legend=False)),
-                f"Is it worth its cost{size}?",
-                f"Above the dashed line a variant gains more from its tokens than its steps cost. Whiskers are {level} "
-                f"intervals.{_not_drawn(result, [point.name for point in pays.points])}",
-            )
+        shown.append(Picture(figures.forest_of_losses(rows, result, height), f"Is the loss lower{size}?", caption))
+    if (pays := figures.break_even(result)) is not None:
+        caption = (
+            f"Above the dashed line a variant gains more from its tokens than its steps cost. Whiskers are {level} "
+            f"intervals.{_not_drawn(result, [point.name for point in pays.points])}"
         )
+        shown.append(Picture(_labelled(pays.figure(height, legend=False)), f"Is it worth its cost{size}?", caption))
     if shown:
         section.beside(*shown)
 
@@ -241,9 +245,8 @@ def _table(section: Section, result: StudyResult, size: str, explained: bool = F
 
 
 def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
-    suffix = at_size(ladder.size, result)
     section = page.section(
-        f"Equivalent tokens{suffix}",
+        f"Equivalent tokens{at_size(ladder.size, result)}",
         f"How long {result.baseline} would have to train, with a full schedule of its own, to reach each variant's "
         "loss. Trust points between its budgets; those beyond them rest on the fitted law.",
     )
@@ -255,35 +258,11 @@ def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
     )
 
 
-def _race(page: Page, result: StudyResult, records: Records, size: str) -> None:
-    caption = "Tokens × the seconds of a step timed alone; mean over runs. The dashed line is the target."
-    if (table := tables.race_table(result, size)) is not None:
-        drawn = figures.race_curves(result, records, size)
-        _side_table(page, result, table, at_size(size, result), drawn, caption)
-
-
-def _over_sizes(page: Page, result: StudyResult) -> None:
-    caption = (
-        f"Bands are {result.confidence * 100:g} % intervals, before correction. Dashed: the trend of each variant's "
-        "gains, whose band opens to the interval at ten times the largest run."
-    )
-    if (table := tables.joint_table(result)) is not None:
-        _side_table(page, result, table, figure=figures.gains_over_compute(result), caption=caption)
-
-
-def _scaling(page: Page, result: StudyResult) -> None:
-    points = compute_points(result.runs, result.variants)
-    if (table := tables.scaling_table(result)) is not None:
-        drawn = figures.scaling_figure(points, result)
-        _side_table(page, result, table, figure=drawn, caption=_not_drawn(result, points).strip())
-
-
 def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
-    suffix = at_size(size, result)
     if not any(records.values()):
         return
     section = page.section(
-        f"Loss curves{suffix}",
+        f"Loss curves{at_size(size, result)}",
         f"Below zero is better than {result.baseline} after the same tokens. A lead in tokens that vanishes against "
         "seconds is paid for in speed. Healthy curves stay apart in the same order to the end.",
     )
@@ -309,9 +288,8 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
     views = figures.telemetry_curves(records)
     if not views:
         return
-    suffix = at_size(size, result)
     section = page.section(
-        f"Inside while training{suffix}",
+        f"Inside while training{at_size(size, result)}",
         "Healthy: peaks that level off. A peak that grows to the end leaves less precision for all other values, and a "
         "sudden growth often comes before a divergence.",
     )
@@ -347,18 +325,12 @@ def _side_tables(page: Page, result: StudyResult, size: str) -> None:
 def _side_table(
     page: Page, result: StudyResult, table: DataTable, suffix: str = "", figure: Figure | None = None, caption: str = ""
 ) -> Section:
-    """A section with a figure, if there is one, and the table."""
-    section = page.section(f"{table.title.capitalize()}{suffix}", table.look_for)
+    """A section with a figure, if there is one, and the table, its variants in their colours."""
+    section, look = page.section(f"{table.title.capitalize()}{suffix}", table.look_for), figures.looks_of(result)
     if figure is not None:
         section.figure(figure, caption)
-    section.table(table.columns, _coloured(table, result))
+    section.table(table.columns, [[Series(row[0].main, look[row[0].main]["colour"]), *row[1:]] for row in table.rows])
     return section
-
-
-def _coloured(table: DataTable, result: StudyResult) -> list[list[Cell]]:
-    """The rows with their variants, which the first column names, in their colours."""
-    look = figures.looks_of(result)
-    return [[Series(row[0].main, look[row[0].main]["colour"]), *row[1:]] for row in table.rows]
 
 
 def _inside(page: Page, records: Records) -> None:
@@ -402,11 +374,10 @@ def _runs(page: Page, result: StudyResult, out: Path) -> None:
     numeric = {"seed", "loss", "tokens/s", "memory"}
     columns = [Column(title, numeric=title in numeric) for title in titles]
     look = figures.looks_of(result)
+    rows = [_run_cells(run, out, look[run.variant]["colour"]) for run in result.runs]
     done = sum(run.status == "complete" for run in result.runs)
     with section.fold(f"{done} of {len(result.runs)} runs are complete"):
-        section.table(
-            columns, [_run_cells(run, out, look[run.variant]["colour"]) for run in result.runs], order=Sorted(0, False)
-        )
+        section.table(columns, rows, order=Sorted(0, False))
 
 
 def _run_cells(run: RunResult, out: Path, colour: str) -> list[Cell]:
@@ -422,12 +393,6 @@ def _run_cells(run: RunResult, out: Path, colour: str) -> list[Cell]:
         Link(run.folder, folder) if (out / folder).exists() else run.folder,
         NONE if run.diagnosis is None else Link("open", run.diagnosis),
     ]
-
-
-def _file(page: Page, study: StudyConfig) -> None:
-    section = page.section("How this was made", "The same study file gives the same runs.")
-    with section.fold("The study file"):
-        section.code(study.to_toml())
 
 
 def provenance(result: StudyResult, runs: Sequence[RunRecord], commands: Sequence[str]) -> dict[str, Cell]:

@@ -17,20 +17,13 @@ from residua.report import Column, Value, plain
 from residua.report.tables import DataTable
 from residua.study.gains import loses, pays, speed_is_shown
 from residua.study.records import EARLY, HALF, change
-from residua.study.results import (
-    MEAN,
-    PROJECTED,
-    SourceMeans,
-    StudyResult,
-    TaskMeans,
-    VariantResult,
-)
+from residua.study.results import MEAN, PROJECTED, LowTaskMeans, SourceMeans, StudyResult, TaskMeans, VariantResult
 from residua.study.statistics import Interval, count, estimate_ratio, geometric_mean
 from residua.study.verdicts import RACE_LEVEL, TOO_WIDE, joint_sentence, race_sentence, study_sentences, too_wide
 
 NONE = "—"
 UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw conclusions from
-ONE = Value(NONE, key=1.0)  # the baseline's own gain: not shown, but sorted
+ONE, SAME = Value(NONE, key=1.0), Value(NONE, key=0.0)  # the baseline's own gain and difference: only sorted
 VARIANT = Column("variant", numeric=False)
 PAYS, STEPWISE, EQUIVALENT, TEXT_ERROR = "pays", "step-wise gain", "equivalent tokens", "± text"
 LOW_PRECISION, RATES, PEAKS = "low precision", "learning rates", "peaks while training"
@@ -49,7 +42,7 @@ class _MainColumn(NamedTuple):
 
 
 def _main_columns(result: StudyResult) -> list[_MainColumn]:
-    level, seeds, rows = f"{result.confidence * 100:g} %", len(result.seeds), result.variants
+    level, seeds, rows, first = f"{result.confidence * 100:g} %", len(result.seeds), result.variants, result.baseline
     how = "each step timed alone" if any(row.timing is not None for row in rows) else "in training"
     on_text = ""
     if result.validated_tokens is not None and result.dataset is not None:
@@ -57,9 +50,10 @@ def _main_columns(result: StudyResult) -> list[_MainColumn]:
     several = any(sum(row.corrected is not None for row in result.rows(size)) > 1 for size in result.sizes)
     declared = [
         _MainColumn("variant", "the architecture; the baseline is the one the others are compared with",
-            lambda row: Value(row.name, "(baseline)" * (row.name == result.baseline))),
+            lambda row: Value(row.name, "(baseline)" * (row.name == first))),
         _MainColumn("parameters", "all parameters, including embedding and head, and the difference to the baseline",
-            lambda row: Value(count(row.parameters), _against(row, result), row.parameters)),
+            lambda row: Value(count(row.parameters), "" if row.name == first else f"({row.parameters_ratio - 1:+.2%})",
+                              row.parameters)),
         _MainColumn("validation loss", f"cross-entropy in nats per token after the last step{on_text}: mean over "
             "seeds ± standard error, with n where it has fewer runs than the study has seeds. Lower is better",
             lambda row: _loss(row.loss, seeds)),
@@ -67,7 +61,7 @@ def _main_columns(result: StudyResult) -> list[_MainColumn]:
             lambda row: Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}")),
         _MainColumn(f"Δ loss [{level}]", "loss minus the baseline's, paired by seed (same data order), with its "
             f"{level} Student-t interval. If it contains 0, no difference was shown",
-            lambda row: _difference(row.difference), Value(NONE, key=0.0)),
+            lambda row: _difference(row.difference), SAME),
         _MainColumn(TEXT_ERROR, "the standard error of Δ loss from sampling validation text: the variant and the "
             "baseline read the same documents, and are paired by them. The interval of Δ loss is of seeds alone",
             lambda row: Value(NONE if row.text_error is None else f"± {row.text_error:.4f}", key=row.text_error),
@@ -230,8 +224,7 @@ def race_table(result: StudyResult, size: str) -> DataTable | None:
         (Column("reached", f"runs that reached a validation loss of {result.target:g} while they trained"),
          [Value(f"{race.reached} of {race.runs}") for race in races]),
         (Column("tokens", f"training tokens to that loss: geometric mean over runs, with its {level} interval"),
-         [Value(NONE) if race.tokens is None else Value(count(race.tokens.value), _ends(race.tokens))
-          for race in races]),
+         [_tokens(race.tokens) for race in races]),
         (Column("seconds", "tokens × seconds of a step timed alone"),
          [Value(NONE if race.seconds is None else f"{race.seconds.value:,.4g} s") for race in races]),
         (Column(f"seconds / {result.baseline}'s", f"with its {level} interval; below 1 is faster"),
@@ -242,8 +235,11 @@ def race_table(result: StudyResult, size: str) -> DataTable | None:
     )  # fmt: skip
 
 
-def _ends(tokens: Interval) -> str:
-    return "" if tokens.low is None or tokens.high is None else f"[{count(tokens.low)}, {count(tokens.high)}]"
+def _tokens(tokens: Interval | None) -> Value:
+    if tokens is None:
+        return Value(NONE)
+    ends = "" if tokens.low is None or tokens.high is None else f"[{count(tokens.low)}, {count(tokens.high)}]"
+    return Value(count(tokens.value), ends)
 
 
 def _sources(result: StudyResult, size: str) -> DataTable | None:
@@ -280,6 +276,7 @@ def _tasks(result: StudyResult, size: str) -> DataTable | None:
         for name in dict.fromkeys(name for row in rows for name in row.tasks)
     )
     name = first[0].title
+    changes = {row.name: row.tasks[name].difference for row in rows if name in row.tasks}
     difference = Column(
         f"Δ {name} [{level}]",
         f"less that of {result.baseline}, in points, paired by seed, with its {level} Student-t interval. If it "
@@ -291,7 +288,7 @@ def _tasks(result: StudyResult, size: str) -> DataTable | None:
         "differences there say nothing.",
         _named(row.name for row in rows),
         first,
-        (difference, [_points(row.tasks.get(name), row.name == result.baseline) for row in rows]),
+        (difference, [SAME if row.name == result.baseline else _change(changes.get(row.name)) for row in rows]),
         *others,
     )
 
@@ -303,10 +300,10 @@ def _low_tasks(result: StudyResult, size: str) -> DataTable | None:
         means = [row.low_tasks.get(recipe) for row in rows]
         columns += [
             (Column(recipe, f"mean over all tasks in % after {recipe}: mean over seeds ± standard error"),
-             [Value(NONE) if low is None else _share(low.accuracy) for low in means]),
+             map(_accuracy, means)),
             (Column(f"Δ {recipe} [{level}]", "less that of the same models in high precision, in points, with its "
                     f"{level} Student-t interval. If it contains 0, no change was shown"),
-             [Value(NONE) if low is None else _change(low.change) for low in means]),
+             [_change(low and low.change) for low in means]),
         ]  # fmt: skip
     look_for = "The tasks' mean accuracy after quantization, in %. The changes are paired with the same models."
     return DataTable.of("tasks in low precision", look_for, *columns)
@@ -319,23 +316,14 @@ def _task_column(name: str, rows: Sequence[VariantResult]) -> Column:
     return Column(name, f"{what} in %: mean over seeds ± standard error{guess}")
 
 
-def _accuracy(task: TaskMeans | None) -> Value:
-    return Value(NONE) if task is None else _share(task.accuracy)
+def _accuracy(value: TaskMeans | LowTaskMeans | None) -> Value:
+    return _mean(None if value is None else value.accuracy, ".2f", ".2f", 100)
 
 
-def _share(value: Interval) -> Value:
-    error = "(n=1)" if value.error is None else f"± {100 * value.error:.2f}"
-    return Value(f"{100 * value.value:.2f}", error, value.value)
-
-
-def _points(task: TaskMeans | None, is_baseline: bool) -> Value:
-    if is_baseline or task is None or task.difference is None:
-        return Value(NONE, key=0.0 if is_baseline else None)
-    return _change(task.difference)
-
-
-def _change(difference: Interval) -> Value:
+def _change(difference: Interval | None) -> Value:
     """A difference of accuracies in points, with its interval."""
+    if difference is None:
+        return Value(NONE)
     shown = f"{100 * difference.value:+.2f}"
     if difference.low is None or difference.high is None:
         return Value(shown, "(n=1, no interval)", difference.value)
@@ -354,18 +342,20 @@ def _outliers(result: StudyResult, size: str) -> DataTable | None:
         _named(name for name, _ in measured),
         (Column("peak activation", "the largest |h| that any sublayer reads on the validation text: mean over seeds ± "
                 "standard error"),
-         [_short(each.peak_activation) for each in outliers]),
+         [_mean(each.peak_activation) for each in outliers]),
         (Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
-         [_short(each.sink_ratio) for each in outliers]),
+         [_mean(each.sink_ratio) for each in outliers]),
         (Column("attention sink", f"mean attention to the first token, over softmax layers{floor}"),
-         [_short(each.attention_sink) for each in outliers]),
+         [_mean(each.attention_sink) for each in outliers]),
     )  # fmt: skip
 
 
-def _short(value: Interval | None) -> Value:
+def _mean(value: Interval | None, form: str = ".4g", error: str = ".2g", scale: float = 1) -> Value:
+    """A mean and its standard error."""
     if value is None:
         return Value(NONE)
-    return Value(f"{value.value:.4g}", "(n=1)" if value.error is None else f"± {value.error:.2g}", value.value)
+    detail = "(n=1)" if value.error is None else f"± {scale * value.error:{error}}"
+    return Value(f"{scale * value.value:{form}}", detail, value.value)
 
 
 def peak_table(result: StudyResult, size: str, variants: Sequence[str] = ()) -> DataTable | None:
@@ -472,10 +462,6 @@ def _ratio(value: Interval | None, mark: str = "") -> Value:
         return Value(shown, key=value.value)
     low, high = ("…" if end is None else f"{end:.2f}" for end in (value.low, value.high))
     return Value(shown, f"({TOO_WIDE})" if too_wide(value) else f"[{low}, {high}]", value.value)
-
-
-def _against(row: VariantResult, result: StudyResult) -> str:
-    return "" if row.name == result.baseline else f"({row.parameters_ratio - 1:+.2%})"
 
 
 def _per_second(row: VariantResult, result: StudyResult) -> Value:
