@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from residua.config.run import RunConfig
-from residua.config.settings import ConfigError, of_file, read_toml
+from residua.config.settings import ConfigError, of_file, override_key, read_toml
 from residua.config.variants import is_known
 from residua.model.size import shapes
 from residua.storage.load import start_changes
@@ -143,7 +143,7 @@ def start_study(study: Mapping[str, Any], run: Path) -> dict[str, Any]:
         topology = shapes(RunConfig.from_toml(base).model).topology
         if topology.initialization().is_additive:  # others cannot be given another topology
             changes.append("model.reader_eps=sum")
-        study_changes = [*changes, *(change for change in study_changes if _key(change) not in _OF_A_START)]
+        study_changes = [*changes, *(change for change in study_changes if override_key(change) not in _OF_A_START)]
     rest = {key: value for key, value in study.items() if key != "bases"}
     return {**rest, "base": base, "match": {"kind": "none"}, "set": study_changes}
 
@@ -152,8 +152,8 @@ def _both_sets(setting: Any, option: list[str]) -> Any:
     """The study's own changes, then those of the command line, without own ones of the same key."""
     if not _is_list(setting):
         return setting  # refused when the study is read
-    named = {_key(change) for change in option}
-    return [*(change for change in setting if _key(change) not in named), *option]
+    named = {override_key(change) for change in option}
+    return [*(change for change in setting if override_key(change) not in named), *option]
 
 
 def _other_rule(setting: Any, option: dict[str, Any]) -> Any:
@@ -178,10 +178,6 @@ _JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "set": _both_sets, "match": _other_rule, "tune": _both_tables, "tasks": _same_tasks,
 }  # fmt: skip
 """How an option joins what the study has under the same key; others replace it."""
-
-
-def _key(change: str) -> str:
-    return change.partition("=")[0].replace(" ", "")
 
 
 def _is_list(value: Any) -> bool:

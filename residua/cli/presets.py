@@ -77,8 +77,7 @@ def listing(matching: str) -> None:
 
 def recipe(run: RunConfig) -> str:
     """Training tokens, steps and the optimizer in a few words: `10.5 G tokens in 20,000 steps, muon 0.01`."""
-    train = run.train
-    tokens = train.steps * run.tokens_per_step
+    train, tokens = run.train, run.tokens
     length = f"{tokens / 1e9:,.1f} G" if tokens >= 1e8 else f"{tokens / 1e6:.1f} M"
     return f"{length} tokens in {train.steps:,} steps, {train.optimizer.kind} {train.optimizer.lr:g}"
 

@@ -25,6 +25,7 @@ from residua.config.settings import (
     key_for_alias,
     merge,
     of_file,
+    override_key,
     read_toml,
 )
 from residua.errors import UserError
@@ -302,14 +303,14 @@ class RunConfig(WholeConfig):
     def override(self, changes: list[str]) -> RunConfig:
         """Apply `section.key=value` changes, for example `train.steps=500`. A new `kind` drops the old kind's keys."""
         for change in changes:
-            section = change.partition("=")[0].partition(".")[0].strip()
+            section = override_key(change).partition(".")[0].strip()
             if section and section not in RunConfig.model_fields:
                 raise ConfigError(f"override {change!r} names no section: {self._place(change)}")
         return RunConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
 
     def _place(self, change: str) -> str:
         """Advice for a key without a section: the shallowest places that have it, or the nearest spelling."""
-        key = change.partition("=")[0].strip()
+        key = override_key(change)
         first = key.partition(".")[0]
         keys = [path.split(".") for path in flat(self.model_dump())]
         places = list(dict.fromkeys(".".join(parts[:depth]) for parts in keys for depth in range(1, len(parts) + 1)))
@@ -339,6 +340,11 @@ class RunConfig(WholeConfig):
     @property
     def tokens_per_step(self) -> int:
         return self.train.accumulate * self.train.micro_batch * self.sequence
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of the whole run."""
+        return self.train.steps * self.tokens_per_step
 
 
 def check_mesh(config: RunConfig) -> None:

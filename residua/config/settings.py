@@ -137,6 +137,11 @@ def apply_overrides(data: dict[str, Any], changes: Iterable[str]) -> dict[str, A
     return data
 
 
+def override_key(change: str) -> str:
+    """`train.steps` of `train.steps = 500`."""
+    return change.partition("=")[0].strip()
+
+
 def _nested(data: Any, keys: list[str], value: Any) -> dict[str, Any]:
     """{a: {b: value}} for keys a.b; a bare word for a table with a `kind` sets that kind."""
     current = data.get(keys[0]) if isinstance(data, dict) else None

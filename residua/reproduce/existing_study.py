@@ -233,13 +233,9 @@ def _recipe_sentence(view: SavedStudy, paper: dict[str, tuple[Size, bool]]) -> s
     theirs = published_run(size)
     changed = differences(theirs, ours)
     parts = [f"{key} {changed[key][1]} ({changed[key][0]})" for key in RECIPE if key in changed]
-    parts.append(f"tokens {count(_tokens(ours))} ({count(size.tokens or _tokens(theirs))})")
+    parts.append(f"tokens {count(ours.tokens)} ({count(size.tokens or theirs.tokens)})")
     matched = MATCHED_BY[study.match.kind]
     return f"The study's recipe, in brackets the paper's at {size.name}: {', '.join(parts)}. {matched}."
-
-
-def _tokens(run: RunConfig) -> float:
-    return float(run.train.steps * run.tokens_per_step)
 
 
 def _name_sentence(matches: Rows) -> str:

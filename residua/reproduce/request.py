@@ -144,7 +144,7 @@ def _base_cost(base: str, overrides: tuple[str, ...], tokens: float | None, scal
     """Training tokens and FLOPs per token of a size."""
     run = RunConfig.find(base)
     run = run.override(size_changes(Size(name="any", base=base, set=overrides, tokens=tokens), scale))
-    return float(run.train.steps * run.tokens_per_step), float(measure(run.model).flops_per_token)
+    return float(run.tokens), float(measure(run.model).flops_per_token)
 
 
 def _chosen(option: str, names: Sequence[str], known: list[str]) -> list[str]:

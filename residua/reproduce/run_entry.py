@@ -79,22 +79,17 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
         "validations and what is measured afterwards come on top."
     )
     console.print(Text(line), soft_wrap=True)
-    longest = max(run.config.train.steps * run.config.tokens_per_step for run in plan.runs)
-    if longest > plan.text_tokens:
-        console.print(
-            Text(f"• The longest run reads the text {longest / plan.text_tokens:.1f} times: a longer text is better."),
-            soft_wrap=True,
-        )
-    for note in entry.notes:
+    longest = max(run.config.tokens for run in plan.runs) / plan.text_tokens
+    notes = [f"The longest run reads the text {longest:.1f} times: a longer text is better."] if longest > 1 else []
+    for note in (*notes, *entry.notes):
         console.print(Text(f"• {note}"), soft_wrap=True)
 
 
 def planned_cost(plan: StudyPlan) -> Cost:
     """Runs, tokens and FLOPs of a plan."""
     runs = (*plan.runs, *plan.trials)
-    tokens = [run.config.train.steps * run.config.tokens_per_step for run in runs]
-    flops = [plan.models[run.size, run.variant].flops_per_token for run in runs]
-    return Cost(len(runs), float(sum(tokens)), sum(t * f for t, f in zip(tokens, flops, strict=True)))
+    flops = sum(run.config.tokens * plan.models[run.size, run.variant].flops_per_token for run in runs)
+    return Cost(len(runs), float(sum(run.config.tokens for run in runs)), flops)
 
 
 def duration(seconds: float) -> str:

@@ -32,7 +32,7 @@ def parse_scale(text: str) -> Fraction:
 
 def changes(config: RunConfig, scale: Fraction, tokens: float | None = None) -> list[str]:
     """The overrides that bring a run to this scale. `tokens` are the published ones; without them, the run's own."""
-    published = float(tokens or config.train.steps * config.tokens_per_step)
+    published = float(tokens or config.tokens)
     if scale == 1:
         steps = max(2, round(published / config.tokens_per_step))
         short = steps <= config.train.schedule.warmup  # an entry that only times a few steps

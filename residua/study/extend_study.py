@@ -116,11 +116,6 @@ class StudyRecords:
             "has them with --from."
         )
 
-    def require_weights(self) -> None:
-        """Refuse to begin without the weights that runs begin with."""
-        if missing := self.missing_weights():
-            raise ConfigError(missing)
-
     def progress_sentence(self) -> str:
         """How many runs of the study are complete, and what is left to train."""
         local = self.complete()

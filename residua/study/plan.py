@@ -16,7 +16,7 @@ from pathlib import Path
 
 from residua.config import variants
 from residua.config.run import RunConfig, settings
-from residua.config.settings import ConfigError, Frozen, of_file
+from residua.config.settings import ConfigError, Frozen, of_file, override_key
 from residua.data import Dataset
 from residua.data.source import find_data, open_data
 from residua.data.tokenizer import padded_vocabulary
@@ -124,7 +124,7 @@ class StudyPlan:
 def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[TunedRate] = ()) -> StudyPlan:
     """Plan the study on a prepared text, which all runs share; `rates` are those that an earlier search chose."""
     shared = [f"data.path={toml_string(dataset.path.resolve())}"]
-    if not any(change.replace(" ", "").startswith("model.vocab_size=") for change in study.set):
+    if "model.vocab_size" not in map(override_key, study.set):
         shared.append(f"model.vocab_size={padded_vocabulary(dataset.vocab_size)}")
     models: dict[tuple[str, str], PlannedModel] = {}
     first = base_run(study, study.sizes[0]).override(shared)
@@ -196,7 +196,8 @@ def _length(study: StudyConfig, reference: RunConfig, smallest: RunConfig) -> li
         per_step, tokens = reference.tokens_per_step, _budget(scaling, reference)
         if scaling.batch is not None:
             grown = smallest.tokens_per_step * (tokens / _budget(scaling, smallest)) ** scaling.batch
-            rows = _round(grown / reference.sequence / reference.train.accumulate)
+            exact = grown / reference.sequence / reference.train.accumulate
+            rows = max(1, round(exact)) if exact < 16 else 8 * round(exact / 8)  # kernels like multiples of 8
             changes.append(f"train.micro_batch={rows}")
             per_step = rows * reference.train.accumulate * reference.sequence
         steps = max(1, round(tokens / per_step))
@@ -208,13 +209,7 @@ def _length(study: StudyConfig, reference: RunConfig, smallest: RunConfig) -> li
 def _budget(scaling: Scaling, run: RunConfig) -> float:
     """The training tokens of a size."""
     size = measure(run.model)
-    counted = size.parameters if scaling.parameters == "all" else size.active
-    return (scaling.tokens_per_parameter or 0.0) * counted
-
-
-def _round(rows: float) -> int:
-    """Sequences of a micro-batch: whole, and from 16 on a multiple of 8, which kernels like."""
-    return max(1, round(rows)) if rows < 16 else 8 * round(rows / 8)
+    return (scaling.tokens_per_parameter or 0.0) * (size.parameters if scaling.parameters == "all" else size.active)
 
 
 def _run(
@@ -246,23 +241,16 @@ def _trials(
     study: StudyConfig, models: Mapping[tuple[str, str], PlannedModel], out: Path, rates: Sequence[TunedRate]
 ) -> tuple[PlannedRun, ...]:
     """The short runs of the variants whose rate is not chosen yet."""
-    if study.tune is None:
+    if (tune := study.tune) is None:
         return ()
     done = _settled(study, models, rates)
-    return tuple(
-        PlannedRun(
-            name,
-            size,
-            study.tune.seed,
-            short_run(model.config, study.tune, factor),
-            out / RUNS / f"{model_title(study, size, name)}-lr{factor:g}x-seed{study.tune.seed}",
-            study.tune.share,
-            factor,
-        )
-        for (size, name), model in models.items()
-        if (size, name) not in done and size in study.sizes[: study.tune.sizes]
-        for factor in study.tune.lr
-    )
+    waiting = {key: model for key, model in models.items() if key not in done and key[0] in study.sizes[: tune.sizes]}
+
+    def trial(size: str, name: str, model: PlannedModel, factor: float) -> PlannedRun:
+        folder = out / RUNS / f"{model_title(study, size, name)}-lr{factor:g}x-seed{tune.seed}"
+        return PlannedRun(name, size, tune.seed, short_run(model.config, tune, factor), folder, tune.share, factor)
+
+    return tuple(trial(*key, model, factor) for key, model in waiting.items() for factor in tune.lr)
 
 
 def _with_law(
@@ -371,8 +359,7 @@ class TunedRate(Frozen):
             return f"from {self.law}"
         if self.best.loss is None:
             return "no trial completed, so the rate nearest to its own is used"
-        finished = [trial.factor for trial in self.trials if trial.loss is not None]
-        if len(finished) < 2:
+        if sum(trial.loss is not None for trial in self.trials) < 2:
             return "the only trial that completed"
         if self.chosen == max(trial.factor for trial in self.trials):
             return "the largest that was tried: a larger one may be better"
@@ -389,14 +376,10 @@ class TunedRate(Frozen):
 
 def choose(size: str, variant: str, trials: Sequence[Trial], seed: int, steps: int, made_for: str) -> TunedRate:
     """The rate with the lowest loss; of equal ones, and if no trial completed, the one nearest to the variant's own."""
-
-    def place(trial: Trial) -> tuple[float, float]:
-        return math.inf if trial.loss is None else trial.loss, abs(math.log(trial.factor))
-
+    best = min(trials, key=lambda t: (math.inf if t.loss is None else t.loss, abs(math.log(t.factor))))
     return TunedRate(
-        size=size, variant=variant, seed=seed, steps=steps, trials=tuple(trials),
-        chosen=min(trials, key=place).factor, made_for=made_for,
-    )  # fmt: skip
+        size=size, variant=variant, seed=seed, steps=steps, trials=tuple(trials), chosen=best.factor, made_for=made_for
+    )
 
 
 def rate_changes(config: RunConfig, factor: float) -> list[str]:
@@ -425,9 +408,8 @@ def short_run(config: RunConfig, tune: Tune, factor: float) -> RunConfig:
 def tuned_for(config: RunConfig, tune: Tune) -> str:
     """Equal for searches that would try the same runs, wherever they are trained."""
     kept = settings(config, without=(*PLACE, "data.seed", "train.seed"))
-    return hashlib.sha256(json.dumps([kept, tune.model_dump(exclude_none=True)], sort_keys=True).encode()).hexdigest()[
-        :16
-    ]
+    content = json.dumps([kept, tune.model_dump(exclude_none=True)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 class _File(Frozen):

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from residua.config.settings import ConfigError
 from residua.study.config import StudyConfig
 from residua.study.extend_study import StudyRecords, complete_records, join, link_results, plan_study, settle
 from residua.study.measurements import DiagnosisMeasurement, Measurement, OutlierMeasurement, PrecisionMeasurement
@@ -48,7 +49,8 @@ def run_study(
     with lock_results(results):
         study = settle(study, out, results)
         whole, questions = begin(study, out, console, results, command)
-        whole.require_weights()
+        if missing := whole.missing_weights():
+            raise ConfigError(missing)
         link_results(out, results)
         if whole.plan.trials:
             tune_rates(study, whole.plan, out, console)
@@ -60,8 +62,7 @@ def run_study(
             measurement.measure(whole.plan, console)
         whole.write()
         finish(study, out)
-        facts = whole.facts
-        return summarise(whole.study, whole.plan, out, problems, facts, whole.known, supplement, whole.commands)
+        return summarise(whole.study, whole.plan, out, problems, whole.facts, whole.known, supplement, whole.commands)
 
 
 def begin(

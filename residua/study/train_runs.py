@@ -24,7 +24,7 @@ from rich.text import Text
 
 from residua.config import variants
 from residua.config.run import RunConfig, differences
-from residua.config.settings import ConfigError
+from residua.config.settings import ConfigError, override_key
 from residua.data import Dataset
 from residua.files import making, refuse_blocked, write_atomically, writing
 from residua.machine import available_cores, python_environment
@@ -82,18 +82,15 @@ def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("size", "variant", "parameters", "steps", "tokens", "matching"):
         table.add_column(title, justify="left" if title in ("size", "variant", "matching") else "right")
-    for (size, name), model in plan.models.items():
-        steps = model.config.train.steps
-        tokens = count(steps * model.config.tokens_per_step)
-        table.add_row(
-            Text(size), Text(name), f"{model.parameters:,}", str(steps), tokens, model.matching or "unchanged"
-        )
-    for run in plan.ladder:
-        if run.seed == study.seeds[0]:
-            model, steps = plan.models[run.size, run.variant], run.config.train.steps
-            tokens = count(steps * run.config.tokens_per_step)
-            named = Text(f"{run.variant}, ladder {run.budget:g}×")
-            table.add_row(Text(run.size), named, f"{model.parameters:,}", str(steps), tokens, "unchanged")
+    rows = [(size, name, m.parameters, m.config, m.matching) for (size, name), m in plan.models.items()]
+    rows += [
+        (r.size, f"{r.variant}, ladder {r.budget:g}×", plan.models[r.size, r.variant].parameters, r.config, "")
+        for r in plan.ladder
+        if r.seed == study.seeds[0]
+    ]
+    for size, name, parameters, config, matching in rows:
+        steps, tokens = str(config.train.steps), count(config.tokens)
+        table.add_row(Text(size), Text(name), f"{parameters:,}", steps, tokens, matching or "unchanged")
     console.print(table)
     console.print(f"text: {first.data.path}, vocabulary {first.model.vocab_size:,}", highlight=False, soft_wrap=True)
     for sentence in (*cost_sentences(plan), *undone_sentences(study), *same_sentences(study, plan)):
@@ -108,7 +105,8 @@ def undone_sentences(study: StudyConfig) -> list[str]:
         for change in study.set
         if variants.holds(base, change)
         for name, entries in study.variants.items()
-        if not variants.holds(vary(study, base, name), change) and not _sets(entries, change)
+        if not variants.holds(vary(study, base, name), change)
+        and override_key(change) not in map(override_key, entries)
     ]
 
 
@@ -145,7 +143,7 @@ def cost_sentences(plan: StudyPlan) -> list[str]:
         for what, added in (("Tuning", trials), ("The ladder", ladder))
         if added
     ]
-    largest = max(run.config.train.steps * run.config.tokens_per_step for run in plan.runs)
+    largest = max(run.config.tokens for run in plan.runs)
     if plan.ladder and largest > plan.text_tokens:
         sentences.append(
             f"The largest budget reads the text {largest / plan.text_tokens:.1f} times. Repeated text teaches less "
@@ -156,21 +154,12 @@ def cost_sentences(plan: StudyPlan) -> list[str]:
 
 def _new_tokens(runs: Sequence[PlannedRun]) -> int:
     """Training tokens of these runs, those that a run shares with the longest of its family counted once."""
-    longest: dict[object, int] = {}
+    total, longest = 0, {run.family: run.config for run in sorted(runs, key=lambda run: run.config.train.steps)}
     for run in runs:
-        longest[run.family] = max(longest.get(run.family, 0), run.config.train.steps)
-    total = 0
-    for run in runs:
-        recipe = run.config.train
-        shared = 0 if recipe.steps == longest[run.family] else recipe.schedule.shared_steps(recipe.steps)
-        total += (recipe.steps - shared) * run.config.tokens_per_step
+        steps, schedule = run.config.train.steps, run.config.train.schedule
+        shared = 0 if steps == longest[run.family].train.steps else schedule.shared_steps(steps)
+        total += (steps - shared) * run.config.tokens_per_step
     return total
-
-
-def _sets(entries: tuple[str, ...], change: str) -> bool:
-    """Whether a variant sets this key explicitly."""
-    key = change.partition("=")[0].strip()
-    return any(entry.partition("=")[0].strip() == key for entry in entries)
 
 
 def refuse_strangers(out: Path) -> None:
