@@ -6,6 +6,8 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +68,19 @@ def python_environment(**changes: str) -> dict[str, str]:
     package = str(Path(__file__).parents[1])
     places = dict.fromkeys([*filter(os.path.isabs, sys.path), package])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places), "PYTHONSAFEPATH": "1", **changes}
+
+
+@contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Within the block, an environment variable has this value, whatever it had before."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def choose_device(name: str, setting: str = "device") -> torch.device:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from residua.data.readers import DataError
 from residua.data.shards import Shard, ShardWriter, dtype_for
 from residua.data.tokenizer import Tokenizer
 from residua.files import atomic_folder
-from residua.machine import available_cores
+from residua.machine import available_cores, environment_variable
 
 SHARD_TOKENS = 100_000_000
 # More text hardly changes a BPE vocabulary, and costs memory and time.
@@ -238,8 +236,9 @@ def encode_documents(
     most = max(MAX_IN_FLIGHT_BYTES, workers * CHUNK_BYTES)
     size = 0
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
-    quiet = _environment("RUST_BACKTRACE", "0")  # of a panic in the library, which becomes one sentence
-    with _environment("TOKENIZERS_PARALLELISM", "false"), quiet, ThreadPoolExecutor(workers) as pool:
+    quiet = environment_variable("RUST_BACKTRACE", "0")  # of a panic in the library, which becomes one sentence
+    single = environment_variable("TOKENIZERS_PARALLELISM", "false")
+    with single, quiet, ThreadPoolExecutor(workers) as pool:
         try:
             for chunk in _chunks(documents):
                 size += _size(chunk)
@@ -270,19 +269,6 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def _size(chunk: list[Document]) -> int:
     return sum(document.bytes for document in chunk)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _check_splits(corpus: Corpus, splits: dict[str, SplitWriter]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +23,7 @@ from residua.evaluate.score import Pair, Scorer, windows
 from residua.evaluate.tasks import expand
 from residua.generate.generator import Generator, Request
 from residua.generate.sample import Sampling
+from residua.machine import environment_variable
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -156,19 +155,6 @@ def _member_runs_code(member: str | dict[str, Any], index: Mapping[str, Any]) ->
     return bool(member.get("unsafe_code")) or any(_member_runs_code(m, index) for m in further if m is not None)
 
 
-@contextmanager
-def _code(allowed: bool) -> Iterator[None]:
-    """Within the block, the metrics of the harness may run code or not, whatever the environment says."""
-    before = os.environ.get(CODE_SWITCH)
-    os.environ[CODE_SWITCH] = "1" if allowed else "0"
-    try:
-        yield
-    finally:
-        del os.environ[CODE_SWITCH]
-        if before is not None:
-            os.environ[CODE_SWITCH] = before
-
-
 def evaluate_with_harness(
     scorer: Scorer,
     generator: Generator,
@@ -191,7 +177,7 @@ def evaluate_with_harness(
     results: dict[str, dict[str, Any]] = {}
     for number, tasks in rounds.items():
         try:
-            with _code(allow_code):
+            with environment_variable(CODE_SWITCH, "1" if allow_code else "0"):
                 report = simple_evaluate(
                     model=ResiduaLM(scorer, generator), tasks=tasks, num_fewshot=number, limit=limit,
                     task_manager=manager, log_samples=False, bootstrap_iters=BOOTSTRAPS,
