@@ -300,10 +300,10 @@ def _low_tasks(result: StudyResult, size: str) -> DataTable | None:
         means = [row.low_tasks.get(recipe) for row in rows]
         columns += [
             (Column(recipe, f"mean over all tasks in % after {recipe}: mean over seeds ± standard error"),
-             map(_accuracy, means)),
+             [_accuracy(low) for low in means]),
             (Column(f"Δ {recipe} [{level}]", "less that of the same models in high precision, in points, with its "
                     f"{level} Student-t interval. If it contains 0, no change was shown"),
-             [_change(low and low.change) for low in means]),
+             [_change(None if low is None else low.change) for low in means]),
         ]  # fmt: skip
     look_for = "The tasks' mean accuracy after quantization, in %. The changes are paired with the same models."
     return DataTable.of("tasks in low precision", look_for, *columns)

@@ -29,7 +29,10 @@ RACE_LEVEL = 0.01
 MAX_SHOWN_RATIO = 1000.0
 """high / low of an interval of ratios; a wider interval is not shown."""
 TOO_WIDE = "interval too wide"
-UNSTATED = {"shared": "not measured alone", "busy": "timed on a busy machine"}
+UNSTATED = {
+    "shared": "not measured alone, so no gain per second is stated (--time-alone)",
+    "busy": "timed on a busy machine, so no gain per second is stated",
+}
 """Why no gain per second is stated, by the problem of a speed."""
 LACKED = {"tasks": "Accuracies on tasks", "quantize": "Losses in low precision"}
 
@@ -64,11 +67,11 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
         return f"{who}: no complete run."
     if change is None:
         return f"{who}: nothing to compare it with."
-    if change.low is None or change.high is None:
+    if change.ends is None:
         sure = f"{_direction(change.value)}, but n = 1 allows no interval and no claim"
-    elif change.low <= 0.0 <= change.high:
-        level = f"{result.confidence * 100:g} %"
-        ends = f"(Δ {change.value:+.4f}, {level} interval [{change.low:+.4f}, {change.high:+.4f}])"
+    elif change.holds(0.0):
+        level, (low, high) = f"{result.confidence * 100:g} %", change.ends
+        ends = f"(Δ {change.value:+.4f}, {level} interval [{low:+.4f}, {high:+.4f}])"
         other = _gain_per_token(row)
         sure = f"no difference shown seed by seed {ends}, but {other}" if other else f"no difference shown {ends}"
     else:
@@ -106,13 +109,11 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
         return per_token
     problem = speed_problem(row, result)
     if problem in UNSTATED:
-        return (
-            f"{per_token}; its speed was {UNSTATED[problem]}, so no gain per second is stated"
-            + " (--time-alone)" * (problem == "shared")
-        )
+        return f"{per_token}; its speed was {UNSTATED[problem]}"
     if problem == "scattered" and ratio is not None:
-        ends = ends_of(ratio)
-        return f"{per_token}; its speed against {result.baseline} is not shown ({ends}), nor a gain per second"
+        return (
+            f"{per_token}; its speed against {result.baseline} is not shown ({ends_of(ratio)}), nor a gain per second"
+        )
     if ratio is None or seconds is None:
         return f"{per_token}, and no speeds to compare"
     sentence = f"{per_token} at {ratio.value:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
@@ -140,17 +141,16 @@ def _per_token(row: VariantResult, result: StudyResult) -> str:
     gain = row.equivalent_tokens or row.step_gain
     if gain is None:
         seeds = [{run.seed for run in result.complete(row.size, name)} for name in (row.name, result.baseline)]
-        why = "since no seed completed in both"
-        if seeds[0] & seeds[1]:
-            why = "which needs two validations or more of each run (train.validate_every) and losses that fall after "
-            why += "the first"
-        return f"no gain per step, {why}"
-    words = ["extrapolated"] if row.equivalent_tokens is not None and row.extrapolated else []
-    words += [ends_of(gain)] if gain.ends is not None else []
+        if not seeds[0] & seeds[1]:
+            return "no gain per step, since no seed completed in both"
+        return (
+            "no gain per step, which needs two validations or more of each run (train.validate_every) and losses that "
+            "fall after the first"
+        )
+    laddered = row.equivalent_tokens is not None
+    words = ["extrapolated"] * (laddered and row.extrapolated) + ([] if gain.ends is None else [ends_of(gain)])
     around = f" ({', '.join(words)})" if words else ""
-    if row.equivalent_tokens is None:
-        return f"{gain.value:.2f}× per step{around}"
-    return f"worth {gain.value:.2f}× the tokens{around}"
+    return f"worth {gain.value:.2f}× the tokens{around}" if laddered else f"{gain.value:.2f}× per step{around}"
 
 
 def understated(row: VariantResult, result: StudyResult) -> bool:
@@ -316,9 +316,8 @@ def comparisons_sentence(result: StudyResult) -> str:
     best = best_row(result)
     if best is None or best.shrunk is None:
         return sentence
-    pooled = best.shrunk
-    is_open = pooled.low is None or pooled.high is None
-    around = f"({ends_of(pooled)})" if is_open else f"[{pooled.low:.2f}, {pooled.high:.2f}]"
+    pooled, low, high = best.shrunk, best.shrunk.low, best.shrunk.high
+    around = f"({ends_of(pooled)})" if low is None or high is None else f"[{low:.2f}, {high:.2f}]"
     return (
         f"{sentence} The best was chosen after looking; pooled with the others, {best.name} is "
         f"{pooled.value:.2f}× {around}."
@@ -330,23 +329,21 @@ def validation_sentence(result: StudyResult) -> str:
     if result.validated_tokens is None or result.dataset is None:
         return ""
     share = f"{result.validated_tokens:,} of the {result.dataset.validation_tokens:,} validation tokens"
-    compared = [row for row in result.rows(result.sizes[-1]) if row.difference is not None]
+    compared = by_loss(result.rows(result.sizes[-1]))
     unknown = bool(compared) and all(row.text_error is None for row in compared)
     sampling = " The error from sampling this text is not known, since losses by document were not kept." * unknown
-    part = ""
-    if result.curve_tokens is not None and result.curve_tokens < result.validated_tokens:
-        part = f" Curves and step-wise gains are on the first {result.curve_tokens:,} of them."
+    fewer = result.curve_tokens is not None and result.curve_tokens < result.validated_tokens
+    part = f" Curves and step-wise gains are on the first {result.curve_tokens or 0:,} of them." * fewer
     return f"Losses are measured on {share}.{part}{sampling}"
 
 
 def text_sentences(result: StudyResult) -> list[str]:
     """What makes the losses themselves doubtful: a tiny validation text, or models worse than token frequencies."""
-    sentences, size = [], result.sizes[-1]
+    sentences, size, losses = [], result.sizes[-1], _last_losses(result)
     if result.validated_tokens is not None and result.validated_tokens < TINY_VALIDATION:
         sentences.append(
             f"The validation text is tiny ({counted(result.validated_tokens, 'token')}), so losses on it are uncertain."
         )
-    losses = [row.loss.value for row in result.rows(size) if row.loss is not None]
     if result.dataset is not None and losses and min(losses) > result.dataset.unigram_entropy:
         sentences.append(
             f"Every model{at_size(size, result)} does worse than predicting by token frequency alone "
@@ -356,12 +353,16 @@ def text_sentences(result: StudyResult) -> list[str]:
     return sentences
 
 
+def _last_losses(result: StudyResult) -> list[float]:
+    """Of the variants, at the last size."""
+    return [row.loss.value for row in result.rows(result.sizes[-1]) if row.loss is not None]
+
+
 def dataset_sentence(result: StudyResult) -> str:
     """The unigram entropy, and by how much even the worst variant of the last size is below it; empty without text."""
-    facts, size = result.dataset, result.sizes[-1]
+    facts, size, losses = result.dataset, result.sizes[-1], _last_losses(result)
     if facts is None:
         return ""
-    losses = [row.loss.value for row in result.rows(size) if row.loss is not None]
     gap = facts.unigram_entropy - max(losses) if losses else 0.0
     below = math.floor(100 * round(gap, 6)) / 100  # 'at least' is never rounded up
     learned = f"; every variant{at_size(size, result)} ends at least {below:.2f} below it" if below > 0 else ""
@@ -374,12 +375,14 @@ def dataset_sentence(result: StudyResult) -> str:
 def side_by_side_sentence(result: StudyResult) -> str:
     """How speeds were measured: alone, or while runs shared the machine; empty if there was one run at a time."""
     timed = [(row, row.timing) for row in result.variants if row.timing is not None]
-    if not timed and result.side_by_side < 2:
-        return ""
     if not timed:
         return (
-            f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
-            "wall-clock gains with --time-alone before relying on them."
+            ""
+            if result.side_by_side < 2
+            else (
+                f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
+                "wall-clock gains with --time-alone before relying on them."
+            )
         )
     devices = ", ".join(sorted({timing.device for _, timing in timed}))
     rest = [row.name for row in result.variants if row.timing is None and row.throughput_ratio is not None]
@@ -412,17 +415,13 @@ def joint_sentence(result: StudyResult) -> str:
     joint, tokens = result.joint, result.joint.tokens
     one = [ladder.size for ladder in result.ladder if len(ladder.rungs) < 2]
     sentences = [f"{result.baseline} at {len(joint.parameters)} sizes:"]
-    if joint.size is None:
-        sentences.append(
-            f"L = E_N + {tokens.scale:.4g}·D^−{tokens.exponent:.3f}, with a floor for each size: two sizes do not "
-            "determine E + A·N^−a."
-        )
+    by_tokens = f"{tokens.scale:.4g}·D^−{tokens.exponent:.3f}"
+    if size := joint.size:
+        by_size = f"{size.floor:.3f} + {size.scale:.4g}·N^−{size.exponent:.3f}"
+        sentences.append(f"L = {by_size} + {by_tokens}, N parameters in matrices and head, D tokens.")
     else:
-        size = joint.size
-        sentences.append(
-            f"L = {size.floor:.3f} + {size.scale:.4g}·N^−{size.exponent:.3f} + {tokens.scale:.4g}·D^−"
-            f"{tokens.exponent:.3f}, N parameters in matrices and head, D tokens."
-        )
+        floors = "with a floor for each size: two sizes do not determine E + A·N^−a"
+        sentences.append(f"L = E_N + {by_tokens}, {floors}.")
     if law := joint.compute:
         sentences.append(f"Along its own budgets L = {law.floor:.3f} + {law.scale:.4g}·C^−{law.exponent:.3f}, C FLOPs.")
     if one:
@@ -445,12 +444,12 @@ def race_sentence(result: StudyResult, size: str) -> str:
             continue
         words = f"{row.name} in {each.ratio.value:.3f}× the seconds (p = {each.adjusted:.2g})"
         (faster if each.adjusted < RACE_LEVEL else others).append(words)
-    parts = [
-        f"Shown to reach {result.target:g} before {result.baseline}: {', '.join(faster)}." * bool(faster),
-        f"Not shown: {', '.join(others)}." * bool(others),
-        f"Not tested, since runs did not reach it or steps were not timed alone: {', '.join(unknown)}." * bool(unknown),
-    ]
-    return " ".join(part for part in parts if part)
+    parts = {
+        f"Shown to reach {result.target:g} before {result.baseline}": faster,
+        "Not shown": others,
+        "Not tested, since runs did not reach it or steps were not timed alone": unknown,
+    }
+    return " ".join(f"{words}: {', '.join(variants)}." for words, variants in parts.items() if variants)
 
 
 def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
@@ -468,28 +467,23 @@ def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
     )
 
 
-TO_MATCH = " to match the baseline's parameters ("
-
-
 def matching_sentences(result: StudyResult) -> list[str]:
     """The changes that matching made, one sentence per variant."""
+    to_match = " to match the baseline's parameters ("
     return [
-        f"{sized_name(row, result)}: {row.matching}{_purpose(row.matching)}{row.parameters_ratio - 1:+.2%})."
+        f"{sized_name(row, result)}: {row.matching}"
+        f"{' (parameters ' if FOR_FLOPS in row.matching or NOT_COUNTED in row.matching else to_match}"
+        f"{row.parameters_ratio - 1:+.2%})."
         for row in result.variants
         if row.matching
     ]
-
-
-def _purpose(matching: str) -> str:
-    by_parameters = FOR_FLOPS not in matching and NOT_COUNTED not in matching
-    return TO_MATCH if by_parameters else " (parameters "
 
 
 def lacking_sentences(result: StudyResult) -> list[str]:
     """Which runs were not measured as others were, and how to do it."""
     return [
         f"{LACKED[option]} are not complete for {', '.join(runs[:MAX_RUN_NAMES])}"
-        f"{f' and {len(runs) - MAX_RUN_NAMES} more' if len(runs) > MAX_RUN_NAMES else ''}: "
+        f"{f' and {len(runs) - MAX_RUN_NAMES} more' * (len(runs) > MAX_RUN_NAMES)}: "
         f"--{option} measures them where their weights are."
         for option, runs in result.lacking.items()
     ]
