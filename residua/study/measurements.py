@@ -76,16 +76,13 @@ class RunMeasurement:
             try:
                 for index, run in enumerate(waiting):
                     every(f"{self.title} of {run.title}", index, len(waiting))
-                    self._measure_or_tell(run, console, stages)
+                    try:
+                        if headline := self.measure_run(run, console, stages):
+                            console.print(outcome(f"{run.title}{headline}"))
+                    except self.errors as problem:
+                        tell(console, f"{run.title}{self.lost}", problem)
             except KeyboardInterrupt:
                 raise StudyInterrupted(f"Stopped while {self.stopped}: the same command continues.") from None
-
-    def _measure_or_tell(self, run: PlannedRun, console: Console, stages: StageProgress) -> None:
-        try:
-            if headline := self.measure_run(run, console, stages):
-                console.print(outcome(f"{run.title}{headline}"))
-        except self.errors as problem:
-            tell(console, f"{run.title}{self.lost}", problem)
 
     def waits(self, run: PlannedRun) -> bool:
         """Whether a run can be measured and was not, or was trained further since."""
@@ -178,16 +175,15 @@ class PrecisionMeasurement(RunMeasurement):
     title, stopped = "low precision", "low precision was measured"
 
     def waits(self, run: PlannedRun) -> bool:
-        known = read_current(run.folder, QUANTIZED, QuantizedRun)
-        if known is not None and known.calibration == self.study.calibration:
-            return not set(self.study.quantize) <= known.losses.keys() and has_weights(run)
-        return has_weights(run)
+        known, study = read_current(run.folder, QUANTIZED, QuantizedRun), self.study
+        same = known is not None and known.calibration == study.calibration and known.losses.keys() >= {*study.quantize}
+        return not same and has_weights(run)
 
     def measure_run(self, run: PlannedRun, console: Console, stages: StageProgress) -> str:
         quantized = measure_precision(run, self.study, stages)
         write_atomically(run.folder / QUANTIZED, quantized.model_dump_json(indent=1) + "\n")
-        losses = {name: "not finite" if loss is None else f"{loss:.4f}" for name, loss in quantized.losses.items()}
-        return f": loss {quantized.loss:.4f}, " + ", ".join(f"{name} {loss}" for name, loss in losses.items())
+        low = (f"{n} {'not finite' if loss is None else f'{loss:.4f}'}" for n, loss in quantized.losses.items())
+        return ", ".join([f": loss {quantized.loss:.4f}", *low])
 
 
 def measure_precision(run: PlannedRun, study: StudyConfig, stages: StageProgress) -> QuantizedRun:

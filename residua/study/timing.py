@@ -103,6 +103,16 @@ class _Record(Frozen):
     config: str
     devices: dict[str, StepTiming] = Field(default_factory=dict)
 
+    @classmethod
+    def read(cls, file: Path) -> _Record:
+        """The record in a file that must be there."""
+        return read_json(file, cls, "remove it to time the model again")
+
+    def write(self, file: Path, devices: Mapping[str, StepTiming]) -> None:
+        """The record with other timings."""
+        content = self.model_copy(update={"devices": dict(devices)}).model_dump_json(indent=1) + "\n"
+        write_atomically(file, content, parents=True)
+
 
 @dataclass(frozen=True)
 class TimingMeasurement:
@@ -133,11 +143,11 @@ class TimingMeasurement:
             return
         command = python_command("-m", "residua.study.timing", str(SECONDS))
         for title, config in models.items():
-            path, record = self.out / CONFIGS / f"{title}.toml", _path(self.out, title)
+            path, file = self.out / CONFIGS / f"{title}.toml", _path(self.out, title)
             write_atomically(path, config.to_toml(), parents=True)
-            if not record.exists() or known[title].devices == {}:
-                write_atomically(record, _Record(config=_signature(config)).model_dump_json(), parents=True)
-            command += [str(path), str(record)]
+            if not file.exists() or not known[title].devices:
+                known[title].write(file, {})
+            command += [str(path), str(file)]
         _run(command, self.study, self.out, console)
 
 
@@ -160,7 +170,7 @@ def keep_timings(
         base, theirs = here.get((size, study.baseline), {}), timings.get((size, study.baseline), {})
         same = {d: timing for d, timing in devices.items() if d not in base or base[d] == theirs.get(d)}
         if same.keys() - recorded.devices.keys():
-            _write(_path(out, title), recorded, {**same, **recorded.devices})
+            recorded.write(_path(out, title), {**same, **recorded.devices})
 
 
 def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:
@@ -194,12 +204,6 @@ def _read(out: Path, title: str, config: RunConfig) -> _Record:
     empty = _Record(config=_signature(config))
     record = read_measured(_path(out, title), _Record)
     return record if record is not None and record.config == empty.config else empty
-
-
-def _write(path: Path, record: _Record, devices: Mapping[str, StepTiming]) -> None:
-    """Replace the timings of a record."""
-    content = record.model_copy(update={"devices": dict(devices)}).model_dump_json(indent=1) + "\n"
-    write_atomically(path, content, parents=True)
 
 
 def _signature(config: RunConfig) -> str:
@@ -317,25 +321,21 @@ def _timed_here(path: Path, file: Path) -> StepTiming | None:
     from residua.train.environment import device_name
 
     device = choose_device(RunConfig.from_toml(path).train.device, "train.device")
-    return _opened(file).devices.get(device_name(device))
-
-
-def _opened(file: Path) -> _Record:
-    return read_json(file, _Record, "remove it to time the model again")
+    return _Record.read(file).devices.get(device_name(device))
 
 
 def _add(file: Path, timing: StepTiming) -> None:
-    record = _opened(file)
-    _write(file, record, {**record.devices, timing.device: timing})
+    record = _Record.read(file)
+    record.write(file, {**record.devices, timing.device: timing})
 
 
 def _forget(file: Path, device: str) -> bool:
     """Remove the timing on a device; returns whether there was one."""
-    record = _opened(file)
-    if device not in record.devices:
-        return False
-    _write(file, record, {name: timing for name, timing in record.devices.items() if name != device})
-    return True
+    record = _Record.read(file)
+    others = {name: timing for name, timing in record.devices.items() if name != device}
+    if others != record.devices:
+        record.write(file, others)
+    return others != record.devices
 
 
 def _rate(timing: StepTiming) -> str:
