@@ -86,22 +86,18 @@ class Bench:
 
     def print_device(self, ceilings: Ceilings | None = None) -> None:
         """The device, the versions, and the measured ceilings if there are any."""
-        print_device(self.console, self.environment, ceilings)
+        about = self.environment
+        versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton", "python") if about[name])
+        self.console.print(f"{about.get('gpu') or about['processor'] or about['platform']}: {versions}")
+        if ceilings is not None:
+            self.console.print(
+                f"measured in this run: copy {ceilings.copy_bytes_per_second / 1e12:.3g} TB/s, "
+                f"{ceilings.dtype} matrix product {ceilings.matmul_flops_per_second / 1e12:.4g} TFLOP/s"
+            )
 
     def save(self, kind: str, **content: Any) -> None:
         """Write everything as plain JSON: seconds, bytes, FLOP/s."""
         save_report(self.console, self.out, {"kind": kind, "environment": self.environment, **content})
-
-
-def print_device(console: Console, environment: dict[str, Any], ceilings: Ceilings | None = None) -> None:
-    """The device, the versions, and the measured ceilings if there are any."""
-    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "python") if environment[name])
-    console.print(f"{environment.get('gpu') or environment['processor'] or environment['platform']}: {versions}")
-    if ceilings is not None:
-        console.print(
-            f"measured in this run: copy {ceilings.copy_bytes_per_second / 1e12:.3g} TB/s, "
-            f"{ceilings.dtype} matrix product {ceilings.matmul_flops_per_second / 1e12:.4g} TFLOP/s"
-        )
 
 
 def describe_step(config: RunConfig) -> str:

@@ -18,7 +18,6 @@ from residua.bench.timing import Ceilings, measure_ceilings
 from residua.config.settings import suggest
 from residua.errors import UserError
 from residua.machine import choose_device
-from residua.report.terminal import open_console
 from residua.train.environment import describe_environment
 
 DEPTH = "depth"
@@ -121,13 +120,13 @@ class SuiteProgress(show.BenchProgress):
 
 def run_suite(plan: SuitePlan, repeats: int, out: Path | None) -> None:
     """Measure and show. If it ends early, the rows measured so far are still printed and in the file."""
-    progress = SuiteProgress(count_rows(plan), out)
+    progress, bench = SuiteProgress(count_rows(plan), out), show.Bench(plan.device, out)
     try:
         with progress:
             run(plan, repeats, progress.tell, progress.keep)
     finally:
         if progress.report is not None:
-            show_report(progress.report, out)
+            show_report(progress.report, bench)
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -142,12 +141,12 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def show_report(report: Report, out: Path | None) -> None:
+def show_report(report: Report, bench: show.Bench) -> None:
     """Print the tables and write the JSON."""
-    console, shape = open_console(show.WIDTH), report.shape
-    show.print_device(console, report.environment, report.ceilings)
-    console.print(f"{shape.tokens} tokens of width {shape.width}, {shape.dtype}".replace("torch.", ""))
-    show.print_operators(console, report.results)
+    shape = report.shape
+    bench.print_device(report.ceilings)
+    bench.console.print(f"{shape.tokens} tokens of width {shape.width}, {shape.dtype}".replace("torch.", ""))
+    show.print_operators(bench.console, report.results)
     if len(report.results) < report.planned:
-        console.print(f"stopped early: {len(report.results)} of {report.planned} rows were measured")
-    show.save_report(console, out, as_json(report))
+        bench.console.print(f"stopped early: {len(report.results)} of {report.planned} rows were measured")
+    show.save_report(bench.console, bench.out, as_json(report))
