@@ -59,17 +59,14 @@ class PaperNumber:
         Ours agrees if the paper's number lies inside our interval, or our number within `BAND` of the paper's effect.
         It is not shown without an interval, or if the interval holds both the paper's number and no effect.
         """
-        if estimate.low is None and estimate.high is None:
+        if estimate.ends is None:
             return "not shown"
         effect: Callable[[float], float] = math.log if self.ratio else float
-        low = -math.inf if estimate.low is None else effect(estimate.low)
-        high = math.inf if estimate.high is None else effect(estimate.high)
         paper, ours = effect(self.value), effect(estimate.value)
-        inside = low <= paper <= high
         band = min(BAND * abs(paper), math.log(1 + BAND)) if self.ratio else BAND * abs(paper)
-        if low <= 0 <= high:
-            return "not shown" if inside else "smaller"
-        if inside or abs(ours - paper) <= band:
+        if estimate.holds(1.0 if self.ratio else 0.0):
+            return "not shown" if estimate.holds(self.value) else "smaller"
+        if estimate.holds(self.value) or abs(ours - paper) <= band:
             return "agrees"
         if ours * paper < 0:
             return "opposite"
@@ -79,11 +76,9 @@ class PaperNumber:
 
 
 def _place(value: float, estimate: Interval) -> str:
-    if estimate.low is None and estimate.high is None:
+    if estimate.ends is None:
         return "with one seed there is no interval to compare it with"
-    if estimate.low is not None and value < estimate.low:
-        return "below our interval"
-    return "above our interval" if estimate.high is not None and value > estimate.high else INSIDE
+    return "below our interval" if estimate.above(value) else "above our interval" if estimate.below(value) else INSIDE
 
 
 @dataclass(frozen=True)
@@ -217,11 +212,10 @@ def _order(claim: Order, size: str, measured: Measured) -> Verdict:
 def _gain(claim: Gain, size: str, measured: Measured) -> Verdict:
     result = measured.result
     if claim.measure == "compute_advantage":
-        record = next((row.advantage for row in result.scaling if row.name == claim.row), None)
+        estimate = next((row.advantage for row in result.scaling if row.name == claim.row), None)
     else:
         rows = [row for row in result.variants if (measured.size_of(row.size), row.name) == (size, claim.row)]
-        record = getattr(rows[0], claim.measure) if rows else None
-    estimate = None if record is None else Interval(record.value, record.count, record.error, record.low, record.high)
+        estimate = getattr(rows[0], claim.measure) if rows else None
     word = _side(estimate, 1.0, upward=claim.published > 1.0)
     title = {
         "step_gain": "tokens for the same loss, baseline / ours",
@@ -273,11 +267,9 @@ def _neutral(measure: Measure) -> float:
 
 def _side(estimate: Interval | None, neutral: float, upward: bool = False) -> Direction:
     """Whether an interval lies wholly on the claimed side of `neutral`: below it, or with `upward` above it."""
-    if estimate is None or (estimate.low is None and estimate.high is None):
+    if estimate is None:
         return "not shown"
-    low = -math.inf if estimate.low is None else estimate.low
-    high = math.inf if estimate.high is None else estimate.high
-    below, above = high < neutral, low > neutral
+    below, above = estimate.below(neutral), estimate.above(neutral)
     if above if upward else below:
         return "confirmed"
     return "contradicted" if (below if upward else above) else "not shown"
@@ -306,7 +298,7 @@ def _in_words(estimate: Interval | None, measure: Measure, what: str) -> str:
 
 
 def _ratio_text(estimate: Interval, digits: str = ".2f") -> str:
-    if estimate.low is None and estimate.high is None:
+    if estimate.ends is None:
         return f"{estimate.value:{digits}}× (n = {estimate.count}, no interval)"
     low, high = ("…" if end is None else f"{end:{digits}}" for end in (estimate.low, estimate.high))
     return f"{estimate.value:{digits}}× [{low}, {high}]"

@@ -70,8 +70,8 @@ class Comparison:
             if len(self.entry.sizes) > 1:
                 section.subheading(f"Size {size}")
             section.table(columns, rows)
-        if (target := self._diagnosis(result)) is not None and isinstance(self.entry, Inside):
-            section.facts({"shown in": Link(", ".join(self.entry.shows), target)})
+        if (shown := self._shown(result)) is not None:
+            section.facts({"shown in": shown})
         for note in self._notes():
             section.note(note)
 
@@ -84,17 +84,17 @@ class Comparison:
             parts += [*claims_table(judged), ""]
         for size, columns, rows in self._tables(measured):
             parts += [f"### Size {size}", "", *markdown_table(columns, rows), ""]
-        if (target := self._diagnosis(result)) is not None and isinstance(self.entry, Inside):
-            parts += [f"Shown in [{', '.join(self.entry.shows)}]({plain.link(target)}).", ""]
+        if (shown := self._shown(result)) is not None:
+            parts += [f"Shown in [{shown.text}]({plain.link(shown.target)}).", ""]
         return "\n".join([*parts, *(f"- {note}" for note in self._notes())]) + "\n"
 
     def _measured(self, result: StudyResult) -> Measured:
         return Measured(self.entry, result, self.out, self.absent)
 
     def _notes(self) -> list[str]:
-        missing = self.entry.missing if isinstance(self.entry, Inside) else ""
+        missing = [self.entry.missing] if isinstance(self.entry, Inside) and self.entry.missing else []
         unmeasured = [f"{name} is not measured: {reason}." for name, reason in self.entry.unmeasured.items()]
-        return [*([missing] if missing else []), *unmeasured, *self.entry.notes]
+        return [*missing, *unmeasured, *self.entry.notes]
 
     def _tables(self, measured: Measured) -> list[tuple[str, list[Column], list[list[Value]]]]:
         """By size: the paper's rows, each column twice."""
@@ -120,11 +120,11 @@ class Comparison:
         value = measured.published(size, row, column)
         return Value(NONE if value is None else f"{value:g}")
 
-    def _diagnosis(self, result: StudyResult) -> str | None:
-        """The page with the models side by side, or that of the only one, relative to the study's folder."""
-        if (self.out / SIDE_BY_SIDE / "report.html").exists():
-            return f"{SIDE_BY_SIDE}/report.html"
-        return next((run.diagnosis for run in result.runs if run.diagnosis), None)
+    def _shown(self, result: StudyResult) -> Link | None:
+        """Where the figure is: the page with the models side by side, or that of the only one."""
+        page = f"{SIDE_BY_SIDE}/report.html"
+        pages = [page] * (self.out / page).exists() + [run.diagnosis for run in result.runs if run.diagnosis]
+        return Link(", ".join(self.entry.shows), pages[0]) if pages and isinstance(self.entry, Inside) else None
 
 
 def claims_table(judged: Sequence[Verdict]) -> list[str]:
@@ -142,11 +142,5 @@ def _ours(measured: Measured, size: str, row: str, column: str) -> Value:
 
 
 def _claim_cells(verdict: Verdict) -> list[Value]:
-    return [
-        Value(verdict.claim),
-        Value(verdict.size),
-        Value(verdict.direction),
-        Value(verdict.magnitude or NONE),
-        Value(verdict.found),
-        Value(verdict.printed or NONE),
-    ]
+    words = (verdict.claim, verdict.size, verdict.direction, verdict.magnitude, verdict.found, verdict.printed)
+    return [Value(word or NONE) for word in words]

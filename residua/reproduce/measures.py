@@ -56,13 +56,9 @@ def _peak(read: Callable[[Peaks], float | None]) -> Callable[[RunResult, Path], 
     return lambda run, out: None if run.peaks is None else read(run.peaks)
 
 
-def _accuracy(run: RunResult, out: Path) -> float | None:
+def _accuracy(recipe: str = "") -> Callable[[RunResult, Path], float | None]:
     """The mean over the tasks of the reported metric, in %; None until the run was scored on all of them."""
-    share = None if run.accuracies is None else run.accuracies.mean
-    return None if share is None else 100 * share
 
-
-def _accuracy_in(recipe: str) -> Callable[[RunResult, Path], float | None]:
     def of(run: RunResult, out: Path) -> float | None:
         share = None if run.accuracies is None else run.accuracies.mean_in(recipe)
         return None if share is None else 100 * share
@@ -97,20 +93,19 @@ MEASURES: dict[str, Measure] = {
         "perplexity", _perplexity, "exp of the validation loss", digits=".3f", ratio=True, times=".4f"
     ),
     "train_loss": Measure(
-        "training loss",
-        lambda run, out: run.train_loss,
+        "training loss", lambda run, out: run.train_loss,
         "mean over the last 200 steps, but no more than a tenth of the run",
     ),
     "accuracy": Measure(
-        "accuracy", _accuracy, "mean over the tasks of the metric that papers report, in %", digits=".2f", tasked=True,
-        more_is_better=True,
+        "accuracy", _accuracy(), "mean over the tasks of the metric that papers report, in %", digits=".2f",
+        tasked=True, more_is_better=True,
     ),
     "nvfp4_accuracy": Measure(
-        "accuracy in W4A4", _accuracy_in("nvfp4"), "the same after NVFP4", digits=".2f", quantized=True, tasked=True,
+        "accuracy in W4A4", _accuracy("nvfp4"), "the same after NVFP4", digits=".2f", quantized=True, tasked=True,
         more_is_better=True,
     ),
     "nvfp4_smooth_accuracy": Measure(
-        "accuracy in W4A4+SQ", _accuracy_in("nvfp4+smooth"), "the same after SmoothQuant and NVFP4", digits=".2f",
+        "accuracy in W4A4+SQ", _accuracy("nvfp4+smooth"), "the same after SmoothQuant and NVFP4", digits=".2f",
         quantized=True, tasked=True, more_is_better=True,
     ),
     "peak_activation": Measure(
@@ -135,11 +130,8 @@ MEASURES: dict[str, Measure] = {
         _peak(lambda peaks: change(peaks.at(HALF), peaks.last)), "by telemetry", ratio=True,
     ),
     "sink_ratio": Measure(
-        "residual-sink ratio",
-        _outlier("sink_ratio"),
-        "mean |h| over tokens and depth, largest dimension / median dimension",
-        digits=".4g",
-        ratio=True,
+        "residual-sink ratio", _outlier("sink_ratio"),
+        "mean |h| over tokens and depth, largest dimension / median dimension", digits=".4g", ratio=True,
     ),
     "nvfp4_cost": Measure(
         "cost of W4A4", _cost("nvfp4"), "loss after NVFP4 less the loss before", quantized=True
@@ -148,9 +140,7 @@ MEASURES: dict[str, Measure] = {
         "cost of W4A4+SQ", _cost("nvfp4+smooth"), "the same after SmoothQuant", quantized=True
     ),
     "attention_sink": Measure(
-        "attention sink",
-        _outlier("attention_sink"),
-        "mean attention to the first token, over softmax layers",
+        "attention sink", _outlier("attention_sink"), "mean attention to the first token, over softmax layers",
         ratio=True,
     ),
     "token_similarity": Measure(

@@ -92,13 +92,8 @@ class Accuracies(Frozen):
     tasks: dict[str, TaskAccuracy] = Field(default_factory=dict)
     low: dict[str, dict[str, TaskAccuracy]] = Field(default_factory=dict)
 
-    @property
-    def mean(self) -> float | None:
-        """The mean over the tasks that were asked for; None until all are there."""
-        return self.mean_in("")
-
-    def mean_in(self, recipe: str) -> float | None:
-        """The same in low precision."""
+    def mean_in(self, recipe: str = "") -> float | None:
+        """The mean over the tasks that were asked for, as trained or in low precision; None until all are there."""
         tasks = self.low.get(recipe, {}) if recipe else self.tasks
         values = [tasks[name].value for name in self.wanted if name in tasks]
         return fmean(values) if values and len(values) == len(self.wanted) else None

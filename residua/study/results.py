@@ -324,9 +324,10 @@ class _Collection:
         if target is None:
             return tuple(rows)
         races: dict[str, dict[str, Race]] = {}
+        busy = {size for (size, _), each in self.timings.items() if any(timing.busy for timing in each.values())}
         for row in rows:
             timings = (self.timings.get((row.size, name), {}) for name in (row.name, first))
-            ours, baseline = ({} if self._busy(row.size) else dict(each) for each in timings)
+            ours, baseline = ({} if row.size in busy else dict(each) for each in timings)
             device = next((name for name in reversed(ours) if name in baseline), "")
             runs = self.runs(row.size, first)
             row_runs = runs if row.name == first else self.runs(row.size, row.name)
@@ -335,10 +336,6 @@ class _Collection:
             )
         after = {size: adjusted(each) for size, each in races.items()}
         return tuple(row.model_copy(update={"race": after[row.size][row.name]}) for row in rows)
-
-    def _busy(self, size: str) -> bool:
-        """Whether a step of this size was timed while the machine was busy."""
-        return any(t.busy for key, each in self.timings.items() if key[0] == size for t in each.values())
 
     @cached_property
     def ladders(self) -> dict[str, dict[float, dict[int, float]]]:
@@ -612,7 +609,7 @@ def low_task_means(ours: Runs, recipes: Sequence[str], level: float) -> dict[str
     """By recipe, over the runs that were scored in it on every task, and in high precision."""
     scored, means = [run.accuracies for run in ours.values() if run.accuracies is not None], {}
     for recipe in recipes:
-        both = [(each.mean_in(recipe), each.mean) for each in scored]
+        both = [(each.mean_in(recipe), each.mean_in()) for each in scored]
         pairs = [(low, high) for low, high in both if low is not None and high is not None]
         if pairs:
             means[recipe] = LowTaskMeans(
