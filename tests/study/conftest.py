@@ -1,7 +1,5 @@
 """A small study on a small text, planned but not trained, and what stands in for training it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,8 +10,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from residua.cli.compare import app
 from residua.data import Dataset, open_corpus, prepare
+from residua.errors import UserError
 from residua.study import StudyConfig
 from residua.study.extend_study import complete_records
 from residua.study.page import Outcome
@@ -128,7 +129,7 @@ class Trainer:
         about = {**ENVIRONMENT, "sessions": [{"started": "now"}]}
         (run.folder / "environment.json").write_text(json.dumps(about))
 
-    def replace_training(self, patch: pytest.MonkeyPatch, pages: bool = False) -> Trainer:
+    def replace_training(self, patch: pytest.MonkeyPatch, pages: bool = False) -> "Trainer":
         """Train with this instead of with processes; without `pages`, write none of the files of a report."""
         for module in ("train_runs", "run_study"):
             patch.setattr(f"residua.study.{module}.run_plan", self)
@@ -144,7 +145,7 @@ def without_pages(
     problems: dict[PlannedRun, str],
     dataset: Any,
     known: Any,
-    *others: object,
+    *others: Any,
 ) -> Outcome:
     """`summarise` without the files that it writes."""
     records, timings = complete_records(plan, known), read_timings(study, plan, out)
@@ -166,3 +167,17 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def compare(study: StudyConfig, out: Path, results: Path | None = None) -> StudyResult:
     """The results of a study that says nothing."""
     return run_study(study, out, Console(quiet=True), results, "residua compare study.toml").result
+
+
+def printed(*arguments: object) -> str:
+    """What `residua compare` prints."""
+    result = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def refusal(*arguments: object) -> str:
+    """The sentence with which `residua compare` refuses a command line."""
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    assert isinstance(result.exception, UserError), result.output
+    return str(result.exception)

@@ -1,7 +1,5 @@
 """Studies that nobody trained: results and curves by formula, with as many variants as a page must bear."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run folders with known content, written as the trainer writes them, so that results can be checked by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

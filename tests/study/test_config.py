@@ -1,7 +1,5 @@
 """Studies as data: names, files, and mistakes that are refused with a sentence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,21 +13,16 @@ from residua.study.config import DEMO
 
 
 def test_a_study_survives_its_toml(tmp_path: Path) -> None:
-    study = StudyConfig(
-        variants={"prenorm": ["prenorm"], "mine": ["mgr", "model.topology.streams=2"]},
-        seeds=[3, 5],
-        match={"kind": "depth"},
-        scaling={"sizes": ["tiny", "mini"], "tokens_per_parameter": 20},
-    )
+    variants = {"prenorm": ["prenorm"], "mine": ["mgr", "model.topology.streams=2"]}
+    scaling = {"sizes": ["tiny", "mini"], "tokens_per_parameter": 20}
+    study = StudyConfig(variants=variants, seeds=[3, 5], match={"kind": "depth"}, scaling=scaling)
     (tmp_path / "study.toml").write_text(study.to_toml())
     assert StudyConfig.from_toml(tmp_path / "study.toml") == study
 
 
 def test_names_become_variants_and_the_first_is_the_baseline() -> None:
     study = StudyConfig(variants=["mgr", "prenorm"], seeds=2)
-    assert study.baseline == "mgr"
-    assert study.seeds == (0, 1)
-    assert study.variants["prenorm"] == ("prenorm",)
+    assert (study.baseline, study.seeds, study.variants["prenorm"]) == ("mgr", (0, 1), ("prenorm",))
 
 
 @pytest.mark.parametrize(
@@ -44,10 +37,7 @@ def test_names_become_variants_and_the_first_is_the_baseline() -> None:
         ({"scaling": {"sizes": ["tiny", "x/tiny.toml"]}}, "uses a name twice"),
         ({"scaling": {"sizes": ["tiny", "x/...toml"]}}, "cannot name a folder"),
         ({"workres": 2}, "did you mean 'workers'"),
-        *(
-            ({"name": name}, "use a plain name, without a path")
-            for name in ("../../x", "/tmp/x", "..", "", "a\\b", "a\nb")
-        ),
+        *(({"name": n}, "use a plain name, without a path") for n in ("../../x", "/tmp/x", "..", "", "a\\b", "a\nb")),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(changes: dict[str, object], sentence: str) -> None:

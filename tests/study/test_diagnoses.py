@@ -1,7 +1,5 @@
 """Diagnoses of a study's runs: made once, linked from the page and the table, side by side, and no run in the way."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -20,6 +18,7 @@ from residua.study.measurements import DiagnosisMeasurement, OutlierMeasurement
 from residua.study.plan import StudyPlan, make_plan
 from residua.study.run_study import measurements_of, summarise
 from residua.study.timing import TimingMeasurement
+from tests.study.conftest import changed
 from tests.study.recorded import write_all
 from tests.study.test_results import straight
 
@@ -51,12 +50,17 @@ def plan(asked: StudyConfig, dataset: Dataset, out: Path) -> StudyPlan:
     return made
 
 
+def measure(asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path) -> str:
+    """Diagnoses what is missing, and returns what is said."""
+    log = Console(record=True, width=300, file=io.StringIO())
+    DiagnosisMeasurement(asked, out, dataset).measure(plan, log)
+    return log.export_text()
+
+
 def test_every_run_is_diagnosed_once_linked_and_compared(
     asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
-    log = Console(record=True, width=200, file=io.StringIO())
-    DiagnosisMeasurement(asked, out, dataset).measure(plan, log)
-    said = log.export_text()
+    said = measure(asked, plan, dataset, out)
     *good, broken = plan.runs
     assert f"✗ {broken.title} has no diagnosis" in said and "is not finite" in said
     assert not (broken.folder / "report.html").exists()
@@ -66,12 +70,11 @@ def test_every_run_is_diagnosed_once_linked_and_compared(
         assert found.text.source == f"the validation text of {dataset.path.name}" and found.ablations
         assert found.text.tokens <= run.config.data.validation_tokens  # no more than its loss is measured on
         assert found.place == list(asked.variants).index(run.variant)
-    both = Diagnosis.read(out / "diagnosis" / "diagnosis.json")
-    assert [model.name for model in both.models] == ["prenorm", "mgr"]
-    assert [model.place for model in both.models] == [0, 1]  # they keep the colours of the study's page
+    both = Diagnosis.read(out / "diagnosis" / "diagnosis.json").models
+    assert [(model.name, model.place) for model in both] == [("prenorm", 0), ("mgr", 1)]  # with the page's colours
 
     before = {run: (run.folder / "diagnosis.json").stat() for run in good}
-    DiagnosisMeasurement(asked, out, dataset).measure(plan, Console(quiet=True))
+    measure(asked, plan, dataset, out)
     assert {run: (run.folder / "diagnosis.json").stat() for run in good} == before
 
     outcome = summarise(asked, plan, out, {}, None)
@@ -88,7 +91,7 @@ def test_every_run_is_diagnosed_once_linked_and_compared(
 def test_nothing_is_diagnosed_unless_asked_for(
     asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
-    plain = StudyConfig(**{**asked.model_dump(), "diagnose": False})
+    plain = changed(asked, diagnose=False)
     whole = join(plain, plan, out, dataset, None)
     assert [type(each) for each in measurements_of(plain, whole, None)] == [TimingMeasurement, OutlierMeasurement]
     assert DiagnosisMeasurement in map(type, measurements_of(asked, whole, None))
@@ -105,17 +108,15 @@ def test_the_page_is_on_the_text_of_the_study(
     folder = plan.runs[0].folder
     residua.diagnose.diagnose([folder], folder, text=text, tokens=512, length=32, ablations="none", device="cpu")
     own = (folder / "diagnosis.json").read_bytes()
-    log = Console(record=True, width=300, file=io.StringIO())
-    DiagnosisMeasurement(asked, out, dataset).measure(plan, log)
+    said = measure(asked, plan, dataset, out)
     assert (folder / "diagnosis.json").read_bytes() == own
     both = Diagnosis.read(out / "diagnosis" / "diagnosis.json").models
     assert [model.name for model in both] == ["prenorm", "mgr"]
     assert {model.text.source for model in both} == {f"the validation text of {dataset.path.name}"}
-    said = log.export_text()
     assert "(its own diagnosis is of another text; this is the study's): " in said and "is without" not in said
 
     before = (folder / "diagnosis" / "diagnosis.json").stat()
-    DiagnosisMeasurement(asked, out, dataset).measure(plan, Console(quiet=True))
+    measure(asked, plan, dataset, out)
     assert (folder / "diagnosis" / "diagnosis.json").stat() == before
 
 
@@ -123,7 +124,6 @@ def test_who_is_not_on_the_page_is_named(asked: StudyConfig, plan: StudyPlan, da
     lost, broken = (run for run in plan.runs if run.seed == 0)
     (lost.folder / "metrics.jsonl").unlink()
     (broken.folder / "checkpoints" / "step-10" / "model.safetensors").unlink()
-    log = Console(record=True, width=300, file=io.StringIO())
-    DiagnosisMeasurement(asked, out, dataset).measure(plan, log)
     why = "no complete run in this folder), mgr-seed0 (it has no diagnosis on the study's text)"
-    assert f"✗ the page of diagnoses side by side is without prenorm-seed0 ({why}" in log.export_text()
+    told = f"✗ the page of diagnoses side by side is without prenorm-seed0 ({why}"
+    assert told in measure(asked, plan, dataset, out)

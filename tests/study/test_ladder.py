@@ -1,7 +1,5 @@
 """Equivalent tokens from a ladder of budgets: against laws that are known, and intervals against simulated truth."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -24,10 +22,11 @@ def rungs(budgets: tuple[float, ...] = BUDGETS, seeds: int = 3, effect: float = 
 @pytest.mark.parametrize("budgets", [BUDGETS, (0.5, 1.0, 2.0), (0.25, 0.5, 1.0, 2.0, 4.0)])
 def test_the_fit_returns_the_law_that_the_losses_were_made_with(budgets: tuple[float, ...]) -> None:
     found = fit_law(rungs(budgets))
-    assert found is not None
     assert (found.floor, found.exponent) == pytest.approx((2.5, 0.35), rel=1e-6)
     assert found.scale == pytest.approx(1.4 * D**0.35, rel=1e-5)
     assert found.loss(3 * D) == pytest.approx(law(3 * D), rel=1e-8)
+    exact = FittedLaw(2.0, 8.0, 0.5)
+    assert (exact.loss(4.0), exact.tokens(6.0), exact.tokens(2.0)) == (6.0, 4.0, float("inf"))
 
 
 def test_the_example_of_the_docs() -> None:
@@ -35,7 +34,6 @@ def test_the_example_of_the_docs() -> None:
     losses[78.6] = (3.846, 3.839, 3.841)
     ladder = {tokens * 1e6: dict(enumerate(seeds)) for tokens, seeds in losses.items()}
     found, fitted = equivalent_tokens(ladder, {0: 3.908, 1: 3.900, 2: 3.907}, 39.3e6), fit_law(ladder)
-    assert found is not None and found.low is not None and found.high is not None and fitted is not None
     assert (found.value, found.low, found.high) == pytest.approx((1.41, 1.37, 1.44), abs=0.005)
     assert (fitted.floor, fitted.scale, fitted.exponent) == pytest.approx((3.327, 205.2, 0.3294), rel=1e-3)
 
@@ -43,29 +41,24 @@ def test_the_example_of_the_docs() -> None:
 @pytest.mark.parametrize("gain", [0.7, 1.0, 1.23, 1.9])
 def test_a_loss_becomes_the_tokens_at_which_the_law_has_it(gain: float) -> None:
     found = equivalent_tokens(rungs(), {seed: law(gain * D) for seed in range(3)}, D)
-    assert found is not None and not found.extrapolated
-    assert found.value == pytest.approx(gain, rel=1e-4)
-    assert found.low == pytest.approx(gain, rel=1e-3) and found.high == pytest.approx(gain, rel=1e-3)
+    assert not found.extrapolated and found.value == pytest.approx(gain, rel=1e-4)
+    assert (found.low, found.high) == pytest.approx((gain, gain), rel=1e-3)
 
 
 def test_a_gain_ignores_what_runs_of_a_seed_share() -> None:
     found = equivalent_tokens(rungs(effect=0.2), {seed: law(1.3 * D) + 0.2 * seed for seed in range(3)}, D)
-    assert found is not None and found.value == pytest.approx(1.3, rel=1e-4)
-    assert found.high is not None and found.high < 1.301
+    assert found.value == pytest.approx(1.3, rel=1e-4) and found.high < 1.301
 
 
 def test_beyond_the_largest_budget_a_gain_is_called_extrapolated() -> None:
     found = equivalent_tokens(rungs(), {seed: law(2.5 * D) for seed in range(3)}, D)
-    assert found is not None and found.extrapolated
-    assert found.value == pytest.approx(2.5, rel=1e-3)
-    below = equivalent_tokens(rungs(), {0: law(0.4 * D)}, D)
-    assert below is not None and below.extrapolated
+    assert found.extrapolated and found.value == pytest.approx(2.5, rel=1e-3)
+    assert equivalent_tokens(rungs(), {0: law(0.4 * D)}, D).extrapolated
 
 
 def test_out_of_reach_there_is_no_gain() -> None:
-    assert equivalent_tokens(rungs(), {0: 2.4, 1: 2.4}, D) is None  # below the floor of the law
-    assert equivalent_tokens(rungs(), {0: 9.0, 1: 9.0}, D) is None
-    assert equivalent_tokens(rungs(), {}, D) is None
+    for losses in ({0: 2.4, 1: 2.4}, {0: 9.0, 1: 9.0}, {}):  # the first is below the floor of the law
+        assert equivalent_tokens(rungs(), losses, D) is None
     assert equivalent_tokens({D: {0: 3.0}}, {0: 2.9}, D) is None
 
 
@@ -76,27 +69,21 @@ def test_a_baseline_that_does_not_learn_gives_no_gain() -> None:
     assert equivalent_tokens({D: {0: 3.0}, 2 * D: {0: 3.1}}, {0: 3.0}, D) is None
 
 
-def test_two_budgets_are_joined_by_a_line_without_an_interval() -> None:
-    two = {D: {0: 3.4, 1: 3.4}, 2 * D: {0: 3.2, 1: 3.2}}
-    found = equivalent_tokens(two, {0: 3.3, 1: 3.3}, D)
-    assert found is not None and found.value == pytest.approx(2**0.5, rel=1e-3)
-    assert (found.low, found.high) == (None, None)
-    assert fit_law(two) is None
-
-
-def test_one_seed_has_no_interval() -> None:
+def test_one_seed_or_two_budgets_give_a_gain_without_interval() -> None:
     found = equivalent_tokens(rungs(seeds=1), {0: law(1.2 * D)}, D)
-    assert found is not None and found.value == pytest.approx(1.2, rel=1e-4)
-    assert (found.count, found.low, found.high) == (1, None, None)
+    assert (found.value, found.count, found.low, found.high) == (pytest.approx(1.2, rel=1e-4), 1, None, None)
+    two = {D: {0: 3.4, 1: 3.4}, 2 * D: {0: 3.2, 1: 3.2}}  # joined by a line
+    found = equivalent_tokens(two, {0: 3.3, 1: 3.3}, D)
+    assert (found.value, found.low, found.high) == (pytest.approx(2**0.5, rel=1e-3), None, None)
+    assert fit_law(two) is None
 
 
 def test_seeds_that_only_one_side_has_count_too() -> None:
     ladder = rungs()
     ladder[2.0 * D] = {0: law(2 * D)}  # two runs of the ladder are missing
-    found = equivalent_tokens(ladder, {seed: law(1.2 * D) for seed in (1, 2, 5)}, D)
-    assert found is not None and found.value == pytest.approx(1.2, rel=1e-4)
-    apart = equivalent_tokens(rungs(), {7: law(1.2 * D), 8: law(1.2 * D)}, D)
-    assert apart is not None and apart.value == pytest.approx(1.2, rel=1e-4)
+    for rows, seeds in ((ladder, (1, 2, 5)), (rungs(), (7, 8))):
+        found = equivalent_tokens(rows, {seed: law(1.2 * D) for seed in seeds}, D)
+        assert found is not None and found.value == pytest.approx(1.2, rel=1e-4)
 
 
 def test_an_interval_without_an_end_in_reach_is_open() -> None:
@@ -151,11 +138,6 @@ def test_the_asked_share_of_intervals_holds_the_truth(seeds: int, confidence: fl
     assert np.mean(shares) == pytest.approx(confidence, abs=0.01)
 
 
-def test_a_law_knows_its_loss_and_when_it_has_it() -> None:
-    law = FittedLaw(2.0, 8.0, 0.5)
-    assert law.loss(4.0) == 6.0 and law.tokens(6.0) == 4.0 and law.tokens(2.0) == float("inf")
-
-
 SIZES = {"a": (7e6, 4.2e7), "b": (17e6, 1.1e8), "c": (29e6, 1.8e8)}  # parameters, FLOPs per token
 Levels = dict[tuple[str, float], float]
 
@@ -183,10 +165,8 @@ LARGEST = (10 * 1.8e8 * 20 * 29e6, 20.0)
 def test_a_joint_fit_returns_the_law_of_sizes_and_tokens() -> None:
     laws = fit_laws(ladders())
     over_sizes = fit_law({SIZES[size][0]: {0: law.floor} for size, law in laws.items()})
-    assert over_sizes is not None
-    assert (over_sizes.floor, over_sizes.exponent) == pytest.approx(
-        (1.705, 0.35), rel=1e-3
-    )  # and the mean effect of seeds
+    wanted = (1.705, 0.35)  # and the mean effect of seeds
+    assert (over_sizes.floor, over_sizes.exponent) == pytest.approx(wanted, rel=1e-3)
     assert {round(law.exponent, 5) for law in laws.values()} == {0.3}
     assert fit_laws({"a": {1e8: {0: 3.0}}, "b": {2e8: {0: 2.8}, 4e8: {0: 2.7}}}) == {}  # two floors and one difference
 
@@ -278,10 +258,8 @@ def test_holm_bounds_false_claims_of_projected_gains() -> None:
         for i, (value, error) in enumerate(found):
             half = t_quantile(0.975, fits[i].freedom) * error[study]
             low, high = np.exp(value[study] - half), np.exp(value[study] + half)
-            gain = Interval(
-                float(np.exp(value[study])), 2, float(error[study]), float(low), float(high), fits[i].freedom
-            )
-            intervals[i] = of_ratio(gain, (), 0.05)
+            ends = map(float, (error[study], low, high))
+            intervals[i] = of_ratio(Interval(float(np.exp(value[study])), 2, *ends, fits[i].freedom), (), 0.05)
             plain += low > 1 or high < 1
         after += any(ends.low > 1 or ends.high < 1 for ends in corrected(intervals, 0.05).values())
     assert plain / 1600 < 0.07 and after / 400 < 0.07

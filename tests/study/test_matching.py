@@ -1,7 +1,5 @@
 """Parameter matching within half a percent, and the refusal where it cannot be."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest
@@ -44,16 +42,24 @@ def exoformer(base: ModelConfig) -> ModelConfig:
 def test_fused_gates_and_anchors_narrow_the_ffn_and_say_so() -> None:
     base = ModelConfig.preset("mini")
     matched = match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
-    assert matched.model.ffn.hidden < base.ffn.hidden
-    assert matched.model.ffn.hidden % 8 == 0
-    assert matched.change == f"FFN width {base.ffn.hidden} → {matched.model.ffn.hidden}"
+    width = matched.model.ffn.hidden
+    assert width < base.ffn.hidden and width % 8 == 0
+    assert matched.change == f"FFN width {base.ffn.hidden} → {width}"
 
 
-def test_a_variant_that_fits_already_is_left_alone() -> None:
+def test_a_variant_that_fits_or_is_not_matched_is_left_alone() -> None:
     base = ModelConfig.preset("mini")
-    variant = base.override(["topology.kind=full_attnres"])
-    matched = match("full_attnres", variant, measure(base).parameters, MatchFFN())
-    assert (matched.model, matched.change) == (variant, "")
+    for variant, rule in ((base.override(["topology.kind=full_attnres"]), MatchFFN()), (exoformer(base), NoMatch())):
+        matched = match("variant", variant, measure(base).parameters, rule)
+        assert (matched.model, matched.change) == (variant, "")
+
+
+def test_what_cannot_be_matched_is_refused_with_a_sentence() -> None:
+    base = ModelConfig.preset("tiny").override(["ffn.hidden=8"])
+    with pytest.raises(ConfigError, match=r"variant 'exoformer' has [\d,]+ parameters and cannot be brought within"):
+        match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
+    with pytest.raises(ConfigError, match=r"cannot be brought within 0\.0001 % of"):
+        match("other", base, measure(base).parameters + 17, MatchFFN(tolerance=1e-6))
 
 
 def test_depth_matching_drops_layers_first_and_trims_the_rest() -> None:
@@ -64,30 +70,11 @@ def test_depth_matching_drops_layers_first_and_trims_the_rest() -> None:
     assert matched.change.startswith(f"layers {base.layers} → {matched.model.layers}")
 
 
-def test_no_matching_changes_nothing() -> None:
-    base = ModelConfig.preset("tiny")
-    matched = match("exoformer", exoformer(base), measure(base).parameters, NoMatch())
-    assert (matched.model, matched.change) == (exoformer(base), "")
-
-
-def test_what_cannot_be_matched_is_refused_with_a_sentence() -> None:
-    base = ModelConfig.preset("tiny").override(["ffn.hidden=8"])
-    with pytest.raises(ConfigError, match=r"variant 'exoformer' has [\d,]+ parameters and cannot be brought within"):
-        match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
-
-
-def test_a_narrow_tolerance_is_told_as_it_is() -> None:
-    model = RunConfig.find("tiny").model
-    with pytest.raises(ConfigError, match=r"cannot be brought within 0\.0001 % of"):
-        match("other", model, measure(model).parameters + 17, MatchFFN(tolerance=1e-6))
-
-
 def test_tables_are_free_unless_they_are_counted() -> None:
     base = ModelConfig.preset("mini").override(["vocab_size=1024"])
     variant = base.override(["anchors.kind=value_embeddings"])
     size, plain = measure(variant), measure(base)
-    heads = base.softmax
-    assert heads is not None and size.tables == -(-base.layers // 2) * 1024 * base.width
+    assert size.tables == -(-base.layers // 2) * 1024 * base.width
     assert size.flops_per_token - plain.flops_per_token == 6 * (size.parameters - size.tables - plain.parameters)
     matched = match("value_embeddings", variant, plain.parameters, MatchFFN())
     assert matched.model == variant
@@ -98,9 +85,8 @@ def test_tables_are_free_unless_they_are_counted() -> None:
 
 def test_flops_are_matched_with_attention_included() -> None:
     base = ModelConfig.preset("mini")
-    longer = base.override(["context=4096"])
     target = measure(base).flops_per_token
-    matched = match("longer", longer, target, MatchFLOPs())
+    matched = match("longer", base.override(["context=4096"]), target, MatchFLOPs())
     assert abs(measure(matched.model).flops_per_token / target - 1) <= 0.005
     assert matched.change == f"FFN width {base.ffn.hidden} → {matched.model.ffn.hidden} for equal FLOPs"
     assert matched.model.ffn.hidden < base.ffn.hidden

@@ -1,18 +1,14 @@
 """What a study measures of each trained model: once, again when it was trained further, and where it is shown."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import sys
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from pydantic import BaseModel
 from rich.console import Console
 
 import residua
@@ -25,7 +21,7 @@ from residua.study import StudyConfig
 from residua.study import measurements as work
 from residua.study.config import NoMatch
 from residua.study.extend_study import complete_records
-from residua.study.measurements import OutlierMeasurement, PrecisionMeasurement, RunMeasurement, look
+from residua.study.measurements import OutlierMeasurement, PrecisionMeasurement, look
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import (
     INSPECTION,
@@ -73,23 +69,18 @@ def quantized(study: StudyConfig) -> QuantizedRun:
     return QuantizedRun(calibration=study.calibration, loss=3.0, peak_activation=1.0, sink_ratio=1.0, losses=losses)
 
 
+MEASURED = {
+    OUTLIERS: (lambda study: OutlierMeasurement(), lambda study: Outliers(peak_activation=1.0, sink_ratio=2.0)),
+    QUANTIZED: (PrecisionMeasurement, quantized),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "make", "content"),
-    [
-        (OUTLIERS, lambda study: OutlierMeasurement(), lambda study: Outliers(peak_activation=1.0, sink_ratio=2.0)),
-        (QUANTIZED, PrecisionMeasurement, quantized),
-    ],
-)
+@pytest.mark.parametrize("name", MEASURED)
 def test_runs_are_measured_once_and_again_when_trained_further(
-    name: str,
-    make: Callable[[StudyConfig], RunMeasurement],
-    content: Callable[[StudyConfig], BaseModel],
-    study: StudyConfig,
-    dataset: Dataset,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make, content = MEASURED[name]
     asked = study.model_copy(update={"quantize": ("fp8",)})
     plan, measurement, measured, printed = make_plan(asked, out, dataset), make(asked), [], StringIO()
     write_all(plan, lambda run, step: 3.0)
@@ -122,6 +113,7 @@ def test_runs_are_measured_once_and_again_when_trained_further(
 
 @pytest.mark.parametrize(("steps", "every", "window"), [(4000, 10, 200), (4000, 300, 200), (1000, 7, 100), (5, 1, 1)])
 def test_the_training_loss_is_the_mean_over_the_last_200_steps(steps: int, every: int, window: int) -> None:
+    assert math.isnan(RunRecord(Path(), 1).train_loss), "there are no lines"
     each = [5.0 - step / steps + 0.1 * math.sin(step) for step in range(1, steps + 1)]
     ends = sorted({1, steps, *range(every, steps + 1, every)})
     begins = [0, *ends[:-1]]
@@ -131,10 +123,6 @@ def test_the_training_loss_is_the_mean_over_the_last_200_steps(steps: int, every
     assert mean_of_last(rows) == pytest.approx(sum(spread[-window:]) / window, rel=1e-12)
     if window % every == 0:
         assert mean_of_last(rows) == pytest.approx(sum(each[-window:]) / window, rel=1e-12)
-
-
-def test_a_run_without_log_lines_has_no_training_loss(tmp_path: Path) -> None:
-    assert math.isnan(RunRecord(tmp_path, 1).train_loss)
 
 
 @torch.no_grad()
@@ -170,10 +158,8 @@ def test_attention_is_looked_at_on_the_first_sequences_only(monkeypatch: pytest.
     model = residua.build(small(vocab_size=64, context=16)).eval()
     batches = [Batch(*(torch.randint(64, (2, 16)) for _ in range(2))) for _ in range(3)]
     assert look(model, batches).tokens == 48
-    linear = small(
-        vocab_size=64, context=16, attention={"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
-    )
-    found = look(residua.build(linear).eval(), batches)
+    mixer = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
+    found = look(residua.build(small(vocab_size=64, context=16, attention=mixer)).eval(), batches)
     assert (found.attention_sink, found.uniform_attention) == (None, None)
 
 
@@ -182,10 +168,9 @@ def test_both_are_in_the_tables_and_in_the_results_file(
     study: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
     write_all(plan, lambda run, step: 3.0 + run.seed + 1.0 / step)
+    shares = {"sink_ratio": 4.0, "attention_sink": 0.25, "uniform_attention": 0.1}
     for run in plan.runs:
-        found = Outliers(
-            peak_activation=100.0 + 20 * run.seed, sink_ratio=4.0, attention_sink=0.25, uniform_attention=0.1
-        )
+        found = Outliers(peak_activation=100.0 + 20 * run.seed, **shares)
         (run.folder / OUTLIERS).write_text(found.model_dump_json())
     result = collect(study, plan, complete_records(plan, {}), {})
     row = result.variants[0]
@@ -233,20 +218,15 @@ def test_a_study_of_trained_models_has_a_loss_for_every_recipe(
 
 
 @pytest.mark.slow
-def test_an_unknown_recipe_is_refused_before_anything_runs(study: StudyConfig, tmp_path: Path) -> None:
+def test_runs_that_were_not_measured_have_no_row(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     with pytest.raises(ConfigError, match="int8"):
         low(study, quantize=("int8",))
-    asked = low(study)
-    (tmp_path / "study.toml").write_text(asked.to_toml())
-    assert StudyConfig.from_toml(tmp_path / "study.toml") == asked
-
-
-@pytest.mark.slow
-def test_runs_that_were_not_measured_have_no_row(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     asked = low(study)
     plan = make_plan(asked, out, dataset)
     write_all(plan, lambda run, step: 3.0)
     result = summarise(asked, plan, out, {}, None).result
+    (out / "study.toml").write_text(asked.to_toml())
+    assert StudyConfig.from_toml(out / "study.toml") == asked
     assert all(row.low_precision is None for row in result.variants)
     assert "residual-sink" not in markdown(result)
     (plan.runs[0].folder / "quantized.json").write_text('{"loss": "damaged"')

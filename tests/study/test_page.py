@@ -1,7 +1,5 @@
 """What the study's page says at its top and at its foot, without a browser."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -11,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from residua.report import Tone, theme
-from residua.study.figures import break_even, difference_curves, forest_of_losses, precision_costs
+from residua.study.figures import Records, break_even, difference_curves, forest_of_losses, precision_costs
 from residua.study.gains import concluded
 from residua.study.page import provenance, study_page
+from residua.study.records import RunRecord
 from residua.study.results import RunResult, StudyResult
 from residua.study.statistics import Interval
 from residua.study.tables import cells, columns, markdown
@@ -95,6 +94,7 @@ def without(status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
          f"Not shown: speeds scatter too much (use --time-alone); {LOWER}, one seed"),
         (lambda: without("missing", lambda run: run.variant == "prenorm"), "unsure",
          "No answer yet: 6 of 9 runs are complete"),
+        (lambda: without("missing", lambda run: True), "unsure", "No answer yet: 0 of 9 runs are complete"),
         (lambda: without("failed", lambda run: run.variant == "prenorm"), "unsure", "No answer: prenorm failed"),
         (lambda: without("failed", lambda run: run.variant != "prenorm"), "unsure",
          "No answer: block_attnres, mgr failed"),
@@ -108,20 +108,21 @@ def test_the_title_answers(result: Callable[[], StudyResult | Pretended], tone: 
     assert answer(made.result if isinstance(made, Pretended) else made) == (tone, title)
 
 
-def test_without_runs_of_the_baseline_there_is_no_answer_yet() -> None:
-    silent = changed(pretended(3).result, difference=None, **UNKNOWN)
-    missing = tuple(run.model_copy(update={"status": "missing"}) for run in silent.runs[1:])
-    assert answer(silent.model_copy(update={"runs": missing}))[1] == "No answer yet: 0 of 8 runs are complete"
-
-
-def test_a_shown_gain_goes_before_a_larger_one_that_is_not() -> None:
-    first, second, third = pretended(3, best=1.3).result.variants
+def test_what_is_shown_goes_before_a_larger_gain_that_is_not() -> None:
+    result = pretended(3, best=1.3).result
+    first, second, third = result.variants
     wide = second.model_copy(update={"wall_clock_gain": Interval(value=1.39, count=3, low=0.9, high=1.6)})
-    result = with_rows(pretended(3, best=1.3).result, (first, wide, third))
-    assert third.wall_clock_gain is not None
+    gains = with_rows(result, (first, wide, third))
     title = f"Yes: the best that is shown, mgr, is {third.wall_clock_gain.value:.2f}× per second"
-    assert answer(result) == ("good", title)
-    assert best_row(result) == result.variants[2]
+    assert (answer(gains), best_row(gains)) == (("good", title), gains.variants[2])
+
+    first, second, third = (silent := changed(pretended(3).result, **UNKNOWN)).variants
+    wide = second.model_copy(update={"difference": Interval(value=-0.06, count=3, error=0.03, low=-0.2, high=0.1)})
+    losses = with_rows(silent, (first, wide, third))
+    title = "Not shown: speeds are not known; mgr has a lower loss, -0.0318 against prenorm"
+    assert (answer(losses)[1], best_row(losses)) == (title, losses.variants[2])
+    rows = by_gain(pretended(6).result.variants, "prenorm")
+    assert [row.name for row in rows][:3] == ["block_attnres", "mgr", "prenorm"]  # the baseline at one
 
 
 def test_a_gain_that_only_the_ladder_shows_is_said() -> None:
@@ -140,7 +141,6 @@ def test_a_gain_that_only_the_ladder_shows_is_said() -> None:
 
 def test_the_gap_to_the_unigram_entropy_is_not_rounded_up() -> None:
     result = pretended(2).result
-    assert result.dataset is not None
     entropy = max(row.loss.value for row in result.variants if row.loss) + 0.1452
     known = result.model_copy(update={"dataset": result.dataset.model_copy(update={"unigram_entropy": entropy})})
     assert "ends at least 0.14 below it" in markdown(known)
@@ -175,11 +175,7 @@ def timed(result: StudyResult, busy: str, spread: float) -> StudyResult:
     ("busy", "silent", "title"),
     [
         ("block_attnres", ["block_attnres"], "Yes: mgr is "),
-        (
-            "prenorm",
-            ["block_attnres", "mgr"],
-            "Not shown: speeds were timed while the machine was busy; ",
-        ),
+        ("prenorm", ["block_attnres", "mgr"], "Not shown: speeds were timed while the machine was busy; "),
     ],
 )
 def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
@@ -212,21 +208,14 @@ def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
     assert "busy" not in markdown(timed(pretend.result, busy, 0.49))
 
 
-def test_a_shown_lower_loss_goes_before_one_that_is_not() -> None:
-    result = changed(pretended(3).result, **UNKNOWN)
-    first, second, third = result.variants
-    wide = second.model_copy(update={"difference": Interval(value=-0.06, count=3, error=0.03, low=-0.2, high=0.1)})
-    mixed = with_rows(result, (first, wide, third))
-    assert answer(mixed)[1] == "Not shown: speeds are not known; mgr has a lower loss, -0.0318 against prenorm"
-    assert best_row(mixed) == mixed.variants[2]
-
-
-def test_the_page_says_that_runs_are_missing(tmp_path: Path) -> None:
+def test_the_page_says_that_runs_or_a_ladder_are_missing(tmp_path: Path) -> None:
     made = pretended(3)
     assert "complete" not in made.page(tmp_path).lead
     missing = tuple(run.model_copy(update={"status": "missing"}) for run in made.result.runs[:2])
-    partial = made.result.model_copy(update={"runs": (*missing, *made.result.runs[2:])})
-    assert replace(made, result=partial).page(tmp_path).lead.endswith("7 of 9 runs are complete.")
+    below = {"step_gain": Interval(value=1.04, count=3), "wall_clock_gain": Interval(value=0.9, count=3)}
+    lacking = {"runs": (*missing, *made.result.runs[2:]), "ladder": ()}
+    page = replace(made, result=changed(made.result.model_copy(update=lacking), **below)).page(tmp_path)
+    assert page.lead.endswith("7 of 9 runs are complete.") and "Use --ladder before concluding" in page.html()
 
 
 def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
@@ -234,7 +223,6 @@ def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
     assert "of 3 seeds" not in made.page(tmp_path).lead + markdown(made.result)
     rows = [row for row in made.result.variants if row.name != "mgr"]
     mgr = made.result.variants[2]
-    assert mgr.loss is not None
     mgr = mgr.model_copy(update={"loss": replace(mgr.loss, count=2)})
     last = made.result.runs[-1].model_copy(update={"status": "failed", "problem": "no memory"})
     unequal = made.result.model_copy(update={"variants": (*rows, mgr), "runs": (*made.result.runs[:-1], last)})
@@ -246,34 +234,26 @@ def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
     assert shown["mgr"] == "3.3810 ± 0.0031 (n=2)" and "n=" not in shown["prenorm"]
 
 
-def test_seeds_missing_everywhere_make_no_difference(tmp_path: Path) -> None:
+def test_seeds_missing_everywhere_make_no_difference() -> None:
     result = pretended(3).result
-    fewer = tuple(run.model_copy(update={"status": "missing"}) if run.seed == 2 else run for run in result.runs)
-    assert unequal_seeds(result.model_copy(update={"runs": fewer})) == ""
-    crossed = tuple(
-        run.model_copy(update={"status": "missing"}) if run.seed == (2 if run.variant == "mgr" else 1) else run
-        for run in result.runs
-    )
-    assert unequal_seeds(result.model_copy(update={"runs": crossed})) == "prenorm, block_attnres, mgr: 2 of 3 seeds"
 
+    def lacking(missing: Callable[[RunResult], bool]) -> str:
+        lost = {"status": "missing"}
+        runs = tuple(run.model_copy(update=lost) if missing(run) else run for run in result.runs)
+        return unequal_seeds(result.model_copy(update={"runs": runs}))
 
-def test_the_page_says_that_gains_without_a_ladder_understate(tmp_path: Path) -> None:
-    made = pretended(3)
-    below = {"step_gain": Interval(value=1.04, count=3), "wall_clock_gain": Interval(value=0.9, count=3)}
-    slow = changed(made.result.model_copy(update={"ladder": ()}), **below)
-    assert "Use --ladder before concluding" in replace(made, result=slow).page(tmp_path).html()
+    assert lacking(lambda run: run.seed == 2) == ""
+    crossed = lacking(lambda run: run.seed == (2 if run.variant == "mgr" else 1))
+    assert crossed == "prenorm, block_attnres, mgr: 2 of 3 seeds"
 
 
 def test_comparisons_are_corrected_and_the_best_is_shrunk() -> None:
     assert comparisons_sentence(pretended(2).result) == ""
     result = pretended(16).result
     best = result.variants[1]
-    assert best.wall_clock_gain is not None and best.corrected is not None and best.shrunk is not None
     assert best.corrected.low < best.wall_clock_gain.low and best.shrunk.value < best.wall_clock_gain.value
-    assert answer(result) == (
-        "good",
-        f"Yes: the best of 15, block_attnres, is about {best.shrunk.value:.2f}× per second",
-    )
+    title = f"Yes: the best of 15, block_attnres, is about {best.shrunk.value:.2f}× per second"
+    assert answer(result) == ("good", title)
     told = comparisons_sentence(result)
     assert told.startswith("After Holm's correction for 15 comparisons, gains per second above 1: 1, below 1: 13. ")
     assert f" block_attnres is {best.shrunk.value:.2f}× [{best.shrunk.low:.2f}, {best.shrunk.high:.2f}]." in told
@@ -284,25 +264,18 @@ def test_comparisons_are_corrected_and_the_best_is_shrunk() -> None:
 
 @pytest.mark.parametrize(("low", "high", "said"), [(1.02, None, "above 1.0"), (None, 1.2, "below 1.")])
 def test_an_open_interval_of_the_best_is_said_in_words(low: float | None, high: float | None, said: str) -> None:
-    result = pretended(4).result
-    ends = {"low": low, "high": high}
-    rows = [
-        row.model_copy(update={"wall_clock_gain": replace(row.wall_clock_gain, **ends)})
-        if row.wall_clock_gain is not None
-        else row
-        for row in result.variants
-    ]
-    assert f"× (interval {said}" in comparisons_sentence(with_rows(result, rows))
+    first, *others = (result := pretended(4).result).variants
+    gains = [replace(row.wall_clock_gain, low=low, high=high) for row in others]
+    rows = [row.model_copy(update={"wall_clock_gain": gain}) for row, gain in zip(others, gains, strict=True)]
+    assert f"× (interval {said}" in comparisons_sentence(with_rows(result, (first, *rows)))
 
 
 def test_verdict_is_not_yes_when_correction_removes_the_gain() -> None:
-    result = changed(
-        pretended(9).result, wall_clock_gain=Interval(value=1.05, count=3, error=0.02, low=1.01, high=1.09)
-    )
+    weak = Interval(value=1.05, count=3, error=0.02, low=1.01, high=1.09)
+    result = changed(pretended(9).result, wall_clock_gain=weak)
     assert answer(result)[0] == "unsure" and " after correction for 8 comparisons" in answer(result)[1]
-    assert "), but no gain or loss per second is shown (corrected for 8 comparisons " in verdict(
-        result.variants[1], result
-    )
+    told = "), but no gain or loss per second is shown (corrected for 8 comparisons "
+    assert told in verdict(result.variants[1], result)
     title = next(i for i, column in enumerate(columns(result)) if column.title == "pays")
     assert {cells(row, result)[title].main for row in result.variants[1:]} == {"not shown"}
 
@@ -313,11 +286,6 @@ def test_yes_needs_three_seeds_or_a_ladder(seeds: int, ladder: bool, tone: Tone)
     assert answer(result)[0] == tone
     few = "2 seeds without a ladder show no gain or loss (use --seeds 3 or --ladder)"
     assert (few in answer(result)[1]) == (few in verdict(result.variants[1], result)) == (tone == "unsure")
-
-
-def test_rows_come_by_gain_with_the_baseline_at_one() -> None:
-    result = pretended(6).result
-    assert [row.name for row in by_gain(result.variants, "prenorm")][:3] == ["block_attnres", "mgr", "prenorm"]
 
 
 def test_the_foot_says_how_the_numbers_were_made() -> None:
@@ -354,13 +322,16 @@ def test_a_variant_has_the_colour_of_its_place_in_every_figure() -> None:
 
 def test_difference_curves_are_paired_by_seed() -> None:
     made = pretended(3)
-    figure = difference_curves(made.records["mini"], "prenorm")
-    line = next(trace for trace in figure.data if trace.meta["series"] == "mgr" and trace.mode == "lines+markers")
-    assert line.y[-1] == pytest.approx(made.result.variants[2].difference.value, abs=0.004)  # type: ignore[union-attr]
+
+    def last(records: Records) -> float:
+        traces = difference_curves(records, "prenorm").data
+        (line,) = (t for t in traces if t.meta["series"] == "mgr" and t.mode == "lines+markers")
+        return line.y[-1]
+
+    everyone = last(made.records["mini"])
+    assert everyone == pytest.approx(made.result.variants[2].difference.value, abs=0.004)
     fewer = {**made.records["mini"], "mgr": made.records["mini"]["mgr"][2:]}  # only the last seed completed
-    alone = difference_curves(fewer, "prenorm")
-    left = next(trace for trace in alone.data if trace.meta["series"] == "mgr" and trace.mode == "lines+markers")
-    assert abs(left.y[-1] - line.y[-1]) < 0.004  # against its own seed, which is 0.008 above the first
+    assert abs(last(fewer) - everyone) < 0.004  # against its own seed, which is 0.008 above the first
 
 
 def test_what_repeats_the_table_is_folded(tmp_path: Path) -> None:
@@ -372,13 +343,12 @@ def test_what_repeats_the_table_is_folded(tmp_path: Path) -> None:
 
 def test_views_without_numbers_are_left_out(tmp_path: Path) -> None:
     made = pretended(3)
-    bare = {
-        name: [
-            replace(run, train=[], validation=[{**row, "seconds": math.nan} for row in run.validation]) for run in runs
-        ]
-        for name, runs in made.records["mini"].items()
-    }
-    html = study_page(made.study, made.result, {"mini": bare}, tmp_path).html()
+
+    def bare(run: RunRecord) -> RunRecord:
+        return replace(run, train=[], validation=[{**row, "seconds": math.nan} for row in run.validation])
+
+    records = {name: [bare(run) for run in runs] for name, runs in made.records["mini"].items()}
+    html = study_page(made.study, made.result, {"mini": records}, tmp_path).html()
     tabs = re.findall(r'<button type="button" role="tab"[^>]*>([^<]*)<', html)
     assert tabs[:2] == ["difference to prenorm", "validation, by tokens"]
     assert not {"validation, by seconds", "training, by tokens", "training, by seconds"} & set(tabs)

@@ -1,7 +1,5 @@
 """From a study to its runs."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -34,20 +32,15 @@ def test_variants_of_a_seed_share_their_data_order(plan: StudyPlan, dataset: Dat
 def test_the_vocabulary_is_that_of_the_text_unless_set(
     study: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
+    assert {padded_vocabulary(tokens) for tokens in (257, 383, 384)} == {384} and padded_vocabulary(50257) == 50304
     assert {run.config.model.vocab_size for run in plan.runs} == {padded_vocabulary(dataset.vocab_size)}
     chosen = study.model_copy(update={"set": (*study.set, "model.vocab_size=512")})
     assert make_plan(chosen, out, dataset).runs[0].config.model.vocab_size == 512
 
 
-@pytest.mark.parametrize(("tokens", "padded"), [(50257, 50304), (1024, 1024), (257, 384)])
-def test_vocabularies_are_padded_to_128(tokens: int, padded: int) -> None:
-    assert padded_vocabulary(tokens) == padded
-
-
 def test_sizes_multiply_the_runs_and_tokens_follow_parameters(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     scaling = {"sizes": ["tiny", "mini"], "tokens_per_parameter": 2.0}
-    several = StudyConfig(**{**study.model_dump(), "set": ["train.schedule.warmup=1"], "scaling": scaling})
-    plan = make_plan(several, out, dataset)
+    plan = make_plan(changed(study, set=["train.schedule.warmup=1"], scaling=scaling), out, dataset)
     assert len(plan.runs) == 16
     for (size, _), model in plan.models.items():
         parameters = plan.models[size, "prenorm"].parameters
@@ -80,21 +73,17 @@ def test_a_committed_study_can_be_read(path: Path) -> None:
         RunConfig.from_toml(path)
 
 
-def test_a_folder_of_another_configuration_is_refused_by_name(plan: StudyPlan) -> None:
-    folder = plan.runs[3].folder
+def test_a_folder_of_another_configuration_is_refused_by_name(plan: StudyPlan, dataset: Dataset) -> None:
+    folder, config = plan.runs[3].folder, plan.runs[3].config
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(plan.runs[3].config.override(["train.steps=77"]).to_toml())
-    with pytest.raises(ConfigError, match=rf"{folder} holds a run with train.steps = 77, and this study needs 10"):
-        check_folders(plan.runs)
-
-
-def test_a_run_whose_text_was_moved_is_known_by_its_fingerprint(plan: StudyPlan, dataset: Dataset) -> None:
-    folder = plan.runs[3].folder
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(plan.runs[3].config.override(["data.path='/elsewhere'"]).to_toml())
-    with pytest.raises(ConfigError, match=rf"{folder} holds a run with data.path = '/elsewhere', and this study needs"):
-        check_folders(plan.runs)
-    (folder / "checkpoints" / "step-5").mkdir(parents=True)
+    for change, words in (
+        ("train.steps=77", r"train.steps = 77, and this study needs 10"),
+        ("data.path='/elsewhere'", r"data.path = '/elsewhere', and this study needs"),
+    ):
+        (folder / "config.toml").write_text(config.override([change]).to_toml())
+        with pytest.raises(ConfigError, match=rf"{folder} holds a run with {words}"):
+            check_folders(plan.runs)
+    (folder / "checkpoints" / "step-5").mkdir(parents=True)  # a text that was moved is known by its fingerprint
     (folder / "environment.json").write_text(json.dumps({"text": "0123456789abcdef", "sessions": []}))
     with pytest.raises(ConfigError, match=r"data\.path"):
         check_folders(plan.runs)
@@ -106,11 +95,8 @@ def test_a_run_whose_text_was_moved_is_known_by_its_fingerprint(plan: StudyPlan,
     ("name", "change", "sentence"),
     [
         ("odd", "model.topology.kind=dence", r"variant 'odd': .*topology.kind = 'dence'"),
-        (
-            "switch",  # whose router learns nothing
-            "model.ffn={kind='moe', hidden=64, experts=4, top_k=1}",
-            r"variant 'switch': model\.ffn\.top_k = 1",
-        ),
+        # whose router learns nothing
+        ("switch", "model.ffn={kind='moe', hidden=64, experts=4, top_k=1}", r"variant 'switch': model\.ffn\.top_k = 1"),
     ],
 )
 def test_a_variant_that_cannot_be_trained_is_named(
@@ -133,17 +119,13 @@ def test_interrupted_study_resumes_in_its_folder(out: Path) -> None:
         refuse_strangers(out)
     (out / "study.toml").touch()
     refuse_strangers(out)
-
-
-def test_study_folder_must_not_be_a_file(out: Path) -> None:
-    out.touch()
-    for place in (out, out / "inside"):
+    for place in (out / "notes.md", out / "notes.md" / "inside"):
         with pytest.raises(ValueError, match=r"is a file.*: choose another --out"):
             refuse_strangers(place)
 
 
-def with_ladder(study: StudyConfig, *budgets: float) -> StudyConfig:
-    return StudyConfig(**{**study.model_dump(), "ladder": budgets})
+def with_ladder(study: StudyConfig, *budgets: float, **changes: object) -> StudyConfig:
+    return changed(study, ladder=budgets, **changes)
 
 
 def test_a_ladder_adds_runs_of_the_baseline_and_changes_none(study: StudyConfig, dataset: Dataset, out: Path) -> None:
@@ -178,8 +160,7 @@ def test_a_ladder_that_cannot_be_trained_is_refused(
 
 
 def test_ladder_of_all_gives_every_variant_each_budget(study: StudyConfig, dataset: Dataset, out: Path) -> None:
-    every = StudyConfig(**{**study.model_dump(), "ladder": (0.5, 2), "ladder_of": "all"})
-    plan = make_plan(every, out, dataset)
+    plan = make_plan(with_ladder(study, 0.5, 2, ladder_of="all"), out, dataset)
     assert len(plan.ladder) == 2 * len(plan.compared) == 2 * 4 * 2
     steps = [run.config.train.steps for run in plan.runs[:6]]
     assert steps == [20, 10, 5, 20, 10, 5]  # of each variant the longest first
@@ -190,18 +171,17 @@ def test_a_ladder_that_repeats_the_text_says_so(study: StudyConfig, dataset: Dat
     # two seeds of 20 steps, less the 8 steps that each run of 10 shares with them, of 64 tokens
     assert cost_sentences(plan) == ["The ladder adds 1.54 k training tokens to the 5.12 k of the comparison (+30%)."]
     steps = plan.text_tokens // 64  # 64 tokens in a step
-    longer = StudyConfig(**{**study.model_dump(), "set": (*study.set, f"train.steps={steps}"), "ladder": (1, 2)})
+    longer = with_ladder(study, 1, 2, set=(*study.set, f"train.steps={steps}"))
     assert "reads the text 2.0 times" in cost_sentences(make_plan(longer, out, dataset))[1]
 
 
 def test_a_plan_names_variants_that_match_the_baseline(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     variants = {"prenorm": ["prenorm"], "wide": ["prenorm", "model.ffn.hidden=96"], "mgr": ["mgr"]}
-    changes = {"variants": variants, "data": str(dataset.path), "set": (*study.set, "model.ffn.hidden=64")}
-    wider = StudyConfig(**{**study.model_dump(), **changes})
+    wider = changed(study, variants=variants, data=str(dataset.path), set=(*study.set, "model.ffn.hidden=64"))
     told = "wide is the same model as prenorm after matching (FFN width 96 → 64)"
     log = Console(record=True, width=300, file=io.StringIO())
     preview(wider, out, log)
     said = [line for line in log.export_text().splitlines() if "the same model" in line]
     assert said == [f"• {told}: use --match none to keep what it sets."]
-    free = StudyConfig(**{**wider.model_dump(), "match": {"kind": "none"}})
+    free = changed(wider, match={"kind": "none"})
     assert same_sentences(free, make_plan(free, out, dataset)) == []

@@ -1,7 +1,5 @@
 """Bases that files describe are known by their content, and have short names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,10 @@ from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study.extend_study import join, settle
 from residua.study.plan import make_plan
+from residua.study.records import read_run
 from residua.study.results_file import portable, same_place, save_study
 from tests.study.conftest import SMALL
+from tests.study.recorded import write_all
 
 
 @pytest.fixture
@@ -63,13 +63,9 @@ def test_a_renamed_base_extends_results_and_another_is_refused(
 
 
 def _save(study: StudyConfig, out: Path, dataset: Dataset, kept: Path) -> None:
-    from residua.study.records import read_run
-    from tests.study.recorded import write_run
-
     begun = settle(study, out)
     plan = make_plan(begun, out, dataset)
-    for run in plan.runs:
-        write_run(run, lambda run, step: 5.0 - 0.01 * step)
+    write_all(plan, lambda run, step: 5.0 - 0.01 * step)
     records = {run: read_run(run.folder, run.config) for run in plan.runs}
     save_study(begun, plan, records, dataset.fingerprint, None).write(kept)
 

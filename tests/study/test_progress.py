@@ -1,7 +1,5 @@
 """What is read of a run under way, and the time that is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,8 @@ def test_the_time_left_counts_only_steps_of_this_session(monkeypatch: pytest.Mon
     monkeypatch.setattr(terminal.time, "monotonic", lambda: 110.0)
     assert terminal.remaining(start=100.0, before=50, done=70, total=100) == pytest.approx(15.0)
     assert terminal.remaining(start=100.0, before=50, done=50, total=100) is None
+    clocks = {None: "?", 5.4: "0:05", 125.0: "2:05", 3723.0: "1:02:03"}
+    assert {seconds: terminal.clock(seconds) for seconds in clocks} == clocks
 
 
 class Shown:
@@ -55,13 +55,17 @@ def shown(study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.M
     return Shown(study, dataset, out, monkeypatch)
 
 
-def test_the_time_left_does_not_count_the_start_of_processes(shown: Shown) -> None:
+def test_time_left_counts_neither_starts_nor_complete_runs(shown: Shown) -> None:
     shown.begin()
-    first, _ = shown.plan.runs
+    first, second = shown.plan.runs
     shown.live.started(first, 0)
     assert shown.at(60.0, first, 0) == ""
     assert shown.at(61.0, first, 1) == "0/2 runs"  # nothing to tell the rate from
     assert shown.at(71.0, first, 11) == "0/2 runs, 3:09 left"  # 189 steps of a second
+    write_run(first, lambda run, step: 4.0)
+    shown.begin()
+    shown.live.started(second, 0)
+    assert shown.at(60.0, second, 1) == "0/1 run"
 
 
 @pytest.mark.parametrize(("logged", "saved"), [(20, 26), (30, 26), (20, 0)])
@@ -80,16 +84,3 @@ def test_a_continued_run_is_shown_from_its_checkpoint(shown: Shown, logged: int,
         assert bar.completed == saved
     assert shown.at(70.0, run, saved + 10) == "0/2 runs"
     assert bar.completed == saved + 10
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (5.4, "0:05"), (125.0, "2:05"), (3723.0, "1:02:03")])
-def test_clock(seconds: float | None, text: str) -> None:
-    assert terminal.clock(seconds) == text
-
-
-def test_runs_that_are_complete_are_not_counted(shown: Shown) -> None:
-    first, second = shown.plan.runs
-    write_run(first, lambda run, step: 4.0)
-    shown.begin()
-    shown.live.started(second, 0)
-    assert shown.at(60.0, second, 1) == "0/1 run"

@@ -1,7 +1,5 @@
 """The whole protocol of `docs/results/studies/protocol.toml` at toy size: trained, tuned, fitted and shown."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -32,7 +30,6 @@ def test_the_protocol_runs_at_toy_size(tmp_path: Path, monkeypatch: pytest.Monke
         sizes.append(tmp_path / f"{layers}x{width}.toml")
         sizes[-1].write_text(f'extends = "tiny"\n\n[model]\n{shape}\n')
     written = StudyConfig.from_toml(PROTOCOL)
-    assert written.scaling is not None and written.tune is not None
     scaling = {**written.scaling.model_dump(exclude_none=True), "sizes": list(map(str, sizes))}
     tune = {**written.tune.model_dump(exclude_none=True), "lr": [1, 2], "share": 0.25}
     study = changed(written, scaling={**scaling, "tokens_per_parameter": 0.15}, tune=tune, set=TOY)

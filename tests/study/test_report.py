@@ -1,7 +1,5 @@
 """The study's page in headless Chromium: it answers at once, fits, and can be read by everyone; tabs, themes, paper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +14,7 @@ SECTIONS = [
     "Verdict", "Equivalent tokens", "Loss curves", "Low precision", "Magnitude per sublayer", "Gradient per layer",
     "Depth weights", "Gate statistics", "Runs", "How this was made",
 ]  # fmt: skip
+Report = Callable[[int], Path]
 WIDTHS, SCHEMES = (1400, 1100, 420), ("light", "dark")
 # The colours that the figures on the page give to each series.
 COLOURS = """() => {
@@ -39,14 +38,14 @@ CUT = """() => [...document.querySelectorAll(".plot:has(.main-svg)")].flatMap(pl
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The page of a study with so many variants, made once."""
     folder = tmp_path_factory.mktemp("studies")
     return cache(lambda variants: pretended(variants).page(folder).write(folder / f"{variants}.html"))
 
 
 @pytest.fixture(scope="module")
-def seen(report: Callable[[int], Path], browser: Browser) -> Iterator[Opened]:  # noqa: F811
+def seen(report: Report, browser: Browser) -> Iterator[Opened]:  # noqa: F811
     """The page of sixteen variants, in the light, open for several tests."""
     with browser.opened(report(16), 1400, color_scheme="light") as opened:
         yield opened
@@ -123,7 +122,7 @@ def test_a_name_in_the_legend_hides_and_shows_its_curve(seen: Opened) -> None:
         assert lines.count() == count
 
 
-def test_the_page_fits_desk_laptop_and_telephone(seen: Opened, report: Callable[[int], Path]) -> None:
+def test_the_page_fits_desk_laptop_and_telephone(seen: Opened, report: Report) -> None:
     for width in WIDTHS:  # the last test of this page: it stays narrow
         if width != 1400:
             seen.resize(width)
@@ -133,10 +132,7 @@ def test_the_page_fits_desk_laptop_and_telephone(seen: Opened, report: Callable[
     assert seen.requests == [report(16).as_uri()]
 
 
-def test_the_page_in_the_dark_on_a_telephone_and_on_paper(
-    report: Callable[[int], Path],
-    browser: Browser,  # noqa: F811
-) -> None:
+def test_the_page_in_the_dark_on_a_telephone_and_on_paper(report: Report, browser: Browser) -> None:  # noqa: F811
     with browser.opened(report(3), 420, color_scheme="dark") as seen:
         page = seen.page
         check(seen, 420, report(3))
@@ -157,7 +153,7 @@ def test_the_page_in_the_dark_on_a_telephone_and_on_paper(
 
 
 @pytest.mark.nightly
-def test_every_view_and_fold_is_drawn_on_paper(report: Callable[[int], Path], browser: Browser) -> None:  # noqa: F811
+def test_every_view_and_fold_is_drawn_on_paper(report: Report, browser: Browser) -> None:  # noqa: F811
     with browser.opened(report(3), 420) as seen:
         assert len(seen.page.pdf()) > 10_000
         assert seen.page.locator(".plot:has(.main-svg)").count() == seen.page.locator(".plot").count()
@@ -169,12 +165,8 @@ def test_every_view_and_fold_is_drawn_on_paper(report: Callable[[int], Path], br
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("variants", [3, 12, 16])
 def test_every_page_at_every_width_in_light_and_dark(
-    variants: int,
-    scheme: str,
-    width: int,
-    report: Callable[[int], Path],
-    browser: Browser,  # noqa: F811
-) -> None:
+    variants: int, scheme: str, width: int, report: Report, browser: Browser  # noqa: F811
+) -> None:  # fmt: skip
     with browser.opened(report(variants), width, color_scheme=scheme) as seen:
         check(seen, width, report(variants))
         for summary in seen.page.locator("summary").all():

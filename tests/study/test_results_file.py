@@ -1,7 +1,5 @@
 """A study's numbers as one file: what it holds, how a later study extends it, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -10,13 +8,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from residua.cli.compare import app
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset, open_corpus, prepare
-from residua.reading import ReadError
 from residua.study.extend_study import join
 from residua.study.page import show_saved
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
@@ -25,7 +20,18 @@ from residua.study.results_file import SavedStudy, save_study
 from residua.study.run_study import run_study, summarise
 from residua.study.timing import StepTiming, TimingMeasurement, keep_timings
 from residua.study.train_runs import StudyInterrupted
-from tests.study.conftest import ENVIRONMENT, SMALL, Choose, Trainer, changed, choose, compare, falling
+from tests.study.conftest import (
+    ENVIRONMENT,
+    SMALL,
+    Choose,
+    Trainer,
+    changed,
+    choose,
+    compare,
+    falling,
+    printed,
+    refusal,
+)
 from tests.study.pretend import pretended
 from tests.study.recorded import write_run
 
@@ -96,9 +102,8 @@ def test_an_extension_trains_only_what_is_new(chosen: Choose, trainer: Trainer, 
     # Another folder, as on another machine that has only the file.
     result = compare(chosen("block_attnres", seeds=[0, 1, 2], ladder=[2]), tmp_path / "second", kept)
     new = trainer.trained[len(first) :]
-    assert sorted(new) == sorted(
-        ["prenorm-seed2", *(f"block_attnres-seed{i}" for i in range(3)), *(f"prenorm-2x-seed{i}" for i in range(3))]
-    )
+    longer = [f"{name}-seed{i}" for name in ("block_attnres", "prenorm-2x") for i in range(3)]
+    assert sorted(new) == sorted(["prenorm-seed2", *longer])
     assert {row.name for row in result.variants} == {"prenorm", "mgr", "block_attnres"}
     counts = {row.name: row.loss.count for row in result.variants}
     assert counts == {"prenorm": 3, "mgr": 2, "block_attnres": 3}
@@ -146,9 +151,8 @@ def test_timings_travel_with_the_file(
     compare(chosen("mgr", time_alone=True), tmp_path / "first", tmp_path / "x.json")
     monkeypatch.setattr(TimingMeasurement, "measure", lambda *arguments: None)
     result = compare(chosen("block_attnres"), tmp_path / "second", tmp_path / "x.json")
-    assert {row.name: row.timing for row in result.variants} == {
-        "prenorm": timing, "mgr": timing, "block_attnres": None,
-    }  # fmt: skip
+    timings = {row.name: row.timing for row in result.variants}
+    assert timings == {"prenorm": timing, "mgr": timing, "block_attnres": None}
     assert SavedStudy.read(tmp_path / "x.json").config.time_alone  # so that the file's own study times the third, too
 
 
@@ -206,13 +210,10 @@ def test_another_text_is_refused(chosen: Choose, kept: Path, tmp_path: Path) -> 
     for index in range(5):
         (tmp_path / "text" / f"{index}.txt").write_text("other words than before " * 40)
     other = prepare(open_corpus([tmp_path / "text"], holdout=0.4), tmp_path / "other", "bytes")
+    shutil.copytree(other.path, tmp_path / "elsewhere")
+    assert Dataset.open(tmp_path / "elsewhere").fingerprint == other.fingerprint, "it ignores the place"
     with pytest.raises(ConfigError, match=r"another text .* with --data, or another file for --results"):
         compare(chosen("mgr", data=str(other.path)), tmp_path / "b", kept)
-
-
-def test_the_fingerprint_of_a_text_ignores_its_place(dataset: Dataset, tmp_path: Path) -> None:
-    shutil.copytree(dataset.path, tmp_path / "elsewhere")
-    assert Dataset.open(tmp_path / "elsewhere").fingerprint == dataset.fingerprint
 
 
 def test_another_version_of_the_mathematics_is_said(
@@ -250,6 +251,8 @@ def test_results_json_is_distinguished_from_a_results_file(tmp_path: Path) -> No
     summary.write_text(pretended(2).result.model_dump_json())
     with pytest.raises(ValueError, match=rf"make one with `residua compare {tmp_path} --results FILE\.json`"):
         SavedStudy.read(summary)
+    with pytest.raises(ValueError, match="is a folder, not a file"):
+        SavedStudy.read(tmp_path)
 
 
 ONE_SUBLAYER = Inspection.rounded({"sublayers": [{"sublayer": 0, "output_rms": 1.0, "gradient_rms": 1.0}]})
@@ -282,11 +285,6 @@ def test_a_key_that_a_later_version_adds_gets_its_default(kept: Path) -> None:
     assert [run.config.train.determinism for run in SavedStudy.read(kept).plan(Path()).runs] == ["fast"] * 4
 
 
-def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a folder, not a file"):
-        SavedStudy.read(tmp_path)
-
-
 def test_speeds_are_compared_on_the_same_hardware_only(
     chosen: Choose, trainer: Trainer, dataset: Dataset, tmp_path: Path
 ) -> None:
@@ -299,38 +297,26 @@ def test_speeds_are_compared_on_the_same_hardware_only(
     assert result.variants[1].throughput_ratio is None and result.variants[1].wall_clock_gain is None
 
 
-def invoke(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if isinstance(result.exception, ConfigError | ReadError):
-        return str(result.exception)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_the_command_shows_a_file_and_continues_its_study(
     chosen: Choose, kept: Path, trainer: Trainer, dataset: Dataset, tmp_path: Path
 ) -> None:
-    shown = invoke(kept)
+    shown = printed(kept)
     assert "prenorm" in shown and "mgr" in shown
-    assert "Report: " in invoke(kept, "--out", tmp_path / "page") and (tmp_path / "page" / "report.html").exists()
-    assert "--seeds has no effect" in invoke(kept, "--seeds", 2)
-    assert "lost.json does not exist, so there is no study to continue" in invoke("--results", tmp_path / "lost.json")
+    assert "Report: " in printed(kept, "--out", tmp_path / "page") and (tmp_path / "page" / "report.html").exists()
+    assert "--seeds has no effect" in refusal(kept, "--seeds", 2)
+    assert "lost.json does not exist, so there is no study to continue" in refusal("--results", tmp_path / "lost.json")
     trainer.trained.clear()
     # Without names, the study is the file's own; with --seeds it has more.
-    said = invoke("--results", kept, "--data", dataset.path, "--out", tmp_path / "more", "--seeds", 3)
+    said = printed("--results", kept, "--data", dataset.path, "--out", tmp_path / "more", "--seeds", 3)
     assert "4 runs of x.json will not be trained again; 2 runs left to train." in said
     assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
     assert len(SavedStudy.read(kept).runs) == 6
-    again = invoke("--results", kept, "--data", dataset.path, "--out", tmp_path / "more")
+    again = printed("--results", kept, "--data", dataset.path, "--out", tmp_path / "more")
     assert "6 runs of x.json will not be trained again; none left to train." in again
 
 
 def test_study_resumes_without_the_file_of_its_base(
-    chosen: Choose,
-    trainer: Trainer,
-    dataset: Dataset,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    chosen: Choose, trainer: Trainer, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     here = [f"data.path='{dataset.path}'", "train.optimizer.lr=0.00123"]
@@ -340,14 +326,14 @@ def test_study_resumes_without_the_file_of_its_base(
     (tmp_path / "mine.toml").unlink()
     assert str(dataset.path) not in results.read_text()
     trainer.trained.clear()
-    invoke("--results", results, "--data", dataset.path, "--out", tmp_path / "elsewhere", "--seeds", 3)
+    printed("--results", results, "--data", dataset.path, "--out", tmp_path / "elsewhere", "--seeds", 3)
     assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
     assert all(model.config["train"]["optimizer"]["lr"] == 0.00123 for model in SavedStudy.read(results).models)
-    assert "none left to train" in invoke("--results", results, "--data", dataset.path, "--out", tmp_path / "again")
-    invoke(tmp_path / "first")  # the study's folder needs no file either
+    assert "none left to train" in printed("--results", results, "--data", dataset.path, "--out", tmp_path / "again")
+    printed(tmp_path / "first")  # the study's folder needs no file either
     assert len(trainer.trained) == 2
     again = ("--results", results, "--data", dataset.path, "--out", tmp_path / "third")
-    assert "mine.toml does not exist" in invoke(*again, "--base", "mine.toml")  # a file that is named is read
+    assert "mine.toml does not exist" in refusal(*again, "--base", "mine.toml")  # a file that is named is read
     assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
 
 
@@ -356,11 +342,11 @@ def test_a_plan_keeps_runs_of_the_folder_and_trains_nothing(
 ) -> None:
     (tmp_path / "more.toml").write_text(chosen("mgr", seeds=3).to_toml())
     arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", tmp_path / "again.json", "--plan")
-    said = " ".join(invoke(*arguments).split())
+    said = " ".join(printed(*arguments).split())
     assert "4 of 6 runs are complete; 2 left to train. " in said
     assert "again.json holds the numbers of 4 complete runs" in said
-    assert "4 of 4 runs are complete; none left to train." in invoke(tmp_path / "first", "--plan")
-    elsewhere = invoke(tmp_path / "more.toml", "--out", tmp_path / "new", "--results", kept, "--seeds", 1, "--plan")
+    assert "4 of 4 runs are complete; none left to train." in printed(tmp_path / "first", "--plan")
+    elsewhere = printed(tmp_path / "more.toml", "--out", tmp_path / "new", "--results", kept, "--seeds", 1, "--plan")
     assert "2 of 2 runs are complete" in elsewhere, "the file has them"
     assert trainer.trained == []
     made = SavedStudy.read(tmp_path / "again.json")
@@ -372,10 +358,10 @@ def test_a_plan_adds_complete_runs_to_a_file_alone(chosen: Choose, kept: Path, t
     before = kept.read_text()
     (tmp_path / "more.toml").write_text(chosen("mgr", "block_attnres", seeds=5, ladder=[1, 2]).to_toml())
     arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", kept, "--plan")
-    assert "x.json holds the numbers of 4 complete runs" in " ".join(invoke(*arguments).split())
+    assert "x.json holds the numbers of 4 complete runs" in " ".join(printed(*arguments).split())
     assert kept.read_text() == before
     compare(chosen("mgr", "block_attnres", seeds=[0]), tmp_path / "first", tmp_path / "other.json")
-    assert "x.json holds the numbers of 5 complete runs" in " ".join(invoke(*arguments).split())
+    assert "x.json holds the numbers of 5 complete runs" in " ".join(printed(*arguments).split())
     after, first = SavedStudy.read(kept), SavedStudy(**json.loads(before))
     assert list(after.config.variants) == ["prenorm", "mgr", "block_attnres"]
     assert (after.config.seeds, after.config.ladder) == ((0, 1), ()) and after.commands == first.commands
@@ -392,7 +378,7 @@ def test_two_studies_do_not_write_the_same_file_at_once(
             compare(chosen("block_attnres"), tmp_path / "third", kept)
         (tmp_path / "first.toml").write_text(chosen("mgr").to_toml())
         arguments = (tmp_path / "first.toml", "--out", tmp_path / "first", "--results", kept, "--plan")
-        assert "holds the numbers of 4 complete runs" in " ".join(invoke(*arguments).split()), "a plan only reads"
+        assert "holds the numbers of 4 complete runs" in " ".join(printed(*arguments).split()), "a plan only reads"
         return trainer(*given)
 
     monkeypatch.setattr("residua.study.run_study.run_plan", meanwhile)
@@ -407,7 +393,7 @@ def test_two_studies_do_not_write_the_same_file_at_once(
 
 def test_a_file_without_runs_binds_no_later_study(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text(chosen("mgr").to_toml())
-    invoke(tmp_path / "one.toml", "--out", tmp_path / "study", "--results", tmp_path / "new.json", "--plan")
+    printed(tmp_path / "one.toml", "--out", tmp_path / "study", "--results", tmp_path / "new.json", "--plan")
     assert not (tmp_path / "new.json").exists()
     compare(chosen("mgr"), tmp_path / "first", tmp_path / "x.json")
     empty = SavedStudy.read(tmp_path / "x.json").model_copy(update={"runs": (), "environments": ()})
@@ -421,26 +407,25 @@ def test_runs_of_another_configuration_are_not_filed(
     chosen: Choose, kept: Path, tmp_path: Path, plan: list[str]
 ) -> None:
     (tmp_path / "other.toml").write_text(chosen("mgr", set=(*SMALL, "train.optimizer.lr=0.5")).to_toml())
-    said = invoke(tmp_path / "other.toml", "--out", tmp_path / "first", "--results", tmp_path / "false.json", *plan)
+    said = refusal(tmp_path / "other.toml", "--out", tmp_path / "first", "--results", tmp_path / "false.json", *plan)
     assert "prenorm-seed0 holds a run with train.optimizer.lr = 0.02, and this study needs 0.5" in said
     assert not (tmp_path / "false.json").exists()
 
 
 def test_the_command_takes_the_folder_of_a_study(kept: Path, trainer: Trainer, tmp_path: Path) -> None:
     trainer.trained.clear()
-    invoke(tmp_path / "first", "--results", tmp_path / "again.json")
+    printed(tmp_path / "first", "--results", tmp_path / "again.json")
     assert trainer.trained == []
     assert SavedStudy.read(tmp_path / "again.json").runs == SavedStudy.read(kept).runs
     (tmp_path / "empty").mkdir()
-    assert "holds no study" in invoke(tmp_path / "empty")
+    assert "holds no study" in refusal(tmp_path / "empty")
 
 
 def test_a_file_with_an_unknown_topology_is_not_damaged(kept: Path) -> None:
     saved = SavedStudy.read(kept)
-    foreign = {**saved.models[0].config, "model": {**saved.models[0].config["model"], "topology": {"kind": "mine"}}}
-    models = (saved.models[0].model_copy(update={"config": foreign}), *saved.models[1:])
-    saved.model_copy(update={"models": models}).write(kept)
-    with pytest.raises(
-        ValueError, match=r"cannot be built here \(.*'mine' does not exist.*RESIDUA_PLUGINS.*name its plugin"
-    ):
+    first, *models = saved.models
+    foreign = {**first.config, "model": {**first.config["model"], "topology": {"kind": "mine"}}}
+    saved.model_copy(update={"models": (first.model_copy(update={"config": foreign}), *models)}).write(kept)
+    words = r"cannot be built here \(.*'mine' does not exist.*RESIDUA_PLUGINS.*name its plugin"
+    with pytest.raises(ValueError, match=words):
         SavedStudy.read(kept)

@@ -1,19 +1,15 @@
 """`residua compare FOLDER` resumes with the results file that the folder's study was extended by."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from residua.cli.compare import app
 from residua.data import Dataset
 from residua.study.extend_study import link_results, linked_results
 from residua.study.results_file import SavedStudy
-from tests.study.conftest import SET_SMALL, Trainer
+from tests.study.conftest import SET_SMALL, Trainer, printed
 
 pytestmark = pytest.mark.slow
 
@@ -23,23 +19,19 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def compare(*arguments: object) -> str:
-    return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False).output
-
-
 @pytest.fixture
 def extended(trainer: Trainer, dataset: Dataset, tmp_path: Path) -> Path:
     """The folder of a study that extended a file: it trained one of the file's three variants."""
     shared = ["--seeds", 1, "--data", dataset.path, *SET_SMALL, "--results", "kept/x.json"]
-    compare("prenorm", "mgr", "--out", "runs/first", *shared)
-    compare("prenorm", "exoformer", "--out", "runs/second", *shared)
+    printed("prenorm", "mgr", "--out", "runs/first", *shared)
+    printed("prenorm", "exoformer", "--out", "runs/second", *shared)
     assert trainer.trained == ["prenorm-seed0", "mgr-seed0", "exoformer-seed0"]
     trainer.trained.clear()
     return Path("runs/second")
 
 
 def test_folder_resumes_with_its_results_file_and_says_so(extended: Path, trainer: Trainer) -> None:
-    shown = compare(extended)
+    shown = printed(extended)
     assert "runs/second resumes with its results file kept/x.json, as if --results named it." in shown
     assert trainer.trained == []
     assert set(SavedStudy.read(Path("kept/x.json")).config.variants) == {"prenorm", "mgr", "exoformer"}
@@ -50,13 +42,13 @@ def test_the_folder_and_the_file_can_move_together(extended: Path, trainer: Trai
     (tmp_path / "else").mkdir()
     shutil.move("runs", "else/runs")
     shutil.move("kept", "else/kept")
-    assert "results file else/kept/x.json" in compare("else/runs/second", "--plan")
+    assert "results file else/kept/x.json" in printed("else/runs/second", "--plan")
     assert str(tmp_path) not in Path("else/runs/second/extended.json").read_text()
 
 
 def test_runs_of_a_results_file_that_is_gone_are_trained(extended: Path, trainer: Trainer) -> None:
     Path("kept/x.json").unlink()
-    shown = compare(extended)
+    shown = printed(extended)
     assert "kept/x.json, the results file of runs/second, is gone: runs that only it had are trained again." in shown
     assert trainer.trained == ["prenorm-seed0"]
 

@@ -1,7 +1,5 @@
 """What a results file keeps of trained models: accuracies on tasks, outliers, low precision, inspections."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -138,26 +136,22 @@ def test_accuracies_of_other_questions_are_not_mixed(machine: Machine) -> None:
     assert machine.results.read_text() == before and machine.trainer.trained == ["prenorm-seed0"]
 
 
-def test_lost_measurements_are_taken_from_the_file(machine: Machine, tmp_path: Path) -> None:
-    machine.compare("first", seeds=1, tasks=machine.ask())
-    before = SavedStudy.read(machine.results).runs
-    for name in (ACCURACIES, OUTLIERS, QUANTIZED):
-        (tmp_path / "first" / "runs" / "prenorm-seed0" / name).unlink()
-    result = machine.compare("first", seeds=1, tasks=machine.ask())
-    assert SavedStudy.read(machine.results).runs == before and result.lacking == {}
-
-
 def test_missing_measurements_are_taken_from_the_file(machine: Machine, tmp_path: Path) -> None:
     machine.compare("first", seeds=1, tasks=machine.ask())
+    folder, before = tmp_path / "first" / "runs" / "prenorm-seed0", SavedStudy.read(machine.results).runs
+    for name in (ACCURACIES, OUTLIERS, QUANTIZED):
+        (folder / name).unlink()
+    assert machine.compare("first", seeds=1, tasks=machine.ask()).lacking == {}
+    assert SavedStudy.read(machine.results).runs == before
+
     write_questions(machine.tasks, "shapes", 4)
-    folder, asked = tmp_path / "first" / "runs" / "prenorm-seed0", open_questions(machine.ask(1, "shapes")).asked
+    asked = open_questions(machine.ask(1, "shapes")).asked
     shapes = Accuracies(wanted=("shapes",), tasks={"shapes": TaskAccuracy(value=0.5, asked=asked["shapes"])})
     (folder / ACCURACIES).write_text(shapes.model_dump_json())
     fp8 = QuantizedRun(calibration=4096, loss=4.0, peak_activation=100.0, sink_ratio=4.0, losses={"fp8": 4.25})
     (folder / QUANTIZED).write_text(fp8.model_dump_json())
     result = machine.compare("first", seeds=1, tasks=machine.ask(1, "shapes"))
     (run,) = SavedStudy.read(machine.results).runs
-    assert run.accuracies is not None and run.quantized is not None
     assert {task: found.value for task, found in run.accuracies.tasks.items()} == {"colours": 0.25, "shapes": 0.5}
     assert run.accuracies.low.keys() == {"fp8"} and run.quantized.losses == {"fp8": 4.25, "nvfp4": None}
     assert result.lacking == {"tasks": ("prenorm-seed0",)}  # shapes in FP8

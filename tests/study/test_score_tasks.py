@@ -1,7 +1,5 @@
 """Accuracies on tasks in a study: scored once per run and task, as `residua eval` does, and compared over seeds."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -14,11 +12,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-from residua.cli.compare import app
 from residua.config.run import RunConfig
-from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.errors import UserError
 from residua.evaluate.results import Accuracy
@@ -36,10 +31,12 @@ from residua.study.score_tasks import TaskMeasurement, open_questions
 from residua.study.statistics import t_quantile
 from residua.study.tables import markdown, side_tables
 from residua.study.train_runs import StudyInterrupted
+from tests.study.conftest import refusal
 from tests.study.recorded import write_all
 from tests.trained import train_run
 
 QUIET = Console(quiet=True)
+Scored = tuple[StudyConfig, StudyPlan, StudyResult]
 
 
 def write_questions(folder: Path, name: str, questions: int) -> None:
@@ -55,9 +52,20 @@ def write_questions(folder: Path, name: str, questions: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> PlannedRun:
+def scored_run(tmp_path_factory: pytest.TempPathFactory) -> PlannedRun:
     folder = train_run(tmp_path_factory.mktemp("tasked"))
     return PlannedRun("prenorm", "tiny", 0, RunConfig.from_toml(folder / "config.toml"), folder)
+
+
+@pytest.fixture
+def trained(scored_run: PlannedRun) -> PlannedRun:
+    """A trained run without accuracies."""
+    (scored_run.folder / ACCURACIES).unlink(missing_ok=True)
+    return scored_run
+
+
+def accuracies(run: PlannedRun) -> Accuracies:
+    return read_measured(run.folder / ACCURACIES, Accuracies)
 
 
 @pytest.fixture
@@ -89,8 +97,8 @@ def test_a_run_is_scored_as_residua_eval_scores_it(
     words = ("--tasks", "colours,shapes", "--task-dir", asked.folder, "--shots", 1, "--out", out)
     assert residua(monkeypatch, "eval", trained.folder, *words) == 0
     TaskMeasurement(open_questions(asked)).measure(StudyPlan({}, (trained,)), QUIET)
-    found = read_measured(trained.folder / ACCURACIES, Accuracies)
-    assert found is not None and found.wanted == ("colours", "shapes")
+    found = accuracies(trained)
+    assert found.wanted == ("colours", "shapes")
     for task in json.loads(out.read_text())["tasks"]:
         ours, theirs = found.tasks[task["task"]], task[task["metric"]]
         assert (ours.value, ours.error, ours.questions) == (theirs["value"], theirs["error"], task["questions"])
@@ -102,7 +110,6 @@ def test_a_run_is_scored_as_residua_eval_scores_it(
 def test_in_low_precision_a_copy_of_the_model_is_scored(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (trained.folder / ACCURACIES).unlink(missing_ok=True)
     plan, questions, scored = StudyPlan({}, (trained,)), open_questions(asked), []
     score = questions.score
 
@@ -117,8 +124,8 @@ def test_in_low_precision_a_copy_of_the_model_is_scored(
     assert [name for name, _ in scored] == ["colours", "shapes"] * 3
     models = [square for _, square in scored]
     assert models[::2] == models[1::2] and len(set(models)) == 3, "as trained, in FP8, in NVFP4"
-    found = read_measured(trained.folder / ACCURACIES, Accuracies)
-    assert found is not None and list(found.low) == ["fp8", "nvfp4+smooth"]
+    found = accuracies(trained)
+    assert list(found.low) == ["fp8", "nvfp4+smooth"]
     for recipe, tasks in found.low.items():
         assert found.mean_in(recipe) == statistics.fmean(each.value for each in tasks.values()), recipe
     assert found.mean_in("nvfp4") is None
@@ -128,34 +135,30 @@ def test_in_low_precision_a_copy_of_the_model_is_scored(
     TaskMeasurement(questions, ("fp8",), 3).measure(plan, QUIET)
     assert len(scored) == 8, "another calibration may give other numbers"
     TaskMeasurement(questions).measure(plan, QUIET)
-    assert len(scored) == 8 and set(read_measured(trained.folder / ACCURACIES, Accuracies).low) == {
-        "fp8",
-        "nvfp4+smooth",
-    }, "and all are kept"
-    (trained.folder / ACCURACIES).unlink()
+    assert len(scored) == 8 and set(accuracies(trained).low) == {"fp8", "nvfp4+smooth"}, "and all are kept"
 
 
 @pytest.mark.slow
 def test_what_is_missing_or_changed_is_scored(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (trained.folder / ACCURACIES).unlink(missing_ok=True)
     scored: list[str] = []
     score = work._Local.score
-    monkeypatch.setattr(
-        work._Local, "score", lambda self, scorer, name, p: scored.append(name) or score(self, scorer, name, p)
-    )
-    plan = StudyPlan({}, (trained,))
+
+    def counted(self: object, scorer: Scorer, name: str, progress: object) -> TaskAccuracy:
+        scored.append(name)
+        return score(self, scorer, name, progress)
+
+    monkeypatch.setattr(work._Local, "score", counted)
 
     def again(tasks: Tasks) -> list[str]:
         scored.clear()
-        TaskMeasurement(open_questions(tasks)).measure(plan, QUIET)
+        TaskMeasurement(open_questions(tasks)).measure(StudyPlan({}, (trained,)), QUIET)
         return list(scored)
 
     assert again(asked.model_copy(update={"names": ("colours",)})) == ["colours"]
     assert again(asked) == ["shapes"], "a study that was stopped goes on with the next task"
     assert again(asked) == []
-    assert asked.folder is not None
     write_questions(Path(asked.folder), "shapes", 9)
     assert again(asked) == ["shapes"], "other questions"
     assert again(asked.model_copy(update={"shots": 2})) == ["colours", "shapes"]
@@ -166,7 +169,6 @@ def test_what_is_missing_or_changed_is_scored(
 
 @pytest.mark.slow
 def test_unavailable_task_is_reported_once(trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
-    (trained.folder / ACCURACIES).unlink(missing_ok=True)
 
     class Partly:
         def __init__(self) -> None:
@@ -180,8 +182,8 @@ def test_unavailable_task_is_reported_once(trained: PlannedRun, asked: Tasks, mo
     printed = StringIO()
     TaskMeasurement(Partly()).measure(StudyPlan({}, (trained, trained)), Console(width=200, file=printed))
     assert printed.getvalue().count("gone was not scored: lm-eval could not download a task") == 1
-    found = read_measured(trained.folder / ACCURACIES, Accuracies)
-    assert found is not None and list(found.tasks) == ["there"]
+    found = accuracies(trained)
+    assert list(found.tasks) == ["there"]
     assert found.mean_in() is None, "no mean over some of the tasks"
 
 
@@ -196,7 +198,7 @@ SHARES = {"prenorm": ((0.25, 0.50), (0.35, 0.50)), "mgr": ((0.45, 0.50), (0.59, 
 
 
 @pytest.fixture
-def scored(study: StudyConfig, dataset: Dataset, out: Path) -> tuple[StudyConfig, StudyPlan, StudyResult]:
+def scored(study: StudyConfig, dataset: Dataset, out: Path) -> Scored:
     """Two variants and two seeds with known accuracies on two tasks."""
     asked = StudyConfig(**{**study.model_dump(), "variants": {"prenorm": ("prenorm",), "mgr": ("mgr",)}})
     plan = make_plan(asked, out, dataset)
@@ -208,9 +210,7 @@ def scored(study: StudyConfig, dataset: Dataset, out: Path) -> tuple[StudyConfig
     return asked, plan, collect(asked, plan, complete_records(plan, {}), {})
 
 
-def test_accuracies_are_means_and_differences_are_paired(
-    scored: tuple[StudyConfig, StudyPlan, StudyResult],
-) -> None:
+def test_accuracies_are_means_and_differences_are_paired(scored: Scored) -> None:
     prenorm, mgr = scored[2].variants
     assert list(prenorm.tasks) == ["mean", "arc", "piqa"] and prenorm.tasks["mean"].difference is None
     arc = mgr.tasks["arc"]
@@ -219,13 +219,10 @@ def test_accuracies_are_means_and_differences_are_paired(
     assert mgr.tasks["mean"].accuracy.value == pytest.approx((0.475 + 0.545) / 2)
     assert arc.difference is not None and arc.difference.value == pytest.approx((0.20 + 0.24) / 2)
     half = t_quantile(0.975, 1) * statistics.stdev([0.20, 0.24]) / math.sqrt(2)
-    assert arc.difference.low == pytest.approx(0.22 - half) and arc.difference.high == pytest.approx(0.22 + half)
-    assert arc.chance == 0.25
+    assert (arc.difference.low, arc.difference.high) == pytest.approx((0.22 - half, 0.22 + half)) and arc.chance == 0.25
 
 
-def test_accuracies_are_in_the_tables_and_in_the_results_file(
-    scored: tuple[StudyConfig, StudyPlan, StudyResult], dataset: Dataset, out: Path
-) -> None:
+def test_accuracies_are_in_the_tables_and_in_the_results_file(scored: Scored, dataset: Dataset, out: Path) -> None:
     study, plan, result = scored
     text = markdown(result)
     assert "## tasks" in text and "| 52.00 ± 7.00 |" in text and "| +11.00 [" in text
@@ -237,9 +234,7 @@ def test_accuracies_are_in_the_tables_and_in_the_results_file(
     assert collect(study, again, saved.records(again), {}).variants == result.variants
 
 
-def test_accuracies_in_low_precision_are_in_a_table(
-    scored: tuple[StudyConfig, StudyPlan, StudyResult], out: Path
-) -> None:
+def test_accuracies_in_low_precision_are_in_a_table(scored: Scored) -> None:
     study, plan, _ = scored
     for run in plan.runs:
         found = Accuracies.model_validate_json((run.folder / ACCURACIES).read_text())
@@ -257,9 +252,7 @@ def test_accuracies_in_low_precision_are_in_a_table(
     assert "## tasks in low precision" in markdown(result) and "| 49.50 ± 3.00 | -1.50 [" in markdown(result)
 
 
-def test_one_task_has_no_mean_and_unscored_runs_are_left_out(
-    scored: tuple[StudyConfig, StudyPlan, StudyResult],
-) -> None:
+def test_one_task_has_no_mean_and_unscored_runs_are_left_out(scored: Scored) -> None:
     study, plan, _ = scored
     first = next(run for run in plan.runs if run.variant == "mgr")
     part = {"piqa": TaskAccuracy(value=0.5)}
@@ -274,11 +267,9 @@ def test_one_task_has_no_mean_and_unscored_runs_are_left_out(
 
 
 def test_an_unknown_task_is_refused_before_anything_runs(dataset: Dataset, asked: Tasks, out: Path) -> None:
-    arguments = ["prenorm", "mgr", "--data", str(dataset.path), "--out", str(out), "--task-dir", str(asked.folder)]
-    result = CliRunner().invoke(app, [*arguments, "--tasks", "colour"])
-    assert "holds no task colour: did you mean colours?" in str(result.exception)
-    result = CliRunner().invoke(app, arguments)
-    assert isinstance(result.exception, ConfigError) and str(result.exception).startswith("--task-dir needs --tasks")
+    arguments = ["prenorm", "mgr", "--data", dataset.path, "--out", out, "--task-dir", asked.folder]
+    assert "holds no task colour: did you mean colours?" in refusal(*arguments, "--tasks", "colour")
+    assert refusal(*arguments).startswith("--task-dir needs --tasks")
     assert not out.exists()
 
 
@@ -289,7 +280,6 @@ def test_a_rerun_keeps_its_tasks_and_adds_others(study: StudyConfig, tmp_path: P
 
     def then(**keys: object) -> tuple[str, ...]:
         again = with_earlier(study.model_copy(update={"tasks": Tasks(**keys)}), tmp_path).tasks
-        assert again is not None
         return again.names
 
     assert then(names=("piqa",), folder="tasks") == ("arc", "piqa")
@@ -327,15 +317,14 @@ class Harness(ModuleType):
 def test_harness_tasks_have_the_shots_of_their_group(monkeypatch: pytest.MonkeyPatch, trained: PlannedRun) -> None:
     harness, plan = Harness(), StudyPlan({}, (trained,))
     monkeypatch.setitem(sys.modules, "residua.evaluate.harness", harness)
-    (trained.folder / ACCURACIES).unlink(missing_ok=True)
     TaskMeasurement(open_questions(Tasks(names=("exoformer",), limit=7))).measure(plan, QUIET)
     assert harness.seen == [([task], 5, 7) for task in EXOFORMER]
-    found = read_measured(trained.folder / ACCURACIES, Accuracies)
-    assert found is not None and (found.tasks["piqa"].value, found.tasks["piqa"].error) == (0.25, 0.1)
+    found = accuracies(trained)
+    assert (found.tasks["piqa"].value, found.tasks["piqa"].error) == (0.25, 0.1)
     TaskMeasurement(open_questions(Tasks(names=("arc_easy", "gsm8k"), shots=3))).measure(plan, QUIET)
     assert harness.seen[6:] == [(["arc_easy"], 3, None), (["gsm8k"], 3, None)]
-    found = read_measured(trained.folder / ACCURACIES, Accuracies)
-    assert found is not None and found.wanted == ("arc_easy", "gsm8k") and "gsm8k" not in found.tasks
+    found = accuracies(trained)
+    assert found.wanted == ("arc_easy", "gsm8k") and "gsm8k" not in found.tasks
     with pytest.raises(ValueError, match="mbpp runs the programs that the model writes, which a study does not do"):
         open_questions(Tasks(names=("arc_easy", "mbpp")))
 
@@ -358,11 +347,10 @@ def test_harness_tasks_have_shots_of_their_group_or_as_asked(
     manager = type("Manager", (), {"all_tasks": list(index), "task_index": index})
     monkeypatch.setattr(harness, "TaskManager", lambda: manager)
     monkeypatch.setattr(harness, "simple_evaluate", evaluate)
-    (trained.folder / ACCURACIES).unlink(missing_ok=True)
     TaskMeasurement(open_questions(Tasks(names=("exoformer",), limit=7))).measure(StudyPlan({}, (trained,)), QUIET)
     assert seen == [([task], 5, 7) for task in EXOFORMER]
-    found = read_measured(trained.folder / ACCURACIES, Accuracies)
-    assert found is not None and (found.tasks["piqa"].value, found.tasks["piqa"].error) == (0.25, 0.1)
+    found = accuracies(trained)
+    assert (found.tasks["piqa"].value, found.tasks["piqa"].error) == (0.25, 0.1)
     assert found.tasks["winogrande"].value == 0.5
     seen.clear()
     TaskMeasurement(open_questions(Tasks(names=("arc_easy",), shots=3))).measure(StudyPlan({}, (trained,)), QUIET)

@@ -1,7 +1,5 @@
 """`compare --from`: variants that begin with the weights of a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Telemetry of a study's runs: its curves and sentences on the page, and its lines in the way of the last loss."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -13,7 +11,7 @@ import pytest
 from residua.diagnose.page import diagnosis_page
 from residua.study.figures import telemetry_curves
 from residua.study.page import show_saved, study_page
-from residua.study.records import TAIL_BYTES, Peaks, RunRecord, latest
+from residua.study.records import TAIL_BYTES, Peaks, latest
 from residua.study.results_file import SavedStudy
 from residua.study.tables import peak_table
 from residua.watch.run_follower import Follower
@@ -38,12 +36,9 @@ def records(scale: float, said: str = "") -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_the_page_has_curves_over_tokens_and_what_the_runs_said(tmp_path: Path) -> None:
     made = pretended(3)
-    runs: dict[str, list[RunRecord]] = {
-        name: [
-            replace(run, telemetry=records(1.0 + seed, GREW if name == "mgr" else "")) for seed, run in enumerate(own)
-        ]
-        for name, own in made.records["mini"].items()
-    }
+    runs = {name: [*own] for name, own in made.records["mini"].items()}
+    for name, own in runs.items():
+        own[:] = (replace(run, telemetry=records(1.0 + i, GREW * (name == "mgr"))) for i, run in enumerate(own))
     drawn = telemetry_curves(runs)
     assert list(drawn) == ["peak |h|", "β, mean"]
     *_, line = (trace for trace in drawn["peak |h|"].data if trace.meta["series"] == "mgr")  # the band comes first
@@ -58,7 +53,6 @@ def test_peaks_are_the_largest_of_all_layers_by_step() -> None:
     made = records(1.23456)
     made[-1]["figures"]["peak"] = [None, None]
     peaks = Peaks.of(made)
-    assert peaks is not None
     assert (peaks.step[0], peaks.peak[0], peaks.peak[-1], peaks.sink_ratio[0]) == (100, 123.5, None, None)
     assert (peaks.early, peaks.at(0.1), peaks.at(0.15), peaks.at(0.5), peaks.last) == (123.5, 123.5, 246.9, 617.3, None)
     again = peaks.telemetry(10)
@@ -86,7 +80,6 @@ def test_a_results_file_keeps_peaks_for_the_page(tmp_path: Path) -> None:
     ]  # fmt: skip
     result = show_saved(saved)
     table = peak_table(result, "tiny")
-    assert table is not None
     first, second = ([f"{cell.main} {cell.detail}" for cell in row] for row in table.rows)
     assert first[1:4] == ["2.02 (2 to 2.04)", "10.1 (10 to 10.2)", "4,040 (4,000 to 4,080)"]
     assert first[4:] == ["2e+03× [2e+03, 2e+03]", "400× [400, 400]"]

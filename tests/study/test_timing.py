@@ -1,7 +1,5 @@
 """Steps timed alone after runs side by side: recorded once, and compared on one device only."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -96,7 +94,6 @@ def test_a_study_side_by_side_times_every_step_alone(
     plan = make_plan(chosen(), out, dataset)
     write_all(plan, straight)
     baseline, ours = compare(chosen(), out).variants  # the runs are complete
-    assert baseline.timing is not None and ours.timing is not None and ours.throughput_ratio is not None
     assert ours.timing.count == 10 and ours.timing.p10 <= ours.timing.median <= ours.timing.p90
     assert ours.timing.device == baseline.timing.device and ours.timing.device.endswith(", 1 threads")
     assert ours.throughput_ratio.value == pytest.approx(baseline.timing.median / ours.timing.median)
@@ -116,10 +113,8 @@ def test_what_was_timed_is_not_timed_again_and_what_changed_is(timed: Timed) -> 
     assert timed.time() == ONE_SESSION  # the baseline beside it
     (timed.out / "timings" / "prenorm.json").write_text("{")
     assert timed.time() == ONE_SESSION
-    wider = {
-        key: replace(model, config=model.config.override(["train.micro_batch=4"]))
-        for key, model in timed.plan.models.items()
-    }
+    models = timed.plan.models.items()
+    wider = {key: replace(one, config=one.config.override(["train.micro_batch=4"])) for key, one in models}
     timed.plan = replace(timed.plan, models=wider)
     assert timed.recorded == {("tiny", "prenorm"): {}, ("tiny", "mgr"): {}}
 
@@ -170,12 +165,9 @@ def test_a_variant_is_not_timed_if_the_baseline_cannot_be(timed: Timed) -> None:
     timed.measure_with(timed.measure)
     timed.time()
     assert timed.medians == {"prenorm": 1.0, "mgr": 2.0}
-
-
-@pytest.mark.slow
-def test_a_variant_that_cannot_be_timed_does_not_stop_the_others(timed: Timed) -> None:
+    timed.forget()
     timed.measure_with(fail_for(timed, "additive"))
-    assert timed.time() == ["multi_gate"]
+    assert timed.time() == ["multi_gate"], "the others are"
     assert json.loads((timed.out / "timings" / "prenorm.json").read_text())["devices"] == {}
 
 
@@ -246,7 +238,6 @@ def covered(load: Callable[[random.Random], tuple[float, float, float]], widened
         first, ours, last = (timed_at(slower + made.gauss(0, 0.002)) for slower in load(made))
         ours = ours.moved(last.drift(first)) if widened else ours
         interval = timed_ratio(ours, first, 0.95)
-        assert interval.low is not None and interval.high is not None
         held += interval.low <= 1.0 <= interval.high
     return held / times
 
@@ -257,12 +248,12 @@ def timed_at(slower: float) -> StepTiming:
 
 
 def test_intervals_hold_the_truth_where_load_changes() -> None:
-    def once(made: random.Random) -> tuple[float, float, float]:
-        return (0.0, made.choice([0.0, 0.2]), 0.2)
-
     def steadily(made: random.Random) -> tuple[float, float, float]:
         slope = made.gauss(0, 0.1)
         return (0.0, slope, 2 * slope)
+
+    def once(made: random.Random) -> tuple[float, float, float]:
+        return (0.0, made.choice([0.0, 0.2]), 0.2)
 
     def at_random(made: random.Random) -> tuple[float, float, float]:
         return (made.gauss(0, 0.1), made.gauss(0, 0.1), made.gauss(0, 0.1))
@@ -280,7 +271,7 @@ def test_ctrl_c_while_timing_says_how_to_go_on(
         def __init__(self, *arguments: object, **options: object) -> None:
             self.stdout, self.ended = self, False
 
-        def __iter__(self) -> Interrupted:
+        def __iter__(self) -> "Interrupted":
             raise KeyboardInterrupt
 
         def terminate(self) -> None:

@@ -1,7 +1,5 @@
 """Which process trains what, and when: with stand-ins for trainers, which need milliseconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
