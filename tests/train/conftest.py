@@ -1,7 +1,5 @@
 """A dataset of a few kilobytes, a run small enough to train in well under a second, and a lab to train it in."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """A process that trains a run and is killed with SIGKILL during the run's second save, for tests."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal

@@ -1,7 +1,5 @@
 """The balance loss is that of the whole step, for any split into micro-batches and ranks; what a run logs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,8 +53,7 @@ def test_step_learns_the_same_however_it_is_cut(mixture: RunConfig, load: str, p
         small(cut(whole, pieces))
     torch.testing.assert_close(weights(small.model), weights(big.model), rtol=1e-6, atol=1e-8)
     one, other = big.balancer.spread(), small.balancer.spread()
-    assert one.balance == pytest.approx(other.balance, rel=1e-9)
-    assert one.router_z == pytest.approx(other.router_z, rel=1e-9)
+    assert (one.balance, one.router_z) == pytest.approx((other.balance, other.router_z), rel=1e-9)
     torch.testing.assert_close(torch.tensor(one.load), torch.tensor(other.load))
 
 
@@ -252,11 +249,8 @@ def test_compiled_hybrid_mixture_learns_as_its_reference() -> None:
                 found.append(step.totals().loss)
         return found
 
-    curves = {
-        "reference": losses("reference", "off"),
-        "fused": losses("auto", "off"),
-        "fused and compiled": losses("auto", "on"),
-    }
+    ways = {"reference": ("reference", "off"), "fused": ("auto", "off"), "fused and compiled": ("auto", "on")}
+    curves = {name: losses(*way) for name, way in ways.items()}
     told = "\n".join(f"{name}: {' '.join(f'{x:.4f}' for x in curve)}" for name, curve in curves.items())
     reference = curves.pop("reference")
     assert reference[-1] < 0.95 * reference[0], told

@@ -1,7 +1,5 @@
 """`residua train` from the command line: exit codes and sentences, no traceback."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The last validation of a run: all of the text, and the loss of each document."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Muon, AdamW, cautious and plain decay against a float64 reference written here from the equations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -39,6 +37,14 @@ class StandIn(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+
+def stepped(model: StandIn, config: Muon | AdamW, seed: int = 0) -> dict[str, Tensor]:
+    """The weights after one step on random gradients."""
+    optimizer = build_optimizer(model, config)
+    model.set_gradients(seed)
+    optimizer.step()
+    return model.weights()
 
 
 PUBLISHED = [
@@ -100,7 +106,6 @@ def test_muon_follows_the_reference_in_float64() -> None:
         model.set_gradients(seed)
         for name, reference in references.items():
             gradient = model.get_parameter(name).grad
-            assert gradient is not None
             reference.step(gradient.numpy())
         optimizer.step()
     for name, reference in references.items():
@@ -111,11 +116,8 @@ def test_a_tall_matrix_moves_by_the_root_of_its_shape() -> None:
     model = StandIn()
     model.fused.hidden_matrices = {"weight": (48,)}
     before = model.weights()["fused.weight"]
-    optimizer = build_optimizer(model, Muon(lr=0.1, weight_decay=0.0))
-    model.set_gradients(0)
-    optimizer.step()
-    singular = torch.linalg.svdvals((before - model.weights()["fused.weight"]) / 0.1)
-    assert float(singular.median()) == pytest.approx(3**0.5, rel=0.1)
+    moved = before - stepped(model, Muon(lr=0.1, weight_decay=0.0))["fused.weight"]
+    assert float(torch.linalg.svdvals(moved / 0.1).median()) == pytest.approx(3**0.5, rel=0.1)
 
 
 def test_adamw_follows_the_reference_in_float64() -> None:
@@ -166,7 +168,6 @@ def test_parts_of_a_fused_matrix_do_not_mix() -> None:
         before = model.weights()["fused.weight"]
         optimizer = build_optimizer(model, Muon(weight_decay=0.0))
         model.set_gradients(0)
-        assert model.fused.weight.grad is not None
         model.fused.weight.grad[:16] *= scale
         optimizer.step()
         updates.append((model.fused.weight.detach() - before)[16:])
@@ -182,17 +183,13 @@ def test_only_declared_parameters_are_matrices() -> None:
 
 def decayed(dtype: torch.dtype, config: Muon | AdamW) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weights before, after a step without, and after a step with weight decay."""
-    torch.manual_seed(0)
-    before = StandIn(64).to(dtype).weights()["out.weight"]
-    after = []
-    for decay in (0.0, 0.1):
+
+    def made() -> StandIn:
         torch.manual_seed(0)
-        model = StandIn(64).to(dtype)
-        optimizer = build_optimizer(model, config.model_copy(update={"weight_decay": decay}))
-        model.set_gradients(0)
-        optimizer.step()
-        after.append(model.weights()["out.weight"])
-    return before, after[0], after[1]
+        return StandIn(64).to(dtype)
+
+    configs = [config.model_copy(update={"weight_decay": decay}) for decay in (0.0, 0.1)]
+    return made().weights()["out.weight"], *(stepped(made(), each)["out.weight"] for each in configs)
 
 
 @pytest.mark.parametrize("config", [Muon(lr=0.01), AdamW(lr=0.01)], ids=["muon", "adamw"])
@@ -203,9 +200,8 @@ def test_cautious_decay_acts_where_the_update_shrinks_the_weight(config: Muon | 
     changed = decayed_weight != plain
     assert not changed[~shrinking].any()
     assert changed[shrinking].float().mean() > 0.99
-    torch.testing.assert_close(
-        (plain - decayed_weight)[shrinking], 0.01 * 0.1 * before[shrinking], rtol=1e-2, atol=1e-7
-    )
+    lost = (plain - decayed_weight)[shrinking]
+    torch.testing.assert_close(lost, 0.01 * 0.1 * before[shrinking], rtol=1e-2, atol=1e-7)
 
 
 def test_the_same_decay_would_be_lost_in_bf16_weights() -> None:
@@ -248,22 +244,26 @@ def test_a_parameter_without_gradient_stays() -> None:
     assert torch.equal(before["out.weight"], after["out.weight"]) and torch.equal(before["gain"], after["gain"])
 
 
-@pytest.mark.parametrize("config", [Muon(), AdamW(weight_decay=0.1)], ids=["muon", "adamw"])
-def test_saved_state_continues_bit_for_bit(config: Muon | AdamW) -> None:
-    model = StandIn()
-    optimizer = build_optimizer(model, config)
-    for seed in range(3):
+def resumes(model: StandIn, config: Muon | AdamW, steps: int) -> dict[str, Tensor]:
+    """The tensors that are saved after some steps, with which a copy goes on bit for bit."""
+    optimizer, copy = build_optimizer(model, config), type(model)()
+    for seed in range(steps):
         model.set_gradients(seed)
         optimizer.step()
-    copy = StandIn()
     copy.load_state_dict(model.state_dict())
-    second = build_optimizer(copy, config)
-    second.load_tensors({name: tensor.clone() for name, tensor in optimizer.tensors().items()})
+    second, saved = build_optimizer(copy, config), {name: t.clone() for name, t in optimizer.tensors().items()}
+    second.load_tensors({name: tensor.clone() for name, tensor in saved.items()})
     for one, its_optimizer in ((model, optimizer), (copy, second)):
         one.set_gradients(9)
         its_optimizer.step()
     for name, weight in model.weights().items():
         assert torch.equal(weight, copy.weights()[name]), name
+    return saved
+
+
+@pytest.mark.parametrize("config", [Muon(), AdamW(weight_decay=0.1)], ids=["muon", "adamw"])
+def test_saved_state_continues_bit_for_bit(config: Muon | AdamW) -> None:
+    resumes(StandIn(), config, 3)
 
 
 @pytest.mark.slow  # torch's own optimizers import its compiler
@@ -291,10 +291,7 @@ def test_plain_decay_with_muon_shrinks_every_weight_alike() -> None:
         torch.manual_seed(0)
         model = StandIn().double()
         before = model.weights()
-        optimizer = build_optimizer(model, Muon(lr=0.05, weight_decay=decay, decay="plain"))
-        model.set_gradients(0)
-        optimizer.step()
-        moved[decay] = model.weights()
+        moved[decay] = stepped(model, Muon(lr=0.05, weight_decay=decay, decay="plain"))
     for name in ("fused.weight", "out.weight"):
         shrunk = moved[0.0][name] - moved[0.3][name]
         torch.testing.assert_close(shrunk, 0.05 * 0.3 * before[name], rtol=1e-9, atol=1e-12)
@@ -319,14 +316,9 @@ def test_mgr_presets_decay_matrices_and_embedding_only() -> None:
         torch.testing.assert_close(model.embed.weight, (1 - 0.1 * rate) * before["embed.weight"])
 
 
-@pytest.mark.parametrize("table", [Muon(), AdamW()], ids=["muon", "adamw"])
-def test_a_configuration_that_names_no_rule_decays_cautiously(table: Muon | AdamW) -> None:
-    assert table.decay == "cautious"
-    assert RunConfig.find("tiny").train.optimizer.decay == "cautious"
-    assert RunConfig.find("exoformer-base").train.optimizer.decay == "cautious"
-
-
-def test_an_unknown_rule_is_refused_by_name() -> None:
+def test_decay_is_cautious_unless_a_known_rule_is_named() -> None:
+    optimizers = [RunConfig.find(name).train.optimizer for name in ("tiny", "exoformer-base")]
+    assert {table.decay for table in (Muon(), AdamW(), *optimizers)} == {"cautious"}
     with pytest.raises(ConfigError, match=r"train\.optimizer\.decay = 'plane' is not a choice: did you mean 'plain'"):
         RunConfig.find("tiny").override(["train.optimizer.decay=plane"])
 
@@ -344,11 +336,8 @@ class Rated(StandIn, RatedModule):
 
 def moves(model: Rated, config: Muon | AdamW) -> dict[str, Tensor]:
     """What one step adds to each parameter, which starts at zero so that nothing is rounded."""
-    optimizer = build_optimizer(model, config)
     model.load_state_dict({name: torch.zeros_like(weight) for name, weight in model.weights().items()})
-    model.set_gradients(0)
-    optimizer.step()
-    return model.weights()
+    return stepped(model, config)
 
 
 @pytest.mark.parametrize("config", [Muon(embedding_decay=0.1), AdamW()], ids=["muon", "adamw"])
@@ -367,25 +356,11 @@ def test_groups_with_a_factor_are_named_saved_and_resumed() -> None:
     titles = {group["title"]: (group["names"], group["peak_lr"]) for group in optimizer.param_groups}
     assert titles["matrices x0.25"] == (["out.weight"], 0.0025)
     assert titles["rest x0.0078125"] == (["scalars.0", "scalars.1"], 0.003 / 128)
-    for seed in range(2):
-        model.set_gradients(seed)
-        optimizer.step()
-    saved = optimizer.tensors()
-    assert int(saved["adamw-rest x0.0078125/steps"]) == 2
-    copy = Rated()
-    copy.load_state_dict(model.state_dict())
-    second = build_optimizer(copy, Muon(lr=0.01))
-    second.load_tensors({name: tensor.clone() for name, tensor in saved.items()})
-    for one, its_optimizer in ((model, optimizer), (copy, second)):
-        one.set_gradients(9)
-        its_optimizer.step()
-    assert all(torch.equal(weight, copy.weights()[name]) for name, weight in model.weights().items())
+    assert int(resumes(model, Muon(lr=0.01), 2)["adamw-rest x0.0078125/steps"]) == 2
 
 
 @pytest.mark.parametrize("declared", [{"gian": 0.5}, {"gain": 0.0}], ids=["misspelt", "zero"])
-def test_a_rate_factor_that_fits_nothing_is_refused(
-    declared: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rate_factor_that_fits_nothing_is_refused(declared: dict[str, float], monkeypatch) -> None:
     monkeypatch.setattr(Rated, "rate_factors", lambda self: declared)
     with pytest.raises(UserError, match=r"Rated\.rate_factors gives 'g"):
         build_optimizer(Rated(), Muon())

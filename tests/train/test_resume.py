@@ -1,7 +1,5 @@
 """A run that is stopped and resumed ends with the same bits as one that never stopped."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -26,10 +24,8 @@ TIMES = ("seconds", "tokens_per_second", "memory_gib", "took")
 
 def curves(folder: Path) -> list[dict[str, Any]]:
     """The metrics without times and speeds."""
-    return [
-        {key: value for key, value in record.items() if key not in TIMES}
-        for record in read_metrics(folder / "metrics.jsonl")
-    ]
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
 
 
 def assert_same_run(one: Path, other: Path) -> None:

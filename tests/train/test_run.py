@@ -1,7 +1,5 @@
 """The files of a finished run, and what it prints."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -31,15 +29,17 @@ from tests.train.conftest import Lab
 from .test_step import batch
 
 
-@pytest.fixture
-def seen(lab: Lab) -> str:
+@pytest.fixture(scope="module")
+def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A run that is over, for tests that only look at it."""
+    lab = Lab(config, tmp_path_factory.mktemp("trained"))
     lab.train()
-    return lab.printed
+    return lab
 
 
 @pytest.mark.slow
-def test_a_run_is_one_folder_with_everything_in_it(seen: str, config: RunConfig, data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_run_is_one_folder_with_everything_in_it(trained: Lab, config: RunConfig, data: Path) -> None:
+    run = trained / "run"
     assert RunConfig.from_toml(run / "config.toml") == config
     environment = json.loads((run / "environment.json").read_text())
     assert environment["residua"] and environment["torch"] == torch.__version__ and environment["device"] == "cpu"
@@ -51,8 +51,8 @@ def test_a_run_is_one_folder_with_everything_in_it(seen: str, config: RunConfig,
 
 
 @pytest.mark.slow
-def test_metrics_hold_one_line_per_log_step_and_validation(seen: str, tmp_path: Path) -> None:
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+def test_metrics_hold_one_line_per_log_step_and_validation(trained: Lab) -> None:
+    records = read_metrics(trained / "run" / "metrics.jsonl")
     assert [(r["kind"], r["step"]) for r in records] == [
         ("train", 1), ("train", 2), ("validation", 2), ("validation", 3), ("train", 4), ("validation", 4), ("train", 6),
         ("validation", 6),
@@ -69,11 +69,12 @@ def test_metrics_hold_one_line_per_log_step_and_validation(seen: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_person_sees_summary_progress_and_what_to_do_next(seen: str) -> None:
-    for words in ("matrices: Muon", "rest: AdamW", "FLOP a token", "2 x 2 x 16 = 64 tokens a step, 6 steps"):
-        assert words in seen
-    assert "step 4/6  loss" in seen and "tokens/s" in seen and "ETA" in seen and "bits/byte" in seen
-    assert "residua compare" in seen and "--resume" in seen
+def test_the_person_sees_summary_progress_and_what_to_do_next(trained: Lab) -> None:
+    for words in (
+        "matrices: Muon", "rest: AdamW", "FLOP a token", "2 x 2 x 16 = 64 tokens a step, 6 steps", "step 4/6  loss",
+        "tokens/s", "ETA", "bits/byte", "residua compare", "--resume",
+    ):  # fmt: skip
+        assert words in trained.printed
 
 
 def test_a_terminal_gets_one_live_line(config: RunConfig) -> None:
@@ -82,26 +83,21 @@ def test_a_terminal_gets_one_live_line(config: RunConfig) -> None:
     record = {"kind": "train", "step": 3, "loss": 3.5, "smoothed": 3.6, "mfu": 0.45, "memory_gib": 15.6}
     display.write({**record, "tokens_per_second": 64.0})
     display.close()
-    assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "step 3/6" in text and "MFU 0.450" in text and "15.6 GiB" in text and "ETA 3s" in text
 
 
-def test_tensorboard_is_written_where_it_is_installed(seen: str, tmp_path: Path) -> None:
+def test_tensorboard_is_written_where_it_is_installed(trained: Lab) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    (file,) = (tmp_path / "run" / "tensorboard").glob("events.*")
+    (file,) = (trained / "run" / "tensorboard").glob("events.*")
     events = list(EventFileLoader(str(file)).Load())
     assert events[0].file_version == "brain.Event:2" and events[1].step == 1
     assert events[1].session_log.status == events[1].session_log.START
-    losses = {
-        event.step: value.tensor.float_val[0]
-        for event in events
-        for value in event.summary.value
-        if value.tag == "train/loss"
-    }
-    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "train"]
+    values = [(event.step, value) for event in events for value in event.summary.value]
+    losses = {step: value.tensor.float_val[0] for step, value in values if value.tag == "train/loss"}
+    records = [r for r in read_metrics(trained / "run" / "metrics.jsonl") if r["kind"] == "train"]
     assert losses == pytest.approx({r["step"]: r["loss"] for r in records})
 
 
@@ -136,35 +132,26 @@ def test_failing_wandb_prints_one_line_and_the_run_continues(lab: Lab, monkeypat
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail))
     lab.train("train.track=wandb")
-    assert (
-        "Weights & Biases is off from here on: api key not configured (no-tty). call wandb.login; the run and "
-        "metrics.jsonl go on\n"
-    ) in lab.printed
-    assert "Finished" in lab.printed
+    told = "Weights & Biases is off from here on: api key not configured (no-tty). call wandb.login; the run and "
+    assert f"{told}metrics.jsonl go on\n" in lab.printed and "Finished" in lab.printed
 
 
-def test_inspection_shows_depth_weights_gates_and_gradients(config: RunConfig) -> None:
-    model = residua.build(
-        config.override(["model.topology.kind=full_attnres", "model.attention.gate=elementwise"]).model
-    )
-    found = inspect_model(model, batch(2))
-    assert [row["sublayer"] for row in found["sublayers"]] == [0, 1, 2, 3]
-    assert all(row["output_rms"] > 0 and row["gradient_rms"] > 0 for row in found["sublayers"])
-    for row in found["depth_weights"]["mean"]:
-        assert sum(row) == pytest.approx(1, abs=1e-5)
-    assert [gate["layer"] for gate in found["gates"]] == [0, 1]
-    assert all(gate["mean"] == pytest.approx(0.5, abs=0.1) and gate["closed"] < 0.1 for gate in found["gates"])
-    assert all(p.grad is None for p in model.parameters())
+def test_inspection_shows_what_a_model_has(config: RunConfig) -> None:
+    def inspected(*changes: str) -> dict[str, Any]:
+        model = residua.build(config.override(list(changes)).model)
+        shown = inspect_model(model, batch(2))
+        assert all(p.grad is None for p in model.parameters())
+        return shown
 
-
-def test_inspection_leaves_out_what_a_model_does_not_have(config: RunConfig) -> None:
-    assert inspect_model(residua.build(config.model), batch(2)).keys() == {"tokens", "sublayers"}
-
-
-def test_inspection_shows_the_gates_of_streams(config: RunConfig) -> None:
-    changes = ["model.topology.kind=multi_gate", "model.topology.streams=2"]
-    found = inspect_model(residua.build(config.override(changes).model), batch(2))
-    assert all(len(row["mean"]) == 2 and 0 < min(row["mean"]) < 1 for row in found["beta"])
+    assert inspected().keys() == {"tokens", "sublayers"}
+    full = inspected("model.topology.kind=full_attnres", "model.attention.gate=elementwise")
+    assert [row["sublayer"] for row in full["sublayers"]] == [0, 1, 2, 3]
+    assert all(row["output_rms"] > 0 and row["gradient_rms"] > 0 for row in full["sublayers"])
+    assert [sum(row) for row in full["depth_weights"]["mean"]] == pytest.approx([1] * 4, abs=1e-5)
+    assert [gate["layer"] for gate in full["gates"]] == [0, 1]
+    assert all(gate["mean"] == pytest.approx(0.5, abs=0.1) and gate["closed"] < 0.1 for gate in full["gates"])
+    streams = inspected("model.topology.kind=multi_gate", "model.topology.streams=2")
+    assert all(len(row["mean"]) == 2 and 0 < min(row["mean"]) < 1 for row in streams["beta"])
 
 
 def test_mfu_is_the_share_of_the_gpus_dense_peak(monkeypatch: pytest.MonkeyPatch) -> None:

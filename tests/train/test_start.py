@@ -1,7 +1,5 @@
 """`train --from` and `train.start`: a run that begins with the weights of another."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -94,11 +92,9 @@ def test_shared_processes_give_every_run_its_start(old: Path, data: Path) -> Non
 
 def test_what_is_kept_is_known_without_the_weights(old: Path, data: Path) -> None:
     config = of(data).override([f"train.start='{old}'", "model.topology.kind=mhc", "model.norm.kind=gatednorm"])
-    assert what_is_kept(config.model, of(data).model) == {
-        "norm.eps": InitFidelity.UP_TO_EPS,  # the new kind has another eps unless it is given the old one
-        "topology.kind": InitFidelity.UP_TO_EPS,
-        "model": InitFidelity.UP_TO_EPS,
-    }
+    # the new kind of norm has another eps unless it is given the old one
+    keys = ("norm.eps", "topology.kind", "model")
+    assert what_is_kept(config.model, of(data).model) == dict.fromkeys(keys, InitFidelity.UP_TO_EPS)
     line, _ = start_lines(config)
     assert "kept up to the norms' eps (topology.kind: up to the norms' eps, norm.eps: up to the norms' eps)" in line
     assert not list(start_lines(of(data)))

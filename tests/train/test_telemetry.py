@@ -1,7 +1,5 @@
 """Telemetry: every figure by brute force, an outlier that grows while a run trains, and nothing where it is off."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Sequence

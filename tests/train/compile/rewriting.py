@@ -1,7 +1,5 @@
 """Running a function from the graphs that inductor would be given, rewritten."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy

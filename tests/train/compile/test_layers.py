@@ -1,7 +1,5 @@
 """Sublayers that share compiled code: the same step, with one compilation per kind of sublayer."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Iterator
@@ -134,16 +132,6 @@ def test_two_steps_on_one_model_train_it_in_turns(config: RunConfig, counter: Co
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
-def test_code_may_be_compiled_more_often_than_sublayers(config: RunConfig, shared: None) -> None:
-    with torch._dynamo.config.patch(recompile_limit=8):
-        step = make(config, LAYERED)
-        assert torch._dynamo.config.recompile_limit == 8 + len(step.model.sublayers)
-
-
-def _copied(model: Decoder) -> Any:
-    return deepcopy(model)
-
-
 def _pickled(model: Decoder) -> Any:
     file = io.BytesIO()
     torch.save(model, file)
@@ -151,7 +139,7 @@ def _pickled(model: Decoder) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [_copied, _pickled])
+@pytest.mark.parametrize("copied", [deepcopy, _pickled])
 @pytest.mark.parametrize("recompute", ["none", "sublayers"])
 def test_a_copy_of_the_model_is_a_plain_one_on_its_own_weights(config: RunConfig, shared, copied, recompute) -> None:
     plain, compiled = _pair(config, f"train.recompute={recompute}")
@@ -251,7 +239,10 @@ def test_several_processes_are_refused(config: RunConfig) -> None:
 
 
 def test_the_summary_says_how_it_is_compiled(config: RunConfig, shared: None) -> None:
-    assert summary._mode(make(config, LAYERED), config.override([LAYERED])) == "compiled by layers"
+    with torch._dynamo.config.patch(recompile_limit=8):
+        step = make(config, LAYERED)
+        assert torch._dynamo.config.recompile_limit == 8 + len(step.model.sublayers)
+    assert summary._mode(step, config.override([LAYERED])) == "compiled by layers"
     assert summary._compiled(config) == "compiled"
     deep = config.override([f"model.layers={summary.DEEP // 2}"])
     assert summary._compiled(deep).endswith("a minute or more (train.compile=layers starts sooner)")
@@ -264,16 +255,10 @@ def _structures(config: RunConfig, *words: str) -> list[str]:
 
 
 def test_sublayers_of_a_kind_have_one_structure(config: RunConfig) -> None:
-    assert len(set(_structures(config, "prenorm"))) == 2
-
-
-def test_layer_that_writes_the_anchors_has_its_own_structure(config: RunConfig) -> None:
-    found = _structures(config, "nuresformer")
-    assert found[0] not in found[1:] and len(set(found)) == 3
-
-
-def test_layers_of_different_attention_have_different_structures(config: RunConfig) -> None:
-    assert len(set(_structures(config, "hybrid"))) == 3
+    kinds = {variant: len(set(_structures(config, variant))) for variant in ("prenorm", "nuresformer", "hybrid")}
+    assert kinds == {"prenorm": 2, "nuresformer": 3, "hybrid": 3}
+    first, *others = _structures(config, "nuresformer")
+    assert first not in others, "it writes the anchors"
 
 
 def test_a_sublayer_with_another_setting_has_another_structure(config: RunConfig) -> None:

@@ -1,7 +1,5 @@
 """Helpers that compile kernels ahead: they hear what is traced, and compile what would be launched."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

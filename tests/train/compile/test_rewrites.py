@@ -1,7 +1,5 @@
 """Rewritten graphs compute the same, and only what becomes faster is rewritten."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Junctions of Multi-Gate Residuals and of hyper-connections norm what they hand on, where nothing else reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Additions next to a norm and the δ of a read before it move into its kernels, and nothing else changes."""
 
-from __future__ import annotations
-
 from operator import getitem
 from typing import Any
 
@@ -57,9 +55,8 @@ def test_model_keeps_its_gradients_and_every_sum_is_taken(name, layers):
     assert calls(forward)[f"residua.{name}.default"] == 1, "the embedding's own, which is no sum"
     norms = [n for n in backward.graph.nodes if str(n.target) == f"residua.{name}_backward.default"]
     alone = ARGUMENTS[name]
-    assert sorted(len(n.args) for n in norms) == [alone] + 2 * layers * [alone + 1], (
-        "the last has no residual path beside it"
-    )
+    given = sorted(len(n.args) for n in norms)
+    assert given == [alone] + 2 * layers * [alone + 1], "the last has no residual path next to it"
     assert not any(additions_next_to(name, module) for module in (forward, backward))
 
 
@@ -211,10 +208,8 @@ def test_half_precision_sum_is_taken_if_of_widened_factors(widened, asked):
         g_x, _ = operators.rms_norm_backward(g, x, weight, rstd)
         return ((g_x.float() * x.float()) if widened else g_x * x).sum(-1, **asked)
 
-    module = make_fx(
-        function, tracing_mode="fake", _allow_non_fake_inputs=True, decomposition_table=select_decomp_table()
-    )
-    graph = module(g, x).graph
+    settings = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
+    graph = make_fx(function, decomposition_table=select_decomp_table(), **settings)(g, x).graph
     take_dots(graph)
     graph.eliminate_dead_code()
     graph.lint()

@@ -1,7 +1,5 @@
 """One operator writes all head gradients in one piece, and nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
