@@ -1,7 +1,5 @@
 """What the tests of fused operators share: where they run, outputs with every gradient, and one measure of errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,9 +21,9 @@ def on_gpu(test: Any) -> Any:
 def choose(choice: str, operator: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
     """The operator on a backend."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **others: Any) -> Any:
         with ops.backend(choice):
-            return operator(*args, **settings)
+            return operator(*args, **settings, **others)
 
     return run
 
@@ -61,8 +59,19 @@ def assert_equal(ours: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
 
 
-def gradients(run: Callable[..., Tensor], inputs: Sequence[Tensor], compiled: bool = False) -> tuple[Tensor, ...]:
-    """Of the sum of squares of a function's result, which may be one compiled graph."""
+def gradients(run: Callable[..., Any], inputs: Sequence[Tensor], compiled: bool = False) -> tuple[Tensor, ...]:
+    """Of the sum of squares of a function's results, which may be one compiled graph."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     function = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
-    return torch.autograd.grad(function(*leaves).square().sum(), leaves)
+    made = function(*leaves)
+    total = sum(y.square().sum() for y in ([made] if isinstance(made, Tensor) else made))
+    return torch.autograd.grad(total, leaves)
+
+
+def assert_one_graph(run: Callable[..., Any], inputs: Sequence[Tensor], exact: bool = True) -> None:
+    """The compiled function has the eager one's gradients: the same bits, or nearly."""
+    eager, compiled = (gradients(run, inputs, compiled) for compiled in (False, True))
+    if exact:
+        assert_equal(eager, compiled)
+    else:
+        torch.testing.assert_close(eager, compiled, rtol=1e-5, atol=1e-6)

@@ -10,8 +10,6 @@ Triton is given an absent GPU as its target, and compiles each kernel without la
 what it needs; the exit status is 1 if any does not compile or does not fit. TRITON_INTERPRET must not be set.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The cases of `offline.py`: operators called as a model calls them, on CPU tensors of zeros."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """Kernels of a forward pass compiled side by side: a dry run collects the calls, threads carry them out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Choosing an implementation."""
 
-from __future__ import annotations
-
 import inspect
 import pydoc
 from collections.abc import Iterator

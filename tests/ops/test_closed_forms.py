@@ -1,7 +1,5 @@
 """The backward passes that the fused kernels will compute, in closed form, against autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """One declaration for each operator, with examples of its inputs; tracing knows the shapes of all results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

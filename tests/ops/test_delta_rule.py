@@ -1,7 +1,5 @@
 """Delta rules: loop, chunks and single steps against the papers' equations, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Depth attention against its equation, and its two phases."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Every kernel compiles for a GPU (sm_90). The interpreter runs Python, and accepts more than the compiler."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The kernels of delta rules against loops in float64: in Triton's interpreter, and compiled on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -156,16 +154,10 @@ def test_only_the_outputs_that_are_used_need_gradients() -> None:
     arguments = single()
     del arguments["state"]
     leaves = list(arguments.values())
-    found, expected = (
-        torch.autograd.grad(rule(**arguments)[0].sum(), leaves)
-        for rule in (autograd.gated_delta, reference.gated_delta)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    found, expected = (
-        torch.autograd.grad(rule(**arguments)[1].sum(), leaves[1:])
-        for rule in (autograd.gated_delta, reference.gated_delta)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    rules = autograd.gated_delta, reference.gated_delta
+    for used, reached in ((0, leaves), (1, leaves[1:])):
+        found, expected = (torch.autograd.grad(rule(**arguments)[used].sum(), reached) for rule in rules)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

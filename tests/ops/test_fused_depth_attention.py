@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from residua import ops
-from tests.ops.harness import assert_close, assert_equal, relative
+from tests.ops.harness import assert_close, assert_equal, assert_one_graph, choose, relative
 
 pytestmark = pytest.mark.slow
 
@@ -83,19 +83,10 @@ def test_two_runs_give_the_same_bits():
 
 
 def test_the_fused_read_compiles_whole():
-    case = inputs(3, 24)
-    eager = run("triton", *case)
+    sources, query, gain, _ = inputs(3, 24)
     torch._dynamo.reset()
-    leaves = [t.detach().clone().requires_grad_() for t in (*case[0], case[1])]
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def read(*tensors):
-        return ops.depth_attention(tensors[:-1], tensors[-1], norm_weight=case[2])
-
-    with ops.backend("triton"):
-        h = read(*leaves)
-    compiled = [h.detach(), *torch.autograd.grad(h, leaves, case[3])]
-    assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=False))
+    read = choose("triton", lambda *leaves: ops.depth_attention(leaves[:-1], leaves[-1], norm_weight=gain))
+    assert_one_graph(read, [*sources, query])
 
 
 def test_options_without_a_kernel_are_refused_by_name():

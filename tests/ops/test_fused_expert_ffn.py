@@ -1,8 +1,6 @@
 """The feed-forwards of experts: fused products against an independent transcription in float64, in the interpreter and
 on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Routing to experts: the fused kernels against an independent transcription in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,14 +1,12 @@
 """The fused GatedNorm against the reference in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 from residua import ops
 from residua.ops.gated_norm import launch, reference
-from tests.ops.harness import assert_close, assert_equal, choose, gradients, interpreter, on_gpu, results
+from tests.ops.harness import assert_close, assert_equal, assert_one_graph, choose, interpreter, on_gpu, results
 
 pytestmark = pytest.mark.slow
 NAMES = ("out", "g x", "g weight", "g down", "g up")
@@ -78,8 +76,7 @@ def test_no_tokens_and_non_contiguous_inputs_are_taken():
 
 @interpreter
 def test_compiles_into_one_graph():
-    inputs = drawn(4, 16, 2)
-    assert_equal(gradients(triton, inputs), gradients(triton, inputs, compiled=True))
+    assert_one_graph(triton, drawn(4, 16, 2))
 
 
 @interpreter

@@ -1,7 +1,5 @@
 """The fused hyper-connection junction and Sinkhorn against the references in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from residua import ops
 from residua.ops.hyper_connection import launch, manifold_weights
-from tests.ops.harness import assert_close, interpreter, on_gpu
+from tests.ops.harness import assert_close, assert_equal, assert_one_graph, choose, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -44,19 +42,30 @@ def results(choice: str, inputs: dict[str, Tensor], norm: str, dtype: torch.dtyp
     return named
 
 
+def assert_exact(inputs: dict[str, Tensor], norm: str) -> None:
+    assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
+
+
 @interpreter
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("norm", ["all", "each", "none"])
 def test_a_step_equals_the_reference_in_every_gradient(norm, n):
-    inputs = drawn(norm, n, 70, 5)
-    assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
+    assert_exact(drawn(norm, n, 70, 5), norm)
+
+
+MORE_STEPS = {
+    "all, more than a tile of tokens": (("all", 2, 12, 3, 11), True),
+    "each, more than a tile of tokens": (("each", 2, 12, 3, 11), True),
+    "wide rows that are read two at a time": (("all", 1, 1100, 3), True),
+    "weights shared by all tokens, with one gradient": (("none", 3, 20, 2, 4), False),
+}
 
 
 @interpreter
-@pytest.mark.parametrize("norm", ["all", "each"])
-def test_a_step_takes_more_than_a_tile_of_tokens(norm):
-    inputs = drawn(norm, 2, 12, 3, 11)
-    assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
+@pytest.mark.parametrize("case", MORE_STEPS)
+def test_a_step_of_other_sizes_equals_the_reference(case):
+    sizes, per_token = MORE_STEPS[case]
+    assert_exact(drawn(*sizes, per_token=per_token), sizes[0])
 
 
 def single_pass(choice: str, inputs: dict[str, Tensor], used: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -83,31 +92,18 @@ def test_single_pass_step_equals_reference_in_every_gradient(n, used, tokens):
 
 
 @interpreter
-def test_wide_rows_are_read_two_at_a_time():
-    inputs = drawn("all", 1, 1100, 3)
-    assert_close(results("triton", inputs, "all"), results("reference", inputs, "all", torch.float64), 1e-5)
-
-
-@interpreter
 @pytest.mark.parametrize("norm", ["all", "each"])
 def test_phi_in_two_parts_and_tiles_that_are_loaded_ahead(norm, monkeypatch):
     monkeypatch.setattr(launch, "_parts", lambda phi, dtype: torch.stack([0.25 * phi, 0.75 * phi]))
     monkeypatch.setitem(launch.TILES["spread"], 4, launch.Tile(16, 16, 4, ahead=1))
-    inputs = drawn(norm, 3, 40, 5)
-    assert_close(results("triton", inputs, norm), results("reference", inputs, norm, torch.float64), 1e-5)
-
-
-@interpreter
-def test_weights_shared_by_all_tokens_get_one_gradient():
-    inputs = drawn("none", 3, 20, 2, 4, per_token=False)
-    assert_close(results("triton", inputs, "none"), results("reference", inputs, "none", torch.float64), 1e-5)
+    assert_exact(drawn(norm, 3, 40, 5), norm)
 
 
 @interpreter
 def test_streams_that_are_copies_and_no_tokens_are_taken():
     inputs = drawn("all", 2, 10, 3)
     inputs["streams"] = inputs["update"][:, None].expand(3, 2, 10)
-    assert_close(results("triton", inputs, "all"), results("reference", inputs, "all", torch.float64), 1e-5)
+    assert_exact(inputs, "all")
     empty = results("triton", drawn("each", 2, 10, 0), "each")
     assert empty["h"].shape == (0, 10) and not empty["g phi"].any() and not empty["g bias"].any()
 
@@ -128,17 +124,8 @@ def test_outputs_that_nobody_uses_have_no_part_in_the_gradients(used):
 @interpreter
 def test_compiles_into_one_graph():
     inputs = drawn("each", 2, 10, 3)
-    leaves = [t.requires_grad_() for t in inputs.values()]
-
-    def run(*tensors: Tensor) -> Tensor:
-        with ops.backend("triton"):
-            made = ops.hyper_step(**dict(zip(inputs, tensors, strict=True)), norm="each")
-        return torch.stack([y.square().sum() for y in made]).sum()
-
-    eager, compiled = (
-        torch.autograd.grad(f(*leaves), leaves) for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))
-    )
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(eager, compiled, strict=True))
+    step = choose("triton", lambda *leaves: ops.hyper_step(**dict(zip(inputs, leaves, strict=True)), norm="each"))
+    assert_one_graph(step, list(inputs.values()), exact=False)
 
 
 @interpreter
@@ -246,9 +233,7 @@ def test_on_a_gpu_every_gradient_is_right(norm, n, width, dtype, per_token):
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_on_a_gpu_sinkhorn_is_right(n):
     logits = 2 * torch.randn(3000, n, n, device="cuda")
-    exact = doubly_stochastic("reference", logits.double(), 20)
-    for ours, truth in zip(doubly_stochastic("triton", logits, 20), exact, strict=True):
-        assert (ours - truth).norm() <= 1e-5 * truth.norm()
+    assert_close(doubly_stochastic("triton", logits, 20), doubly_stochastic("reference", logits.double(), 20), 1e-5)
 
 
 @on_gpu
@@ -256,7 +241,5 @@ def test_on_a_gpu_sinkhorn_is_right(n):
 def test_on_a_gpu_write_weights_are_right(n):
     exact = write_weights("reference", n, 20, torch.float64, "cuda")
     ours = write_weights("triton", n, 20, torch.float32, "cuda")
-    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(ours, exact, strict=True))
-    assert all(
-        torch.equal(a, b) for a, b in zip(ours, write_weights("triton", n, 20, torch.float32, "cuda"), strict=True)
-    )
+    assert_close(ours, exact, 1e-5)
+    assert_equal(ours, write_weights("triton", n, 20, torch.float32, "cuda"))

@@ -1,7 +1,5 @@
 """The operators of inference against their references in float64, in the Triton interpreter and on a GPU."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -15,6 +13,7 @@ from residua.ops import inference
 from residua.ops.inference import Streams
 from residua.ops.mix_projection.reference import Mixing
 from tests.nightly import only_nightly
+from tests.ops.harness import relative
 
 pytestmark = pytest.mark.slow
 
@@ -27,11 +26,6 @@ devices = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 def draw(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(device, dtype)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    a, b = a.double().cpu(), b.double().cpu()
-    return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
 def double(x: Any) -> Any:

@@ -1,8 +1,8 @@
 """Fused anchor mixing against the reference in float64, in the Triton interpreter and on a GPU."""
 
-from __future__ import annotations
-
 import math
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch.nn.functional import gelu, linear, pad
 
 from residua import ops
 from tests.nightly import only_nightly
-from tests.ops.harness import assert_close, interpreter, on_gpu
+from tests.ops.harness import assert_close, assert_equal, assert_one_graph, choose, gradients, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -175,23 +175,21 @@ class SourcedLayers(SharedLayers):
         return {"source": leaves["source"], "gains": {s: leaves[f"norm {s}"] for s in self.pathways[:-1]}}
 
 
+def assert_exact(layers, tolerance=2e-6):
+    assert_close(layers.results("triton"), layers.results("reference", torch.float64), tolerance)
+
+
+SHARED = ["elementwise, all", "values only, gate per head", "dynamic, subset, scalar"]
+KINDS = [(kind, case) for kind in (Layers, SharedLayers) for case in CASES]
+BY_DAY = [(kind, case) for kind, case in KINDS if (case in SHARED if kind is SharedLayers else case not in BY_NIGHT)]
+
+
 @interpreter
-@pytest.mark.parametrize("case", only_nightly(CASES, but=CASES.keys() - BY_NIGHT))
+@pytest.mark.parametrize("case", only_nightly(KINDS, but=BY_DAY), ids=lambda case: f"{case[0].__name__}, {case[1]}")
 def test_two_layers_equal_the_reference_in_every_gradient(case):
-    layers = Layers(**CASES[case])
+    kind, name = case
     # the gradient of a λ for a whole head or layer is one sum of terms that cancel
-    tolerance = 1e-4 if "granularity" in CASES[case] else 2e-6
-    assert_close(layers.results("triton"), layers.results("reference", torch.float64), tolerance)
-
-
-@interpreter
-@pytest.mark.parametrize(
-    "case", only_nightly(CASES, but=["elementwise, all", "values only, gate per head", "dynamic, subset, scalar"])
-)
-def test_layers_sharing_anchors_equal_reference_gradients(case):
-    layers = SharedLayers(**CASES[case])
-    tolerance = 1e-4 if "granularity" in CASES[case] else 2e-6
-    assert_close(layers.results("triton"), layers.results("reference", torch.float64), tolerance)
+    assert_exact(kind(**CASES[name]), 1e-4 if "granularity" in CASES[name] else 2e-6)
 
 
 @interpreter
@@ -203,8 +201,7 @@ def test_anchor_source_gets_gradient_through_anchor_norms(most, monkeypatch):
     monkeypatch.setattr(launch, "MOST_READERS", most)
     monkeypatch.setattr(launch, "GATHER", launch.Tiling(16, 1))
     monkeypatch.setattr(launch, "FOLDED_BACKWARD", launch.Tiling(16, 1))
-    layers = SourcedLayers(pathways="kqv", dynamic=most == 1)
-    assert_close(layers.results("triton"), layers.results("reference", torch.float64), 2e-6)
+    assert_exact(SourcedLayers(pathways="kqv", dynamic=most == 1))
 
 
 @interpreter
@@ -221,8 +218,7 @@ def test_tiles_of_tokens_share_programs(monkeypatch):
 
     monkeypatch.setattr(launch, "FORWARD", launch.Tiling(16, 1))
     monkeypatch.setattr(launch, "BACKWARD", launch.Tiling(16, 1))
-    layers = Layers(dynamic=True)
-    assert_close(layers.results("triton"), layers.results("reference", torch.float64), 2e-6)
+    assert_exact(Layers(dynamic=True))
 
 
 @interpreter
@@ -245,38 +241,26 @@ def test_unused_output_gets_no_gradient():
     assert_close(found[1], {name: g.double() for name, g in found[0].items()}, 2e-6)
 
 
+def heads(layers):
+    """The fused layers as a function of their leaves."""
+    return choose("triton", lambda *leaves: layers(dict(zip(layers.leaves, leaves, strict=True)), layers.table))
+
+
 @interpreter
 @pytest.mark.parametrize("kind", only_nightly([Layers, SharedLayers], but=[SharedLayers]))
 def test_compiles_into_one_graph(kind):
     layers = kind(pathways="kg", size=(1, 3))
-
-    def run(*tensors: Tensor) -> Tensor:
-        with ops.backend("triton"):
-            made = layers(dict(zip(layers.leaves, tensors, strict=True)), layers.table)
-        return torch.stack([y.square().sum() for y in made]).sum()
-
-    inputs = [t.requires_grad_() for t in layers.leaves.values()]
-    eager, compiled = (
-        torch.autograd.grad(f(*inputs), inputs) for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))
-    )
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(eager, compiled, strict=True))
+    assert_one_graph(heads(layers), list(layers.leaves.values()), exact=False)
 
 
 @interpreter
 @pytest.mark.parametrize("kind", [Layers, SharedLayers])
 def test_works_inside_activation_checkpointing(kind):
     layers = kind(pathways="qv", size=(1, 3))
-    inputs = [t.requires_grad_() for t in layers.leaves.values()]
-
-    def run(*tensors: Tensor) -> Tensor:
-        with ops.backend("triton"):
-            made = layers(dict(zip(layers.leaves, tensors, strict=True)), layers.table)
-        return torch.stack([y.square().sum() for y in made]).sum()
-
+    run = heads(layers)
     with ops.backend("triton"):
-        plain = torch.autograd.grad(run(*inputs), inputs)
-        kept = torch.utils.checkpoint.checkpoint(run, *inputs, use_reentrant=False)
-        assert all(torch.equal(a, b) for a, b in zip(plain, torch.autograd.grad(kept, inputs), strict=True))
+        kept = partial(torch.utils.checkpoint.checkpoint, run, use_reentrant=False)
+        assert_equal(*(gradients(each, list(layers.leaves.values())) for each in (run, kept)))
 
 
 SCALES = {"elementwise": (3, 7), "headwise": (3,), "scalar": (), "one axis": (3, 1)}
@@ -311,29 +295,17 @@ def test_scales_per_token_are_left_to_the_reference():
 
 
 @on_gpu
-@pytest.mark.parametrize("head", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("kind", "head"), [*product((Layers, SharedLayers, SourcedLayers), (64, 96, 128)), (Layers, 256)]
+)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
-def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, head):
-    sections = {"q": (6, head), "k": (2, head), "v": (2, head), "g": (6, head)}
-    layers = Layers(sections, dynamic=dynamic, size=(3, 700), device="cuda", dtype=dtype)
-    ours = layers.results("triton")
-    assert_close(ours, layers.results("reference", torch.float64), tolerance)
-    again = layers.results("triton")
-    assert all(torch.equal(ours[name], again[name]) for name in ours)
-
-
-@on_gpu
-@pytest.mark.parametrize("head", [64, 96, 128])
-@pytest.mark.parametrize("kind", [SharedLayers, SourcedLayers])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
-def test_on_a_gpu_every_gradient_of_shared_anchors_is_right(dtype, tolerance, dynamic, kind, head):
+def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, kind, head):
     sections = {"q": (6, head), "k": (2, head), "v": (2, head), "g": (6, head)}
     layers = kind(sections=sections, dynamic=dynamic, size=(3, 700), device="cuda", dtype=dtype)
     ours, again = layers.results("triton"), layers.results("triton")
     assert_close(ours, layers.results("reference", torch.float64), tolerance)
-    assert all(torch.equal(ours[name], again[name]) for name in ours)
+    assert_equal(list(ours.values()), list(again.values()))
 
 
 @on_gpu

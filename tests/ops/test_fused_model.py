@@ -1,7 +1,5 @@
 """A whole model on the fused paths gives the loss and the gradients of the references."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -29,33 +27,25 @@ MODELS = {
     "gatednorm": ["norm=gatednorm"],
     "exoformer": [*GATED, "anchors=exoformer"],
     "nuresformer, dynamic": [
-        *GATED,
-        "anchors=nuresformer",
-        "anchors.mixing.kind=dynamic",
-        "anchors.granularity=headwise",
+        *GATED, "anchors=nuresformer", "anchors.mixing.kind=dynamic", "anchors.granularity=headwise",
     ],
     "hyper": ["topology=hyper", "topology.streams=2"],
     "hyper, static": ["topology=hyper", "topology.streams=2", "topology.weights=static"],
     "mhc": ["topology=mhc", "topology.streams=3", "topology.iterations=4"],
     "mhc_lite": ["topology=mhc_lite", "topology.streams=2"],
     "resformer": ["anchors=resformer", "attention.gate=headwise"],
-}
+}  # fmt: skip
 
 
-def model_of(changes: list[str]) -> Decoder:
+def model_of(changes: list[str], moved: float = 0.1, hidden: int = 16, **sizes: int) -> Decoder:
     """A small model with every parameter moved away from its initial value."""
-    config = residua.ModelConfig(
-        vocab_size=24,
-        context=4,
-        layers=2,
-        width=12,
-        attention={"kind": "softmax", "heads": 2},
-        ffn={"kind": "relu2", "hidden": 16},
-    ).override(changes)
-    model = residua.build(config)
+    shape = {"vocab_size": 24, "context": 4, "layers": 2, "width": 12, **sizes}
+    ffn = {"kind": "relu2", "hidden": hidden}
+    config = residua.ModelConfig(**shape, attention={"kind": "softmax", "heads": 2}, ffn=ffn)
+    model = residua.build(config.override(changes))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+            parameter.add_(moved * torch.randn_like(parameter))
     return model
 
 

@@ -1,54 +1,34 @@
 """On a GPU, whole models on the fused paths: the references' loss and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 
-import residua
 from residua import ops
 from residua.ops._runtime import triton_support
+from tests.ops.test_fused_model import GATED, model_of
+from tests.ops.test_fused_model import MODELS as interpreted
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.gpu,
     pytest.mark.skipif(triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=0"),
 ]
-
-GATED = ["attention.gate=elementwise"]
 MODELS = {
-    "full": ["topology=full_attnres"],
+    **{name: ["topology=" + name] for name in ("hyper", "mhc", "mhc_lite")},
+    **{name: interpreted[name] for name in ("full", "multi_gate", "gatednorm", "exoformer")},
     "block": ["topology=block_attnres", "topology.sublayers_per_block=2"],
-    "multi_gate": ["topology=multi_gate", "topology.streams=3"],
-    "gatednorm": ["norm=gatednorm"],
-    "exoformer": [*GATED, "anchors=exoformer"],
     "exoformer, dynamic": [*GATED, "anchors=exoformer", "anchors.mixing.kind=dynamic"],
     "nuresformer, headwise": [*GATED, "anchors=nuresformer", "anchors.granularity=headwise"],
     "resformer": ["anchors=resformer"],
-    "hyper": ["topology=hyper"],
-    "mhc": ["topology=mhc"],
-    "mhc_lite": ["topology=mhc_lite"],
 }
 
 
 def losses_and_gradients(
     changes: list[str], device: str, wrap: Callable[[Callable], Callable], autocast: bool
 ) -> list[list[torch.Tensor]]:
-    torch.manual_seed(0)
-    config = residua.ModelConfig(
-        vocab_size=96,
-        context=64,
-        layers=3,
-        width=64,
-        attention={"kind": "softmax", "heads": 2},
-        ffn={"kind": "relu2", "hidden": 96},
-    ).override(changes)
-    model = residua.build(config).to(device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
+    model = model_of(changes, moved=0.02, hidden=96, vocab_size=96, context=64, layers=3, width=64).to(device)
     tokens = torch.randint(96, (2, 65), device=device)
     outcomes = []
     for choice in ("reference", "triton"):

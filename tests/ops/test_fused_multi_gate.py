@@ -1,7 +1,5 @@
 """The fused junction, alone and with the norm after it, against float64; and chains that keep few streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise, product
 
@@ -13,7 +11,7 @@ from residua import ops
 from residua.ops.multi_gate import multi_gate_chain, reference
 from residua.ops.rms_norm.reference import rms_norm
 from tests.nightly import only_nightly
-from tests.ops.harness import assert_close, assert_equal, interpreter, on_gpu
+from tests.ops.harness import assert_close, assert_equal, assert_one_graph, interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
 
@@ -82,9 +80,8 @@ def test_non_contiguous_and_batched_inputs_are_taken():
     leaf = streams.transpose(1, 2).contiguous().requires_grad_()
     batched = leaf.transpose(1, 2).reshape(2, 3, 3, 10)
     h, s = triton(batched, update.reshape(3, 2, 10).transpose(0, 1), *rest)
-    want_h, want_s = reference.multi_gate(
-        batched.double(), update.reshape(3, 2, 10).transpose(0, 1).double(), *(t.double() for t in rest)
-    )
+    exact = (t.double() for t in (batched, update.reshape(3, 2, 10).transpose(0, 1), *rest))
+    want_h, want_s = reference.multi_gate(*exact)
     assert h.shape == (2, 3, 10) and torch.allclose(h.double(), want_h, atol=1e-5)
     assert torch.allclose(s.double(), want_s, atol=1e-5)
     (g,) = torch.autograd.grad(h.sum() + s.square().sum(), leaf)
@@ -174,15 +171,7 @@ def test_a_chain_may_be_cut_to_its_streams_anywhere():
 @interpreter
 def test_compiles_into_one_graph():
     weights, streams, updates = chain_inputs(3, torch.float32)
-
-    def run(streams: Tensor, *updates: Tensor) -> Tensor:
-        return sum(y.square().sum() for y in chain(weights, streams, list(updates), segment=2))
-
-    eager, compiled = (
-        torch.autograd.grad(f(streams, *updates), [streams, *updates])
-        for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))
-    )
-    assert_equal(eager, compiled)
+    assert_one_graph(lambda streams, *others: chain(weights, streams, [*others], segment=2), [streams, *updates])
 
 
 def assert_the_fill_phase_is_right(

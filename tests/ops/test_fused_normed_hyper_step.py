@@ -1,7 +1,5 @@
 """A hyper-connection junction with the norm after it, against junction and norm in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

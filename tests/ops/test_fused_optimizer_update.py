@@ -56,28 +56,21 @@ def test_adam_directions_equal_the_reference_in_float64():
     near(adam("triton"), adam("reference", torch.float64), 1e-6)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.2])
-def test_descent_equals_the_reference_in_float64(decay):
-    near(descent("triton", decay), descent("reference", decay, dtype=torch.float64), 1e-6)
+@pytest.mark.parametrize(("decay", "rule"), [(0.0, cautious_descent), (0.2, cautious_descent), (0.2, plain_descent)])
+def test_descent_equals_the_reference_in_float64(decay, rule):
+    exact = descent("reference", decay, dtype=torch.float64, rule=rule)
+    near(descent("triton", decay, rule=rule), exact, 1e-6)
 
 
-def test_plain_descent_equals_the_reference_in_float64():
-    exact = descent("reference", 0.2, dtype=torch.float64, rule=plain_descent)
-    near(descent("triton", 0.2, rule=plain_descent), exact, 1e-6)
-
-
-def test_decay_acts_only_where_update_moves_towards_zero():
+@pytest.mark.parametrize(
+    ("rule", "rate", "moved"),
+    [(cautious_descent, 0.0, [0.5, 1.0, -1.0, -0.5]), (plain_descent, 0.25, [0.25, 0.75, -0.75, -0.25])],
+)
+def test_cautious_decay_acts_only_towards_zero_plain_everywhere(rule, rate, moved):
     weights, updates = [torch.tensor([1.0, 1.0, -1.0, -1.0])], [torch.tensor([1.0, -1.0, 1.0, -1.0])]
     with backend("triton"):
-        cautious_descent(weights, updates, 0.0, 0.5)
-    assert weights[0].tolist() == [0.5, 1.0, -1.0, -0.5]
-
-
-def test_plain_decay_acts_everywhere():
-    weights, updates = [torch.tensor([1.0, 1.0, -1.0, -1.0])], [torch.tensor([1.0, -1.0, 1.0, -1.0])]
-    with backend("triton"):
-        plain_descent(weights, updates, 0.25, 0.5)
-    assert weights[0].tolist() == [0.25, 0.75, -0.75, -0.25]
+        rule(weights, updates, rate, 0.5)
+    assert weights[0].tolist() == moved
 
 
 def test_slices_of_a_matrix_move_alone():
@@ -90,13 +83,5 @@ def test_slices_of_a_matrix_move_alone():
 @pytest.mark.gpu
 def test_gpu_passes_equal_the_reference():
     near(momentum("triton", "cuda")[1], momentum("reference", "cuda", torch.float64)[1], 1e-6)
-    near(
-        momentum("triton", "cuda", out=torch.bfloat16)[1],
-        momentum("reference", "cuda", out=torch.bfloat16)[1],
-        8e-3,
-    )
-    near(
-        descent("triton", 0.2, "cuda", update=torch.bfloat16),
-        descent("reference", 0.2, "cuda", update=torch.bfloat16),
-        1e-6,
-    )
+    near(*(momentum(choice, "cuda", out=torch.bfloat16)[1] for choice in ("triton", "reference")), 8e-3)
+    near(*(descent(choice, 0.2, "cuda", update=torch.bfloat16) for choice in ("triton", "reference")), 1e-6)

@@ -1,7 +1,5 @@
 """Convolved heads, gated output and the mixer: their kernels against float64, in the interpreter and on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """One linear map per group of rows, and the sorting of tokens by expert around it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

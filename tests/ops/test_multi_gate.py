@@ -1,7 +1,5 @@
 """The multi-gate operator against its equations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

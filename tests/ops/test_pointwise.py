@@ -1,7 +1,5 @@
 """RMS, GatedNorm, projection mixing and the loss against their equations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

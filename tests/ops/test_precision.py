@@ -1,7 +1,5 @@
 """Half precision: operators return the dtype they are given, and reduce in single precision."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

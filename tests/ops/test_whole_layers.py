@@ -1,7 +1,5 @@
 """Junctions of whole layers against the references of single ones: reads in shares, and gated writes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
