@@ -1,7 +1,5 @@
 """A tiny random model of every causal language model in transformers: two layers, width 32, 64 tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

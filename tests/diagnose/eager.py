@@ -1,7 +1,5 @@
 """What a Hugging Face model does, seen without Residua: hooks on its layers while it runs with eager attention."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models, a known defect to plant in each, and the text they are shown."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -20,15 +18,9 @@ FIRST = 0
 
 
 def config(**tables: Any) -> residua.ModelConfig:
-    base: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "context": LENGTH,
-        "layers": 4,
-        "width": WIDTH,
-        "attention": {"kind": "softmax", "heads": WIDTH // HEAD, "qk_norm": "none", "rope_theta": 1e6},
-        "ffn": {"kind": "swiglu", "hidden": 48},
-        "init": {"std": 0.1},
-    }
+    attention = {"kind": "softmax", "heads": WIDTH // HEAD, "qk_norm": "none", "rope_theta": 1e6}
+    base: dict[str, Any] = {"vocab_size": VOCABULARY, "context": LENGTH, "layers": 4, "width": WIDTH}
+    base |= {"attention": attention, "ffn": {"kind": "swiglu", "hidden": 48}, "init": {"std": 0.1}}
     return residua.ModelConfig(**(base | tables))
 
 

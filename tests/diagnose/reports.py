@@ -1,7 +1,5 @@
 """Diagnoses made from formulas: no model is trained or run, and every section of the page has something to show."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

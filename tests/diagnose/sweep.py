@@ -9,8 +9,6 @@ docs/results/diagnose-architectures.json and, as a table, to docs/diagnose-archi
 writes the table alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -1,7 +1,5 @@
 """An ablation removes exactly what it names, and afterwards the model is as before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -28,8 +26,8 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 KINDS: tuple[AblationKind, ...] = ("layer", "sublayer", "head", "source", "stream", "uniform")
 
 
-def model_of(topology: str) -> Decoder:
-    model = planted.control(topology=TOPOLOGIES[topology])
+def model_of(topology: str, **changes: Any) -> Decoder:
+    model = planted.control(topology=TOPOLOGIES[topology] | changes)
     with torch.no_grad():
         for parameter in model.topology.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -44,6 +42,29 @@ def loss(model: Decoder, ablation: Ablation | None = None) -> float:
             return float(planted.losses(model, TEXT))
 
 
+def ablation(model: Decoder, kind: AblationKind, index: int, second: int | None = None) -> Ablation:
+    (found,) = [
+        a for a in NativeSubject(model, "m").ablations((kind,)) if a.index == index and second in (None, a.second)
+    ]
+    return found
+
+
+def ablated(model: Decoder, what: Ablation) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """What taps record while something is removed, and what each step of the topology returned."""
+    steps: list[Any] = []
+
+    def noted(k: int, y: torch.Tensor, state: Any) -> Any:
+        steps.append(step(k, y, state))
+        return steps[-1]
+
+    with what.applied(), taps.record() as seen, torch.no_grad():
+        step = model.topology.step  # as the removal leaves it
+        object.__setattr__(model.topology, "step", noted)
+        model(TEXT.tokens)
+        object.__setattr__(model.topology, "step", step)
+    return seen, steps
+
+
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_ablation_acts_and_leaves_the_model_as_it_was(topology: str) -> None:
     model = model_of(topology)
@@ -56,16 +77,14 @@ def test_every_ablation_acts_and_leaves_the_model_as_it_was(topology: str) -> No
 
 def test_removed_layer_equals_model_without_its_outputs() -> None:
     model = model_of("additive")
-    (ablation,) = [a for a in NativeSubject(model, "m").ablations(("layer",)) if a.index == 2]
-    removed = loss(model, ablation)
+    removed = loss(model, ablation(model, "layer", 2))
     planted.silence(model, 4, 5)
     assert removed == pytest.approx(loss(model), rel=1e-6)
 
 
 def test_removed_head_equals_zero_output_columns() -> None:
     model = model_of("additive")
-    (ablation,) = [a for a in NativeSubject(model, "m").ablations(("head",)) if (a.index, a.second) == (1, 3)]
-    removed = loss(model, ablation)
+    removed = loss(model, ablation(model, "head", 1, 3))
     with torch.no_grad():
         model.sublayers[2].body.out.weight[:, 3 * planted.HEAD :] = 0
     assert removed == pytest.approx(loss(model), rel=1e-6)
@@ -73,29 +92,18 @@ def test_removed_head_equals_zero_output_columns() -> None:
 
 def test_uniform_depth_weights_are_uniform() -> None:
     model = model_of("full_attnres")
-    everywhere = NativeSubject(model, "m").ablations(("uniform",))[-1]
-    with everywhere.applied(), taps.record() as seen, torch.no_grad():
-        model(TEXT.tokens)
+    seen, _ = ablated(model, NativeSubject(model, "m").ablations(("uniform",))[-1])
     for k in range(8):
         torch.testing.assert_close(seen[f"depth.{k}.weights"], torch.full((8, 32, k + 2), 1 / (k + 2)))
 
 
 @pytest.mark.parametrize("weights", ["static", "dynamic"])
 def test_uniform_hyper_connections_read_every_stream_alike(weights: str) -> None:
-    model = planted.control(topology={"kind": "hyper", "streams": 3, "weights": weights})
-    with torch.no_grad():
-        for parameter in model.topology.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+    model = model_of("hyper", streams=3, weights=weights)
     uniform = NativeSubject(model, "m").ablations(("uniform",))
     assert [a.index for a in uniform] == [*range(1, 8), -1]
-    streams: list[torch.Tensor] = []
-    one = uniform[2]
-    with one.applied(), taps.record() as seen, torch.no_grad():
-        step = model.topology.step
-        object.__setattr__(model.topology, "step", lambda k, y, s: _note(step(k, y, s), [], streams))
-        model(TEXT.tokens)
-        object.__setattr__(model.topology, "step", step)
-    after, pre = streams[2], model.topology.junctions[3].read()
+    seen, steps = ablated(model, uniform[2])
+    after, pre = steps[2][1][0], model.topology.junctions[3].read()
     if weights == "static":
         torch.testing.assert_close(seen["sublayer.3.input"], after.sum(-2) * pre.bias.mean(), rtol=1e-5, atol=1e-5)
     share = seen["sublayer.3.input"] / after.sum(-2)
@@ -104,9 +112,8 @@ def test_uniform_hyper_connections_read_every_stream_alike(weights: str) -> None
 
 def test_removed_source_leaves_weights_that_sum_to_one() -> None:
     model = model_of("full_attnres")
-    (ablation,) = [a for a in NativeSubject(model, "m").ablations(("source",)) if a.label == "layer 1 attention"]
-    with ablation.applied(), taps.record() as seen, torch.no_grad():
-        model(TEXT.tokens)
+    (removed,) = [a for a in NativeSubject(model, "m").ablations(("source",)) if a.label == "layer 1 attention"]
+    seen, _ = ablated(model, removed)
     assert [seen[f"depth.{k}.weights"].shape[-1] for k in range(8)] == [2, 3, 3, 4, 5, 6, 7, 8]
     torch.testing.assert_close(seen["depth.7.weights"].sum(-1), torch.ones(8, 32))
     sources = [seen["sublayer.0.input"], *(seen[f"sublayer.{k}.output"] for k in range(8) if k != 2)]
@@ -116,22 +123,9 @@ def test_removed_source_leaves_weights_that_sum_to_one() -> None:
 
 def test_a_removed_stream_is_read_by_nobody() -> None:
     model = model_of("multi_gate")
-    (ablation,) = [a for a in NativeSubject(model, "m").ablations(("stream",)) if a.index == 1]
-    final: list[torch.Tensor] = []
-    streams: list[torch.Tensor] = []
-    with ablation.applied(), torch.no_grad():
-        step = model.topology.step
-        object.__setattr__(model.topology, "step", lambda k, y, s: _note(step(k, y, s), final, streams))
-        model(TEXT.tokens)
-        object.__setattr__(model.topology, "step", step)
-    pool = model.topology.pools[-1].query
-    kept = streams[-1][..., [0, 2], :]
+    _, steps = ablated(model, ablation(model, "stream", 1))
+    (final, (streams, *_)), pool = steps[-1], model.topology.pools[-1].query
+    kept = streams[..., [0, 2], :]
     rms = kept * (kept.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     weights = (rms @ pool * planted.WIDTH**-0.5).softmax(-1)
-    torch.testing.assert_close((weights[..., None] * kept).sum(-2), final[-1], rtol=1e-4, atol=1e-5)
-
-
-def _note(result: Any, final: list[torch.Tensor], streams: list[torch.Tensor]) -> Any:
-    final.append(result[0])
-    streams.append(result[1][0])
-    return result
+    torch.testing.assert_close((weights[..., None] * kept).sum(-2), final, rtol=1e-4, atol=1e-5)

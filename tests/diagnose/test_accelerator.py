@@ -1,7 +1,5 @@
 """The size that docs/diagnose.md promises: 32 sequences of 2,048 tokens through 12 layers of width 768."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The sweep over all causal language models of transformers: a few distinct ones by day, every one at night."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Block-by-block sums equal the direct definition on the whole T×T map, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

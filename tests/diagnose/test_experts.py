@@ -1,7 +1,5 @@
 """Hybrids and mixtures of experts under diagnosis."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -11,12 +9,8 @@ from residua.diagnose.page import diagnosis_page
 from residua.model.decoder import Decoder
 from tests.diagnose import planted
 
-HYBRID = {
-    "kind": "hybrid",
-    "softmax_every": 2,
-    "softmax": {"heads": 2},
-    "linear": {"key_heads": 1, "value_heads": 2, "head_dim": 8},
-}
+LINEAR = {"key_heads": 1, "value_heads": 2, "head_dim": 8}
+HYBRID = {"kind": "hybrid", "softmax_every": 2, "softmax": {"heads": 2}, "linear": LINEAR}
 MIXTURE = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
 pytestmark = pytest.mark.slow
 
@@ -54,21 +48,15 @@ def test_expert_load_is_that_of_the_whole_text(made: tuple[Decoder, ModelDiagnos
 
 def test_kimi_linear_is_diagnosed_as_other_hybrids_are() -> None:
     torch.manual_seed(0)
-    attention = {
-        "kind": "hybrid",
-        "softmax_every": 2,
+    attention = HYBRID | {
         "softmax": {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "positions": "none"},
         "linear": {"kind": "kimi_delta", "heads": 2, "head_dim": 8},
     }
     experts = MIXTURE | {"dense_layers": 1, "router": {"kind": "sigmoid_scores"}}
     sparse = planted.control(attention=attention, ffn=experts, topology={"kind": "full_attnres"})
     found = planted.diagnosed(sparse, planted.sample(), ablations="all")
-    assert [site.kind for site in found.sites[:4]] == [
-        "linear attention",
-        "feed-forward",
-        "attention",
-        "mixture of experts",
-    ]
+    kinds = [site.kind for site in found.sites[:4]]
+    assert kinds == ["linear attention", "feed-forward", "attention", "mixture of experts"]
     softmax = sparse.config.softmax_layers
     assert [a.layer for a in found.attention] == list(softmax) and found.skipped == []
     heads = [ablation.label for ablation in found.ablations if ablation.kind == "head"]

@@ -1,7 +1,5 @@
 """Guards: what does not fit the model is left out with its reason, and the rest of the diagnosis is right."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -29,9 +27,7 @@ def reasons(subject: HuggingFaceSubject, start: str) -> list[str]:
     return [reason for reason in subject.skipped if reason.startswith(start)]
 
 
-def test_attention_that_changes_the_loss_is_not_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_attention_that_changes_the_loss_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*given: Any, **options: Any) -> tuple[Tensor, None]:
         y, _ = hf_structure.attention(*given, **options)
         return 1.5 * y, None

@@ -1,7 +1,5 @@
 """Hugging Face models are found by structure: many architectures, hybrids and mixtures of experts among them."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil
@@ -33,14 +31,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 CPU = torch.device("cpu")
 TOKENS = torch.randint(models.VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(5))
 SUBLAYERS = {
-    "llama": ["attention", "feed-forward"] * 2,
-    "qwen3": ["attention", "feed-forward"] * 2,
-    "gpt2": ["attention", "feed-forward"] * 2,
-    "gemma2": ["attention", "feed-forward"] * 2,
-    "olmo2": ["attention", "feed-forward"] * 2,
-    "gpt_oss": ["attention", "mixture of experts"] * 2,
-    "mixtral": ["attention", "mixture of experts"] * 2,
-    "qwen3_moe": ["attention", "mixture of experts"] * 2,
+    **dict.fromkeys(("llama", "qwen3", "gpt2", "gemma2", "olmo2"), ["attention", "feed-forward"] * 2),
+    **dict.fromkeys(("gpt_oss", "mixtral", "qwen3_moe"), ["attention", "mixture of experts"] * 2),
     "qwen3_next": ["linear attention", "mixture of experts"] * 3 + ["attention", "mixture of experts"],
 }
 
@@ -101,26 +93,18 @@ def test_every_architecture_is_diagnosed_from_its_folder(name: str, tmp_path: Pa
     assert all(f'<th scope="row">layer {n}</th>' in page for n in range(made.layers)) and 'id="plotly"' in page
 
 
-def without_layer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: t for name, t in tensors.items() if ".layers.1." not in name}
-
-
-def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {f"my.{name}": t for name, t in tensors.items()}
-
-
-def cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tensors | {"model.norm.weight": tensors["model.norm.weight"][:5].clone()}
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (without_layer, r"lacks tensor 'model\.layers\.1\.self_attn\.q_proj\.weight' .* the first of 9 such tensors"),
-        (renamed, r"lacks tensor 'model\.embed_tokens\.weight' of LlamaForCausalLM, the first of 21 such tensors"),
-        (cut, r"holds 'model\.norm\.weight' with shape \[5\] where LlamaForCausalLM has \[32\]"),
+        (lambda tensors: {name: t for name, t in tensors.items() if ".layers.1." not in name},
+         r"lacks tensor 'model\.layers\.1\.self_attn\.q_proj\.weight' .* the first of 9 such tensors"),
+        (lambda tensors: {f"my.{name}": t for name, t in tensors.items()},
+         r"lacks tensor 'model\.embed_tokens\.weight' of LlamaForCausalLM, the first of 21 such tensors"),
+        (lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"][:5].clone()},
+         r"holds 'model\.norm\.weight' with shape \[5\] where LlamaForCausalLM has \[32\]"),
     ],
-)
+    ids=["without a layer", "renamed", "cut"],
+)  # fmt: skip
 def test_missing_weights_are_refused_not_drawn_at_random(spoil: Any, words: str, tmp_path: Path) -> None:
     folder = models.save(models.build("llama"), tmp_path / "llama")
     tensors = load_file(folder / "model.safetensors")
@@ -148,19 +132,11 @@ def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
 
 HOSTILE = {
     "vocabulary": ("llama", {"vocab_size": 150_000_000}, r"asks for 9,600,0\d\d,\d\d\d parameters, and the files hold"),
-    "layers": (
-        "llama",
-        {"num_hidden_layers": 10**7},
-        r"asks for 10,000,000 layers \(num_hidden_layers\), and the .* 21",
-    ),
+    "layers": ("llama", {"num_hidden_layers": 10**7}, r"asks for 10,000,000 layers \(num_hidden_layers\), and .* 21"),
     "more layers": ("llama", {"num_hidden_layers": 10**12, "hidden_size": 0}, "asks for 1,000,000,000,000 layers"),
     "layers by another name": ("gpt2", {"n_layer": 10**9}, r"asks for 1,000,000,000 layers \(n_layer\)"),
     "some layers": ("llama", {"num_hidden_layers": 1000}, "asks for more than 1,084 tensors, and the folder's files"),
-    "heads": (
-        "llama",
-        {"num_attention_heads": 10**6, "hidden_size": 10**6},
-        "asks for .* parameters, and the files hold",
-    ),
+    "heads": ("llama", {"num_attention_heads": 10**6, "hidden_size": 10**6}, "asks for .* parameters, and the files"),
     "experts": ("mixtral", {"num_local_experts": 10**9}, "asks for .* parameters, and the files hold"),
     "positions": ("gpt2", {"n_positions": 10**9}, "asks for .* parameters, and the files hold"),
     "width": ("llama", {"intermediate_size": 10**30}, "cannot be opened as a causal language model"),
@@ -211,9 +187,8 @@ def test_16_bits_stay_where_float32_does_not_fit(
     folder = models.save(model, tmp_path / "llama")
     monkeypatch.setattr(machine, "free_memory", lambda device=None: free)
     if dtype is None:
-        with pytest.raises(
-            machine.TooLarge, match=r"the model of its config\.json has 3\d,\d\d\d parameters and needs 0\.1 MiB"
-        ):
+        words = r"the model of its config\.json has 3\d,\d\d\d parameters and needs 0\.1 MiB"
+        with pytest.raises(machine.TooLarge, match=words):
             open_subject(folder, CPU)
         return
     subject = open_subject(folder, CPU)

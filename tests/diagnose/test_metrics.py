@@ -1,7 +1,5 @@
 """Every streamed metric equals its direct definition, in float64, over batches of unequal size."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from dataclasses import replace
@@ -163,19 +161,20 @@ def test_core_features_hold_99_percent_of_the_variance(additive: Case) -> None:
 def test_core_features_survive_a_large_constant_dimension() -> None:
     x = torch.randn(4, 100, 6) * torch.tensor([1, 1, 1, 1e-3, 1e-3, 0])
     x[..., 5] += 1e4
+    assert core_features(x) == 3
+
+
+def core_features(batches: Tensor) -> int:
     core = CoreFeatures()
-    for row in x:
-        core.add(row[None])
-    assert core.result() == 3
+    for batch in batches:
+        core.add(batch[None])
+    return core.result()
 
 
 def test_core_features_count_what_differs_between_batches() -> None:
     x = torch.randn(4, 100, 6) * torch.tensor([1, 1, 0.01, 0.01, 0.01, 0.01])
     x[..., 5] += torch.arange(4.0)[:, None] * 10
-    core = CoreFeatures()
-    for row in x:
-        core.add(row[None])
-    assert core.result() == 2  # the drift of dimension 5, and one of the two that vary within batches
+    assert core_features(x) == 2  # the drift of dimension 5, and one of the two that vary within batches
     spectrum = torch.linalg.svdvals(x.flatten(0, 1) - x.flatten(0, 1).mean(0)).square()
     assert spectrum[:2].sum() >= 0.99 * spectrum.sum() > spectrum[:1].sum()
 
@@ -192,17 +191,22 @@ def test_dimension_means_and_shares(additive: Case) -> None:
         assert d.share == pytest.approx(float(far[d.dimension]), abs=1e-12)
 
 
-def test_output_and_gradient_rms(additive: Case) -> None:
-    model, made, seen = additive
-    text = planted.sample()
+def assert_gradients(made: ModelDiagnosis, model: Decoder, text: Sample) -> None:
     model.zero_grad()
-    model.losses(text.tokens, text.targets)[0].backward()
+    planted.losses(model, text).backward()
     for site in made.sites:
-        y = seen[f"sublayer.{site.index}.output"]
-        assert site.output_rms == pytest.approx(float(y.square().mean().sqrt()), rel=1e-12)
         flat = torch.cat([p.grad.flatten() for p in model.sublayers[site.index].parameters() if p.grad is not None])
         assert site.gradient_rms == pytest.approx(float(flat.square().mean().sqrt()), rel=1e-9)
     model.zero_grad()
+
+
+def test_output_and_gradient_rms(additive: Case) -> None:
+    model, made, seen = additive
+    assert made.loss == pytest.approx(float(planted.losses(model, planted.sample()).detach()), rel=1e-12)
+    for site in made.sites:
+        y = seen[f"sublayer.{site.index}.output"]
+        assert site.output_rms == pytest.approx(float(y.square().mean().sqrt()), rel=1e-12)
+    assert_gradients(made, model, planted.sample())
 
 
 def test_gradients_are_of_the_first_512_tokens() -> None:
@@ -211,11 +215,7 @@ def test_gradients_are_of_the_first_512_tokens() -> None:
     rows, targets = few.tokens.repeat(3, 1).roll(1, 1), few.targets.repeat(3, 1)
     text = replace(few, tokens=rows, targets=targets)
     made = planted.diagnosed(model, text, ablations="none")
-    model.zero_grad()
-    model.losses(rows[:16], targets[:16])[0].backward()  # 16 sequences of 32 tokens
-    for site in made.sites:
-        flat = torch.cat([p.grad.flatten() for p in model.sublayers[site.index].parameters() if p.grad is not None])
-        assert site.gradient_rms == pytest.approx(float(flat.square().mean().sqrt()), rel=1e-9)
+    assert_gradients(made, model, replace(text, tokens=rows[:16], targets=targets[:16]))  # of 32 tokens each
 
 
 @pytest.mark.parametrize(("length", "sequences"), [(32, 16), (300, 1), (512, 1), (600, 1)])
@@ -274,9 +274,8 @@ def test_streams_and_write_gates_of_multi_gate_residuals() -> None:
     before, after = seen["depth.4.streams"], seen["depth.5.streams"]
     cosine = torch.cosine_similarity(before, after, -1).clamp(-1, 1)
     assert facts.angular_distance == pytest.approx((cosine.arccos() / math.pi).mean((0, 1)).tolist(), rel=1e-6)
-    between = [
-        torch.cosine_similarity(after[..., i, :], after[..., j, :], -1).mean() for i, j in ((0, 1), (0, 2), (1, 2))
-    ]
+    pairs = ((after[..., i, :], after[..., j, :]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    between = [torch.cosine_similarity(*pair, -1).mean() for pair in pairs]
     assert facts.similarity == pytest.approx(float(sum(between) / 3), rel=1e-9)
     assert made.state_name == "sublayer input"
 
@@ -329,9 +328,8 @@ def test_value_gates_are_means_by_head_and_shares_closed() -> None:
 
 
 def test_anchor_scales_are_means_by_head_and_shares_near_zero() -> None:
-    model = planted.control(
-        anchors={"kind": "exoformer"}, attention={"kind": "softmax", "heads": 4, "gate": "elementwise"}
-    )
+    attention = {"kind": "softmax", "heads": 4, "gate": "elementwise"}
+    model = planted.control(anchors={"kind": "exoformer"}, attention=attention)
     mix = model.sublayers[2].body.mix
     with torch.no_grad():
         scale = mix.anchor_scale["k"]
@@ -341,8 +339,3 @@ def test_anchor_scales_are_means_by_head_and_shares_near_zero() -> None:
     (facts,) = [a for a in made.anchors if (a.layer, a.pathway) == (1, "k")]
     assert facts.anchor == pytest.approx(scale.reshape(4, -1).mean(1).tolist(), abs=1e-6)
     assert facts.near_zero == pytest.approx(0.25)
-
-
-def test_the_loss_is_that_of_the_model(additive: Case) -> None:
-    model, made, _ = additive
-    assert made.loss == pytest.approx(float(planted.losses(model, planted.sample()).detach()), rel=1e-12)

@@ -1,7 +1,5 @@
 """A metric is one class: its value is in diagnosis.json, its sentence in the summary, its figure on the page."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -68,7 +66,6 @@ class Offset(Metric):
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:
         figure = by_layer(models, lambda m: list(enumerate(m.offset)), "|mean h|", x="read by sublayer")
-        assert figure is not None
         page.section("Offset", "Healthy: near zero.").figure(figure, "One point for each state.")
 
 

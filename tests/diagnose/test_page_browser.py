@@ -1,7 +1,5 @@
 """The page in a real browser, from one model to sixteen, at three widths, light and dark."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A diagnosis names exactly the defects that were planted."""
 
-from __future__ import annotations
-
 from html import unescape
 
 import pytest

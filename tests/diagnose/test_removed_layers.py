@@ -1,7 +1,5 @@
 """A removed layer writes nothing: the loss is that of a literal forward pass without it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`residua.diagnose.taps` records what a model publishes, by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
