@@ -1,7 +1,5 @@
 """Benchmarks collect garbage between cases: only what they made themselves, not what all tests have imported."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

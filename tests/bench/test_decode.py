@@ -57,12 +57,8 @@ def test_the_command_prints_a_table_and_writes_what_it_measured(model, tmp_path)
     assert done.exit_code == 0, done.output
     report = json.loads(out.read_text())
     assert report["kind"] == "decode"
-    assert [(r["case"], r["batch"]) for r in report["results"]] == [
-        ("prenorm", 1),
-        ("block_attnres", 1),
-        ("prenorm", 2),
-        ("block_attnres", 2),
-    ]
+    measured = [(r["case"], r["batch"]) for r in report["results"]]
+    assert measured == [(case, batch) for batch in (1, 2) for case in ("prenorm", "block_attnres")]
     assert "block_attnres" in done.output
     assert "tiny, batch 1: building prenorm (0 of 2)" in done.stderr
 
@@ -77,10 +73,7 @@ def test_progress_comes_with_the_time_left_and_to_a_log_at_times(monkeypatch):
             now += 6
         progress.finish_part()
         progress.tell("building")
-    assert log.getvalue().splitlines() == [
-        "building (0 of 2)",
-        "round 2 of 2 (0 of 2, 0:20 left)",
-    ]
+    assert log.getvalue().splitlines() == ["building (0 of 2)", "round 2 of 2 (0 of 2, 0:20 left)"]
 
 
 def test_an_engine_that_the_device_lacks_is_refused(model):

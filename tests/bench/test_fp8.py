@@ -1,7 +1,5 @@
 """FP8 linear layers are timed, compared with the simulation, and missing products are said."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import asdict

@@ -40,7 +40,6 @@ def test_every_operator_runs_both_ways_and_reports_its_limit(name):
     case = operators(SMALL, CPU)[name]()
     ceilings = Ceilings(1e9, 1e9, "float32")
     (result,) = bench_operator(case, {"reference": case.function}, CPU, ceilings, repeats=2, peers={})
-    assert result.forward is not None and result.both is not None
     limit = case.flops or case.forward_bytes + case.backward_bytes
     assert result.both_share == pytest.approx(limit / result.both.median / 1e9)
     assert (result.forward_bytes, result.both_bytes) == (case.forward_bytes, case.forward_bytes + case.backward_bytes)
@@ -92,13 +91,9 @@ def test_a_whole_depth_moves_what_its_junctions_move(name):
 def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
     case = operators(SMALL, CPU)["add_norm"]()
 
-    def refuses(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        raise RuntimeError("Hopper is not supported.\nUpgrade.")
-
-    def breaks_backward(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        return [t.detach() for t in inputs]
-
-    others = {"refuses": refuses, "backward": breaks_backward, "works": case.function}
+    refuses = raising(RuntimeError("Hopper is not supported.\nUpgrade."))
+    backward_breaks = {"backward": lambda *inputs: [t.detach() for t in inputs]}
+    others = {"refuses": refuses, **backward_breaks, "works": case.function}
     ours = {"reference": case.function}
     results = [*bench_operator(case, ours, CPU, Ceilings(1e9, 1e9, "float32"), repeats=1, peers=others)]
     assert [result.implementation for result in results] == ["reference", *others]
@@ -114,11 +109,7 @@ def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
 
 @pytest.mark.slow
 def test_what_a_peer_raises_does_not_end_the_suite(monkeypatch):
-    def refuses(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    monkeypatch.setattr(suite, "peers", lambda name: {"fla": refuses})
-    monkeypatch.setattr(suite, "WITH_PEERS", ("cpu",))
+    install(monkeypatch, raising(NotImplementedError()))
     asked = suite.plan(["depth_attention", "add_norm"], ["reference"], "float32", SETTINGS)
     report = suite.run(asked, repeats=1)
     assert [(r.case.split(",")[0], r.implementation, r.problem) for r in report.results] == [
@@ -158,17 +149,17 @@ def test_a_depth_read_by_a_peer_is_the_same_depth(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [(["multi_gat"], ["fused"], ""), ([], ["fast"], ""), ([], ["reference"], "float8")], ids=str
+    ("names", "ways", "precision", "words"),
+    [
+        (["multi_gat"], ["fused"], "", "does not exist"),
+        ([], ["fast"], "", "does not exist"),
+        ([], ["reference"], "float8", "does not exist"),
+        (["add_norm"], ["fused"], "", "needs a GPU and there is none: choose reference or compiled"),
+    ],
 )
-def test_a_word_that_means_nothing_is_refused(wrong):
-    names, ways, precision = wrong
-    with pytest.raises(ValueError, match="does not exist"):
+def test_a_suite_that_cannot_be_measured_is_refused(names, ways, precision, words):
+    with pytest.raises(ValueError, match=words):
         suite.plan(names, ways, precision, SETTINGS)
-
-
-def test_nothing_to_measure_is_said_in_a_sentence():
-    with pytest.raises(ValueError, match="needs a GPU and there is none: choose reference or compiled"):
-        suite.plan(["add_norm"], ["fused"], "", SETTINGS)
 
 
 def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
@@ -200,6 +191,13 @@ def install(monkeypatch: pytest.MonkeyPatch, peer) -> None:
     monkeypatch.setattr(suite, "WITH_PEERS", ("cpu", "cuda"))
 
 
+def raising(error: BaseException):
+    def fail(*inputs: object) -> None:
+        raise error
+
+    return fail
+
+
 def rows(out: Path) -> list[tuple[str, str]]:
     return [(row["case"].split(",")[0], row["implementation"]) for row in json.loads(out.read_text())["results"]]
 
@@ -219,10 +217,7 @@ def test_every_row_is_in_the_file_before_the_next_is_measured(tmp_path, monkeypa
 
 
 def test_ctrl_c_prints_and_keeps_what_was_measured(tmp_path, monkeypatch):
-    def interrupts(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        raise KeyboardInterrupt
-
-    install(monkeypatch, interrupts)
+    install(monkeypatch, raising(KeyboardInterrupt()))
     out = tmp_path / "ops.json"
     done = CliRunner().invoke(app, ["ops", "add_norm", "multi_gate", *QUICK, "--out", str(out)])
     assert done.exit_code == 130
@@ -232,10 +227,7 @@ def test_ctrl_c_prints_and_keeps_what_was_measured(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_before_the_first_row_leaves_an_older_file_alone(tmp_path, monkeypatch):
-    def interrupts(device: torch.device) -> Ceilings:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(suite, "measure_ceilings", interrupts)
+    monkeypatch.setattr(suite, "measure_ceilings", raising(KeyboardInterrupt()))
     out = tmp_path / "ops.json"
     out.write_text("older")
     done = CliRunner().invoke(app, ["ops", "add_norm", *QUICK, "--out", str(out)])
@@ -243,20 +235,14 @@ def test_ctrl_c_before_the_first_row_leaves_an_older_file_alone(tmp_path, monkey
 
 
 def test_a_defect_of_ours_does_not_take_the_rows_before_it(tmp_path, monkeypatch):
-    def breaks(*arguments: object) -> list[torch.Tensor]:
-        raise RuntimeError("defect")
-
-    monkeypatch.setattr(ops.multi_gate, "reference", breaks)
+    monkeypatch.setattr(ops.multi_gate, "reference", raising(RuntimeError("defect")))
     done = CliRunner().invoke(app, ["ops", "add_norm", "multi_gate", *QUICK])
     assert isinstance(done.exception, RuntimeError)
     assert re.search(r"add_norm +reference +\d", done.stdout) and "1 of 2 rows" in done.stdout
 
 
 def test_a_log_gets_one_line_for_every_row(monkeypatch):
-    def refuses(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        raise RuntimeError("[sm_90] is not supported")
-
-    install(monkeypatch, refuses)
+    install(monkeypatch, raising(RuntimeError("[sm_90] is not supported")))
     done = CliRunner().invoke(app, ["ops", "gated_norm", *QUICK], catch_exceptions=False)
     timed, refused = done.stderr.splitlines()
     times = r"[\d.e+-]+ ms forward, [\d.e+-]+ ms both"
@@ -289,12 +275,9 @@ def test_a_terminal_gets_a_status_line_with_the_time_left(monkeypatch):
 
 
 def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    def cut(path: Path) -> None:
-        raise OSError("no space left")
-
     out = tmp_path / "ops.json"
     write_json(out, {"rows": 1})
-    monkeypatch.setattr("residua.files.flush", cut)
+    monkeypatch.setattr("residua.files.flush", raising(OSError("no space left")))
     with pytest.raises(OSError, match="no space"):
         write_json(out, {"rows": 2})
     assert json.loads(out.read_text()) == {"rows": 1}

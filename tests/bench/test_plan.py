@@ -1,7 +1,5 @@
 """The planner on paper against what was measured and what stages really send."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -77,9 +75,8 @@ def found(plans: list[MeshPlan], tensor: int = 1, context: int = 1, **axes: int)
 def test_meshes_multiply_to_the_number_of_devices() -> None:
     plans = plan(run_config("full"), 4, H200)
     assert {p.parallel.ranks for p in plans} == {4}
-    assert len({(p.parallel.data, p.parallel.shard, p.parallel.pipeline, p.parallel.stages) for p in plans}) == len(
-        plans
-    )
+    meshes = {(p.parallel.data, p.parallel.shard, p.parallel.pipeline, p.parallel.stages) for p in plans}
+    assert len(meshes) == len(plans)
 
 
 def test_sharding_divides_the_states() -> None:
@@ -137,9 +134,8 @@ def test_a_step_takes_as_long_as_the_slowest_stage() -> None:
         config = RunConfig.find("mgr-l-prenorm").override([f"parallel.split={split}"])
         by[split] = found(plan(config, 8, H200), pipeline=8, stages_per_rank=1)
     assert by["work"].slowest < 1.05 and by["layers"].slowest > 1.4
-    assert by["layers"].seconds / by["work"].seconds == pytest.approx(
-        by["layers"].slowest / by["work"].slowest, rel=0.02
-    )
+    slowest = by["layers"].slowest / by["work"].slowest
+    assert by["layers"].seconds / by["work"].seconds == pytest.approx(slowest, rel=0.02)
 
 
 def test_first_pipeline_rank_has_more_in_flight() -> None:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -103,17 +104,14 @@ def check(verb: str, place: Path, before: dict[str, bytes], code: int, said: str
 
 
 @pytest.fixture
-def copies(place: Path, tmp_path: Path) -> Iterator[Callable[[], Path]]:
+def copies(place: Path) -> Callable[[], Path]:
     """Fresh copies of the place, each under its own name."""
 
     def copy() -> Path:
         shutil.rmtree(place.with_name("copy"), ignore_errors=True)
-        made = Path(shutil.copytree(place, place.with_name("copy")))
-        for name in ("run/config.toml", "new.toml"):
-            (made / name).write_text((place / name).read_text().replace(str(place), str(made)))
-        return made
+        return copy_to(place.with_name("copy"), place)
 
-    yield copy
+    return copy
 
 
 CASES = [(verb, fault, every) for verb in VERBS for fault in FAULTS for every in (False, True)]
@@ -162,19 +160,25 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def copy_to(folder: Path, place: Path) -> Path:
-    made = Path(shutil.copytree(place, folder / "place"))
+    made = Path(shutil.copytree(place, folder))
     for name in ("run/config.toml", "new.toml"):
         (made / name).write_text((place / name).read_text().replace(str(place), str(made)))
     return made
 
 
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 @pytest.mark.parametrize("verb", only_nightly(VERBS, ["train"]))
-def test_a_disk_that_is_really_full_is_one_sentence(
-    verb: str, place: Path, small_disk: SmallDisk, monkeypatch, capfd
-) -> None:
+def test_a_disk_that_is_really_full_is_one_sentence(verb, place: Path, small_disk: SmallDisk, monkeypatch, capfd):
     monkeypatch.setattr("residua.train.summary.check_disk", lambda *_: None)
     monkeypatch.setattr("residua.train.trainer.check_disk", lambda *_: None)
-    made = copy_to(small_disk.path, place)
+    made = copy_to(small_disk.path / "place", place)
     before = files(made)
     for room in (0, 1 << 13, 1 << 16):
         small_disk.fill(room, [])
@@ -196,12 +200,9 @@ def test_a_disk_that_is_really_full_is_one_sentence(
 def test_a_limit_on_the_size_of_files_is_one_sentence(verb: str, place: Path, monkeypatch, capsys) -> None:
     """Reaches what is written below Python too: safetensors is Rust."""
     monkeypatch.setattr("residua.export.folder.bundle", lambda *_: {})  # takes seconds
-    before, limits = files(place), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
-    try:
+    before = files(place)
+    with largest_file(64):
         code = run_verb(verb, place, monkeypatch)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     err = capsys.readouterr().err
     check(verb, place, before, code, err)
     assert "File too large" in err and "ulimit -f" in err
@@ -230,13 +231,9 @@ def test_run_continues_without_tensorboard_but_not_metrics(place: Path, monkeypa
 def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
     file = AppendedFile(tmp_path / "lines")
     file.write(b"first\n")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"could not write .*lines: File too large; what it held is intact: raise"):
-            file.write(b"second\n")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    intact = r"could not write .*lines: File too large; what it held is intact: raise"
+    with largest_file(8), pytest.raises(OSError, match=intact):
+        file.write(b"second\n")
     file.close()
     assert (tmp_path / "lines").read_bytes() == b"first\n"
 
@@ -261,8 +258,7 @@ def test_a_run_survives_a_log_that_cannot_grow(config: RunConfig, tmp_path: Path
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return super().write(text)
 
-    with pytest.raises(
-        TrainingStopped, match=r"what is printed: No space left on device; the last good \S+ is \S+step-6"
-    ):
+    words = r"what is printed: No space left on device; the last good \S+ is \S+step-6"
+    with pytest.raises(TrainingStopped, match=words):
         train(config, tmp_path / "run", console=Console(file=Log(), width=200))
     assert checkpoints(tmp_path / "run")[-1].step == 6 and (tmp_path / "run/result.json").exists()

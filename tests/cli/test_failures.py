@@ -36,15 +36,8 @@ from tests.trained import residua, train_run
 
 pytestmark = pytest.mark.slow
 
-ERRORS = [
-    "ValueError",
-    "FileNotFoundError",
-    "ImportError",
-    "KeyError",
-    "TypeError",
-    "RuntimeError",
-    "ZeroDivisionError",
-]
+ERRORS = ["ValueError", "FileNotFoundError", "ImportError", "KeyError", "TypeError", "RuntimeError"]
+ERRORS += ["ZeroDivisionError"]
 PLACES = ["open", "step", "reset_parameters"]
 PAIRS = [(place, error) for place in PLACES for error in ERRORS]
 QUICK = PAIRS[::4]
@@ -150,9 +143,7 @@ def check(said: str, plugin: Path, place: str, error: str) -> None:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("place", PLACES)
-def test_plugin_error_in_its_trial_shows_file_and_line(
-    place: str, error: str, plugin: Path, run: Path, tmp_path: Path, monkeypatch, capsys
-) -> None:
+def test_plugin_error_in_its_trial_shows_file_and_line(place, error, plugin, run, tmp_path, monkeypatch, capsys):
     config = run / "config.toml"
     assert residua(monkeypatch, "train", config, *planted(place, error), "--out", tmp_path / "out") == 1
     said = capsys.readouterr().err
@@ -172,20 +163,21 @@ def test_plugin_error_on_import_shows_file_and_line(error: str, tmp_path: Path, 
 
 
 def test_plugin_that_python_cannot_read_shows_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    below = tmp_path / "unread_package" / "below.py"
+    below.parent.mkdir()
+    (below.parent / "__init__.py").touch()
+    below.write_text("def f(:\n", encoding="utf-8")
     (tmp_path / "unread.py").write_text("x = 1\ndef f(:\n", encoding="utf-8")
-    monkeypatch.setenv(PLUGINS, str(tmp_path / "unread.py"))
-    assert residua(monkeypatch, "presets", "tiny") == 1
-    assert f"residua: the plugin {tmp_path / 'unread.py'}, line 2: SyntaxError: " in capsys.readouterr().err
-    (tmp_path / "unread_package").mkdir()
-    (tmp_path / "unread_package" / "__init__.py").touch()
-    (tmp_path / "unread_package" / "below.py").write_text("def f(:\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv(PLUGINS, "unread_package.below")
-    assert residua(monkeypatch, "presets", "tiny") == 1
-    assert f"residua: the plugin {tmp_path / 'unread_package/below.py'}, line 1: " in capsys.readouterr().err
-    monkeypatch.setenv(PLUGINS, "no_such_plugin")
-    assert residua(monkeypatch, "presets", "tiny") == 2
-    assert "Traceback" not in capsys.readouterr().err
+    for plugin, code, words in (
+        (str(tmp_path / "unread.py"), 1, f"the plugin {tmp_path / 'unread.py'}, line 2: SyntaxError: "),
+        ("unread_package.below", 1, f"the plugin {below}, line 1: "),
+        ("no_such_plugin", 2, ""),
+    ):
+        monkeypatch.setenv(PLUGINS, plugin)
+        assert residua(monkeypatch, "presets", "tiny") == code
+        said = capsys.readouterr().err
+        assert f"residua: {words}" in said and ("Traceback" in said) == (code == 1)
 
 
 def test_unreadable_code_elsewhere_is_not_blamed_on_a_plugin(plugin: Path) -> None:
@@ -313,10 +305,14 @@ def test_only_mistakes_and_full_disks_do_without_traceback(error: Exception, bug
     assert failure.sentence.startswith("an error that Residua did not expect, ") == bug
 
 
+def fail_with(error: str) -> None:
+    sys.modules["planted"].Planted(SimpleNamespace(at="reset_parameters", error=error), 1, 1)
+
+
 def test_hidden_cause_is_part_of_the_traceback(plugin: Path) -> None:
     def fail() -> None:
         try:
-            sys.modules["planted"].Planted(SimpleNamespace(at="reset_parameters", error="KeyError"), 1, 1)
+            fail_with("KeyError")
         except KeyError:
             raise UserError("it is wrong.") from None
 
@@ -326,16 +322,16 @@ def test_hidden_cause_is_part_of_the_traceback(plugin: Path) -> None:
 
 
 def test_other_commands_end_as_verbs_do(plugin: Path, run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["convert", str(tmp_path / "none"), str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        convert.main()
-    assert capsys.readouterr().err == f"residua: {tmp_path / 'none'} is not a folder: name a run.\n"
+    def converted(source: Path) -> str:
+        monkeypatch.setattr(sys, "argv", ["convert", str(source), str(tmp_path / "out")])
+        with pytest.raises(SystemExit):
+            convert.main()
+        return capsys.readouterr().err
+
+    assert converted(tmp_path / "none") == f"residua: {tmp_path / 'none'} is not a folder: name a run.\n"
     broken = RunConfig.from_toml(run / "config.toml").override(planted("reset_parameters"))
     monkeypatch.setattr(convert, "saved_config", lambda run: broken)
-    monkeypatch.setattr(sys, "argv", ["convert", str(run), str(tmp_path / "out")])
-    with pytest.raises(SystemExit):
-        convert.main()
-    check(capsys.readouterr().err, plugin, "reset_parameters", "ValueError")
+    check(converted(run), plugin, "reset_parameters", "ValueError")
 
 
 def test_failing_rank_gives_the_others_file_and_line(plugin: Path, monkeypatch) -> None:
@@ -345,13 +341,8 @@ def test_failing_rank_gives_the_others_file_and_line(plugin: Path, monkeypatch) 
     ranks = SimpleNamespace(heartbeat=beat, _broadcast=told.append, _terminations=quiet)
     ranks._explain = lambda error: Ranks._explain(ranks, error)
     monkeypatch.setattr("signal.signal", lambda *arguments: None)
-
-    def fail() -> None:
-        choice = SimpleNamespace(at="reset_parameters", error="RuntimeError")
-        sys.modules["planted"].Planted(choice, 1, 1)
-
     with pytest.raises(RuntimeError) as met:
-        Ranks._lead(ranks, fail)
+        Ranks._lead(ranks, lambda: fail_with("RuntimeError"))
     Ranks.__exit__(ranks, None, met.value, None)
     heading = f"the plugin {plugin}, line {line_of('reset_parameters')}: RuntimeError: planted"
     assert told == [heading, heading]
@@ -359,7 +350,7 @@ def test_failing_rank_gives_the_others_file_and_line(plugin: Path, monkeypatch) 
 
 def test_failed_measurement_shows_why_and_the_rest_continues(plugin: Path, capsys) -> None:
     with pytest.raises(TypeError) as met:
-        sys.modules["planted"].Planted(SimpleNamespace(at="reset_parameters", error="TypeError"), 1, 1)
+        fail_with("TypeError")
     tell(Console(width=400), "run: no diagnosis", met.value)
     said = capsys.readouterr().out
     assert f"✗ run: no diagnosis: the plugin {plugin}, line {line_of('reset_parameters')}: TypeError" in said

@@ -13,6 +13,7 @@ from tests.cli.conftest import Say
 from tests.trained import residua
 
 HUGE = "99999999999999999999999"
+ADDRESS = "residua: s3://b/x is an address, and only files and folders of this machine are read and written"
 
 
 @pytest.fixture
@@ -28,34 +29,26 @@ def here(monkeypatch, tmp_path: Path) -> None:
     [
         ("presets tinny", "residua: preset 'tinny' does not exist: did you mean 'tiny'?\n"),
         ("presets --matching zzz", "residua: no preset's name contains 'zzz': `residua presets` lists them all.\n"),
-        (  # as the README shows it
-            "train tiny --out nowhere model.attention.gate=elementwse",
-            "residua: model.attention.gate = 'elementwse' is not a choice: did you mean 'elementwise'?\n",
-        ),
-        (
-            "train tiny --out nowhere model.topology=ful_attnres",
-            "residua: model.topology.kind = 'ful_attnres' does not exist, and no module that RESIDUA_PLUGINS names "
-            "adds it: did you mean 'full_attnres'?\n",
-        ),
+        ("train tiny --out nowhere model.attention.gate=elementwse",  # as the README shows it
+         "residua: model.attention.gate = 'elementwse' is not a choice: did you mean 'elementwise'?\n"),
+        ("train tiny --out nowhere model.topology=ful_attnres",
+         "residua: model.topology.kind = 'ful_attnres' does not exist, and no module that RESIDUA_PLUGINS names "
+         "adds it: did you mean 'full_attnres'?\n"),
         ("train tiny model.norm.kind=x", "residua: model.norm.kind = 'x' does not exist"),
         ("train tiny model.width=-1", "residua: model.width = -1 is refused"),
         ("train tiny model.layers=true", "residua: model.layers = True is refused: expected a whole number"),
         ("train tiny train.steps=true", "residua: train.steps = True is refused: expected a whole number"),
-        (
-            "train tiny model.attention.heads=3",
-            "residua: model.attention.heads = 3 does not divide model.width = 128: choose one of 1, 2, 4, 8, 16, 32, "
-            "64, 128 or set model.attention.head_dim.",
-        ),
+        ("train tiny model.attention.heads=3",
+         "residua: model.attention.heads = 3 does not divide model.width = 128: choose one of 1, 2, 4, 8, 16, 32, "
+         "64, 128 or set model.attention.head_dim."),
         ("train tiny model.layers=99999999", "residua: model.layers = 99999999 is refused: expected"),
         ("train tiny model.topology.streams=8", "residua: model.topology.streams = 8 is not a known key"),
         ("export run", "residua: missing option '--out': `residua export --help` shows what there is, with examples."),
         ("reproduce zzz", "residua: there is no entry 'zzz': `residua reproduce` lists them."),
         ("trian tiny", "residua: there is no command 'trian': did you mean 'train'?"),
         ("zzz", "residua: there is no command 'zzz': choose one of 'train',"),
-        (
-            f"train tiny train.seed={HUGE}",
-            f"residua: train.seed = {HUGE} is refused: expected less than 9223372036854775808.",
-        ),
+        (f"train tiny train.seed={HUGE}",
+         f"residua: train.seed = {HUGE} is refused: expected less than 9223372036854775808."),
         (f"train tiny data.seed={HUGE}", f"residua: data.seed = {HUGE} is refused: expected"),
         (f"train tiny model.width={HUGE}", f"residua: model.width = {HUGE} is refused: expected"),
         (f"train tiny train.micro_batch={HUGE}", f"residua: train.micro_batch = {HUGE} is refused"),
@@ -68,24 +61,13 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("train tiny --out _EMPTY_", "residua: --out is empty: give it a value or leave it out."),
         ("train tiny --out=", "residua: --out is empty"),
         ("train _EMPTY_", "residua: an argument is empty"),
-        *(
-            (line, "residua: s3://b/x is an address, and only files and folders of this machine are read and written")
-            for line in (
-                "train tiny --out s3://b/x",
-                "train --resume --out=s3://b/x",
-                "train tiny data.path=s3://b/x",
-                "train --from s3://b/x --out new",
-                "compare prenorm mgr --out s3://b/x",
-                "reproduce 004:table1 --out s3://b/x",
-                "export folder --out s3://b/x",
-                "quantize s3://b/x --out q",
-                "diagnose s3://b/x",
-                "data prepare folder --out s3://b/x",
-                "import folder --out s3://b/x",
-                "eval folder --out s3://b/x",
-                "bench step tiny --out s3://b/x",
-            )
-        ),
+        *((f"{line}s3://b/x", ADDRESS) for line in (
+            "train tiny --out ", "train --resume --out=", "train tiny data.path=", "compare prenorm mgr --out ",
+            "reproduce 004:table1 --out ", "export folder --out ", "diagnose ", "data prepare folder --out ",
+            "import folder --out ", "eval folder --out ", "bench step tiny --out ",
+        )),
+        ("train --from s3://b/x --out new", ADDRESS),
+        ("quantize s3://b/x --out q", ADDRESS),
         (f"train tiny --threads {HUGE}", "residua: invalid value for '--threads'"),
         ("train tiny --nonsense", "residua: no such option: --nonsense: `residua train --help` shows what there is"),
         ("quantize nowhere --out q", "residua: nowhere is not a folder: name a run of `residua train`"),
@@ -98,15 +80,11 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("data prepare folder --out p --holdout nan", "residua: --holdout nan is not a share of the text"),
         ("data prepare folder --out p --tokenizer _EMPTY_", "residua: --tokenizer is empty"),
         (f"data tokenizer --vocab-size {HUGE} --out t.json", "residua: invalid value for '--vocab-size'"),
-        (
-            "compare prenorm mgr --out file/x",
-            "residua: file is a file, so file/x cannot be made: choose another --out.",
-        ),
+        ("compare prenorm mgr --out file/x",
+         "residua: file is a file, so file/x cannot be made: choose another --out."),
         ("compare prenorm mgr --sizes tiny", "residua: --sizes tiny is too few to fit: name two sizes or more"),
-        (
-            "compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 0",
-            "residua: --tokens-per-parameter 0 must be above 0",
-        ),
+        ("compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 0",
+         "residua: --tokens-per-parameter 0 must be above 0"),
         ("compare prenorm mgr --quantize _EMPTY_", "residua: --quantize is empty"),
         ("compare prenorm mgr --set model.norm=x", "model.norm.kind = 'x' does not exist"),
         ("bench step tiny --micro-batch 0", "residua: invalid value for '--micro-batch'"),
@@ -116,7 +94,7 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("bench fp8 --sizes -1:3", "residua: --sizes -1:3 is not a list like"),
         (f"bench plan tiny --gpus {HUGE}", "residua: invalid value for '--gpus'"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.usefixtures("here")
 def test_what_was_typed_is_named(line: str, sentence: str, say: Say) -> None:
     said = say(*(word.replace("_EMPTY_", "") for word in line.split()))

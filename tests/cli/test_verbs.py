@@ -1,7 +1,5 @@
 """Every verb that opens a model, with each kind that asks something new of it: token ids, several reads, loops."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

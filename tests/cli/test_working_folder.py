@@ -149,14 +149,11 @@ def test_editable_install_works_above_its_clone(tmp_path: Path, editable: str) -
         "        return u.spec_from_file_location(name, file) if name == 'residua' else None\n"
         "sys.meta_path.insert(sys.meta_path.index(m.PathFinder) + 1, Finder)",
     }
-    start = (
-        install[editable]
-        + """
+    start = f"""{install[editable]}
 import subprocess
 from residua.machine import python_command, python_environment
 sys.exit(subprocess.call(python_command("-m", "residua.cli.main", "presets", "tiny"), env=python_environment()))
 """
-    )
     known = {key: value for key, value in BARE.items() if key != "PYTHONPATH"}
     done = subprocess.run([sys.executable, "-P", "-c", start], cwd=tmp_path, env=known, capture_output=True, text=True)
     assert done.returncode == 0 and "[model]" in done.stdout, done.stderr
