@@ -1,7 +1,5 @@
 """Tensors that break sloppy quantizers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

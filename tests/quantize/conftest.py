@@ -1,7 +1,5 @@
 """A model trained for a few steps, with an outlier planted in it, to be quantized."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Quantizations made from formulas: no model is trained or run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from residua.quantize.result import ModuleError, Outlier, Probe, QuantizationResult, UnquantizedTensor
@@ -35,36 +33,18 @@ def report(
             else:
                 error = 0.14 + 0.001 * ((layer + 3 * index) % 7)
                 modules.append(module(name, error=error, activations=0.7 * error, weights=0.69 * error, shape=shape))
-    worst = sorted(modules, key=lambda m: -m.error)[:3]
+    gains = zip(sorted(modules, key=lambda m: -m.error), (0.6 * cost, 0.001 * cost, -0.001 * cost), strict=False)
+    table, query = (8192, 512), (512,)
     facts: dict[str, Any] = {
-        "model": "runs/tiny",
-        "scheme": "nvfp4",
-        "bits": "W4A4",
-        "words": "4-bit floating point in blocks of 16",
-        "alpha": None,
-        "inside": False,
-        "calibration_sequences": 0,
-        "exempt": (),
-        "text": "data/wiki",
-        "validation_tokens": 65536,
-        "device": "cpu",
-        "loss_before": 3.2,
-        "loss_folded": None,
-        "loss_after": 3.2 + cost,
-        "loss_without_exemptions": None,
-        "modules": tuple(modules),
-        "probes": tuple(
-            Probe(module=m.name, loss=3.2 + cost - gain, gain=gain)
-            for m, gain in zip(worst, (0.6 * cost, 0.001 * cost, -0.001 * cost), strict=True)
-        ),
+        "model": "runs/tiny", "scheme": "nvfp4", "bits": "W4A4", "words": "4-bit floating point in blocks of 16",
+        "alpha": None, "inside": False, "calibration_sequences": 0, "exempt": (), "text": "data/wiki",
+        "validation_tokens": 65536, "device": "cpu", "loss_before": 3.2, "loss_folded": None, "loss_after": 3.2 + cost,
+        "loss_without_exemptions": None, "modules": tuple(modules),
+        "probes": tuple(Probe(module=m.name, loss=3.2 + cost - gain, gain=gain) for m, gain in gains),
         "kept": (
-            UnquantizedTensor(
-                name="embed.weight", shape=(8192, 512), parameters=8192 * 512, reason="embedding or head"
-            ),
-            UnquantizedTensor(name="topology.reads.0.query", shape=(512,), parameters=512, reason="depth operator"),
+            UnquantizedTensor(name="embed.weight", shape=table, parameters=8192 * 512, reason="embedding or head"),
+            UnquantizedTensor(name="topology.reads.0.query", shape=query, parameters=512, reason="depth operator"),
         ),
-        "unsmoothed": (),
-        "bytes_before": 4 * 3_000_000 * layers,
-        "bytes_after": 700_000 * layers,
-    }
+        "unsmoothed": (), "bytes_before": 4 * 3_000_000 * layers, "bytes_after": 700_000 * layers,
+    }  # fmt: skip
     return QuantizationResult(**(facts | changes))

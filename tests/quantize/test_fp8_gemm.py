@@ -1,7 +1,5 @@
 """FP8 products on the matrix units agree with the simulation; where there are none, that is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +50,8 @@ def test_what_a_device_does_not_have_is_said_and_not_replaced() -> None:
 
 
 def test_shapes_that_do_not_fit_the_units_are_left_out() -> None:
-    assert takes(encode_fp8(torch.randn(48, 64), ROW), "row") and not takes(
-        encode_fp8(torch.randn(48, 64), ROW), "block"
-    )
+    rows = encode_fp8(torch.randn(48, 64), ROW)
+    assert takes(rows, "row") and not takes(rows, "block")
     assert not takes(encode_fp8(torch.randn(40, 64), ROW), "row")
     assert takes(encode_fp8(torch.randn(256, 128), BLOCK), "block")
     assert not takes(encode_fp8(torch.randn(144, 128), BLOCK), "block")
@@ -210,8 +207,7 @@ def test_what_does_not_multiply_in_fp8_is_said(run: Path, tmp_path: Path, monkey
         if scheme == "fp8" and find_product("block", CPU) is not None:
             continue
         quantize(run, tmp_path / scheme, scheme=scheme, probes=0, device="cpu")
-        with pytest.warns(
-            UserWarning, match=rf"8 of 8 modules only simulate FP8 products, among them sublayers\.0.*{why}"
-        ):
+        words = rf"8 of 8 modules only simulate FP8 products, among them sublayers\.0.*{why}"
+        with pytest.warns(UserWarning, match=words):
             model = load_quantized(tmp_path / scheme, fp8_products=CPU)
         assert not [module for module in model.modules() if isinstance(module, Fp8Projection)]

@@ -1,7 +1,5 @@
 """Folders in transformers' own names, opened by it: the same weights and, for FP8, the same rounded model."""
 
-from __future__ import annotations
-
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -27,14 +25,9 @@ from tests.trained import train_run
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:You passed `quantization_config`")]
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "context": 32,
-    "layers": 2,
-    "width": 128,
-    "attention": {"kind": "softmax", "heads": 4},
-    "ffn": {"kind": "swiglu", "hidden": 256},
-    "init": {"std": 0.1, "output": "normal"},
-}
+    "vocab_size": 64, "context": 32, "layers": 2, "width": 128, "attention": {"kind": "softmax", "heads": 4},
+    "ffn": {"kind": "swiglu", "hidden": 256}, "init": {"std": 0.1, "output": "normal"},
+}  # fmt: skip
 DYNAMIC = [name for name, scheme in SCHEMES.items() if scheme.static is None]
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -98,9 +91,7 @@ SERVED = [(scheme, name) for scheme in DYNAMIC if scheme != "nvfp4" for name in 
     [*((scheme, ROUNDED[name]) for scheme, name in SERVED), ("fp8-row", GROUPED | {"width": 96}), ("fp8", NARROW)],
     ids=[*map("-".join, SERVED), "fp8-row-parts", "fp8-narrow"],
 )
-def test_transformers_computes_the_same_with_rounded_activations(
-    scheme: str, changes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_transformers_computes_the_same_with_rounded_activations(scheme: str, changes: Any, tmp_path: Path) -> None:
     assert_served_alike(tmp_path / "q", quantized(scheme, tmp_path / "q", **changes))
 
 
@@ -142,9 +133,8 @@ def test_transformers_computes_the_same_with_static_scales(tmp_path: Path) -> No
 def test_printed_loss_is_that_of_the_engines_folder(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     ffn, exempt = {"kind": "swiglu", "hidden": 64}, ("sublayers.1.body.out",)
     run = train_run(tmp_path, width=32, ffn=ffn)
-    result = quantize(
-        run, tmp_path / "q", scheme=scheme, engine=tmp_path / "served", calibration=4, probes=0, exempt=exempt
-    )
+    how = {"scheme": scheme, "calibration": 4, "probes": 0, "exempt": exempt}
+    result = quantize(run, tmp_path / "q", engine=tmp_path / "served", **how)
     model = residua.load(tmp_path / "q").eval()
     validation = CalibrationText.of_folder(run, model.config, None).validation()
     assert mean_loss(model, validation) == result.loss_after

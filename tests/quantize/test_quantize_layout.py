@@ -1,7 +1,5 @@
 """Our folders read by compressed-tensors itself: the same weights, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,8 @@ pytestmark = pytest.mark.slow
 
 
 def dequantized_by_compressed_tensors(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    library = pytest.importorskip(
-        "compressed_tensors.entrypoints.convert", reason="compressed-tensors is not installed"
-    )
+    name = "compressed_tensors.entrypoints.convert"
+    library = pytest.importorskip(name, reason="compressed-tensors is not installed")
     reader = library.CompressedTensorsDequantizer(folder, dtype=dtype)
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: t for name, t in tensors.items() if not name.endswith(".input_global_scale")}

@@ -1,7 +1,5 @@
 """The value grids and scales, bit for bit as the libraries have them that others load our checkpoints with."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -9,16 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from residua.ops.low_precision import nvfp4
 from residua.ops.low_precision.fp8 import BLOCK, E4M3_MAX, GROUP, ROW, Tile, round_fp8
-from residua.ops.low_precision.nvfp4 import (
-    E2M1,
-    Nvfp4,
-    e2m1_codes,
-    e2m1_values,
-    round_nvfp4,
-    round_nvfp4_static,
-    static_scale,
-)
+from residua.ops.low_precision.nvfp4 import E2M1, Nvfp4, e2m1_codes, e2m1_values, round_nvfp4, static_scale
 from residua.quantize.recipe import Recipe
 from residua.quantize.schemes import SCHEMES, find_scheme, quantize_fp8, quantize_nvfp4
 from residua.quantize.store import quantization_config
@@ -38,9 +29,8 @@ def test_nvfp4_codes_and_scales_are_torchaos(name: str, span: str) -> None:
     # a token of zeros or subnormals alone has a second scale whose reciprocal that library cannot represent
     rows = torch.arange(len(x)) if span == "tensor" else (x.abs().amax(-1) > 1e-30).nonzero().flatten()
     parts = [x] if span == "tensor" else list(x[rows].split(1))
-    scales, packed = zip(
-        *(torchao.nvfp4_quantize(p, 16, torchao.per_tensor_amax_to_scale(p.abs().max())) for p in parts), strict=True
-    )
+    made = (torchao.nvfp4_quantize(p, 16, torchao.per_tensor_amax_to_scale(p.abs().max())) for p in parts)
+    scales, packed = zip(*made, strict=True)
     assert torch.equal(torch.cat(scales).view(torch.uint8), ours.scale[rows].view(torch.uint8))
     assert torch.equal(torch.cat(packed).view(torch.uint8), ours.packed()[rows])
 
@@ -51,9 +41,8 @@ def test_nvfp4_values_are_torchaos_to_one_rounding_of_the_scale(name: str) -> No
     torchao = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="torchao is not installed")
     x = tensors()[name]
     theirs = torchao.NVFP4Tensor.to_nvfp4(x, 16, torchao.per_tensor_amax_to_scale(x.abs().max()))
-    torch.testing.assert_close(
-        quantize_nvfp4(x).dequantize(), theirs.dequantize(torch.float32), rtol=2.5e-7, atol=1e-44
-    )
+    ours = quantize_nvfp4(x).dequantize()
+    torch.testing.assert_close(ours, theirs.dequantize(torch.float32), rtol=2.5e-7, atol=1e-44)
 
 
 def test_rounding_to_e2m1_is_that_of_torchaos_mx_formats() -> None:
@@ -70,9 +59,8 @@ def test_rounding_to_e2m1_is_that_of_torchaos_mx_formats() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(48, 64), (130, 257), (1, 5), (128, 128)])
 def test_fp8_blocks_are_those_of_compressed_tensors(name: str, shape: tuple[int, int]) -> None:
-    _compare_with_compressed_tensors(
-        _tiled(tensors()[name], shape), BLOCK, {"strategy": "block", "block_structure": [128, 128]}
-    )
+    grain = {"strategy": "block", "block_structure": [128, 128]}
+    _compare_with_compressed_tensors(_tiled(tensors()[name], shape), BLOCK, grain)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,7 +95,7 @@ def test_static_nvfp4_rounds_as_compressed_tensors(name: str, share: float) -> N
     args, second = config.config_groups["group_0"].input_activations, torch.tensor([scale])
     scales, zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity(), global_scale=second)
     theirs = fake_quantize(x, scales, zero, args, global_scale=second)
-    assert torch.equal(round_nvfp4_static(x, scale), theirs)
+    assert torch.equal(nvfp4.round_nvfp4_static(x, scale), theirs)
 
 
 def _compare_with_compressed_tensors(x: Tensor, tile: Tile, grain: dict[str, object]) -> None:
@@ -193,6 +181,9 @@ def test_every_code_and_scale_is_on_its_grid() -> None:
     low = quantize_nvfp4(x)
     assert set(e2m1_values(low.codes).abs().unique().tolist()) <= set(E2M1)
     assert quantize_fp8(x).codes.float().abs().max() == E4M3_MAX
+    low = quantize_nvfp4(torch.randn(6, 40))  # ends inside a block
+    again = Nvfp4.unpacked(low.packed(), low.scale, low.global_scale, low.columns)
+    assert torch.equal(again.codes, low.codes) and torch.equal(again.dequantize(), low.dequantize())
 
 
 def test_the_sixteen_codes_have_the_values_of_the_table_and_back() -> None:
@@ -202,18 +193,9 @@ def test_the_sixteen_codes_have_the_values_of_the_table_and_back() -> None:
     assert torch.equal(e2m1_codes(values), codes)
 
 
-def test_packing_is_undone_by_unpacking() -> None:
-    low = quantize_nvfp4(torch.randn(6, 40))
-    again = Nvfp4.unpacked(low.packed(), low.scale, low.global_scale, low.columns)
-    assert torch.equal(again.codes, low.codes) and torch.equal(again.dequantize(), low.dequantize())
-
-
 def test_recipes_are_read_and_written() -> None:
-    for text, expected in {
-        "fp8": Recipe("fp8"),
-        "nvfp4+smooth": Recipe("nvfp4", 0.5),
-        "nvfp4+smooth:0.7": Recipe("nvfp4", 0.7),
-    }.items():
+    written = {"fp8": ("fp8",), "nvfp4+smooth": ("nvfp4", 0.5), "nvfp4+smooth:0.7": ("nvfp4", 0.7)}
+    for text, expected in ((text, Recipe(*parts)) for text, parts in written.items()):
         assert Recipe.parse(text) == expected and str(expected) == text
     for wrong in ("int8", "nvfp4+rough", "nvfp4+smooth:2", "nvfp4+smooth:x"):
         with pytest.raises(ValueError, match=r"choose|unknown recipe|between 0 and 1"):

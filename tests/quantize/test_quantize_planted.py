@@ -1,7 +1,5 @@
 """Outliers planted in a model that computes the same with them: W4A4 breaks, SmoothQuant mends it."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NVFP4 with activation scales from calibration: where they come from, how they round, where they are stored."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
