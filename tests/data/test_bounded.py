@@ -5,7 +5,8 @@ import json
 import lzma
 import threading
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +24,17 @@ pytestmark = pytest.mark.slow
 
 def documents_in(text: str) -> list[str]:
     return [document for document in plain_documents(plain_lines(io.StringIO(text))) if document]
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """No more than so many bytes of Python's are held inside at once."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < size
+    finally:
+        tracemalloc.stop()
 
 
 def test_line_of_four_mebibytes_is_whole_and_a_longer_one_is_cut() -> None:
@@ -61,12 +73,8 @@ def test_a_file_that_expands_is_read_in_little_memory(name: str, tmp_path: Path)
     one = lzma.compress(bytes(1 << 23), preset=0)
     (tmp_path / name).write_bytes(one * 12)
     corpus = open_corpus([tmp_path / name], holdout=0.1, skip_bad=True)
-    tracemalloc.start()
-    try:
+    with at_most(64_000_000):
         read = sum(document.bytes for document in corpus.documents())
-        assert tracemalloc.get_traced_memory()[1] < 64_000_000
-    finally:
-        tracemalloc.stop()
     assert read == (12 << 23 if ".txt" in name else 0)
 
 
@@ -101,12 +109,8 @@ def test_document_of_json_that_is_too_long_is_cut(tmp_path: Path) -> None:
 
 def test_many_copies_of_a_text_are_held_once(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["again"] * 5000)
-    tracemalloc.start()
-    try:
+    with at_most(300_000):
         assert sum(1 for _ in open_corpus([path], holdout=0).documents()) == 5000
-        assert tracemalloc.get_traced_memory()[1] < 300_000
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_long_document_is_encoded_alone() -> None:

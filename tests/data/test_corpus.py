@@ -28,10 +28,6 @@ def test_small_corpus_still_has_a_validation_document(tmp_path: Path) -> None:
     assert len(splits) == 5
 
 
-def test_holdout_zero_keeps_everything_for_training(jsonl: Path, texts: list[str]) -> None:
-    assert split_of(jsonl, 0) == dict.fromkeys(texts, "train")
-
-
 def test_validation_source_is_the_whole_validation_split(tmp_path: Path, jsonl: Path, texts: list[str]) -> None:
     other = write_jsonl(tmp_path / "v.jsonl", ["held", "out"])
     documents = list(open_corpus([jsonl], validation=other).documents())
@@ -65,7 +61,8 @@ def test_positions_reach_the_size_of_the_corpus(jsonl: Path) -> None:
 
 
 @pytest.mark.parametrize("holdout", [-0.1, 1.0])
-def test_holdout_outside_its_range_is_refused(jsonl: Path, holdout: float) -> None:
+def test_holdout_outside_its_range_is_refused(jsonl: Path, texts: list[str], holdout: float) -> None:
+    assert split_of(jsonl, 0) == dict.fromkeys(texts, "train")
     with pytest.raises(DataError, match="holdout is"):
         open_corpus([jsonl], holdout=holdout)
 
@@ -83,6 +80,9 @@ def shares(path: Path, holdout: float | None) -> dict[str, int]:
 def test_of_a_few_long_documents_only_the_share_is_held_out(tmp_path: Path, count: int) -> None:
     texts = ["\n".join(some_texts(400, seed)) for seed in range(count)]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
+    corpus = open_corpus([path], holdout=0.05)
+    assert list(corpus.sample(10**9)) == [d.text for d in corpus.documents() if d.split == "train"], "for a tokenizer"
+    assert len(list(corpus.sample(10))) == 1
     held = shares(path, 0.05)
     assert held["train"] + held["validation"] == sum(len(text.encode()) for text in texts), "nothing is lost"
     assert 0.04 < held["validation"] / sum(held.values()) < 0.06
@@ -131,14 +131,6 @@ def test_held_out_document_takes_its_copies_along(tmp_path: Path) -> None:
     assert sorted(document.text for document in documents) == sorted(texts)
     lowest = min(texts, key=lambda text: unit_hash(text.encode()))
     assert [document.text for document in documents if document.split == "validation"] == [lowest] * 2
-
-
-def test_tokenizer_trains_on_what_a_divided_document_leaves(tmp_path: Path) -> None:
-    for count in (1, 3):
-        path = write_jsonl(tmp_path / "a.jsonl", ["\n".join(some_texts(400, seed)) for seed in range(count)])
-        corpus = open_corpus([path], holdout=0.2)
-        assert list(corpus.sample(10**9)) == [d.text for d in corpus.documents() if d.split == "train"]
-        assert len(list(corpus.sample(10))) == 1
 
 
 @pytest.mark.parametrize("count", [2, 8, 3000])

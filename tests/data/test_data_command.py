@@ -100,10 +100,8 @@ def test_skipped_files_are_reported_and_read_when_named(tmp_path: Path, monkeypa
         (folder / name).write_text(f"text of {name}")
     options = ("--tokenizer", "bytes", "--holdout", "0", "--out")
     printed = run("prepare", folder, *options, tmp_path / "a")
-    assert (
-        "7 files left out because of the suffix (.c, no suffix, .h, .tar.gz, …): to read those that are text, name "
-        "them, as in residua data prepare 'my code'/*.c\n"
-    ) in printed
+    left_out = "7 files left out because of the suffix (.c, no suffix, .h, .tar.gz, …): to read those that are text, "
+    assert f"{left_out}name them, as in residua data prepare 'my code'/*.c\n" in printed
     printed = run("prepare", folder, folder / "b.c", folder / "c.c", *options, tmp_path / "b")
     assert "5 files left out because of the suffix (no suffix, .h, .tar.gz, .json, …)" in printed
     assert Dataset.open(tmp_path / "b").split("train").documents == 3
@@ -155,17 +153,15 @@ def test_document_that_reaches_the_limit_is_read_whole(tmp_path: Path) -> None:
     assert "Stop after the document that reaches" in " ".join(run("prepare", "--help").split())
 
 
-def test_options_of_a_source_need_a_source(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="need a SOURCE"):
-        run("prepare", "--holdout", "0.1", "--out", tmp_path / "out")
-
-
-def test_validation_text_and_a_share_exclude_each_other(jsonl: Path, tmp_path: Path) -> None:
+def test_options_that_exclude_each_other_are_refused(jsonl: Path, tmp_path: Path) -> None:
     (tmp_path / "v.txt").write_text("held")
-    options = ("--validation", tmp_path / "v.txt", "--holdout", "0.1", "--out", tmp_path / "out")
-    with pytest.raises(DataError, match="--validation names the validation text, so --holdout holds nothing out"):
-        run("prepare", jsonl, *options)
-    assert not (tmp_path / "out").exists()
+    for arguments, words in (
+        (("--holdout", "0.1"), "need a SOURCE"),
+        ((jsonl, "--validation", tmp_path / "v.txt", "--holdout", "0.1"), "so --holdout holds nothing out"),
+    ):
+        with pytest.raises(DataError, match=words):
+            run("prepare", *arguments, "--out", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, monkeypatch) -> None:
@@ -187,9 +183,8 @@ def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, mon
 def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("messy").mkdir()
-    Path("messy/a.jsonl").write_text(
-        '{"text": "one"}\n{"text": \n{"text": 3}\n{"body": "x"}\n{"text"\n{"text": "two"}\n'
-    )
+    lines = ('{"text": "one"}', '{"text": ', '{"text": 3}', '{"body": "x"}', '{"text"', '{"text": "two"}', "")
+    Path("messy/a.jsonl").write_text("\n".join(lines))
     Path("messy/b.txt").write_bytes(b"\xff\xfe")
     Path("messy/c.txt.gz").write_bytes(b"not gzip")
     Path("messy/d.txt").write_text("three")
@@ -198,15 +193,8 @@ def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypa
         run("prepare", "messy", *options)
     refusal = str(caught.value)
     assert refusal.startswith("6 problems in the text (2 lines not valid JSON, 1 line whose field 'text' is not text, ")
-    for where in (
-        "line 2 is",
-        "line 3: field",
-        "line 4 has",
-        "line 5 is",
-        "b.txt is not UTF-8",
-        "c.txt.gz (Not a gzip",
-    ):
-        assert where in refusal
+    places = ("line 2 is", "line 3: field", "line 4 has", "line 5 is", "b.txt is not UTF-8", "c.txt.gz (Not a gzip")
+    assert [place for place in places if place not in refusal] == []
     assert refusal.endswith("or leave all of them out with --skip-bad.") and not Path("out").exists()
     printed = run("prepare", "messy", "--skip-bad", *options)
     assert Dataset.open("out").split("train").documents == 3

@@ -159,10 +159,7 @@ def test_segments_change_where_documents_begin(split: Split, dataset: Dataset) -
             borders += int((tokens == end).sum())
     assert borders > 20
     assert any((batch.targets == end).any() for batch in take(Loader(split, 200, 4, segments=True), 3))
-
-
-def test_segments_leave_the_tokens_alone(split: Split) -> None:
-    plain, masked = Loader(split, SEQUENCE, 4, prefetch=0), Loader(split, SEQUENCE, 4, segments=True, prefetch=0)
+    plain, masked = (Loader(split, SEQUENCE, 4, segments=segments, prefetch=0) for segments in (False, True))
     assert rows(take(plain, 20)) == rows(take(masked, 20))
 
 
@@ -175,16 +172,9 @@ def test_closing_ends_the_thread_and_may_be_followed_by_more(split: Split) -> No
     loader.close()
     assert loader_threads() == before
     assert same(first + take(loader, 3), take(reference, 6))
-    loader.close()
-
-
-def test_forgotten_loader_leaves_no_thread(split: Split) -> None:
-    before = loader_threads()
-    loader = Loader(split, SEQUENCE, 2)
-    next(loader)
     del loader
     gc.collect()
-    assert loader_threads() == before
+    assert loader_threads() == before, "a forgotten loader leaves none"
 
 
 def test_error_while_working_ahead_reaches_the_caller(split: Split, monkeypatch) -> None:
@@ -207,31 +197,17 @@ def test_sizes_that_cannot_be_are_refused(split: Split) -> None:
         Loader(split, SEQUENCE, 1, rank=2, world=2)
 
 
-def test_validation_is_in_order_and_the_same_each_time(split: Split) -> None:
+def test_validation_is_in_order_whatever_the_batch(split: Split) -> None:
     batches = list(validation_batches(split, SEQUENCE, 4, limit_tokens=SEQUENCE * 10))
     assert [len(batch.tokens) for batch in batches] == [4, 4, 2]
     flat = torch.cat([batch.tokens.flatten() for batch in batches])
     assert flat.tolist() == split.read(0, SEQUENCE * 10).tolist()
     assert same(batches, list(validation_batches(split, SEQUENCE, 4, limit_tokens=SEQUENCE * 10)))
-
-
-def test_validation_without_limit_covers_the_split(split: Split) -> None:
-    batches = list(validation_batches(split, SEQUENCE, 4))
-    assert sum(len(batch.tokens) for batch in batches) == (split.tokens - 1) // SEQUENCE
-
-
-def test_what_is_validated_does_not_depend_on_the_batch(split: Split) -> None:
-    covered = [
-        torch.cat([b.targets.flatten() for b in validation_batches(split, SEQUENCE, batch)]) for batch in (1, 3, 8)
-    ]
-    assert torch.equal(covered[0], covered[1]) and torch.equal(covered[0], covered[2])
-
-
-def test_validation_smaller_than_a_batch_is_one_small_batch(split: Split) -> None:
-    (batch,) = validation_batches(split, SEQUENCE, 8, limit_tokens=3 * SEQUENCE, segments=True)
-    assert batch.tokens.shape == (3, SEQUENCE)
-    assert batch.segments is not None
-    assert batch.segments[:, 0].tolist() == [0, 0, 0]
+    (small,) = validation_batches(split, SEQUENCE, 8, limit_tokens=3 * SEQUENCE, segments=True)
+    assert small.tokens.shape == (3, SEQUENCE) and small.segments[:, 0].tolist() == [0, 0, 0]
+    whole = [torch.cat([b.targets for b in validation_batches(split, SEQUENCE, batch)]) for batch in (1, 3, 8)]
+    assert torch.equal(whole[0], whole[1]) and torch.equal(whole[0], whole[2])
+    assert len(whole[0]) == (split.tokens - 1) // SEQUENCE, "without a limit, all of the split"
 
 
 def loader_threads() -> int:

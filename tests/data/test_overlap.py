@@ -55,11 +55,11 @@ def test_copies_of_validation_text_are_dropped_and_counted(tmp_path: Path, monke
 def test_near_copies_of_held_out_documents_are_dropped(tmp_path: Path) -> None:
     twins = [text.title().replace(" ", "\n") for text in TEXTS]
     corpus = open_corpus([write_jsonl(tmp_path / "a.jsonl", [*TEXTS, *twins])], holdout=0.2)
-    texts = {
-        split: {letters_and_digits(d.text) for d in corpus.documents() if d.split == split}
+    train, held = (
+        {letters_and_digits(d.text) for d in corpus.documents() if d.split == split}
         for split in ("train", "validation")
-    }
-    shared = len(texts["train"] & texts["validation"])
+    )
+    shared = len(train & held)
     dataset = prepare(corpus, tmp_path / "out", "bytes", overlap="drop")
     assert shared > 10
     assert dataset.description["overlap"] == {"rule": "drop", "exact": 0, "near": shared, "copies": shared}

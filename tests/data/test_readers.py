@@ -119,12 +119,6 @@ def test_folder_is_read_without_hidden_and_foreign_files(tmp_path: Path) -> None
     assert sorted(read(tmp_path)) == sorted([*wanted.values(), "five"])
 
 
-def test_several_sources_are_read_one_after_the_other(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(name)
-    assert sorted(read(tmp_path / "b.txt", tmp_path / "a.txt")) == ["a", "b"]
-
-
 @pytest.mark.parametrize(
     ("content", "texts"),
     [
@@ -152,11 +146,8 @@ def test_long_text_is_cut_at_blank_lines_and_nothing_is_lost() -> None:
     assert "".join(documents) == "".join(text)
     assert all(document.endswith("\n\n") for document in documents if document)
     assert max(map(len, documents)) < DOCUMENT_CHARACTERS + 6000
-
-
-def test_plain_text_without_blank_lines_is_cut_as_well() -> None:
-    documents = list(plain_documents(["0123456789\n"] * 30_000))
-    assert max(map(len, documents)) <= 2 * DOCUMENT_CHARACTERS + 11
+    without = list(plain_documents(["0123456789\n"] * 30_000))
+    assert max(map(len, without)) <= 2 * DOCUMENT_CHARACTERS + 11
 
 
 @pytest.mark.parametrize(

@@ -32,23 +32,17 @@ def test_real_library_has_sources_and_prose_and_no_tests() -> None:
     assert "argparse.py" in names and "json/decoder.py" in names
     assert any(name.startswith("topics/") for name in names)
     assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in names)
-    size = {
-        split: sum(part.size or 0 for part in corpus.parts if part.split == split) for split in ("train", "validation")
-    }
-    assert size["train"] > 4_000_000
-    assert 0.03 < size["validation"] / size["train"] < 0.2
+    train, held = (sum(p.size or 0 for p in corpus.parts if p.split == split) for split in ("train", "validation"))
+    assert train > 4_000_000 and 0.03 < held / train < 0.2
 
 
-def test_split_is_by_path(small: Path) -> None:
+def test_split_is_by_path_of_the_files_that_are_read(small: Path) -> None:
     splits = {part.name: part.split for part in standard_library().parts}
     (small / "module0.py").write_text("changed = 1\n")
     assert {part.name: part.split for part in standard_library().parts} == splits
     assert set(splits.values()) == {"train", "validation"}
-
-
-def test_declared_encodings_hold_and_excluded_files_are_absent(small: Path) -> None:
     texts = [document.text for document in standard_library().documents()]
-    assert any("name = 'é'" in text for text in texts)
+    assert any("name = 'é'" in text for text in texts), "declared encodings hold"
     assert not any("excluded" in text for text in texts)
 
 

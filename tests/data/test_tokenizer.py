@@ -83,7 +83,6 @@ def test_text_with_words_has_the_vocabulary_of_the_library_alone() -> None:
 @pytest.mark.parametrize("sign", ["x", "世", "7", "-", "\n"])
 def test_no_token_is_learned_from_more_than_the_longest_run(sign: str) -> None:
     tokenizer = Tokenizer.train([sign * 20_000], 1000)
-    assert tokenizer.byte_lengths is not None
     assert tokenizer.byte_lengths.max() <= len((sign * 256).encode())
     assert tokenizer.decode(tokenizer.encode(sign * 1000)) == sign * 1000
 
@@ -172,7 +171,6 @@ def test_byte_lengths_add_up_to_the_bytes_of_any_text(kind: str, trained: Tokeni
     tokenizer = {"bytes": Tokenizer.bytes(), "trained": trained, "gpt2 files": gpt2}[kind]
     text = "def f(x): return 'naïve — 日本語 🙂'\n\n\tend"
     lengths = tokenizer.byte_lengths
-    assert lengths is not None
     assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
     assert lengths[tokenizer.end_of_text] == 0
 
