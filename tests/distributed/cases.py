@@ -1,7 +1,5 @@
 """Small runs that one process and several ranks must train alike."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

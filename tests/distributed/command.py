@@ -1,7 +1,5 @@
 """A rank that runs the `residua` command; rank 0 is slower than the others."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """The small run of tests/train on several ranks, each a process; what goes wrong on them is in a file they read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A rank that dies by a segmentation fault the first `times` times."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Starts ranks for tests, as torchrun does but without its imports: they are forked from a process that has them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -69,12 +67,8 @@ def start(
     jobs that run at the same time cannot collide.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": store.port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
+    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    shared["TORCHELASTIC_USE_AGENT_STORE"] = True
     folder, node = _new_folder(), per_node or ranks
     return [
         _fork(
@@ -167,13 +161,9 @@ def main(
 
 
 def _fork(
-    output: Path,
-    variables: dict[str, str],
-    module: str,
-    arguments: tuple[Any, ...],
-    store: dist.Store | None = None,
+    output: Path, variables: dict[str, str], module: str, arguments: tuple[Any, ...], store: dist.Store | None = None,
     place: Path | None = None,
-) -> Started:
+) -> Started:  # fmt: skip
     forked = _fork_server()
     # a daemon ends with pytest, but may not have children: the agent of torchrun is none
     daemon = store is not None

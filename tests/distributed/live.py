@@ -1,7 +1,5 @@
 """Counts the bytes of live CPU tensors, and what a rank holds at most while it builds its share of a model."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -5,8 +5,6 @@ machine. Times are CPU seconds of the training thread, forward and backward, wit
 disturb them little.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

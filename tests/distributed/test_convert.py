@@ -1,7 +1,5 @@
 """A run as single files: what the run holds besides its last checkpoint comes along."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Experts divided among ranks, on a mesh of one rank: what a rank computes and what it holds for the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +46,6 @@ def passed(module: torch.nn.Module, x: Tensor, ends: Tensor) -> list[Tensor]:
     x = x.clone().requires_grad_()
     y = module(x, ends)
     y.square().sum().backward()
-    assert x.grad is not None
     return [y, x.grad, *(local(p.grad) for p in module.parameters() if p.grad is not None)]
 
 

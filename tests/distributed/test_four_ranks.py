@@ -1,7 +1,5 @@
 """Four ranks: combinations of data, shard and pipeline."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed.traces import BLOCK, INTERLEAVED, Cases, Traces, by_day_and_night

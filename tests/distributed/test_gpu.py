@@ -1,7 +1,5 @@
 """The parallel code paths on one GPU, in a world of one rank with NCCL."""
 
-from __future__ import annotations
-
 import resource
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Heartbeats of simulated ranks in one process: a fake clock, a store that counts requests, no waiting."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -57,12 +55,21 @@ class Job:
                 del self.alive[rank]
         return ended
 
+    def seconds(self, count: int) -> list[int]:
+        """So many pass; returns the ranks that end, in order."""
+        return [rank for _ in range(count) for rank in sorted(self.second())]
+
+    def kill(self, *ranks: int) -> None:
+        """After a second, these are silent."""
+        self.second()
+        for rank in ranks:
+            del self.alive[rank]
+
     def seconds_until_an_end(self, limit: int = 100) -> int:
         """Seconds until the first rank ends; the others must end within five more."""
         for passed in range(1, limit):
             if self.second():
-                for _ in range(MISSED_BEATS + 1):
-                    self.second()
+                self.seconds(MISSED_BEATS + 1)
                 assert not self.alive
                 return passed
         raise AssertionError("no rank ended")
@@ -106,8 +113,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_beat_costs_three_requests_for_any_number_of_ranks(job: Any, ranks: int) -> None:
     simulated = job(ranks)
     simulated.store.requests = 0
-    for _ in range(10):
-        assert not simulated.second()
+    assert not simulated.seconds(10)
     assert simulated.store.requests <= 3 * ranks * 10
 
 
@@ -137,8 +143,7 @@ def test_a_silent_rank_is_named_once_on_each_node(job: Any, silent: int, nodes: 
     """Rank 0 too; rank 4 is alone on its node. The others end when their training threads had the time to notice."""
     simulated = job(5, per_node=2)
     simulated.alive[silent].done = 7
-    simulated.second()
-    del simulated.alive[silent]
+    simulated.kill(silent)
     assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED_BEATS + 4
     said = capsys.readouterr().err.splitlines()
     assert len(said) == nodes
@@ -151,9 +156,7 @@ def test_a_silent_rank_is_named_once_on_each_node(job: Any, silent: int, nodes: 
 def test_of_ranks_that_die_together_one_is_named(job: Any, dead: set[int], capsys: Any) -> None:
     """The rank before a dead one in the ring may be dead too; before the first of them there is one that lives."""
     simulated = job(5)
-    simulated.second()
-    for rank in dead:
-        del simulated.alive[rank]
+    simulated.kill(*dead)
     assert simulated.seconds_until_an_end() <= PATIENCE + 2 * MISSED_BEATS + 4
     (said,) = capsys.readouterr().err.splitlines()
     assert said.split(" (process ")[0] in {f"residua: rank {rank}" for rank in dead}
@@ -163,8 +166,7 @@ def test_a_dead_rank_has_the_last_step_that_anyone_knows(job: Any) -> None:
     """It beats once a second, and steps may be shorter: the others know of those that they finished together."""
     simulated = job(3)
     simulated.alive[2].done = 9
-    simulated.second()
-    del simulated.alive[2]
+    simulated.kill(2)
     asking = simulated.alive.pop(0)
     asking.common = 13
     assert asking.who_died().endswith("died, last heard of after step 13")
@@ -174,8 +176,7 @@ def test_a_dead_rank_has_the_last_step_that_anyone_knows(job: Any) -> None:
 def test_a_rank_that_ended_because_of_a_dead_one_is_not_named(job: Any) -> None:
     """A collective may fail late on a rank: when the one that waited with it has ended."""
     simulated = job(4)
-    simulated.second()
-    del simulated.alive[3]
+    simulated.kill(3)
     for rank in (0, 1, 2):
         assert simulated.alive.pop(rank).who_died().startswith("rank 3 ")
 
@@ -183,8 +184,7 @@ def test_a_rank_that_ended_because_of_a_dead_one_is_not_named(job: Any) -> None:
 def test_other_nodes_name_a_dead_rank_after_the_store_is_gone(job: Any, capsys: Any) -> None:
     """The store ends with the agent of the node where the rank died and was named."""
     simulated = job(4, per_node=2)
-    simulated.second()
-    del simulated.alive[0]
+    simulated.kill(0)
     assert simulated.alive.pop(1).who_died().startswith("rank 0 ")
     simulated.store.lost = True
     simulated.second()
@@ -196,8 +196,7 @@ def test_a_rank_asked_to_end_names_a_dead_one_first(job: Any, capsys: Any) -> No
     simulated = job(3)
     for heart in simulated.alive.values():
         heart.patience = 600
-    simulated.second()
-    del simulated.alive[1]
+    simulated.kill(1)
     simulated.alive[0].hurry()
     assert simulated.seconds_until_an_end() < 25
     assert capsys.readouterr().err.count("residua: rank 1 (process ") == 1
@@ -206,9 +205,7 @@ def test_a_rank_asked_to_end_names_a_dead_one_first(job: Any, capsys: Any) -> No
 @pytest.mark.parametrize("died", [True, False])
 def test_a_rank_that_cannot_save_ends_when_asked_to(job: Any, died: bool, capsys: Any) -> None:
     simulated = job(3)
-    simulated.second()
-    if died:
-        del simulated.alive[1]
+    simulated.kill(*[1] * died)
     asked = simulated.alive.pop(0)
     asked.end_soon()
     with pytest.raises(Ended):
@@ -222,8 +219,7 @@ def test_a_rank_that_fails_is_named_once_with_its_reason(job: Any, capsys: Any) 
     """By rank 0; the others give it time, because torchrun ends all when the first one ends."""
     simulated = job(4)
     simulated.alive.pop(1).fail("the disk is full")
-    ended = [rank for _ in range(3 * MISSED_BEATS + 2) for rank in sorted(simulated.second())]
-    assert ended == [0, 2, 3]
+    assert simulated.seconds(3 * MISSED_BEATS + 2) == [0, 2, 3]
     said = capsys.readouterr().err
     assert said.count("residua: rank 1 (process ") == said.count("failed: the disk is full, last heard of") == 1
 
@@ -231,8 +227,7 @@ def test_a_rank_that_fails_is_named_once_with_its_reason(job: Any, capsys: Any) 
 def test_what_rank_0_says_itself_is_said_again_elsewhere_only(job: Any, capsys: Any) -> None:
     simulated = job(5, per_node=2)
     simulated.alive.pop(0).fail("the disk is full")
-    for _ in range(3 * MISSED_BEATS + 2):
-        simulated.second()
+    simulated.seconds(3 * MISSED_BEATS + 2)
     said = capsys.readouterr().err.splitlines()
     assert not simulated.alive and len(said) == 2 and all("rank 0 (process" in line for line in said)
 
@@ -241,16 +236,14 @@ def test_the_first_of_several_failures_is_named(job: Any, capsys: Any) -> None:
     simulated = job(3)
     simulated.alive.pop(2).fail("first")
     simulated.alive.pop(1).fail("second")
-    for _ in range(3 * MISSED_BEATS):
-        simulated.second()
+    simulated.seconds(3 * MISSED_BEATS)
     assert "failed: first" in (said := capsys.readouterr().err) and "second" not in said
 
 
 def test_a_rank_that_finished_is_not_missed(job: Any) -> None:
     simulated = job(3)
     simulated.alive.pop(1).stop(finished=True)
-    for _ in range(3 * PATIENCE):
-        assert not simulated.second()
+    assert not simulated.seconds(3 * PATIENCE)
 
 
 def test_without_a_store_every_rank_says_so_and_ends(job: Any, capsys: Any) -> None:
@@ -271,11 +264,17 @@ def test_a_rank_that_finished_or_failed_does_not_need_the_store(job: Any) -> Non
 @pytest.mark.parametrize("dead", [0, 2])
 def test_after_a_failed_collective_the_dead_rank_is_found(job: Any, dead: int) -> None:
     simulated = job(4)
-    simulated.second()
-    del simulated.alive[dead]
+    simulated.kill(dead)
     asking = simulated.alive.pop(1)
     assert asking.who_died().startswith(f"rank {dead} (process ")
     assert asking.who_died().endswith(" died, last heard of after step 0")
+
+
+def test_after_a_failed_collective_the_living_are_not_accused(job: Any) -> None:
+    simulated = job(3)
+    assert simulated.alive.pop(0).who_died() is None
+    simulated.store.lost = True
+    assert simulated.alive.pop(1).who_died().startswith("the store that torchrun keeps is gone")
 
 
 def test_after_a_failed_collective_a_reason_is_found_at_once(job: Any) -> None:
@@ -284,17 +283,6 @@ def test_after_a_failed_collective_a_reason_is_found_at_once(job: Any) -> None:
     asked = simulated.now
     assert "rank 2" in (said := simulated.alive.pop(0).who_died()) and "failed: its own reason" in said
     assert simulated.now == asked
-
-
-def test_failed_collective_accuses_nobody_when_all_are_alive(job: Any) -> None:
-    simulated = job(3)
-    assert simulated.alive.pop(0).who_died() is None
-
-
-def test_who_died_asks_a_store_that_is_gone(job: Any) -> None:
-    simulated = job(2)
-    simulated.store.lost = True
-    assert simulated.alive.pop(1).who_died().startswith("the store that torchrun keeps is gone")
 
 
 def test_outlasting_a_rank_ends_with_its_beat_or_in_12_seconds(job: Any) -> None:
@@ -316,8 +304,7 @@ def test_a_rank_that_outlasts_another_says_nothing_itself(job: Any, capsys: Any)
     simulated = job(2)
     simulated.alive[1].outlast(rank=0)
     simulated.alive.pop(0).fail("said elsewhere")
-    for _ in range(3 * MISSED_BEATS):
-        assert not simulated.second()
+    assert not simulated.seconds(3 * MISSED_BEATS)
     assert not capsys.readouterr().err
 
 

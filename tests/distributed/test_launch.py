@@ -1,7 +1,5 @@
 """Ranks that die by a segmentation fault are started once more if the test allows it, and only once."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

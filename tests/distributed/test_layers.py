@@ -1,9 +1,8 @@
 """Layers that are gathered and compiled a few at a time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from residua.distributed.world import build_ranked_step
 from tests.distributed.cases import ACCUMULATE, batches, run_config
 from tests.distributed.traces import assert_same_training
 from tests.distributed.worker import made, single, trace
+from tests.nightly import only_nightly
 
 pytestmark = pytest.mark.slow
 
@@ -103,19 +103,13 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "backend"),
-    [
-        ("additive", "eager"),
-        pytest.param("additive", "aot_eager", marks=pytest.mark.nightly),
-        pytest.param("mgr", "eager", marks=pytest.mark.nightly),
-        pytest.param("moe", "eager", marks=pytest.mark.nightly),
-        pytest.param("mgr", "aot_eager", marks=pytest.mark.nightly),
-        pytest.param("moe", "aot_eager", marks=pytest.mark.nightly),
-    ],
-)
-def test_compiled_layers_train_as_one_process(model: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+WAYS = list(product(COMPILED, ("eager", "aot_eager")))
+
+
+@pytest.mark.parametrize("way", only_nightly(WAYS, but=[("additive", "eager")]), ids="-".join)
+def test_compiled_layers_train_as_one_process(way: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`eager` finds what cannot be traced, `aot_eager` also what cannot be differentiated ahead of time."""
+    model, backend = way
     recompute, shards, depth = COMPILED[model]
     monkeypatch.setattr(units, "compile_rewritten", partial(torch.compile, dynamic=False, backend=backend))
     monkeypatch.setattr(units, "SMALLEST_UNIT", 3000 if depth > 2 else 1)

@@ -1,7 +1,5 @@
 """The store in which the ranks of a job meet, the parts they build their share from, and which are called slow."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
@@ -146,9 +144,8 @@ def test_the_parts_of_a_new_run_are_those_of_one_process() -> None:
     torch.manual_seed(0)
     whole = residua.build(config.model).state_dict()
     torch.manual_seed(0)
-    parts = {
-        f"{name}.{key}": value for name, part in starting_parts(config) for key, value in part.state_dict().items()
-    }
+    states = [(name, part.state_dict()) for name, part in starting_parts(config)]
+    parts = {f"{name}.{key}": value for name, state in states for key, value in state.items()}
     assert parts.keys() == whole.keys()
     assert all(torch.equal(parts[name], value) for name, value in whole.items())
 

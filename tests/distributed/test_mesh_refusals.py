@@ -1,7 +1,5 @@
 """An impossible mesh is refused in one sentence, before anything starts."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -25,13 +23,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "shards": ({"shard": 8}, "use a multiple of 8"),
     "layers": ({"pipeline": 5, "schedule": "gpipe"}, "5 stages are more than the 4 layers"),
     "flow": ({"pipeline": 2, "data": 4}, "the 1f1b schedule needs at least parallel.pipeline = 2"),
-    "rounds": (
-        {"pipeline": 2, "data": 4, "schedule": "interleaved", "stages_per_rank": 2},
-        "the interleaved schedule needs a multiple of parallel.pipeline = 2",
-    ),
+    "rounds": ({"pipeline": 2, "data": 4, "schedule": "interleaved", "stages_per_rank": 2},
+               "the interleaved schedule needs a multiple of parallel.pipeline = 2"),
     "stages": ({"pipeline": 2, "stages_per_rank": 2}, "the interleaved schedule has 2 or more stages per rank"),
     "kind": ({"schedule": "1f1c"}, "did you mean '1f1b'?"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -58,23 +54,19 @@ def test_experts_that_the_ranks_cannot_share_are_refused(name: str, monkeypatch:
         run_config(model, parallel, accumulate=parallel["shard"])
 
 
-def test_a_mesh_without_its_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match=r"asks for 2 processes .* and 1 was started: use torchrun"):
-        open_world(run_config("additive", {"shard": 2}))
-
-
-def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_processes_and_a_mesh_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match=r"asks for 1 process .* and 4 were started"):
-        open_world(run_config("additive"))
-
-
-def test_a_process_alone_does_not_train_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match=r"pass `train` the world that residua\.distributed\.world\.open_world"):
-        World.alone(run_config("additive", {"shard": 2}))
+    for size, parallel, start, words in (
+        ("", {"shard": 2}, open_world, r"asks for 2 processes .* and 1 was started: use torchrun"),
+        ("4", {}, open_world, r"asks for 1 process .* and 4 were started"),
+        ("2", {"shard": 2}, World.alone, r"pass `train` the world that residua\.distributed\.world\.open_world"),
+    ):
+        if size:
+            monkeypatch.setenv("WORLD_SIZE", size)
+        else:
+            monkeypatch.delenv("WORLD_SIZE", raising=False)
+        with pytest.raises(ConfigError, match=words):
+            start(run_config("additive", parallel))
 
 
 @pytest.mark.slow
@@ -129,9 +121,8 @@ def test_rank_that_ends_while_connecting_is_one_sentence(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Processes, "start", fail)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        TrainingStopped, match=r"could not connect \(Gloo .* refused\), probably .* start the same"
-    ) as stop:
+    words = r"could not connect \(Gloo .* refused\), probably .* start the same"
+    with pytest.raises(TrainingStopped, match=words) as stop:
         open_world(run_config("additive", {"data": 2}))
     assert "\n" not in str(stop.value)
 

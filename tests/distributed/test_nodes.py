@@ -1,7 +1,5 @@
 """Several nodes: they must share the run's folder, and a run survives the loss of one of them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

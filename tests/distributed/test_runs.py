@@ -1,7 +1,5 @@
 """Whole runs on several ranks: checkpoints that any number of ranks can read, and ranks that die."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

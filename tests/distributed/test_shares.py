@@ -1,7 +1,5 @@
 """How a model is dealt out to stages, and a head that several stages share."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import combinations, pairwise
 
@@ -136,7 +134,6 @@ def test_a_piece_on_kernels_in_float32_is_close_to_float64(kept: int, monkeypatc
     targets, grads = torch.tensor([0, 39, 5, -1, 40, 7]), (torch.randn(6), torch.randn(6))
     grads[0][1] = grads[1][2] = grads[0][5] = grads[1][5] = 0
     fused = head_piece.fused
-    assert fused is not None
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     expected = head_piece.reference(*exact, targets)
     with ops.backend("triton"):

@@ -1,7 +1,5 @@
 """What is sent between stages, what a rank caches, and for how long."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Two ranks train as one process does: same losses, gradients and weights, however the model is divided."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

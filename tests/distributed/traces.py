@@ -1,7 +1,5 @@
 """Trains cases on several ranks, all in one start, and compares them with the training of one process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from functools import cache

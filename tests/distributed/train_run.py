@@ -1,7 +1,5 @@
 """A rank of a whole run, for tests: `train` as the command calls it, with a death on request."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -110,7 +108,6 @@ def die(mark: Path, rank: int, after: int, by: str = "SIGKILL", patience: float 
         if trainer.done == after:
             trainer.world.settle()
             if by == "hang":
-                assert patience is not None
                 trainer.world.heartbeat.stall = patience  # type: ignore[attr-defined]
                 time.sleep(3600 * (os.environ["RANK"] == str(rank)))
             elif os.environ["RANK"] == str(rank):

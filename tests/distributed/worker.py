@@ -1,7 +1,5 @@
 """A rank in the tests of equality: trains each case and gathers on rank 0 what is compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
