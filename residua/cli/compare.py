@@ -13,14 +13,17 @@ from residua.cli.options import (
     Data,
     Shots,
     TaskDir,
+    Tune,
     argument,
     command_line,
     complain,
     option,
     parse_tune,
+    resumable_study,
     say,
     split_names,
 )
+from residua.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,10 +60,7 @@ def compare(
     baseline: Annotated[str | None, option("Compare with this variant.", default="the first")] = None,
     match: Annotated[
         str | None,
-        option(
-            "Match parameters within 0.5 % by `ffn` width or `depth`; `flops`; or `none`.",
-            default="ffn",
-        ),
+        option("Match parameters within 0.5 % by `ffn` width or `depth`; `flops`; or `none`.", default="ffn"),
     ] = None,
     sizes: Annotated[
         str | None, option("Fit compute scaling over these presets or run TOMLs.", metavar="A,B,...")
@@ -101,13 +101,7 @@ def compare(
     task_dir: TaskDir = None,
     shots: Shots = None,
     limit: Annotated[int | None, option("Questions per task.", default="all", min=1)] = None,
-    tune: Annotated[
-        str | None,
-        option(
-            "Try these multiples of each variant's learning rate on short runs, and train with the best.",
-            metavar="lr=0.5x,1x,...",
-        ),
-    ] = None,
+    tune: Tune = None,
     diagnose: Annotated[
         bool | None, option("Also diagnose every trained model; each gets a page.", "--diagnose")
     ] = None,
@@ -162,12 +156,8 @@ def compare(
     }  # fmt: skip
     chosen = {key: value for key, value in options.items() if value is not None}
     if what and all(word.endswith(".json") for word in what):
-        _show(
-            [Path(word) for word in what],
-            out,
-            console,
-            [*chosen, *(["from"] * bool(start)), *(["results"] * bool(results))],
-        )
+        ignored = [*chosen, *["from"] * bool(start), *["results"] * bool(results)]
+        _show([Path(word) for word in what], out, console, ignored)
         return
 
     from residua.cli.compare_study import resolve_study
@@ -200,7 +190,6 @@ def _remembered(folder: Path, console: Console) -> Path | None:
 
 def _show(files: list[Path], out: Path | None, console: Console, options: list[str]) -> None:
     """Print the tables of results files, several as one study; with --out, also write its page there."""
-    from residua.config.settings import ConfigError
     from residua.files import refuse_used
     from residua.study.extend_study import unite
     from residua.study.page import show_saved
@@ -208,7 +197,7 @@ def _show(files: list[Path], out: Path | None, console: Console, options: list[s
 
     if options:
         ignored = options[0].replace("_", "-")
-        raise ConfigError(f"{files[0]} holds results, which are only shown: --{ignored} has no effect.")
+        raise UserError(f"{files[0]} holds results, which are only shown: --{ignored} has no effect.")
     if out is not None:
         refuse_used(out)
     print_study(console, show_saved(unite(files), out))
@@ -217,21 +206,15 @@ def _show(files: list[Path], out: Path | None, console: Console, options: list[s
 
 
 def _run_study(study: StudyConfig, out: Path, console: Console, plan_only: bool, results: Path | None) -> None:
-    from residua.files import keeping
     from residua.reading import counted
     from residua.study.run_study import preview, run_study
     from residua.study.tables import print_study
-    from residua.study.train_runs import StudyInterrupted
 
     if plan_only:
         preview(study, out, console, results)
         return
-    try:
-        with keeping("trained runs are kept, and the same command resumes from them"):
-            outcome = run_study(study, out, console, results, command_line())
-    except StudyInterrupted as stop:
-        typer.echo(str(stop), err=True)
-        raise typer.Exit(130) from None
+    with resumable_study():
+        outcome = run_study(study, out, console, results, command_line())
     print_study(console, outcome.result)
     say(console, f"\nReport: {outcome.report.resolve()}")
     if outcome.diagnosis is not None:
@@ -246,19 +229,17 @@ def _run_study(study: StudyConfig, out: Path, console: Console, plan_only: bool,
 
 
 def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str, Any] | None:
-    from residua.config.settings import ConfigError
-
     if sizes is None:
         if tokens_per_parameter is not None:
-            raise ConfigError("--tokens-per-parameter needs --sizes: it sets how long each size trains.")
+            raise UserError("--tokens-per-parameter needs --sizes: it sets how long each size trains.")
         return None
     names = split_names(sizes)
     if len(names) < 2:
-        raise ConfigError(f"--sizes {sizes} is too few to fit: name two sizes or more, as in tiny,mini.")
+        raise UserError(f"--sizes {sizes} is too few to fit: name two sizes or more, as in tiny,mini.")
     if tokens_per_parameter is None:
         return {"sizes": names}
     if not 0 < tokens_per_parameter < math.inf:
-        raise ConfigError(f"--tokens-per-parameter {tokens_per_parameter:g} must be above 0.")
+        raise UserError(f"--tokens-per-parameter {tokens_per_parameter:g} must be above 0.")
     return {"sizes": names, "tokens_per_parameter": tokens_per_parameter}
 
 
@@ -269,12 +250,10 @@ def _tasks(tasks: str | None, folder: Path | None, shots: int | None, limit: int
 
 
 def _budgets(ladder: str | None) -> list[float] | None:
-    from residua.config.settings import ConfigError
-
     try:
         return None if ladder is None else [float(word) for word in ladder.split(",") if word.strip()]
     except ValueError:
-        raise ConfigError(f"--ladder {ladder} is not a list of numbers: write it as 0.5,1,1.5,2.") from None
+        raise UserError(f"--ladder {ladder} is not a list of numbers: write it as 0.5,1,1.5,2.") from None
 
 
 def _list(console: Console) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,6 +63,13 @@ Data = Annotated[Path | None, option("A folder made by `residua data prepare`.",
 TaskDir = Annotated[Path | None, option("Local multiple-choice files, TASK.jsonl or .jsonl.xz.")]
 Shots = Annotated[int | None, option("Worked examples before each question.", default="the task's own", min=0)]
 Calibration = Annotated[int | None, option("Sequences that SmoothQuant calibrates on.", default="4096", min=1)]
+Tune = Annotated[
+    str | None,
+    option(
+        "Try these multiples of each variant's learning rate on short runs, and train with the best.",
+        metavar="lr=0.5x,1x,...",
+    ),
+]
 Threads = Annotated[int | None, option("CPU threads.", default="PyTorch's choice", min=1, max=4096)]
 
 
@@ -99,6 +107,20 @@ def use_threads(threads: int | None) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def resumable_study() -> Iterator[None]:
+    """Train a study inside the block: if the disk is full say that runs are kept, if a signal stops it how to go on."""
+    from residua.files import keeping
+    from residua.study.train_runs import StudyInterrupted
+
+    try:
+        with keeping("trained runs are kept, and the same command resumes from them"):
+            yield
+    except StudyInterrupted as stop:
+        typer.echo(str(stop), err=True)
+        raise typer.Exit(130) from None
 
 
 def command_line() -> str:

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from residua.cli.options import Calibration, Data, argument, command_line, option, parse_tune, say, split_names
+from residua.cli.options import (
+    Calibration,
+    Data,
+    Tune,
+    argument,
+    command_line,
+    option,
+    parse_tune,
+    resumable_study,
+    say,
+    split_names,
+)
+from residua.errors import UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,13 +57,7 @@ def reproduce(
     limit: Annotated[int | None, option("Questions per task.", default="all", min=1)] = None,
     no_tasks: Annotated[bool, option("Measure no accuracies.", "--no-tasks")] = False,
     calibration: Calibration = None,
-    tune: Annotated[
-        str | None,
-        option(
-            "Try these multiples of each row's learning rate on short runs, and train with the best.",
-            metavar="lr=0.5x,1x,...",
-        ),
-    ] = None,
+    tune: Tune = None,
     run: Annotated[list[Path] | None, option("Look inside this model instead of training.", metavar="FOLDER")] = None,
     study: Annotated[
         Path | None,
@@ -119,24 +125,16 @@ def reproduce(
 
 def _refuse(options: Sequence[str], but: Sequence[str], sentence: str) -> None:
     """Refuse options that would be ignored: those that were given, but for the ones that have a meaning here."""
-    from residua.errors import UserError
-
     ignored = next((name for name in options if name not in but), None)
     if ignored is not None:
         raise UserError(sentence.format(ignored))
 
 
 def _run_entry(entry: str, request: Request, folder: Path, results: Path | None, console: Console) -> None:
-    from residua.files import keeping
     from residua.reproduce.run_entry import reproduce
-    from residua.study.train_runs import StudyInterrupted
 
-    try:
-        with keeping("trained runs are kept, and the same command resumes from them"):
-            reproduced = reproduce(entry, request, folder, console, results, command_line())
-    except StudyInterrupted as stop:
-        typer.echo(str(stop), err=True)
-        raise typer.Exit(130) from None
+    with resumable_study():
+        reproduced = reproduce(entry, request, folder, console, results, command_line())
     _tell(reproduced, console)
     if reproduced.outcome.diagnosis is not None:
         say(console, f"Inside the models: {reproduced.outcome.diagnosis.resolve()}")
