@@ -32,12 +32,11 @@ Tone = Literal["", "good", "bad", "unsure"]
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with a title above it and a caption below; `alt` says in words what it shows (default: its values)."""
+    """A figure with a title above it and a caption below."""
 
     figure: Figure
     title: str = ""
     caption: str = ""
-    alt: str = ""
 
 
 class Section:
@@ -114,9 +113,9 @@ class Section:
         self._parts.append(table(self.title, columns, rows, set(emphasised), order))
         self._parts.append(meanings(columns))
 
-    def figure(self, figure: Figure, caption: str = "", alt: str = "") -> None:
-        """One interactive plot; `alt` says in words what it shows (default: its axes and values)."""
-        self._parts.append(self._figure(Picture(figure, "", caption, alt)))
+    def figure(self, figure: Figure, caption: str = "") -> None:
+        """One interactive plot, with its axes and values in words for a screen reader."""
+        self._parts.append(self._figure(Picture(figure, "", caption)))
 
     def beside(self, *pictures: Picture) -> None:
         """Plots side by side where there is room, else below each other."""
@@ -135,7 +134,7 @@ class Section:
             panels.append(
                 f'<div role="tabpanel" id="{identifier}" aria-labelledby="{identifier}-tab"'
                 f'{"" if index == 0 else " hidden"}><p class="panel-title">{escape(label)}</p>'
-                f"{self._plot(figure, '')}</div>"
+                f"{self._plot(figure)}</div>"
             )
         bar = f'<div role="tablist" aria-label="{escape(self.title)}">{"".join(labels)}</div>'
         self._parts.append(f'<figure class="tabs">{bar}{"".join(panels)}{_caption(caption)}</figure>')
@@ -158,13 +157,13 @@ class Section:
 
     def _figure(self, picture: Picture) -> str:
         title = f'<p class="figure-title">{escape(picture.title)}</p>' if picture.title else ""
-        plot = self._plot(picture.figure, picture.alt or picture.title)
+        plot = self._plot(picture.figure, picture.title)
         return f"<figure>{title}{plot}{_caption(picture.caption)}</figure>"
 
-    def _plot(self, figure: Figure, alt: str) -> str:
+    def _plot(self, figure: Figure, title: str = "") -> str:
         self.has_figures = True
         height = int(figure.layout.height or 360)
-        described = " ".join(part for part in (alt and f"{alt.rstrip('.')}.", words(figure)) if part)
+        described = " ".join(part for part in (title and f"{title.rstrip('.')}.", words(figure)) if part)
         return (
             f"{legend(figure)}"
             f'<div class="plot" role="group" aria-label="{escape(described)}" style="height:{height}px">'

@@ -35,7 +35,7 @@ def one_of_everything(text: str) -> Page:
     section.facts({text: text, "link": Link(text, f"runs/{text}")})
     section.table([Column(text, text), Column("b")], [[Value(text, text), Link(text, "#x")]])
     section.table([Column(text, numeric=False)], [[Series(text, "#2f7ed8", text)]], order=Sorted(0))
-    section.beside(Picture(forest([Estimate(text, 1.0, "#2f7ed8", (0.5, 1.5), text)], text), text, text, text))
+    section.beside(Picture(forest([Estimate(text, 1.0, "#2f7ed8", (0.5, 1.5), text)], text), text, text))
     line = curves([Curve(text, [0, 1], [1.0, 2.0], "#2f7ed8")], text, text)
     section.figure(line, text)
     section.tabs({text: line, "other": heatmap([[1.0, None]], [text, "2"], [text], text, text, text)}, text)
