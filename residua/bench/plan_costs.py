@@ -365,14 +365,13 @@ def expert_traffic(config: RunConfig, layers: float, tokens: float, micro: int) 
     )
 
 
-def depth_bytes(model: ModelConfig, *, pipelined: bool = False) -> float:
+def depth_bytes(model: ModelConfig) -> float:
     """Bytes per token of all junctions, forward and backward, beyond an additive model's, at the full bandwidth.
 
-    Junctions that reach less of the bandwidth count for more. `pipelined`: as in the stages of a pipeline.
+    Junctions that reach less of the bandwidth count for more.
     """
     costs = _costs(model)
-    rows = sum(costs.in_stages(model.sublayers)) if pipelined else costs.step
-    beyond = max(0.0, rows - ADDED_IN_NORM * model.sublayers)
+    beyond = max(0.0, costs.step - ADDED_IN_NORM * model.sublayers)
     return 2 * model.width * beyond / costs.bandwidth_share
 
 
