@@ -151,7 +151,7 @@ MEASURES: dict[str, Measure] = {
     ),
     "core_features": Measure(
         "core features",
-        _inside(lambda m: mean(found) if (found := [s.core_features for s in m.states if s.core_features]) else None),
+        _inside(lambda m: mean(counts) if (counts := [s.core_features for s in m.states if s.core_features]) else None),
         "principal components that hold 99 % of the variance, mean over states",
         digits=".1f",
         diagnosed=True,

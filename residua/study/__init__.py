@@ -7,6 +7,10 @@
 | measuring | `records` (of a run), `results_file` (of a study), `measurements`, `score_tasks`, `timing` |
 | statistics | `statistics`, `ladder`, `gains` (which decides whether a variant pays), `results` |
 | report | `verdicts` (which words the decision), `tables`, `figures`, `page` |
+
+Where to look for: the runs of a study, `plan.make_plan`; whether a variant pays, `gains.pays`; its colour and marker,
+`figures.looks`; the tokens that a verdict is based on, `RunRecord.final_loss` and `StudyResult.validated_tokens`, which
+`train/result.py` decides (`final_tokens`).
 """
 
 from residua.study.config import StudyConfig

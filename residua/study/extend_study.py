@@ -26,7 +26,7 @@ from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import EXTENDED, PLACE, STARTED, STUDY, PlannedRun, StudyPlan, make_plan, read_rates
 from residua.study.records import RunRecord, is_complete, read_environment, read_run
 from residua.study.results import DatasetFacts
-from residua.study.results_file import PATHS, SavedStudy, Timings, found_here, same_place, save_study
+from residua.study.results_file import PATHS, SavedStudy, Timings, local_changes, same_place, save_study
 from residua.study.timing import read_timings
 from residua.study.train_runs import lock_results
 from residua.train.environment import START
@@ -373,7 +373,7 @@ def settle(study: StudyConfig, out: Path, results: Path | None = None) -> StudyC
             known |= StudyConfig.from_toml(file).bases or {}
     if results is not None and results.exists():
         known = {**(SavedStudy.read(results).config.bases or {}), **known}
-    return name_bases(with_earlier(study, out), known).model_copy(update={"set": found_here(study.set)})
+    return name_bases(with_earlier(study, out), known).model_copy(update={"set": local_changes(study.set)})
 
 
 def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:

@@ -138,9 +138,9 @@ def study_page(
         _side_table(page, result, table, figure=drawn, caption=_not_drawn(result, points).strip())
     _inside(page, records[result.sizes[-1]])
     _runs(page, result, out)
-    made = page.section("How this was made", "The same study file gives the same runs.")
-    with made.fold("The study file"):
-        made.code(study.to_toml())
+    source = page.section("How this was made", "The same study file gives the same runs.")
+    with source.fold("The study file"):
+        source.code(study.to_toml())
     every = [run for by_variant in records.values() for runs in by_variant.values() for run in runs]
     page.made(provenance(result, every, commands))
     return page

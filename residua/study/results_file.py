@@ -287,10 +287,7 @@ def save_study(
     """The complete runs of a study, ready to be written."""
     environments: list[dict[str, Any]] = []
     runs = []
-    for run in plan.runs:
-        record = records.get(run)
-        if record is None:
-            continue
+    for run, record in ((run, records[run]) for run in plan.runs if run in records):
         about = {key: record.environment[key] for key in ENVIRONMENT if record.environment.get(key) is not None}
         if about not in environments:
             environments.append(about)
@@ -315,26 +312,27 @@ def save_study(
             )
         )
     bases = {name: portable_run(base) for name, base in (study.bases or {}).items()}
-    portable_study = study.model_copy(update={"bases": bases or None, "set": portable_changes(study.set)})
+    changes = tuple(_with_path(change, portable) for change in study.set)
+    portable_study = study.model_copy(update={"bases": bases or None, "set": changes})
+    models = (
+        SavedModel(
+            size=size, variant=name, overrides=model.overrides, matching=model.matching, parameters=model.parameters,
+            flops_per_token=model.flops_per_token, timings=dict((timings or {}).get((size, name), {})),
+            config=portable_run(model.config.model_dump(mode="json", exclude_none=True)),
+        )
+        for (size, name), model in plan.models.items()
+    )  # fmt: skip
     return SavedStudy(
         commands=tuple(dict.fromkeys(commands)),
         study=portable_study.model_dump(mode="json", exclude_none=True, exclude={"data", "threads", "tasks"}),
         fingerprint=fingerprint,
         dataset=None if dataset is None else dataset.model_copy(update={"path": Path(dataset.path).name}),
         environments=tuple(environments),
-        models=tuple(_saved_model(key, model, (timings or {}).get(key, {})) for key, model in plan.models.items()),
+        models=tuple(models),
         tuning=plan.tuned or None,
         tasks=None if study.tasks is None else study.tasks.anywhere,
         runs=tuple(runs),
     )
-
-
-def _saved_model(key: tuple[str, str], model: PlannedModel, timings: Mapping[str, StepTiming]) -> SavedModel:
-    return SavedModel(
-        size=key[0], variant=key[1], overrides=model.overrides, matching=model.matching, parameters=model.parameters,
-        flops_per_token=model.flops_per_token, timings=dict(timings),
-        config=portable_run(model.config.model_dump(mode="json", exclude_none=True)),
-    )  # fmt: skip
 
 
 def portable(path: str) -> str:
@@ -344,11 +342,6 @@ def portable(path: str) -> str:
         return path
     here = Path.cwd()
     return str(place.relative_to(here)) if place.is_relative_to(here) else place.name
-
-
-def portable_changes(changes: Iterable[str]) -> tuple[str, ...]:
-    """The changes of a study, with portable paths."""
-    return tuple(_with_path(change, portable) for change in changes)
 
 
 def portable_run(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,7 +355,7 @@ def portable_run(run: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def found_here(changes: Iterable[str]) -> tuple[str, ...]:
+def local_changes(changes: Iterable[str]) -> tuple[str, ...]:
     """The changes of a study, with the whole paths of files that are there."""
 
     def whole(path: str) -> str:

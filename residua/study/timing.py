@@ -268,7 +268,7 @@ class Session:
         else:
             stale = [other for other in others if _forget(other, timing.device)]
             _add(file, timing)
-            what = f"{path.stem}: {_told(timing)}"
+            what = f"{path.stem}: {_in_words(timing)}"
             if earlier is not None:
                 what = f"{path.stem}: {_rate(timing)} alone, but {_rate(earlier)} when timed before"
             print(what + ": all variants are timed again" * bool(earlier or stale), flush=True)
@@ -285,7 +285,7 @@ class Session:
             _add(file, timing)
             self._timed.append((file, timing))
             scaled = f"; recorded as {_rate(timing)}, scaled to the baseline's recorded speed" * (self._factor != 1.0)
-            print(f"{path.stem}: {_told(measured)}{scaled}", flush=True)
+            print(f"{path.stem}: {_in_words(measured)}{scaled}", flush=True)
 
     def time_baseline_again(self, path: Path) -> None:
         """Time the first model once more: how far it moved enters the records of the variants of this session.
@@ -342,7 +342,7 @@ def _rate(timing: StepTiming) -> str:
     return f"{timing.tokens_per_second:,.0f} tokens/s"
 
 
-def _told(timing: StepTiming) -> str:
+def _in_words(timing: StepTiming) -> str:
     return f"{_rate(timing)} alone, spread {timing.spread:.1%}{', the machine is busy' * timing.busy}"
 
 

@@ -138,8 +138,8 @@ class Follower:
             self.damaged += 1
         elif names:
             self.rows[record["kind"]].append(row)
-            said = record.get("said")
-            self.sentences += [brief(s, 300) for s in said if isinstance(s, str)] if isinstance(said, list) else []
+            words = record.get("said")
+            self.sentences += [brief(s, 300) for s in words if isinstance(s, str)] if isinstance(words, list) else []
 
     def _read_steps(self) -> int | None:
         """How many steps the run will have; None if that is not known."""
