@@ -92,6 +92,23 @@ def writing(path: Path, intact: str = GONE, within: Path | None = None) -> Itera
         raise WriteError(path, error, intact) from None
 
 
+def lock(path: Path, busy: str, intact: str = GONE) -> int:
+    """Lock a file, which is made if need be, for this process; refuses in the words of `busy` if another holds it.
+
+    The lock is held until the descriptor is closed, also by processes that inherit it, or all of them have ended.
+    """
+    import fcntl  # which Windows lacks
+
+    with writing(path, intact):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise UserError(busy) from None
+    return descriptor
+
+
 def _is_within(name: str, folder: Path) -> bool:
     return Path(name).is_relative_to(folder) or Path(name) in folder.parents
 

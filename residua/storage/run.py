@@ -8,7 +8,6 @@ metrics-lost-N.jsonl.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError
 from residua.data.tokenizer import SETTINGS, SOURCE
 from residua.errors import UserError
-from residua.files import UNFINISHED, AppendedFile, atomic_folder, refuse_blocked, write_atomically, writing
+from residua.files import UNFINISHED, AppendedFile, atomic_folder, lock, refuse_blocked, write_atomically, writing
 from residua.machine import this_process
 from residua.reading import Count, ReadError, Shape, check, inside, read_json, read_json_lines, read_text, reason
 from residua.storage.checkpoint import FOLDER, Checkpoint, TrainingStopped, checkpoints
@@ -67,16 +66,9 @@ class Run:
         self._lock = self._take()
 
     def _take(self) -> int:
-        """Lock the folder for this process; the system releases the lock when the process ends."""
-        with writing(self.folder / LOCK, "the folder is as it was"):
-            descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            busy = f"{self.folder} is in use by another process: wait for it, or choose another --out."
-            raise ConfigError(busy) from None
-        return descriptor
+        """Lock the folder for this process."""
+        busy = f"{self.folder} is in use by another process: wait for it, or choose another --out."
+        return lock(self.folder / LOCK, busy, "the folder is as it was")
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig, advice: str = _ANOTHER) -> Run:

@@ -6,7 +6,6 @@ others, and an interrupted study continues from its checkpoints when it is start
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from residua.config import variants
 from residua.config.run import RunConfig, differences
 from residua.config.settings import ConfigError, override_key
 from residua.data import Dataset
-from residua.files import making, refuse_blocked, write_atomically, writing
+from residua.files import lock, making, refuse_blocked, write_atomically, writing
 from residua.machine import available_cores, python_environment
 from residua.reading import counted
 from residua.report.plain import outcome
@@ -265,9 +264,8 @@ def _own(out: Path) -> Iterator[int]:
     """Lock the study's folder; refuse if another study holds it."""
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    descriptor = _lock(
-        out / LOCK, f"{out} is in use by another study or one of its trainers: wait for it, or choose another --out."
-    )
+    busy = f"{out} is in use by another study or one of its trainers: wait for it, or choose another --out."
+    descriptor = lock(out / LOCK, busy)
     try:
         yield descriptor
     finally:
@@ -280,33 +278,21 @@ def lock_results(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    beside = path.with_name(f".{path.name}.lock")
-    refusal = (
+    lock_file = path.with_name(f".{path.name}.lock")
+    busy = (
         f"{path} is in use by another study: wait for it, or train without --results and add the runs later with "
         f"`residua compare FOLDER --results {path} --plan`."
     )
     with making(path.parent):
-        descriptor = _lock(beside, refusal)
+        descriptor = lock(lock_file, busy)
         while os.fstat(descriptor).st_nlink == 0:  # its last owner removed it before we had the lock
             os.close(descriptor)
-            descriptor = _lock(beside, refusal)
+            descriptor = lock(lock_file, busy)
         try:
             yield
         finally:
-            beside.unlink(missing_ok=True)
+            lock_file.unlink(missing_ok=True)
             os.close(descriptor)
-
-
-def _lock(path: Path, refusal: str) -> int:
-    """Lock a file, which is made if need be; `refusal` says that another process holds it."""
-    with writing(path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise ConfigError(refusal) from None
-    return descriptor
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import residua
 from residua.config.run import ParallelConfig, RunConfig
 from residua.config.settings import ConfigError
 from residua.distributed.mesh import one_rank
+from residua.errors import UserError
 from residua.files import WriteError
 from residua.storage.checkpoint import best, checkpoints, prune
 from residua.storage.load import load
@@ -217,7 +218,7 @@ def test_folder_with_anything_of_value_is_not_started_again(config: RunConfig, t
     run = Run.create(tmp_path / "run", config)
     run.begin({}, 0)
     assert failed_early(tmp_path / "run")
-    with pytest.raises(ConfigError, match="in use by another process"):
+    with pytest.raises(UserError, match="in use by another process"):
         Run.start_again(tmp_path / "run", config)
     run.close()
     Run.start_again(tmp_path / "run", config.override(["model.layers=3"])).close()

@@ -12,6 +12,7 @@ from rich.console import Console
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.data import Dataset, open_corpus, prepare
+from residua.errors import UserError
 from residua.study.extend_study import join
 from residua.study.page import show_saved
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
@@ -374,7 +375,7 @@ def test_two_studies_do_not_write_the_same_file_at_once(
     chosen: Choose, kept: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meanwhile(*given: Any) -> dict[PlannedRun, str]:
-        with pytest.raises(ConfigError, match=r"x\.json is in use by another study: wait for it"):
+        with pytest.raises(UserError, match=r"x\.json is in use by another study: wait for it"):
             compare(chosen("block_attnres"), tmp_path / "third", kept)
         (tmp_path / "first.toml").write_text(chosen("mgr").to_toml())
         arguments = (tmp_path / "first.toml", "--out", tmp_path / "first", "--results", kept, "--plan")

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from residua.config.settings import ConfigError
 from residua.data import Dataset
+from residua.errors import UserError
 from residua.study import StudyConfig
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import is_complete, read_run
@@ -206,7 +207,7 @@ def test_ctrl_c_saves_every_run_and_the_same_command_resumes(
 def test_a_second_study_in_the_same_folder_is_refused(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     from residua.study.train_runs import _own
 
-    with _own(out), pytest.raises(ConfigError, match="in use by another study"):
+    with _own(out), pytest.raises(UserError, match="in use by another study"):
         run_plan(study, make_plan(study, out, dataset), out, Quiet())
 
 
