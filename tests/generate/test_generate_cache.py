@@ -1,7 +1,5 @@
 """Prefill, chunked prefill and token-by-token decoding are one forward pass, for every combination of components."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """`residua generate` at the command line."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -39,12 +37,8 @@ def test_prompt_streams_its_continuation_and_prints_the_speed(run: Path, generat
     text = Generator(*open_model(run))(["depth is"], Request(9))[0][0].text
     assert (status, out) == (0, f"depth is{text}\n")
     size = sum(p.numel() * 4 for p in library.load(run).parameters()) / 1e9
-    assert re.fullmatch(
-        r"\[9 tokens \(length\), [\d,.]+ tokens/s, [\d,.]+ GB/s of "
-        + re.escape(f"{size:.3g}")
-        + r" GB of weights; prompt: 8 tokens in [\d.]+ s\]\n",
-        err,
-    )
+    speed = rf"[\d,.]+ tokens/s, [\d,.]+ GB/s of {re.escape(f'{size:.3g}')} GB of weights"
+    assert re.fullmatch(rf"\[9 tokens \(length\), {speed}; prompt: 8 tokens in [\d.]+ s\]\n", err)
 
 
 def test_single_token_has_no_speed(generate: Generate) -> None:
@@ -85,9 +79,7 @@ def test_prompts_of_a_file_go_in_one_batch(run: Path, tmp_path: Path, generate: 
 
 
 @pytest.mark.parametrize("first", ["how far", "x" * 40])
-def test_conversation_continues_until_an_empty_line(
-    first: str, generate: Generate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_conversation_continues_until_an_empty_line(first: str, generate: Generate, monkeypatch) -> None:
     """Also after a line that is too long, which is refused."""
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{first}\nis it\n\n"))
     status, out, err = generate("--chat", "--tokens", 4)
@@ -102,34 +94,25 @@ def test_conversation_continues_until_an_empty_line(
         (("--prompt", "a", "--chat"), "--prompt, --file and --chat exclude each other: give one of them."),
         ((), "say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat."),
         (("--prompt", ""), "the prompt is empty: give the model a text to continue."),
-        (
-            ("--prompt", "x" * 40),
-            "the prompt has 40 tokens and the model's context is 32: shorten it to 31 or fewer.",
-        ),
+        (("--prompt", "x" * 40), "the prompt has 40 tokens and the model's context is 32: shorten it to 31 or fewer."),
         (("--prompt", "a", "--top-p", "2"), "top-p is 2.0: use a share above 0 and up to 1."),
         (("--prompt", "a", "--seed", str(2**64)), f"seed is {2**64}: use a whole number from 0 to 2**63 - 1."),
         (("--prompt", "a", "--prompt", ""), "the prompt is empty: give the model a text to continue."),
         (("--prompt", "a", "--engine", "fast"), "engine fast does not exist: choose auto, eager, graph or compile."),
         (("--prompt", "a", "--device", "tpu"), "--device is 'tpu': choose auto, cpu or cuda."),
         (("--prompt", "a", "--checkpoint", "worst"), "--checkpoint worst does not exist: choose last or best."),
-        (
-            ("--file", "nofile.txt"),
-            "nofile.txt cannot be read (No such file or directory): --file is a text file with one prompt per line.",
-        ),
+        (("--file", "nofile.txt"),
+         "nofile.txt cannot be read (No such file or directory): --file is a text file with one prompt per line."),
         (("--prompt", "a", "--stop", ""), "a stop string is empty: it would stop before the first token."),
     ],
-)
+)  # fmt: skip
 def test_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str, generate: Generate) -> None:
     assert generate(*arguments) == (2, "", f"residua: {sentence}\n")
 
 
 @pytest.mark.parametrize(
     ("broken", "words"),
-    [
-        ("nowhere", "is not a folder"),
-        ("empty", "holds no model"),
-        ("without tokenizer", "has no tokenizer"),
-    ],
+    [("nowhere", "is not a folder"), ("empty", "holds no model"), ("without tokenizer", "has no tokenizer")],
 )
 def test_folder_that_holds_no_model_is_refused(broken: str, words: str, tmp_path: Path, generate: Generate) -> None:
     folder = tmp_path / "model"

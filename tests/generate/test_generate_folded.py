@@ -1,7 +1,5 @@
 """However a model is opened for generation, ExoFormer's static λ2 is in its weights; an export keeps it as trained."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +15,12 @@ from residua.generate.generator import Generator
 from tests.trained import residua, train_run
 
 pytestmark = pytest.mark.slow
-EXOFORMER = {
-    "attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"},
-    "anchors": {"kind": "exoformer"},
-}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_run(tmp_path_factory.mktemp("folded"), **EXOFORMER)
+    attention = {"kind": "softmax", "heads": 2, "gate": "elementwise"}
+    return train_run(tmp_path_factory.mktemp("folded"), attention=attention, anchors={"kind": "exoformer"})
 
 
 @pytest.fixture
@@ -63,9 +58,7 @@ def test_the_documented_way_from_python_folds(run: Path, generating: list[nn.Mod
     assert_folded(generating)
 
 
-def test_the_harness_generates_folded(
-    run: Path, generating: list[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_harness_generates_folded(run: Path, generating: list[nn.Module], tmp_path: Path, monkeypatch) -> None:
     harness = pytest.importorskip("residua.evaluate.harness", exc_type=ImportError)
     monkeypatch.setattr(harness, "evaluate_with_harness", lambda *args, **settings: {})
     monkeypatch.setattr(harness, "TaskManager", lambda: SimpleNamespace(all_tasks=["arc_easy"], task_index={}))

@@ -1,7 +1,5 @@
 """Sampling, streams of text, stop strings, and whole generations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -48,11 +46,6 @@ def test_the_first_tokens_are_shown_before_a_step_is_built(monkeypatch: pytest.M
     made(["hello"], Request(1))
     made(["hello", "a"], Request(3))
     assert happened == ["add", "add", "build", "add", "add"]
-
-
-def test_greedy_takes_likeliest_token_and_never_padding() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])
-    assert Sampler(Sampling(), [0, 0], 1, 3, CPU)(logits, 0).tolist() == [1, 0]
 
 
 def test_top_k_and_top_p_keep_what_they_say() -> None:
@@ -127,11 +120,8 @@ def test_generation_ends_at_the_end_of_text_and_at_the_context() -> None:
     done, speed = Generator(saying(TOKENIZER.end_of_text, 0.0), TOKENIZER)(["abc", "abcdefghij"], Request(9))
     assert [(c.reason, len(c.tokens)) for c in done] == [("length", 9), ("length", 6)]
     assert (speed.new_tokens, speed.prompt_tokens, speed.steps) == (15, 13, 8)
-
-
-def test_generation_ends_at_every_token_that_ends_a_text() -> None:
     reasons = [Generator(saying(7), TOKENIZER, ends=ends)(["abc"], Request(3))[0][0].reason for ends in ((), (5, 7))]
-    assert reasons == ["length", "end"]
+    assert reasons == ["length", "end"], "at every token that ends a text"
 
 
 def stream(pieces: list[bytes], stop: list[str]) -> tuple[list[str], TextStream]:
@@ -240,7 +230,9 @@ def test_a_step_reads_no_more_experts_than_its_rows_can_visit(rows: int, visited
     assert weight_bytes(built, rows) == everything - idle
 
 
-def test_lowest_temperature_is_greedy_without_nan() -> None:
+def test_greedy_and_the_lowest_temperature_take_the_likeliest_token() -> None:
+    padded = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])  # the last id is padding
+    assert Sampler(Sampling(), [0, 0], 1, 3, CPU)(padded, 0).tolist() == [1, 0]
     logits = torch.randn(3, 257)
     sampler = Sampler(Sampling(temperature=1e-45), [0, 1, 2], 1, 257, logits.device)
     assert torch.equal(sampler(logits, 0), logits.argmax(-1))
@@ -298,12 +290,9 @@ def test_a_folded_scale_changes_nothing_but_rounding(row: Row) -> None:
     assert layers == len(built.config.softmax_layers) - writes
     assert not any("current_scale" in name for name, _ in built.named_parameters())
     assert fold_mixing(built) == 0
-
-
-def test_a_dynamic_scale_is_not_folded() -> None:
     attention = {"kind": "softmax", "heads": 2, "gate": "elementwise"}
-    built = residua.build(small(attention=attention, anchors={"kind": "exoformer", "mixing": {"kind": "dynamic"}}))
-    assert fold_mixing(built) == 0
+    dynamic = residua.build(small(attention=attention, anchors={"kind": "exoformer", "mixing": {"kind": "dynamic"}}))
+    assert fold_mixing(dynamic) == 0
 
 
 @pytest.mark.slow

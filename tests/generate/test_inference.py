@@ -1,7 +1,5 @@
 """A model rewritten for inference computes what the model does: prompts, and decoding one token per row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -169,9 +167,7 @@ def test_what_has_no_form_for_inference_stays_as_it_is(tables: dict[str, Any]) -
         pytest.param("full", 17, marks=pytest.mark.nightly),
     ],
 )
-def test_interpreted_kernels_decode_what_the_model_does(
-    name: str, layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_kernels_decode_what_the_model_does(name: str, layers: int, monkeypatch) -> None:
     operators = [vars(inference)[name] for name in inference.__all__]
 
     def fused_where_decoding(self: Any, *args: Any, **settings: Any) -> Any:

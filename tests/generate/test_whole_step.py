@@ -4,8 +4,6 @@ Here each phase is a launch: the interpreter runs one program after the other, a
 ever.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
@@ -42,23 +40,26 @@ pytest.importorskip("triton")
 
 def filled(built: Decoder, tokens: Tensor) -> Cache:
     """A static cache of all but the last two tokens."""
-    cache = built.new_cache(len(tokens), 8)
+    cache = built.new_cache(len(tokens), max(8, tokens.shape[1]))
     prefill(built, cache, tokens[:, :-2].tolist())
     cache.static = True
     return cache
 
 
 @torch.no_grad()
-def check(built: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "SPLITS", 2)
-    tokens = torch.randint(23, (rows, 6))
+def assert_decodes(built: Decoder, tokens: Tensor) -> None:
+    """The last two tokens, each in one step."""
     cache = filled(built, tokens)
     with ops.backend("triton"):
         step = whole_step(built, cache)
-        assert step is not None
         logits = [step(tokens[:, -2]), step(tokens[:, -1])]
-    assert cache.lengths.tolist() == [6] * rows
+    assert cache.lengths.tolist() == [tokens.shape[1]] * len(tokens)
     torch.testing.assert_close(torch.stack(logits, 1), built(tokens)[:, -2:], rtol=0, atol=2e-5)
+
+
+def check(built: Decoder, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SPLITS", 2)
+    assert_decodes(built, torch.randint(23, (rows, 6)))
 
 
 NIGHTLY = ["blocks of three", "a last block cut short", "one block", "four streams", "independent gates"]
@@ -77,15 +78,11 @@ def test_phases_decode_what_the_model_does(name: str, layers: int, monkeypatch: 
     check(model(TOPOLOGIES[name][0], layers=layers), 2, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "case",
-    only_nightly(
-        product(["elementwise", "headwise", "scalar"], [False, True]), but=[("elementwise", False), ("scalar", True)]
-    ),
-)
-def test_phases_mix_values_with_those_of_the_first_layer(
-    case: tuple[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+MIXED = list(product(["elementwise", "headwise", "scalar"], [False, True]))
+
+
+@pytest.mark.parametrize("case", only_nightly(MIXED, but=[("elementwise", False), ("scalar", True)]))
+def test_phases_mix_values_with_those_of_the_first_layer(case: tuple[str, bool], monkeypatch) -> None:
     """Grouped heads, of whose group one program writes the anchor; the last layer mixes after one that did."""
     granularity, folded = case
     topology = TOPOLOGIES["two streams" if folded else "additive"][0]
@@ -110,13 +107,11 @@ def test_phases_take_more_sources_than_single_junctions(layers: int, monkeypatch
 @pytest.mark.parametrize(
     "tables",
     [
-        {
-            "attention": SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": "none"},
-            "ffn": {"kind": "relu2", "hidden": 40},
-        },
+        {"attention": SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8, "qk_norm": "none"},
+         "ffn": {"kind": "relu2", "hidden": 40}},
         {"attention": SOFTMAX | {"heads": 3}, "width": 24, "embed_scale": 2.0, "ffn": {"kind": "gelu", "hidden": 40}},
     ],
-)
+)  # fmt: skip
 def test_phases_decode_what_other_layers_do(tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has several tiles of rows; a row of 24 or 40 channels is two blocks."""
     check(model({"kind": "additive"}, layers=1, **tables), 1, monkeypatch)
@@ -126,17 +121,7 @@ def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
     """Forty tokens are three shares of sixteen slots, of which a program reads sixteen at a time."""
     monkeypatch.setattr(launch, "SPLITS", 4)
     monkeypatch.setattr(launch, "SLOTS_HELD", 16)
-    built = model({"kind": "additive"}, layers=1, context=64)
-    tokens = torch.randint(23, (1, 42))
-    with torch.no_grad():
-        cache = built.new_cache(1, 64)
-        prefill(built, cache, tokens[:, :-2].tolist())
-        cache.static = True
-        with ops.backend("triton"):
-            step = whole_step(built, cache)
-            assert step is not None
-            logits = [step(tokens[:, -2]), step(tokens[:, -1])]
-        torch.testing.assert_close(torch.stack(logits, 1), built(tokens)[:, -2:], rtol=0, atol=2e-5)
+    assert_decodes(model({"kind": "additive"}, layers=1, context=64), torch.randint(23, (1, 42)))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +217,6 @@ def test_barriers_and_separate_launches_give_the_same_bits(name: str, layers: in
         cache = built.new_cache(2, 48)
         cache.static = True
         whole = build_layers(built, cache)
-        assert whole is not None
         for column in tokens.T:
             whole.y.copy_(built.embed(column))
             normed = run(whole, cache.lengths).clone()

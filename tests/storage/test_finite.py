@@ -1,7 +1,5 @@
 """Weights that are NaN or infinite are named and refused, by every verb and for every kind of folder."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

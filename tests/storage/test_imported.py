@@ -1,7 +1,5 @@
 """Folders of transformers: what comes along, parts of a model in several files, memory, and the commands on a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -141,10 +139,7 @@ def test_a_model_in_several_files_is_read_by_its_index(folder: Path, tmp_path: P
     [
         (lambda t: t.pop("model.norm.weight"), "lacks tensor 'model.norm.weight'"),
         (lambda t: t.update({"model.extra": torch.zeros(2)}), "holds tensor 'model.extra', which qwen3 models do not"),
-        (
-            lambda t: t.update({"model.norm.weight": torch.zeros(2)}),
-            "with shape [2], but its config.json asks for [32]",
-        ),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(2)}), "shape [2], but its config.json asks for [32]"),
         (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "as I8: import the model in 16"),
     ],
     ids=["missing", "surplus", "shape", "quantized"],
@@ -182,20 +177,9 @@ def test_texts_of_an_imported_model_end_in_its_own_token(folder: Path, tmp_path:
     assert (generation["eos_token_id"], generation["pad_token_id"]) == (299, 0)
     assert open_model(tmp_path / "out")[1].end_of_text == 299
     for number, tokenizer in enumerate((run / "tokenizer.json", folder)):
-        arguments = [
-            "data",
-            "prepare",
-            text,
-            "--overlap",
-            "keep",
-            "--validation",
-            shutil.copy(text, tmp_path / "held_out.txt"),
-            "--tokenizer",
-            tokenizer,
-            "--out",
-            f"{data}{number}",
-        ]
-        assert CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False).exit_code == 0
+        held_out = shutil.copy(text, tmp_path / "held_out.txt")
+        options = ("--overlap", "keep", "--validation", held_out, "--tokenizer", tokenizer, "--out", f"{data}{number}")
+        done("data", "prepare", text, *options)
         dataset = Dataset.open(f"{data}{number}")
         assert dataset.split("train").read(0, 11).tolist() == [*b"Some text.", 299]
         assert dataset.vocab_size == 300 and dataset.tokenizer.end_of_text == 299
@@ -250,21 +234,19 @@ def test_model_saved_without_its_head_is_read_if_it_is_tied(tied: bool, tmp_path
         torch.testing.assert_close(ours, logits(theirs, tokens()), rtol=0, atol=1e-5)
 
 
-def test_a_tensor_that_is_not_finite_is_named_with_its_folder(folder: Path, tmp_path: Path) -> None:
-    content = load_file(folder / "model.safetensors")
-    content["model.norm.weight"][3] = torch.inf
-    save_file(content, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"^{folder}: weight norm\.weight is not finite .* not written as BF16"):
-        import_folder(folder, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_tensors_are_written_as_safetensors_writes_them(tmp_path: Path) -> None:
     given = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.zeros(0, 2), "d": torch.randn(2, 2).T}
     entries = [Entry(name, t.dtype, t.shape) for name, t in given.items()]
     write_tensors(tmp_path / "x.safetensors", entries, given.values())
     for name, tensor in load_file(tmp_path / "x.safetensors").items():
         assert torch.equal(tensor, given[name]) and tensor.dtype == given[name].dtype
+
+
+def done(*arguments: object) -> str:
+    """What the command printed."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 STATUS = Path("/proc/self/status")
@@ -322,23 +304,17 @@ def test_a_model_of_one_billion_is_imported_within_its_own_size(tmp_path: Path) 
 def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> None:
     run, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
-
-    def residua(*arguments: object) -> str:
-        result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
-        assert result.exit_code == 0, result.output
-        return result.output
-
-    assert "qwen3 model" in residua("import", folder, "--out", run)
-    assert "generate" in residua("import", folder, "--out", tmp_path / "other")
-    residua("generate", run, "--prompt", "The", "--tokens", 4)
-    residua("diagnose", run, "--text", text, "--out", tmp_path / "diagnosis")
+    assert "qwen3 model" in done("import", folder, "--out", run)
+    assert "generate" in done("import", folder, "--out", tmp_path / "other")
+    done("generate", run, "--prompt", "The", "--tokens", 4)
+    done("diagnose", run, "--text", text, "--out", tmp_path / "diagnosis")
     held_out = shutil.copy(text, tmp_path / "held_out.txt")
     prepared = ("--validation", held_out, "--tokenizer", run / "tokenizer.json", "--out", tmp_path / "data")
-    residua("data", "prepare", text, "--overlap", "keep", *prepared)
-    residua("eval", run, "--data", tmp_path / "data")
-    residua("quantize", run, "--data", tmp_path / "data", "--out", tmp_path / "low")
+    done("data", "prepare", text, "--overlap", "keep", *prepared)
+    done("eval", run, "--data", tmp_path / "data")
+    done("quantize", run, "--data", tmp_path / "data", "--out", tmp_path / "low")
     assert load(tmp_path / "low").config == load(run).config
-    assert "as a qwen3 model" in residua("export", run, "--out", tmp_path / "back", "--layout", "qwen3")
+    assert "as a qwen3 model" in done("export", run, "--out", tmp_path / "back", "--layout", "qwen3")
 
 
 @pytest.mark.slow
@@ -355,8 +331,7 @@ def test_a_mixture_with_one_expert_for_a_token_is_used_as_it_is(tmp_path: Path) 
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     text = open_corpus([tmp_path / "text.txt"], validation=tmp_path / "text.txt")
     prepare(text, tmp_path / "data", "bytes", workers=1)
-    arguments = ["eval", str(tmp_path / "run"), "--data", str(tmp_path / "data")]
-    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    done("eval", tmp_path / "run", "--data", tmp_path / "data")
     for layout in ("mixtral", "residua"):
         difference = export(tmp_path / "run", tmp_path / layout, layout=layout).difference
         assert difference is not None and difference < 1e-5
@@ -369,6 +344,6 @@ def test_weights_that_are_not_finite_are_not_loaded_or_imported(folder: Path, tm
     with pytest.raises(ValueError, match=r"hf: weight norm\.weight is not finite \(1 of 32 values: 1 infinite\)"):
         load(folder)
     assert load(folder, allow_nonfinite=True).norm.weight.isinf().any()
-    with pytest.raises(ValueError, match=r"weight norm\.weight is not finite"):
+    with pytest.raises(ValueError, match=rf"^{folder}: weight norm\.weight is not finite .* not written as BF16"):
         import_folder(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -1,7 +1,5 @@
 """Tokenizers with more ids than their model: Gemma 3 has one for images, which its text models do not know."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The text that a folder's model is measured on: its own, in its own tokens, or refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -92,13 +90,7 @@ Refused = Callable[..., str]
 
 
 @pytest.fixture(params=[["train"], ["compare", "base", "mgr"]], ids=["train", "compare"])
-def refused(
-    request: pytest.FixtureRequest,
-    imported: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Refused:
+def refused(request: pytest.FixtureRequest, imported: Path, tmp_path: Path, monkeypatch, capsys) -> Refused:
     def run(*options: object) -> str:
         new = tmp_path / "new"
         assert command(monkeypatch, *request.param, "--from", imported, "--out", new, *options) == 2
