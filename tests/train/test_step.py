@@ -153,17 +153,27 @@ def test_frozen_weights_stay_and_shared_ones_are_trained_once(config: RunConfig,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_working_copies_are_compiled_into_one_graph(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["train.precision=bfloat16", "train.recompute=sublayers"],
+        pytest.param(["train.precision=bfloat16"], marks=pytest.mark.nightly),
+        pytest.param(["train.recompute=sublayers"], marks=pytest.mark.nightly),
+    ],
+    ids=["both", "working copies", "recomputed"],
+)
+def test_a_step_is_compiled_into_one_graph_and_equals_a_plain_one(config: RunConfig, changes, monkeypatch) -> None:
+    """With working copies, and sublayers that are computed again."""
     compile_plainly = torch.compile
     settings = {"backend": "aot_eager", "fullgraph": True}
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile_plainly(f, **settings))
-    changes = ["train.precision=bfloat16", "model.layers=1"]
-    plain, compiled = (make(config, *changes, f"train.compile={on}") for on in ("off", "on"))
+    plain, compiled = (make(config, *changes, "model.layers=1", f"train.compile={on}") for on in ("off", "on"))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(3):
             for step in (plain, compiled):
                 step([batch(2, seed), batch(2, 7)])
+    assert compiled.compiled and not plain.compiled
     torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-4, atol=1e-5)
 
 
@@ -175,21 +185,6 @@ def test_evaluation_is_the_mean_over_targets_and_changes_nothing(config: RunConf
     parts = [step.model.loss(b.tokens, b.targets).item() * int((b.targets != -100).sum()) for b in batches]
     assert tokens == 40 and loss == pytest.approx(sum(parts) / 40)
     assert torch.equal(before, weights(step.model)) and step.totals().steps == 0
-
-
-@pytest.mark.slow
-def test_a_compiled_step_equals_a_plain_one(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_plainly = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: compile_plainly(f, backend="aot_eager", **options))
-    torch.compiler.reset()
-    changes = ["train.recompute=sublayers", "model.layers=1"]
-    plain, compiled = make(config, *changes), make(config, *changes, "train.compile=on")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for seed in range(2):
-            plain([batch(2, seed)])
-            compiled([batch(2, seed)])
-    assert compiled.compiled and not plain.compiled
-    torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-4, atol=1e-5)
 
 
 def test_exact_arithmetic_is_asked_for_and_given_back(config: RunConfig) -> None:
