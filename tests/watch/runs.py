@@ -1,7 +1,5 @@
 """Run folders as `residua train` writes them, made without training."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Following a run: half-written lines, restarts, damage and vanished folders, whenever they happen."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

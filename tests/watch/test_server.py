@@ -1,7 +1,5 @@
 """The server answers this machine's own page only: one key, two addresses, GET, no other host."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -175,7 +173,6 @@ def test_the_command_prints_where_the_page_is_and_ends_quietly(tmp_path: Path) -
     process = subprocess.Popen(
         command, cwd=tmp_path, env=python_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     shown = [process.stdout.readline() for _ in range(3)]
     assert shown[0] == "Watching 1 run; Ctrl-C ends the page, not the runs.\n"
     found = re.fullmatch(r"Live page: http://127\.0\.0\.1:(\d+)/([\w-]+)/\n", shown[1])
@@ -200,7 +197,6 @@ def test_page_of_a_training_run_begins_and_ends_with_it(tmp_path: Path) -> None:
     said: list[str] = []
     with serve_page(tmp_path / "run", said.append):
         found = re.search(r"http://127\.0\.0\.1:(\d+)/([\w-]+)/", said[0])
-        assert found is not None
 
         def news() -> dict:
             connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
@@ -235,9 +231,7 @@ def test_the_page_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     run = subprocess.Popen(
         [sys.executable, "-P", "-c", code, str(tmp_path)], env=python_environment(), stdout=subprocess.PIPE
     )
-    assert run.stdout is not None
     found = re.search(rb":(\d+)/", run.stdout.readline())
-    assert found is not None
     with socket.create_connection(("127.0.0.1", int(found[1]))) as waiting:
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
