@@ -1,7 +1,5 @@
 """A disk that fails at a chosen moment: at the n-th operation that writes below a folder."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io
@@ -56,7 +54,7 @@ class _File:
             raise
         return self._file.write(content)
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> "_File":
         return self
 
     def __exit__(self, *ending: object) -> None:

@@ -1,7 +1,5 @@
 """Forks this process where another one would import torch anew, which takes three seconds."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """The commands of the documentation and of the help texts, and what of them cannot be run in a test."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`tools/prose.py` finds the habits it names and leaves plain sentences alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

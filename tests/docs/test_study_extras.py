@@ -1,7 +1,5 @@
 """Gains from longer runs of a baseline in another study, and the labels of curves."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -58,7 +56,6 @@ def test_rows_without_a_stated_speed_are_on_the_new_ladder(studies: tuple[SavedS
 
 def test_losses_of_another_text_are_refused(studies: tuple[SavedStudy, SavedStudy]) -> None:
     short, longer = studies
-    assert longer.dataset is not None
     other = longer.dataset.model_copy(update={"bytes_per_token": 4.4})
     with pytest.raises(ConfigError, match="budgets of main-mini: the validation text differs"):
         with_external_ladder(short, longer.model_copy(update={"dataset": other}))
@@ -77,7 +74,6 @@ def test_the_published_studies_say_what_is_left_after_correction(studies: tuple[
     at_s = show_saved(SavedStudy.read(RESULTS / "main-s.json"))
     assert sum(map(pays, at_s.variants)) == 6 and not any(map(loses, at_s.variants))
     best = next(row for row in at_s.variants if row.name == "mgr2_resformer")
-    assert best.shrunk is not None and best.wall_clock_gain is not None
     assert best.shrunk.value < best.wall_clock_gain.value
     first = ["resformer", "mgr_resformer", "mgr_independent", "naive", "nuresformer", "gatednorm_resformer"]
     assert [row.name for row in show_saved(small).variants if pays(row)] == first

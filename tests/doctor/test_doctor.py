@@ -1,7 +1,5 @@
 """`residua doctor`: every operator is checked, faults are rows with a way out, and never a traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

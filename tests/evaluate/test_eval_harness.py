@@ -1,7 +1,5 @@
 """lm-evaluation-harness on local files gives the numbers that Residua computes itself."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

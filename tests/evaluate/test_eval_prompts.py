@@ -1,7 +1,5 @@
 """The prompts of local task files are those that lm-evaluation-harness makes from its own YAML files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

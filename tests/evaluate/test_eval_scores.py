@@ -1,7 +1,5 @@
 """Likelihoods, tasks, perplexity, and lm-evaluation-harness, against direct computations."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import math

@@ -1,7 +1,5 @@
 """Local tasks: which questions `--limit` takes, worked examples by subject, text where questions are expected."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

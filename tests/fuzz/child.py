@@ -1,7 +1,5 @@
 """Runs a command in a forked process: what it printed, how it ended, and that it did end."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

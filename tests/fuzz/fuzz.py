@@ -3,8 +3,6 @@
 A case is known by its seed and its number: `python -m tests.fuzz --seed 0 --case 123` runs it again and shows all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Small runs that torchtitan's ranks and one process of Residua must train alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchtitan's ranks train as one process of Residua does: the same losses and gradient norms on every mesh."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

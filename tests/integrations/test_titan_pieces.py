@@ -1,7 +1,5 @@
 """What the integration refuses, and what it reads of checkpoints; torchtitan is not needed."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from types import SimpleNamespace

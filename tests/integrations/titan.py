@@ -1,7 +1,5 @@
 """torchtitan in tests: one process that has imported it, and the runs that its forked ranks train."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -54,7 +52,6 @@ class Engine:
         job: dict[str, Any] = {
             "ranks": ranks, "port": store.port, "out": str(out), "die": list(die), "arguments": fixed + quiet + [*flags]
         }  # fmt: skip
-        assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write(json.dumps(job) + "\n")
         self.server.stdin.flush()
         codes = json.loads(self.server.stdout.readline())
@@ -85,7 +82,6 @@ def engine() -> Iterator[Engine]:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said.open("w"), text=True, env=environment,
         )  # fmt: skip
         try:
-            assert server.stdout is not None
             assert server.stdout.readline() == "ready\n", said.read_text()
             yield Engine(server, Path(folder))
         finally:

@@ -3,8 +3,6 @@
 Reads jobs from standard input, one JSON object a line, and answers each with the exit codes of its ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 `opened` starts a browser for one page; `Browser` (and the fixture `browser` of a module) keeps one for many.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

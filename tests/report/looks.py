@@ -1,7 +1,5 @@
 """What every page must show in a browser, whatever it is about."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Cards and strips: escaped like everything else, and what is missing differs from what is zero."""
 
-from __future__ import annotations
-
 import re
 
 from residua.report import Bar, Card, Owner, Page, Spread, Strip, Track

@@ -1,7 +1,5 @@
 """Tables on narrow terminals."""
 
-from __future__ import annotations
-
 from io import StringIO
 
 import pytest

@@ -1,7 +1,5 @@
 """The page builder: everything is escaped, plotly.js is there once, nothing asks the network; colours tell apart."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Names, paths, tokens and messages of strangers are shown as text: on a terminal, in Markdown, on a page."""
 
-from __future__ import annotations
-
 import html
 import io
 import random

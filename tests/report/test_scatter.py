@@ -1,7 +1,5 @@
 """Points with intervals as a static picture and as a Plotly figure."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations
 from xml.etree import ElementTree

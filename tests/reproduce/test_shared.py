@@ -100,7 +100,6 @@ def test_claims_get_the_verdict_and_interval_of_the_study_itself() -> None:
     said = judged("004:table1", saved)
     better = said["Full AttnRes outperforms pre-norm"]
     (row,) = [row for row in show_saved(saved).variants if row.name == "full_attnres"]
-    assert row.difference is not None
     own = f"{row.difference.value:+.4f} [{row.difference.low:+.4f}, {row.difference.high:+.4f}]"
     assert (better.direction, better.size) == ("confirmed", "tiny")
     assert better.found == f"full_attnres against prenorm: validation loss {own}"

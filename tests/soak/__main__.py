@@ -1,7 +1,5 @@
 """`python -m tests.soak`: 200 signals at random moments over runs of every kind of checkpoint; prints a table."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

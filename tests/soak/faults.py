@@ -1,7 +1,5 @@
 """The faults: what happens to the processes, the disk or the data of a run at a random moment."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource
@@ -24,7 +22,7 @@ class Place:
     """What a fault can reach."""
 
     job: Job
-    disk: SmallDisk | SmallFiles
+    disk: "SmallDisk | SmallFiles"
     data: Path
     chance: random.Random
 

@@ -1,7 +1,5 @@
 """Starts the processes of a run, forked from one that has imported torch or by the real commands, and ends them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

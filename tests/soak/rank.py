@@ -1,7 +1,5 @@
 """A process of a run under faults: the `residua` command on one thread, with quick heartbeats."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

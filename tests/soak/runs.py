@@ -1,7 +1,5 @@
 """The runs that faults are injected into: one for every kind of checkpoint, and how two of them are compared."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Injects faults into runs until all are spent, resumes after each, and compares every run with an undisturbed one."""
 
-from __future__ import annotations
-
 import platform
 import random
 import shutil

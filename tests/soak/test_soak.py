@@ -3,8 +3,6 @@
 `python -m tests.soak` injects 200 signals into all kinds and prints the table in docs/lab/soak.md.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
