@@ -73,7 +73,7 @@ DOCUMENTED = {
     "scaled": ({}, C * K),
     "scaled scalar": ({"gain": "scalar"}, K),
     "lns": ({}, C * (K + 1)),
-    "keel": ({}, C * (K - 2)),
+    "keel": ({}, C * (K - 1)),
     "deepnorm": ({}, C * K),
     "resi_dual": ({}, C * (K + 1)),
     "x0": ({}, 2 * L + 1),

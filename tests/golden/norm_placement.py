@@ -31,10 +31,11 @@ def lns(x: Tensor, y: list[Tensor], gains: list[Tensor]) -> list[Tensor]:
 
 
 def keel(x: Tensor, y: list[Tensor], gains: list[Tensor], alpha: float) -> list[Tensor]:
-    """x_{l+1} = LN(α x_l + F(LN(x_l))); the first layer x + F(LN(x))."""
-    h = [x]
-    for k, output in enumerate(y):
-        h.append(h[-1] + output if k < 2 else norm(gains[k - 2], alpha * h[-1] + output))
+    """x_{l+1} = LN(α x_l + F(LN(x_l))); no α for the first attention and feed-forward, no outer LN for the former."""
+    first, *others = y
+    h = [x, x + first]
+    for k, (gain, output) in enumerate(zip(gains, others, strict=True)):
+        h.append(norm(gain, h[-1] + output if k == 0 else alpha * h[-1] + output))
     return h
 
 

@@ -87,19 +87,16 @@ class LayerNormScaling(NormedSum):
 class Keel(NormedSum):
     """KEEL (arXiv 2601.19895): h ← N(α h + f(N(h))), α = K, the number of sublayers, unless given.
 
-    The inner norm is the sublayer's own. The first layer is pre-norm, h ← h + f(N(h)).
+    The inner norm is the sublayer's own. The first layer has α = 1, and its attention no outer norm: h ← h + f(N(h)).
     """
 
-    FIRST = 2
-    """Sublayers after which h is not normed."""
-
     def __init__(self, config: choices.Keel, sublayers: int, width: int) -> None:
-        super().__init__(max(0, sublayers - self.FIRST), width)
+        super().__init__(max(0, sublayers - 1), width)
         self.alpha = float(sublayers) if config.alpha is None else config.alpha
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
-        h = state[0]
-        h = h + y if k < self.FIRST else self.norms[k - self.FIRST](self.alpha * h + y)
+        h = state[0] + y if k < 2 else self.alpha * state[0] + y
+        h = self.norms[k - 1](h) if k > 0 else h
         return h, (h,)
 
 
