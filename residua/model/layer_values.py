@@ -3,8 +3,8 @@
     V̂_l = a_l V_l + Σ_{l' < l} a_{l'} V̂_{l'},   a = softmax_{l' ≤ l}(q_l · k_{l'}/√d)        (arXiv 2606.05014)
 
 for each token and key-value head; attention over the sequence then reads V̂_l in place of V_l. There are no parameters.
-We have read the abstract only, and chose: queries and keys as they enter attention's product, the mean of the queries
-that share a head, and mixed values of earlier layers, which are the ones that caches hold.
+The abstract leaves three choices open: queries and keys as they enter attention's product, the mean of the queries that
+share a head, and mixed values of earlier layers, which are the ones that caches hold. Nanbeige4.2's code has the same.
 """
 
 from __future__ import annotations

@@ -138,9 +138,10 @@ class Mudd(LayerReads):
 
         X̄_c = Σ_{j ≤ i} (A_c[j] + a_c[j]) X_j,   A = W2 gelu(W1 N(X_i))     for each way c of q, k, v, r
 
-    N is RMSNorm without a gain, W1 has as many rows as W2. W2 starts at zero and a_c selects X_i, so that a new model
-    is a pre-norm model. A way that `ways` leaves out reads X_i, and so do layers that `layers` leaves out; layer L is
-    the final norm, which reads one mixture. `sources` keeps the embedding and as many of the newest outputs.
+    N is RMSNorm without a gain, W1 has as many rows as W2. W2 starts at zero, W1 normal with std 1/√C, and a_c selects
+    X_i, as in the authors' JAX code: a new model is a pre-norm model. A way that `ways` leaves out reads X_i, and so do
+    layers that `layers` leaves out; layer L is the final norm, which reads one mixture. `sources` keeps the embedding
+    and as many of the newest outputs.
     """
 
     def __init__(self, config: choices.Mudd, sublayers: int, width: int) -> None:
@@ -219,8 +220,7 @@ class DeepCross(LayerReads):
     model is a pre-norm model. The final norm reads one such mixture. `recent` keeps the embedding, the newest outputs
     and the sum of those between them.
 
-    The paper prints b + relu(w · x). With w = 0 that has no gradient for w; code of its authors' group has the bias
-    inside, as here.
+    The paper and public code have b + relu(w · X_j). With w = 0 that has no gradient for w, so the bias is inside here.
     """
 
     keeps_update = True
