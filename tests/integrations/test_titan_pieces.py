@@ -101,6 +101,7 @@ OF_MODELS: dict[str, tuple[str, list[str], str]] = {
     "growing": ("context", ["model.attention.rope_scaling={kind='dynamic_ntk', factor=2.0, original_context=64}"],
                 "context_parallel_degree 2.*dynamic_ntk"),
     "biased": ("tensor", ["model.attention.bias=all"], "tensor_parallel_degree 2.*attention.bias"),
+    "mixed across heads": ("tensor", ["model.anchors.kind=lime"], "tensor_parallel_degree 2.*anchors.kind = 'lime'"),
     "normed together": ("tensor", ["model.attention.qk_norm=rms_all"], "tensor_parallel_degree 2.*rms_all"),
 }  # fmt: skip
 
@@ -135,9 +136,19 @@ def test_ranks_divide_every_parameter_without_gaps_or_overlaps(model: str) -> No
         assert torch.equal(seen, torch.ones_like(seen)), name
 
 
-def test_a_balance_that_needs_a_second_pass_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"same_step.*torchtitan"):
-        refuse_run(RunConfig.find("tiny-moe").override(["train.balance.load=same_step"]))
+LOOP = "model.order={kind='loop', prelude=1, coda=1, turns=2}"
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "words"),
+    [
+        ("tiny-moe", "train.balance.load=same_step", r"same_step.*torchtitan"),
+        ("tiny", LOOP, r"order.kind = 'loop' runs a layer several times, and torchtitan.*use `residua train`\.$"),
+    ],
+)
+def test_runs_that_the_trainer_has_no_place_for_are_refused(preset: str, change: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        refuse_run(RunConfig.find(preset).override([change]))
 
 
 def test_a_router_that_learns_nothing_is_refused() -> None:

@@ -36,6 +36,7 @@ SHARED: dict[str, Any] = {
     "svformer": {"kind": "kv_source", "shared": "v"},
 }
 IDENTITY = {"kind": "lime", "start": "identity"}
+TWICE = {"kind": "listed", "layers": [0, 1, 1, 2]}
 TWO_BASES = {"kind": "softmax", "heads": 2, "window": 2, "local_rope_theta": 5.0}
 LENDERS = {"cla": [0, 0, 2, 2], "source": [0, 1, 1, 1], "svformer": [0, 0, 0, 0]}
 
@@ -102,7 +103,8 @@ def test_shared_heads_have_no_parameters_and_no_cache(name: str) -> None:
     [
         ({"anchors": {"kind": "kv_source", "layer": 3}}, "not one of the 3 softmax layers: use at most 2"),
         ({"anchors": SHARED["cla"], "topology": {"kind": "mudd"}}, "'mudd' gives keys and values inputs"),
-        ({"anchors": SHARED["cla"], "order": {"kind": "listed", "layers": [0, 1, 1, 2]}}, "order.kind = 'listed'"),
+        ({"anchors": SHARED["cla"], "order": TWICE}, "order.kind = 'listed'"),
+        ({"anchors": IDENTITY, "order": TWICE}, "'lime' reads keys and values by the layer that made them"),
         (
             {"anchors": SHARED["cla"], "attention": TWO_BASES},
             "shares keys after their rotation",
