@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "multi_gate": {"streams": 3},
     "injection": {"prelude": 1, "loop": 1, "turns": 2},
     "gated_residual": {"streams": 3},
+    "frac": {"fractions": 1},
     "hyper": {"streams": 3},
     "hyper_single_pass": {"streams": 3},
     "mhc": {"streams": 3},

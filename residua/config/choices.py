@@ -27,6 +27,15 @@ from residua.config.mixers import KimiDelta as KimiDelta
 from residua.config.mixers import LatentAttention as LatentAttention
 from residua.config.mixers import Mixer as Mixer
 from residua.config.mixers import SoftmaxAttention as SoftmaxAttention
+from residua.config.norms import Derf as Derf
+from residua.config.norms import DyT as DyT
+from residua.config.norms import GatedDyT as GatedDyT
+from residua.config.norms import GatedNorm as GatedNorm
+from residua.config.norms import LowRankGate as LowRankGate
+from residua.config.norms import Norm as Norm
+from residua.config.norms import NormChoice as NormChoice
+from residua.config.norms import PreAffine as PreAffine
+from residua.config.norms import RMSNorm as RMSNorm
 from residua.config.plugins import Family
 from residua.config.settings import Frozen, Positive
 from residua.config.topologies import Additive as Additive
@@ -38,6 +47,7 @@ from residua.config.topologies import DeepCross as DeepCross
 from residua.config.topologies import DeepNorm as DeepNorm
 from residua.config.topologies import DeltaAttnRes as DeltaAttnRes
 from residua.config.topologies import DenseFormer as DenseFormer
+from residua.config.topologies import FracConnections as FracConnections
 from residua.config.topologies import FullAttnRes as FullAttnRes
 from residua.config.topologies import GatedResidual as GatedResidual
 from residua.config.topologies import Highway as Highway
@@ -45,6 +55,7 @@ from residua.config.topologies import HyperConnections as HyperConnections
 from residua.config.topologies import Injection as Injection
 from residua.config.topologies import Invert as Invert
 from residua.config.topologies import Keel as Keel
+from residua.config.topologies import Laurel as Laurel
 from residua.config.topologies import LayerNormScaling as LayerNormScaling
 from residua.config.topologies import ManifoldHyper as ManifoldHyper
 from residua.config.topologies import ManifoldHyperLite as ManifoldHyperLite
@@ -329,77 +340,6 @@ class DepthAttention(AnchorChoice):
 AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue, ValueEmbeddings)
 AnchorChoice.join(CrossLayer, HeadSource, Lime, DepthAttention)
 Anchors = Annotated[SerializeAsAny[AnchorChoice], PlainValidator(AnchorChoice.choose)]
-
-
-class NormChoice(Family):
-    """A choice of norm: subclass it, with a `kind`, for a norm of your own (docs/extend.md)."""
-
-    kept_widths: ClassVar[float] = 2.0
-    """Widths that one norm keeps for the backward pass, besides its input."""
-
-
-class RMSNorm(NormChoice):
-    """x / RMS(x) with a gain."""
-
-    kept_widths: ClassVar[float] = 0.0
-
-    kind: Literal["rmsnorm"] = "rmsnorm"
-    eps: float = Field(1e-6, gt=0)
-    """Added to the mean square."""
-
-
-class PreAffine(NormChoice):
-    """RMSNorm of a learned per-channel scaling of x."""
-
-    kept_widths: ClassVar[float] = 0.0
-
-    kind: Literal["preaffine"] = "preaffine"
-    eps: float = Field(1e-6, gt=0)
-    """Added to the mean square."""
-
-
-class LowRankGate(NormChoice):
-    """The keys that GatedNorm and GatedDyT share: the gate on the normalised vector."""
-
-    rank: Positive = 16
-    """The rank of the gate."""
-    granularity: Literal["elementwise", "tensorwise"] = "elementwise"
-    """One gate per channel, or one per token."""
-    activation: Literal["sigmoid", "tanh", "silu", "identity"] = "sigmoid"
-    """The activation of the gate."""
-
-
-class GatedNorm(LowRankGate):
-    """RMSNorm with a low-rank gate on its own output."""
-
-    kind: Literal["gatednorm"] = "gatednorm"
-    eps: float = Field(1e-6, gt=0)
-    """Added to the mean square."""
-
-
-class DyT(NormChoice):
-    """tanh(α x) with a gain and a bias; no statistics."""
-
-    kept_widths: ClassVar[float] = 0.0
-    training_only: ClassVar[tuple[str, ...]] = ("alpha",)
-
-    kind: Literal["dyt"] = "dyt"
-    alpha: float = Field(0.5, gt=0)
-    """α at the start."""
-
-
-class GatedDyT(LowRankGate):
-    """DyT with a low-rank gate on its own output."""
-
-    training_only: ClassVar[tuple[str, ...]] = ("alpha",)
-
-    kind: Literal["gated_dyt"] = "gated_dyt"
-    alpha: float = Field(0.5, gt=0)
-    """α at the start."""
-
-
-NormChoice.join(RMSNorm, PreAffine, GatedNorm, DyT, GatedDyT)
-Norm = Annotated[SerializeAsAny[NormChoice], PlainValidator(NormChoice.choose)]
 
 
 class TiedHead(Frozen):

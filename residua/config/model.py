@@ -145,6 +145,7 @@ class ModelConfig(WholeConfig):
         _check_anchors(self)
         _check_norms(self)
         self.topology.check(len(self.executed))
+        self.topology.check_width(self.width)
         _check_reads(self)
         _check_order(self)
         return self

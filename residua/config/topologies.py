@@ -34,6 +34,9 @@ class TopologyChoice(Family):
     def check(self, layers: int) -> None:
         """Raise ValueError, in a sentence, if a model of so many layers cannot have this topology."""
 
+    def check_width(self, width: int) -> None:
+        """Raise ValueError, in a sentence, if a model of this width cannot have this topology."""
+
 
 class Additive(TopologyChoice):
     """h ← h + y."""
@@ -59,6 +62,13 @@ class ScaledSum(TopologyChoice):
     """One g per channel, or one for all."""
     start: float = 0.1
     """g at the start."""
+
+
+class Laurel(TopologyChoice):
+    """LAuReL: h ← α y + β (h + B A h), with a map of rank `rank` for each sublayer."""
+
+    kind: Literal["laurel"] = "laurel"
+    rank: Positive = 16
 
 
 class LayerNormScaling(TopologyChoice):
@@ -271,6 +281,20 @@ class HyperConnections(TopologyChoice):
     """How streams mix: a free matrix, not at all, or cyclic shifts."""
 
 
+class FracConnections(TopologyChoice):
+    """HC of the stream's slices: it is divided into `fractions`, and a sublayer reads, writes and mixes them."""
+
+    kind: Literal["frac"] = "frac"
+    fractions: Positive = 4
+    weights: Literal["static", "dynamic"] = "dynamic"
+
+    def check_width(self, width: int) -> None:
+        if width % self.fractions:
+            raise UserError(
+                f"topology.fractions = {self.fractions} does not divide width = {width}: use a number that does."
+            )
+
+
 class SinglePassHyper(TopologyChoice):
     """HC whose reads have weights from the streams before the last write."""
 
@@ -383,28 +407,9 @@ class Injection(TopologyChoice):
 
 
 TopologyChoice.join(
-    Additive,
-    Clipped,
-    ScaledSum,
-    LayerNormScaling,
-    Keel,
-    DeepNorm,
-    ResiDual,
-    ResidualScalars,
-    FullAttnRes,
-    BlockAttnRes,
-    BoundaryAttnRes,
-    DeltaAttnRes,
-    MultiGate,
-    Highway,
-    GatedResidual,
-    HyperConnections,
-    SinglePassHyper,
-    ManifoldHyper,
-    ManifoldHyperLite,
-    DenseFormer,
-    Mudd,
-    DeepCross,
-    Injection,
-)
+    Additive, Clipped, ScaledSum, Laurel, LayerNormScaling, Keel, DeepNorm, ResiDual, ResidualScalars,
+    FullAttnRes, BlockAttnRes, BoundaryAttnRes, DeltaAttnRes, MultiGate, Highway, GatedResidual,
+    HyperConnections, FracConnections, SinglePassHyper, ManifoldHyper, ManifoldHyperLite, DenseFormer, Mudd,
+    DeepCross, Injection,
+)  # fmt: skip
 Topology = Annotated[SerializeAsAny[TopologyChoice], PlainValidator(TopologyChoice.choose)]

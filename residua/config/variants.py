@@ -188,6 +188,7 @@ KNOWN: dict[str, Variant] = {
     "prenorm": _topology("x + f(x)", "additive"),
     "layer_scale": _topology("LayerScale: learned gains of 0.1 on outputs, by channel", "scaled"),
     "rezero": _topology("ReZero: a learned factor on outputs, from 0", "scaled", "gain=scalar", "start=0"),
+    "laurel": _topology("LAuReL: learned weights, and a low-rank map of the stream", "laurel"),
     "lns": _topology("LayerNorm scaling: inputs of layer l divided by its root", "lns"),
     "keel": _topology("KEEL: norms inside and outside the residual sum", "keel"),
     "deepnorm": _topology("DeepNorm: post-norm with a scaled stream", "deepnorm"),
@@ -213,6 +214,7 @@ KNOWN: dict[str, Variant] = {
     "hc_identity": _topology("hyper-connections, dynamic, streams not mixed", "hyper", "mix=identity"),
     "hc_cyclic": _topology("hyper-connections, dynamic, streams mixed by shifts", "hyper", "mix=cyclic"),
     "hc_single_pass": _topology("hyper-connections that read with earlier weights", "hyper_single_pass"),
+    "frac": _topology("Frac-connections, dynamic, 4 slices of the stream", "frac"),
     "mhc": _topology("manifold-constrained hyper-connections, 4 streams", "mhc"),
     "mhc_lite": _topology("mHC-lite, 4 streams", "mhc_lite"),
     "denseformer": _topology("DenseFormer", "dense"),
@@ -243,6 +245,7 @@ KNOWN: dict[str, Variant] = {
     "gatednorm": _norm("RMSNorm with a low-rank gate", "gatednorm"),
     "preaffine": _norm("gain before the norm", "preaffine"),
     "dyt": _norm("dynamic tanh instead of a norm", "dyt"),
+    "derf": _norm("dynamic error function instead of a norm", "derf"),
     "gated_dyt": _norm("dynamic tanh with a low-rank gate", "gated_dyt"),
 }
 

@@ -246,6 +246,31 @@ class DyT(Norm):
         self.bias.div_(by)
 
 
+class Derf(Norm):
+    """y = weight ⊙ erf(alpha · x + shift) + bias (arXiv 2512.10938); `alpha` and `shift` are single numbers."""
+
+    def __init__(self, config: choices.Derf, width: int) -> None:
+        super().__init__()
+        self.start = config.alpha
+        self.alpha, self.shift = (nn.Parameter(torch.empty(())) for _ in range(2))
+        self.weight, self.bias = (nn.Parameter(torch.empty(width)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.alpha, self.start)
+        nn.init.zeros_(self.shift)
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * torch.erf(self.alpha * x + self.shift) + self.bias).to(x.dtype)
+
+    @torch.no_grad()
+    def divide(self, by: Tensor) -> None:
+        self.weight.div_(by)
+        self.bias.div_(by)
+
+
 class GatedDyT(DyT):
     """DyT followed by GatedNorm's low-rank gate."""
 
@@ -286,6 +311,7 @@ NORMS: dict[type[choices.NormChoice], Callable[..., Norm]] = {
     choices.PreAffine: PreAffine,
     choices.GatedNorm: GatedNorm,
     choices.DyT: DyT,
+    choices.Derf: Derf,
     choices.GatedDyT: GatedDyT,
 }
 

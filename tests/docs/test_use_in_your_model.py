@@ -192,6 +192,8 @@ BEGIN = {
     **dict.fromkeys(("lns", "keel", "deepnorm", "resi_dual"), (ELSE, ELSE)),
     "x0": (ELSE, ELSE),
     "x0 sublayer": (ELSE, SUM),
+    "laurel": (SUM, SUM),
+    **dict.fromkeys(("frac", "frac static"), (SUM, SUM)),
     "dense": (SUM, SUM),
     "dense dilated": (SUM, SUM),
     "hyper": (MULTIPLE, MULTIPLE),

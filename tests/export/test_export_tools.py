@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 import residua
+from residua.config.choices import AnchorChoice, NormChoice, TopologyChoice
 from tests.export import with_tools
 from tests.export.exported import VOCABULARY, bytes_config, in_transformers, trained_like, write
-from tests.model.combinations import config_of
+from tests.model.combinations import TABLES, config_of
 from tests.model.small import small
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,14 @@ COMBINATIONS = [
     ("resi_dual", "gated_value", "rmsnorm", "no qk-norm", "gelu", "untied"),
     ("hyper_single_pass", "gated_value", "gatednorm", "plain", "swiglu", "tied"),
     ("injection", "exoformer", "rmsnorm", "plain", "relu2", "tied"),
+    ("scaled", "lime", "derf", "grouped", "swiglu", "tied"),
+    ("lns", "depth_attention", "rmsnorm", "gated", "relu2", "untied"),
+    ("keel", "cla", "derf", "no qk-norm", "swiglu", "tied"),
+    ("deepnorm", "svformer", "rmsnorm", "plain", "gelu", "tied"),
+    ("laurel", "gated_value", "gatednorm", "grouped", "relu2", "untied"),
+    ("frac", "value_embeddings", "derf", "gated", "moe", "tied"),
+    ("frac static", "resformer", "preaffine", "sink", "glu", "tied"),
+    ("hyper cyclic", "none", "rmsnorm", "hybrid kimi", "swiglu", "untied"),
 ]
 QUICK = next(row for row in COMBINATIONS if row[0] == "mudd")  # several reads, anchors and gates
 
@@ -69,6 +78,14 @@ EVERY = [pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for
 @pytest.mark.parametrize("check", EVERY)
 def test_tools_accept_an_export(check: str, folder: Path, tmp_path: Path, copied_code: None) -> None:
     with_tools.CHECKS[check](folder, tmp_path)
+
+
+@pytest.mark.parametrize("factor", ["topology", "anchors", "norm"])
+def test_every_kind_is_tried_with_tools(factor: str) -> None:
+    families = {"topology": TopologyChoice, "anchors": AnchorChoice, "norm": NormChoice}
+    kinds = {choice.model_fields["kind"].default for choice in families[factor].alternatives()}
+    tried = {TABLES[factor][row[FACTORS.index(factor)]]["kind"] for row in COMBINATIONS}
+    assert kinds - tried <= {"boundary_attnres"}  # built of the parts of Block
 
 
 @pytest.mark.nightly

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +68,34 @@ def single_pass(x: Tensor, y: list[Tensor], n: int, junctions: list[HyperJunctio
         H = junctions[k].write(H, output)
         h.append(sum(A_m[i] * H[i] for i in range(n)))
     return h
+
+
+class FracJunction(NamedTuple):
+    """B [m], Y and A [m, m] as the paper has them, [in, out]; with dynamic weights W_β, W_γ, W_α and their scales."""
+
+    B: Tensor
+    Y: Tensor
+    A: Tensor
+    W_beta: Tensor | None = None
+    W_gamma: Tensor | None = None
+    W_alpha: Tensor | None = None
+    s_alpha: Tensor | None = None
+    s_beta: Tensor | None = None
+
+
+def frac(x: Tensor, y: list[Tensor], m: int, junctions: list[FracJunction]) -> list[Tensor]:
+    """h_0 = Reshape(Yᵀ H, d); H ← B ∘ Reshape(T(h_0), (m, d/m)) + Aᵀ H; at the end Reshape(H, d)."""
+    H, inputs = x.reshape(m, -1), []
+    for output, junction in zip(y, junctions, strict=True):
+        B, Y, A = junction.B, junction.Y, junction.A
+        if junction.W_beta is not None:
+            N = torch.stack([row / torch.sqrt((row * row).sum() / len(row) + 1e-6) for row in H])
+            B = junction.s_beta * torch.tanh(N @ junction.W_beta) + B
+            Y = junction.s_alpha * torch.tanh(N @ junction.W_gamma) + Y
+            A = junction.s_alpha * torch.tanh(N @ junction.W_alpha) + A
+        inputs.append((Y.T @ H).reshape(-1))
+        H = torch.diag(B) @ output.reshape(m, -1) + A.T @ H
+    return [*inputs, H.reshape(-1)]
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Norm placements and branch scales, as their papers write them, for one token and given outputs."""
+"""Norm placements and branch scales, LAuReL among them, as their papers write them, for one token and given outputs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def scaled(x: Tensor, y: list[Tensor], scales: list[Tensor]) -> list[Tensor]:
     h = [x]
     for scale, output in zip(scales, y, strict=True):
         h.append(h[-1] + scale * output)
+    return h
+
+
+def laurel(
+    x: Tensor, y: list[Tensor], A: list[Tensor], B: list[Tensor], alpha: list[Tensor], beta: list[Tensor]
+) -> list[Tensor]:
+    """x_{i+1} = α f(x_i) + β (B A x_i + x_i)."""
+    h = [x]
+    for output, down, up, a, b in zip(y, A, B, alpha, beta, strict=True):
+        h.append(a * output + b * (up @ (down @ h[-1]) + h[-1]))
     return h
 
 

@@ -35,6 +35,10 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return weight * torch.tanh(alpha * x) + bias
 
 
+def derf(x: Tensor, alpha: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return weight * torch.special.erf(alpha * x + shift) + bias
+
+
 def swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
     return w_out @ (silu(w_gate @ x) * (w_up @ x))
 

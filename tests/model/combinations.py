@@ -37,6 +37,7 @@ NORMS: dict[str, Any] = {
     "gatednorm silu": {"kind": "gatednorm", "rank": 4, "activation": "silu"},
     "gatednorm identity": {"kind": "gatednorm", "rank": 4, "activation": "identity"},
     "dyt": {"kind": "dyt"},
+    "derf": {"kind": "derf"},
     "gated_dyt": {"kind": "gated_dyt", "rank": 4},
 }
 FFNS: dict[str, Any] = {kind: {"kind": kind, "hidden": 24} for kind in ("swiglu", "glu", "relu2", "gelu")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -138,13 +139,20 @@ def test_first_and_last_mixing_of_mhc_lite_cannot_matter() -> None:
     assert min(mixing[1:-1]) > 1e-3
 
 
-@pytest.mark.parametrize("weights", ["static", "dynamic"])
-@pytest.mark.parametrize("streams", [1, 2, 4, 8])
-def test_hyper_connections_start_as_the_pre_norm_model(streams: int, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("streams", "keys"),
+    [
+        *((n, {"kind": "hyper", "weights": weights}) for n in (1, 2, 4, 8) for weights in ("static", "dynamic")),
+        *((2, {"kind": "hyper", "mix": mix}) for mix in ("identity", "cyclic")),
+        (2, {"kind": "hyper_single_pass"}),
+    ],
+    ids=str,
+)
+def test_hyper_connections_start_as_the_pre_norm_model(streams: int, keys: dict[str, Any]) -> None:
     """The same sublayer weights in both; the exit is n times the additive stream, which the final norm takes away."""
     norm = {"kind": "rmsnorm", "eps": 1e-30}
     plain = residua.build(small(norm=norm)).double()
-    hyper = residua.build(small(norm=norm, topology={"kind": "hyper", "streams": streams, "weights": weights})).double()
+    hyper = residua.build(small(norm=norm, topology=keys | {"streams": streams})).double()
     hyper.load_state_dict(plain.state_dict(), strict=False)
     tokens, _ = tokens_and_targets()
     with taps.record() as ours:
@@ -186,8 +194,8 @@ def test_a_clip_that_never_bites_is_additive() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_depth_is_token_local(name: str) -> None:
     """One token alone gives what it gives inside a sequence: decoding needs no depth cache."""
-    topology = random_topology(SMALL[name], 8, 33)
-    x, y = embedding_and_outputs(8, 33, length=4)
+    topology = random_topology(SMALL[name], 8, 34)
+    x, y = embedding_and_outputs(8, 34, length=4)
     together = drive(topology, x, y)
     for b, t in ((0, 0), (1, 2), (0, 3)):
         at = (slice(b, b + 1), slice(t, t + 1))
@@ -196,11 +204,29 @@ def test_depth_is_token_local(name: str) -> None:
             close("input", one, whole[at], 1e-13)
 
 
+@pytest.mark.parametrize("name", [*SMALL, "boundary_attnres"])
+def test_a_stage_may_end_after_any_sublayer(name: str) -> None:
+    """Two slices of the sublayers, of which the second gets what crosses alone, equal all in one."""
+    topology = random_topology(SMALL.get(name, choices.BoundaryAttnRes(sublayers_per_block=2)), 6, 8)
+    x, y = embedding_and_outputs(6, 8)
+    edge, whole, states = topology.boundary(), [], [topology.open(x)]
+    for k, output in enumerate(y):
+        states.append(topology.step(k, output, states[-1][1]))
+        whole.append(states[-1][0])
+    for cut in range(5):
+        h, state = edge.enter(cut, edge.close(cut, y[cut], states[cut][1]))
+        assert all(map(torch.equal, reads_of(h), reads_of(whole[cut])))
+        for k in range(cut + 1, 6):
+            h, state = topology.step(k, y[k], state)
+        for one, other in zip(reads_of(h), reads_of(whole[-1]), strict=True):
+            close("last input", one, other, 1e-13)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_no_topology_changes_what_it_is_given(name: str) -> None:
     """`step` is a pure function: the same state can be stepped twice, as recomputation does."""
-    topology = random_topology(SMALL[name], 8, 7)
-    x, y = embedding_and_outputs(8, 7)
+    topology = random_topology(SMALL[name], 8, 8)
+    x, y = embedding_and_outputs(8, 8)
     _, state = topology.open(x)
     for k, output in enumerate(y):
         kept = [s.clone() for s in (*state, output)]

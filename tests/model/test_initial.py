@@ -179,7 +179,10 @@ def test_output_projections_start_as_configured(output: str) -> None:
 
 PARTS = {
     **{f"topology {n}": {"topology": t.model_dump(exclude_none=True)} for n, t in SMALL.items()},
-    **{f"norm {kind}": {"norm": {"kind": kind}} for kind in ("rmsnorm", "preaffine", "gatednorm", "dyt", "gated_dyt")},
+    **{
+        f"norm {kind}": {"norm": {"kind": kind}}
+        for kind in ("rmsnorm", "preaffine", "gatednorm", "dyt", "derf", "gated_dyt")
+    },
     **{f"ffn {kind}": {"ffn": {"kind": kind, "hidden": 24}} for kind in ("swiglu", "glu", "relu2", "gelu")},
     "resformer": {"anchors": {"kind": "resformer"}},
     "nuresformer": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}},

@@ -51,8 +51,9 @@ def test_gated_norm_and_gated_dyt_are_their_equations(granularity: str, activati
 
 
 @pytest.mark.parametrize("width", [7, 33])
-def test_dyt_is_its_equation(width: int) -> None:
+def test_dyt_and_derf_are_their_equations(width: int) -> None:
     check_norm(choices.DyT(), width, lambda n, x: parts.dyt(x, n.alpha, n.weight, n.bias))
+    check_norm(choices.Derf(), width, lambda n, x: parts.derf(x, n.alpha, n.shift, n.weight, n.bias))
 
 
 def test_channel_scale_folds_into_gated_norm_and_gate_together() -> None:

@@ -158,21 +158,6 @@ def test_boundary_differs_from_the_authors_block_after_the_first() -> None:
     assert [torch.allclose(a, b) for a, b in zip(ours, authors, strict=True)] == [True] + [False] * 6
 
 
-def test_a_model_with_boundaries_can_be_cut_anywhere() -> None:
-    topology = random_topology(choices.BoundaryAttnRes(sublayers_per_block=2), 6, 5)
-    x, y = embedding_and_outputs(6, 5)
-    whole, edge = drive(topology, x, y), topology.boundary()
-    for cut in range(5):
-        h, state = edge.begin(x)
-        for k in range(cut):
-            h, state = topology.step(k, y[k], state)
-        h, state = edge.enter(cut, edge.close(cut, y[cut], state))
-        assert torch.equal(h, whole[cut + 1])
-        for k in range(cut + 1, 6):
-            h, state = topology.step(k, y[k], state)
-        assert torch.equal(h, whole[-1])
-
-
 def test_boundary_weights_are_published_and_can_be_made_equal() -> None:
     model = residua.build(small(topology={"kind": "boundary_attnres", "sublayers_per_block": 2}))
     for read in model.topology.reads:

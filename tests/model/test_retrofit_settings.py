@@ -40,7 +40,15 @@ Table = dict[str, Any]
 
 def table(choice: type[Frozen], **keys: Any) -> Table:
     """A small table of a kind, in which no setting is without effect."""
-    usual = {"sublayers_per_block": 2, "limit": 0.5, "streams": 2, "rank": 3, "iterations": 2, "gate_channels": 4}
+    usual = {
+        "sublayers_per_block": 2,
+        "limit": 0.5,
+        "streams": 2,
+        "fractions": 2,
+        "rank": 3,
+        "iterations": 2,
+        "gate_channels": 4,
+    }
     return {key: usual[key] for key in choice.model_fields if key in usual} | {"kind": kind_of(choice)} | keys
 
 
@@ -76,7 +84,7 @@ REFUSED = {
     *(f"{kind}_attnres.key_norm" for kind in ("full", "block", "boundary", "delta")),
     "boundary_attnres.sublayers_per_block",
     *(f"{kind}.streams" for kind in ("multi_gate", "gated_residual", "hyper", "hyper_single_pass", "mhc", "mhc_lite")),
-    "gated_residual.rank",
+    *("gated_residual.rank", "laurel.rank", "frac.fractions", "frac.weights"),
     *(f"additive.kind = {kind_of(choice)}" for choice in ours(choices.TopologyChoice) if choice.norms_inputs),
     *(f"{kind}.gate" for kind in ("multi_gate", "highway", "softmax")),
     "hyper.weights",

@@ -70,6 +70,24 @@ def hyper_connections(topology: Any) -> Equation:
     return partial(hyper.single_pass if single else hyper.streams, n=topology.streams, junctions=junctions)
 
 
+def fractions(topology: Any) -> Equation:
+    junctions, m = [], topology.fractions
+    for j in topology.junctions:
+        if not hasattr(j, "maps"):
+            junctions.append(hyper.FracJunction(j.post, j.pre.T, j.mix.T))
+            continue
+        W = j.maps.weight.T
+        dynamic = (W[:, -1], W[:, :m], W[:, m : 2 * m], j.maps.alpha, j.maps.beta)
+        junctions.append(hyper.FracJunction(j.post, j.pre.T, j.mix.T, *dynamic))
+    return partial(hyper.frac, m=m, junctions=junctions)
+
+
+def laurel(topology: Any) -> Equation:
+    names = {"A": "down", "B": "up", "alpha": "output", "beta": "stream"}
+    keys = {key: [getattr(j, name) for j in topology.junctions] for key, name in names.items()}
+    return partial(norm_placement.laurel, **keys)
+
+
 def manifold(topology: Any) -> Equation:
     n, mixing = topology.streams, topology.junctions[0].mixing
     mix: Any = partial(hyper.permutation_mixture, n=n)
@@ -173,6 +191,11 @@ EQUATIONS: list[Any] = [
     ),
     *((choices.HyperConnections(streams=3, mix=mix), 4, 7, hyper_connections) for mix in ("identity", "cyclic")),
     (choices.HyperConnections(streams=3, mix="cyclic", weights="static"), 4, 7, hyper_connections),
+    *(
+        (choices.FracConnections(fractions=m, weights=weights), 4, width, fractions)
+        for (m, width), weights in product([(1, 7), (3, 9)], ("static", "dynamic"))
+    ),
+    (choices.Laurel(rank=3), 4, 7, laurel),
     *((choices.SinglePassHyper(streams=3, mix=mix), 4, 7, hyper_connections) for mix in ("identity", "free")),
     *(
         (choices.ManifoldHyper(streams=n, iterations=iterations), 4, width, manifold)

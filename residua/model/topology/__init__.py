@@ -12,8 +12,10 @@ from residua.model.topology.base import Boundary, Initialization, State, Topolog
 from residua.model.topology.delta_attnres import DeltaAttnRes
 from residua.model.topology.dense import DenseFormer
 from residua.model.topology.facts import Ablations, Costs, SourceNames
+from residua.model.topology.frac import FracConnections
 from residua.model.topology.gated_residual import GatedResidual
 from residua.model.topology.hyper import HyperConnections, ManifoldHyper, ManifoldHyperLite, SinglePassHyper
+from residua.model.topology.laurel import Laurel
 from residua.model.topology.multigate import Highway, MultiGate
 from residua.model.topology.multiway import DeepCross, Mudd
 from residua.model.topology.norm_placement import DeepNorm, Keel, LayerNormScaling, ResiDual, ScaledSum
@@ -24,6 +26,7 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Additive: Additive,
     choices.Clipped: Clipped,
     choices.ScaledSum: ScaledSum,
+    choices.Laurel: Laurel,
     choices.LayerNormScaling: LayerNormScaling,
     choices.Keel: Keel,
     choices.DeepNorm: DeepNorm,
@@ -37,6 +40,7 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Highway: Highway,
     choices.GatedResidual: GatedResidual,
     choices.HyperConnections: HyperConnections,
+    choices.FracConnections: FracConnections,
     choices.SinglePassHyper: SinglePassHyper,
     choices.ManifoldHyper: ManifoldHyper,
     choices.ManifoldHyperLite: ManifoldHyperLite,

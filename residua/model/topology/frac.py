@@ -1,0 +1,138 @@
+"""Frac-connections (arXiv 2503.14125): hyper-connections between slices of one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from residua.config import choices
+from residua.model.body import reset
+from residua.model.equivalence import InitFidelity
+from residua.model.taps import tap
+from residua.model.topology.base import Initialization, State, Topology
+from residua.model.topology.facts import Costs, SourceNames, stream_rows, trace_rows
+from residua.model.topology.hyper import DynamicMaps, full_precision
+from residua.ops._runtime.numeric import rms, wide
+
+
+class FracConnections(Topology):
+    """The stream h is m slices H_i of C/m channels. With one matrix Y, one A and m numbers B for each sublayer,
+
+        input_i = Σ_j Y[i, j] H_j,    H'_i = Σ_j A[i, j] H_j + B_i y_i,    y_i being the slices of its output
+
+    dynamic: s · tanh(RMS(H) W) is added to each, from the slices that the sublayer reads; the paper's matrices are
+    [j, i], as HC's. Y = A = I, B = 1 and W = 0 at the start, which is the pre-norm model, and s = 0.01. RMS has no
+    gain, which W could absorb. The final norm reads h. The state is h, and the logits of the coming write if dynamic.
+    """
+
+    def __init__(self, config: choices.FracConnections, sublayers: int, width: int) -> None:
+        super().__init__()
+        self.fractions, self.last = config.fractions, sublayers - 1
+        junction = {"static": SliceWeights, "dynamic": DynamicSliceWeights}[config.weights]
+        self.junctions = nn.ModuleList(junction(config.fractions, width) for _ in range(sublayers))
+
+    def open(self, x: Tensor) -> tuple[Tensor, State]:
+        return self._read(0, x)
+
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        h, *logits = state
+        with full_precision(y):
+            mix, post = cast(SliceWeights, self.junctions[k]).write(*logits)
+            tap(f"depth.{k}.mix", mix)
+            slices = mix @ wide(self._slices(h)) + post[..., None] * wide(self._slices(y))
+        return self._read(k + 1, slices.flatten(-2).to(y.dtype))
+
+    def _slices(self, x: Tensor) -> Tensor:
+        """[B, T, m, C/m] of [B, T, C]."""
+        return x.unflatten(-1, (self.fractions, -1))
+
+    def _read(self, k: int, h: Tensor) -> tuple[Tensor, State]:
+        if k > self.last:
+            return h, (h,)
+        H, junction = self._slices(h), cast(SliceWeights, self.junctions[k])
+        with full_precision(h):
+            logits = junction.logits(H)
+            read = junction.read(*logits) @ wide(H)
+        return read.flatten(-2).to(h.dtype), (h, *logits)
+
+    def initialization(self) -> Initialization:
+        return Initialization(init_as_additive=self._init_as_additive)
+
+    def _init_as_additive(self) -> InitFidelity:
+        """As in a new model."""
+        reset(self.junctions)
+        return InitFidelity.EXACTLY
+
+    def costs(self, sublayers: int, width: int) -> Costs:
+        """A junction of one stream, which a compiled step fuses."""
+        step = stream_rows(1).total * sublayers
+        return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=2.0)
+
+    def source_names(self, sublayers: Sequence[str]) -> SourceNames:
+        return SourceNames(one_stream=False, source=lambda reader, source: f"slice {source}")
+
+
+class SliceWeights(nn.Module):
+    """Y, A [out, in] and B of one sublayer."""
+
+    def __init__(self, fractions: int, width: int) -> None:
+        super().__init__()
+        self.pre, self.mix = (nn.Parameter(torch.empty(fractions, fractions)) for _ in range(2))
+        self.post = nn.Parameter(torch.empty(fractions))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.eye_(self.pre)
+        nn.init.eye_(self.mix)
+        nn.init.ones_(self.post)
+
+    def logits(self, H: Tensor) -> tuple[Tensor, ...]:
+        """Of the slices [B, T, m, C/m], for `read` and `write`; none if the weights are parameters."""
+        return ()
+
+    def read(self, *logits: Tensor) -> Tensor:
+        """Y."""
+        return wide(self.pre)
+
+    def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
+        """A and B."""
+        return wide(self.mix), wide(self.post)
+
+
+class DynamicSliceWeights(SliceWeights):
+    """With additions that depend on the slices; the logits are tanh(RMS(H) W) [B, T, m, 2m + 1]."""
+
+    def __init__(self, fractions: int, width: int) -> None:
+        super().__init__(fractions, width)
+        self.maps = SliceMaps(fractions, width // fractions)
+
+    def logits(self, H: Tensor) -> tuple[Tensor, ...]:
+        return (torch.tanh(linear(wide(rms(H)), wide(self.maps.weight))),)
+
+    def read(self, *logits: Tensor) -> Tensor:
+        m = len(self.post)
+        return self.pre + self.maps.alpha * logits[0][..., :m].transpose(-1, -2)
+
+    def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
+        m = len(self.post)
+        mix = self.mix + self.maps.alpha * logits[0][..., m : 2 * m].transpose(-1, -2)
+        return mix, self.post + self.maps.beta * logits[0][..., -1]
+
+
+class SliceMaps(nn.Module):
+    """W for Y, A and B, in rows, zero at the start; s for the matrices and for B."""
+
+    def __init__(self, fractions: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2 * fractions + 1, width))
+        self.alpha, self.beta = (nn.Parameter(torch.empty(())) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.alpha, DynamicMaps.SCALE)
+        nn.init.constant_(self.beta, DynamicMaps.SCALE)
