@@ -60,6 +60,7 @@ def build_topology(config: choices.TopologyChoice | Mapping[str, Any], sublayers
     A table is a configuration too: {"kind": "multi_gate", "streams": 4} is choices.MultiGate(streams=4).
     """
     choice = config if isinstance(config, choices.TopologyChoice) else _chosen(dict(config))
+    choice.check_width(width)
     return build_chosen(choice, sublayers, width)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import residua
 from residua.config import choices
 from residua.config.settings import ConfigError
+from residua.errors import UserError
 from residua.model import taps
 from residua.model.norm import DyT, NoNorm
 from residua.model.topology import build_topology
@@ -257,6 +258,14 @@ def test_gated_residual_without_maps_is_the_normed_sum() -> None:
     x, y = embedding_and_outputs(4, 7)
     for k, h in enumerate(drive(topology, x, y)):
         close(f"input {k}", h, rms(x + sum(y[:k])))
+
+
+def test_slices_that_do_not_divide_the_width_are_refused() -> None:
+    words = r"topology.fractions = 3 does not divide width = 16: use a number that does\.$"
+    with pytest.raises(ConfigError, match=words):
+        small(topology={"kind": "frac", "fractions": 3})
+    with pytest.raises(UserError, match=words):
+        residua.build_topology({"kind": "frac", "fractions": 3}, 4, 16)
 
 
 def test_norms_that_nothing_would_use_are_refused() -> None:

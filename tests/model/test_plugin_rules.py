@@ -198,7 +198,7 @@ def test_a_part_may_be_filled_in_its_init_alone() -> None:
     check_plugins(small(norm={"kind": "own_norm", "fault": "parameter"}))
 
 
-@pytest.mark.parametrize("width", [16, 33])
+@pytest.mark.parametrize("width", [16, 34])
 @pytest.mark.parametrize("name", SMALL)
 def test_built_in_topologies_keep_the_rules_of_plugins(name: str, width: int) -> None:
     check_part(partial(build_topology, SMALL[name], 6, width), junctions, (7, 2, 4, width))
