@@ -54,7 +54,10 @@ DEAD_AT_START = [
         r"^topology\.junctions\.\d+\.maps\.(alpha|beta)$",
         lambda c: (
             isinstance(c.topology, choices.SinglePassHyper)
-            or (isinstance(c.topology, choices.HyperConnections) and c.topology.weights == "dynamic")
+            or (
+                isinstance(c.topology, choices.HyperConnections | choices.FracConnections)
+                and c.topology.weights == "dynamic"
+            )
         ),
         "the scale multiplies tanh of a map that starts at zero",
     ),
@@ -69,9 +72,9 @@ DEAD_AT_START = [
         "α multiplies a projection φ that starts at zero",
     ),
     Dead(
-        r"^topology\.weights\.\d+\.down$",
-        lambda c: isinstance(c.topology, choices.Mudd),
-        "W2 starts at zero, and W1 acts through it",
+        r"^topology\.(weights|junctions)\.\d+\.down$",
+        lambda c: isinstance(c.topology, choices.Mudd | choices.Laurel),
+        "W2 starts at zero, and W1 acts through it; so do B and A",
     ),
 ]
 

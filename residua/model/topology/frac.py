@@ -48,7 +48,8 @@ class FracConnections(Topology):
 
     def _slices(self, x: Tensor) -> Tensor:
         """[B, T, m, C/m] of [B, T, C]."""
-        return x.unflatten(-1, (self.fractions, -1))
+        slices: Tensor = x.unflatten(-1, (self.fractions, -1))
+        return slices
 
     def _read(self, k: int, h: Tensor) -> tuple[Tensor, State]:
         if k > self.last:
