@@ -57,9 +57,9 @@ class SoftmaxAttention(Mixer):
     `qk_norm` is over each head, over all heads together ("rms_all", OLMo 2), or the dynamic tanh ("dyt"), whose α
     starts at `qk_alpha`. With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in
     `window_layers`; `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there
-    (Gemma 3). Heads of `unturned_layers` have no positions (SmolLM 3). `bias` adds biases to queries, keys and values
-    ("qkv"), or to the output projection too ("all"). `own_value = "removed"` takes the direction of the token's own
-    value out of a head's output (XSA).
+    (Gemma 3). Heads of `unturned_layers` have no positions (SmolLM 3). `softcap` keeps scores within ±softcap by a
+    tanh (Gemma 2). `bias` adds biases to queries, keys and values ("qkv"), or to the output projection too ("all").
+    `own_value = "removed"` takes the direction of the token's own value out of a head's output (XSA).
     """
 
     attends: ClassVar[bool] = True
@@ -83,6 +83,7 @@ class SoftmaxAttention(Mixer):
     unturned_layers: tuple[int, ...] | None = None
     window: Positive | None = None
     window_layers: tuple[int, ...] | None = None
+    softcap: Annotated[float, Field(gt=0)] | None = None
     gate: Literal["none", "elementwise", "headwise"] = "none"
     """A sigmoid gate on the output, for each element or each head (arXiv 2505.06708)."""
     sink: Literal["none", "learned"] = "none"

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from residua.config.model import ModelConfig
 from residua.convert.family import Family, Names, biased, layer_types, layer_windows, register, window_of
+from residua.convert.layouts import Layout
+from residua.convert.llama import scaled_queries
 from residua.convert.positions import read_layered_positions, write_layered_positions
-from residua.errors import UserError
 
 
 class Gemma(Family):
@@ -24,8 +25,14 @@ class Gemma(Family):
     UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_bidirectional_attention": (False,)}
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys) | {"embed_scale": keys["hidden_size"] ** 0.5}
-        tables["attention"]["bias"] = "all" if keys.get("attention_bias") else "none"
+        tables = super().tables(keys) | {
+            "embed_scale": keys["hidden_size"] ** 0.5,
+            "logit_softcap": keys.get("final_logit_softcapping"),
+        }
+        tables["attention"] |= {
+            "bias": "all" if keys.get("attention_bias") else "none",
+            "softcap": keys.get("attn_logit_softcapping"),
+        }
         return tables
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
@@ -63,6 +70,7 @@ class SandwichGemma(Gemma):
         "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256,
     }
+    FREE: ClassVar[tuple[str, ...]] = ("query_pre_attn_scalar",)
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return super().tables(keys) | {"placement": "both"}
@@ -82,12 +90,14 @@ class SandwichGemma(Gemma):
             "query_pre_attn_scalar": keys["head_dim"],
             "sliding_window": window_of(config),
             "layer_types": layer_types(config),
+            "attn_logit_softcapping": None if config.softmax is None else config.softmax.softcap,
+            "final_logit_softcapping": config.logit_softcap,
         }
 
 
 @register
 class Gemma2(SandwichGemma):
-    """Gemma 2 without caps: norms on both sides, windows; released models cap scores and logits and are refused."""
+    """Gemma 2: norms on both sides of a sublayer, windows in every other layer, capped scores and logits."""
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
@@ -97,20 +107,10 @@ class Gemma2(SandwichGemma):
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **Gemma.UNKNOWN,
-        "attn_logit_softcapping": (),
-        "final_logit_softcapping": (),
-    }
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        if keys["query_pre_attn_scalar"] != tables["attention"]["head_dim"]:
-            raise UserError(f"query_pre_attn_scalar = {keys['query_pre_attn_scalar']} other than head_dim is missing.")
-        return tables
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        factor = _score_factor({**self.DEFAULTS, **keys})
+        return scaled_queries(config, factor) if ".body.project." in name else super().layout(name, config, keys)
 
 
 @register
@@ -124,8 +124,8 @@ class Gemma3(SandwichGemma):
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
     }
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Gemma.UNKNOWN, "final_logit_softcapping": ()}
-    FREE: ClassVar[tuple[str, ...]] = ("query_pre_attn_scalar",)
+    # transformers' eager attention caps scores, and the one that it takes by default ignores the key
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Gemma.UNKNOWN, "attn_logit_softcapping": ()}
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         tables = super().tables(keys)
@@ -141,11 +141,13 @@ class Gemma3(SandwichGemma):
         keys = super().keys(config)
         layered = write_layered_positions(keys, config.softmax, self.DEFAULTS["rope_local_base_freq"])
         theta = layered["rope_parameters"]["sliding_attention"]["rope_theta"]
-        return keys | layered | {"rope_local_base_freq": theta}
+        return keys | layered | {"rope_local_base_freq": theta, "attn_logit_softcapping": None}
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         shift, scale = super().change(name, keys)
-        known = {**self.DEFAULTS, **keys}
-        # scores are divided by √query_pre_attn_scalar there and by √head_dim here
-        turned = (known["head_dim"] / known["query_pre_attn_scalar"]) ** 0.5
-        return shift, turned if name.endswith("qk_norm.query") else scale
+        return shift, _score_factor({**self.DEFAULTS, **keys}) if name.endswith("qk_norm.query") else scale
+
+
+def _score_factor(keys: Mapping[str, Any]) -> float:
+    """Scores are divided by √query_pre_attn_scalar there and by √head_dim here."""
+    return float((keys["head_dim"] / keys["query_pre_attn_scalar"]) ** 0.5)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.family import Family, Names, biased, register
-from residua.convert.layouts import Layout, Reordered, Stacked
-from residua.convert.llama import Llama
+from residua.convert.layouts import Layout, Stacked
+from residua.convert.llama import Llama, scaled_queries
 from residua.convert.mixture import Mixture
 
 FACTORS = {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
@@ -48,13 +46,7 @@ class Factors(Family):
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         factor = (FACTORS | dict(keys))["attention_multiplier"] * head_dim(config) ** 0.5
-        if ".body.project." not in name or factor == 1:
-            return super().layout(name, config, keys)
-        softmax = config.softmax
-        assert softmax is not None
-        heads = [softmax.heads, 2 * (softmax.kv_heads or softmax.heads)]
-        rows = torch.tensor(heads) * head_dim(config)
-        return Reordered(torch.arange(int(rows.sum())), None, torch.tensor([factor, 1.0]).repeat_interleave(rows))
+        return scaled_queries(config, factor) if ".body.project." in name else super().layout(name, config, keys)
 
 
 @register

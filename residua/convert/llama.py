@@ -12,7 +12,7 @@ from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.config.positions import LongRope
 from residua.convert.family import Family, Names, biased, layer_types, layer_windows, register, window_of
-from residua.convert.layouts import Layout, Packed, Reordered, by_head, turned_order
+from residua.convert.layouts import ROWS, Layout, Packed, Reordered, by_head, turned_order
 from residua.convert.positions import read_layered_positions, turned_width, write_layered_positions
 from residua.errors import UserError
 
@@ -42,6 +42,16 @@ def query_key_order(config: ModelConfig, *, interleaved: bool = False) -> Tensor
     assert softmax is not None
     order, kv = turned_order(width, turned_width(config), interleaved=interleaved), softmax.kv_heads or softmax.heads
     return by_head((softmax.heads, kv, kv), (order, order, torch.arange(width)))
+
+
+def scaled_queries(config: ModelConfig, factor: float) -> Layout:
+    """Stacked queries, keys and values whose queries take a factor on scores in."""
+    softmax = config.softmax
+    assert softmax is not None
+    heads = [softmax.heads, 2 * (softmax.kv_heads or softmax.heads)]
+    rows = torch.tensor(heads) * head_dim(config)
+    every = torch.arange(int(rows.sum()))
+    return ROWS if factor == 1 else Reordered(every, None, torch.tensor([factor, 1.0]).repeat_interleave(rows))
 
 
 @register

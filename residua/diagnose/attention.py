@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from residua.config.settings import Frozen
-from residua.ops._runtime.numeric import wide
+from residua.ops._runtime.numeric import soft_cap, wide
 
 BLOCK_ELEMENTS = 1 << 24
 """Scores held at once: 64 MiB in float32."""
@@ -110,9 +110,7 @@ def _blocks(rows: int, length: int) -> Iterator[slice]:
 
 def _scores(products: Tensor, rows: slice, how: Scores) -> tuple[Tensor, Tensor]:
     """Masked scores [B, H, rows, K], and which keys each query can see [B or 1, rows, K]."""
-    scores = products * how.scale
-    if how.softcap is not None:
-        scores = how.softcap * torch.tanh(scores / how.softcap)
+    scores = soft_cap(products * how.scale, how.softcap)
     if how.bias is not None:
         scores = scores + how.bias[:, :, rows].to(scores.dtype)
     length = scores.shape[-1]

@@ -228,7 +228,7 @@ class _Collector(dict[str, Tensor]):
             case "attention", layer, "key":
                 assert self.query is not None
                 body, q = self._attention(layer), self.query
-                how = Scores(scale=q.shape[-1] ** -0.5, window=body.window, sink=body.sink)
+                how = Scores(q.shape[-1] ** -0.5, body.window, softcap=body.softcap, sink=body.sink)
                 observation.attention[layer] = attention_sums(q.transpose(1, 2), value.transpose(1, 2), how)
                 self.query = None
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from residua import ops
 from residua.config.run import SMALLEST_UNIT
 from residua.model.context import Anchors, Context
 from residua.model.moe import Routing
@@ -155,4 +154,4 @@ class LayeredLosses(nn.Module):
         return h, state, self.model.anchors.open(x, context), self.model._rotary(tokens, positions=positions)
 
     def _end(self, h: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.training_cross_entropy(self.model.norm(h), self.model.head_weight, targets, z_loss=self.z_loss)
+        return self.model.training_losses(self.model.norm(h), targets, self.z_loss)

@@ -168,7 +168,7 @@ class Scorer:
         """log p [N] of targets [N] after final states [N, C], and whether they are the likeliest."""
         logs, best = [], []
         for h, target in zip(hidden.split(POSITIONS), targets.split(POSITIONS), strict=True):
-            log, likeliest = token_likelihoods(h, self.model.head_weight, target)
+            log, likeliest = token_likelihoods(h, self.model.head_weight, target, self.model.config.logit_softcap)
             logs.append(log.double())
             best.append(likeliest)
         return torch.cat(logs), torch.cat(best)
@@ -303,7 +303,8 @@ def score_text(
     for batch in batches(part, sequence, rows, segments=segments):
         documents = None if batch.segments is None else send(batch.segments, device)
         hidden = forward.hidden(send(batch.tokens, device), documents)
-        ce, _ = ops.linear_cross_entropy(hidden, model.head_weight, send(batch.targets, device))
+        targets, cap = send(batch.targets, device), model.config.logit_softcap
+        ce, _ = ops.linear_cross_entropy(hidden, model.head_weight, targets, softcap=cap)
         running.append((Arrival(ce), batch.targets[batch.targets != IGNORED].numpy()))
         if len(running) > AHEAD:
             finish()

@@ -32,14 +32,12 @@ class KeyValues:
         self.cache, self.layer_idx, self.host = cache, layer, host
         self.lender, self.taken = lender, taken
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, **scoring: Any) -> Tensor:
         """Attention of q [B, T, H, D] to the cached keys and to k, v [B, T, H_kv, D], which are added to the cache."""
         if self.host is None:
-            return attend_cached(q, *self.extend(k, v, now), now, sink=sink, window=window)
-        if sink is not None or window is not None:  # hosts ignore them without a word
-            raise UserError("this attn_implementation has no learned sinks and no windows: use 'sdpa'.")
+            return attend_cached(q, *self.extend(k, v, now), now, **scoring)
+        if any(each is not None for each in scoring.values()):  # hosts ignore them without a word
+            raise UserError("this attn_implementation has no learned sinks, windows or capped scores: use 'sdpa'.")
         self.num_key_value_groups = q.shape[2] // k.shape[2]
         heads = (t.transpose(1, 2) for t in (q, k, v))
         y, _ = self.host(self, *heads, None, scaling=q.shape[-1] ** -0.5)

@@ -26,6 +26,7 @@ from residua.export.bridge import Attention, Past
 from residua.export.configuration import ResiduaConfig
 from residua.model.decoder import Decoder
 from residua.model.reads import one_read
+from residua.ops._runtime.numeric import soft_cap
 
 
 def build_decoder(config: ResiduaConfig) -> nn.Module:
@@ -181,7 +182,11 @@ def _layer_inputs(sublayers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
 def _host_attention(config: ResiduaConfig, settings: dict[str, Any]) -> Attention | None:
     """The attention that a host program such as vLLM has registered, with the keywords that it passes along."""
     name = config._attn_implementation
-    return None if name in (None, "sdpa", "eager") else partial(ALL_ATTENTION_FUNCTIONS[name], **settings)
+    if name in (None, "sdpa", "eager"):
+        return None
+    if (config.residua or {}).get("logit_softcap") is not None:  # hosts compute logits themselves
+        raise UserError(f"attn_implementation {name!r} does not go with capped logits: use 'sdpa'.")
+    return partial(ALL_ATTENTION_FUNCTIONS[name], **settings)
 
 
 def _is_needed(mask: Tensor | None, cached: bool) -> bool:
@@ -317,7 +322,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         outputs = self.model(*inputs, inputs_embeds, output_hidden_states, **kwargs)
         index = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = outputs.last_hidden_state[:, index]
-        logits = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        logits: Any = self.lm_head(hidden.to(self.lm_head.weight.dtype))
+        logits = soft_cap(logits, (self.config.residua or {}).get("logit_softcap"))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

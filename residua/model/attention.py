@@ -197,8 +197,8 @@ class SoftmaxAttention(Body):
     """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
 
     a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708); a learned sink, one logit per head in
-    the softmax's denominator; a window of tokens that each one sees; biases; outputs without the direction of the
-    token's own value (`remove_own_value`). `place` says where in the model it is.
+    the softmax's denominator; a window of tokens that each one sees; scores s capped, c·tanh(s/c); biases; outputs
+    without the direction of the token's own value (`remove_own_value`). `place` says where in the model it is.
     """
 
     role = "attention"
@@ -224,7 +224,7 @@ class SoftmaxAttention(Body):
         self.qk_norm = QK_NORMS[config.qk_norm](shape, config)
         if "k" not in self.head_width:
             self.qk_norm.drop_keys()
-        self.window = config.window_at(layer)
+        self.window, self.softcap = config.window_at(layer), config.softcap
         local = self.window is not None and config.local_rope_theta is not None
         unturned = layer in (config.unturned_layers or ())
         self.table = slice(-2, None) if unturned else slice(2, 4) if local else slice(0, 2)
@@ -256,15 +256,20 @@ class SoftmaxAttention(Body):
         now = context.now
         if now is None:
             attending = context.across or attend
-            y = attending(q, k, v, segments=context.segments, sink=self.sink, window=self.window)
+            y = attending(q, k, v, segments=context.segments, **self.scoring)
         else:
-            y = context.cache.attend(q, k, v, now, sink=self.sink, window=self.window)
+            y = context.cache.attend(q, k, v, now, **self.scoring)
         if self.removes_own:
             y = remove_own_value(y, v)
         if gate is not None:
             tap(f"attention.{self.layer}.gate", gate.values)
             y = gate.apply(y)
         return self.out(y.flatten(-2)), anchors
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """The arguments of `attend` that change the weights."""
+        return {"sink": self.sink, "window": self.window, "softcap": self.softcap}
 
     def projected(self, x: Input, *_: Tensor) -> Tensor:
         """The fused projection [B, T, R] of one input, or of those of q, k and v; the gate reads q's."""
@@ -339,9 +344,9 @@ class SoftmaxAttention(Body):
         """Whether decoding kernels may put the projected heads straight into the cache and attend to all of it.
 
         No anchors are mixed in but values, QK-norm is the kernels', angles do not depend on the length, there is no
-        window, and outputs keep their own values.
+        window, scores are not capped, and outputs keep their own values.
         """
-        whole = self.window is None and not self.removes_own
+        whole = self.window is None and self.softcap is None and not self.removes_own
         return self.mix.only_values and self.qk_norm.in_kernels and self.steady and whole
 
     @property

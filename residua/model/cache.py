@@ -8,7 +8,7 @@ token-local.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,11 +62,9 @@ class KeyValueCache:
         """The slots [B, length, H_kv, D] of the keys and of the values of each row's first tokens."""
         return self.keys[:, :length], self.values[:, :length]
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, now: Now, *, sink: Tensor | None = None, window: int | None = None
-    ) -> Tensor:
-        """Store k, v and attend from q [B, T, H, D] to everything stored."""
-        return attend_cached(q, *self.extend(k, v, now), now, sink=sink, window=window)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, **scoring: Any) -> Tensor:
+        """Store k, v and attend from q [B, T, H, D] to everything stored; `scoring` is for `attend_cached`."""
+        return attend_cached(q, *self.extend(k, v, now), now, **scoring)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
         """Write k, v [B, T, H_kv, D] into their slots; returns the keys and values that queries may see."""

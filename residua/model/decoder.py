@@ -29,7 +29,7 @@ from residua.model.reads import Input, Reads, map_reads, one_read
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import Topology, build_topology
-from residua.ops._runtime.numeric import working_dtype
+from residua.ops._runtime.numeric import soft_cap, working_dtype
 
 
 class Embedding(nn.Embedding):
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
 
     def logits(self, h: Tensor) -> Tensor:
         """[..., V] from final states [..., C]."""
-        return linear(h, self.head_weight.to(h.dtype))
+        return soft_cap(linear(h, self.head_weight.to(h.dtype)), self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The logits [B, T, V]; the arguments are those of `hidden`."""
@@ -213,7 +213,8 @@ class Decoder(nn.Module):
         self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The pure cross-entropy (nats per target, −100 ignored) and the z-term z_loss · mean(lse²), separately."""
-        return ops.linear_cross_entropy(self.hidden(tokens, segments), self.head_weight, targets, z_loss=z_loss)
+        h, cap = self.hidden(tokens, segments), self.config.logit_softcap
+        return ops.linear_cross_entropy(h, self.head_weight, targets, z_loss=z_loss, softcap=cap)
 
     def routed_losses(
         self,
@@ -230,8 +231,13 @@ class Decoder(nn.Module):
         `segments` must be one run of its row, as a `Loader` gives them: this pass of training does not number them.
         """
         h, routed = self._run(tokens, segments, positions=positions)
-        cross_entropy, z = ops.training_cross_entropy(h, self.head_weight, targets, z_loss=z_loss)
+        cross_entropy, z = self.training_losses(h, targets, z_loss)
         return cross_entropy, z, Routing.stack(routed) if routed else None
+
+    def training_losses(self, h: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+        """`losses` to be minimised together, from final states."""
+        cap = self.config.logit_softcap
+        return ops.training_cross_entropy(h, self.head_weight, targets, z_loss=z_loss, softcap=cap)
 
     def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None) -> Tensor:
         """Cross-entropy plus the z-term, which training minimises; with z_loss = 0 the pure cross-entropy."""

@@ -92,7 +92,7 @@ class InferenceAttention(Body):
             else:
                 k, v = own.new_empty(2, *own.shape) if cache is None else cache.first(projected.shape[1])
                 q = inference.enter_cache(*heads, k, v, None, mixing, eps=norm.eps)
-            y = attend(q, k, v, segments=context.segments, sink=attention.sink, window=attention.window)
+            y = attend(q, k, v, segments=context.segments, **attention.scoring)
         if "g" in attention.head_width:
             width = attention.head_width["g"]
             y = y * torch.sigmoid(projected[..., -self.heads * width :].unflatten(-1, (self.heads, width)))

@@ -37,6 +37,7 @@ class LatentAttention(Body):
     role = "attention"
     window = None
     sink = None
+    softcap = None
 
     def __init__(
         self, config: choices.LatentAttention, layer: int, width: int, *, std: float, output_std: float

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from residua.config.run import TrainConfig
@@ -192,8 +192,7 @@ class Step:
             hidden = self.model.hidden(tokens, segments).flatten(0, 1)
             parts = zip(hidden.split(LOGITS), targets.flatten().split(LOGITS), strict=True)
             losses = [
-                cross_entropy(linear(part, self.model.head_weight).float(), wanted, reduction="none")
-                for part, wanted in parts
+                cross_entropy(self.model.logits(part).float(), wanted, reduction="none") for part, wanted in parts
             ]
         return torch.cat(losses).view_as(targets)
 

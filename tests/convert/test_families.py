@@ -80,7 +80,7 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(second[tensor], first[tensor], rtol=0, atol=1e-6 if changed else 0)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "phi3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["smollm3", "phi3", "qwen3_next", "gemma2"])
 def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: Path) -> None:
     """Rows of two lengths: ours padded on the right, theirs on the left; then one token more from the cache."""
     architecture, keys = FAMILIES[name]
@@ -265,9 +265,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("qwen2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries for 3 layers"),
     ("kimi_linear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entry for 3 layers"),
-    ("gemma2", {}, "attn_logit_softcapping = 50.0 has no counterpart here"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 has no counterpart here"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
-    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
     ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),

@@ -21,6 +21,7 @@ LENGTH = 40
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ONE = EXPERTS | {"num_experts_per_tok": 1}
 GEMMA = {"head_dim": 16, "sliding_window": 6}
+CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
 KIMI = EXPERTS | {
     "initializer_range": 0.06,  # with 0.2, rounding makes transformers differ by 3e-5 from the same model in float64
     "num_key_value_heads": 4,
@@ -100,11 +101,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo2, biases": ("Olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
     "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
-    "gemma2, no caps": (
-        "Gemma2",
-        GEMMA | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma2": ("Gemma2", GEMMA | CAPS | {"query_pre_attn_scalar": 12}),
+    "gemma2, no caps": ("Gemma2", GEMMA | dict.fromkeys(CAPS) | {"query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "Gemma3",
+        GEMMA | {"query_pre_attn_scalar": 8, "sliding_window_pattern": 2, "final_logit_softcapping": 2.0},
     ),
-    "gemma3": ("Gemma3", GEMMA | {"query_pre_attn_scalar": 8, "sliding_window_pattern": 2}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "mixtral, one expert": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True}),

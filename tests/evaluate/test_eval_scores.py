@@ -74,7 +74,8 @@ def log_likelihood(built: Decoder, context: list[int], continuation: list[int]) 
 
 @pytest.mark.parametrize("batch_tokens", [1, 64, 4096])
 def test_likelihoods_do_not_depend_on_what_else_is_scored(batch_tokens: int) -> None:
-    built = model(attention={"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8})
+    linear = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
+    built = model(attention=linear, logit_softcap=1.5)
     pairs = [
         Pair(list(range(1, 1 + n)), list(range(40, 40 + m))) for n, m in ((3, 2), (17, 1), (1, 9), (8, 8), (17, 3))
     ]

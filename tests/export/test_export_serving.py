@@ -24,7 +24,10 @@ ROWS = {
     "mhc": ("mhc_lite", "resformer", "dyt", "plain", "moe", "tied"),
 }
 CONFIGS: dict[str, ModelConfig] = {
-    **{name: config_of(dict(zip(FACTORS, row, strict=True))) for name, row in ROWS.items()},
+    **{
+        name: config_of(dict(zip(FACTORS, row, strict=True))).model_copy(update={"logit_softcap": None})
+        for name, row in ROWS.items()
+    },
     "scaled embedding": small(layers=2, embed_scale=2.0),
 }
 
@@ -118,9 +121,15 @@ def test_engine_that_replaces_layers_gets_the_same_logits(name: str, tmp_path: P
     assert not any(isinstance(module, nn.Linear) for module in engine.model.modules())
 
 
-def test_windows_are_refused_where_the_engine_would_ignore_them(tmp_path: Path) -> None:
-    attention = {"kind": "softmax", "heads": 2, "window": 3}
-    folder = write(trained_like(bytes_config(small(layers=1, attention=attention))), tmp_path / "exported")
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"attention": {"kind": "softmax", "heads": 2, "window": 3}}, "no learned sinks, windows or capped scores"),
+        ({"logit_softcap": 3.0}, "does not go with capped logits"),
+    ],
+)
+def test_parts_that_the_engine_would_ignore_are_refused(tables: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write(trained_like(bytes_config(small(layers=1, **tables))), tmp_path / "exported")
     transformers.AttentionInterface.register("engine", lambda *_, **__: None)
-    with pytest.raises(ValueError, match="no learned sinks and no windows: use 'sdpa'"):
+    with pytest.raises(ValueError, match=f"{message}: use 'sdpa'"):
         in_transformers(folder, attn_implementation="engine")(torch.zeros(1, 3, dtype=torch.long), use_cache=False)

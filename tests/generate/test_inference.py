@@ -107,12 +107,13 @@ def test_junctions_with_their_norms_equal_direct_ones(name: str) -> None:
         {"heads": 4, "kv_heads": 2, "gate": "headwise"},
         {"heads": 2, "qk_norm": "none", "sink": "learned"},
         {"heads": 2, "bias": "all", "window": 3},
+        {"heads": 2, "softcap": 0.7},
     ],
 )
 def test_heads_written_straight_to_cache_attend_as_others(attention: dict[str, Any]) -> None:
     rewritten = assert_same(model(attention={"kind": "softmax"} | attention).double(), 1e-12)
     assert isinstance(rewritten.sublayers[0].body, InferenceAttention)
-    assert rewritten.sublayers[0].body.decodes == ("window" not in attention)
+    assert rewritten.sublayers[0].body.decodes == (not attention.keys() & {"window", "softcap"})
 
 
 @pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])

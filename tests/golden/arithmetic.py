@@ -25,6 +25,12 @@ def silu(z: Tensor) -> Tensor:
     return z * sigmoid(z)
 
 
+def cap(z: Tensor, c: float) -> Tensor:
+    """c · tanh(z / c)."""
+    power = torch.exp(2 * z / c)
+    return c * (power - 1) / (power + 1)
+
+
 def gelu(z: Tensor) -> Tensor:
     return z * (1 + torch.erf(z / math.sqrt(2))) / 2
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.golden.arithmetic import EPS, gelu, rms, sigmoid, softmax, weighted_sum
+from tests.golden.arithmetic import EPS, cap, gelu, rms, sigmoid, softmax, weighted_sum
 
 Projections = dict[str, Tensor]
 """Pathway name to [T, heads, head_dim] ([T, heads, 1] for a headwise gate)."""
@@ -43,6 +43,7 @@ def attention(
     sink: Tensor | None = None,
     documents: list[int] | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     eps: float = EPS,
     b_out: Tensor | None = None,
     removes_own: bool = False,
@@ -62,6 +63,8 @@ def attention(
         per_head = []
         for h in range(heads):
             logits = [(queries[t][h] * keys[j][h // group]).sum() / math.sqrt(head_dim) for j in earlier]
+            if softcap is not None:
+                logits = [cap(score, softcap) for score in logits]
             weights = softmax(logits if sink is None else [*logits, sink[h]])[: len(earlier)]
             y = weighted_sum(weights, [S["v"][j, h // group] for j in earlier])
             if removes_own:  # XSA

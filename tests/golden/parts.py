@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.golden.arithmetic import EPS, gelu, rms, sigmoid, silu
+from tests.golden.arithmetic import EPS, cap, gelu, rms, sigmoid, silu
 
 GATES = {"sigmoid": sigmoid, "tanh": torch.tanh, "silu": silu, "identity": lambda z: z}
 
@@ -64,14 +64,19 @@ def gelu_ffn(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
 
 
 def cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, z_loss: float = 0.0, ignore_index: int = -100
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """mean(lse − logit_target) and z_loss · mean(lse²) over the counted targets of hidden [N, C]."""
     losses, squares = [], []
     for h, target in zip(hidden, targets.tolist(), strict=True):
         if target == ignore_index:
             continue
-        logits = weight @ h
+        logits = weight @ h if softcap is None else cap(weight @ h, softcap)
         lse = torch.log(torch.exp(logits).sum())
         losses.append(lse - logits[target])
         squares.append(lse * lse)

@@ -61,7 +61,7 @@ ATTENTIONS: dict[str, Any] = {
     "sink": {"kind": "softmax", "heads": 2, "head_dim": 6, "sink": "learned", "gate": "elementwise"},
     "linear": LINEAR,
     "hybrid": HYBRID | {"softmax": {"heads": 2}},
-    "hybrid gated": HYBRID | {"softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise"} | XSA},
+    "hybrid gated": HYBRID | {"softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise", "softcap": 0.7} | XSA},
     "latent": LATENT | {"query_rank": 7},
     "hybrid kimi": {"kind": "hybrid", "softmax_layers": [1, 2], "softmax": NOWHERE, "linear": DELTA},
 }
@@ -104,9 +104,13 @@ ROWS = covering_array(FACTORS, fits)
 
 
 def config_of(row: Row) -> ModelConfig:
-    """Two layers; a hybrid has four, so that one softmax layer writes anchors and another mixes them."""
+    """Two layers; a hybrid has four, so that one softmax layer writes anchors and another mixes them.
+
+    A head of its own has its logits capped.
+    """
     layers = 4 if row["attention"].startswith("hybrid") else 2
-    return small(layers=layers, **{factor: TABLES[factor][choice] for factor, choice in row.items()})
+    cap = {"logit_softcap": 2.0} if row.get("head") == "untied" else {}
+    return small(layers=layers, **cap, **{factor: TABLES[factor][choice] for factor, choice in row.items()})
 
 
 def name_of(row: Row) -> str:

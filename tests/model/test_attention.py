@@ -88,6 +88,7 @@ def rest_of_layer(layer: SoftmaxAttention, S: golden.Projections, documents: lis
         removes_own=layer.removes_own,
         documents=documents,
         window=layer.window,
+        softcap=layer.softcap,
         eps=layer.qk_norm.eps,
         b_out=getattr(layer.out, "bias", None),
     )
@@ -104,6 +105,8 @@ VARIANTS = [
     {"sink": "learned", "kv_heads": 2, "gate": "elementwise"},
     {"window": 2},
     {"window": 3, "sink": "learned", "kv_heads": 2},
+    {"softcap": 0.7, "kv_heads": 2},
+    {"softcap": 0.7, "sink": "learned", "window": 2},
     {"bias": "qkv", "gate": "headwise"},
     {"bias": "all", "qk_norm": "none", "window": 1},
     {"qk_norm": "rms_all", "kv_heads": 2, "qk_eps": 0.1},
@@ -156,10 +159,13 @@ def test_a_strong_sink_takes_all_attention() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [None, 1.5], ids=["no cap", "cap"])
 @pytest.mark.parametrize("window", [None, 7], ids=["all tokens", "window"])
 @pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-def test_attention_on_a_gpu_equals_attention_on_a_cpu(documents: bool, sink: bool, window: int | None) -> None:
+def test_attention_on_a_gpu_equals_attention_on_a_cpu(
+    documents: bool, sink: bool, window: int | None, softcap: float | None
+) -> None:
     """Flex attention there, dense here."""
     q, k, v = (torch.randn(2, 100, n, 16) for n in (HEADS, 2, 2))
     probe = torch.randn(2, 100, HEADS, 16)
@@ -169,7 +175,7 @@ def test_attention_on_a_gpu_equals_attention_on_a_cpu(documents: bool, sink: boo
     for device in ("cpu", "cuda"):
         leaves = [t.to(device).requires_grad_() for t in (q, k, v, *([options["sink"]] if sink else []))]
         moved = {name: t.to(device) for name, t in options.items()} | ({"sink": leaves[3]} if sink else {})
-        y = attend(*leaves[:3], **moved, window=window)
+        y = attend(*leaves[:3], **moved, window=window, softcap=softcap)
         gradients = torch.autograd.grad((y * probe.to(device)).sum(), leaves)
         results.append([t.detach().cpu() for t in (y, *gradients)])
     for here, there in zip(*results, strict=True):

@@ -12,6 +12,7 @@ import residua
 from residua.model.decoder import Decoder
 from tests.golden import attention as golden_attention
 from tests.golden import attnres, multigate, parts
+from tests.golden.arithmetic import cap
 from tests.golden.compare import agree, close, leaves_of, randomise
 from tests.model.depth import SMALL
 from tests.model.small import VOCABULARY, small, tokens_and_targets
@@ -75,6 +76,7 @@ def test_multi_gate_exoformer_with_everything_on_is_its_equation(exact_rotary: N
         norm={"kind": "gatednorm", "rank": 3},
         attention={"kind": "softmax", "heads": 2, "kv_heads": 1, "gate": "elementwise", "sink": "learned"},
         head={"kind": "untied"},
+        logit_softcap=1.5,
     )
     model = randomise(residua.build(config), 0.3)
     heads = {"q": 2, "k": 1, "v": 1, "g": 2}
@@ -109,11 +111,12 @@ def test_multi_gate_exoformer_with_everything_on_is_its_equation(exact_rotary: N
 
 
 def check_logits_and_losses(model: Decoder, tokens: Tensor, targets: Tensor, states: Tensor, head: Tensor) -> None:
-    targets = targets.clone()
+    targets, softcap = targets.clone(), model.config.logit_softcap
     targets[0, 0] = -100
-    loss, z = parts.cross_entropy(states.flatten(0, 1), head, targets.flatten(), z_loss=0.1)
+    loss, z = parts.cross_entropy(states.flatten(0, 1), head, targets.flatten(), z_loss=0.1, softcap=softcap)
+    logits = states @ head.T if softcap is None else cap(states @ head.T, softcap)
     ours = [model(tokens), *model.losses(tokens, targets, z_loss=0.1)]
-    agree(ours, [states @ head.T, loss, z], leaves_of(model), tolerance=1e-9)
+    agree(ours, [logits, loss, z], leaves_of(model), tolerance=1e-9)
 
 
 def test_the_loss_is_cross_entropy_and_the_z_term_is_apart() -> None:

@@ -171,11 +171,13 @@ class Slice(nn.Module):
         assert head is not None and targets is not None
         passive = [value for name, value in items.items() if name.startswith(PASSIVE)]
         if len(self.share.head) == self.share.pieces:
-            ce, z = ops.training_cross_entropy(hidden, head.weight, targets, z_loss=self.settings.z_loss)
+            ce, z = ops.training_cross_entropy(
+                hidden, head.weight, targets, z_loss=self.settings.z_loss, softcap=self.config.logit_softcap
+            )
             return {"losses": hold(torch.stack([ce, z]), passive)}
         before, after = self.share.head.start, self.share.head.stop
         start, stop = self.share.rows(len(head.weight))
-        lse, picked = piece_of_head(hidden, head.weight[start:stop], targets, start)
+        lse, picked = piece_of_head(hidden, head.weight[start:stop], targets, start, self.config.logit_softcap)
         if before > 0:
             lse = torch.logaddexp(items[f"{LSE}.{before}"], lse)
             picked = items[f"{PICKED}.{before}"] + picked
@@ -236,12 +238,14 @@ def _bytes(operations: Sequence[dist.P2POp]) -> int:
     return sum(operation.tensor.numel() * operation.tensor.element_size() for operation in operations)
 
 
-def piece_of_head(hidden: Tensor, weight: Tensor, targets: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def piece_of_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, start: int, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """lse and picked of one piece, [...] each, at least in float32.
 
     hidden [..., C], weight [R, C] (rows `start` … of the head), targets [...].
     """
-    lse, picked = head_piece(hidden.flatten(0, -2), weight, (targets - start).flatten())
+    lse, picked = head_piece(hidden.flatten(0, -2), weight, (targets - start).flatten(), softcap)
     return lse.view(targets.shape), picked.view(targets.shape)
 
 

@@ -34,6 +34,11 @@ def rms(x: Tensor, eps: float = 1e-6, weight: Tensor | None = None) -> Tensor:
     return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype)
 
 
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap · tanh(x / cap), which keeps x within ±cap (Gemma 2); x itself without a cap."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
 @constant
 def _has_autocast(kind: str) -> bool:
     """Whether autocast supports this kind of device; a constant, for torch 2.11 cannot trace the call."""

@@ -10,8 +10,8 @@ from residua.ops._runtime.triton_support import supports
 from residua.ops.linear_cross_entropy import launch, reference
 
 
-def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> bool:
-    return supports(hidden, weight)
+def _serves(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, **_: Any) -> bool:
+    return softcap is None and supports(hidden, weight)
 
 
 def _head(d: Draw) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,8 @@ That g and g_z are equal is known without looking at their values, which are on 
 is 0. If they are not, the backward pass of `linear_cross_entropy` computes p again, some tokens at a time: c scales
 rows of the products' other operands, and the target's entry is p_target − g/(count·c). `training_cross_entropy`
 takes them to be equal, and keeps nothing for that case.
+
+None of these takes a softcap: capped logits are left to the reference (`_serves`).
 """
 
 from __future__ import annotations
@@ -235,7 +237,9 @@ def _inside(targets: Tensor, cast: Tensor) -> Tensor:
     return (targets >= 0) & (targets < cast.shape[0])
 
 
-def token_likelihoods(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def token_likelihoods(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """The fused twin of the reference, whose logits are in hidden's dtype and are read twice."""
     logits = torch.mm(hidden, weight.to(hidden.dtype).t())
     _, nll = softmax_(logits, targets, -1, False)
@@ -275,15 +279,17 @@ def plain_softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bo
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's)."""
     return _both(forward, hidden, weight, targets, z_loss, ignore_index)
 
 
 def training_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The fused twin of the reference: the loss carries the gradient of loss + z, and z none."""
     return _both(training_forward, hidden, weight, targets, z_loss, ignore_index)
 
@@ -300,7 +306,7 @@ def _both(
     return loss, z
 
 
-def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
     """The fused twin of the reference; a softmax of more than PIECE_BYTES is computed again in the backward pass."""
     rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
     keep = wanted and rows.shape[0] * weight.shape[0] * rows.element_size() <= PIECE_BYTES
