@@ -93,17 +93,39 @@ DenseFFN = SwiGLU | GLU | GeGLU | ReLU2 | GELU
 Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
 
 
-class SoftmaxRouter(Frozen):
-    """The softmax over all experts decides."""
+class RouterChoice(Frozen):
+    """Weights of the chosen experts are times `scale`.
+
+    Experts may stand in `groups`, in order: a token then chooses among those of its `top_groups` best groups.
+    """
+
+    best_of_group: ClassVar[int]
+    """How many of a group's scores are summed to compare groups."""
+
+    scale: float = Field(1.0, gt=0)
+    groups: Positive = 1
+    top_groups: Positive = 1
+
+    @property
+    def choice_of_groups(self) -> tuple[int, int, int] | None:
+        """The number of groups, of chosen ones, and of compared scores; None if no group is left out."""
+        return None if self.groups == self.top_groups else (self.groups, self.top_groups, self.best_of_group)
+
+
+class SoftmaxRouter(RouterChoice):
+    """The softmax over all experts decides, for a group its largest value (DeepSeek-V2)."""
+
+    best_of_group: ClassVar[int] = 1
 
     kind: Literal["softmax_scores"] = "softmax_scores"
 
 
-class SigmoidRouter(Frozen):
-    """A score per expert decides, plus a bias that `train.balance.bias_rate` moves; weights are times `scale`."""
+class SigmoidRouter(RouterChoice):
+    """A score per expert decides, plus a bias that `train.balance.bias_rate` moves; for a group, its two largest."""
+
+    best_of_group: ClassVar[int] = 2
 
     kind: Literal["sigmoid_scores"] = "sigmoid_scores"
-    scale: float = Field(1.0, gt=0)
 
 
 Router = Annotated[SoftmaxRouter | SigmoidRouter, Field(discriminator="kind")]
@@ -165,6 +187,18 @@ class MoE(Frozen):
     def _experts_suffice(self) -> Self:
         if self.top_k > self.experts:
             raise UserError(f"ffn.top_k = {self.top_k} is more than ffn.experts = {self.experts}: use at most that.")
+        if (groups := self.router.choice_of_groups) is not None:
+            size, rest = divmod(self.experts, groups[0])
+            if rest or size < groups[2]:
+                raise UserError(
+                    f"ffn.router.groups = {groups[0]} does not divide ffn.experts = {self.experts} into groups of "
+                    f"{groups[2]} or more: choose another number."
+                )
+            if not self.top_k / size <= groups[1] < groups[0]:
+                raise UserError(
+                    f"ffn.router.top_groups = {groups[1]} must be less than ffn.router.groups = {groups[0]}, and give "
+                    f"ffn.top_k = {self.top_k} experts to choose: choose another number."
+                )
         if self.shared_gate != "none" and not self.shared:
             raise UserError(
                 f"ffn.shared_gate = '{self.shared_gate}' has nothing to gate with ffn.shared = 0: "

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and models that save themselves as such (Kimi K2, Moonlight): latent attention, sigmoid scores."""
+"""DeepSeek-V2 and V3, and models that save themselves as such (Kimi K2, Moonlight): latent attention and experts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from residua.convert.positions import write_positions
 
 @register
 class DeepseekV3(RoutedExperts):
-    """Kimi K2, Moonlight: latent attention, sigmoid scores; groups of experts (DeepSeek-V3 itself) are refused."""
+    """DeepSeek-V3, Kimi K2, Moonlight: latent attention, sigmoid scores, a choice among groups of experts."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
@@ -41,7 +41,6 @@ class DeepseekV3(RoutedExperts):
         "norm_topk_prob": True,
     }
     UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **RoutedExperts.UNKNOWN,
         "attention_bias": (False,),
         "moe_layer_freq": (1,),
         "topk_method": ("noaux_tc",),
@@ -96,6 +95,41 @@ class DeepseekV3(RoutedExperts):
         if factor.eq(1).all():
             return Reordered(rows) if not rows.equal(torch.arange(len(rows))) else ROWS
         return Reordered(rows, None, factor)
+
+
+@register
+class DeepseekV2(DeepseekV3):
+    """DeepSeek-V2 and V2-Lite: latent attention, softmax scores, a choice among groups of experts if switched on."""
+
+    model_type = "deepseek_v2"
+    architecture = "DeepseekV2ForCausalLM"
+    ROUTER = "softmax_scores"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **DeepseekV3.DEFAULTS,
+        "moe_intermediate_size": 1407,
+        "n_shared_experts": 2,
+        "n_routed_experts": 64,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 0,
+        "topk_method": "greedy",
+        "norm_topk_prob": False,
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **DeepseekV3.UNKNOWN,
+        "mlp_bias": (False,),
+        "norm_topk_prob": (False,),  # transformers ignores it
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "scoring_func": ("softmax",),
+    }
+    FREE: ClassVar[tuple[str, ...]] = ()
+
+    def _groups(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super()._groups(keys) if keys["topk_method"] == "group_limited_greedy" else {}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys = super().keys(config)
+        del keys["rope_interleave"]
+        return keys | {"topk_method": "greedy" if config.ffn.router.groups == 1 else "group_limited_greedy"}
 
 
 def _score_factor(keys: Mapping[str, Any]) -> float:

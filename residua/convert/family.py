@@ -61,7 +61,6 @@ FAMILIES: dict[str, type[Family]] = {}
 
 MISSING = {
     "cohere2": ("LayerNorm and parallel sublayers", "llama"),
-    "deepseek_v2": ("choice among groups of experts", "deepseek_v3"),
     "gemma4_text": ("heads of two widths", "gemma3_text"),
     "gpt2": ("LayerNorm and learned positions", "llama"),
     "gpt_neox": ("LayerNorm and parallel sublayers", "llama"),

@@ -96,11 +96,7 @@ class RoutedExperts(SigmoidMixture):
 
     def expert_keys(self, config: ModelConfig) -> dict[str, Any]:
         dense = {"first_k_dense_replace": config.layers - config.ffn.mixtures(config.layers)}
-        return (
-            super().expert_keys(config)
-            | dense
-            | {"n_routed_experts": config.ffn.experts, "n_group": 1, "topk_group": 1}
-        )
+        return super().expert_keys(config) | dense | {"n_routed_experts": config.ffn.experts}
 
 
 @register

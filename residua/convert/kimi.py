@@ -67,7 +67,7 @@ class SigmoidMixture(Family):
     """Experts chosen by sigmoid scores with a bias, a shared one, dense first layers (DeepSeek-V3)."""
 
     mixture = True
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"n_group": (1,), "topk_group": (1,)}
+    ROUTER: ClassVar[str] = "sigmoid_scores"
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         dense = self._dense_layers(keys)
@@ -79,10 +79,14 @@ class SigmoidMixture(Family):
             "top_k": keys["num_experts_per_tok"],
             "normalize": bool(keys["norm_topk_prob"]),
             "shared": keys["n_shared_experts"],
-            "router": {"kind": "sigmoid_scores", "scale": keys["routed_scaling_factor"]},
+            "router": {"kind": self.ROUTER, "scale": keys["routed_scaling_factor"], **self._groups(keys)},
             "dense_layers": dense,
             **({"dense_hidden": keys["intermediate_size"]} if dense else {}),
         }
+
+    def _groups(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """The keys of the groups of experts."""
+        return {"groups": keys.get("n_group") or 1, "top_groups": keys.get("topk_group") or 1}
 
     def _dense_layers(self, keys: dict[str, Any]) -> int:
         types = keys.get("mlp_layer_types")
@@ -103,7 +107,9 @@ class SigmoidMixture(Family):
             "num_experts_per_tok": ffn.top_k,
             "norm_topk_prob": ffn.normalize,
             "n_shared_experts": ffn.shared,
-            "routed_scaling_factor": ffn.router.scale if isinstance(ffn.router, choices.SigmoidRouter) else 1.0,
+            "routed_scaling_factor": ffn.router.scale,
+            "n_group": ffn.router.groups,
+            "topk_group": ffn.router.top_groups,
         }
 
 
@@ -162,8 +168,6 @@ class KimiLinear(SigmoidMixture):
     }
     UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attention_bias": (False,),
-        "n_group": (1,),
-        "topk_group": (1,),
         "mla_use_nope": (True,),
         "moe_router_activation_func": ("sigmoid",),
         "moe_layer_freq": (1,),

@@ -62,12 +62,16 @@ FAIR = 1e-9
 
 
 class Router(nn.Module):
-    """p = softmax(W x), and the `top_k` experts of each token with the largest p; their p, normalised, are weights."""
+    """p = softmax(W x), and the `top_k` experts of each token with the largest p; their p, normalised, are weights.
+
+    Weights are times `scale`. With groups, the experts are those of the best groups (`ops.route`).
+    """
 
     def __init__(self, config: choices.MoE, width: int, *, std: float) -> None:
         super().__init__()
         self.top_k, self.std, self.normalize = config.top_k, std, config.normalize
         self.constant_weight = config.constant_weight
+        self.scale, self.groups = config.router.scale, config.router.choice_of_groups
         self.weight = nn.Parameter(torch.empty(config.experts, width))
         self.reset_parameters()
 
@@ -81,7 +85,14 @@ class Router(nn.Module):
         return routed._replace(weights=routed.weights.detach()) if self.constant_weight else routed
 
     def _route(self, x: Tensor) -> ops.Routed:
-        return ops.route(x, self.weight, self.top_k, normalize=self.normalize)
+        return ops.route(
+            x, self.weight, self.top_k, normalize=self.normalize, scale=self.scale, groups=self.groups,
+            **self._scoring(),
+        )  # fmt: skip
+
+    def _scoring(self) -> dict[str, Any]:
+        """The arguments of `ops.route` that belong to the kind of router."""
+        return {}
 
     def correct(self, load: Tensor, rate: float) -> None:
         """After a step in which expert e got the share load[e] [E] of all choices. Moves nothing here."""
@@ -100,8 +111,6 @@ class SigmoidRouter(Router):
 
     def __init__(self, config: choices.MoE, width: int, *, std: float) -> None:
         super().__init__(config, width, std=std)
-        assert isinstance(config.router, choices.SigmoidRouter)
-        self.scale = config.router.scale
         self.register_buffer("bias", torch.zeros(config.experts))
 
     def reset_parameters(self) -> None:
@@ -109,10 +118,8 @@ class SigmoidRouter(Router):
         if "bias" in self._buffers:  # the weight is filled before there is a bias
             nn.init.zeros_(self.bias)
 
-    def _route(self, x: Tensor) -> ops.Routed:
-        return ops.route(
-            x, self.weight, self.top_k, normalize=self.normalize, score="sigmoid", bias=self.bias, scale=self.scale
-        )
+    def _scoring(self) -> dict[str, Any]:
+        return {"score": "sigmoid", "bias": self.bias}
 
     @torch.no_grad()
     def correct(self, load: Tensor, rate: float) -> None:

@@ -27,8 +27,8 @@ from tests.nightly import only_nightly
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5
 SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window", "qwen3_5_moe_text",
-          "glm4_moe, biases", "deepseek_v3, full queries", "flex_olmo", "glm4", "seed_oss", "granitemoe", "ministral",
-          "llama, biases, tied", "mixtral, one expert", "qwen2, windows",
+          "glm4_moe, biases", "deepseek_v3, full queries", "deepseek_v3", "deepseek_v2, greedy", "flex_olmo", "glm4",
+          "seed_oss", "granitemoe", "ministral", "llama, biases, tied", "mixtral, one expert", "qwen2, windows",
           "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
           "qwen3_moe, one expert", "kimi_linear, low-rank queries, raw weights", "kimi_linear, one expert")  # fmt: skip
 DISTINCT = [name for name in FAMILIES if name not in SECOND]
@@ -271,8 +271,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
-    ("kimi_linear", {"n_group": 2}, "n_group = 2"),
-    ("deepseek_v3", {}, "n_group = 8 has no counterpart here"),
+    ("kimi_linear", {"n_group": 3, "topk_group": 2}, "ffn.router.groups = 3 does not divide ffn.experts = 4"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True has no counterpart here"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
     ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types has a dense layer after"),
     ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),

@@ -64,6 +64,7 @@ SIGMOID = {
 }
 LATENT = SIGMOID | {key: KIMI[key] for key in KIMI if key.endswith(("_rank", "_head_dim", "value_heads", "range"))}
 LATENT = {key: value for key, value in LATENT.items() if not key.startswith("linear")} | {"q_lora_rank": 12}
+GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 SMALL_PAIRS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 
@@ -93,6 +94,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, biases": ("Glm4Moe", PARTIAL | SIGMOID | {"head_dim": 16, "attention_bias": True}),
     "deepseek_v3": ("DeepseekV3", LATENT | {"rope_parameters": DEEP_YARN}),
     "deepseek_v3, full queries": ("DeepseekV3", LATENT | {"q_lora_rank": None, "rope_interleave": False}),
+    "deepseek_v3, groups": ("DeepseekV3", LATENT | GROUPS),
+    "deepseek_v2": ("DeepseekV2", LATENT | GROUPS | {"topk_method": "group_limited_greedy", "norm_topk_prob": False}),
+    "deepseek_v2, greedy": ("DeepseekV2", LATENT | {"q_lora_rank": None, "rope_parameters": DEEP_YARN}),
     "flex_olmo": ("FlexOlmo", EXPERTS),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,11 +12,33 @@ from torch import Tensor
 from tests.golden.arithmetic import rms, sigmoid, silu, softmax, weighted_sum
 from tests.golden.attention import rope
 
+Groups = tuple[int, int, int]
+"""Groups of experts, those that are chosen, and how many of a group's values are summed to compare it."""
 
-def route(weight: Tensor, bias: Tensor, x: Tensor, *, top_k: int, scale: float, normalize: bool) -> dict[int, Tensor]:
+
+def route(weight: Tensor, bias: Tensor, x: Tensor, **sizes: Any) -> dict[int, Tensor]:
     """The experts of the token x [C] and their weights, by the scores σ(W x)."""
     scores = [1 / (1 + torch.exp(-(row * x).sum())) for row in weight]
-    order = sorted(range(len(scores)), key=lambda e: float((scores[e] + bias[e]).detach()), reverse=True)
+    return weigh(scores, [float((s + b).detach()) for s, b in zip(scores, bias, strict=True)], **sizes)
+
+
+def weigh(
+    scores: Sequence[Tensor],
+    ranks: Sequence[float],
+    *,
+    top_k: int,
+    scale: float,
+    normalize: bool,
+    groups: Groups | None = None,
+) -> dict[int, Tensor]:
+    """The experts with the largest ranks, those of the best groups if there are groups, and their weights."""
+    members = [range(len(ranks))]
+    if groups is not None:
+        count, kept, best = groups
+        size = len(ranks) // count
+        every = [range(g * size, (g + 1) * size) for g in range(count)]
+        members = sorted(every, key=lambda group: sum(sorted(ranks[e] for e in group)[-best:]), reverse=True)[:kept]
+    order = sorted((e for group in members for e in group), key=lambda e: ranks[e], reverse=True)
     chosen = order[:top_k]
     total = sum(scores[e] for e in chosen) if normalize else 1.0
     return {e: scale * scores[e] / total for e in chosen}

@@ -43,8 +43,9 @@ NORMS: dict[str, Any] = {
 FFNS: dict[str, Any] = {kind: {"kind": kind, "hidden": 24} for kind in ("swiglu", "glu", "relu2", "gelu")}
 MOE = {"kind": "moe", "hidden": 8}
 SIGMOID = {"activation": "relu2", "dense_layers": 1, "router": {"kind": "sigmoid_scores", "scale": 2.0}}
+GROUPS = {"router": {"kind": "softmax_scores", "groups": 3, "top_groups": 2}}
 FFNS |= {
-    "moe": MOE | {"experts": 5, "top_k": 2, "shared_gate": "sigmoid"},
+    "moe": MOE | {"experts": 6, "top_k": 2, "shared_gate": "sigmoid"} | GROUPS,
     "moe plain": MOE | {"experts": 4, "top_k": 3, "shared": 0} | SIGMOID,
 }
 LINEAR = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}

@@ -39,7 +39,7 @@ def mixture(**options: Any) -> MoE:
 def biased(**options: Any) -> MoE:
     """A mixture whose router has sigmoid scores and a correcting bias away from zero."""
     module = mixture(**(BIASED | options))
-    module.router.bias.copy_(0.2 * torch.randn(EXPERTS, generator=torch.Generator().manual_seed(3)))
+    module.router.bias.copy_(0.2 * torch.randn(module.count, generator=torch.Generator().manual_seed(3)))
     return module
 
 
@@ -52,17 +52,16 @@ def run(module: nn.Module, x: Tensor) -> Tensor:
 def visits(module: MoE, t: Tensor, normalize: bool) -> dict[int, Tensor]:
     """The experts of one token and their weights."""
     router = module.router
+    sizes = {"top_k": router.top_k, "scale": router.scale, "groups": router.groups}
     if isinstance(router, SigmoidRouter):
-        return kimi.route(router.weight, router.bias, t, top_k=router.top_k, scale=router.scale, normalize=normalize)
+        return kimi.route(router.weight, router.bias, t, **sizes, normalize=normalize)
     p = torch.softmax(router.weight @ t, 0)
-    chosen = p.argsort(descending=True)[: router.top_k].tolist()
-    total = sum(p[j] for j in chosen) if normalize else 1
-    return {e: p[e] / total for e in chosen}
+    return kimi.weigh(p, p.tolist(), **sizes, normalize=normalize)
 
 
 def token_by_token(module: MoE, x: Tensor, *, gated: bool = True, normalize: bool = True) -> Tensor:
     """The equations, one token and one expert at a time."""
-    up, out = (w.unflatten(0, (EXPERTS, -1)) for w in (module.experts.up, module.experts.out))
+    up, out = (w.unflatten(0, (module.count, -1)) for w in (module.experts.up, module.experts.out))
 
     def expert(e: int, t: Tensor) -> Tensor:
         h = up[e] @ t
@@ -83,6 +82,15 @@ def token_by_token(module: MoE, x: Tensor, *, gated: bool = True, normalize: boo
 def test_mixture_is_its_equations(build_mixture: Any, top_k: int, normalize: bool) -> None:
     module, x = build_mixture(top_k=top_k, shared=0, normalize=normalize), random(2, 7, WIDTH)
     agree([run(module, x)], [token_by_token(module, x, normalize=normalize)], leaves_of(module, x=x))
+
+
+@pytest.mark.parametrize("build_mixture", [mixture, biased])
+def test_experts_of_the_best_groups_are_chosen(build_mixture: Any) -> None:
+    """The best group by its largest softmax score, or by its two largest sigmoid scores (DeepSeek-V2 and V3)."""
+    kind = "softmax_scores" if build_mixture is mixture else "sigmoid_scores"
+    router = {"kind": kind, "scale": 1.7, "groups": 3, "top_groups": 2}
+    module, x = build_mixture(experts=9, top_k=4, shared=0, router=router), random(2, 9, WIDTH)
+    agree([run(module, x)], [token_by_token(module, x)], leaves_of(module, x=x))
 
 
 @pytest.mark.parametrize("router", ["softmax_scores", "sigmoid_scores"])

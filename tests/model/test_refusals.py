@@ -51,6 +51,8 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"dense_layers": 3}, "ffn.dense_layers = 3 leaves layers = 3 without experts"),
     ({"dense_hidden": 3}, "ffn.dense_hidden = 3 is the width of dense layers"),
     ({"router": {"kind": "sigmoid_scores", "scale": 0}}, "ffn.router"),
+    ({"router": {"kind": "sigmoid_scores", "groups": 4}}, "ffn.router.groups = 4 does not divide ffn.experts = 5"),
+    ({"experts": 8, "router": {"groups": 4, "kind": "softmax_scores"}, "top_k": 3}, "ffn.router.top_groups = 1 must"),
     ({"router": {"kind": "sigmoid_score"}}, "did you mean 'sigmoid_scores'"),
 ]
 OTHERS: list[tuple[dict[str, Any], str]] = [

@@ -111,8 +111,9 @@ def route(
     score: str = "softmax",
     bias: Tensor | None = None,
     scale: float = 1.0,
+    groups: tuple[int, int, int] | None = None,
 ) -> Routed:
-    """The fused twin of `reference.route`."""
+    """The fused twin of `reference.route`, which is left the choice among groups."""
     return Routed(*_route(x, weight, bias, top_k, normalize, score == "sigmoid", scale))
 
 

@@ -39,18 +39,20 @@ def route(
     score: str = "softmax",
     bias: Tensor | None = None,
     scale: float = 1.0,
+    groups: tuple[int, int, int] | None = None,
 ) -> Routed:
     """Choose the `top_k` experts of each token, in at least float32: x [N, C], weight [E, C], bias [E].
 
         l = W x,   s = softmax(l) or σ(l),   T = the k largest of s + bias,   w_e = scale · s_e / Σ_{j∈T} s_j
 
-    Without `normalize`, w_e = scale · s_e. The probabilities are s, of σ(l) divided by their sum.
+    Without `normalize`, w_e = scale · s_e. The probabilities are s, of σ(l) divided by their sum. With (G, g, n) as
+    `groups`, T is chosen in the g of G groups of successive experts whose n largest s + bias have the largest sum.
     """
     with no_autocast(x):  # in half precision, near ties would send tokens to other experts
         logits = linear(wide(x), wide(weight))
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + wide(bias)
-    chosen = ranked.topk(top_k).indices
+    chosen = (ranked if groups is None else _in_best_groups(ranked, *groups)).topk(top_k).indices
     weights = scores.gather(-1, chosen)
     weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
     order, _, ends, _ = sort_slots(chosen, len(weight))
@@ -58,3 +60,11 @@ def route(
     shares = scores if score == "softmax" else scores / scores.sum(-1, keepdim=True)
     z = logits.logsumexp(-1).square().mean()
     return Routed(weights * scale, chosen, order.to(torch.int32), ends, load, shares.mean(0), z)
+
+
+def _in_best_groups(ranked: Tensor, groups: int, top_groups: int, best: int) -> Tensor:
+    """ranked [N, E] where the expert's group is among the best, −∞ elsewhere."""
+    by_group = ranked.unflatten(-1, (groups, -1))
+    chosen = by_group.topk(best).values.sum(-1).topk(top_groups).indices
+    out = torch.ones(by_group.shape[:-1], dtype=torch.bool, device=ranked.device).scatter(-1, chosen, False)
+    return by_group.masked_fill(out[..., None], float("-inf")).flatten(-2)
