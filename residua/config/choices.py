@@ -13,6 +13,7 @@ from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
 from residua.config.ffns import GELU as GELU
 from residua.config.ffns import GLU as GLU
+from residua.config.ffns import ClampedSwiGLU as ClampedSwiGLU
 from residua.config.ffns import DenseChoice as DenseChoice
 from residua.config.ffns import DenseFFN as DenseFFN
 from residua.config.ffns import GeGLU as GeGLU

@@ -73,6 +73,15 @@ class GeGLU(DenseChoice):
     kind: Literal["geglu"] = "geglu"
 
 
+class ClampedSwiGLU(DenseChoice):
+    """down( (clip(up x, ±7) + 1) ⊙ g σ(1.702 g) ), g = min(gate x, 7) (gpt-oss)."""
+
+    gated: ClassVar[bool] = True
+    kept_hidden: ClassVar[int] = 5
+
+    kind: Literal["clamped_swiglu"] = "clamped_swiglu"
+
+
 class ReLU2(DenseChoice):
     """down( relu(up x)² )."""
 
@@ -89,7 +98,7 @@ class GELU(DenseChoice):
     kind: Literal["gelu"] = "gelu"
 
 
-DenseFFN = SwiGLU | GLU | GeGLU | ReLU2 | GELU
+DenseFFN = SwiGLU | GLU | GeGLU | ClampedSwiGLU | ReLU2 | GELU
 Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
 
 
@@ -150,15 +159,17 @@ class MoE(Frozen):
     shared: Count = 1
     shared_gate: Literal["none", "sigmoid"] = "none"
     """A sigmoid gate per token on the output of the shared ones."""
-    activation: Literal["swiglu", "glu", "relu2", "gelu"] = "swiglu"
+    activation: Literal["swiglu", "glu", "clamped_swiglu", "relu2", "gelu"] = "swiglu"
     """The activation of every expert."""
+    bias: bool = False
+    """Biases on the router and on every map of a feed-forward (gpt-oss)."""
     dense_layers: Count = 0
     dense_hidden: Positive | None = None
 
     @property
     def gated(self) -> bool:
         """Whether one half of the hidden channels gates the other."""
-        return self.activation in ("swiglu", "glu")
+        return self.activation in ("swiglu", "glu", "clamped_swiglu")
 
     @property
     def constant_weight(self) -> bool:
@@ -174,13 +185,15 @@ class MoE(Frozen):
         if layer >= self.dense_layers:
             return self
         hidden = self.dense_hidden or (self.top_k + self.shared) * self.hidden
-        kinds: dict[str, type[DenseFFN]] = {"swiglu": SwiGLU, "glu": GLU, "relu2": ReLU2, "gelu": GELU}
-        return kinds[self.activation](hidden=hidden)
+        kinds: dict[str, type[DenseFFN]] = {
+            "swiglu": SwiGLU, "glu": GLU, "clamped_swiglu": ClampedSwiGLU, "relu2": ReLU2, "gelu": GELU,
+        }  # fmt: skip
+        return kinds[self.activation](hidden=hidden, bias=self.bias)
 
     def kept(self, width: int) -> float:
         """Elements per token kept for the backward pass."""
-        visited = {"relu2": 1, "gelu": 1, "swiglu": 2, "glu": 2}[self.activation]
-        shared = {"relu2": 1, "gelu": 2, "swiglu": 3, "glu": 3}[self.activation]
+        visited = {"relu2": 1, "gelu": 1, "swiglu": 2, "glu": 2, "clamped_swiglu": 5}[self.activation]
+        shared = {"relu2": 1, "gelu": 2, "swiglu": 3, "glu": 3, "clamped_swiglu": 5}[self.activation]
         return 2 * width + self.hidden * (self.top_k * visited + self.shared * shared)
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from residua.config.positions import RopeScaling
+from residua.config.positions import QueryGrowth, RopeScaling
 from residua.config.settings import Frozen, Positive, number
 from residua.errors import UserError
 
@@ -57,9 +57,9 @@ class SoftmaxAttention(Mixer):
     `qk_norm` is over each head, over all heads together ("rms_all", OLMo 2), or the dynamic tanh ("dyt"), whose α
     starts at `qk_alpha`. With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in
     `window_layers`; `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there
-    (Gemma 3). Heads of `unturned_layers` have no positions (SmolLM 3). `softcap` keeps scores within ±softcap by a
-    tanh (Gemma 2). `bias` adds biases to queries, keys and values ("qkv"), or to the output projection too ("all").
-    `own_value = "removed"` takes the direction of the token's own value out of a head's output (XSA).
+    (Gemma 3). Heads of `unturned_layers` have no positions (SmolLM 3). `bias` adds biases to queries, keys and values
+    ("qkv"), or to the output projection too ("all"). `own_value = "removed"` takes the direction of the token's own
+    value out of a head's output (XSA).
     """
 
     attends: ClassVar[bool] = True
@@ -81,9 +81,12 @@ class SoftmaxAttention(Mixer):
     rope_scaling: RopeScaling | None = None
     local_rope_theta: Annotated[float, Field(gt=0)] | None = None
     unturned_layers: tuple[int, ...] | None = None
+    query_growth: QueryGrowth | None = None
+    """A factor on queries far into a long document (Ministral 3)."""
     window: Positive | None = None
     window_layers: tuple[int, ...] | None = None
     softcap: Annotated[float, Field(gt=0)] | None = None
+    """A tanh keeps scores within ± this (Gemma 2)."""
     gate: Literal["none", "elementwise", "headwise"] = "none"
     """A sigmoid gate on the output, for each element or each head (arXiv 2505.06708)."""
     sink: Literal["none", "learned"] = "none"
@@ -169,6 +172,7 @@ class LatentAttention(Mixer):
 
     attends: ClassVar[bool] = True
     local_rope_theta: ClassVar[None] = None
+    query_growth: ClassVar[None] = None
     unturned_layers: ClassVar[None] = None
 
     kind: Literal["mla"] = "mla"

@@ -40,9 +40,8 @@ class ModelConfig(WholeConfig):
 
     `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the training length. `placement`
     says what sublayers norm: their input (pre-norm), their output (OLMo 2), or both (Gemma). Embedded tokens are
-    multiplied by `embed_scale`; a tanh keeps logits within ±`logit_softcap` (Gemma 2). With `reader_eps = "sum"` the
-    norm of reader k has eps · c_k², for a topology that hands it c_k times the sum when it starts as a pre-norm model:
-    that start is then exact (docs/retrofit.md).
+    multiplied by `embed_scale`. With `reader_eps = "sum"` the norm of reader k has eps · c_k², for a topology that
+    hands it c_k times the sum when it starts as a pre-norm model: that start is then exact (docs/retrofit.md).
     """
 
     training_only: ClassVar[tuple[str, ...]] = ("context", "init")
@@ -64,6 +63,7 @@ class ModelConfig(WholeConfig):
     head: Head = TiedHead()
     embed_scale: float = Field(1.0, gt=0)
     logit_softcap: Annotated[float, Field(gt=0)] | None = None
+    """A tanh keeps logits within ± this (Gemma 2)."""
     init: Init = Init()
 
     @classmethod

@@ -113,3 +113,10 @@ RopeScaling = Annotated[
     LinearRope | DynamicRope | YarnRope | Llama3Rope | LongRope | ProportionalRope | PartialRope,
     Field(discriminator="kind"),
 ]
+
+
+class QueryGrowth(Frozen):
+    """The query at position p of its document is times 1 + `beta` · ln(1 + ⌊p / original_context⌋) (Ministral 3)."""
+
+    beta: float
+    original_context: Positive

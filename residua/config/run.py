@@ -394,6 +394,11 @@ def _check_experts(config: RunConfig) -> None:
             f"parallel.experts = {parallel.experts} does not go with model.ffn.kind = '{ffn.kind}', which has no "
             "experts: use parallel.experts = 1."
         )
+    if ffn.bias:
+        raise UserError(
+            f"parallel.experts = {parallel.experts} divides the matrices of experts and not their biases (ffn.bias = "
+            "true): use parallel.experts = 1."
+        )
     if ffn.experts % parallel.experts:
         raise UserError(
             f"model.ffn.experts = {ffn.experts} cannot be shared equally by parallel.experts = {parallel.experts} "

@@ -129,7 +129,7 @@ class DeepseekV2(DeepseekV3):
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
         del keys["rope_interleave"]
-        return keys | {"topk_method": "greedy" if config.ffn.router.groups == 1 else "group_limited_greedy"}
+        return keys | {"topk_method": "greedy" if keys["n_group"] == 1 else "group_limited_greedy"}
 
 
 def _score_factor(keys: Mapping[str, Any]) -> float:

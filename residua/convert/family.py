@@ -61,11 +61,9 @@ FAMILIES: dict[str, type[Family]] = {}
 
 MISSING = {
     "cohere2": ("LayerNorm and parallel sublayers", "llama"),
-    "gemma4_text": ("heads of two widths", "gemma3_text"),
+    "gemma4_text": ("heads of two widths, norms of values and factors on the sum after a layer", "gemma3_text"),
     "gpt2": ("LayerNorm and learned positions", "llama"),
     "gpt_neox": ("LayerNorm and parallel sublayers", "llama"),
-    "gpt_oss": ("biases of experts and their clamped activation", "mixtral"),
-    "ministral3": ("queries scaled by position", "ministral"),
     "nanochat": ("norms without gains and a cap on logits", "qwen3"),
     "olmo": ("LayerNorm", "olmo2"),
     "phi": ("LayerNorm and parallel sublayers", "phi3"),

@@ -62,6 +62,27 @@ class Stacked(Layout):
         return by_expert
 
 
+class Transposed(Stacked):
+    """Theirs are [E, C, rows], or biases [E, rows]; `interleaved` if rows of gate and up take turns there (gpt-oss)."""
+
+    def __init__(self, experts: int, *, interleaved: bool) -> None:
+        super().__init__(experts)
+        self.interleaved = interleaved
+
+    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return rows, *ours[1:], ours[0] // rows
+
+    def read(self, stacked: Tensor) -> Tensor:
+        return self._turned(stacked.movedim(-1, 1), (-1, 2)).flatten(0, 1)
+
+    def write(self, parameter: Tensor) -> Tensor:
+        return self._turned(super().write(parameter), (2, -1)).movedim(1, -1).contiguous()
+
+    def _turned(self, by_expert: Tensor, pairs: tuple[int, int]) -> Tensor:
+        turned: Tensor = by_expert.unflatten(1, pairs).transpose(1, 2).flatten(1, 2) if self.interleaved else by_expert
+        return turned
+
+
 @dataclass(frozen=True)
 class Reordered(Layout):
     """Row i of ours is row `order[i]` of their tensors, which have `sizes` rows (None: those of the fused maps).

@@ -101,6 +101,43 @@ class Ministral(Mistral):
 
 
 @register
+class Ministral3(Mistral):
+    """Ministral 3: Mistral whose queries grow with their position in long texts."""
+
+    model_type = "ministral3"
+    architecture = "Ministral3ForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    }
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
+
+    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
+        stored = keys.get("rope_scaling") or keys["rope_parameters"]
+        beta, original = stored["llama_4_scaling_beta"], stored["original_max_position_embeddings"]
+        growth = {"query_growth": {"beta": beta, "original_context": original}} if beta else {}
+        return super().positions(keys) | growth
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys, growth = super().keys(config), None if config.softmax is None else config.softmax.query_growth
+        beta, original = (0.0, config.context) if growth is None else (growth.beta, growth.original_context)
+        table = {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original} | keys["rope_parameters"]
+        return keys | {"rope_parameters": table, "rope_scaling": table}
+
+
+@register
 class SeedOss(Llama):
     """Seed-OSS: biases on queries, keys and values, and on the output if switched on."""
 

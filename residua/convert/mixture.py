@@ -18,6 +18,7 @@ from residua.convert.family import (
     register,
     window_of,
 )
+from residua.convert.layouts import Layout, Transposed
 from residua.convert.llama import Olmo2, head_qk_norm, joint_qk_norm
 from residua.errors import UserError
 
@@ -85,6 +86,60 @@ class Mixtral(Mixture):
         keys = super().keys(config) | {"sliding_window": window_of(config)}
         keys.pop("norm_topk_prob")
         return keys
+
+
+@register
+class GptOss(Mixture):
+    """gpt-oss: sinks, windows in every other layer, biases of experts and router, a clamped activation."""
+
+    model_type = "gpt_oss"
+    architecture = "GptOssForCausalLM"
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Family.DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "head_dim": 64,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "norm_topk_prob": True,
+    }
+    EXPERTS: ClassVar[tuple[str, ...]] = ("num_local_experts",)
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
+    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "body.sink": ("self_attn.sinks",)}
+    FEED_FORWARD: ClassVar[Names] = {
+        "norm.weight": ("post_attention_layernorm.weight",),
+        "body.router.weight": ("mlp.router.weight",),
+        "body.router.offset": ("mlp.router.bias",),
+        "body.experts.up": ("mlp.experts.gate_up_proj",),
+        "body.experts.up_bias": ("mlp.experts.gate_up_proj_bias",),
+        "body.experts.out": ("mlp.experts.down_proj",),
+        "body.experts.out_bias": ("mlp.experts.down_proj_bias",),
+    }
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys)
+        tables["attention"] |= {"bias": "all" if keys["attention_bias"] else "none", "sink": "learned"}
+        tables["ffn"] |= {"activation": "clamped_swiglu", "bias": True}
+        return tables
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        derived = ["full_attention" if i % 2 else "sliding_attention" for i in range(keys["num_hidden_layers"])]
+        return layer_windows(keys, keys.get("layer_types") or derived)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        windows = {"sliding_window": window_of(config), "layer_types": layer_types(config)}
+        return super().keys(config) | windows | {"attention_bias": biased(config)}
+
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        if ".experts." in name:
+            return Transposed(config.ffn.experts, interleaved=".experts.up" in name)
+        return super().layout(name, config, keys)
 
 
 @register

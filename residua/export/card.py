@@ -68,7 +68,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("norm", "dyt"): (DYT,),
     ("norm", "derf"): (("Stronger Normalization-Free Transformers", "2512.10938"),),
     ("norm", "gated_dyt"): (DYT, SINKS),
-    **{("ffn", kind): (GLU,) for kind in ("swiglu", "glu", "geglu")},
+    **{("ffn", kind): (GLU,) for kind in ("swiglu", "glu", "geglu", "clamped_swiglu")},
     ("ffn", "relu2"): (("Primer: Searching for Efficient Transformers for Language Modeling", "2109.08668"),),
     ("ffn", "moe"): (("Switch Transformers", "2101.03961"),),
     **{("gate", kind): (GATED,) for kind in ("elementwise", "headwise")},

@@ -17,7 +17,7 @@ from residua import ops
 from residua.errors import UserError
 from residua.generate.whole_step import whole_step
 from residua.model.inference import InferenceDecoder
-from residua.model.moe import Experts, mixtures
+from residua.model.moe import Experts, expert_biases, mixtures
 
 if TYPE_CHECKING:
     from residua.model.cache import Cache
@@ -51,8 +51,8 @@ def engine_for(model: Decoder, name: str) -> str:
     if name == "auto":
         return "eager"
     raise UserError(
-        f"engine {name} needs all experts in one product, which takes a GPU with Triton and widths that are multiples "
-        "of 8: use eager."
+        f"engine {name} needs all experts in one product, which takes a GPU with Triton, widths that are multiples of "
+        "8, no biases and another activation than 'clamped_swiglu': use eager."
     )
 
 
@@ -61,7 +61,7 @@ def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
     if not isinstance(experts, Experts):
         return False
     ends = like.new_empty(experts.count, dtype=torch.int32)
-    return ops.expert_ffn.fuses(like[:1], *experts.stacks(), ends, experts.kind)
+    return ops.expert_ffn.fuses(like[:1], *experts.stacks(), ends, experts.kind, **expert_biases(experts))
 
 
 def build_step(model: Decoder, cache: Cache, engine: str) -> Step:

@@ -23,7 +23,7 @@ from residua.model.equivalence import Edge, InitFidelity, divide_rows
 from residua.model.norm import DyT
 from residua.model.projection import BiasedProjection, Projection, is_watched, projection
 from residua.model.reads import Input, Reads, map_reads
-from residua.model.rope import GROWING
+from residua.model.rope import GROWING, grow_queries
 from residua.model.sdpa import attend
 from residua.model.taps import tap
 from residua.ops._runtime.numeric import wide
@@ -228,6 +228,7 @@ class SoftmaxAttention(Body):
         local = self.window is not None and config.local_rope_theta is not None
         unturned = layer in (config.unturned_layers or ())
         self.table = slice(-2, None) if unturned else slice(2, 4) if local else slice(0, 2)
+        self.growth, self.place = config.query_growth, 2 if config.local_rope_theta is None else 4
         self.steady = config.rope_scaling is None or config.rope_scaling.kind not in GROWING
         self.sink = nn.Parameter(torch.empty(config.heads)) if config.sink == "learned" else None
         self.removes_own = config.own_value == "removed"
@@ -248,6 +249,8 @@ class SoftmaxAttention(Body):
         if isinstance(x, Reads):  # the mixture sees q's
             project, x = partial(self.projected, x), x.q
         (q, k, v, gate), anchors = self.mix(project, x, anchors, self.qk_norm, (cos, sin), context)
+        if self.growth is not None:
+            q = grow_queries(q, self.growth, context.rotary[self.place], context.segments)
         if context.sharing is not None and isinstance(self.mix, Write):
             anchors = context.sharing.share(anchors)
         self.mix.publish(self.layer, x)
@@ -344,9 +347,9 @@ class SoftmaxAttention(Body):
         """Whether decoding kernels may put the projected heads straight into the cache and attend to all of it.
 
         No anchors are mixed in but values, QK-norm is the kernels', angles do not depend on the length, there is no
-        window, scores are not capped, and outputs keep their own values.
+        window, queries do not grow, scores are not capped, and outputs keep their own values.
         """
-        whole = self.window is None and self.softcap is None and not self.removes_own
+        whole = self.window is None and self.softcap is None and self.growth is None and not self.removes_own
         return self.mix.only_values and self.qk_norm.in_kernels and self.steady and whole
 
     @property

@@ -272,6 +272,8 @@ class Decoder(nn.Module):
         table: tuple[Tensor, ...] = rotary_table(positions, turned, mixer.rope_theta, mixer.rope_scaling)
         if mixer.local_rope_theta is not None:
             table = *table, *rotary_table(positions, turned, mixer.local_rope_theta)
+        if mixer.query_growth is not None:
+            table = *table, positions
         if mixer.unturned_layers is not None:
             table = *table, torch.ones_like(table[0]), torch.zeros_like(table[1])
         return table

@@ -15,6 +15,7 @@ from residua.model.body import Body
 from residua.model.context import Anchors, Context
 from residua.model.equivalence import Edge, divide_rows, divide_square
 from residua.model.projection import BiasedProjection, Projection, is_plain, projection
+from residua.ops.expert_ffn.reference import clamped_gate, clamped_swiglu
 from residua.ops.inference.reference import ACTIVATIONS
 
 Activation = Callable[[Tensor], Tensor]
@@ -76,6 +77,17 @@ class GatedFFN(FeedForward):
         return [Edge(f"{name}.up", (self.out.weight,), torch.arange(hidden), divide, self.out)]
 
 
+class ClampedFFN(GatedFFN):
+    """y = W_out ((clip(W_up x, ±7) + 1) ⊙ act(W_gate x)), act(g) = g σ(1.702 g) of min(g, 7) (gpt-oss)."""
+
+    def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        return self.out(clamped_swiglu(*self.gate_up(x).chunk(2, -1))), anchors
+
+    def inner_edges(self, name: str) -> list[Edge]:
+        """None: a clipped branch passes no factor on."""
+        return []
+
+
 class PlainFFN(FeedForward):
     """y = W_out act(W_in x)."""
 
@@ -121,6 +133,7 @@ FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Activation]] = {
     "swiglu": (GatedFFN, silu),
     "glu": (GatedFFN, sigmoid),
     "geglu": (GatedFFN, gelu_tanh),
+    "clamped_swiglu": (ClampedFFN, clamped_gate),
     "relu2": (SquaredReluFFN, relu2),
     "gelu": (PlainFFN, gelu),
 }

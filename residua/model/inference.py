@@ -68,7 +68,7 @@ class InferenceAttention(Body):
     @staticmethod
     def serves(body: Body) -> bool:
         """Whether the kernels compute what an attention does before it attends."""
-        if type(body) is not SoftmaxAttention or is_watched(body) or body.removes_own:
+        if type(body) is not SoftmaxAttention or is_watched(body) or body.removes_own or body.growth is not None:
             return False
         return body.mix.only_values and type(body.qk_norm) in (QKNorm, NoQKNorm)
 

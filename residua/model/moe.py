@@ -73,10 +73,13 @@ class Router(nn.Module):
         self.constant_weight = config.constant_weight
         self.scale, self.groups = config.router.scale, config.router.choice_of_groups
         self.weight = nn.Parameter(torch.empty(config.experts, width))
+        self.offset = nn.Parameter(torch.empty(config.experts)) if config.bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
+        if self.offset is not None:
+            nn.init.zeros_(self.offset)
 
     def forward(self, x: Tensor) -> ops.Routed:
         """Route x [N, C]."""
@@ -87,7 +90,7 @@ class Router(nn.Module):
     def _route(self, x: Tensor) -> ops.Routed:
         return ops.route(
             x, self.weight, self.top_k, normalize=self.normalize, scale=self.scale, groups=self.groups,
-            **self._scoring(),
+            offset=self.offset, **self._scoring(),
         )  # fmt: skip
 
     def _scoring(self) -> dict[str, Any]:
@@ -138,7 +141,7 @@ def build_router(config: choices.MoE, width: int, *, std: float) -> Router:
 class Experts(nn.Module):
     """The stacked matrices of all experts: `up` [E·rows, C], gate and up if gated, and `out` [E·C, H].
 
-    Muon orthogonalises each expert's matrices separately.
+    Muon orthogonalises each expert's matrices separately. With biases, `up_bias` [E·rows] and `out_bias` [E·C].
     """
 
     rounded = ("up", "out")
@@ -147,30 +150,36 @@ class Experts(nn.Module):
         super().__init__()
         self.kind, self.count = config.activation, config.experts
         self.std, self.output_std = std, output_std
-        gated = FFNS[config.activation][0] is GatedFFN
+        gated = issubclass(FFNS[config.activation][0], GatedFFN)
         rows, columns = (config.hidden,) * (1 + gated) * config.experts, (width,) * config.experts
         self.up = nn.Parameter(torch.empty(sum(rows), width))
         self.out = nn.Parameter(torch.empty(sum(columns), config.hidden))
         self.hidden_matrices: dict[str, tuple[int, ...]] = {"up": rows, "out": columns}
+        self.up_bias = nn.Parameter(torch.empty(sum(rows))) if config.bias else None
+        self.out_bias = nn.Parameter(torch.empty(sum(columns))) if config.bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.up, std=self.std)
         nn.init.normal_(self.out, std=self.output_std) if self.output_std else nn.init.zeros_(self.out)
+        for bias in (self.up_bias, self.out_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         """Apply each expert to its rows of x [slots, C], sorted by expert, which end at `ends` [E]; [slots, C]."""
-        return self.run(x, ends, self.up, self.out)
+        y: Tensor = ops.expert_ffn(x, *self.stacks(), ends, self.kind, **expert_biases(self))
+        return y
 
     def run(self, x: Tensor, ends: Tensor, up: Tensor, out: Tensor) -> Tensor:
-        """`forward` with the matrices of some or all experts, as many as `ends` has."""
+        """`forward` with the matrices of some or all experts, as many as `ends` has, and without biases."""
         up, out = up.unflatten(0, (len(ends), -1)), out.unflatten(0, (len(ends), -1))
         y: Tensor = ops.expert_ffn(x, up, out, ends, self.kind)
         return y
 
     def visited(self, x: Tensor, routed: ops.Routed) -> Tensor:
         """Σ over the experts of each token of x [N, C], of weight · result, [N, C], without sorting rows by itself."""
-        way = {"order": routed.order, "weights": routed.weights}
+        way = {"order": routed.order, "weights": routed.weights, **expert_biases(self)}
         y: Tensor = ops.expert_ffn(x, *self.stacks(), routed.ends, self.kind, **way)
         return y
 
@@ -187,20 +196,27 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def _divide_states(self, by: Tensor) -> None:
-        rows = self.up.unflatten(0, (self.count, -1))
-        if self._gated():
-            rows[:, len(by) :].div_(by[:, None])
-        else:
-            divide_square(rows, by)
+        whole = [self.up] if self.up_bias is None else [self.up, self.up_bias[:, None]]
+        for rows in (stack.unflatten(0, (self.count, -1)) for stack in whole):
+            if self._gated():
+                rows[:, len(by) :].div_(by[:, None])
+            else:
+                divide_square(rows, by)
 
     def _gated(self) -> bool:
         return FFNS[self.kind][0] is GatedFFN
 
 
+def expert_biases(experts: Any) -> dict[str, Tensor]:
+    """Each expert's biases, if there are any: up_bias [E, rows] and out_bias [E, C]."""
+    pairs = {"up_bias": experts.up_bias, "out_bias": experts.out_bias}
+    return {name: bias.view(experts.count, -1) for name, bias in pairs.items() if bias is not None}
+
+
 def expert_states(experts: Any, x: Tensor, ends: Tensor) -> Tensor:
     """The input of the experts' last matrices, in x's dtype: x [slots, C] → [slots, H]."""
     up = experts.up.detach().to(x.dtype).unflatten(0, (experts.count, -1))
-    return expert_hidden(x, up, ends, experts.kind)
+    return expert_hidden(x, up, ends, experts.kind, expert_biases(experts).get("up_bias"))
 
 
 def _states(experts: Experts, x: Tensor, ends: Tensor) -> Tensor:
@@ -236,7 +252,8 @@ class MoE(Body):
         self.experts = Experts(config, width, std=std, output_std=output_std)
         shape, act = FFNS[config.activation]
         hidden = config.shared * config.hidden
-        self.shared = shape(act, width, hidden, std=std, output_std=output_std) if hidden else None
+        sizes: dict[str, Any] = {"std": std, "output_std": output_std, "bias": config.bias}
+        self.shared = shape(act, width, hidden, **sizes) if hidden else None
         self.shared_gate = SharedGate(width, std=std) if config.shared_gate == "sigmoid" else None
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors, Routing]:

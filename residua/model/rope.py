@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from residua.ops._runtime.numeric import begins, wide
 from residua.ops.norm_rotate import rotate
 from residua.ops.rotary_table import rotary_table as plain_rotary_table
 from residua.ops.rotary_table import scaled_rotary_table
@@ -31,6 +32,18 @@ def rotary_table(
     if scaling is None:
         return plain_rotary_table(positions, head_dim, theta)
     return scaled_rotary_table(positions, *frequencies(positions, head_dim, theta, scaling))
+
+
+def grow_queries(q: Tensor, growth: scalings.QueryGrowth, positions: Tensor, segments: Tensor | None) -> Tensor:
+    """q [B, T, H, D] times 1 + beta · ln(1 + ⌊p / original⌋), p the place of a token in its document.
+
+    `positions` [T] or [B, T] count from the start of the row; with `segments` [B, S], [T] are places among its entries.
+    """
+    if segments is not None:
+        first = torch.where(begins(segments, segments), torch.arange(segments.shape[1], device=q.device), 0)
+        positions = positions - first.cummax(1).values.index_select(1, positions)
+    factor = 1 + growth.beta * torch.log(1 + (positions // growth.original_context).to(wide(q).dtype))
+    return q * factor[..., None, None].to(q.dtype)
 
 
 def frequencies(positions: Tensor, head_dim: int, theta: float, scaling: scalings.RopeScaling) -> Frequencies:

@@ -15,10 +15,11 @@ from torch.nn.functional import linear
 
 from residua.errors import UserError
 from residua.model.decoder import Decoder
-from residua.model.moe import Experts, expert_states
+from residua.model.moe import Experts, expert_biases, expert_states
 from residua.model.projection import STEERING, Projection
 from residua.ops import grouped_linear
 from residua.ops._runtime.numeric import no_autocast, working_dtype
+from residua.ops.expert_ffn.reference import biased_rows
 from residua.quantize.result import UnquantizedTensor
 from residua.quantize.schemes import Quantized, Scheme
 
@@ -90,13 +91,18 @@ class LowExperts(FixedPrecision):
         super().__init__()
         self.activation, self.inner = activation, inner
         self.count, self.kind = experts.count, experts.kind
+        biases = (
+            None if bias is None else nn.Parameter(bias.detach(), False) for bias in (experts.up_bias, experts.out_bias)
+        )
+        self.up_bias, self.out_bias = biases
         up, out = torch.cat(list(weights[: self.count])), torch.cat(list(weights[self.count :]))
         self.up, self.out = (nn.Parameter(stack, requires_grad=False) for stack in (up, out))
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
         with no_autocast(x):
             h = expert_states(self, self.activation(x), ends)
-            y: Tensor = grouped_linear(self.inner(h), self.out.float().unflatten(0, (self.count, -1)), ends)
+            y = grouped_linear(self.inner(h), self.out.float().unflatten(0, (self.count, -1)), ends)
+            y = biased_rows(y, expert_biases(self).get("out_bias"), ends)
         return y.to(working_dtype(x))
 
 
@@ -130,7 +136,7 @@ def unquantized(model: Decoder, quantized: Iterable[str]) -> list[UnquantizedTen
 def is_rounded(name: str, modules: Container[str]) -> bool:
     """Whether a parameter is a matrix of one of these modules; biases stay in high precision."""
     module, _, attribute = name.rpartition(".")
-    return module in modules and attribute != "bias"
+    return module in modules and not attribute.endswith("bias")
 
 
 def quantize_weights(modules: Mapping[str, nn.Module], scheme: Scheme) -> dict[str, Quantized]:

@@ -80,7 +80,7 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(second[tensor], first[tensor], rtol=0, atol=1e-6 if changed else 0)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "phi3", "qwen3_next", "gemma2"])
+@pytest.mark.parametrize("name", ["smollm3", "phi3", "qwen3_next", "gemma2", "ministral3"])
 def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: Path) -> None:
     """Rows of two lengths: ours padded on the right, theirs on the left; then one token more from the cache."""
     architecture, keys = FAMILIES[name]

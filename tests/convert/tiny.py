@@ -66,6 +66,7 @@ LATENT = SIGMOID | {key: KIMI[key] for key in KIMI if key.endswith(("_rank", "_h
 LATENT = {key: value for key, value in LATENT.items() if not key.startswith("linear")} | {"q_lora_rank": 12}
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
 DEEP_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
+GROWTH = DEEP_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 SMALL_PAIRS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,6 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral, window": ("Mistral", {"sliding_window": 7}),
     "ministral": ("Ministral", {"head_dim": 8, "sliding_window": 5, "layer_types": MIXED}),
+    "ministral3": ("Ministral3", {"head_dim": 8, "rope_parameters": GROWTH}),
     "seed_oss": ("SeedOss", {"head_dim": 8}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "phi3": ("Phi3", PARTIAL),
@@ -111,6 +113,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         GEMMA | {"query_pre_attn_scalar": 8, "sliding_window_pattern": 2, "final_logit_softcapping": 2.0},
     ),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "mixtral, one expert": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True}),

@@ -42,6 +42,7 @@ WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "unit": ("moe", {"shard": 2, "experts": 2, "unit": "model"}, "does not go with parallel.unit = 'model'"),
     "dense": ("additive", {"shard": 2, "experts": 2}, "does not go with model.ffn.kind = 'swiglu'"),
     "shares": ("three", {"shard": 2, "experts": 2}, "model.ffn.experts = 3 cannot be shared equally by parallel"),
+    "biases": ("biased", {"shard": 3, "experts": 3}, "divides the matrices of experts and not their biases"),
     "slices": ("three", {"shard": 9, "experts": 3}, "model.ffn.hidden = 8 rows each, cannot be sharded equally"),
 }
 
@@ -49,7 +50,9 @@ WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG_EXPERTS)
 def test_experts_that_the_ranks_cannot_share_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, parallel, sentence = WRONG_EXPERTS[name]
-    monkeypatch.setitem(MODELS, "three", {"ffn": {"kind": "moe", "experts": 3, "top_k": 2, "hidden": 8}})
+    three = {"kind": "moe", "experts": 3, "top_k": 2, "hidden": 8}
+    monkeypatch.setitem(MODELS, "three", {"ffn": three})
+    monkeypatch.setitem(MODELS, "biased", {"ffn": three | {"bias": True}})
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         run_config(model, parallel, accumulate=parallel["shard"])
 

@@ -10,7 +10,7 @@ import residua
 from residua.data.tokenizer import Tokenizer
 from residua.generate.generator import Generator, Request, prefill
 from residua.generate.sample import Sampling
-from residua.model.attention import fold_mixing
+from residua.model.attention import SoftmaxAttention, fold_mixing
 from residua.model.decoder import Decoder
 from residua.model.inference import Forward, InferenceAttention, InferenceDecoder, InferenceFFN
 from residua.model.topology.inference import AdditiveInference, InferenceTopology, ReadInference, StreamInference
@@ -114,6 +114,11 @@ def test_heads_written_straight_to_cache_attend_as_others(attention: dict[str, A
     rewritten = assert_same(model(attention={"kind": "softmax"} | attention).double(), 1e-12)
     assert isinstance(rewritten.sublayers[0].body, InferenceAttention)
     assert rewritten.sublayers[0].body.decodes == (not attention.keys() & {"window", "softcap"})
+
+
+def test_queries_that_grow_are_left_to_the_attention_itself() -> None:
+    growing = {"kind": "softmax", "heads": 2, "query_growth": {"beta": 0.7, "original_context": 2}}
+    assert isinstance(assert_same(model(attention=growing).double(), 1e-12).sublayers[0].body, SoftmaxAttention)
 
 
 @pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])

@@ -44,6 +44,7 @@ def attention(
     documents: list[int] | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    growth: tuple[float, int] | None = None,
     eps: float = EPS,
     b_out: Tensor | None = None,
     removes_own: bool = False,
@@ -59,9 +60,13 @@ def attention(
     rows = []
     for t in range(length):
         earlier = [j for j in range(t + 1) if documents is None or documents[j] == documents[t]]
+        place = len(earlier) - 1
         earlier = [j for j in earlier if window is None or t - j < window]
         per_head = []
         for h in range(heads):
+            if growth is not None:
+                beta, context = growth
+                queries[t][h] = queries[t][h] * (1 + beta * math.log(1 + place // context))
             logits = [(queries[t][h] * keys[j][h // group]).sum() / math.sqrt(head_dim) for j in earlier]
             if softcap is not None:
                 logits = [cap(score, softcap) for score in logits]

@@ -54,6 +54,14 @@ def geglu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
     return w_out @ (gate * (w_up @ x))
 
 
+def clamped_swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
+    """gpt-oss."""
+    gate, up = w_gate @ x, w_up @ x
+    gate = torch.where(gate > 7, torch.full_like(gate, 7), gate)
+    up = torch.where(up > 7, torch.full_like(up, 7), torch.where(up < -7, torch.full_like(up, -7), up))
+    return w_out @ ((up + 1) * gate * sigmoid(1.702 * gate))
+
+
 def relu2(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
     z = w_in @ x
     return w_out @ torch.where(z > 0, z * z, torch.zeros_like(z))

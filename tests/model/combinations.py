@@ -46,10 +46,10 @@ SIGMOID = {"activation": "relu2", "dense_layers": 1, "router": {"kind": "sigmoid
 GROUPS = {"router": {"kind": "softmax_scores", "groups": 3, "top_groups": 2}}
 FFNS |= {
     "moe": MOE | {"experts": 6, "top_k": 2, "shared_gate": "sigmoid"} | GROUPS,
-    "moe plain": MOE | {"experts": 4, "top_k": 3, "shared": 0} | SIGMOID,
+    "moe plain": MOE | {"experts": 4, "top_k": 3, "shared": 0, "bias": True} | SIGMOID,
 }
 LINEAR = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
-XSA = {"own_value": "removed"}
+XSA = {"own_value": "removed", "softcap": 0.7, "query_growth": {"beta": 0.5, "original_context": 2}}
 HYBRID = {"kind": "hybrid", "softmax_every": 2, "linear": LINEAR}
 DELTA = {"kind": "kimi_delta", "heads": 2, "head_dim": 8}
 LATENT = {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "value_dim": 5}
@@ -62,7 +62,7 @@ ATTENTIONS: dict[str, Any] = {
     "sink": {"kind": "softmax", "heads": 2, "head_dim": 6, "sink": "learned", "gate": "elementwise"},
     "linear": LINEAR,
     "hybrid": HYBRID | {"softmax": {"heads": 2}},
-    "hybrid gated": HYBRID | {"softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise", "softcap": 0.7} | XSA},
+    "hybrid gated": HYBRID | {"softmax": {"heads": 4, "kv_heads": 2, "gate": "elementwise"} | XSA},
     "latent": LATENT | {"query_rank": 7},
     "hybrid kimi": {"kind": "hybrid", "softmax_layers": [1, 2], "softmax": NOWHERE, "linear": DELTA},
 }

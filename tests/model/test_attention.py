@@ -43,7 +43,7 @@ def exact_rotary(length: int = LENGTH) -> tuple[Tensor, Tensor]:
 
 
 def context(documents: list[list[int]] | None = None) -> Context:
-    return Context(exact_rotary(), None if documents is None else torch.tensor(documents))
+    return Context((*exact_rotary(), torch.arange(LENGTH)), None if documents is None else torch.tensor(documents))
 
 
 def place(config: choices.SoftmaxAttention, anchors: choices.Anchors, layer: int, layers: int) -> LayerPlace:
@@ -89,6 +89,7 @@ def rest_of_layer(layer: SoftmaxAttention, S: golden.Projections, documents: lis
         documents=documents,
         window=layer.window,
         softcap=layer.softcap,
+        growth=layer.growth and (layer.growth.beta, layer.growth.original_context),
         eps=layer.qk_norm.eps,
         b_out=getattr(layer.out, "bias", None),
     )
@@ -107,6 +108,7 @@ VARIANTS = [
     {"window": 3, "sink": "learned", "kv_heads": 2},
     {"softcap": 0.7, "kv_heads": 2},
     {"softcap": 0.7, "sink": "learned", "window": 2},
+    {"query_growth": {"beta": 0.7, "original_context": 1}, "window": 2},
     {"bias": "qkv", "gate": "headwise"},
     {"bias": "all", "qk_norm": "none", "window": 1},
     {"qk_norm": "rms_all", "kv_heads": 2, "qk_eps": 0.1},

@@ -18,7 +18,7 @@ from residua.model.moe import MoE, SigmoidRouter, balance_loss
 from residua.model.size import measure, shapes
 from residua.train.optimizer import hidden_matrices
 from residua.train.step import recompute_sublayers
-from tests.golden import kimi
+from tests.golden import kimi, parts
 from tests.golden.compare import agree, leaves_of, random, randomise
 from tests.model.small import small, tokens_and_targets
 from tests.nightly import only_nightly
@@ -55,7 +55,7 @@ def visits(module: MoE, t: Tensor, normalize: bool) -> dict[int, Tensor]:
     sizes = {"top_k": router.top_k, "scale": router.scale, "groups": router.groups}
     if isinstance(router, SigmoidRouter):
         return kimi.route(router.weight, router.bias, t, **sizes, normalize=normalize)
-    p = torch.softmax(router.weight @ t, 0)
+    p = torch.softmax(router.weight @ t + (0 if router.offset is None else router.offset), 0)
     return kimi.weigh(p, p.tolist(), **sizes, normalize=normalize)
 
 
@@ -63,9 +63,20 @@ def token_by_token(module: MoE, x: Tensor, *, gated: bool = True, normalize: boo
     """The equations, one token and one expert at a time."""
     up, out = (w.unflatten(0, (module.count, -1)) for w in (module.experts.up, module.experts.out))
 
+    none = torch.zeros(module.count, 1, dtype=x.dtype)
+    up_bias, out_bias = (
+        none if b is None else b.unflatten(0, (module.count, -1))
+        for b in (module.experts.up_bias, module.experts.out_bias)
+    )
+    one = torch.eye(HIDDEN, dtype=x.dtype)
+
     def expert(e: int, t: Tensor) -> Tensor:
-        h = up[e] @ t
-        return out[e] @ (silu(h[:HIDDEN]) * h[HIDDEN:] if gated else relu(h) ** 2)
+        h = up[e] @ t + up_bias[e]
+        if module.experts.kind == "clamped_swiglu":  # of gate and up themselves, unchanged
+            states = parts.clamped_swiglu(h, *torch.eye(2 * HIDDEN, dtype=x.dtype).chunk(2), one)
+        else:
+            states = silu(h[:HIDDEN]) * h[HIDDEN:] if gated else relu(h) ** 2
+        return out[e] @ states + out_bias[e]
 
     rows = [sum(w * expert(e, t) for e, w in visits(module, t, normalize).items()) for t in x.flatten(0, 1)]
     return torch.stack(rows).view_as(x)
@@ -82,6 +93,17 @@ def token_by_token(module: MoE, x: Tensor, *, gated: bool = True, normalize: boo
 def test_mixture_is_its_equations(build_mixture: Any, top_k: int, normalize: bool) -> None:
     module, x = build_mixture(top_k=top_k, shared=0, normalize=normalize), random(2, 7, WIDTH)
     agree([run(module, x)], [token_by_token(module, x, normalize=normalize)], leaves_of(module, x=x))
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "relu2"])
+def test_biases_of_router_and_experts_are_added(activation: str) -> None:
+    module, x = mixture(shared=0, bias=True, activation=activation), random(2, 7, WIDTH, scale=4.0)
+    agree([run(module, x)], [token_by_token(module, x, gated=activation != "relu2")], leaves_of(module, x=x))
+    before, edges = run(module, x), module.inner_edges("moe")
+    assert len(edges) == (activation != "clamped_swiglu")  # a clipped branch passes no factor on
+    for edge in edges:
+        edge.fold(torch.rand(HIDDEN, dtype=x.dtype) + 0.5)
+    torch.testing.assert_close(run(module, x), before, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("build_mixture", [mixture, biased])

@@ -76,6 +76,7 @@ FFNS = {
     "swiglu": (choices.SwiGLU(hidden=9), lambda f, x: parts.swiglu(x, *gated_halves(f))),
     "glu": (choices.GLU(hidden=9), lambda f, x: parts.glu(x, *gated_halves(f))),
     "geglu": (choices.GeGLU(hidden=9), lambda f, x: parts.geglu(x, *gated_halves(f))),
+    "clamped_swiglu": (choices.ClampedSwiGLU(hidden=9), lambda f, x: parts.clamped_swiglu(x, *gated_halves(f))),
     "relu2": (choices.ReLU2(hidden=9), lambda f, x: parts.relu2(x, f.up.weight, f.out.weight)),
     "gelu": (choices.GELU(hidden=9), lambda f, x: parts.gelu_ffn(x, f.up.weight, f.out.weight)),
 }
@@ -97,7 +98,10 @@ def test_biases_are_added_after_each_product() -> None:
 def test_feed_forwards_are_their_equations(kind: str, width: int) -> None:
     config, equation = FFNS[kind]
     ffn = randomise(build_ffn(config, width, std=0.2, output_std=0.2))
-    x = random(2, 3, width)
+    x = random(2, 3, width, scale=8.0 if kind == "clamped_swiglu" else 1.0)
+    assert (
+        kind != "clamped_swiglu" or (x @ ffn.gate_up.weight.T).aminmax().min < -7 < 7 < (x @ ffn.entry.weight.T).max()
+    )
     ours, anchors = ffn(x, (), NOWHERE)
     assert anchors == ()
     agree([ours], each_token(lambda v, _: [equation(ffn, v)], x), leaves_of(ffn, x=x))

@@ -16,7 +16,11 @@ ALIGNMENT = 8
 """Rows are read 16 bytes at a time: this many elements in bfloat16."""
 
 
-def _serves(x: Tensor, up: Tensor, out: Tensor, ends: Tensor, activation: str, **_: Any) -> bool:
+def _serves(
+    x: Tensor, up: Tensor, out: Tensor, ends: Tensor, activation: str, *, up_bias: Tensor | None = None, **_: Any
+) -> bool:
+    if up_bias is not None or activation == "clamped_swiglu":
+        return False
     whole = all(size % ALIGNMENT == 0 for size in out.shape[1:])
     return whole and len(x) > 0 and working_dtype(x) in DTYPES and supports(x, up, out)
 

@@ -192,8 +192,13 @@ def expert_ffn(
     *,
     order: Tensor | None = None,
     weights: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    out_bias: Tensor | None = None,
 ) -> Tensor:
-    """The fused twin of `reference.expert_ffn`; matrices are brought to the products' dtype, as autocast does."""
+    """The fused twin of `reference.expert_ffn`, which is left the biases.
+
+    Matrices are brought to the products' dtype, as autocast does.
+    """
     dtype = working_dtype(x)
     x, up, out = x.to(dtype), up.to(dtype), out.to(dtype)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, up, out, weights))

@@ -14,9 +14,11 @@ MOST_EXPERTS, MOST_CHOICES = 256, 8
 """More scores than these do not fit into a program's registers."""
 
 
-def _serves(x: Tensor, weight: Tensor, top_k: int, *, groups: object = None, **_: Any) -> bool:
+def _serves(
+    x: Tensor, weight: Tensor, top_k: int, *, groups: object = None, offset: Tensor | None = None, **_: Any
+) -> bool:
     few = len(weight) <= MOST_EXPERTS and top_k <= MOST_CHOICES
-    return len(x) > 0 and few and groups is None and supports(x, weight)
+    return len(x) > 0 and few and groups is None and offset is None and supports(x, weight)
 
 
 def _cases(d: Draw) -> Cases:

@@ -112,8 +112,9 @@ def route(
     bias: Tensor | None = None,
     scale: float = 1.0,
     groups: tuple[int, int, int] | None = None,
+    offset: Tensor | None = None,
 ) -> Routed:
-    """The fused twin of `reference.route`, which is left the choice among groups."""
+    """The fused twin of `reference.route`, which is left offsets and the choice among groups."""
     return Routed(*_route(x, weight, bias, top_k, normalize, score == "sigmoid", scale))
 
 

@@ -40,16 +40,17 @@ def route(
     bias: Tensor | None = None,
     scale: float = 1.0,
     groups: tuple[int, int, int] | None = None,
+    offset: Tensor | None = None,
 ) -> Routed:
-    """Choose the `top_k` experts of each token, in at least float32: x [N, C], weight [E, C], bias [E].
+    """Choose the `top_k` experts of each token, in at least float32: x [N, C], weight [E, C], bias and offset [E].
 
-        l = W x,   s = softmax(l) or σ(l),   T = the k largest of s + bias,   w_e = scale · s_e / Σ_{j∈T} s_j
+        l = W x + offset,   s = softmax(l) or σ(l),   T = the k largest of s + bias,   w_e = scale · s_e / Σ_{j∈T} s_j
 
     Without `normalize`, w_e = scale · s_e. The probabilities are s, of σ(l) divided by their sum. With (G, g, n) as
     `groups`, T is chosen in the g of G groups of successive experts whose n largest s + bias have the largest sum.
     """
     with no_autocast(x):  # in half precision, near ties would send tokens to other experts
-        logits = linear(wide(x), wide(weight))
+        logits = linear(wide(x), wide(weight), None if offset is None else wide(offset))
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + wide(bias)
     chosen = (ranked if groups is None else _in_best_groups(ranked, *groups)).topk(top_k).indices
