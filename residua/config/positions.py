@@ -120,3 +120,4 @@ class QueryGrowth(Frozen):
 
     beta: float
     original_context: Positive
+    """The length of the first training, below which queries do not grow."""
