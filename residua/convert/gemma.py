@@ -140,8 +140,7 @@ class Gemma3(SandwichGemma):
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
         layered = write_layered_positions(keys, config.softmax, self.DEFAULTS["rope_local_base_freq"])
-        theta = layered["rope_parameters"]["sliding_attention"]["rope_theta"]
-        return keys | layered | {"rope_local_base_freq": theta, "attn_logit_softcapping": None}
+        return keys | layered | {"attn_logit_softcapping": None}
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         shift, scale = super().change(name, keys)

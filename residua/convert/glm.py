@@ -28,7 +28,6 @@ class PartlyTurned(Family):
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
         keys["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-        keys["partial_rotary_factor"] = keys["rope_parameters"]["partial_rotary_factor"]
         return keys | {"attention_bias": config.softmax is not None and config.softmax.bias == "qkv"}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:

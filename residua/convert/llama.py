@@ -319,7 +319,7 @@ class Olmo3(Olmo2):
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config) | {"sliding_window": window_of(config), "layer_types": layer_types(config)}
-        return keys | write_layered_positions(keys, config.softmax, keys["rope_theta"])
+        return keys | write_layered_positions(keys, config.softmax, keys["rope_parameters"]["rope_theta"])
 
 
 @register

@@ -47,16 +47,15 @@ def read_positions(config: dict[str, Any], default_theta: float, *, partial: boo
 
 
 def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[str, Any]:
-    """`rope_parameters`, and `rope_theta` and `rope_scaling` for versions of transformers before 5."""
+    """`rope_parameters`, the one form that transformers writes since version 5."""
     if scaling is None:
-        plain = {"rope_type": "default", "rope_theta": theta}
-        return {"rope_theta": theta, "rope_parameters": plain, "rope_scaling": None}
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     numbers = scaling.model_dump(mode="json", exclude={"kind"})
     if isinstance(scaling, scalings.DynamicRope):  # there it is max_position_embeddings
         del numbers["original_context"]
     kind = {"dynamic_ntk": "dynamic", "partial": "default"}.get(scaling.kind, scaling.kind)
     written = {"rope_type": kind, **{NAMES.get(key, key): value for key, value in numbers.items()}}
-    return {"rope_theta": theta, "rope_parameters": {**written, "rope_theta": theta}, "rope_scaling": written}
+    return {"rope_parameters": {**written, "rope_theta": theta}}
 
 
 def turned_width(config: ModelConfig) -> int:

@@ -89,7 +89,6 @@ class GatedHybrid(Family):
         types = [FULL if mixer.attends else LINEAR for mixer in config.mixers]
         keys["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
         keys |= {"attention_bias": biased(config), "layer_types": types}
-        keys["partial_rotary_factor"] = keys["rope_parameters"]["partial_rotary_factor"]
         if isinstance(linear, choices.GatedDeltaNet):
             keys |= {
                 "linear_num_key_heads": linear.key_heads,

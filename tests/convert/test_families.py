@@ -26,6 +26,7 @@ from tests.nightly import only_nightly
 
 pytest.importorskip("transformers")
 TOLERANCE = 1e-5
+ROTARY_BEFORE_5 = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window", "qwen3_5_moe_text",
           "glm4_moe, biases", "deepseek_v3, full queries", "deepseek_v3", "deepseek_v2, greedy", "flex_olmo", "glm4",
           "seed_oss", "granitemoe", "ministral", "llama, biases, tied", "mixtral, one expert", "qwen2, windows",
@@ -69,6 +70,8 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
     Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
     model_type = theirs.config.model_type
     export_back(tmp_path, model_type)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert not written.keys() & set(ROTARY_BEFORE_5)
     family = find_family(model_type)
     files = (load_file(tmp_path / which / "model.safetensors") for which in ("hf", "back"))
     first, second = ({family.named(name): tensor for name, tensor in file.items()} for file in files)
