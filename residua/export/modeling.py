@@ -79,6 +79,12 @@ class ResiduaPreTrainedModel(PreTrainedModel):
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
+    def _flex_attn_can_dispatch(self, is_init_check: bool = False) -> bool:
+        raise UserError('attn_implementation = "flex_attention" is not supported: use "sdpa".')
+
+    def _flash_attn_can_dispatch(self, flash_attn_version: int, is_init_check: bool = False) -> bool:
+        raise UserError(f'attn_implementation = "flash_attention_{flash_attn_version}" is not supported: use "sdpa".')
+
     def _set_gradient_checkpointing(  # type: ignore[override]
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
     ) -> None:

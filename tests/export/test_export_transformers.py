@@ -84,6 +84,16 @@ def test_unknown_implementation_is_refused(folder):
         in_transformers(folder, implementation="kernel")
 
 
+@pytest.mark.parametrize("name", ["flex_attention", "flash_attention_2"])
+def test_attention_of_other_libraries_is_refused_by_us(name, folder, exported):
+    for ask in (
+        lambda: in_transformers(folder, attn_implementation=name),
+        lambda: exported.set_attn_implementation(name),
+    ):
+        with pytest.raises(ValueError, match=f'^attn_implementation = "{name}" is not supported: use "sdpa"'):
+            ask()
+
+
 @pytest.mark.parametrize("which", FOLDERS)
 def test_cached_equals_uncached_with_dynamic_and_static_caches(which, request):
     exported = in_transformers(request.getfixturevalue(FOLDERS[which]))
