@@ -87,7 +87,8 @@ def prepare(
             findings = _treat_overlap(splits, overlap)
             chosen.save(folder / TOKENIZER)
             splits[VALIDATION].write_sources(folder / SOURCES)
-            _describe(folder, chosen, splits, recipe, findings | {"skipped": problems.summary()})
+            findings |= {"skipped": problems.summary()} | hub_datasets(corpus)
+            _describe(folder, chosen, splits, recipe, findings)
     except OSError as error:
         # Another process was faster: use or refuse its dataset, like one that existed before.
         if isinstance(error, FileExistsError) and (faster := _same_dataset(out, recipe, overlap)) is not None:
@@ -297,6 +298,12 @@ def _treat_overlap(splits: dict[str, SplitWriter], rule: str) -> dict[str, Any]:
             )
         splits[TRAIN] = train.without(validation)
     return {"overlap": {"rule": rule, **overlap._asdict()}}
+
+
+def hub_datasets(corpus: Corpus) -> dict[str, Any]:
+    """The datasets of Hugging Face in a corpus, by name: model cards name them."""
+    names = {part.name.partition(":")[0] for part in corpus.parts if part.size is None}
+    return {"hub_datasets": sorted(names)} if names else {}
 
 
 def _describe(

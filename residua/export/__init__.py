@@ -8,24 +8,29 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from residua.errors import UserError
-from residua.export.card import Trained, model_card
+from residua.export.check import why_unchecked
 from residua.export.folder import Precision, write_folder, write_layout
 from residua.files import refuse_used
+from residua.storage.card import OWN_CODE, PLAIN, Trained, model_card
+from residua.storage.card_metadata import Metadata, card_metadata
 from residua.storage.checkpoint import model_tensors
 from residua.storage.hugging_face import companions
-from residua.storage.load import weight_dtypes
-from residua.storage.model_folder import PRECISIONS, open_model
+from residua.storage.model_folder import PRECISIONS, open_tokenizer
+from residua.storage.stored_model import open_stored
 
 RESIDUA = "residua"
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
+SHARD = "5GB"
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 __all__ = ["Exported", "export", "write_folder"]
 
 
 class Exported(NamedTuple):
-    """What was written, and how far the logits of its own code are from the model's (None if it could not be run).
+    """What was written, and how far the logits of its own code are from the model's.
 
-    `address` is where it was pushed to, `precision` the dtype that config.json names.
+    `difference` is None if the code was not run, for the reason `unchecked`. `address` is where the folder was pushed
+    to, `precision` the dtype that config.json names.
     """
 
     folder: Path
@@ -33,6 +38,7 @@ class Exported(NamedTuple):
     difference: float | None
     address: str | None = None
     precision: str = "float32"
+    unchecked: str | None = None
 
 
 def export(
@@ -43,15 +49,18 @@ def export(
     layout: str = RESIDUA,
     push_to: str | None = None,
     public: bool = False,
+    max_shard_size: str = SHARD,
+    metadata: Metadata | None = None,
 ) -> Exported:
     """Write the model of a run as a Hugging Face folder; `precision` is that of the weights in it.
 
     Without it, weights keep the dtypes that they have in `run`: float32 if it was trained here, else those of the
     model that was imported.
     `layout` is Residua's own, with its code, or a `model_type` of transformers that fits the model. `push_to` is a
-    repository ORG/NAME of the Hugging Face Hub; one that is new is private unless `public`.
+    repository ORG/NAME of the Hugging Face Hub; one that is new is private unless `public`. Weights are copied one by
+    one into files of `max_shard_size`. `metadata` goes into the card, before what the model's own card says.
     """
-    run, out = Path(run), Path(out)
+    run, out, shard = Path(run), Path(out), parse_size(max_shard_size)
     refuse_used(out)
     if push_to is not None:
         require_hub(push_to)
@@ -59,18 +68,39 @@ def export(
         raise UserError(f"precision {precision} does not exist: choose {' or '.join(PRECISIONS)}.")
     if (run / "quantization.json").exists():
         raise UserError(f"{run} is quantized, and exports are not: export the run that it was made from.")
-    model, tokenizer = open_model(run, which, as_trained=True)
+    metadata = card_metadata(run, (metadata or Metadata()).check())
+    tokenizer = open_tokenizer(run)
+    stored = open_stored(run, which)
+    model = stored.model
+    tokenizer.require_model(model.config.vocab_size, run)
     if precision is None:
-        written = Precision.as_stored(weight_dtypes(run, which), model_tensors(model))
+        written = Precision.as_stored(stored.dtypes, model_tensors(model))
     else:
         written = Precision(PRECISIONS[precision])
-    card = model_card(model, push_to or out.name, Trained(run, which), own_code=layout == RESIDUA)
+    form = OWN_CODE if layout == RESIDUA else PLAIN
+    card = model_card(model, push_to or out.name, Trained(run, which), form=form, metadata=metadata)
+    unchecked = why_unchecked(model)
+    check = unchecked is None
     if layout == RESIDUA:
-        difference = write_folder(model, tokenizer, out, written, extras=companions(run), card=card)
+        difference = write_folder(stored, tokenizer, out, written, check, companions(run), card, shard)
     else:
-        difference = write_layout(model, tokenizer, run, out, layout, written, card)
+        difference = write_layout(stored, tokenizer, run, out, layout, written, card, check, shard)
     address = None if push_to is None else push(out, push_to, public=public)
-    return Exported(out, sum(p.numel() for p in model.parameters()), difference, address, written.name)
+    parameters = sum(p.numel() for p in model.parameters())
+    return Exported(out, parameters, difference, address, written.name, unchecked)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `5GB` or `500 MiB`."""
+    match = SIZE.fullmatch(text)
+    size = (
+        0
+        if match is None
+        else int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+    )
+    if size < 1:
+        raise UserError(f"--max-shard-size {text} is not a size: write 5GB or 500MB, for example.")
+    return size
 
 
 def require_hub(repository: str) -> None:

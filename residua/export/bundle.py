@@ -23,6 +23,8 @@ import hashlib
 import json
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import files
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -98,6 +100,14 @@ def bundle(model: Decoder, version: str) -> dict[str, str]:
     fingerprint = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
     texts["configuration_residua"] += f'\n\nCODE = "{fingerprint}"  # of all files of code\n'
     return {f"{name}.py": text for name, text in texts.items()}
+
+
+def license_text() -> str:
+    """The license of the copies: the file of the repository, or of the installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").is_file():
+        root = Path(str(next(file.locate() for file in files("residua") or () if file.name == "LICENSE"))).parent
+    return (root / "LICENSE").read_text(encoding="utf-8")
 
 
 def users_modules(model: Decoder) -> set[str]:

@@ -17,14 +17,28 @@ from torch import Tensor
 
 from residua import ops
 from residua.errors import UserError
+from residua.machine import free_memory, short_bytes
 from residua.model.decoder import Decoder
 from residua.reading import read_json
-from residua.storage.tensors import WEIGHTS, read_tensors
+from residua.storage.tensors import read_tensors, weight_files
 
 CHECKED_TOKENS = 16
 AGAIN = "export again"
+COPIES = 3
+"""Of the weights, in float32, that a check has in memory: the model's, the exported code's and those just read."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PACKAGE = "residua_export_under_check"
+
+
+def why_unchecked(model: Decoder) -> str | None:
+    """How to have an export of a model checked, if it cannot be; the model may be on the meta device."""
+    if find_spec("transformers") is None:
+        return "install transformers (residua[hf]) to check it"
+    needed = 4 * COPIES * sum(parameter.numel() for parameter in model.parameters())
+    free = free_memory()
+    if free is None or needed <= free:
+        return None
+    return f"that needs {short_bytes(needed)} of memory, and this machine has {short_bytes(free)} free"
 
 
 def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | None:
@@ -74,7 +88,8 @@ def _build(folder: Path, modeling: ModuleType) -> Any:
     keys = read_json(folder / "config.json", dict[str, Any], AGAIN)
     config = modeling.ResiduaConfig(**keys | {"implementation": "file"})
     exported = modeling.ResiduaForCausalLM(config).eval().float()
-    missing, unexpected = exported.load_state_dict(read_tensors(folder / WEIGHTS, AGAIN), strict=False)
+    saved = {name: tensor for file in weight_files(folder, AGAIN) for name, tensor in read_tensors(file, AGAIN).items()}
+    missing, unexpected = exported.load_state_dict(saved, strict=False)
     if unexpected or missing != (["lm_head.weight"] if config.tie_word_embeddings else []):
         raise RuntimeError(f"the exported code lacks {unexpected} and asks for {missing}: this is a bug in the export.")
     return exported

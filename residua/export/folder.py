@@ -4,7 +4,7 @@ Residua's own has its code (`residua.storage.hugging_face` reads it back). That 
 and any tool that knows the family reads it.
 
 config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json
-README.md  configuration_residua.py  modeling_residua.py  and the modules that it imports (`residua.export.bundle`)
+README.md  LICENSE  configuration_residua.py  modeling_residua.py  and the modules that it imports (see `bundle`)
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from residua.convert.families import find_family
 from residua.convert.family import Rule
 from residua.data.tokenizer import Tokenizer
 from residua.errors import UserError
-from residua.export.bundle import bundle, users_modules
-from residua.export.card import CARD_FILE, model_card
+from residua.export.bundle import bundle, license_text, users_modules
 from residua.export.check import check_export, check_layout
 from residua.files import atomic_folder, refuse_used
 from residua.model.decoder import Decoder
 from residua.reading import inside
+from residua.storage.card import PLAIN, model_card
 from residua.storage.checkpoint import model_tensors
 from residua.storage.hugging_face import (
+    CARD_FILE,
     CONFIG,
     GENERATION,
     SPECIAL_TOKENS,
@@ -42,7 +43,8 @@ from residua.storage.hugging_face import (
     exported_name,
     read_companion,
 )
-from residua.storage.tensors import Entry, require_finite, save_tensors, write_tensors
+from residua.storage.stored_model import Read, StoredModel, in_memory
+from residua.storage.tensors import Entry, write_shards
 from residua.version import __version__
 
 AUTO_MAP = {
@@ -83,7 +85,7 @@ class Precision:
         """The dtype of one of our weights."""
         return self.stored.get(name, self.dtype)
 
-    def of_rule(self, rule: Rule, tensor: Tensor) -> torch.dtype:
+    def of_rule(self, rule: Rule, read: Read) -> torch.dtype:
         """The dtype of the tensors of another layout that one of our weights is written as.
 
         Where the values differ from ours (gains of a Gemma, less one), ours are in float32, whatever theirs were: they
@@ -91,35 +93,49 @@ class Precision:
         """
         if rule.exact or rule.ours not in self.stored:
             return self.of(rule.ours)
+        tensor = read(rule.ours).float()
         parts = [part.to(self.dtype) for part in rule.write(tensor).values()]
         return self.dtype if torch.equal(rule.read(parts), tensor) else torch.float32
 
 
 FLOAT32 = Precision()
+SHARD = 5 * 10**9
+"""The most bytes of a file with weights, unless one tensor has more."""
+ROTARY = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
+"""Keys of an imported config.json that `rope_parameters` has replaced in version 5 of transformers."""
 
 
 def write_folder(
-    model: Decoder,
+    model: Decoder | StoredModel,
     tokenizer: Tokenizer,
     out: Path,
     precision: Precision = FLOAT32,
     check: bool = True,
     extras: Mapping[str, Path] | None = None,
     card: str | None = None,
+    shard: int = SHARD,
 ) -> float | None:
     """Write an export; `out` must not exist, or be an empty folder. Returns what `check_export` finds.
 
-    `extras` are the `companions` of the model's folder, which this one gets too.
+    `extras` are the `companions` of the model's folder, which this one gets too; `shard` is as in `write_shards`.
     """
     refuse_used(out)
+    stored = model if isinstance(model, StoredModel) else in_memory(model)
     with atomic_folder(out) as folder:
-        _fill(folder, model, tokenizer, precision, extras or {})
-        (folder / CARD_FILE).write_text(card or model_card(model, out.name), encoding="utf-8")
-        return check_export(folder, model, precision.rounds) if check else None
+        _fill(folder, stored, tokenizer, precision, extras or {}, shard)
+        (folder / CARD_FILE).write_text(card or model_card(stored.model, out.name), encoding="utf-8")
+        return check_export(folder, stored.load(), precision.rounds) if check else None
 
 
-def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, precision: Precision, extras: Mapping[str, Path]) -> None:
-    special = end_tokens(tokenizer, extras)
+def _fill(
+    folder: Path,
+    stored: StoredModel,
+    tokenizer: Tokenizer,
+    precision: Precision,
+    extras: Mapping[str, Path],
+    shard: int,
+) -> None:
+    model, special = stored.model, end_tokens(tokenizer, extras)
     config: dict[str, Any] = {
         "architectures": ["ResiduaForCausalLM"],
         "auto_map": AUTO_MAP,
@@ -136,6 +152,7 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, precision: Precisi
         "config.json": json_text(config),
         GENERATION: json_text(generation_config(special, extras)),
         "tokenizer_config.json": json_text(tokenizer_config(tokenizer, model.config, extras)),
+        "LICENSE": license_text(),
         **bundle(model, __version__),
     }
     for name, text in texts.items():
@@ -143,15 +160,9 @@ def _fill(folder: Path, model: Decoder, tokenizer: Tokenizer, precision: Precisi
     for name in extras.keys() - set(texts):
         shutil.copyfile(extras[name], folder / name)
     tokenizer.save(folder / "tokenizer.json")
-    tensors = {
-        exported_name(name): tensor.detach().to(precision.of(name)) if tensor.is_floating_point() else tensor
-        for name, tensor in model_tensors(model).items()
-    }
-    advice = "use another checkpoint, or --precision float32 if they are finite"
-    require_finite(tensors, f"the weights in {precision.name}", advice)
-    save_tensors(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # safetensors makes its files readable for their owner only
-    shutil.copymode(folder / "config.json", folder / "model.safetensors")
+    weights = model_tensors(model)
+    entries = [Entry(exported_name(name), precision.of(name), tensor.shape) for name, tensor in weights.items()]
+    write_shards(folder, entries, map(stored.read, weights), shard)
 
 
 def _standard_names(config: ModelConfig) -> dict[str, Any]:
@@ -215,13 +226,15 @@ def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, extras: Mapping[
 
 
 def write_layout(
-    model: Decoder,
+    model: Decoder | StoredModel,
     tokenizer: Tokenizer,
     run: Path,
     out: Path,
     layout: str,
     precision: Precision = FLOAT32,
     card: str | None = None,
+    check: bool = True,
+    shard: int = SHARD,
 ) -> float | None:
     """Write the model of a run as a folder of the family `layout`; returns what `check_layout` finds.
 
@@ -229,37 +242,38 @@ def write_layout(
     keys of config.json that say nothing about the model's mathematics.
     """
     refuse_used(out)
-    family = find_family(layout)
+    stored = model if isinstance(model, StoredModel) else in_memory(model)
+    config, family = stored.model.config, find_family(layout)
     extras = companions(run)
     before = read_companion(extras, CONFIG)
     if before.get("model_type") != layout:
         before = end_tokens(tokenizer, extras)
-    before.pop("torch_dtype", None)
+    for key in ("torch_dtype", *ROTARY):
+        before.pop(key, None)
     try:
-        keys = family.write(model.config) | {key: before[key] for key in family.FREE if key in before}
-        rules = list(family.rules(model.config, keys))
+        keys = family.write(config) | {key: before[key] for key in family.FREE if key in before}
+        rules = list(family.rules(config, keys))
     except UserError as error:
         raise UserError(f"--layout {layout} cannot hold this model: {error}") from None
     with atomic_folder(out) as folder:
-        config = {**before, **keys, "dtype": precision.name}
-        (folder / "config.json").write_text(json_text(config), encoding="utf-8")
-        (folder / CARD_FILE).write_text(card or model_card(model, out.name, own_code=False), encoding="utf-8")
+        text = json_text({**before, **keys, "dtype": precision.name})
+        (folder / "config.json").write_text(text, encoding="utf-8")
         if TOKENIZER_CONFIG not in extras:
-            text = json_text(tokenizer_config(tokenizer, model.config, extras))
+            text = json_text(tokenizer_config(tokenizer, config, extras))
             (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
         for name in extras.keys() - {CONFIG}:
             shutil.copyfile(extras[name], folder / name)
         shutil.copyfile(inside(run, "tokenizer.json"), folder / "tokenizer.json")
-        tensors = model.state_dict()
-        dtypes = [precision.of_rule(rule, tensors[rule.ours]) for rule in rules]
+        (folder / CARD_FILE).write_text(card or model_card(stored.model, out.name, form=PLAIN), encoding="utf-8")
+        dtypes = [precision.of_rule(rule, stored.read) for rule in rules]
         entries = [
             Entry(name, dtype, shape)
             for rule, dtype in zip(rules, dtypes, strict=True)
             for name, shape in rule.shapes()
         ]
-        parts = (part for rule in rules for part in rule.write(tensors[rule.ours]).values())
-        write_tensors(folder / "model.safetensors", entries, parts)
-        return check_layout(folder, model, precision.rounds)
+        parts = (part for rule in rules for part in rule.write(stored.read(rule.ours)).values())
+        write_shards(folder, entries, parts, shard)
+        return check_layout(folder, stored.load(), precision.rounds) if check else None
 
 
 def json_text(content: Mapping[str, Any]) -> str:

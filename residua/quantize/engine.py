@@ -27,7 +27,9 @@ from residua.ops.low_precision.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
 from residua.quantize.store import FORMATS, TILES, as_json, module_tensors, quantization_config, write_folder
 from residua.reading import inside
-from residua.storage.hugging_face import CONFIG, companions, end_ids
+from residua.storage.card import ENGINE, Trained, model_card
+from residua.storage.card_metadata import Metadata, card_metadata
+from residua.storage.hugging_face import CARD_FILE, CONFIG, companions, end_ids
 
 LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
 """The families that are tried, in this order. Those with experts are not: engines expect them under other names."""
@@ -77,7 +79,7 @@ def require_served(model: Decoder, modules: Container[str], scheme: str) -> None
 def save_engine(
     out: Path, source: Path, model: Decoder, weights: Mapping[str, Quantized], scheme: str, peaks: Mapping[str, float]
 ) -> None:
-    """Write config.json, model.safetensors and the tokenizer; what is not in `weights` is in `served_dtype`.
+    """Write config.json, model.safetensors, a card and the tokenizer; what is not in `weights` is in `served_dtype`.
 
     The chat template, generation settings and end tokens of an imported run or a Hugging Face folder go along.
     """
@@ -99,7 +101,10 @@ def save_engine(
     about = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization_config(scheme, low)}
     config = end_tokens(source) | keys | about
     copies = companions(source) | {"tokenizer.json": inside(source, "tokenizer.json")}
-    write_folder(out, tensors, {CONFIG: as_json(config)}, copies)
+    words = f"{len(low)} matrices and their inputs are in {scheme}, all else in {about['dtype']}."
+    known = card_metadata(source, Metadata())
+    card = model_card(model, out.name, Trained(source), form=ENGINE, metadata=known, about=words)
+    write_folder(out, tensors, {CONFIG: as_json(config), CARD_FILE: card}, copies)
 
 
 def end_tokens(source: Path) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from residua.quantize.result import QuantizationResult
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import files_to_copy, is_quantized, save_quantized
 from residua.report.terminal import StageProgress
-from residua.storage.load import load, weight_dtypes
+from residua.storage.load import load
 from residua.storage.model_folder import require_model
+from residua.storage.stored_model import open_stored
 
 Device = Literal["auto", "cpu", "cuda"]
 RESULTS, REPORT = "results.json", "report.html"
@@ -102,7 +103,7 @@ def quantize(
 
 def stored_bytes(source: Path, model: Decoder) -> int:
     """Bytes of a folder's weights, in the dtypes that it stores."""
-    dtypes = weight_dtypes(source)
+    dtypes = open_stored(source).dtypes
     parameters = model.named_parameters()
     return sum(parameter.numel() * dtypes.get(name, parameter.dtype).itemsize for name, parameter in parameters)
 

@@ -36,7 +36,10 @@ AGAIN = "download or save the model again, as safetensors"
 EXPORTED_AGAIN = "export or download the folder again"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-COMPANIONS = (CONFIG, GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "chat_template.jinja")
+CARD_FILE = "README.md"
+COMPANIONS = (
+    CONFIG, GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "chat_template.jinja", CARD_FILE
+)  # fmt: skip
 END_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 HEAD = "lm_head.weight"
 BODY = "model."
@@ -316,6 +319,9 @@ def import_folder(folder: Path, out: Path) -> Imported:
         for name in COMPANIONS:
             if inside(folder, name).is_file():
                 shutil.copyfile(folder / name, run / SOURCE / name)
+        card = run / SOURCE / CARD_FILE
+        if card.is_file():  # text in any encoding
+            card.write_text(card.read_bytes().decode(errors="replace"), encoding="utf-8")
         if has_tokenizer:
             shutil.copyfile(folder / "tokenizer.json", run / "tokenizer.json")
     total = sum(entry.bytes for entry in entries)

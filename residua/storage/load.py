@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import nn
 
 from residua.config.model import ModelConfig
@@ -24,13 +23,14 @@ from residua.storage.checkpoint import (
     OptimizerState,
     best,
     checkpoints,
-    elsewhere,
     model_tensors,
     read_checkpoint,
 )
 from residua.storage.formats import find_reader
 from residua.storage.hugging_face import Source, is_export, is_family, load_family, load_folder
-from residua.storage.tensors import WEIGHTS, describe, holds_only_numbers, nonfinite, stored_dtypes
+from residua.storage.tensors import WEIGHTS, describe, holds_only_numbers, nonfinite
+
+DAMAGED = "the folder is damaged, make it again"
 
 
 def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_nonfinite: bool = False) -> Decoder:
@@ -50,28 +50,14 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_n
     elif (folder / "config.json").exists() and not (folder / "config.toml").exists():
         model = load_folder(folder)
     else:
-        chosen = _choose(folder, which)
+        chosen = choose_checkpoint(folder, which)
         model = build_if_it_fits(RunConfig.from_toml(inside(folder, "config.toml")).model, folder)
         restore(chosen.path, model)
     tensors = {} if allow_nonfinite else model_tensors(model)
     if broken := nonfinite(tensors):
-        advice = "the folder is damaged, make it again" if chosen is None else _other_checkpoint(folder, chosen)
+        advice = DAMAGED if chosen is None else other_checkpoint(folder, chosen)
         raise UserError(f"{chosen.path if chosen else folder}: {describe(tensors, broken)}: {advice}.")
     return model
-
-
-def weight_dtypes(folder: Path, which: Literal["last", "best"] = "last") -> dict[str, torch.dtype]:
-    """The dtype in which the folder of a model that is not quantized holds each weight, by its name in `load`'s model.
-
-    Runs that were trained here hold float32, imported ones what their source holds. Reads headers only.
-    """
-    if is_family(folder) or is_export(folder):
-        source = Source(folder)
-        return {rule.ours: source.dtype(rule) for rule in source.rules}
-    checkpoint = _choose(folder, which).path
-    if (checkpoint / SHARDS).is_dir():  # of a training with several ranks
-        return {}
-    return stored_dtypes(inside(checkpoint, WEIGHTS), lambda: elsewhere(checkpoint))
 
 
 def stored_config(folder: Path) -> ModelConfig:
@@ -116,7 +102,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """The files with the weights of a run's last checkpoint, or of a folder that holds one model."""
     if not (folder / "config.toml").exists() or find_reader(folder) is not None:
         return sorted(folder.glob("*.safetensors"))
-    checkpoint = _choose(folder, "last").path
+    checkpoint = choose_checkpoint(folder, "last").path
     shards = checkpoint / SHARDS
     return sorted(shards.glob("*.safetensors")) if shards.is_dir() else [inside(checkpoint, WEIGHTS)]
 
@@ -137,7 +123,8 @@ def own_tokenizer(run: Path) -> Path | None:
     return tokenizer if inside(run, SOURCE).is_dir() and tokenizer.is_file() else None
 
 
-def _choose(run: Path, which: Literal["last", "best"]) -> Checkpoint:
+def choose_checkpoint(run: Path, which: Literal["last", "best"]) -> Checkpoint:
+    """The last checkpoint of a run or its best; refuses a run without one."""
     if which not in ("last", "best"):
         raise UserError(f"there is no checkpoint {which!r}: choose 'last' or 'best'.")
     candidates = checkpoints(run)
@@ -158,7 +145,7 @@ def restore(path: Path, model: nn.Module, optimizer: OptimizerState | None = Non
         read_checkpoint(path, model, optimizer)
 
 
-def _other_checkpoint(run: Path, broken: Checkpoint) -> str:
+def other_checkpoint(run: Path, broken: Checkpoint) -> str:
     """How to go on without a checkpoint that is not finite."""
     others = [c.path for c in checkpoints(run) if c != broken and holds_only_numbers(c.path)]
     if not others:

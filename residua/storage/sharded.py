@@ -184,24 +184,40 @@ def local(tensor: Tensor) -> Tensor:
 def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None = None) -> None:
     """Fill a model and an optimizer, whole or sharded, from a checkpoint of any number of ranks or of one process."""
     expected = dict(model_tensors(model)) | (optimizer.tensors() if optimizer is not None else {})
-    source = path / SHARDS if (path / SHARDS).is_dir() else path
+    wanted = {name: tensor.detach() for name, tensor in expected.items()}
+    require_shards(path, expected)
+    fill(path, wanted)
+    if optimizer is not None:
+        require_counts(_files(path), wanted, path)
+        optimizer.set_steps(wanted)
+
+
+def require_shards(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint that cannot be read, or lacks rows of these tensors."""
+    source = _files(path)
     check_links(path)
     _check_rows(source, lambda: elsewhere(path))
-    reader = HuggingFaceStorageReader(str(source))
     try:
-        metadata = reader.read_metadata().state_dict_metadata
+        metadata = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise damaged(source, path, error) from None
     require_held(source, metadata, expected)  # PyTorch would silently leave missing rows unchanged
-    wanted = {name: tensor.detach() for name, tensor in expected.items()}
+
+
+def fill(path: Path, wanted: dict[str, Tensor]) -> None:
+    """Fill tensors, whole or sharded, from a checkpoint that `require_shards` has seen."""
+    source = _files(path)
     try:
         with quietly():
+            reader = HuggingFaceStorageReader(str(source))
             dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise damaged(source, path, UserError(_cause(error, source).strerror)) from None
-    if optimizer is not None:
-        require_counts(source, wanted, path)
-        optimizer.set_steps(wanted)
+
+
+def _files(path: Path) -> Path:
+    """The folder with the files of a checkpoint of several ranks, or of one process."""
+    return path / SHARDS if (path / SHARDS).is_dir() else path
 
 
 class _Rows(Shape):

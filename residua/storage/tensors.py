@@ -9,6 +9,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,11 +48,16 @@ def open_tensors(path: Path, hint: Hint) -> Iterator[Any]:
         yield content
 
 
-def stored_dtypes(path: Path, hint: Hint) -> dict[str, torch.dtype]:
-    """The dtypes of the floating-point tensors of a file, by name; reads its header only."""
+def stored_shapes(path: Path, hint: Hint) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the meta device; reads its header only."""
     with open_tensors(path, hint) as content:
-        kinds = {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118  # not a mapping
-    return {name: DTYPES[kind] for name, kind in kinds.items() if kind in DTYPES}
+        slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # not a mapping
+        about = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+    unknown = torch.int8  # or any other type that no weight has
+    return {
+        name: torch.empty(shape, dtype=DTYPES.get(kind, unknown), device="meta")
+        for name, (shape, kind) in about.items()
+    }
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -232,3 +238,30 @@ def write_tensors(
             require_finite({entry.name: flat}, source, f"it was not written as {NAMES[entry.dtype]}; {FINITE}")
             if len(flat):
                 file.write(flat.view(torch.uint8).numpy().data)
+
+
+def write_shards(
+    folder: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], limit: int, source: str | Path = "the model"
+) -> None:
+    """Write model.safetensors, or if it would have more than `limit` bytes, several files and their index.
+
+    A tensor with more bytes has a file of its own. As in `write_tensors`, one tensor is in memory at a time.
+    """
+    shards: list[list[Entry]] = []
+    room = 0
+    for entry in entries:
+        room -= entry.bytes
+        if room < 0 or not shards:
+            shards.append([])
+            room = limit - entry.bytes
+        shards[-1].append(entry)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [WEIGHTS]
+    rest = iter(tensors)
+    for name, shard in zip(names, shards, strict=True):
+        write_tensors(folder / name, shard, islice(rest, len(shard)), source)
+    if len(shards) > 1:
+        places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        index = {"metadata": {"total_size": sum(entry.bytes for entry in entries)}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from residua.export.card import PAPERS, Trained, model_card, papers
+from residua.data import open_corpus
+from residua.data.pipeline import hub_datasets
+from residua.data.tokenizer import Tokenizer
 from residua.model.decoder import build
+from residua.storage.card import PAPERS, Trained, model_card, papers
+from residua.storage.card_metadata import Metadata, card_metadata, read_metadata
+from residua.storage.hugging_face import import_folder
+from tests.convert.tiny import saved
 from tests.model.combinations import TABLES
 from tests.model.small import small
 from tests.trained import residua, train_run
@@ -58,12 +65,14 @@ def test_card_has_data_losses_loading_papers_and_no_path(
 ) -> None:
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out, "--push", "me/tiny") == 0
-    assert "Pushed to https://hub.example/me/tiny." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Pushed to https://hub.example/me/tiny." in printed and 'from_pretrained("me/tiny", trust' in printed
     assert client.calls == [
         ("me/tiny", {"private": True, "exist_ok": True}),
         ("me/tiny", "Upload by `residua export`"),
     ]
-    assert client.uploaded == {path.name for path in out.iterdir()} >= {"README.md", "model.safetensors"}
+    assert client.uploaded == {path.name for path in out.iterdir()} >= {"README.md", "LICENSE", "model.safetensors"}
+    assert (out / "LICENSE").read_bytes() == (Path(__file__).parents[2] / "LICENSE").read_bytes()
 
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
@@ -82,6 +91,7 @@ def test_a_layout_has_a_card_without_code_and_may_be_public(client: Hub, tmp_pat
     assert client.calls[0] == ("me/plain", {"private": False, "exist_ok": True})
     card = (out / "README.md").read_text()
     assert 'from_pretrained("me/plain")' in card and "its own code" in card and not list(out.glob("*.py"))
+    assert not (out / "LICENSE").exists()
 
 
 @pytest.mark.parametrize(
@@ -90,6 +100,8 @@ def test_a_layout_has_a_card_without_code_and_may_be_public(client: Hub, tmp_pat
         (("--push", "me/tiny"), None, "--push me/tiny needs a login at the Hugging Face Hub: run `hf auth login`"),
         (("--push", "tiny"), "one", "--push tiny names no repository: write ORG/NAME with"),
         (("--push", "me/ti ny"), "one", "--push me/ti ny names no repository: write ORG/NAME with"),
+        (("--language", "English"), "one", "--language English has another form: write the code of a language"),
+        (("--dataset", "../mine"), "one", "--dataset ../mine has another form: write a dataset of the Hub"),
         (("--public",), "one", "--public says who may see what is pushed: name the repository"),
     ],
 )
@@ -148,3 +160,57 @@ def test_every_part_but_the_baseline_has_a_paper(part: str) -> None:
 def test_a_paper_is_named_once() -> None:
     config = small(norm={"kind": "gatednorm"}, topology={"kind": "clipped", "limit": 1.0})
     assert [number for _, number in papers(config)].count("2601.22966") == 1
+
+
+ORIGINAL = """---
+license: mit
+language:
+- de
+- no
+base_model: org/base
+datasets: [org/texts, "not a name", 7]
+---
+# Ours
+"""
+
+
+def test_metadata_is_what_the_hubs_library_reads(tmp_path: Path, monkeypatch) -> None:
+    """Options come first, then the card of the original; the Hub's own classes read and check all of it."""
+    saved(tmp_path / "hf", "Llama", vocab_size=300, num_hidden_layers=1)
+    Tokenizer.bytes().save(tmp_path / "hf" / "tokenizer.json")
+    (tmp_path / "hf" / "README.md").write_text(ORIGINAL)
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    given = ("--license", "apache-2.0", "--base-model", "a/b", "--base-model", "c/d", "--layout", "llama")
+    assert residua(monkeypatch, "export", tmp_path / "run", "--out", tmp_path / "out", *given) == 0
+    expected = {"license": "apache-2.0", "base_model": ["a/b", "c/d"], "datasets": ["org/texts"]}
+    expected |= {"language": ["de", "no"], "library_name": "transformers", "pipeline_tag": "text-generation"}
+    card = hub.ModelCard.load(tmp_path / "out" / "README.md")
+    found = card.data.to_dict()
+    assert found == expected | {"tags": ["residua", "additive"]}
+    assert hub.ModelCardData(**found).to_dict() == found == hub.metadata_load(tmp_path / "out" / "README.md")
+    for name in (*found["base_model"], *found["datasets"]):
+        hub.utils.validate_repo_id(name)
+    assert card_metadata(tmp_path / "out", Metadata()) == Metadata(
+        ("apache-2.0",), ("a/b", "c/d"), ("org/texts",), ("de", "no")
+    )
+
+
+@pytest.mark.parametrize(
+    "head", ["", "---\na: [\n---\n", "---\n- list\n---\n", "---\n" + "[" * 9999 + "\n---\n", "\xff"]
+)
+def test_card_without_usual_metadata_says_nothing(head: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(head, encoding="latin-1")
+    assert read_metadata(tmp_path / "README.md") == Metadata()
+
+
+def test_datasets_of_the_hub_reach_the_card(run: Path, tmp_path: Path) -> None:
+    """A name of two words may also be a folder here: only what was read from the Hub is named."""
+    assert hub_datasets(open_corpus(["org/texts:en"])) == {"hub_datasets": ["org/texts"]}
+    assert hub_datasets(open_corpus([Path(__file__)])) == {}
+    copied = shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset.json").write_text(json.dumps({"hub_datasets": ["org/texts"]}))
+    toml = (copied / "config.toml").read_text()
+    path = next(line for line in toml.splitlines() if line.startswith("path = "))
+    (copied / "config.toml").write_text(toml.replace(path, f'path = "{tmp_path / "data"}"'))
+    assert card_metadata(copied, Metadata()).datasets == ("org/texts",)

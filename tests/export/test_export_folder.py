@@ -25,6 +25,7 @@ FILES = {
     "configuration_residua.py",
     "modeling_residua.py",
     "README.md",
+    "LICENSE",
 }
 
 
@@ -112,7 +113,7 @@ def test_what_fails_midway_leaves_nothing(model, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("residua.storage.tensors.save_file", full)
+    monkeypatch.setattr("residua.export.folder.write_shards", full)
     with pytest.raises(OSError, match="No space"):
         write(model, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

@@ -49,6 +49,8 @@ def quantized(scheme: str, out: Path, exempt: tuple[str, ...] = (), **changes: A
 def assert_served_alike(folder: Path, model: Decoder) -> Any:
     """The folder as transformers opens it, after its logits were compared with the model's."""
     served = opened_by_transformers(folder)
+    card = (folder / "README.md").read_text()
+    assert "written by `residua quantize`" in card and f'from_pretrained("{folder.name}")' in card
     with torch.no_grad():
         found, ours = served(TOKENS).logits, model.eval()(TOKENS)
     assert (found - ours).norm() < 1e-4 * ours.norm()

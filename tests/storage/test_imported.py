@@ -25,6 +25,7 @@ from residua.storage.model_folder import open_model
 from residua.storage.run import Run
 from residua.storage.tensors import Entry, write_tensors
 from tests.convert.tiny import logits, saved, tokens
+from tests.storage.large import STATUS, peak, write_llama
 
 pytest.importorskip("transformers")
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -249,37 +250,10 @@ def done(*arguments: object) -> str:
     return result.output
 
 
-STATUS = Path("/proc/self/status")
-
-
-def memory(key: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most since the peak was set back."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:"))
-    return int(line.split()[1]) * 1024
-
-
 def peak_of_import(tmp_path: Path, **sizes: int) -> tuple[float, int]:
-    """The memory that an import takes, as a multiple of its weights (zeros in bfloat16), and their bytes."""
-    from residua.convert.families import find_family
-
-    folder = tmp_path / "hf"
-    folder.mkdir()
-    keys = {"model_type": "llama", "max_position_embeddings": 64, "num_key_value_heads": 8} | sizes
-    (folder / "config.json").write_text(json.dumps(keys))
-    family = find_family("llama")
-    rules = list(family.rules(family.read(keys), keys))
-    entries = [
-        Entry(name, torch.bfloat16, (rows, *rule.shape[1:]))
-        for rule in rules
-        for name, rows in zip(rule.theirs, rule.rows, strict=True)
-    ]
-    tensors = (torch.zeros(*entry.shape, dtype=torch.bfloat16) for entry in entries)
-    write_tensors(folder / "model.safetensors", entries, tensors)
-    total = sum(entry.bytes for entry in entries)
-    before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
-    import_folder(folder, tmp_path / "run")
-    return (memory("VmHWM") - before) / total, total
+    """The memory that an import takes, as a multiple of its weights, and their bytes."""
+    total = write_llama(tmp_path / "hf", **sizes)
+    return peak(lambda: import_folder(tmp_path / "hf", tmp_path / "run")) / total, total
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""README.md of an export: the model, how to load it, its training data, its losses, and whom to cite."""
+"""README.md of a folder for others: the model, how to load it, its training data, its losses, and whom to cite."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from pydantic import Field
-
 from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
-from residua.data.dataset import DESCRIPTION
 from residua.data.tokenizer import SOURCE
 from residua.model.decoder import Decoder
-from residua.reading import ReadError, Shape, inside, read_json
+from residua.reading import inside
 from residua.report.plain import markdown
+from residua.storage.card_metadata import Metadata, describe_data
 from residua.storage.checkpoint import best, checkpoints
 from residua.storage.run import METRICS, read_metrics
 from residua.version import __version__
 
-CARD_FILE = "README.md"
 MAX_ROWS = 12
 """Of the table of losses, and sources by name."""
 
@@ -84,13 +81,13 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
-tags:
+{metadata}tags:
 {tags}
 ---
 
 # {name}
 
-A language model with {parameters:,} parameters, written by `residua export`, Residua {version}.
+A language model with {parameters:,} parameters, written by `residua {command}`, Residua {version}.{about}
 
 {parts}
 
@@ -117,9 +114,22 @@ model = AutoModelForCausalLM.from_pretrained({quoted}{trust})
 
 {papers}
 """
-OWN_CODE = """The Python files say in their first lines where they come from: those of Residua are under the Apache
-License 2.0. They run without Residua. The weights have the licence that their owner gives them."""
-NO_CODE = "transformers runs the model with its own code. The weights have the licence that their owner gives them."
+_OWN_CODE = """The Python files say in their first lines where they come from: those of Residua are under the Apache
+License 2.0, which is in LICENSE. They run without Residua. The weights have the licence that their owner gives them."""
+_NO_CODE = "transformers runs the model with its own code. The weights have the licence that their owner gives them."
+
+
+class Form(NamedTuple):
+    """Which command wrote a folder, whose code runs it, and whether transformers has to be told to trust it."""
+
+    command: str
+    code: str
+    trust: str = ""
+
+
+OWN_CODE = Form("export", _OWN_CODE, ", trust_remote_code=True")
+PLAIN = Form("export", _NO_CODE)
+ENGINE = Form("quantize", f"It needs compressed-tensors. {_NO_CODE}")
 
 
 class Trained(NamedTuple):
@@ -129,19 +139,33 @@ class Trained(NamedTuple):
     which: Literal["last", "best"] = "last"
 
 
-def model_card(model: Decoder, name: str, trained: Trained | None = None, *, own_code: bool = True) -> str:
-    """The card of a model called `name`, with what its run says of it, if it has one."""
+def model_card(
+    model: Decoder,
+    name: str,
+    trained: Trained | None = None,
+    *,
+    form: Form = OWN_CODE,
+    metadata: Metadata | None = None,
+    about: str = "",
+) -> str:
+    """The card of a model called `name`, with what its run says of it, if it has one.
+
+    The first lines, which the Hub reads, hold `metadata`; the first paragraph ends with `about`.
+    """
     parts = dict(_parts(model.config))
     has_run = trained is not None and (trained.run / "config.toml").is_file()
     return CARD.format(
         name=markdown(name, begins=True),
         quoted=json.dumps(name),
+        command=form.command,
         version=__version__,
+        about=about and f" {about}",
+        metadata="" if metadata is None else metadata.lines(),
         parameters=sum(p.numel() for p in model.parameters()),
         tags="\n".join(f"- {json.dumps(tag)}" for tag in ("residua", parts["topology"])),
         parts=_table(("part", "kind"), parts.items()),
-        trust=", trust_remote_code=True" if own_code else "",
-        code=OWN_CODE if own_code else NO_CODE,
+        trust=form.trust,
+        code=form.code,
         data=_data(trained) if trained and has_run else "Not recorded.",
         losses=_losses(trained.run) if trained and has_run else "Not recorded.",
         papers="\n".join(
@@ -205,23 +229,10 @@ def _step(trained: Trained) -> int:
     return chosen.step
 
 
-class _Recipe(Shape):
-    sources: list[str] = Field(default_factory=list)
-
-
-class _Dataset(Shape):
-    recipe: _Recipe = _Recipe()
-
-
 def _sources(path: str | None) -> list[str]:
     """The names of the files or sets that a dataset was prepared from, if it is still there to be asked."""
-    if path is None or not (Path(path) / DESCRIPTION).is_file():
-        return []
-    try:
-        recipe = read_json(Path(path) / DESCRIPTION, _Dataset, "prepare the data again").recipe
-    except ReadError:
-        return []
-    return [Path(source).name if Path(source).is_absolute() else source for source in recipe.sources]
+    sources = describe_data(path).recipe.sources
+    return [Path(source).name if Path(source).is_absolute() else source for source in sources]
 
 
 def _losses(run: Path) -> str:
