@@ -58,6 +58,17 @@ def test_documented_table_lists_every_family() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("names", [["phi3", "granite"], pytest.param([*FAMILIES], marks=pytest.mark.nightly)])
+def test_documented_differences_can_be_measured_again(names: list[str]) -> None:
+    from tools.families import PAGE, differences, rows
+
+    measured = differences(names)
+    assert all(difference <= TOLERANCE for difference in measured.values())
+    page = re.sub(r"\de[+-]\d\d", "", PAGE.read_text(encoding="utf-8"))
+    assert all(re.sub(r"\de[+-]\d\d", "", row) in page for row in rows(measured))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only_nightly(FAMILIES, DISTINCT))
 def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> None:
     architecture, keys = FAMILIES[name]
