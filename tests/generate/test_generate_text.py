@@ -230,7 +230,7 @@ def test_a_step_reads_no_more_experts_than_its_rows_can_visit(rows: int, visited
     assert weight_bytes(built, rows) == everything - idle
 
 
-def test_greedy_and_the_lowest_temperature_take_the_likeliest_token() -> None:
+def test_greedy_and_lowest_temperature_take_the_likeliest_token() -> None:
     padded = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])  # the last id is padding
     assert Sampler(Sampling(), [0, 0], 1, 3, CPU)(padded, 0).tolist() == [1, 0]
     logits = torch.randn(3, 257)

@@ -102,7 +102,7 @@ def test_decoding_with_several_reads_equals_the_full_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mudd", "dca recent"])
-def test_recomputed_sublayers_have_the_gradients_of_several_reads(name: str) -> None:
+def test_recomputed_sublayers_keep_gradients_of_several_reads(name: str) -> None:
     model, (tokens, targets) = model_of(name, anchors={"kind": "exoformer", "pathways": ["v"]}), tokens_and_targets()
     again = deepcopy(model)
     recompute_sublayers(again)

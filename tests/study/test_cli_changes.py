@@ -94,7 +94,7 @@ def test_the_demo_of_given_weights_has_their_shapes(run: Path, asked: Any) -> No
     assert "model.context=64" in DEMO.read_text()
 
 
-def test_a_rule_of_matching_or_tuning_keeps_what_it_can_of_a_file(file: Path, asked: Any) -> None:
+def test_rule_of_matching_or_tuning_keeps_what_it_can_of_a_file(file: Path, asked: Any) -> None:
     assert asked(file, "--tune", "lr=1x,4x").tune == Tune(lr=(1, 4), share=0.5, seed=77)
     assert asked(file, "--match", "depth").match == MatchDepth(tolerance=0.02)
     file.write_text(file.read_text().replace('tables = "free"', 'tables = "counted"'))

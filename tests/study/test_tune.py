@@ -178,7 +178,7 @@ def test_sizes_beyond_the_searched_ones_follow_a_law(dataset: Dataset, out: Path
     assert "the law through tiny and mini, lr ∝ N^" in law.note
 
 
-def test_a_setting_that_a_later_version_adds_keeps_the_chosen_rates() -> None:
+def test_setting_of_a_later_version_keeps_the_chosen_rates() -> None:
     """Rates in a file were chosen for configurations without keys that came later."""
     saved = SavedStudy.read(Path("docs/results/twenty.json"))
     older = tuple(rate.model_copy(update={"made_for": "old"}) for rate in saved.tuning or ())

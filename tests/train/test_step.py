@@ -162,7 +162,7 @@ def test_frozen_weights_stay_and_shared_ones_are_trained_once(config: RunConfig,
     ],
     ids=["both", "working copies", "recomputed"],
 )
-def test_a_step_is_compiled_into_one_graph_and_equals_a_plain_one(config: RunConfig, changes, monkeypatch) -> None:
+def test_compiled_step_is_one_graph_and_equals_a_plain_one(config: RunConfig, changes, monkeypatch) -> None:
     """With working copies, and sublayers that are computed again."""
     compile_plainly = torch.compile
     settings = {"backend": "aot_eager", "fullgraph": True}
