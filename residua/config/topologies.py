@@ -69,6 +69,7 @@ class Laurel(TopologyChoice):
 
     kind: Literal["laurel"] = "laurel"
     rank: Positive = 16
+    """The rank of each map."""
 
 
 class LayerNormScaling(TopologyChoice):
@@ -286,7 +287,9 @@ class FracConnections(TopologyChoice):
 
     kind: Literal["frac"] = "frac"
     fractions: Positive = 4
+    """Slices of the stream."""
     weights: Literal["static", "dynamic"] = "dynamic"
+    """Parameters alone, or computed from the slices too."""
 
     def check_width(self, width: int) -> None:
         if width % self.fractions:

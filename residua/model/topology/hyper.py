@@ -264,7 +264,7 @@ class SinglePassHyper(HyperConnections):
 
     One pass over the streams then computes all weights of a junction, pre of the next read with post and mix of this
     write; h and the new streams need no second one. The first sublayer's weights are from the copies of the embedding.
-    DeepSeek-V4.1 does so with mHC's weights (docs/topologies.md).
+    DeepSeek-V4.1 does so with mHC's weights (docs/reference/topology-notes.md).
     """
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:

@@ -23,7 +23,7 @@ class Injection(Topology):
 
     where R is everything that the layers of the loop add, one after the other. Ā = exp(−Δ exp(a)) is in (0, 1),
     B̄ = Δ b, Δ = exp(d); a, b and d are vectors [C], the same in all turns. Layers after the loop add to h. In the
-    authors' code b is a matrix, h_0 is random, and so is the number of turns (docs/topologies.md).
+    authors' code b is a matrix, h_0 is random, and so is the number of turns (docs/reference/topology-notes.md).
 
     State: h, and from the loop on e until its last turn has begun.
     """
