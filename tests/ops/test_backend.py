@@ -116,6 +116,28 @@ def test_the_public_surface_is_there() -> None:
         assert operator.__name__ == name and operator.__doc__
 
 
+ROWS = torch.randn(6, 16)
+HEAD = ROWS, torch.randn(8, 16), torch.arange(6)
+EXPERTS = ROWS, torch.randn(2, 32, 16), torch.randn(2, 16, 16), torch.tensor([2, 6], dtype=torch.int32)
+
+
+@pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("operator", "args", "left"),
+    [
+        (ops.linear_cross_entropy, HEAD, {"softcap": 1.0}),
+        (ops.training_cross_entropy, HEAD, {"softcap": 1.0}),
+        (ops.route, (*HEAD[:2], 2), {"groups": (4, 2, 1)}),
+        (ops.route, (*HEAD[:2], 2), {"offset": torch.zeros(8)}),
+        (ops.expert_ffn, (*EXPERTS, "swiglu"), {"up_bias": torch.zeros(2, 32), "out_bias": torch.zeros(2, 16)}),
+    ],
+)
+def test_kernels_leave_what_they_lack_to_the_reference(operator: Operator, args: tuple, left: dict) -> None:
+    with ops.backend("triton"):
+        assert operator.fuses(*args) and not operator.fuses(*args, **left)
+        assert not ops.expert_ffn.fuses(*EXPERTS, "clamped_swiglu")
+
+
 @pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_forward_mode_derivatives_come_from_the_reference() -> None:
     """To them the result of some kernels is a constant: that of the cross-entropy had the derivative 0."""
