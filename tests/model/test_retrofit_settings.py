@@ -137,7 +137,7 @@ def values(annotation: Any, now: Any) -> Iterator[Any]:
         yield 2.0 if now is None else 2 * now
     elif arguments or issubclass(annotation, Frozen):  # a table, or one of several
         for choice in arguments or (annotation,):
-            if now is None or kind_of(choice) != now["kind"]:
+            if now is None or "kind" in now and kind_of(choice) != now["kind"]:
                 yield optional_keys(choice)
             else:
                 for key, value in changes(choice, now):
@@ -149,7 +149,7 @@ def values(annotation: Any, now: Any) -> Iterator[Any]:
 def optional_keys(choice: type[Frozen]) -> Table:
     """The table of a kind, with a number for every key that it asks for."""
     needed = {key: 2 for key, field in choice.model_fields.items() if field.is_required()}
-    return {"kind": kind_of(choice)} | needed
+    return needed if "kind" not in choice.model_fields else needed | {"kind": kind_of(choice)}
 
 
 def changes(choice: type[Frozen], now: Table) -> Iterator[tuple[str, Any]]:
