@@ -22,6 +22,7 @@ from residua.config.ffns import ReLU2 as ReLU2
 from residua.config.ffns import SigmoidRouter as SigmoidRouter
 from residua.config.ffns import SoftmaxRouter as SoftmaxRouter
 from residua.config.ffns import SwiGLU as SwiGLU
+from residua.config.ffns import TanhGELU as TanhGELU
 from residua.config.mixers import GatedDeltaNet as GatedDeltaNet
 from residua.config.mixers import HybridAttention as HybridAttention
 from residua.config.mixers import KimiDelta as KimiDelta
@@ -32,11 +33,13 @@ from residua.config.norms import Derf as Derf
 from residua.config.norms import DyT as DyT
 from residua.config.norms import GatedDyT as GatedDyT
 from residua.config.norms import GatedNorm as GatedNorm
+from residua.config.norms import LayerNorm as LayerNorm
 from residua.config.norms import LowRankGate as LowRankGate
 from residua.config.norms import Norm as Norm
 from residua.config.norms import NormChoice as NormChoice
 from residua.config.norms import PreAffine as PreAffine
 from residua.config.norms import RMSNorm as RMSNorm
+from residua.config.norms import UnitRMSNorm as UnitRMSNorm
 from residua.config.plugins import Family
 from residua.config.settings import Frozen, Positive
 from residua.config.topologies import Additive as Additive
@@ -63,6 +66,7 @@ from residua.config.topologies import ManifoldHyperLite as ManifoldHyperLite
 from residua.config.topologies import Memory as Memory
 from residua.config.topologies import Mudd as Mudd
 from residua.config.topologies import MultiGate as MultiGate
+from residua.config.topologies import Parallel as Parallel
 from residua.config.topologies import Recompute as Recompute
 from residua.config.topologies import ResiDual as ResiDual
 from residua.config.topologies import ResidualScalars as ResidualScalars

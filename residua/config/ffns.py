@@ -98,7 +98,15 @@ class GELU(DenseChoice):
     kind: Literal["gelu"] = "gelu"
 
 
-DenseFFN = SwiGLU | GLU | GeGLU | ClampedSwiGLU | ReLU2 | GELU
+class TanhGELU(DenseChoice):
+    """down( gelu(up x) ), gelu by its tanh approximation (GPT-2)."""
+
+    kept_hidden: ClassVar[int] = 2
+
+    kind: Literal["gelu_tanh"] = "gelu_tanh"
+
+
+DenseFFN = SwiGLU | GLU | GeGLU | ClampedSwiGLU | ReLU2 | GELU | TanhGELU
 Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
 
 

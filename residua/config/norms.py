@@ -27,6 +27,21 @@ class RMSNorm(NormChoice):
     """Added to the mean square."""
 
 
+class UnitRMSNorm(NormChoice):
+    """x / RMS(x) without a gain."""
+
+    kind: Literal["unit_rmsnorm"] = "unit_rmsnorm"
+    eps: float = Field(1e-6, gt=0)
+
+
+class LayerNorm(NormChoice):
+    """(x − mean(x)) / std(x) with a gain and a bias, a gain alone, or neither."""
+
+    kind: Literal["layernorm"] = "layernorm"
+    eps: float = Field(1e-5, gt=0)
+    parameters: Literal["gain_and_bias", "gain", "none"] = "gain_and_bias"
+
+
 class PreAffine(NormChoice):
     """RMSNorm of a learned per-channel scaling of x."""
 
@@ -88,5 +103,5 @@ class GatedDyT(LowRankGate):
     """α at the start."""
 
 
-NormChoice.join(RMSNorm, PreAffine, GatedNorm, DyT, Derf, GatedDyT)
+NormChoice.join(RMSNorm, UnitRMSNorm, LayerNorm, PreAffine, GatedNorm, DyT, Derf, GatedDyT)
 Norm = Annotated[SerializeAsAny[NormChoice], PlainValidator(NormChoice.choose)]

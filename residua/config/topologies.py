@@ -44,6 +44,12 @@ class Additive(TopologyChoice):
     kind: Literal["additive"] = "additive"
 
 
+class Parallel(TopologyChoice):
+    """h ← h + attention(h) + feed-forward(h), as in GPT-J."""
+
+    kind: Literal["parallel"] = "parallel"
+
+
 class Clipped(TopologyChoice):
     """h ← clip(h + y, ±limit)."""
 
@@ -410,7 +416,7 @@ class Injection(TopologyChoice):
 
 
 TopologyChoice.join(
-    Additive, Clipped, ScaledSum, Laurel, LayerNormScaling, Keel, DeepNorm, ResiDual, ResidualScalars,
+    Additive, Parallel, Clipped, ScaledSum, Laurel, LayerNormScaling, Keel, DeepNorm, ResiDual, ResidualScalars,
     FullAttnRes, BlockAttnRes, BoundaryAttnRes, DeltaAttnRes, MultiGate, Highway, GatedResidual,
     HyperConnections, FracConnections, SinglePassHyper, ManifoldHyper, ManifoldHyperLite, DenseFormer, Mudd,
     DeepCross, Injection,

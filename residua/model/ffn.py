@@ -136,6 +136,7 @@ FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Activation]] = {
     "clamped_swiglu": (ClampedFFN, clamped_gate),
     "relu2": (SquaredReluFFN, relu2),
     "gelu": (PlainFFN, gelu),
+    "gelu_tanh": (PlainFFN, gelu_tanh),
 }
 
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 from residua import ops
 from residua.config import choices
 from residua.errors import UserError
 from residua.model.equivalence import InitFidelity, take_parameters
+from residua.ops._runtime.numeric import rms, wide
 
 GATE_STD = 0.02
 
@@ -49,6 +51,9 @@ class Norm(nn.Module):
     scale_invariant = False
     """Whether a positive factor on x changes nothing, but for eps."""
 
+    fixed = False
+    """Whether it has no parameter that could take in a factor on its output."""
+
     eps: float | None = None
     """What is added to the mean square of x; None if nothing is."""
 
@@ -64,6 +69,8 @@ class Norm(nn.Module):
 
 class NoNorm(Norm):
     """The input as it is: sublayers that norm their output read the stream itself."""
+
+    fixed = True
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -91,12 +98,80 @@ class RMSNorm(Norm):
         return ops.rms_norm(x, self.weight, eps=self.eps)
 
     @torch.no_grad()
+    def begin_as(self, old: Norm) -> InitFidelity:
+        """One without a gain is one with gains of 1."""
+        if type(self) is not RMSNorm or not isinstance(old, UnitRMSNorm):
+            return super().begin_as(old)
+        nn.init.ones_(self.weight)
+        return InitFidelity.EXACTLY
+
+    @torch.no_grad()
     def divide(self, by: Tensor) -> None:
         self.weight.div_(by)
 
     @property
     def plain_rms(self) -> bool:
         return type(self) is RMSNorm
+
+
+class UnitRMSNorm(Norm):
+    """y = x / sqrt(mean(x²) + eps)."""
+
+    scale_invariant = fixed = True
+    eps: float
+
+    def __init__(self, config: choices.UnitRMSNorm, width: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms(x, self.eps)
+
+
+class LayerNorm(Norm):
+    """y = weight ⊙ (x − mean(x)) / sqrt(var(x) + eps) + bias, without `bias` or both if the configuration says so."""
+
+    scale_invariant = True
+    eps: float
+
+    def __init__(self, config: choices.LayerNorm, width: int) -> None:
+        super().__init__()
+        self.eps = config.eps
+        has_gain, has_bias = config.parameters != "none", config.parameters == "gain_and_bias"
+        self.weight = nn.Parameter(torch.empty(width)) if has_gain else None
+        self.bias = nn.Parameter(torch.empty(width)) if has_bias else None
+        self.fixed = not has_gain
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = wide(x)
+        gain, bias = (None if part is None else part.to(h.dtype) for part in (self.weight, self.bias))
+        return layer_norm(h, h.shape[-1:], gain, bias, self.eps).to(x.dtype)
+
+    @torch.no_grad()
+    def begin_as(self, old: Norm) -> InitFidelity:
+        """One with more parameters starts as one with fewer."""
+        if not isinstance(old, LayerNorm):
+            return super().begin_as(old)
+        self.reset_parameters()
+        lost = False
+        for name, theirs in old.named_parameters():
+            ours = getattr(self, name)
+            lost |= ours is None
+            if ours is not None:
+                ours.copy_(theirs)
+        return InitFidelity.NOT if lost else InitFidelity.EXACTLY
+
+    @torch.no_grad()
+    def divide(self, by: Tensor) -> None:
+        for parameter in self.parameters():
+            parameter.div_(by)
 
 
 class PreAffine(Norm):
@@ -128,11 +203,12 @@ class PreAffine(Norm):
 
     @torch.no_grad()
     def begin_as(self, old: Norm) -> InitFidelity:
-        """An RMSNorm is one with `affine` = 1."""
-        if type(old) is not RMSNorm:
+        """An RMSNorm, with or without a gain, is one with `affine` = 1."""
+        if type(old) not in (RMSNorm, UnitRMSNorm):
             return super().begin_as(old)
-        self.weight.copy_(old.weight)
-        nn.init.ones_(self.affine)
+        self.reset_parameters()
+        if isinstance(old, RMSNorm):
+            self.weight.copy_(old.weight)
         return InitFidelity.EXACTLY
 
     @torch.no_grad()
@@ -208,9 +284,9 @@ class GatedNorm(RMSNorm):
         if isinstance(old, GatedNorm):
             self.weight.copy_(old.weight)
             return self.gate.begin_as(old.gate)
-        if type(old) is not RMSNorm or self.gate.activation != "sigmoid":
+        if type(old) not in (RMSNorm, UnitRMSNorm) or self.gate.activation != "sigmoid":
             return super().begin_as(old)
-        self.weight.copy_(2 * old.weight)
+        self.weight.copy_(2 * (old.weight if isinstance(old, RMSNorm) else torch.ones_like(self.weight)))
         nn.init.zeros_(self.gate.up)
         return InitFidelity.EXACTLY
 
@@ -308,6 +384,8 @@ class GatedDyT(DyT):
 
 NORMS: dict[type[choices.NormChoice], Callable[..., Norm]] = {
     choices.RMSNorm: RMSNorm,
+    choices.UnitRMSNorm: UnitRMSNorm,
+    choices.LayerNorm: LayerNorm,
     choices.PreAffine: PreAffine,
     choices.GatedNorm: GatedNorm,
     choices.DyT: DyT,

@@ -22,7 +22,6 @@ from residua.data.loader import Batch
 from residua.errors import UserError
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.equivalence import Edge
-from residua.model.norm import NoNorm
 from residua.model.taps import hooked
 
 LARGEST_FACTOR = 1e4
@@ -96,7 +95,7 @@ def edges(model: Decoder, *, inside: bool = True) -> list[Edge]:
     width = torch.arange(model.config.width)
     for k, sublayer in enumerate(cast(Iterable[Sublayer], model.sublayers)):
         body: Any = sublayer.body
-        if not isinstance(sublayer.norm, NoNorm):
+        if not getattr(sublayer.norm, "fixed", False):  # a plugin's norm may be any module
             divide = stated(sublayer.norm, "divide", "how its output can be divided by channel")
             pairs.append(Edge(f"sublayers.{k}.norm", readers(body), width, divide, body))
         if inside and hasattr(body, "inner_edges"):

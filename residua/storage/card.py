@@ -29,6 +29,7 @@ GLU = ("GLU Variants Improve Transformer", "2002.05202")
 GATED = ("Gated Attention for Large Language Models", "2505.06708")
 
 PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
+    ("topology", "parallel"): (("GPT-NeoX-20B: An Open-Source Autoregressive Language Model", "2204.06745"),),
     ("topology", "clipped"): (SINKS,),
     ("topology", "scaled"): (
         ("Going deeper with Image Transformers", "2103.17239"),
@@ -60,7 +61,11 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("anchors", "kv_source"): (("Value Residual Learning", "2410.17897"),),  # SVFormer, of which it is the general form
     ("anchors", "value_embeddings"): (),  # public code without a paper
     **{("anchors", kind): (EXOFORMER,) for kind in ("nuresformer", "exoformer")},
-    ("norm", "rmsnorm"): (("Root Mean Square Layer Normalization", "1910.07467"),),
+    **{
+        ("norm", kind): (("Root Mean Square Layer Normalization", "1910.07467"),)
+        for kind in ("rmsnorm", "unit_rmsnorm")
+    },
+    ("norm", "layernorm"): (("Layer Normalization", "1607.06450"),),
     **{("norm", kind): (SINKS,) for kind in ("preaffine", "gatednorm")},
     ("norm", "dyt"): (DYT,),
     ("norm", "derf"): (("Stronger Normalization-Free Transformers", "2512.10938"),),

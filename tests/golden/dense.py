@@ -14,6 +14,14 @@ def additive(x: Tensor, y: list[Tensor]) -> list[Tensor]:
     return h
 
 
+def parallel(x: Tensor, y: list[Tensor]) -> list[Tensor]:
+    """x + A(x) + F(x) layer by layer, both sublayers reading x."""
+    h = [x]
+    for attention, feed_forward in zip(y[::2], y[1::2], strict=True):
+        h += [h[-1], h[-1] + attention + feed_forward]
+    return h
+
+
 def clipped(x: Tensor, y: list[Tensor], c: float) -> list[Tensor]:
     """The residual stream, cut at ±c."""
     h = [x]

@@ -14,6 +14,14 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     return weight * rms(x, eps)
 
 
+def layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """(x − E[x]) / sqrt(Var[x] + ε) · γ + β."""
+    centred = x - x.sum() / len(x)
+    y = centred / torch.sqrt((centred * centred).sum() / len(x) + eps)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
+
+
 def preaffine(x: Tensor, affine: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     """RMSNorm(λ1 ⊙ x)."""
     return weight * rms(affine * x, eps)
@@ -47,11 +55,13 @@ def glu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
     return w_out @ (sigmoid(w_gate @ x) * (w_up @ x))
 
 
-def geglu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
+def gelu_tanh(z: Tensor) -> Tensor:
     """gelu by its tanh approximation."""
-    z = w_gate @ x
-    gate = 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
-    return w_out @ (gate * (w_up @ x))
+    return 0.5 * z * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (z + 0.044715 * z**3)))
+
+
+def geglu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:
+    return w_out @ (gelu_tanh(w_gate @ x) * (w_up @ x))
 
 
 def clamped_swiglu(x: Tensor, w_gate: Tensor, w_up: Tensor, w_out: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def named(x: Tensor, y: list[Tensor]) -> dict[str, Tensor]:
 
 SMALL: dict[str, choices.Topology] = {
     "additive": choices.Additive(),
+    "parallel": choices.Parallel(),
     "clipped": choices.Clipped(limit=1.0),
     "scaled": choices.ScaledSum(),
     "scaled scalar": choices.ScaledSum(gain="scalar", start=0.0),

@@ -96,11 +96,12 @@ def asks_type(node: ast.Compare) -> bool:
 
 
 def names(node: ast.AST, calls: bool = True) -> set[str]:
-    """The names and attributes in an expression; with `calls` false, none of an expression that is a call."""
+    """The names and attributes in an expression, none of torch's `nn`; with `calls` false, none of a call."""
     if not calls and isinstance(node, ast.Call):
         return set()
     found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-    return found | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+    attributes = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
+    return found | {n.attr for n in attributes if ast.unparse(n.value) != "nn"}
 
 
 def words(*nodes: ast.AST) -> set[str]:

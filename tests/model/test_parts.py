@@ -31,6 +31,16 @@ def test_rmsnorm_and_preaffine_are_their_equations(width: int, eps: float) -> No
     check_norm(choices.PreAffine(eps=eps), width, lambda n, x: parts.preaffine(x, n.affine, n.weight, eps))
 
 
+@pytest.mark.parametrize("parameters", ["gain_and_bias", "gain", "none"])
+def test_layernorm_is_its_equation(parameters: str) -> None:
+    config = choices.LayerNorm(parameters=parameters, eps=0.1)
+    check_norm(config, 7, lambda n, x: parts.layernorm(x, n.weight, n.bias, 0.1))
+
+
+def test_unit_rmsnorm_is_rmsnorm_with_gains_of_one() -> None:
+    check_norm(choices.UnitRMSNorm(eps=0.1), 7, lambda _, x: parts.rmsnorm(x, torch.ones_like(x), 0.1))
+
+
 GATES = [(g, a) for g in ("elementwise", "tensorwise") for a in ("sigmoid", "tanh", "silu", "identity")]
 
 
@@ -78,6 +88,7 @@ FFNS = {
     "geglu": (choices.GeGLU(hidden=9), lambda f, x: parts.geglu(x, *gated_halves(f))),
     "clamped_swiglu": (choices.ClampedSwiGLU(hidden=9), lambda f, x: parts.clamped_swiglu(x, *gated_halves(f))),
     "relu2": (choices.ReLU2(hidden=9), lambda f, x: parts.relu2(x, f.up.weight, f.out.weight)),
+    "gelu_tanh": (choices.TanhGELU(hidden=9), lambda f, x: f.out.weight @ parts.gelu_tanh(f.up.weight @ x)),
     "gelu": (choices.GELU(hidden=9), lambda f, x: parts.gelu_ffn(x, f.up.weight, f.out.weight)),
 }
 

@@ -161,6 +161,7 @@ MUDD: list[dict[str, Any]] = [
 ]  # fmt: skip
 EQUATIONS: list[Any] = [
     (choices.Additive(), 4, 7, lambda _: dense.additive),
+    (choices.Parallel(), 6, 7, lambda _: dense.parallel),
     (choices.Clipped(limit=1.5), 6, 33, lambda t: partial(dense.clipped, c=1.5)),
     *(
         (choice, n, 7, placed_norms)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Additive(Topology):
     """h_{k+1} = h_k + y_k, the pre-norm baseline."""
 
-    def __init__(self, config: choices.Additive | choices.Clipped, sublayers: int, width: int) -> None:
+    def __init__(self, config: choices.TopologyChoice, sublayers: int, width: int) -> None:
         super().__init__()
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
@@ -40,6 +40,21 @@ class Additive(Topology):
 
     def costs(self, sublayers: int, width: int) -> Costs:
         return Costs(lambda: add_rows([ADDITION] * sublayers), step=ADDED_IN_NORM * sublayers, kept_widths=0.0)
+
+
+class Parallel(Additive):
+    """h_{l+1} = h_l + A(h_l) + F(h_l): both sublayers of a layer read what the layer before it left (GPT-J;
+    arXiv 2204.06745). Each has a norm of its own; a model with one norm for both has the same gain twice.
+
+    The state is h_l, and within a layer also h_l + A(h_l).
+    """
+
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        total = state[-1] + y
+        return (total, (total,)) if k % 2 else (state[0], (state[0], total))
+
+    def initialization(self) -> Initialization:
+        return Initialization()
 
 
 class Clipped(Additive):
