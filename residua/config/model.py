@@ -40,8 +40,10 @@ class ModelConfig(WholeConfig):
 
     `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the training length. `placement`
     says what sublayers norm: their input (pre-norm), their output (OLMo 2), or both (Gemma). Embedded tokens are
-    multiplied by `embed_scale`. With `reader_eps = "sum"` the norm of reader k has eps · c_k², for a topology that
-    hands it c_k times the sum when it starts as a pre-norm model: that start is then exact (docs/retrofit.md).
+    multiplied by `embed_scale`. `learned_positions` adds a learned vector for each place of a token in its document, as
+    in GPT-2; without rotary positions, all layers are in `attention.unturned_layers`. With `reader_eps = "sum"` the
+    norm of reader k has eps · c_k², for a topology that hands it c_k times the sum when it starts as a pre-norm model:
+    that start is then exact (docs/retrofit.md).
     """
 
     training_only: ClassVar[tuple[str, ...]] = ("context", "init")
@@ -64,6 +66,7 @@ class ModelConfig(WholeConfig):
     embed_scale: float = Field(1.0, gt=0)
     logit_softcap: Annotated[float, Field(gt=0)] | None = None
     """A tanh keeps logits within ± this (Gemma 2)."""
+    learned_positions: Positive | None = None
     init: Init = Init()
 
     @classmethod
@@ -143,6 +146,11 @@ class ModelConfig(WholeConfig):
     def _parts_fit(self) -> Self:
         self.attention.check(self.layers)
         self.ffn.check(self.layers)
+        if self.learned_positions is not None and self.context > self.learned_positions:
+            raise UserError(
+                f"context = {self.context} is more than learned_positions = {self.learned_positions}: every token "
+                "needs a place."
+            )
         _check_softmax(self)
         _check_anchors(self)
         _check_norms(self)

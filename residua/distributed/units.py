@@ -131,7 +131,7 @@ class LayeredLosses(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        h, state, anchors, rotary = self.begin(tokens, positions)
+        h, state, anchors, rotary = self.begin(tokens, segments, positions)
         context = self.model._context(rotary, segments, positions=positions)._replace(tokens=self.model.ids_of(tokens))
         h, _, _, routed = pass_through(self.units, h, state, anchors, context)
         cross_entropy, z = self.end(one_read(h), targets)
@@ -146,9 +146,9 @@ class LayeredLosses(nn.Module):
         self.end = compile_rewritten(self._end)
 
     def _begin(
-        self, tokens: Tensor, positions: Tensor | None
+        self, tokens: Tensor, segments: Tensor | None, positions: Tensor | None
     ) -> tuple[Input, State, Anchors, tuple[Tensor, ...] | None]:
-        x = self.model._embedded(tokens)
+        x = self.model._embedded(tokens, segments, positions=positions)
         context = Context(None, None, tokens=self.model.ids_of(tokens))
         h, state = self.model.topology.open(x, *context.ids_for(self.model.topology))
         return h, state, self.model.anchors.open(x, context), self.model._rotary(tokens, positions=positions)

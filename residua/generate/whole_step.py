@@ -45,7 +45,7 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
     sublayers = model.executions
     bodies = [sublayer.body for sublayer in sublayers]
     watched = any(map(is_watched, (model.embed, *sublayers, *bodies)))
-    plain_embedding = type(model.embed) is Embedding and not model.token_readers
+    plain_embedding = type(model.embed) is Embedding and not model.token_readers and model.places is None
     if watched or not plain_embedding or any(s.after is not None for s in sublayers):
         return None
     attentions = [body for body in map(bare_attention, bodies[::2]) if body is not None]

@@ -25,6 +25,7 @@ from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, Norm, build_norm
+from residua.model.places import Places
 from residua.model.reads import Input, Reads, map_reads, one_read
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
@@ -83,6 +84,7 @@ class Decoder(nn.Module):
         self.config = config
         parts: dict[str, Any] = dict(build_parts(config))
         self.embed: Embedding = parts["embed"]
+        self.places: Places | None = parts.get("places")
         self.topology: Topology = parts["topology"]
         self.anchors: AnchorSource = parts["anchors"]
         self.sublayers = nn.ModuleList(parts[f"sublayers.{j}"] for j in range(2 * config.layers))
@@ -128,6 +130,8 @@ class Decoder(nn.Module):
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, by default in the embedding's dtype."""
+        if self.places is not None:
+            self.places.check(capacity)
         like = self.embed.weight.new_empty(0, dtype=dtype)
         borrowed, caches = self.config.borrowed, list[SublayerCache | None]()
         for k, sublayer in enumerate(self.executions):
@@ -163,7 +167,7 @@ class Decoder(nn.Module):
         now = None if cache is None else cache.now(tokens.shape[1], counts)
         if now is not None:
             tokens = for_rows(tokens, now.positions.shape[0])
-        x = self._embedded(tokens)
+        x = self._embedded(tokens, segments, now, positions)
         context = self._context(self._rotary(tokens, now, positions), segments, now, positions)
         caches = None if cache is None else cache.sublayers
         context = context._replace(caches=caches, sharing=self._sharing(), tokens=self.ids_of(tokens))
@@ -244,9 +248,13 @@ class Decoder(nn.Module):
         cross_entropy, z, _ = self.routed_losses(tokens, targets, z_loss, number_documents(segments))
         return cross_entropy + z
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def _embedded(
+        self, tokens: Tensor, segments: Tensor | None = None, now: Now | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """The embedded tokens; under autocast in low precision, because depth operators are bound by traffic."""
         x: Tensor = tokens if tokens.is_floating_point() else self.embed(tokens)
+        if self.places is not None:
+            x = self.places(x, segments, now, positions)
         return x.to(working_dtype(x))
 
     def _context(
@@ -292,6 +300,8 @@ def build_parts(config: ModelConfig) -> Iterator[tuple[str, nn.Module]]:
     Nothing here holds a part once the next is asked for, but the bodies of a layer are built together.
     """
     yield "embed", Embedding(config.vocab_size, config.width, std=config.init.std, scale=config.embed_scale)
+    if config.learned_positions is not None:
+        yield "places", Places(config.learned_positions, config.width, std=config.init.std)
     topology = build_topology(config.topology, config.sublayers, config.width)
     gain = topology.initialization().output_gain
     yield "topology", topology

@@ -140,7 +140,7 @@ class InferenceDecoder(Decoder):
     def __init__(self, model: Decoder, positions: int = 0, *, junctions: bool = True) -> None:
         nn.Module.__init__(self)
         self.config, self.embed, self.anchors, self.unembed = model.config, model.embed, model.anchors, model.unembed
-        self.topology, self.norm, self.order = model.topology, model.norm, model.order
+        self.topology, self.norm, self.order, self.places = model.topology, model.norm, model.order, model.places
         sublayers = [cast(Sublayer, sublayer) for sublayer in model.sublayers]
         watched = [is_watched(sublayer) or is_watched(sublayer.norm) for sublayer in sublayers]
         norms = [sublayer.norm for sublayer in sublayers]

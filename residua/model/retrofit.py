@@ -23,7 +23,7 @@ from residua.model.decoder import Decoder, Sublayer
 from residua.model.equivalence import InitFidelity, WeightsMismatch, take_parameters
 from residua.model.norm import Norm
 
-SHAPES = ("vocab_size", "layers", "width", "ffn", "placement", "order")
+SHAPES = ("vocab_size", "layers", "width", "ffn", "placement", "order", "learned_positions")
 ANSWERED = ("gate", "sink", "own_value", "bias", "qk_norm", "qk_eps", "heads", "kv_heads", "head_dim")
 """Keys of softmax attention that its `begin_as` answers for."""
 
@@ -49,6 +49,8 @@ class _Retrofit:
         self._begin("norm", self._begin_norms)
         self._begin("topology", self._begin_topology)
         take_parameters(model.embed, old.embed)
+        if model.places is not None and old.places is not None:
+            take_parameters(model.places, old.places)
         if model.unembed is not None:
             model.unembed.weight.copy_(old.head_weight)
         elif old.unembed is not None:

@@ -24,9 +24,10 @@ FLOPS_PER_BYTE = 500e12 / 4.25e12
 class Size:
     """Parameter counts by purpose; they add up to `parameters`.
 
-    `head` is the head's own matrix, 0 when tied. `depth` counts the topology, `anchors` the anchor projections, their
-    norms and the λ of every layer. `idle` is the part of `ffn` in experts that a token does not visit, `tables` the
-    part of `depth` and `anchors` that tokens look up, without a product.
+    `embedding` counts learned positions, too. `head` is the head's own matrix, 0 when tied. `depth` counts the
+    topology, `anchors` the anchor projections, their norms and the λ of every layer. `idle` is the part of `ffn` in
+    experts that a token does not visit, `tables` the part of `depth` and `anchors`, and of `embedding` with a tied
+    head, that tokens look up without a product.
     """
 
     parameters: int
@@ -108,7 +109,8 @@ def size_of(model: Decoder) -> Size:
     sublayers = cast(list[Sublayer], list(model.sublayers))
     mixes = sum(_count(m) for n, m in model.named_modules() if n.endswith(".body.mix"))
     total = _count(model)
-    embedding = _count(model.embed)
+    places = 0 if model.places is None else _count(model.places)
+    embedding = _count(model.embed) + places
     head = _count(model.unembed) if model.unembed is not None else 0
     size = Size(
         parameters=total,
@@ -121,7 +123,7 @@ def size_of(model: Decoder) -> Size:
         anchors=_count(model.anchors) + mixes,
         idle=sum(_idle(mixture) for mixture in mixtures(model)),
         flops_per_token=0,
-        tables=sum(_table(part) for part in (model.sublayers, model.anchors, model.topology)),
+        tables=sum(_table(part) for part in (model.sublayers, model.anchors, model.topology)) + (0 if head else places),
     )
     attended = sum(config.mixers[layer].score_width(config.width) for layer in config.executed)
     runs, once = ([_count(s) - _table(s) for s in some] for some in (model.executions, sublayers))

@@ -183,6 +183,7 @@ PARTS = {
         f"norm {kind}": {"norm": {"kind": kind}}
         for kind in ("rmsnorm", "preaffine", "gatednorm", "dyt", "derf", "gated_dyt")
     },
+    "layernorm and learned positions": {"norm": {"kind": "layernorm"}, "learned_positions": 8},
     **{f"ffn {kind}": {"ffn": {"kind": kind, "hidden": 24}} for kind in ("swiglu", "glu", "relu2", "gelu")},
     "resformer": {"anchors": {"kind": "resformer"}},
     "nuresformer": {"anchors": {"kind": "nuresformer", "pathways": ["q", "k", "v"]}},

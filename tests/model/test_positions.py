@@ -1,4 +1,4 @@
-"""Tokens that are not the whole sequence have explicit positions: queries attend, and rotate, as in the whole."""
+"""Positions: explicit ones of tokens that are not the whole sequence, and learned ones of each document."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from residua.errors import UserError
 from residua.model.decoder import build
+from residua.model.places import Places
 from residua.model.sdpa import attend
-from tests.model.small import small, tokens_and_targets
+from tests.golden.compare import agree, leaves_of, random, randomise
+from tests.model.small import in_parts, small, tokens_and_targets
 
 SOME = torch.tensor([5, 0, 1, 6])
 
@@ -38,3 +41,35 @@ def test_angles_are_those_of_the_positions() -> None:
     given = model.routed_losses(tokens, targets, positions=torch.arange(8))
     assert given[0] == model.routed_losses(tokens, targets)[0]
     assert model.routed_losses(tokens, targets, positions=2 * torch.arange(8))[0] != given[0]
+
+
+DOCUMENTS = torch.tensor([[7, 7, 7, 3, 3, 9], [2, 2, 2, 2, 2, 2]])
+
+
+def test_learned_positions_are_added_by_place_in_the_document() -> None:
+    table = randomise(Places(6, 5, std=0.1))
+    x = random(2, 6, 5)
+    rows = [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+    expected = torch.stack([torch.stack([x[b, t] + table.weight[rows[b][t]] for t in range(6)]) for b in range(2)])
+    agree([table(x, DOCUMENTS)], [expected], leaves_of(table, x=x))
+
+
+def test_packed_and_cached_documents_with_learned_positions_are_as_alone() -> None:
+    attention = {"kind": "softmax", "heads": 2, "unturned_layers": [0, 1, 2]}  # angles are rounded to float32
+    model = build(small(learned_positions=8, attention=attention)).double()
+    tokens, _ = tokens_and_targets()
+    packed = model(tokens, DOCUMENTS)[0]
+    alone = torch.cat([model(part[None])[0] for part in tokens[0].split([3, 2, 1])])
+    torch.testing.assert_close(packed, alone, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(in_parts(model, tokens, [2, 3, 1]), model(tokens), rtol=1e-12, atol=1e-12)
+
+
+def test_more_tokens_than_learned_positions_are_refused() -> None:
+    model, tokens = build(small(learned_positions=8)), torch.zeros(1, 9, dtype=torch.int64)
+    for call in (lambda: model(tokens), lambda: model.new_cache(1, 9)):
+        with pytest.raises(UserError, match="learned_positions = 8 and no place for 9 tokens"):
+            call()
+    with pytest.raises(UserError, match="ranks that divide its tokens"):
+        model.routed_losses(tokens[:, :4], tokens[:, :4], positions=SOME)
+    with pytest.raises(UserError, match="context = 8 is more than learned_positions = 7"):
+        small(learned_positions=7)

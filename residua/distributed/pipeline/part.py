@@ -124,7 +124,7 @@ def _keep_only(model: Decoder, modules: Sequence[Slice], shared: Mapping[str, nn
     """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
     layers = dict(shared) | {key: layer for module in modules for key, layer in module.sublayers.items()}
     model.sublayers = nn.ModuleDict(layers)  # type: ignore[assignment]
-    for name in ("embed", "norm", "unembed"):
+    for name in ("embed", "places", "norm", "unembed"):
         if all(getattr(module, name) is None for module in modules):
             setattr(model, name, None)
 

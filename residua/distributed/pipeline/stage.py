@@ -78,6 +78,7 @@ class Slice(nn.Module):
         )
         self.topology, self.anchors, self.reads_tokens = model.topology, model.anchors, bool(model.token_readers)
         self.embed = model.embed if self.first or (self.heads and model.unembed is None) else None
+        self.places = model.places if self.first else None
         self.norm = model.norm if self.heads and self.share.head.start == 0 else None
         self.unembed = model.unembed if self.heads else None
         # methods of the decoder that only read its configuration
@@ -133,8 +134,8 @@ class Slice(nn.Module):
             if self.share.head.start > 0:
                 return self._headed(items[HIDDEN], targets, items), []
             tokens_read = Context(None, None, tokens=tokens if self.reads_tokens else None)
-            h, state, anchors, constant = self._begin(items, tokens, tokens_read)
             row = None if positions is None else positions[0]
+            h, state, anchors, constant = self._begin(items, tokens, tokens_read, segments, row)
             context = self._context(self._rotary(one_read(h)[..., 0], positions=row), segments, positions=row)
             context = context._replace(tokens=tokens_read.tokens)
             h, state, anchors, routed = pass_through(self.units, h, state, anchors, context)
@@ -144,12 +145,18 @@ class Slice(nn.Module):
             return self.boundary.close(self.range.stop - 1, h, state, *ids) | self._onward(anchors, constant), routed
 
     def _begin(
-        self, items: Items, tokens: Tensor | None, context: Context
+        self,
+        items: Items,
+        tokens: Tensor | None,
+        context: Context,
+        segments: Tensor | None,
+        positions: Tensor | None,
     ) -> tuple[Input, Any, tuple[Tensor, ...], Tensor | None]:
         """The input of the first sublayer, the state, the anchors, and the embedding if it must be sent on."""
         if self.first:
             assert self.embed is not None
-            x, ids = self.embed(tokens).to(self.settings.precision), context.ids_for(self.topology)
+            x, ids = self.embed(tokens), context.ids_for(self.topology)
+            x = (x if self.places is None else self.places(x, segments, None, positions)).to(self.settings.precision)
             h, state = self.topology.open(x, *ids) if self.heads else self.boundary.begin(x, *ids)
             return h, state, self.anchors.open(x, context), x
         h, state = self.boundary.enter(self.range.start - 1, items)
