@@ -56,18 +56,16 @@ Names = Mapping[str, tuple[str, ...]]
 GATED = {"silu": "swiglu", "swish": "swiglu", "sigmoid": "glu", "gelu_pytorch_tanh": "geglu"}
 """`hidden_act` of a gated feed-forward to its kind."""
 
+TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+PLAIN = {"gelu": "gelu", "relu2": "relu2", **dict.fromkeys(TANH, "gelu_tanh")}
+"""`hidden_act` of a feed-forward without a gate to its kind."""
+
 FAMILIES: dict[str, type[Family]] = {}
 """Families by `model_type`."""
 
 MISSING = {
-    "cohere2": ("LayerNorm and parallel sublayers", "llama"),
+    "bloom": ("distances in scores (ALiBi)", "gpt_neox"),
     "gemma4_text": ("heads of two widths, norms of values and factors on the sum after a layer", "gemma3_text"),
-    "gpt2": ("LayerNorm and learned positions", "llama"),
-    "gpt_neox": ("LayerNorm and parallel sublayers", "llama"),
-    "nanochat": ("norms without gains and a cap on logits", "qwen3"),
-    "olmo": ("LayerNorm", "olmo2"),
-    "phi": ("LayerNorm and parallel sublayers", "phi3"),
-    "starcoder2": ("LayerNorm", "mistral"),
 }
 """Parts that Residua lacks for a `model_type`, and the nearest family."""
 
@@ -106,6 +104,8 @@ class Rule:
     shift: float = 0.0
     scale: float = 1.0
     layout: Layout = ROWS
+    also: tuple[str, ...] = ()
+    """Tensors of theirs that are read besides, and written by other rules."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The tensors of theirs, by name, and their shapes."""
@@ -119,12 +119,17 @@ class Rule:
 
     def read(self, parts: list[Tensor]) -> Tensor:
         """Our parameter from their tensors."""
+        parts = parts or [torch.empty(self.shape)]  # they have none
         whole = self.layout.read(parts[0] if len(parts) == 1 else torch.cat(parts))
         return whole if self.exact else (whole.float() + self.shift) * self.scale
 
     def write(self, parameter: Tensor) -> dict[str, Tensor]:
         """Their tensors from our parameter."""
         whole = parameter if self.exact else parameter.float() / self.scale - self.shift
+        if not self.theirs:
+            if not torch.equal(self.read([]), whole):
+                raise UserError(f"parameter {self.ours} has no place in this layout, and is not 1.")
+            return {}
         return dict(zip(self.theirs, self.layout.write(whole).split(self.rows), strict=True))
 
 
@@ -157,6 +162,9 @@ class Family:
     """Keys that Residua has no counterpart of, and the values with which they change nothing."""
     FREE: ClassVar[tuple[str, ...]] = ()
     """Keys whose values `change` works into the weights, so that a model can be written with any of them."""
+    BODY: ClassVar[str] = "model."
+    """Begins the names of all tensors but the head's."""
+    LAYERS: ClassVar[str] = "layers"
     TOP: ClassVar[Names] = {
         "embed.weight": ("model.embed_tokens.weight",),
         "norm.weight": ("model.norm.weight",),
@@ -225,10 +233,14 @@ class Family:
                 **self.window(keys),
             },
             "ffn": self.feed_forward(keys),
-            "norm": {"kind": "rmsnorm", "eps": keys["rms_norm_eps"]},
+            "norm": self.norm(keys),
             "head": {"kind": "tied" if keys["tie_word_embeddings"] else "untied"},
             "init": {"std": keys["initializer_range"]},
         }
+
+    def norm(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """The table of the norms."""
+        return {"kind": "rmsnorm", "eps": keys["rms_norm_eps"]}
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The table of the feed-forward."""
@@ -257,7 +269,7 @@ class Family:
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.kv_heads or attention.heads,
             "head_dim": head_dim(config),
-            "hidden_act": {kind: act for act, kind in reversed(GATED.items())}.get(config.ffn.kind, "silu"),
+            "hidden_act": {kind: act for act, kind in reversed((GATED | PLAIN).items())}.get(config.ffn.kind, "silu"),
             "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,
@@ -316,12 +328,20 @@ class Family:
         names = (self.FEED_FORWARD if second else self.of_mixer(layer, config)).get(part)
         if names is None:
             return None
-        experts = range(config.ffn.experts if "{e}" in names[0] else 1)
-        return tuple(f"model.layers.{layer}.{each}".replace("{e}", str(e)) for e in experts for each in names)
+        experts = range(config.ffn.experts if any("{e}" in each for each in names) else 1)
+        path = f"{self.BODY}{self.LAYERS}.{layer}"
+        return tuple(f"{path}.{each}".replace("{e}", str(e)) for e in experts for each in names)
 
     def of_mixer(self, layer: int, config: ModelConfig) -> Names:
         """The names in the attention of a layer."""
         return self.ATTENTION
+
+
+def plain_kind(act: str) -> str:
+    """The kind of a feed-forward without a gate by its activation."""
+    if act not in PLAIN:
+        raise UserError(f"hidden_act = {act!r}: a plain feed-forward with it is missing here ({', '.join(PLAIN)}).")
+    return PLAIN[act]
 
 
 def gated_kind(act: str) -> str:

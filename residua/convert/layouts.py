@@ -42,6 +42,34 @@ class Packed(Layout):
         return (parameter.shape[0],)
 
 
+class Transposed(Layout):
+    """The tensor of theirs has inputs as rows (the Conv1D of GPT-2)."""
+
+    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
+        return (parameter.shape[1],)
+
+    def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
+        return rows, ours[0]
+
+    def read(self, stacked: Tensor) -> Tensor:
+        return stacked.T.contiguous()
+
+    def write(self, parameter: Tensor) -> Tensor:
+        return parameter.T.contiguous()
+
+
+class Ones(Layout):
+    """Our parameter is 1, whatever theirs is: another one takes theirs in, or they have none."""
+
+    exact = False
+
+    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
+        return parts[:count]
+
+    def read(self, stacked: Tensor) -> Tensor:
+        return torch.ones_like(stacked)
+
+
 class Stacked(Layout):
     """The matrices of all experts: theirs [E, rows, C], ours [E·rows, C]."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,7 @@ def write_layout(
         before.pop(key, None)
     try:
         keys = family.write(config) | {key: before[key] for key in family.FREE if key in before}
-        rules = list(family.rules(config, keys))
+        rules = list(_without_copies(family.rules(config, keys), stored.read))
     except UserError as error:
         raise UserError(f"--layout {layout} cannot hold this model: {error}") from None
     with atomic_folder(out) as folder:
@@ -274,6 +274,17 @@ def write_layout(
         parts = (part for rule in rules for part in rule.write(stored.read(rule.ours)).values())
         write_shards(folder, entries, parts, shard)
         return check_layout(folder, stored.load(), precision.rounds) if check else None
+
+
+def _without_copies(rules: Iterable[Rule], read: Callable[[str], Tensor]) -> Iterator[Rule]:
+    """One rule for tensors that several of ours are read from (the norm of parallel sublayers): ours must be equal."""
+    first: dict[tuple[str, ...], Rule] = {}
+    for rule in rules:
+        twin = first.setdefault(rule.theirs, rule) if rule.theirs else rule
+        if twin is rule:
+            yield rule
+        elif not torch.equal(read(twin.ours), read(rule.ours)):
+            raise UserError(f"{rule.theirs[0]} is one tensor there, and {twin.ours} and {rule.ours} differ here.")
 
 
 def json_text(content: Mapping[str, Any]) -> str:

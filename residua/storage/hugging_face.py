@@ -42,8 +42,6 @@ COMPANIONS = (
 )  # fmt: skip
 END_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 HEAD = "lm_head.weight"
-BODY = "model."
-"""Begins the names of all tensors but the head's."""
 IGNORED = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that old versions of transformers wrote and that follow from config.json."""
 COMPARED = 2**24
@@ -201,7 +199,8 @@ class Source:
         self._read(keys)
         stored = {name: tensor for file in weight_files(folder, AGAIN) for name, tensor in self._stored(file)}
         # a model that was saved without its head (`LlamaModel`) lacks the prefix, and needs no head if it is tied
-        prefix = "" if any(name.startswith(BODY) for name in stored) else BODY
+        body = self.family.BODY
+        prefix = "" if any(name.startswith(body) for name in stored) else body
         self._tensors = {prefix + name: tensor for name, tensor in stored.items()}
         if self.config.head.kind == "tied" and self._has_own_head():
             self._read(keys | {"tie_word_embeddings": False})  # transformers does not tie them either
@@ -275,7 +274,7 @@ class Source:
     def parameter(self, rule: Rule) -> Tensor:
         """One parameter of ours."""
         tensors = []
-        for stored in (self._tensors[name] for name in rule.theirs):
+        for stored in (self._tensors[name] for name in (*rule.theirs, *rule.also)):
             with open_tensors(stored.file, AGAIN) as content:
                 tensors.append(content.get_tensor(stored.name))
         return rule.read(tensors)

@@ -30,8 +30,11 @@ ROTARY_BEFORE_5 = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partia
 SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window", "qwen3_5_moe_text",
           "glm4_moe, biases", "deepseek_v3, full queries", "deepseek_v3", "deepseek_v2, greedy", "flex_olmo", "glm4",
           "seed_oss", "granitemoe", "ministral", "llama, biases, tied", "mixtral, one expert", "qwen2, windows",
+          "starcoder2, no biases", "gpt_neox, in turn", "cohere",
           "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
           "qwen3_moe, one expert", "kimi_linear, low-rank queries, raw weights", "kimi_linear, one expert")  # fmt: skip
+REWORKED = {"phi": ("lm_head", "model.final_layernorm"), "nanochat": ("model.embed_tokens",)}
+"""Tensors of which a folder written back has others that give the same logits."""
 DISTINCT = [name for name in FAMILIES if name not in SECOND]
 
 
@@ -90,11 +93,11 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
     changed = family.FREE or any(
         part in model_type for part in ("gemma", "qwen3_next", "qwen3_5")
     )  # gains less one, and factors worked into weights, are rounded
-    for tensor in first:
+    for tensor in (name for name in first if not name.startswith(REWORKED.get(model_type, ()))):
         torch.testing.assert_close(second[tensor], first[tensor], rtol=0, atol=1e-6 if changed else 0)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "phi3", "qwen3_next", "gemma2", "ministral3"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "cohere2", "qwen3_next", "gemma2", "ministral3"])
 def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: Path) -> None:
     """Rows of two lengths: ours padded on the right, theirs on the left; then one token more from the cache."""
     architecture, keys = FAMILIES[name]
@@ -290,7 +293,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
     ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types has a dense layer after"),
     ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
-    ("gpt2", {}, "because Residua lacks LayerNorm and learned positions: the nearest is 'llama'"),
+    ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+    ("phi", {"qk_layernorm": True}, "qk_layernorm = True"),
+    ("starcoder2", {"hidden_act": "silu"}, "a plain feed-forward with it is missing here"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
+    ("bloom", {}, "because Residua lacks distances in scores (ALiBi): the nearest is 'gpt_neox'"),
     ("gemma3", {}, "model_type = 'gemma3' is not a known family: the nearest is 'gemma3_text'"),
     (None, {}, "model_type = None"),
 ]

@@ -100,6 +100,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", LATENT | GROUPS | {"topk_method": "group_limited_greedy", "norm_topk_prob": False}),
     "deepseek_v2, greedy": ("DeepseekV2", LATENT | {"q_lora_rank": None, "rope_parameters": DEEP_YARN}),
     "flex_olmo": ("FlexOlmo", EXPERTS),
+    "olmo": ("Olmo", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 5}),
+    "starcoder2, no biases": ("Starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+    "gpt2": ("GPT2", {"n_inner": 48}),
+    "gpt_neox": ("GPTNeoX", {"rope_parameters": PARTIAL["rope_parameters"] | {"rope_theta": 100.0}}),
+    "gpt_neox, in turn": ("GPTNeoX", {"use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("Phi", PARTIAL),
+    "cohere": ("Cohere", {"logit_scale": 0.3}),
+    "cohere2": ("Cohere2", {"sliding_window": 5, "layer_types": MIXED, "logit_scale": 0.3, "attention_bias": True}),
+    "nanochat": ("NanoChat", {"rms_norm_eps": 1e-5}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}),
@@ -163,7 +173,8 @@ def build(architecture: str, **keys: Any) -> Any:
     configuration = CONFIGURATIONS.get(architecture, f"{architecture}Config")
     torch.manual_seed(0)
     config = getattr(transformers, configuration)(**SIZES | keys)
-    model = getattr(transformers, f"{architecture}ForCausalLM")(config).eval()
+    head = "LMHeadModel" if architecture == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{architecture}{head}")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
