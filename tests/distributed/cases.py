@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "delta": {"topology": {"kind": "delta_attnres", "sublayers_per_block": 2}},
     "gated": {"topology": {"kind": "gated_residual", "streams": 2, "rank": 3}},
     "x0": {"topology": {"kind": "x0"}},
+    "places": {"topology": {"kind": "parallel"}, "norm": {"kind": "layernorm"}, "learned_positions": 6},
     "moe": {"ffn": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 8}},
     "biased": {
         "attention": {

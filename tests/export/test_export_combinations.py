@@ -19,9 +19,9 @@ pytest.importorskip("transformers")
 
 # One of each class: options that only choose a number or a function are left to tests/model.
 CHOSEN = {
-    "topology": "additive, full_attnres, block_attnres, multi_gate, highway, hyper, mhc, mhc_lite, dense",
+    "topology": "additive, parallel, full_attnres, block_attnres, multi_gate, highway, hyper, mhc, mhc_lite, dense",
     "anchors": "none, resformer, lime, depth_attention, cla, svformer, nuresformer, exoformer, exoformer dynamic",
-    "norm": "rmsnorm, preaffine, gatednorm, dyt, gated_dyt",
+    "norm": "rmsnorm, layernorm, unit_rmsnorm, preaffine, gatednorm, dyt, gated_dyt",
     "attention": "gated, grouped, no qk-norm, sink, linear, hybrid gated, latent, hybrid kimi",
     "ffn": "swiglu, relu2, moe, moe plain",
     "head": "tied, untied",
