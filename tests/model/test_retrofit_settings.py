@@ -137,7 +137,7 @@ def values(annotation: Any, now: Any) -> Iterator[Any]:
         yield 2.0 if now is None else 2 * now
     elif arguments or issubclass(annotation, Frozen):  # a table, or one of several
         for choice in arguments or (annotation,):
-            if now is None or "kind" in now and kind_of(choice) != now["kind"]:
+            if now is None or ("kind" in now and kind_of(choice) != now["kind"]):
                 yield optional_keys(choice)
             else:
                 for key, value in changes(choice, now):
