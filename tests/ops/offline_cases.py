@@ -43,9 +43,9 @@ def add_norm(dtype: torch.dtype, width: int, tokens: int = 3) -> None:
     both(ops.rms_norm(h, draw(width)))
     both(ops.rms_norm(h, draw(width), affine=draw(width)))
     weight, row = torch.zeros(width), h.detach()
-    _, rstd, added = torch.ops.residua.scaled_rms_norm_added(row, row, weight, weight, 1e-6)
-    torch.ops.residua.scaled_rms_norm_backward(row, added, weight, weight, rstd, row)
-    torch.ops.residua.rms_norm_backward_dotted(y.detach(), h.detach(), torch.zeros(width), torch.zeros(tokens))
+    _, rstd, added = torch.ops.residua.rms_norm(row, weight, 1e-6, row, weight)
+    torch.ops.residua.rms_norm_backward(row, added, weight, rstd, row, weight)
+    torch.ops.residua.rms_norm_backward(y.detach(), h.detach(), torch.zeros(width), torch.zeros(tokens), dotted=True)
 
 
 def hyper_step(dtype: torch.dtype, width: int, n: int, norm: str, used: int, tokens: int, per_token: bool) -> None:
@@ -94,7 +94,7 @@ def gated_norm(dtype: torch.dtype, width: int, rank: int, tokens: int = 70) -> N
 def gated_norm_added(dtype: torch.dtype, width: int, rank: int, tokens: int = 70) -> None:
     """With the additions next to it, as the rewritten graph of a compiled step calls it."""
     x, weights = torch.zeros(tokens, width, dtype=dtype), (draw(width), draw(rank, width), draw(width, rank))
-    _, *saved, added = torch.ops.residua.gated_norm_added(x, x, *weights, 1e-6)
+    _, *saved, added = torch.ops.residua.gated_norm(x, *weights, 1e-6, x)
     torch.ops.residua.gated_norm_backward(x, added, *weights, *saved, x)
 
 

@@ -41,7 +41,7 @@ def test_tiles_of_rows_share_programs(monkeypatch):
 
 def with_additions(x: Tensor, update: Tensor, residual: Tensor, g: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The operators that a compiled step is given: the sum, the gated rows, g_x + residual, the weights' gradients."""
-    out, *kept, total = launch.forward_added(x, update, *weights, 1e-6)
+    out, *kept, total = launch.forward(x, *weights, 1e-6, update)
     return [total, out, *launch.backward(g, total, *weights, *kept, residual)]
 
 

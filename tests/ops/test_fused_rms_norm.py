@@ -68,7 +68,7 @@ def assert_dotted(x: Tensor, g: Tensor, weight: Tensor) -> None:
     """The same gradients, and the dot product of x with its own as it is stored. A small eps would make that 0."""
     _, rstd = launch.forward(x, weight, 10.0)
     g_x, g_weight = launch.backward(g, x, weight, rstd)
-    *same, dots = launch.backward_dotted(g, x, weight, rstd)
+    *same, dots = launch.backward(g, x, weight, rstd, dotted=True)
     assert_equal(same, [g_x, g_weight])
     exact = (x.double() * g_x.double()).sum(-1)
     size = (x.double() * g_x.double()).square().sum(-1).sqrt()
@@ -85,11 +85,11 @@ def test_a_gradient_comes_with_its_dot_product(size):
 def test_additions_next_to_a_scaled_norm_are_part_of_it():
     x, weight, affine = drawn("scaled", 5, 20)
     update, g, residual = (torch.randn(5, 20) for _ in range(3))
-    normed, rstd, added = launch.forward_scaled_added(x, update, weight, affine, 1e-3)
+    normed, rstd, added = launch.forward(x, weight, 1e-3, update, affine)
     assert torch.equal(added, x + update)
-    assert torch.equal(normed, launch.forward_scaled(added, weight, affine, 1e-3)[0])
-    alone = launch.backward_scaled(g, added, weight, affine, rstd)
-    both = launch.backward_scaled(g, added, weight, affine, rstd, residual)
+    assert torch.equal(normed, launch.forward(added, weight, 1e-3, None, affine)[0])
+    alone = launch.backward(g, added, weight, rstd, None, affine)
+    both = launch.backward(g, added, weight, rstd, residual, affine)
     torch.testing.assert_close(both[0], alone[0] + residual)
     assert_equal(both[1:], alone[1:])
 

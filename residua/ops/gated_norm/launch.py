@@ -82,40 +82,21 @@ def backward_plan(width: int, rank: int, size: int) -> Backward:
 
 @launcher("gated_norm")
 def forward(
-    x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]."""
-    outputs = _gated_like(x, down)
-    yield outputs
-    _launch_forward(x, None, x, weight, down, up, eps, *outputs)
-
-
-@launcher("gated_norm_added")
-def forward_added(
-    x: Tensor, update: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """`forward` of x + update [M, C], then that sum itself, rounded to its dtype."""
-    outputs, added = _gated_like(x, down), dense_like(x)
-    yield *outputs, added
-    _launch_forward(x.contiguous(), update.contiguous(), added, weight, down, up, eps, *outputs)
-
-
-def _gated_like(x: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens, width = x.shape
-    rank = padded(down)
+    x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float, update: Tensor | None = None
+) -> Iterator[list[Tensor]]:
+    """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]; of x + update, if there
+    is one, and then that sum itself, rounded to its dtype."""
+    (tokens, width), rank = x.shape, padded(down)
     small = x.new_empty((4, rank, cdiv(width, PITCH) * PITCH))
-    return dense_like(x), small, x.new_empty((tokens,), dtype=torch.float32), x.new_empty((tokens, rank))
-
-
-def _launch_forward(
-    x: Tensor, update: Tensor | None, added: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float,
-    out: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
-) -> None:  # fmt: skip
-    """The norm reads `added`: x itself or, if there is an update, the rows of x + update."""
-    tokens, width = x.shape
-    sizes = {"C": width, "RANK": small.shape[1], "PITCH": small.shape[2]}
-    project, gate = forward_plan(width, sizes["RANK"], x.element_size())
+    outputs = [dense_like(x), small, x.new_empty((tokens,), dtype=torch.float32), x.new_empty((tokens, rank))]
+    outputs += [] if update is None else [dense_like(x)]
+    yield outputs
+    out, small, rstd, bottleneck, *sums = outputs
+    sizes = {"C": width, "RANK": rank, "PITCH": small.shape[2]}
+    project, gate = forward_plan(width, rank, x.element_size())
     weight = weight.contiguous()
+    x, update = (x, x) if update is None else (x.contiguous(), update.contiguous())
+    (added,) = sums or [x]  # what the norm reads
     with device_guard(x):
         kernels.prepare_kernel[(small.shape[2] // 64,)](
             weight, down.contiguous(), up.contiguous(), small, R=down.shape[0], BLOCK=64, **sizes
@@ -123,8 +104,8 @@ def _launch_forward(
         if tokens:
             hidden = torch.empty_like(bottleneck)
             kernels.project_kernel[(project.tiles(tokens),)](
-                x, x if update is None else update, added, small, rstd, bottleneck, hidden, tokens, eps,
-                ADDED=update is not None, **sizes, **project.settings(),
+                x, update, added, small, rstd, bottleneck, hidden, tokens, eps,
+                ADDED=len(sums) > 0, **sizes, **project.settings(),
             )  # fmt: skip
             kernels.gate_kernel[gate.shares(x)](
                 added, weight, small, rstd, hidden, out, tokens, **sizes, **gate.settings()

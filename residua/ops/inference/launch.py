@@ -31,7 +31,7 @@ from residua.ops.inference.reference import GATED, KEY_EPS, Gains, Queries, Stre
 from residua.ops.mix_projection.reference import Mixing
 from residua.ops.multi_gate.launch import forward_plan
 from residua.ops.norm_rotate.launch import FORWARD
-from residua.ops.rms_norm.launch import forward_added
+from residua.ops.rms_norm.launch import forward as rms_norm
 
 FEW_ROWS = 256
 """Rows of which programs are so few that their latency counts, and not the bytes they move."""
@@ -69,7 +69,7 @@ def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> t
     """Many rows are added and normed as in training."""
     if len(y) <= FEW_ROWS:
         return _add_norm(base, y, weight, eps)  # type: ignore[no-any-return]
-    normed, _, h = forward_added(base, y, weight, eps)
+    normed, _, h = rms_norm(base, weight, eps, y)
     return normed, h
 
 

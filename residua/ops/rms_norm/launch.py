@@ -47,85 +47,36 @@ def backward_plan(width: int) -> RowPlan:
 
 
 @launcher("rms_norm")
-def forward(x: Tensor, weight: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """The normed rows [M, C] and rstd [M]."""
-    outputs = _normed_like(x)
+def forward(
+    x: Tensor, weight: Tensor, eps: float, update: Tensor | None = None, affine: Tensor | None = None
+) -> Iterator[list[Tensor]]:
+    """The normed rows [M, C] of affine ⊙ (x + update) and rstd [M]; with an update the sum, rounded to x's dtype."""
+    outputs = [dense_like(x), x.new_empty(x.shape[:1], dtype=torch.float32)]
+    outputs += [] if update is None else [dense_like(x)]
     yield outputs
-    _launch_forward(x, None, x, weight, None, eps, *outputs)
-
-
-@launcher("rms_norm_added")
-def forward_added(x: Tensor, update: Tensor, weight: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """`forward` of x + update [M, C], then that sum itself, rounded to its dtype."""
-    (normed, rstd), added = _normed_like(x), dense_like(x)
-    yield normed, rstd, added
-    _launch_forward(x.contiguous(), update.contiguous(), added, weight, None, eps, normed, rstd)
-
-
-@launcher("scaled_rms_norm")
-def forward_scaled(x: Tensor, weight: Tensor, affine: Tensor, eps: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """`forward` of affine ⊙ x."""
-    outputs = _normed_like(x)
-    yield outputs
-    _launch_forward(x, None, x, weight, affine, eps, *outputs)
-
-
-@launcher("scaled_rms_norm_added")
-def forward_scaled_added(
-    x: Tensor, update: Tensor, weight: Tensor, affine: Tensor, eps: float
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """`forward` of affine ⊙ (x + update), then that sum itself, rounded to its dtype."""
-    (normed, rstd), added = _normed_like(x), dense_like(x)
-    yield normed, rstd, added
-    _launch_forward(x.contiguous(), update.contiguous(), added, weight, affine, eps, normed, rstd)
-
-
-def _launch_forward(
-    x: Tensor, update: Tensor | None, added: Tensor, weight: Tensor, affine: Tensor | None, eps: float,
-    normed: Tensor, rstd: Tensor,
-) -> None:  # fmt: skip
     tokens, width = x.shape
     if tokens:
+        normed, rstd, *sums = outputs
+        x, update = (x, x) if update is None else (x.contiguous(), update.contiguous())
         with device_guard(x):
             kernels.forward_kernel[(tokens,)](
-                x, either(update, x), weight.contiguous(), either(affine, weight).contiguous(), added, normed, rstd,
-                eps, ADDED=update is not None, SCALED=affine is not None, **forward_plan(width).sizes(width),
+                x, update, weight.contiguous(), either(affine, weight).contiguous(), *(sums or [x]), normed, rstd, eps,
+                ADDED=len(sums) > 0, SCALED=affine is not None, **forward_plan(width).sizes(width),
             )  # fmt: skip
 
 
 @launcher("rms_norm_backward")
 def backward(
-    g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The gradients of x and of the weight; `residual` is added to that of x before it is rounded."""
-    outputs = dense_like(x), dense_like(weight)
-    yield outputs
-    _launch_backward(g, x, weight, None, rstd, residual, None, *outputs)
+    g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None = None, affine: Tensor | None = None,
+    dotted: bool = False,
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """The gradients of x, of the weight and, if there is one, of affine. If `dotted`, then x's dots with its own [M].
 
-
-@launcher("scaled_rms_norm_backward")
-def backward_scaled(
-    g: Tensor, x: Tensor, weight: Tensor, affine: Tensor, rstd: Tensor, residual: Tensor | None = None
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """The gradients of x, of the weight and of affine; `residual` is added to that of x before it is rounded."""
-    outputs = dense_like(x), dense_like(weight), dense_like(affine)
-    yield outputs
-    _launch_backward(g, x, weight, affine, rstd, residual, None, *outputs)
-
-
-@launcher("rms_norm_backward_dotted")
-def backward_dotted(g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """`backward`, then the dot product of x with its gradient [M]."""
-    g_x, g_weight, dots = dense_like(x), dense_like(weight), torch.empty_like(rstd)
-    yield g_x, g_weight, dots
-    _launch_backward(g, x, weight, None, rstd, None, dots, g_x, g_weight)
-
-
-def _launch_backward(
-    g: Tensor, x: Tensor, weight: Tensor, affine: Tensor | None, rstd: Tensor, residual: Tensor | None,
-    dots: Tensor | None, g_x: Tensor, *g_weights: Tensor,
-) -> None:  # fmt: skip
-    """`g_weights` are the gradients of the weight and, if there is one, of affine."""
+    `residual` is added to the gradient of x before it is rounded.
+    """
+    g_weights = [dense_like(w) for w in (weight, affine) if w is not None]
+    g_x, dots = dense_like(x), torch.empty_like(rstd) if dotted else None
+    yield [g_x, *g_weights, *([] if dots is None else [dots])]
     tokens, width = x.shape
     plan = backward_plan(width)
     programs = min(tokens, plan.programs * multiprocessors(x))
@@ -135,7 +86,7 @@ def _launch_backward(
             kernels.backward_kernel[(programs,)](
                 g, g if residual is None else residual.contiguous(), x, weight.contiguous(),
                 either(affine, weight).contiguous(), rstd, g_x, either(dots, rstd), partial, tokens,
-                ADDED=residual is not None, DOTTED=dots is not None, SCALED=affine is not None, **plan.sizes(width),
+                ADDED=residual is not None, DOTTED=dotted, SCALED=affine is not None, **plan.sizes(width),
             )  # fmt: skip
         for rows, g_weight in zip(partial, g_weights, strict=True):
             total = g_weight if g_weight.dtype is torch.float32 else partial.new_empty(width)
@@ -144,14 +95,9 @@ def _launch_backward(
                 g_weight.copy_(total)
 
 
-def _normed_like(x: Tensor) -> tuple[Tensor, Tensor]:
-    return dense_like(x), x.new_empty(x.shape[:1], dtype=torch.float32)
-
-
 def rms_norm(x: Tensor, weight: Tensor, *, affine: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """The fused twin of `reference.rms_norm`."""
-    rows = x.reshape(-1, x.shape[-1])
-    normed: Tensor = _rms_norm(rows, weight, eps) if affine is None else _scaled_rms_norm(rows, weight, affine, eps)
+    normed: Tensor = _rms_norm(x.reshape(-1, x.shape[-1]), weight, affine, eps)
     return normed.reshape(x.shape)
 
 
@@ -164,36 +110,24 @@ def add_norm(h: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tupl
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, affine: Tensor | None, eps: float) -> Tensor:
         x = x.contiguous()
-        normed, rstd = forward(x, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
+        normed, rstd = forward(x, weight, eps, None, affine)
+        ctx.save_for_backward(x, weight, rstd, affine)
         return normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(g.contiguous(), *ctx.saved_tensors), None
-
-
-class _ScaledRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, affine: Tensor, eps: float) -> Tensor:
-        x = x.contiguous()
-        normed, rstd = forward_scaled(x, weight, affine, eps)
-        ctx.save_for_backward(x, weight, affine, rstd)
-        return normed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward_scaled(g.contiguous(), *ctx.saved_tensors), None
+        *saved, affine = ctx.saved_tensors
+        g_x, g_weight, *g_affine = backward(g.contiguous(), *saved, None, affine)
+        return g_x, g_weight, *(g_affine or [None]), None
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed, rstd, added = forward_added(h, y, weight, eps)
+        normed, rstd, added = forward(h, weight, eps, y)
         ctx.save_for_backward(added, weight, rstd)
         return added, normed
 
@@ -204,4 +138,4 @@ class _AddNorm(torch.autograd.Function):
         return g, g, g_weight, None
 
 
-_rms_norm, _scaled_rms_norm, _add_norm = opaque(_RMSNorm), opaque(_ScaledRMSNorm), opaque(_AddNorm)
+_rms_norm, _add_norm = opaque(_RMSNorm), opaque(_AddNorm)

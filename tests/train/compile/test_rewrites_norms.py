@@ -26,38 +26,41 @@ def _registered():
 
 aten = torch.ops.aten
 NORMS = {
-    "gated_norm": {"kind": "gatednorm", "rank": 4},
-    "rms_norm": {"kind": "rmsnorm"},
-    "scaled_rms_norm": {"kind": "preaffine"},
+    "gatednorm": ({"kind": "gatednorm", "rank": 4}, "gated_norm", 5, 8),
+    "rmsnorm": ({"kind": "rmsnorm"}, "rms_norm", 3, 4),
+    "preaffine": ({"kind": "preaffine"}, "rms_norm", 3, 4),
 }
-ARGUMENTS = {"gated_norm": 8, "rms_norm": 4, "scaled_rms_norm": 5}
-"""Of the backward operator without a residual."""
+"""Norm, operator, and the places of the update and of the residual among the arguments forward and backward."""
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"),
+    ("kind", "layers"),
     [
-        ("gated_norm", 1),
-        ("rms_norm", 1),
-        pytest.param("scaled_rms_norm", 1, marks=pytest.mark.nightly),
-        pytest.param("rms_norm", 2, marks=pytest.mark.nightly),
+        ("gatednorm", 1),
+        ("rmsnorm", 1),
+        pytest.param("preaffine", 1, marks=pytest.mark.nightly),
+        pytest.param("rmsnorm", 2, marks=pytest.mark.nightly),
     ],
 )
-def test_model_keeps_its_gradients_and_every_sum_is_taken(name, layers):
-    loss, parameters = model_loss(layers=layers, norm=NORMS[name])
+def test_model_keeps_its_gradients_and_every_sum_is_taken(kind, layers):
+    norm, name, update, residual = NORMS[kind]
+    loss, parameters = model_loss(layers=layers, norm=norm)
     plain, ours = differentiated(loss, parameters, rewrite=fuse_additions)
     assert torch.equal(ours.values[0], plain.values[0])
     for a, b in zip(ours.values[1:], plain.values[1:], strict=True):
         assert (a - b).norm() <= 1e-6 * b.norm()
     forward, backward = ours.graphs
 
-    assert calls(forward)[f"residua.{name}_added.default"] == 2 * layers
-    assert calls(forward)[f"residua.{name}.default"] == 1, "the embedding's own, which is no sum"
-    norms = [n for n in backward.graph.nodes if str(n.target) == f"residua.{name}_backward.default"]
-    alone = ARGUMENTS[name]
-    given = sorted(len(n.args) for n in norms)
-    assert given == [alone] + 2 * layers * [alone + 1], "the last has no residual path next to it"
+    assert given(forward, name, update) == [False] + 2 * layers * [True], "the embedding's own is no sum"
+    residuals = given(backward, f"{name}_backward", residual)
+    assert residuals == [False] + 2 * layers * [True], "the last has no residual path next to it"
     assert not any(additions_next_to(name, module) for module in (forward, backward))
+
+
+def given(module: GraphModule, name: str, index: int) -> list[bool]:
+    """For each call of an operator, whether it has this argument; sorted."""
+    nodes = [n for n in module.graph.nodes if str(n.target) == f"residua.{name}.default"]
+    return sorted(len(n.args) > index and n.args[index] is not None for n in nodes)
 
 
 def additions_next_to(name: str, module: GraphModule) -> list[Node]:
@@ -107,7 +110,7 @@ def test_which_sums_a_norm_takes(sum_of, taken):
         return (ops.gated_norm(h, *weights) + h).square().sum()
 
     plain, ours = differentiated(function, leaves, rewrite=fuse_additions)
-    assert calls(ours.graphs[0])["residua.gated_norm_added.default"] == taken
+    assert given(ours.graphs[0], "gated_norm", 5) == [bool(taken)]
     for a, b in zip(ours.values, plain.values, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -142,7 +145,8 @@ def test_which_sums_a_gradient_takes(read, taken):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-TAKEN = "residua.rms_norm_backward_dotted.default"
+DOTTED = 6
+"""The place of `dotted` among the arguments of the norm's backward operator."""
 FULL, BLOCK = {"kind": "full_attnres"}, {"kind": "block_attnres", "sublayers_per_block": 2}
 
 
@@ -153,10 +157,9 @@ def test_model_keeps_its_gradients_and_every_read_gets_its_dots(topology):
     assert torch.equal(ours.values[0], plain.values[0])
     for a, b in zip(ours.values[1:], plain.values[1:], strict=True):
         assert (a - b).norm() <= 1e-6 * b.norm()
-    before, found = (calls(run.graphs[1]) for run in (plain, ours))
-    assert found[TAKEN] == 4 and found["residua.rms_norm_backward.default"] == 1, "the embedding's norm follows no read"
-    sums = "aten.sum.dim_IntList"
-    assert found[sums] == before[sums] - 4
+    assert given(ours.graphs[1], "rms_norm_backward", DOTTED) == [False] + 4 * [True], "the embedding's follows no read"
+    sums, before = (calls(run.graphs[1])["aten.sum.dim_IntList"] for run in (ours, plain))
+    assert sums == before - 4
 
 
 DOTS = {
@@ -191,7 +194,7 @@ def test_which_sums_are_taken(read, taken, residual):
     module.graph.eliminate_dead_code()
     module.graph.lint()
     module.recompile()
-    assert (calls(module)[TAKEN] == 1) == (taken and not more)
+    assert given(module, "rms_norm_backward", DOTTED) == [taken and not more]
     for a, b in zip(module(g, x, y), function(g, x, y), strict=True):
         assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -212,5 +215,4 @@ def test_half_precision_sum_is_taken_if_of_widened_factors(widened, asked):
     take_dots(graph)
     graph.eliminate_dead_code()
     graph.lint()
-    found = [n for n in graph.nodes if str(n.target) == TAKEN]
-    assert len(found) == widened
+    assert given(graph.owning_module, "rms_norm_backward", DOTTED) == [widened]

@@ -123,7 +123,8 @@ def _find(kind: Kind, junction: Node) -> Found | None:
 def _fits(kind: Kind, match: Found) -> bool:
     """Whether the four belong together, none of them is checkpointed, and what they return is read late enough."""
     junction, norm, norm_backward, backward = match
-    if len(norm_backward.args) != 4 or any("recompute" in node.meta for node in match):
+    plain = len(norm.args) == 3 and len(norm_backward.args) == 4
+    if not plain or any("recompute" in node.meta for node in match):
         return False
     _, x, gain, rstd = norm_backward.args
     together = (

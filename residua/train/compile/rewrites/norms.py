@@ -7,12 +7,12 @@ reads in the forward pass (x' = x + y), and in the backward pass the sum of its 
 A read over depth is followed by a norm, and the read's backward pass begins with δ = dh · h. The norm's backward has
 just computed dh from h; without this rewrite, δ is another pass over two tensors for one number per token.
 
-    sum(rms_norm_backward(g, h) ⊙ h)  =  the third output of rms_norm_backward_dotted(g, h)
+    sum(rms_norm_backward(g, h)[0] ⊙ h)  =  the last output of rms_norm_backward(g, h, dotted=True)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -27,15 +27,14 @@ aten = torch.ops.aten
 
 
 class Norm(NamedTuple):
-    """The operators of a norm: `forward(x, *weights)` and `forward_added(x, update, *weights)`, normed rows first."""
+    """The operators of a norm: `forward(x, …)`, normed rows first, and `backward`, the gradient of x first."""
 
     forward: OpOverload
-    forward_added: OpOverload
-    added: int
-    """Index of the sum among the outputs of `forward_added`."""
+    update: int
+    """Index of what is added to x among the arguments of `forward`; then the last output is the sum."""
     backward: OpOverload
     residual: int
-    """Index of the residual path's gradient among the arguments of `backward`; output 0 is the gradient of x."""
+    """Index of the residual path's gradient among the arguments of `backward`."""
 
 
 def _norms() -> Iterator[Norm]:
@@ -43,10 +42,8 @@ def _norms() -> Iterator[Norm]:
     import residua.ops.rms_norm.launch  # noqa: F401  (both register operators)
 
     ours = torch.ops.residua
-    yield Norm(ours.gated_norm.default, ours.gated_norm_added.default, 4, ours.gated_norm_backward.default, 8)
-    yield Norm(ours.rms_norm.default, ours.rms_norm_added.default, 2, ours.rms_norm_backward.default, 4)
-    scaled = ours.scaled_rms_norm_backward.default
-    yield Norm(ours.scaled_rms_norm.default, ours.scaled_rms_norm_added.default, 2, scaled, 5)
+    yield Norm(ours.gated_norm.default, 5, ours.gated_norm_backward.default, 8)
+    yield Norm(ours.rms_norm.default, 3, ours.rms_norm_backward.default, RESIDUAL)
 
 
 def fuse_additions(graph: Graph) -> None:
@@ -66,18 +63,18 @@ def fuse_additions(graph: Graph) -> None:
 
 def _fuse_forward(graph: Graph, old: Node, norm: Norm) -> None:
     """norm(a + b) becomes one operator, in the sum's place; other readers of the sum read the operator's output."""
-    rows, *weights = old.args
+    rows, *rest = old.args
     total = source(rows)
-    if not _is_plain_sum(total):
+    if _given(old, norm.update) or not _is_plain_sum(total):
         return
-    place = _last(total, weights)
+    place = _last(total, rest)
     if any(reader <= place for reader in total.users):
         return
     with graph.inserting_before(place.next):
-        operands = [like(graph, a, rows) for a in total.args]
-        new = call(graph, norm.forward_added, *operands, *weights)
+        x, update = (like(graph, a, rows) for a in total.args)
+        new = call(graph, norm.forward, *_with((x, *rest), norm.update, update))
         replace_outputs(graph, old, new)
-        added = like(graph, call(graph, getitem, new, norm.added), total)
+        added = like(graph, call(graph, getitem, new, len(new.meta["val"]) - 1), total)
     total.replace_all_uses_with(added)
     erase(graph, *old.users, old, total)
 
@@ -86,18 +83,30 @@ def _fuse_backward(graph: Graph, old: Node, norm: Norm) -> None:
     """g_x + g becomes an operator that also takes g, placed after g is computed."""
     g_x = next((item for item in old.users if item.args[1] == 0), None)
     total = None if g_x is None else _only_reader(g_x)
-    if total is None or len(old.args) > norm.residual or not _is_plain_sum(total):
+    if total is None or _given(old, norm.residual) or not _is_plain_sum(total):
         return
     g = [origin for origin in map(source, total.args) if origin is not g_x]
     place = _last(old, g)
     if len(g) != 1 or any(r <= place for item in old.users if item is not g_x for r in item.users):
         return
     with graph.inserting_before(place.next):
-        new = call(graph, norm.backward, *old.args, like(graph, g[0], g_x))
+        new = call(graph, norm.backward, *_with(old.args, norm.residual, like(graph, g[0], g_x)))
         outputs = replace_outputs(graph, old, new)
         summed = like(graph, outputs[0], total)
     total.replace_all_uses_with(summed)
     erase(graph, total, *old.users, old)
+
+
+def _given(node: Node, index: int) -> bool:
+    """Whether a call has this argument."""
+    return len(node.args) > index and node.args[index] is not None
+
+
+def _with(args: Sequence[Any], index: int, value: Node) -> list[Any]:
+    """The arguments with this one, too."""
+    padded = [*args, *[None] * (index + 1 - len(args))]
+    padded[index] = value
+    return padded
 
 
 def _is_plain_sum(node: Node) -> bool:
@@ -187,7 +196,7 @@ def _plain(factor: Any) -> Node | None:
 
 def _take(graph: Graph, norm: Node, total: Node) -> None:
     with graph.inserting_before(norm):
-        dotted = call(graph, torch.ops.residua.rms_norm_backward_dotted.default, *norm.args)
+        dotted = call(graph, torch.ops.residua.rms_norm_backward.default, *norm.args, None, None, True)
         replace_outputs(graph, norm, dotted)
         dots = like(graph, call(graph, getitem, dotted, 2), total)
     total.replace_all_uses_with(dots)
