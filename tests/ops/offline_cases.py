@@ -15,11 +15,10 @@ from residua.ops.delta_rule import autograd, gated_delta_step
 from residua.ops.depth_attention import deferred
 from residua.ops.depth_attention.plan import ReadPlan
 from residua.ops.hyper_connection import manifold_weights
-from residua.ops.hyper_connection.launch import normed_backward as normed_step_backward
-from residua.ops.hyper_connection.launch import normed_step
+from residua.ops.hyper_connection.launch import step, step_backward
 from residua.ops.inference.reference import GATED
 from residua.ops.mix_projection.reference import Mixing
-from residua.ops.multi_gate.launch import normed_backward, normed_forward
+from residua.ops.multi_gate.launch import backward, forward
 from residua.ops.squared_relu import launch
 from residua.ops.whole_layers import launch as whole_layers
 
@@ -71,9 +70,9 @@ def hyper_step_normed(dtype: torch.dtype, width: int, n: int, norm: str, used: i
     streams, update = draw(tokens, n, width, dtype=dtype), draw(tokens, width, dtype=dtype)
     post, mix, bias = draw(tokens, n), draw(tokens, n * n), draw(n)
     scale, phi, gain = draw(), draw(rows, columns), draw(width)
-    after, x, z, *kept = normed_step(streams, update, post, mix, bias, scale, phi, gain, norm, 1e-6, 1e-6)
+    after, x, z, rstd, pre, stats = step(streams, update, post, mix, bias, scale, phi, norm, 1e-6, gain, 1e-6)
     given = (x, after if used > 1 else None, z if used > 2 else None)
-    normed_step_backward(*given, streams, update, post, mix, scale, phi, gain, z, *kept, norm)
+    step_backward(*given, streams, update, post, mix, scale, phi, z, rstd, pre, norm, gain, stats)
 
 
 def sinkhorn(n: int, iterations: int, tokens: int = 5) -> None:
@@ -176,12 +175,12 @@ def multi_gate_normed(dtype: torch.dtype, width: int, n: int, competitive: bool,
     given, updates, stats = streams, [], []
     for junctions in range(2):
         updates.append(draw(tokens, width, dtype=dtype))
-        weights, settings = (gate_query, bias, pool_query, gain), (competitive, 1e-6, 1e-6)
-        x, after, kept, hidden = normed_forward(given, updates[-1], *weights, *settings)
+        weights, settings = (gate_query, bias, pool_query), (competitive, 1e-6, gain, 1e-6)
+        x, after, kept, hidden = forward(given, updates[-1], *weights, *settings)
         stats.append(kept)
         g_after = [] if junctions else [after]
-        queries = (gate_query, pool_query, gain)
-        normed_backward(x, g_after, streams, updates, stats, hidden, *queries, apart, competitive, 1e-6)
+        queries = (gate_query, pool_query)
+        backward(x, g_after, streams, updates, stats, *queries, apart, competitive, 1e-6, gain, hidden)
         given = [after]
 
 

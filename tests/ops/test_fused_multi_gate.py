@@ -290,11 +290,9 @@ def normed_junction(
     streams, f, w1, bias, w2, gain, g_normed, g_after = drawn
     operators, width = torch.ops.residua, f.shape[-1]
     given = list(streams.unbind(-2)) if apart else [streams]
-    x, after, stats, hidden = operators.multi_gate_normed_forward(
-        given, f, w1, bias, w2, gain, competitive, EPS, NORM_EPS
-    )
-    *g_streams, g_f, row = operators.multi_gate_normed_backward(
-        g_normed, [g_after] * passes_on, given, [f], [stats], hidden, w1, w2, gain, apart, competitive, EPS
+    x, after, stats, hidden = operators.multi_gate_forward(given, f, w1, bias, w2, competitive, EPS, gain, NORM_EPS)
+    *g_streams, g_f, row = operators.multi_gate_backward(
+        g_normed, [g_after] * passes_on, given, [f], [stats], w1, w2, apart, competitive, EPS, gain, hidden
     )
     g_w1, g_w2, g_bias, g_gain = row.split([width, width, streams.shape[-2] + 1, width])
     g_s = torch.stack(g_streams, -2) if apart else g_streams[0]
@@ -328,11 +326,11 @@ def second_of_a_segment(drawn: list[Tensor], first: list[Tensor]) -> list[list[T
     """The gradients of a junction whose streams are made again from those before another one, and from its own."""
     streams, f, w1, bias, w2, gain, g_normed, g_after = drawn
     operators = torch.ops.residua
-    _, mine, past, _ = operators.multi_gate_normed_forward([streams], *first[1:6], True, EPS, NORM_EPS)
-    _, _, stats, hidden = operators.multi_gate_normed_forward([mine], f, w1, bias, w2, gain, True, EPS, NORM_EPS)
+    _, mine, past, _ = operators.multi_gate_forward([streams], *first[1:5], True, EPS, first[5], NORM_EPS)
+    _, _, stats, hidden = operators.multi_gate_forward([mine], f, w1, bias, w2, True, EPS, gain, NORM_EPS)
     kept = ([streams], [first[1], f], [past, stats]), ([mine], [f], [stats])
-    settings = (hidden, w1, w2, gain, False, True, EPS)
-    return [operators.multi_gate_normed_backward(g_normed, [g_after], *what, *settings) for what in kept]
+    settings = (w1, w2, False, True, EPS, gain, hidden)
+    return [operators.multi_gate_backward(g_normed, [g_after], *what, *settings) for what in kept]
 
 
 @interpreter

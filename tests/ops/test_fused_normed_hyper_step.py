@@ -93,11 +93,11 @@ def ours(given: Tensors, norm: str, used: int = 3) -> Tensors:
     """The same from the operators; the gradients of scale and φ as `autograd.py` computes them."""
     X, y, post, mix, bias, scale, phi, gain, g_x, g_after, g_z = given.values()
     flat, n = mix.flatten(1), X.shape[1]
-    weights = (post, flat, bias, scale, phi, gain)
-    after, x, z, rstd, pre, stats = launch.normed_step(X, y, *weights, norm, EPS, NORM_EPS)
+    weights = (post, flat, bias, scale, phi)
+    after, x, z, rstd, pre, stats = launch.step(X, y, *weights, norm, EPS, gain, NORM_EPS)
     through = (g_x, g_after if used > 1 else None, g_z.flatten(1) if used > 2 else None)
-    g_streams, g_update, g_post, g_mix, g_pre, dz, g_gain = launch.normed_backward(
-        *through, X, y, post, flat, scale, phi, gain, z, rstd, pre, stats, norm
+    g_streams, g_update, g_post, g_mix, g_pre, dz, g_gain = launch.step_backward(
+        *through, X, y, post, flat, scale, phi, z, rstd, pre, norm, gain, stats
     )
     seen = z[:, :n] if norm == "all" else torch.tanh(z[:, :: len(phi)])
     g_phi = launch.phi_gradient(dz.reshape(-1, len(phi)), after.reshape(-1, phi.shape[1]))

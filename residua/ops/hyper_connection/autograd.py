@@ -2,8 +2,8 @@
 
 A step keeps X, y and X' for the backward pass; X' is the next step's X. Write weights keep the logits.
 
-`launch.normed_step` and `launch.normed_backward` are a junction with the norm after it. Only a compiled step sees that
-nothing else reads h: it puts them in the place of junction and norm (`train/compile/rewrites/normed_junctions.py`).
+With a gain, a step has the norm after it inside. Only a compiled step sees that nothing else reads h: it gives the step
+the norm's gain (`train/compile/rewrites/normed_junctions.py`).
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 
 def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.norm, _ = inputs
+    *tensors, ctx.norm, _, _, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[0], *output[2:])
+    ctx.save_for_backward(*tensors, output[0], *output[2:5])
 
 
 def _differentiate_step(
@@ -82,7 +82,7 @@ def _differentiate_step(
     streams, update, post, mix, bias, scale, phi, after, logits, rstd, weights = ctx.saved_tensors
     g_hidden = torch.zeros_like(update) if g_hidden is None else g_hidden
     g_logits = None if ctx.norm == "none" else g_logits
-    g_streams, g_update, g_post, g_mix, g_pre, g_z = launch.step_backward(
+    g_streams, g_update, g_post, g_mix, g_pre, g_z, _ = launch.step_backward(
         g_hidden, g_after, g_logits, streams, update, post, mix, scale, phi, logits, rstd, weights, ctx.norm
     )
     g_scale, g_phi = None, None
@@ -93,7 +93,7 @@ def _differentiate_step(
         g_phi = launch.phi_gradient(dz, normed).to(phi.dtype)
     return (
         g_streams, g_update, g_post.to(post.dtype), g_mix.to(mix.dtype), g_pre.sum(0).to(bias.dtype), g_scale, g_phi,
-        None, None,
+        None, None, None, None,
     )  # fmt: skip
 
 

@@ -3,13 +3,12 @@
 A step's forward pass reads X and y and writes X' and h, (2N + 2)C numbers per token. Its backward pass reads the
 gradients of X' and h, X and y, and writes the gradients of X and y, (3N + 3)C; then it reads X' once more for φ's
 gradient, a matrix product over tokens. There are two kernels each way, which read another NC forward and (N + 2)C
-backward, as far as the cache does not hold them. `normed_step`, which has the norm after the junction inside, moves no
-more than `step`.
+backward, as far as the cache does not hold them. A step that has the norm after it inside, with a gain, moves no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,16 +39,6 @@ class Tile(NamedTuple):
         return {"TOKENS": self.tokens, "BLOCK": self.block, "num_warps": self.warps, "num_stages": self.stages}
 
 
-class Norm(NamedTuple):
-    """The norm after a junction: its gain, the scalars of h, and a program's rows of the gain's gradient."""
-
-    gain: Tensor | None = None
-    stats: Tensor | None = None
-    eps: float = 0.0
-    partial: Tensor | None = None
-
-
-NO_NORM = Norm()
 TILES = {
     "write": {2: Tile(64, 32, 4, 3), 4: Tile(16, 32, 4)},
     "read": {2: Tile(4, 256, 4), 4: Tile(4, 128, 4)},
@@ -64,8 +53,6 @@ WEIGHTS_TOKENS = 32
 """Tokens of a program that makes write weights: a warp, and one to a thread."""
 
 
-Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], and pre [M, N]."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Of X and y; of post, mix and what makes pre, per token; and rstd · dz."""
 
@@ -73,73 +60,16 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 @launcher("hyper_step")
 def step(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, norm: str,
-    eps: float,
-) -> Iterator[Step]:  # fmt: skip
-    outputs = _empty_step(streams, update, phi, norm)
-    yield outputs
-    _write_and_read(streams, update, post, mix, bias, scale, phi, outputs, norm, eps)
-
-
-def _empty_step(streams: Tensor, update: Tensor, phi: Tensor, norm: str) -> Step:
-    numbers = (streams.shape[0], _numbers(streams, phi, norm))
-    logits, rstd = (streams.new_empty(numbers, dtype=torch.float32) for _ in "zr")
-    weights = streams.new_empty(streams.shape[:2], dtype=torch.float32)
-    return torch.empty_like(streams), torch.empty_like(update), logits, rstd, weights
-
-
-@launcher("hyper_step_backward")
-def step_backward(
-    g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
-    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, norm: str,
-) -> Iterator[Gradients]:  # fmt: skip
-    outputs = _empty_gradients(streams, update, logits)
-    yield outputs
-    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
-    _sum_and_spread(g_hidden, g_after, g_logits, *inputs, outputs, norm)
-
-
-def _empty_gradients(streams: Tensor, update: Tensor, logits: Tensor) -> Gradients:
-    tokens, n, _ = streams.shape
-    g_post, g_mix, g_pre = (streams.new_empty((tokens, size), dtype=torch.float32) for size in (n, n * n, n))
-    return torch.empty_like(streams), torch.empty_like(update), g_post, g_mix, g_pre, torch.empty_like(logits)
-
-
-@launcher("hyper_step_normed")
-def normed_step(
-    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, gain: Tensor,
-    norm: str, eps: float, norm_eps: float,
+    eps: float, gain: Tensor | None = None, norm_eps: float = 0.0,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """As `step`, with x = gain ⊙ RMS(h) [M, C] in place of h; then h·X'_i and 1/rms(h) of each token [M, N + 1]."""
-    outputs = _empty_step(streams, update, phi, norm)
-    stats = streams.new_empty((streams.shape[0], streams.shape[1] + 1), dtype=torch.float32)
-    yield *outputs, stats
-    after_it = Norm(gain, stats, norm_eps)
-    _write_and_read(streams, update, post, mix, bias, scale, phi, outputs, norm, eps, after_it)
+    """X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], and pre [M, N]; then nothing [M, 0].
 
-
-@launcher("hyper_step_normed_backward")
-def normed_backward(
-    g_normed: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
-    mix: Tensor, scale: Tensor, phi: Tensor, gain: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor,
-    hidden_stats: Tensor, norm: str,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """`step_backward` from the gradient of x; then the gradient of the gain in float32."""
-    outputs, total = _empty_gradients(streams, update, logits), hidden_stats.new_empty(len(gain))
-    yield *outputs, total
-    partial = total.new_empty((cdiv(len(streams), _tile("spread", streams).tokens), len(total)))
-    after_it = Norm(gain, hidden_stats, partial=partial)
-    inputs = (streams, update, post, mix, scale, phi, logits, rstd, weights)
-    _sum_and_spread(g_normed, g_after, g_logits, *inputs, outputs, norm, after_it)
-    with device_guard(streams):
-        sum_rows(partial, total)
-
-
-def _write_and_read(
-    streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor,
-    outputs: Sequence[Tensor], norm: str, eps: float, after_it: Norm = NO_NORM,
-) -> None:  # fmt: skip
-    after, hidden, logits, rstd, weights = outputs
+    With a gain x = gain ⊙ RMS(h) in place of h, and then h·X'_i and 1/rms(h) of each token [M, N + 1].
+    """
     tokens, n, _ = streams.shape
+    after, hidden, logits, rstd = _empty_step(streams, update, phi, norm)
+    weights, stats = (logits.new_empty((tokens, size)) for size in (n, 0 if gain is None else n + 1))
+    yield after, hidden, logits, rstd, weights, stats
     if not tokens:
         return
     post, mix, parts = _dense(post), _dense(mix), _parts(phi, streams.dtype)
@@ -155,41 +85,58 @@ def _write_and_read(
         )  # fmt: skip
         if norm != "none":
             kernels.read_kernel[(cdiv(tokens, read.tokens),)](
-                after, sums, scale, bias, after_it.gain, hidden, logits, rstd, weights, after_it.stats,
-                tokens, eps, after_it.eps,
-                SUMS=columns, NORMED=after_it.gain is not None, **sizes, **read.settings(),
+                after, sums, scale, bias, gain, hidden, logits, rstd, weights, None if gain is None else stats,
+                tokens, eps, norm_eps, SUMS=columns, NORMED=gain is not None, **sizes, **read.settings(),
             )  # fmt: skip
 
 
-def _sum_and_spread(
+def _empty_step(streams: Tensor, update: Tensor, phi: Tensor, norm: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    numbers = (streams.shape[0], _numbers(streams, phi, norm))
+    logits, rstd = (streams.new_empty(numbers, dtype=torch.float32) for _ in "zr")
+    return torch.empty_like(streams), torch.empty_like(update), logits, rstd
+
+
+@launcher("hyper_step_backward")
+def step_backward(
     g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
-    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, gradients: Sequence[Tensor],
-    norm: str, after_it: Norm = NO_NORM,
-) -> None:  # fmt: skip
-    g_streams, g_update, g_post, g_mix, g_pre, g_z = gradients
+    mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, norm: str,
+    gain: Tensor | None = None, hidden_stats: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """`Gradients`, then nothing [0]; with a gain from the gradient of x, and then that of the gain [C] in float32."""
+    g_streams, g_update, g_post, g_mix, g_pre, g_z = outputs = _empty_gradients(streams, update, logits)
+    g_gain = g_post.new_empty(0 if gain is None else len(gain))
+    yield *outputs, g_gain
     tokens = len(streams)
-    if not tokens:
-        return
     g_hidden, post, mix, phi = g_hidden.contiguous(), _dense(post), _dense(mix), phi.to(streams.dtype)
     sums, spread = _whole_rows("sums", streams), _tile("spread", streams)
-    sizes = _numbers_of(streams, phi, norm)
-    normed = after_it.gain is not None
-    shrink, pull = torch.empty_like(g_pre), g_pre.new_empty(tokens) if normed else None
-    strides = (post.stride(0), mix.stride(0))
+    sizes, strides = _numbers_of(streams, phi, norm), (post.stride(0), mix.stride(0))
+    normed, shrink = gain is not None, torch.empty_like(g_pre)
+    pull, partial = None, None
+    if gain is not None:
+        pull, partial = g_pre.new_empty(tokens), g_gain.new_empty((cdiv(tokens, spread.tokens), len(gain)))
     with device_guard(streams):
-        if norm != "none":
+        if tokens and norm != "none":
             kernels_backward.sums_kernel[(cdiv(tokens, sums.tokens),)](
                 g_hidden, g_hidden if g_logits is None else g_logits.contiguous(), streams, update, post, mix, scale,
-                after_it.gain, logits, rstd, weights, after_it.stats, g_pre, g_z, shrink, pull, tokens, *strides,
+                gain, logits, rstd, weights, hidden_stats, g_pre, g_z, shrink, pull, tokens, *strides,
                 HAS_LOGITS=g_logits is not None, NORMED=normed, **sizes, **sums.settings(),
             )  # fmt: skip
-        kernels_backward.spread_kernel[(cdiv(tokens, spread.tokens),)](
-            g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post, mix,
-            weights, phi, after_it.gain, after_it.stats, pull, g_streams, g_update, g_post, g_mix, g_pre,
-            after_it.partial, None, None, None, tokens, *strides,
-            LANES=spread.lanes(streams.element_size()), AHEAD=spread.ahead,
-            HAS_AFTER=g_after is not None, NORMED=normed, GIVEN=False, HAS_LOGITS=False, **sizes, **spread.settings(),
-        )  # fmt: skip
+        if tokens:
+            kernels_backward.spread_kernel[(cdiv(tokens, spread.tokens),)](
+                g_hidden if g_after is None else g_after.contiguous(), g_hidden, g_z, shrink, streams, update, post,
+                mix, weights, phi, gain, hidden_stats, pull, g_streams, g_update, g_post, g_mix, g_pre,
+                partial, None, None, None, tokens, *strides, LANES=spread.lanes(streams.element_size()),
+                AHEAD=spread.ahead, HAS_AFTER=g_after is not None, NORMED=normed, GIVEN=False, HAS_LOGITS=False,
+                **sizes, **spread.settings(),
+            )  # fmt: skip
+        if partial is not None:
+            sum_rows(partial, g_gain)
+
+
+def _empty_gradients(streams: Tensor, update: Tensor, logits: Tensor) -> Gradients:
+    tokens, n, _ = streams.shape
+    g_post, g_mix, g_pre = (streams.new_empty((tokens, size), dtype=torch.float32) for size in (n, n * n, n))
+    return torch.empty_like(streams), torch.empty_like(update), g_post, g_mix, g_pre, torch.empty_like(logits)
 
 
 @launcher("single_pass_step")
@@ -197,8 +144,8 @@ def single_pass_step(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, pre: Tensor, phi: Tensor, eps: float
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], from pre [M, N]."""
-    after, hidden, logits, rstd, _ = _empty_step(streams, update, phi, "each")
-    yield after, hidden, logits, rstd
+    after, hidden, logits, rstd = outputs = _empty_step(streams, update, phi, "each")
+    yield outputs
     tokens, tile = len(streams), _tile("write", streams)
     post, mix, parts = _dense(post), _dense(mix), _parts(phi, streams.dtype)
     sizes = _numbers_of(streams, parts[0], "each")

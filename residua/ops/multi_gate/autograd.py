@@ -6,8 +6,8 @@ bit the same streams, for C more values to read per repeated junction instead of
 junction's streams kept, a model's junctions take 8.77 ms and 3.39 GiB, with all of them 8.22 ms and 5.22 GiB
 (docs/lab/kernels.md, `residua bench ops depth --implementations fused`).
 
-`launch.normed_forward` and `launch.normed_backward` are a junction with the norm after it. Only a compiled step sees
-that nothing else reads h: it puts them in their place (`train/compile/rewrites/normed_junctions.py`).
+With a gain, a junction has the norm after it inside. Only a compiled step sees that nothing else reads h: it gives the
+junction the norm's gain (`train/compile/rewrites/normed_junctions.py`).
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Fused:
         self.competitive, self.eps = competitive, eps
 
     def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        out: tuple[Tensor, Tensor, Tensor] = launch.forward(streams, update, *weights, self.competitive, self.eps)
-        return out
+        hidden, after, stats = launch.forward(streams, update, *weights, self.competitive, self.eps)
+        return hidden, after, stats
 
     def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
         streams: Tensor = launch.invert(after, update, stats, inversion.FLOOR)

@@ -5,7 +5,7 @@ A list of streams is one tensor [..., N, C] or N of [..., C]; tokens are all the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,33 +73,25 @@ def streams_in(streams: Sequence[Tensor]) -> int:
 @launcher("multi_gate_forward")
 def forward(
     streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor,
-    competitive: bool, eps: float,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """h [..., C], s' [..., N, C] and the scalars [..., 5N + 2] (β, then the 4N + 2)."""
-    outputs = _empty_junction(streams, update)
-    yield outputs
-    weights = (gate_query, gate_bias, pool_query, None)
-    _launch_forward(streams, update, weights, (*outputs, None), competitive, eps)
+    competitive: bool, eps: float, gain: Tensor | None = None, norm_eps: float | None = None,
+) -> Iterator[list[Tensor]]:  # fmt: skip
+    """h [..., C], s' [..., N, C] and the scalars [..., 5N + 2] (β, then the 4N + 2).
 
-
-def _empty_junction(streams: Sequence[Tensor], update: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    n, lead = streams_in(streams), update.shape[:-1]
+    With a gain x = gain ⊙ RMS(h) in place of h, and then the scalars of h [..., N + 2].
+    """
+    n, (*lead, width) = streams_in(streams), update.shape
     stats = update.new_empty((*lead, 5 * n + 2), dtype=torch.float32)
-    return streams[0].new_empty(update.shape), streams[0].new_empty((*lead, n, update.shape[-1])), stats
-
-
-def _launch_forward(
-    streams: Sequence[Tensor], update: Tensor, weights: Sequence[Tensor | None], outputs: Sequence[Tensor | None],
-    competitive: bool, eps: float, norm_eps: float | None = None,
-) -> None:  # fmt: skip
-    """The weights are w1, the biases, w2 and the gain of the norm inside, if there is one."""
-    width, tokens = extent(update)
+    outputs = [streams[0].new_empty(update.shape), streams[0].new_empty((*lead, n, width)), stats]
+    outputs += [] if gain is None else [stats.new_empty((*lead, n + 2))]
+    yield outputs
+    _, tokens = extent(update)
     if tokens:
-        _, tile = _tile(forward_plan, streams_in(streams), streams[0])
+        _, tile = _tile(forward_plan, n, streams[0])
         with device_guard(update):
             kernels.forward_kernel[(tokens,)](
-                tuple(aligned(s) for s in streams), aligned(update), *weights, *outputs, norm_eps,
-                *_numbers(width, eps), COMPETITIVE=competitive, NORMED=weights[-1] is not None, **tile,
+                tuple(aligned(s) for s in streams), aligned(update), gate_query, gate_bias, pool_query, gain,
+                *(*outputs, None)[:4], norm_eps, *_numbers(width, eps), COMPETITIVE=competitive,
+                NORMED=gain is not None, **tile,
             )  # fmt: skip
 
 
@@ -107,47 +99,28 @@ def _launch_forward(
 def backward(
     g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
     stats: Sequence[Tensor], gate_query: Tensor, pool_query: Tensor, apart: bool, competitive: bool, eps: float,
+    gain: Tensor | None = None, hidden_stats: Tensor | None = None,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
     """The gradients of s, of f, and of w1, w2 and the biases in one row [2C + N + 1] of float32.
 
     `updates` and `stats` are those of the junctions since `start`, this one last. `apart`: the streams were N tensors,
-    and so are their gradients.
+    and so are their gradients. With a gain, `g_hidden` is the gradient of x, and the row ends with that of the gain.
     """
-    outputs = _empty_gradients(g_hidden, start, updates, stats, apart)
-    yield outputs
-    saved, weights = (updates, stats, None), (gate_query, pool_query, None)
-    _launch_backward(backward_plan, g_hidden, g_after, start, saved, weights, outputs, competitive, eps)
-
-
-def _empty_gradients(
-    g_hidden: Tensor, start: Sequence[Tensor], updates: Sequence[Tensor], stats: Sequence[Tensor], apart: bool,
-    more: int = 0,
-) -> list[Tensor]:  # fmt: skip
-    """`more` is the length of the gain's gradient at the end of the row."""
     n, (*lead, width) = streams_in(start), g_hidden.shape
     shapes = [(*lead, width)] * n if apart else [(*lead, n, width)]
-    g_streams = [start[0].new_empty(shape) for shape in shapes]
-    return [*g_streams, torch.empty_like(updates[-1]), stats[0].new_empty(2 * width + n + 1 + more)]
-
-
-def _launch_backward(
-    plan_for: Callable[[int, int, int], TilePlan], g_hidden: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor],
-    saved: tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None], weights: Sequence[Tensor | None],
-    outputs: Sequence[Tensor], competitive: bool, eps: float,
-) -> None:  # fmt: skip
-    """`saved` are the updates, their scalars and those of h; the weights w1, w2 and the gain, if the norm is inside."""
-    *g_streams, g_update, total = outputs
-    updates, stats, hidden_stats = saved
-    width, tokens = extent(g_hidden)
-    plan, tile = _tile(plan_for, streams_in(start), start[0])
+    g_streams, g_update = [start[0].new_empty(shape) for shape in shapes], torch.empty_like(updates[-1])
+    total = stats[0].new_empty(2 * width + n + 1 + (0 if gain is None else len(gain)))
+    yield [*g_streams, g_update, total]
+    _, tokens = extent(g_hidden)
+    plan, tile = _tile(backward_plan if gain is None else normed_backward_plan, n, start[0])
     partial = _partial(total, plan, tokens)
     with device_guard(g_hidden):
         if tokens:
             kernels_backward.backward_kernel[(len(partial),)](
                 aligned(g_hidden), tuple(aligned(g) for g in g_after), tuple(aligned(s) for s in start),
-                tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], *weights, stats[-1], hidden_stats,
-                tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
-                COMPETITIVE=competitive, NORMED=weights[-1] is not None, **tile,
+                tuple(updates[:-1]), tuple(stats[:-1]), updates[-1], gate_query, pool_query, gain, stats[-1],
+                hidden_stats, tuple(g_streams), g_update, partial, tokens, *_numbers(width, eps),
+                COMPETITIVE=competitive, NORMED=gain is not None, **tile,
             )  # fmt: skip
         sum_rows(partial, total)
 
@@ -161,32 +134,6 @@ def normed_backward_plan(n: int, width: int, size: int) -> TilePlan:
         return TilePlan(8 // size, 2, programs=4)
     plan = backward_plan(n, width, size)
     return plan._replace(registers=168) if n <= 4 and plan.warps <= 8 else plan
-
-
-@launcher("multi_gate_normed_forward")
-def normed_forward(
-    streams: Sequence[Tensor], update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, gain: Tensor,
-    competitive: bool, eps: float, norm_eps: float,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """x = gain ⊙ RMS(h) [..., C] in place of `forward`'s h, s', its scalars, and the scalars of h [..., N + 2]."""
-    hidden, after, stats = _empty_junction(streams, update)
-    outputs = hidden, after, stats, stats.new_empty((*update.shape[:-1], streams_in(streams) + 2))
-    yield outputs
-    weights = (gate_query, gate_bias, pool_query, gain)
-    _launch_forward(streams, update, weights, outputs, competitive, eps, norm_eps)
-
-
-@launcher("multi_gate_normed_backward")
-def normed_backward(
-    g_normed: Tensor, g_after: Sequence[Tensor], start: Sequence[Tensor], updates: Sequence[Tensor],
-    stats: Sequence[Tensor], hidden_stats: Tensor, gate_query: Tensor, pool_query: Tensor, gain: Tensor,
-    apart: bool, competitive: bool, eps: float,
-) -> Iterator[list[Tensor]]:  # fmt: skip
-    """`backward` from the gradient of x; the row [3C + N + 1] ends with the gradient of the gain."""
-    outputs = _empty_gradients(g_normed, start, updates, stats, apart, len(gain))
-    yield outputs
-    saved, weights = (updates, stats, hidden_stats), (gate_query, pool_query, gain)
-    _launch_backward(normed_backward_plan, g_normed, g_after, start, saved, weights, outputs, competitive, eps)
 
 
 @launcher("multi_gate_invert")

@@ -2,8 +2,8 @@
 
 The junction's h is read by one norm alone, and in the backward pass the norm's gradient by that junction alone:
 
-    rms_norm(multi_gate_forward(…)[0])                    =  multi_gate_normed_forward(…)[0]
-    multi_gate_backward(rms_norm_backward(g, …)[0], …)    =  multi_gate_normed_backward(g, …)
+    rms_norm(multi_gate_forward(…)[0], gain)              =  multi_gate_forward(…, gain)[0]
+    multi_gate_backward(rms_norm_backward(g, …)[0], …)    =  multi_gate_backward(g, …, gain, …)
 
 and the same for the junctions of hyper-connections that have a projection, `hyper_step`. Without h and its gradient, a
 junction and its norm move 5 rows less, and h is not kept. What is kept is decided when the graph of both passes is
@@ -38,17 +38,16 @@ class Found(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The operators of a kind of junction, by name. The normed ones have the same arguments by name, and those of the
-    norm; the forward one ends with the scalars of h."""
+    """The operators of a kind of junction, by name. With a gain and its eps, the forward one ends with the scalars of
+    h; with a gain and these scalars, the backward one takes the gradient of x, and its last output ends with the
+    gain's."""
 
     forward: str
     backward: str
-    normed_forward: str
-    normed_backward: str
     hidden: int
-    """Which output is h; of the normed operator, x."""
+    """Which output is h, or x."""
     belongs: Callable[[Found], bool]
-    """Whether the backward call is that of the junction, and the normed operators take this junction."""
+    """Whether the backward call is that of the junction, and the operators norm this junction."""
 
 
 def _belongs_multi_gate(match: Found) -> bool:
@@ -62,15 +61,9 @@ def _belongs_hyper_step(match: Found) -> bool:
 
 
 KINDS = (
-    Kind(
-        "multi_gate_forward", "multi_gate_backward", "multi_gate_normed_forward", "multi_gate_normed_backward",
-        0, _belongs_multi_gate,
-    ),
-    Kind(
-        "hyper_step", "hyper_step_backward", "hyper_step_normed", "hyper_step_normed_backward",
-        1, _belongs_hyper_step,
-    ),
-)  # fmt: skip
+    Kind("multi_gate_forward", "multi_gate_backward", 0, _belongs_multi_gate),
+    Kind("hyper_step", "hyper_step_backward", 1, _belongs_hyper_step),
+)
 
 
 def norm_in_junctions(graph: Graph) -> None:
@@ -86,7 +79,7 @@ def norm_in_junctions(graph: Graph) -> None:
             match = _find(kind, junction)
             if match is not None:
                 hidden_stats = _replace_forward(graph, kind, match)
-                _replace_backward(graph, kind, match, hidden_stats)
+                _replace_backward(graph, match, hidden_stats)
 
 
 def _operator(name: str) -> Any:
@@ -94,14 +87,15 @@ def _operator(name: str) -> Any:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments by name."""
+    """A call's arguments by name, without those left to their defaults."""
     operator: Any = node.target
-    return {argument.name: value for argument, value in zip(operator._schema.arguments, node.args, strict=True)}
+    return {argument.name: value for argument, value in zip(operator._schema.arguments, node.args, strict=False)}
 
 
-def _call_normed(graph: Graph, name: str, arguments: dict[str, Any]) -> dict[Any, Node]:
-    """The outputs of a new call, which takes what it needs of the arguments given."""
-    operator = _operator(name)
+def _call_normed(graph: Graph, old: Node, **arguments: Any) -> dict[Any, Node]:
+    """The outputs of a new call with other arguments as well."""
+    operator: Any = old.target
+    arguments = _arguments(old) | arguments
     new = call(graph, operator, *(arguments[argument.name] for argument in operator._schema.arguments))
     return {which: call(graph, getitem, new, which) for which in range(len(new.meta["val"]))}
 
@@ -162,8 +156,7 @@ def _replace_forward(graph: Graph, kind: Kind, match: Found) -> Node:
     junction, norm, *_ = match
     _, gain, norm_eps = norm.args
     with _inserting(graph, _place_forward(match), junction):
-        of_norm = {"gain": gain, "norm_eps": norm_eps}
-        outputs = _call_normed(graph, kind.normed_forward, _arguments(junction) | of_norm)
+        outputs = _call_normed(graph, junction, gain=gain, norm_eps=norm_eps)
         for item in list(norm.users):
             if item.args[1] == 0:
                 item.replace_all_uses_with(like(graph, outputs[kind.hidden], item))
@@ -173,18 +166,16 @@ def _replace_forward(graph: Graph, kind: Kind, match: Found) -> Node:
     return outputs[len(outputs) - 1]
 
 
-def _replace_backward(graph: Graph, kind: Kind, match: Found, hidden_stats: Node) -> None:
+def _replace_backward(graph: Graph, match: Found, hidden_stats: Node) -> None:
     *_, norm_backward, backward = match
     g, _, gain, _ = norm_backward.args
     with _inserting(graph, _place_backward(match), backward):
-        of_norm = {"g_normed": like(graph, g, backward.args[0]), "gain": gain, "hidden_stats": hidden_stats}
-        outputs = _call_normed(graph, kind.normed_backward, _arguments(backward) | of_norm)
-        last, old = len(outputs) - 1, backward.meta["val"]
-        g_gain = outputs[last]
-        if len(outputs) == len(old):  # the gain's gradient ends the last output, and is not one of its own
-            length = len(old[last])
-            outputs[last] = call(graph, aten.slice.Tensor, g_gain, 0, 0, length)
-            g_gain = call(graph, aten.slice.Tensor, g_gain, 0, length, len(g_gain.meta["val"]))
+        g_normed = like(graph, g, backward.args[0])
+        outputs = _call_normed(graph, backward, g_hidden=g_normed, gain=gain, hidden_stats=hidden_stats)
+        last = len(outputs) - 1
+        whole, length = outputs[last], len(backward.meta["val"][last])
+        outputs[last] = call(graph, aten.slice.Tensor, whole, 0, 0, length)
+        g_gain = call(graph, aten.slice.Tensor, whole, 0, length, len(whole.meta["val"]))
         for item in list(backward.users):
             item.replace_all_uses_with(outputs[item.args[1]])
         for item in list(norm_backward.users):
