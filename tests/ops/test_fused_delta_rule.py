@@ -130,9 +130,9 @@ def single(length: int = 70, **sizes: Any) -> dict[str, Tensor]:
 def test_channel_operators_state_their_shapes_and_strides() -> None:
     given = [x.detach().float() for x in inputs(70, rule=autograd.kimi_delta).values()]
     fake = ("test_schema", "test_faketensor")
-    torch.library.opcheck(launch.forward_by_channel, [*given[:5], None, given[5], True], test_utils=fake)
-    o, last, *kept = launch.forward_by_channel(*given[:5], None, given[5], True)
-    torch.library.opcheck(launch.backward_by_channel, [o, last, *given[:3], *kept, True], test_utils=fake)
+    torch.library.opcheck(launch.forward, [*given[:5], None, given[5], True], test_utils=fake)
+    o, last, *kept = launch.forward(*given[:5], None, given[5], True)
+    torch.library.opcheck(launch.backward, [o, last, *given[:3], kept, True], test_utils=fake)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_strided_heads_go_in_and_dense_tensors_come_out() -> None:
     fake = ("test_schema", "test_faketensor")
     torch.library.opcheck(launch.forward, [*given, None, arguments["state"], True], test_utils=fake)
     o, last, *kept = launch.forward(*given, None, arguments["state"], True)
-    torch.library.opcheck(launch.backward, [o, last, *given[:3], *kept, True], test_utils=fake)
+    torch.library.opcheck(launch.backward, [o, last, *given[:3], kept, True], test_utils=fake)
     torch.testing.assert_close(o, recurrence(*given, arguments["state"])[0], atol=1e-5, rtol=1e-4)
 
 

@@ -51,16 +51,13 @@ def step(
 
 
 class _Delta(torch.autograd.Function):
-    """Either rule, as g's shape says."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
         first: Tensor | None, keep: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        forward = launch.forward if g.dim() == beta.dim() else launch.forward_by_channel
-        o, last, *saved = forward(q, k, v, g, beta, first, state, keep)
-        ctx.from_state, ctx.per_head = state is not None, g.dim() == beta.dim()
+        o, last, *saved = launch.forward(q, k, v, g, beta, first, state, keep)
+        ctx.from_state = state is not None
         ctx.save_for_backward(q, k, v, *saved)
         ctx.set_materialize_grads(False)
         return o, last
@@ -72,8 +69,7 @@ class _Delta(torch.autograd.Function):
         if d_o is None and d_last is None:
             return (None,) * 8
         d_o = torch.zeros_like(v) if d_o is None else d_o
-        backward = launch.backward if ctx.per_head else launch.backward_by_channel
-        dq, dk, dv, dg, dbeta, d_state = backward(d_o, d_last, q, k, v, *saved, ctx.from_state)
+        dq, dk, dv, dg, dbeta, d_state = launch.backward(d_o, d_last, q, k, v, saved, ctx.from_state)
         # each key head serves a run of value heads
         dq, dk = (d.unflatten(2, (k.shape[2], -1)).sum(3).to(k.dtype) if d.shape != k.shape else d for d in (dq, dk))
         return dq, dk, dv, dg, dbeta, d_state if ctx.from_state else None, None, None
@@ -151,7 +147,7 @@ class _DeltaMixer(torch.autograd.Function):
         projected, convolution, gain, first, *saved = ctx.saved_tensors
         dy = torch.zeros_like(saved[3]) if dy is None else dy
         *gradients, d_convolution, d_gain = launch.mixer_backward(
-            dy, d_last, projected, convolution, gain, first, *saved, ctx.eps
+            dy, d_last, projected, convolution, gain, first, saved, ctx.eps
         )
         d_weights = d_convolution.to(convolution.dtype), d_gain.to(gain.dtype)
         return *gradients, *d_weights, None, None, None, None

@@ -103,36 +103,28 @@ def _scanned(s: Sizes, q: Tensor, k: Tensor, by_channel: Decayed | None) -> tupl
     return (s, q, k, k) if by_channel is None else (s._replace(group=1), *by_channel.heads())
 
 
-Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""o and the last state; then what backward needs: inverse, reads, rates, the Sᵀ that each chunk meets, and u."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Of q and k, for each value head, and of v, g, beta and the first state."""
 
 
-@launcher("gated_delta")
+@launcher("delta_rule")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
-) -> Iterator[Rule]:
-    """g, beta and states are float32; begins [B, T] is uint8. `keep`: there will be a backward pass."""
-    outputs = _empty_rule(k, v, g, keep)
+) -> Iterator[list[Tensor]]:
+    """o and the last state; then what backward needs: inverse, reads, rates, the Sᵀ that each chunk meets, and u, and
+    of g [B, T, H, K] `Decayed`.
+
+    g, beta and states are float32; begins [B, T] is uint8. `keep`: there will be a backward pass.
+    """
+    outputs = [*_empty_rule(k, v, g, keep), *(Decayed.empty(k, v, g) if g.dim() == k.dim() else ())]
     yield outputs
     _launch_rule(q, k, v, g, beta, begins, state, keep, outputs)
 
 
-@launcher("kimi_delta")
-def forward_by_channel(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """`forward` with g [B, T, H, K]; backward needs `Decayed`, too."""
-    outputs, by_channel = _empty_rule(k, v, g, keep), Decayed.empty(k, v, g)
-    yield *outputs, *by_channel
-    _launch_rule(q, k, v, g, beta, begins, state, keep, outputs, by_channel)
-
-
-def _empty_rule(k: Tensor, v: Tensor, g: Tensor, keep: bool) -> Rule:
+def _empty_rule(k: Tensor, v: Tensor, g: Tensor, keep: bool) -> list[Tensor]:
     s = Sizes.of(k, v)
     square = (s.rows, s.chunks, CHUNK, CHUNK)
-    return (
+    return [
         v.new_empty(v.shape),
         g.new_empty((s.batch, s.heads, s.key_width, s.value_width)),
         v.new_empty(square),
@@ -140,14 +132,15 @@ def _empty_rule(k: Tensor, v: Tensor, g: Tensor, keep: bool) -> Rule:
         g.new_empty((RATES, s.rows, s.chunks * CHUNK)),
         v.new_empty((s.rows, s.chunks if keep else 0, s.value_width, s.key_width)),
         v.new_empty((s.rows, s.length if keep else 0, s.value_width)),
-    )
+    ]
 
 
 def _launch_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool,
-    outputs: Rule, by_channel: Decayed | None = None,
+    outputs: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    o, last, inverse, reads, rates, states, u = outputs
+    o, last, inverse, reads, rates, states, u, *more = outputs
+    by_channel = Decayed(*more) if more else None
     s, channels = Sizes.of(k, v), by_channel is not None
     q, k, v = (dense_last(x) for x in (q, k, v))
     g, plan, chunks = g.contiguous(), scan_plan(v), CHANNEL_CHUNKS if channels else CHUNKS
@@ -167,42 +160,32 @@ def _launch_rule(
         )  # fmt: skip
 
 
-@launcher("gated_delta_backward")
+@launcher("delta_rule_backward")
 def backward(
-    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
-    states: Tensor, u: Tensor, from_state: bool,
-) -> Iterator[Gradients]:  # fmt: skip
-    outputs = _empty_gradients(q, k, v, rates, from_state)
+    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, saved: Sequence[Tensor], from_state: bool
+) -> Iterator[Gradients]:
+    """`saved` is what `forward` returns for it."""
+    outputs = _empty_gradients(q, k, v, saved, from_state)
     yield outputs
-    _launch_backward(d_o, d_last, q, k, v, (inverse, reads, rates, states, u), from_state, outputs)
+    _launch_backward(d_o, d_last, q, k, v, saved, from_state, outputs)
 
 
-@launcher("kimi_delta_backward")
-def backward_by_channel(
-    d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor,
-    states: Tensor, u: Tensor, overlap: Tensor, totals: Tensor, decayed: Tensor, from_state: bool,
-) -> Iterator[Gradients]:  # fmt: skip
-    dq, dk, dv, dbeta, _, d_state = _empty_gradients(q, k, v, rates, from_state)
-    outputs = dq, dk, dv, torch.empty_like(dq, dtype=torch.float32), dbeta, d_state
-    yield outputs
-    saved, by_channel = (inverse, reads, rates, states, u), Decayed(overlap, totals, decayed)
-    _launch_backward(d_o, d_last, q, k, v, saved, from_state, outputs, by_channel)
-
-
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, rates: Tensor, from_state: bool) -> Gradients:
-    s = Sizes.of(k, v)
-    per_head = q.new_empty((s.batch, s.length, s.heads, s.key_width))
-    gate = rates.new_empty((s.batch, s.length, s.heads))
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, saved: Sequence[Tensor], from_state: bool) -> Gradients:
+    s, (_, _, rates, _, _, *by_channel) = Sizes.of(k, v), saved
+    dq, dk = (q.new_empty((s.batch, s.length, s.heads, s.key_width)) for _ in "qk")
+    dbeta = rates.new_empty((s.batch, s.length, s.heads))
+    dg = torch.empty_like(dq, dtype=torch.float32) if by_channel else torch.empty_like(dbeta)
     d_state = rates.new_empty((s.batch if from_state else 0, s.heads, s.key_width, s.value_width))
-    return per_head, torch.empty_like(per_head), v.new_empty(v.shape), gate, torch.empty_like(gate), d_state
+    return dq, dk, v.new_empty(v.shape), dg, dbeta, d_state
 
 
 def _launch_backward(
     d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, saved: Sequence[Tensor], from_state: bool,
-    outputs: Gradients, by_channel: Decayed | None = None,
+    outputs: Gradients,
 ) -> None:  # fmt: skip
     *gradients, d_state = outputs
-    inverse, reads, rates, states, u = saved
+    inverse, reads, rates, states, u, *more = saved
+    by_channel = Decayed(*more) if more else None
     s, channels = Sizes.of(k, v), by_channel is not None
     q, k, v, d_o = (dense_last(x) for x in (q, k, v, d_o))
     d_states, dr = torch.empty_like(states), v.new_empty((s.rows, s.length, s.value_width))
@@ -282,18 +265,16 @@ def _products_sizes(k: Tensor, warps: int) -> dict[str, int]:
 def mixer(
     projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
     key_heads: int, eps: float, keep: bool,
-) -> Iterator[
-    tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-]:  # fmt: skip
+) -> Iterator[list[Tensor]]:  # fmt: skip
     """y and the last state; then what backward needs: q, k, v, o and what the delta rule keeps.
 
     Apart, the gate's gradient would be copied beside those of q, k and v, and the gradients of a key head, one for each
     value head that it serves, would be added in a pass of their own.
     """
     q, k, v = convolution_launch.empty_heads(projected, convolution, key_heads, g.shape[-1])
-    rule = o, last, inverse, reads, rates, states, u = _empty_rule(k, v, g, keep)
+    o, last, *saved = rule = _empty_rule(k, v, g, keep)
     y = o.new_empty(o.shape)
-    yield y, last, q, k, v, o, inverse, reads, rates, states, u
+    yield [y, last, q, k, v, o, *saved]
     convolution_launch.launch_forward(projected, convolution, begins, NORM_EPS, q, k, v)
     _launch_rule(q, k, v, g, beta, begins, None, keep, rule)
     z = projected[..., convolution.shape[1] :].unflatten(-1, o.shape[2:])
@@ -303,19 +284,18 @@ def mixer(
 @launcher("delta_mixer_backward")
 def mixer_backward(
     dy: Tensor, d_last: Tensor | None, projected: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, inverse: Tensor, reads: Tensor, rates: Tensor, states: Tensor,
-    u: Tensor, eps: float,
+    saved: Sequence[Tensor], eps: float,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """The gradients of the projection, g, beta, the convolution and the gain."""
-    d_projected, dg, dbeta = dense_like(projected), rates.new_empty(v.shape[:3]), rates.new_empty(v.shape[:3])
-    d_convolution, d_gain = rates.new_empty(convolution.shape), rates.new_empty(gain.shape)
+    q, k, v, o, *of_rule = saved
+    dq, dk, dv, dg, dbeta, _ = gradients = _empty_gradients(q, k, v, of_rule, False)
+    d_projected, d_convolution = dense_like(projected), dg.new_empty(convolution.shape)
+    d_gain = dg.new_empty(gain.shape)
     yield d_projected, dg, dbeta, d_convolution, d_gain
     d_o = o.new_empty(o.shape)
     z, d_z = (x[..., convolution.shape[1] :].unflatten(-1, o.shape[2:]) for x in (projected, d_projected))
     output_launch.launch_backward(dy, o, z, gain, eps, d_o, d_z, d_gain)
-    dq, dk, dv, _, _, d_state = _empty_gradients(q, k, v, rates, False)
-    saved = (inverse, reads, rates, states, u)
-    _launch_backward(d_o, d_last, q, k, v, saved, False, (dq, dk, dv, dg, dbeta, d_state))
+    _launch_backward(d_o, d_last, q, k, v, of_rule, False, gradients)
     convolution_launch.launch_backward(
         dq, dk, dv, projected, convolution, begins, NORM_EPS, k.shape[2], d_projected, d_convolution
     )
