@@ -79,10 +79,7 @@ def _heads(own: Projections, gate: Gate | None = None) -> Heads:
 
 
 class QueryKeyNorm(nn.Module):
-    """What is applied to queries and keys [B, T, heads, head_dim] before their product: q, k, table in, both out."""
-
-    def forward(self, q: Tensor, k: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
-        return self.turn_queries(q, table), self.turn_keys(k, table)
+    """What is applied to queries and keys [B, T, heads, head_dim] before their product."""
 
     def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
         """The queries, normed and rotated by position."""
@@ -146,14 +143,21 @@ class Unmixed(nn.Module):
     ) -> tuple[Heads, Anchors]:
         """The heads that attend, by the layer's fused projection [B, T, R] of x, and anchors for later layers."""
         own, anchors = self.mix(self.split(project(x)), x, anchors, context)
-        own["q"], own["k"] = qk_norm(own["q"], own["k"], table)
+        own["q"] = qk_norm.turn_queries(own["q"], table)
+        if "k" not in self.taken:
+            own["k"] = qk_norm.turn_keys(own["k"], table)
+        own, anchors = self.mix_turned(own, anchors)
         return _heads(own), anchors
 
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
         """The layer's own projections with anchors mixed in, before QK-norm and rotation; and anchors for later layers.
 
-        A kind of anchors overrides this; one with kernels of its own may override `forward`.
+        A kind of anchors overrides this or `mix_turned`; one with kernels of its own may override `forward`.
         """
+        return own, anchors
+
+    def mix_turned(self, own: Projections, anchors: Anchors) -> tuple[Projections, Anchors]:
+        """The same after QK-norm and rotation."""
         return own, anchors
 
     def publish(self, layer: int, x: Tensor) -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from residua.config import choices
-from residua.model.anchors import Heads, LayerPlace, QueryKeyNorm, RotaryTable, SigmoidGate, Unmixed
-from residua.model.context import Anchors, Context
+from residua.model.anchors import LayerPlace, Projections, Unmixed
+from residua.model.context import Anchors
 from residua.model.equivalence import InitFidelity
-from residua.model.projection import Projection
 from residua.ops._runtime.numeric import wide
 
 
@@ -25,19 +24,9 @@ class LayerValues(Unmixed):
 
     pathways = ("k", "v")
 
-    def forward(
-        self,
-        project: Projection,
-        x: Tensor,
-        anchors: Anchors,
-        qk_norm: QueryKeyNorm,
-        table: RotaryTable,
-        context: Context,
-    ) -> tuple[Heads, Anchors]:
-        own = self.split(project(x))
-        q, k = qk_norm(own["q"], own["k"], table)
-        v = mix_layers(q, (*anchors[::2], k), (*anchors[1::2], own["v"]))
-        return Heads(q, k, v, SigmoidGate(own["g"]) if "g" in own else None), (*anchors, k, v)
+    def mix_turned(self, own: Projections, anchors: Anchors) -> tuple[Projections, Anchors]:
+        v = mix_layers(own["q"], (*anchors[::2], own["k"]), (*anchors[1::2], own["v"]))
+        return own | {"v": v}, (*anchors, own["k"], v)
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
         """Weights of the softmax cannot be zero: the function changes."""

@@ -12,13 +12,10 @@ cache for the heads that it takes. Keys are shared as they enter the product, no
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from residua.config import choices
-from residua.model.anchors import Heads, LayerPlace, QueryKeyNorm, RotaryTable, SigmoidGate, Unmixed
-from residua.model.context import Anchors, Context
+from residua.model.anchors import LayerPlace, Projections, Unmixed
+from residua.model.context import Anchors
 from residua.model.equivalence import InitFidelity
-from residua.model.projection import Projection
 
 
 class SharedHeads(Unmixed):
@@ -30,23 +27,9 @@ class SharedHeads(Unmixed):
         self.lender = config.lender(place.layer)
         self.last = not config.carried(place.layer + 1)
 
-    def forward(
-        self,
-        project: Projection,
-        x: Tensor,
-        anchors: Anchors,
-        qk_norm: QueryKeyNorm,
-        table: RotaryTable,
-        context: Context,
-    ) -> tuple[Heads, Anchors]:
-        own = self.split(project(x))
-        own["q"] = qk_norm.turn_queries(own["q"], table)
-        if "k" in own:
-            own["k"] = qk_norm.turn_keys(own["k"], table)
+    def mix_turned(self, own: Projections, anchors: Anchors) -> tuple[Projections, Anchors]:
         heads = own | dict(zip(self.taken, anchors, strict=bool(self.taken)))
-        gate = SigmoidGate(own["g"]) if "g" in own else None
-        lent = () if self.last else tuple(heads[s] for s in self.pathways)
-        return Heads(heads["q"], heads["k"], heads["v"], gate), lent
+        return heads, () if self.last else tuple(heads[s] for s in self.pathways)
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
         """A layer that takes heads drops its own; one that lends them is as before."""
