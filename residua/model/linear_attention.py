@@ -6,6 +6,7 @@ Both: project → convolve → delta rule → norm, gate → out.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -92,12 +93,20 @@ class DeltaMixer(Body):
 
     heads: int
     """Value heads, each with a state [D, D]."""
+    key_heads: int
     head_dim: int
     convolve: ShortConvolution
     A_log: nn.Parameter
     dt_bias: nn.Parameter
     project: Projection
     gates: Projection
+    norm: RMSNorm
+    out: Projection
+    rule: Callable[..., tuple[Tensor, Tensor]]
+    one_step: Callable[..., tuple[Tensor, Tensor]]
+    """The rule for one token."""
+    gating: str
+    """The activation of the output's gate."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -127,7 +136,45 @@ class DeltaMixer(Body):
         Serves prefill and decoding; a single token takes the recurrent step. The first token of x continues the cached
         document. Padding, where `real` [B, T] is False and from ends [B] on, does not change the cache.
         """
+        projected, g, beta, z = self.enter(x)
+        qkv = projected[..., : self.convolve.weight.shape[1]]
+        if cache is None and real is None:
+            y, last = self.mix(projected, g, beta, z, segments)
+            return self.out(y.flatten(-2)), DeltaCache(self.convolve.later(qkv, None, segments, ends), last)
+        recent, state = cache or (None, None)
+        if real is not None:
+            padding = ~real[..., None]
+            qkv, beta = qkv.masked_fill(padding, 0), beta.masked_fill(padding, 0)
+            g = g.masked_fill(padding if g.dim() == 3 else padding[..., None], 0)
+        qkv, recent = self.convolve(qkv, recent, segments, ends)
+        heads = (self.key_heads, self.key_heads, self.heads)
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(heads, -2)
+        y, last = self.follow(unit(q) * self.head_dim**-0.5, unit(k), v, g, beta, z, segments, state)
+        return self.out(y.flatten(-2)), DeltaCache(recent, last)
+
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The projection, which begins with q, k and v before convolution; log decay g, share β, and z of the gate."""
         raise NotImplementedError
+
+    def mix(
+        self, projected: Tensor, g: Tensor, beta: Tensor, z: Tensor, segments: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The normed and gated outputs [B, T, H, D] of whole sequences, and the last state."""
+        weights, heads = self.convolve.weight, (self.key_heads, self.heads)
+        q, k, v, _ = convolve_heads(projected, weights, *heads, segments=segments)
+        return self.follow(q, k, v, g, beta, z, segments, None)
+
+    def follow(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, z: Tensor, segments: Tensor | None,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The same of convolved q, k and v, from a state on."""
+        if v.shape[1] == 1:
+            o, state = self.one_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+            o = o[:, None]
+        else:
+            o, state = self.rule(q, k, v, g, beta, segments=segments, state=state)
+        return gated_output(o, z, self.norm.weight, eps=self.norm.eps, gate=self.gating), state
 
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> RecurrentCache:
         """The state, whose size does not depend on `capacity`."""
@@ -138,10 +185,10 @@ class DeltaMixer(Body):
     def readers(self) -> tuple[Tensor, ...]:
         return self.project.weight, self.gates.weight
 
-    def _norm_edge(self, name: str, norm: RMSNorm, out: Projection) -> Edge:
-        """From the norm's gain, which all heads share, to the output."""
+    def inner_edges(self, name: str) -> list[Edge]:
+        """From the norm's gain, which all heads share, to the output: the gate multiplies channel by channel."""
         channel = torch.arange(self.heads * self.head_dim) % self.head_dim
-        return Edge(f"{name}.norm", (out.weight,), channel, norm.divide, out)
+        return [Edge(f"{name}.norm", (self.out.weight,), channel, self.norm.divide, self.out)]
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -156,9 +203,11 @@ class GatedDeltaNet(DeltaMixer):
     `project` holds W_q, W_k, W_v and W_z, `gates` W_a and W_b.
     """
 
+    rule, one_step, gating = staticmethod(gated_delta), staticmethod(gated_delta_step), "silu"
+
     def __init__(self, config: choices.GatedDeltaNet, width: int, *, std: float, output_std: float) -> None:
         super().__init__()
-        self.heads, self.head_dim = config.value_heads, config.head_dim
+        self.heads, self.key_heads, self.head_dim = config.value_heads, config.key_heads, config.head_dim
         keys, values = config.key_heads * config.head_dim, config.value_heads * config.head_dim
         self.rows = (keys, keys, values, values)
         self.other_parts = {("convolve.weight", 1): self.rows[:3]}  # of a parameter, along an axis
@@ -171,41 +220,18 @@ class GatedDeltaNet(DeltaMixer):
         self.out = Projection(values, width, std=output_std)
         self.reset_parameters()
 
-    def advance(
-        self,
-        x: Tensor,
-        cache: DeltaCache | None = None,
-        segments: Tensor | None = None,
-        real: Tensor | None = None,
-        ends: Tensor | None = None,
-    ) -> tuple[Tensor, DeltaCache]:
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         projected = self.project(x)
-        qkv, z = projected.split([sum(self.rows[:3]), self.rows[3]], -1)
         a, b = (wide(part) for part in self.gates(x).chunk(2, -1))
         g = -wide(self.A_log).exp() * softplus(a + wide(self.dt_bias))
-        beta = torch.sigmoid(b)
-        if cache is None and real is None:
-            weights, key_heads = (self.convolve.weight, self.norm.weight), self.rows[0] // self.head_dim
-            o, last = delta_mixer(projected, g, beta, *weights, key_heads, segments=segments, eps=self.norm.eps)
-            return self.out(o.flatten(-2)), DeltaCache(self.convolve.later(qkv, None, segments, ends), last)
-        recent, state = cache or (None, None)
-        if real is not None:
-            qkv = qkv.masked_fill(~real[..., None], 0)
-            g, beta = (gate.masked_fill(~real[..., None], 0) for gate in (g, beta))
-        qkv, recent = self.convolve(qkv, recent, segments, ends)
-        q, k, v, z = (part.unflatten(-1, (-1, self.head_dim)) for part in (*qkv.split(self.rows[:3], -1), z))
-        q, k = unit(q) * self.head_dim**-0.5, unit(k)
-        if x.shape[1] == 1:
-            o, state = gated_delta_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
-            o = o[:, None]
-        else:
-            o, state = gated_delta(q, k, v, g, beta, segments=segments, state=state)
-        y: Tensor = self.out(gated_output(o, z, self.norm.weight, eps=self.norm.eps).flatten(-2))
-        return y, DeltaCache(recent, state)
+        z = projected[..., sum(self.rows[:3]) :].unflatten(-1, (-1, self.head_dim))
+        return projected, g, torch.sigmoid(b), z
 
-    def inner_edges(self, name: str) -> list[Edge]:
-        """The gate multiplies channel by channel."""
-        return [self._norm_edge(name, self.norm, self.out)]
+    def mix(
+        self, projected: Tensor, g: Tensor, beta: Tensor, z: Tensor, segments: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        weights = (self.convolve.weight, self.norm.weight)
+        return delta_mixer(projected, g, beta, *weights, self.key_heads, segments=segments, eps=self.norm.eps)
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -221,9 +247,11 @@ class KimiDeltaAttention(DeltaMixer):
     W_f and W_g have the rank of one head. `gates` holds W_b, W_f↓ and W_g↓, `decay` W_f↑, `gate` W_g↑.
     """
 
+    rule, one_step, gating = staticmethod(kimi_delta), staticmethod(step), "sigmoid"
+
     def __init__(self, config: choices.KimiDelta, width: int, *, std: float, output_std: float) -> None:
         super().__init__()
-        self.heads, self.head_dim = config.heads, config.head_dim
+        self.heads, self.key_heads, self.head_dim = config.heads, config.heads, config.head_dim
         inner = config.heads * config.head_dim
         self.parts = (config.heads, config.head_dim, config.head_dim)
         self.project = Projection(width, 3 * inner, std=std, parts=(inner,) * 3)
@@ -237,48 +265,14 @@ class KimiDeltaAttention(DeltaMixer):
         self.out = Projection(inner, width, std=output_std)
         self.reset_parameters()
 
-    def advance(
-        self,
-        x: Tensor,
-        cache: DeltaCache | None = None,
-        segments: Tensor | None = None,
-        real: Tensor | None = None,
-        ends: Tensor | None = None,
-    ) -> tuple[Tensor, DeltaCache]:
-        recent, state = cache or (None, None)
-        qkv = self.project(x)
-        if cache is None and real is None:
-            q, k, v, _ = convolve_heads(qkv, self.convolve.weight, self.heads, self.heads, segments=segments)
-            recent = self.convolve.later(qkv, None, segments, ends)
-        else:
-            qkv = qkv if real is None else qkv.masked_fill(~real[..., None], 0)
-            qkv, recent = self.convolve(qkv, recent, segments, ends)
-            q, k, v = (self._by_head(part) for part in qkv.chunk(3, -1))
-            q, k = unit(q) * self.head_dim**-0.5, unit(k)
-        b, decay, gate = self.gates(x).split(self.parts, -1)
-        beta, g = torch.sigmoid(wide(b)), self._log_decay(decay)
-        if real is not None:
-            beta, g = beta.masked_fill(~real[..., None], 0), g.masked_fill(~real[..., None, None], 0)
-        if x.shape[1] == 1:
-            o, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
-            o = o[:, None]
-        else:
-            o, state = kimi_delta(q, k, v, g, beta, segments=segments, state=state)
-        z = self._by_head(self.gate(gate))
-        y: Tensor = self.out(gated_output(o, z, self.norm.weight, eps=self.norm.eps, gate="sigmoid").flatten(-2))
-        return y, DeltaCache(recent, state)
-
-    def _log_decay(self, low: Tensor) -> Tensor:
-        """g [B, T, H, D] in at least float32, of the low-rank map's middle [B, T, D]."""
-        steps = softplus(wide(self.decay(low)) + wide(self.dt_bias))
-        return -wide(self.A_log).exp()[:, None] * self._by_head(steps)
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        by_head: Tensor = x.unflatten(-1, (self.heads, self.head_dim))
-        return by_head
+    def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        projected, (b, decay, gate) = self.project(x), self.gates(x).split(self.parts, -1)
+        steps, by_head = softplus(wide(self.decay(decay)) + wide(self.dt_bias)), (self.heads, self.head_dim)
+        g = -wide(self.A_log).exp()[:, None] * steps.unflatten(-1, by_head)
+        return projected, g, torch.sigmoid(wide(b)), self.gate(gate).unflatten(-1, by_head)
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """From the norm's gain to the output, and through the low-rank gate."""
+        """Also through the low-rank gate."""
         divide = partial(divide_rows, self.gates, self.heads + self.head_dim, self.head_dim)
         gate = Edge(f"{name}.gate", (self.gate.weight,), torch.arange(self.head_dim), divide, self.gate)
-        return [gate, self._norm_edge(name, self.norm, self.out)]
+        return [gate, *super().inner_edges(name)]
