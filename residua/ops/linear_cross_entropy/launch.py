@@ -18,6 +18,7 @@ None of these takes a softcap: capped logits are left to the reference (`_serves
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -323,10 +324,11 @@ def _prepared(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
     return hidden.reshape(-1, hidden.shape[-1]), weight.detach().to(hidden.dtype), targets.reshape(-1), wanted
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, again: bool = True) -> None:
+    """`again`: probabilities may have to be computed again."""
     hidden, weight, _, targets, ctx.z_loss, ctx.ignore_index = inputs
     ctx.weight_dtype = weight.dtype
-    ctx.save_for_backward(targets, *output[2:], *((hidden, weight) if ctx.z_loss else ()))
+    ctx.save_for_backward(targets, *output[2:], *((hidden, weight) if again and ctx.z_loss else ()))
     ctx.set_materialize_grads(False)
 
 
@@ -356,13 +358,6 @@ def _refuse_second(gradients: Sequence[Tensor | None]) -> None:
 differentiate(forward, _differentiate, _save)
 
 
-def _save_trained(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, _, targets, ctx.z_loss, ctx.ignore_index = inputs
-    ctx.weight_dtype = weight.dtype
-    ctx.save_for_backward(targets, *output[2:])
-    ctx.set_materialize_grads(False)
-
-
 def _differentiate_trained(
     ctx: Any, g: Tensor | None, _: Tensor | None, *others: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -384,7 +379,7 @@ def _scaled(
     return g_hidden, (p_hidden * share).to(ctx.weight_dtype)
 
 
-differentiate(training_forward, _differentiate_trained, _save_trained)
+differentiate(training_forward, _differentiate_trained, partial(_save, again=False))
 
 
 def _save_piece(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -8,6 +8,7 @@ move 60 for the first: tables of many tokens feel it. Tensors of one size share 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import triton.language as tl
@@ -51,19 +52,8 @@ def adam_directions(
     return updates
 
 
-def cautious_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
-    """The fused twin of the reference."""
-    _descend(weights, updates, rate, decay, cautious=True)
-
-
-def plain_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
-    """The fused twin of the reference."""
-    _descend(weights, updates, rate, decay, cautious=False)
-
-
-def _descend(
-    weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float, *, cautious: bool
-) -> None:
+def _descend(cautious: bool, weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
+    """The fused twin of `cautious_descent` and of `plain_descent`."""
     for x, u in _alike(weights, updates):
         table, size = addresses(x, [t.data_ptr() for t in u]), x[0].numel()
         types = {"X": _TYPES[x[0].dtype], "U": _TYPES[u[0].dtype]}
@@ -72,6 +62,8 @@ def _descend(
                 table, len(x), size, float(rate), float(decay), **types, CAUTIOUS=cautious, BLOCK=BLOCK, num_warps=8
             )
 
+
+cautious_descent, plain_descent = partial(_descend, True), partial(_descend, False)
 
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
