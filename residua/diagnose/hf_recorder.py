@@ -84,10 +84,8 @@ class Recorder:
                 if self.ends is not None:
                     self.ends[layer] = (self.start, y.clone())
                 if layer in self.whole:
-                    self.observation.states[self.whole[layer]], self.observation.outputs[self.whole[layer]] = (
-                        self.start,
-                        y - self.start,
-                    )
+                    self.observation.states[self.whole[layer]] = self.start
+                    self.observation.outputs[self.whole[layer]] = y - self.start
         elif (streams := as_streams(result, self.observation.tokens, self.width)) is not None:
             after = max(s.index for s in self.sites if s.layer == layer) + 1
             self.observation.streams[after] = streams.clone()

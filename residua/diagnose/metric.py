@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -85,6 +86,7 @@ class Metric:
     def __init__(self, subject: Subject, sample: Sample) -> None:
         self.subject, self.sample = subject, sample
         self.skipped: list[str] = []  # what could not be measured, and why
+        self.means: dict[Any, Mean] = defaultdict(Mean)  # by layer, sublayer or what the metric chooses
 
     def add(self, observation: Observation) -> None:
         """Add one batch to the running sums; keep them on the device, where `float` would make the host wait."""

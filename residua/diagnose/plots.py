@@ -111,6 +111,16 @@ def owners(models: Models) -> list[Series]:
     return [Series(model.name, colour) for model, colour in zip(models, colours(models), strict=True)]
 
 
+def over(facts: str, value: str, at: str = "layer", *, zeros: bool = True) -> Select:
+    """A value of each of a model's facts by their layer, or `at` another number; None is left out, or 0 too."""
+
+    def points(model: Model) -> Points:
+        known = [(getattr(f, at), getattr(f, value)) for f in getattr(model, facts)]
+        return [(place, number) for place, number in known if number or (zeros and number is not None)]
+
+    return points
+
+
 def by_layer(
     models: Models,
     points: Select,

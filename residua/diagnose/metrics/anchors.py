@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from statistics import median
 
 import torch
@@ -55,12 +56,11 @@ class Anchors(Metric):
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
-        self.gammas: dict[tuple[int, str], Mean] = defaultdict(Mean)
         self.value_gates: dict[int, Mean] = defaultdict(Mean)
 
     def add(self, observation: Observation) -> None:
         for place, gamma in observation.gammas.items():
-            self.gammas[place].add(wide(gamma).double().flatten(0, 1).sum(0), observation.tokens.numel())
+            self.means[place].add(wide(gamma).double().flatten(0, 1).sum(0), observation.tokens.numel())
         for layer, gate in observation.value_gates.items():
             both = torch.stack([wide(gate).double(), (gate.abs() < NEAR_ZERO).double()])
             self.value_gates[layer].add(both.flatten(1, 2).sum(1), observation.tokens.numel())
@@ -70,19 +70,14 @@ class Anchors(Metric):
         return AnchorKeys(anchors=[self._facts(scales) for scales in [*self.subject.anchor_scales(), *gated]])
 
     def _facts(self, scales: AnchorScales) -> AnchorFacts:
-        known = self.gammas.get((scales.layer, scales.pathway))
+        known = self.means.get((scales.layer, scales.pathway))
         gamma: list[float] | None = None if known is None else known.value().tolist()
         first, second = gamma or (1.0, 1.0)
-        facts = AnchorFacts(
-            layer=scales.layer,
-            pathway=scales.pathway,
-            anchor=scales.anchor,
-            current=scales.current,
-            near_zero=scales.near_zero,
-            gamma=gamma,
-            anchor_channels=[_short(first * x) for x in scales.anchor_channels],
-            current_channels=[_short(second * x) for x in scales.current_channels],
-        )
+        channels = {
+            "anchor_channels": [_short(first * x) for x in scales.anchor_channels],
+            "current_channels": [_short(second * x) for x in scales.current_channels],
+        }
+        facts = AnchorFacts(**asdict(scales) | channels, gamma=gamma)
         ratios = [ratio for ratio in _ratios(facts) if ratio is not None]
         return facts.model_copy(update={"ratio": median(ratios) if ratios else None})
 

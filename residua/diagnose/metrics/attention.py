@@ -10,7 +10,7 @@ from residua.config.settings import Frozen
 from residua.diagnose.attention import SINK, AttentionFacts, LayerSums, TokenSink, learned_sinks
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, Part, Points, Table, Topic, by_layer, numbers, owners, padded, tab_each
+from residua.diagnose.plots import NONE, Part, Points, Table, Topic, by_layer, numbers, over, owners, padded, tab_each
 from residua.diagnose.sentences import listed, percent, sureness, token
 from residua.diagnose.text import Sample
 from residua.report import Bar, Cell, Column, Value
@@ -122,13 +122,10 @@ class Attention(Metric):
     def topics(cls, models: Models) -> Iterable[Topic]:
         highest = max((a.first_token for m in models for a in m.attention), default=0.0)
         first = by_layer(
-            models,
-            lambda m: [(a.layer, a.first_token) for a in m.attention],
-            "attention to the first token",
-            floor=lambda m: [(a.layer, a.uniform_first_token) for a in m.attention],
-            bounds=(0.0, max(0.1, 1.1 * highest)),
-        )
-        rate = by_layer(models, lambda m: [(a.layer, a.sink_rate) for a in m.attention], "share of heads above 0.3")
+            models, over("attention", "first_token"), "attention to the first token",
+            floor=over("attention", "uniform_first_token"), bounds=(0.0, max(0.1, 1.1 * highest)),
+        )  # fmt: skip
+        rate = by_layer(models, over("attention", "sink_rate"), "share of heads above 0.3")
         learned = by_layer(models, _learned, "attention to the learned sink")
         rows: list[list[Cell]] = [
             [owner, token(s.text, s.token), str(s.layer), percent(s.attention), percent(s.uniform)]
@@ -153,12 +150,8 @@ class Attention(Metric):
                 heading="Tokens that are sinks wherever they stand",
             ),
         )
-        entropy = by_layer(
-            models,
-            lambda m: [(a.layer, a.entropy) for a in m.attention],
-            "entropy (nats)",
-            floor=lambda m: [(a.layer, a.uniform_entropy) for a in m.attention],
-        )
+        floor = over("attention", "uniform_entropy")
+        entropy = by_layer(models, over("attention", "entropy"), "entropy (nats)", floor=floor)
         yield Topic(
             "Attention entropy",
             "How widely a query looks. Healthy: between zero (one token only) and the dotted line (all alike), and "

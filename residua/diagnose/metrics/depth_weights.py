@@ -10,9 +10,8 @@ from pydantic import Field
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Mean, Metric, Model, Models, Sentence
 from residua.diagnose.metrics.removal import AblationFacts
-from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.observe import Observation
 from residua.diagnose.plots import LABELS, NONE, Part, Topic, colours, label_step, padded, tab_each, tabs_each
-from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
 from residua.report import Column, Spread
 from residua.report.figures import Figure, grouped_bars, heatmap
@@ -57,16 +56,12 @@ class DepthWeights(Metric):
     columns = (Column("uniform depth", "loss change in nats if every reader weighed all sources alike"),)
     file_place, page_place = 60, 5
 
-    def __init__(self, subject: Subject, sample: Sample) -> None:
-        super().__init__(subject, sample)
-        self.weights: dict[int, Mean] = defaultdict(Mean)
-
     def add(self, observation: Observation) -> None:
         for reader, weights in observation.weights.items():
-            self.weights[reader].add(wide(weights).double().flatten(0, 1).sum(0), observation.tokens.numel())
+            self.means[reader].add(wide(weights).double().flatten(0, 1).sum(0), observation.tokens.numel())
 
     def facts(self) -> DepthWeightKeys:
-        readers = [self._reader(*entry) for entry in sorted(self.weights.items())]
+        readers = [self._reader(*entry) for entry in sorted(self.means.items())]
         return DepthWeightKeys(depth_weights=readers, depth_blocks=self._blocks({r.reader: r.mean for r in readers}))
 
     def _reader(self, reader: int, weights: Mean) -> ReaderFacts:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 from pydantic import Field
 
 from residua.config.settings import Frozen
-from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
-from residua.diagnose.observe import Observation, Subject
+from residua.diagnose.metric import Metric, Model, Models, Sentence
+from residua.diagnose.observe import Observation
 from residua.diagnose.plots import Part, Topic, numbers, padded, tab_each
-from residua.diagnose.text import Sample
 from residua.report.figures import Figure, heatmap
 
 
@@ -34,17 +32,13 @@ class Experts(Metric):
     keys = ExpertKeys
     file_place, page_place = 90, 90
 
-    def __init__(self, subject: Subject, sample: Sample) -> None:
-        super().__init__(subject, sample)
-        self.layers: dict[int, Mean] = defaultdict(Mean)
-
     def add(self, observation: Observation) -> None:
         tokens = observation.tokens.numel()
         for layer, load in observation.loads.items():
-            self.layers[layer].add(load.double() * tokens, tokens)
+            self.means[layer].add(load.double() * tokens, tokens)
 
     def facts(self) -> ExpertKeys:
-        layers = sorted(self.layers.items())
+        layers = sorted(self.means.items())
         return ExpertKeys(experts=[ExpertFacts(layer=layer, load=mean.value().tolist()) for layer, mean in layers])
 
     @classmethod

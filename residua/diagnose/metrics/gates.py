@@ -12,7 +12,7 @@ from torch import Tensor
 from residua.config.settings import Frozen
 from residua.diagnose.metric import Mean, Metric, Model, Models, Sentence
 from residua.diagnose.observe import Observation, Subject
-from residua.diagnose.plots import NONE, Part, Topic, by_layer, colours, line, tab_each, tabs_each
+from residua.diagnose.plots import NONE, Part, Topic, by_layer, colours, line, over, tab_each, tabs_each
 from residua.diagnose.sentences import percent
 from residua.diagnose.text import Sample
 from residua.model import gauges
@@ -42,17 +42,13 @@ class Gates(Metric):
     columns = (Column("gate", "of attention, its mean"),)
     file_place, page_place = 80, 100
 
-    def __init__(self, subject: Subject, sample: Sample) -> None:
-        super().__init__(subject, sample)
-        self.layers: dict[int, Mean] = defaultdict(Mean)
-
     def add(self, observation: Observation) -> None:
         for layer, gate in observation.gates.items():
             sums = torch.stack([wide(gate).double().sum(), gauges.closed(gate).double().sum()])
-            self.layers[layer].add(sums, gate.numel())
+            self.means[layer].add(sums, gate.numel())
 
     def facts(self) -> GateKeys:
-        means = {layer: mean.value().tolist() for layer, mean in sorted(self.layers.items())}
+        means = {layer: mean.value().tolist() for layer, mean in sorted(self.means.items())}
         return GateKeys(gates=[GateFacts(layer=layer, mean=m, closed=c) for layer, (m, c) in means.items()])
 
     @classmethod
@@ -69,12 +65,8 @@ class Gates(Metric):
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
         views = {
-            "mean gate": by_layer(
-                models, lambda m: [(g.layer, g.mean) for g in m.gates], "mean gate", bounds=(0.0, 1.0)
-            ),
-            "share below 0.2": by_layer(
-                models, lambda m: [(g.layer, g.closed) for g in m.gates], "share below 0.2", bounds=(0.0, 1.0)
-            ),
+            title: by_layer(models, over("gates", value), title, bounds=(0.0, 1.0))
+            for title, value in (("mean gate", "mean"), ("share below 0.2", "closed"))
         }
         yield Topic(
             "Attention gates",
@@ -121,7 +113,6 @@ class NormGates(Metric):
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
-        self.moments: dict[int, Mean] = defaultdict(Mean)
         self.counts = torch.zeros(len(EDGES) + 1, dtype=torch.float64)
         self.gates = torch.zeros_like(self.counts)
 
@@ -135,19 +126,19 @@ class NormGates(Metric):
     def _add_norm(self, k: int, y: Tensor, gate: Tensor) -> None:
         size = y.abs()
         sums = [size.sum(), gate.sum(), size.square().sum(), gate.square().sum(), (size * gate).sum()]
-        self.moments[k].add(torch.stack(sums), size.numel())
+        self.means[k].add(torch.stack(sums), size.numel())
         relative = size / y.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
         bins = torch.bucketize(relative, torch.tensor(EDGES, dtype=y.dtype, device=y.device)).flatten()
         self.counts += torch.bincount(bins, minlength=len(EDGES) + 1).double().cpu()
         self.gates += torch.bincount(bins, gate.flatten(), minlength=len(EDGES) + 1).cpu()
 
     def facts(self) -> NormGateKeys:
-        if not self.moments:
+        if not self.means:
             return NormGateKeys()
         total = float(self.counts.sum())
         counts, gates = self.counts.tolist(), self.gates.tolist()
         return NormGateKeys(
-            norm_gates=[self._facts(k, moments.value().tolist()) for k, moments in sorted(self.moments.items())],
+            norm_gates=[self._facts(k, moments.value().tolist()) for k, moments in sorted(self.means.items())],
             gate_by_size=GateCurve(
                 edges=list(EDGES),
                 share=[count / total for count in counts],
@@ -189,14 +180,9 @@ class NormGates(Metric):
             return
         views = {
             "gate against |y|": curves(series, "|y| / RMS of y, up to", "mean gate", log_x=True, height=340),
-            "mean gate": by_layer(
-                models, lambda m: [(n.state, n.mean) for n in m.norm_gates], "mean gate", x="norm before"
-            ),
+            "mean gate": by_layer(models, over("norm_gates", "mean", "state"), "mean gate", x="norm before"),
             "correlation with |y|": by_layer(
-                models,
-                lambda m: [(n.state, n.correlation) for n in m.norm_gates if n.correlation is not None],
-                "correlation of gate and |y|",
-                x="norm before",
+                models, over("norm_gates", "correlation", "state"), "correlation of gate and |y|", x="norm before"
             ),
         }
         yield Topic(
@@ -256,7 +242,6 @@ class WriteGates(Metric):
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
-        self.beta: dict[int, Mean] = defaultdict(Mean)
         self.histogram: dict[int, Mean] = defaultdict(Mean)
         self.values: dict[int, list[Tensor]] = defaultdict(list)
         self.largest: dict[int, Tensor] = {}
@@ -266,7 +251,7 @@ class WriteGates(Metric):
             # An elementwise gate has one β per channel of its one stream.
             one_stream = beta.shape[-1] == self.subject.width
             values = wide(beta).flatten()[:, None] if one_stream else wide(beta).flatten(0, 1)
-            self.beta[site].add(values.double().sum(0), len(values))
+            self.means[site].add(values.double().sum(0), len(values))
             self.histogram[site].add(torch.histc(values.float().flatten(), BINS, 0.0, 1.0), values.numel())
             largest = values.amax(0).double()
             self.largest[site] = torch.maximum(self.largest[site], largest) if site in self.largest else largest
@@ -278,7 +263,7 @@ class WriteGates(Metric):
         return max(1, -(-self.sample.tokens.numel() * per_token // KEPT)) | 1
 
     def facts(self) -> BetaKeys:
-        return BetaKeys(betas=[self._facts(site, mean.value()) for site, mean in sorted(self.beta.items())])
+        return BetaKeys(betas=[self._facts(site, mean.value()) for site, mean in sorted(self.means.items())])
 
     def _facts(self, site: int, mean: Tensor) -> BetaFacts:
         values, largest = torch.cat(self.values[site]).double(), self.largest[site]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,13 @@ from residua.diagnose.plots import (
     LABELS,
     NONE,
     Part,
-    Points,
     Table,
     Topic,
     by_layer,
     label_step,
     layers_later,
     on_log,
+    over,
     owners,
     tab_each,
 )
@@ -373,11 +372,8 @@ class Similarity(Metric):
 
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
-        def curve(of: Callable[[Any], float | None], title: str) -> Figure | None:
-            def points(m: Model) -> Points:
-                return [(s.index, value) for s in m.states if (value := of(s)) is not None]
-
-            return by_layer(models, points, title, x="read by")
+        def curve(value: str, title: str) -> Figure | None:
+            return by_layer(models, over("states", value, "index"), title, x="read by")
 
         mixed = [m.name for m in models if m.state_name != "residual stream"]
         yield Topic(
@@ -386,9 +382,9 @@ class Similarity(Metric):
             "dimensions are used.",
             Part(
                 {
-                    "token similarity": curve(lambda s: s.token_similarity, "mean cosine of two tokens"),
-                    "similarity to the input": curve(lambda s: s.input_similarity, "cosine with the first state"),
-                    "core features": curve(lambda s: s.core_features, "components for 99 % of the variance"),
+                    "token similarity": curve("token_similarity", "mean cosine of two tokens"),
+                    "similarity to the input": curve("input_similarity", "cosine with the first state"),
+                    "core features": curve("core_features", "components for 99 % of the variance"),
                 }
             ),
             Part(

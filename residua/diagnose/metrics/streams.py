@@ -19,6 +19,7 @@ from residua.diagnose.plots import (
     by_layer,
     layers_later,
     line,
+    over,
     over_sublayers,
     tab_each,
     tabs_each,
@@ -61,7 +62,7 @@ class Streams(Metric):
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
-        self.angles: dict[int, Mean] = defaultdict(Mean)  # by stream, [readers, readers] from its first one on
+        # the other means are of angles, by stream, [readers, readers] from its first one on
         self.alike: dict[int, Mean] = defaultdict(Mean)
         self.largest: dict[int, Tensor] = {}
 
@@ -76,7 +77,7 @@ class Streams(Metric):
                 x = torch.stack([s[start : start + TOKENS_AT_ONCE] for s in rows], 1).double()
                 u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
                 cosine = (u @ u.transpose(1, 2)).clamp(-1, 1)
-                self.angles[i].add((cosine.arccos() / torch.pi).sum(0), len(x))
+                self.means[i].add((cosine.arccos() / torch.pi).sum(0), len(x))
 
     def _add_reader(self, reader: int, streams: Tensor) -> None:
         """Mean cosine between streams, and the largest |s| of each."""
@@ -104,7 +105,7 @@ class Streams(Metric):
 
     def _earlier(self, stream: int, place: int) -> list[float | None]:
         """Distances to the readers before number `place`; a stream exists at the last readers that were counted."""
-        angles = self.angles[stream].value()
+        angles = self.means[stream].value()
         missing = len(self.alike) - len(angles)
         known: list[float] = angles[place - missing, : place - missing].tolist()
         return [*[None] * min(missing, place), *known]
@@ -130,10 +131,8 @@ class Streams(Metric):
 
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
-        alike = by_layer(
-            models, lambda m: [(s.reader, s.similarity) for s in m.streams], "mean cosine between streams",
-            x="as read by",
-        )  # fmt: skip
+        similarity = over("streams", "similarity", "reader")
+        alike = by_layer(models, similarity, "mean cosine between streams", x="as read by")
         yield Topic(
             "Streams",
             "Each stream apart. Healthy: streams turn at different speeds and stay different from each other.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from pydantic import Field
@@ -13,7 +13,7 @@ from residua.config.settings import Frozen
 from residua.diagnose.metric import Explained, Finding, LayerTrack, Metric, Model, Models, Sentence
 from residua.diagnose.metrics.removal import NO_CHANGE, AblationFacts
 from residua.diagnose.observe import Observation, Site, SiteKind, Subject
-from residua.diagnose.plots import Part, Points, Topic, by_layer, on_log
+from residua.diagnose.plots import Part, Points, Topic, by_layer, on_log, over
 from residua.diagnose.sentences import listed, percent, short
 from residua.diagnose.text import Sample
 from residua.ops._runtime.numeric import wide
@@ -209,26 +209,17 @@ class Sublayers(Metric):
 
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
-        def sublayers(of: Callable[[SiteFacts], float | None], title: str) -> Figure | None:
-            def points(m: Model) -> Points:
-                return [(s.index, value) for s in m.sites if (value := of(s))]
+        def sublayers(value: str, title: str, facts: str = "sites", x: str = "sublayer") -> Figure | None:
+            return by_layer(models, over(facts, value, "index", zeros=False), title, log=True, x=x)
 
-            return by_layer(models, points, title, log=True, x="sublayer")
+        def layers(value: str, title: str) -> Figure | None:
+            return by_layer(models, over("layer_sizes", value, zeros=False), title, log=True)
 
-        def layers(of: Callable[[LayerFacts], float | None], title: str) -> Figure | None:
-            def points(m: Model) -> Points:
-                return [(layer.layer, value) for layer in m.layer_sizes if (value := of(layer))]
-
-            return by_layer(models, points, title, log=True)
-
-        states = by_layer(
-            models, lambda m: [(s.index, s.rms) for s in m.states if s.rms], "RMS of the state", log=True, x="read by"
-        )
         sizes = {
-            "output": sublayers(lambda s: s.output_rms, "output RMS"),
-            "relative to input": sublayers(lambda s: s.relative_rms, "output RMS / input RMS"),
-            "hidden state": states,
-            "output of a layer": layers(lambda s: s.output_rms, "output RMS"),
+            "output": sublayers("output_rms", "output RMS"),
+            "relative to input": sublayers("relative_rms", "output RMS / input RMS"),
+            "hidden state": sublayers("rms", "RMS of the state", "states", "read by"),
+            "output of a layer": layers("output_rms", "output RMS"),
             "state after a layer": by_layer(models, _states_after, "RMS of the state", log=True),
         }
         yield Topic(
@@ -242,8 +233,8 @@ class Sublayers(Metric):
             ),
         )
         gradients = {
-            "by sublayer": sublayers(lambda s: s.gradient_rms, "gradient RMS"),
-            "by layer": layers(lambda s: s.gradient_rms, "gradient RMS"),
+            "by sublayer": sublayers("gradient_rms", "gradient RMS"),
+            "by layer": layers("gradient_rms", "gradient RMS"),
         }
         yield Topic(
             "Gradient per sublayer",
