@@ -33,18 +33,28 @@ NEARLY_CLOSED = 1e-3
 """The share of W_α's std that a relu starts with where it should be closed: at exactly zero it would stay there."""
 
 
-def head_means(gate: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
-    """λ1 and λ2 of added values: the mean by head of their gate [..., H_kv], and 1; nothing without the gate."""
-    if gate is None:
-        return {}
-    mean = wide(gate).flatten(0, -2).mean(0)
-    return {"v": (mean, torch.ones_like(mean))}
-
-
-class GatedValues(Unmixed):
-    """V̂ = V + gate(W_α x) ⊙ V_1, one gate per token and key-value head."""
+class AddedValues(Unmixed):
+    """The base of kinds that add other values to a layer's own, times a gate per token and key-value head."""
 
     pathways = ("v",)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """[B, T, H_kv]"""
+        raise NotImplementedError
+
+    def publish(self, layer: int, x: Tensor) -> None:
+        tap(f"attention.{layer}.value_gate", lambda: self.gate(x))
+
+    def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """λ1 and λ2: the mean by head of the gate, and 1; nothing without the gate."""
+        if gamma is None:
+            return {}
+        mean = wide(gamma).flatten(0, -2).mean(0)
+        return {"v": (mean, torch.ones_like(mean))}
+
+
+class GatedValues(AddedValues):
+    """V̂ = V + gate(W_α x) ⊙ V_1."""
 
     def __init__(self, config: choices.GatedValue, place: LayerPlace) -> None:
         super().__init__(place.sections)
@@ -52,21 +62,14 @@ class GatedValues(Unmixed):
         self.gates = Projection(place.width, place.shape.heads["v"], std=place.std)
 
     def gate(self, x: Tensor) -> Tensor:
-        """α [B, T, H_kv]."""
         return GATES[self.kind](self.gates(x))
 
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
         (first,) = anchors
         return own | {"v": own["v"] + self.gate(x)[..., None] * first}, anchors
 
-    def publish(self, layer: int, x: Tensor) -> None:
-        tap(f"attention.{layer}.value_gate", lambda: self.gate(x))
-
     def readers(self) -> tuple[Tensor, ...]:
         return (self.gates.weight,)
-
-    def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        return head_means(gamma)
 
     @torch.no_grad()
     def begin_as(self, old: Unmixed) -> InitFidelity:

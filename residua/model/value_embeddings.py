@@ -20,8 +20,7 @@ from residua.config import choices
 from residua.model.anchors import LayerPlace, Projections, Unmixed
 from residua.model.context import Anchors, Context
 from residua.model.equivalence import InitFidelity, take_parameters
-from residua.model.gated_values import head_means
-from residua.model.taps import tap
+from residua.model.gated_values import AddedValues
 
 LARGEST_START = 0.02
 
@@ -37,10 +36,8 @@ class ValueTable(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class ValueEmbedding(Unmixed):
-    """V̂ = V + s·σ(W_g x[:c]) ⊙ E[token], one gate per token and key-value head."""
-
-    pathways = ("v",)
+class ValueEmbedding(AddedValues):
+    """V̂ = V + s·σ(W_g x[:c]) ⊙ E[token]."""
 
     def __init__(self, config: choices.ValueEmbeddings, place: LayerPlace) -> None:
         super().__init__(place.sections)
@@ -53,7 +50,6 @@ class ValueEmbedding(Unmixed):
         nn.init.uniform_(self.gate_weight, 0.0, LARGEST_START)
 
     def gate(self, x: Tensor) -> Tensor:
-        """The gates [B, T, H_kv]."""
         weight = self.gate_weight.to(x.dtype)
         return self.scale * torch.sigmoid(linear(x[..., : weight.shape[1]], weight))
 
@@ -61,12 +57,6 @@ class ValueEmbedding(Unmixed):
         assert context.tokens is not None
         rows = self.table(context.tokens).unflatten(-1, self.shape).to(x.dtype)
         return own | {"v": own["v"] + self.gate(x)[..., None] * rows}, anchors
-
-    def publish(self, layer: int, x: Tensor) -> None:
-        tap(f"attention.{layer}.value_gate", lambda: self.gate(x))
-
-    def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        return head_means(gamma)
 
     def readers(self) -> tuple[Tensor, ...]:
         return (self.gate_weight,)
