@@ -81,15 +81,15 @@ class Observation:
 class Ablation:
     """A part of the model that is switched off inside `with ablation.applied():`.
 
-    `index` counts within its kind, or is the first of `count` layers; `second` is the head within its layer; `label` is
-    for people, and `note` says where the part could not be left out altogether.
+    `index` counts within its kind, or is the first of `count` layers; `head` is that within its layer; `label` is for
+    people, and `note` says where the part could not be left out altogether.
     """
 
     kind: AblationKind
     index: int
     label: str
     applied: Callable[[], AbstractContextManager[None]]
-    second: int | None = None
+    head: int | None = None
     count: int = 1
     note: str = ""
 

@@ -42,10 +42,8 @@ def loss(model: Decoder, ablation: Ablation | None = None) -> float:
             return float(planted.losses(model, TEXT))
 
 
-def ablation(model: Decoder, kind: AblationKind, index: int, second: int | None = None) -> Ablation:
-    (found,) = [
-        a for a in NativeSubject(model, "m").ablations((kind,)) if a.index == index and second in (None, a.second)
-    ]
+def ablation(model: Decoder, kind: AblationKind, index: int, head: int | None = None) -> Ablation:
+    (found,) = [a for a in NativeSubject(model, "m").ablations((kind,)) if a.index == index and head in (None, a.head)]
     return found
 
 

@@ -162,5 +162,5 @@ def test_bias_and_bidirectional_attention_equal_definition() -> None:
 
 def test_heads_of_two_attentions_in_one_layer_are_counted_on() -> None:
     subject = HuggingFaceSubject(architectures.build("longcat_flash"), "two")
-    heads = [a.second for a in subject.ablations(("head",)) if a.index == 0]
+    heads = [a.head for a in subject.ablations(("head",)) if a.index == 0]
     assert heads == list(range(8))

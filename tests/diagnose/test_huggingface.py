@@ -304,7 +304,7 @@ def test_planted_defects_of_a_llama_are_named() -> None:
 def test_a_head_removed_is_a_head_whose_output_is_zero() -> None:
     model = models.build("llama")
     subject = HuggingFaceSubject(model, "llama")
-    ablation = next(a for a in subject.ablations(("head",)) if a.index == 1 and a.second == 2)
+    ablation = next(a for a in subject.ablations(("head",)) if a.index == 1 and a.head == 2)
     with ablation.applied(), torch.no_grad():
         removed = float(subject.loss(TOKENS, TOKENS))
     with torch.no_grad():

@@ -80,18 +80,8 @@ def measure(
     for ablation in ablations:
         with ablation.applied():
             loss = _loss(subject, sample, tokens_at_once)
-        results.append(
-            AblationFacts(
-                kind=ablation.kind,
-                index=ablation.index,
-                head=ablation.second,
-                label=ablation.label,
-                loss=loss,
-                change=loss - whole,
-                count=ablation.count,
-                note=ablation.note,
-            )
-        )
+        about = {name: value for name, value in vars(ablation).items() if name != "applied"}
+        results.append(AblationFacts(**about, loss=loss, change=loss - whole))
         tick()
     return results
 
