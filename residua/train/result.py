@@ -9,10 +9,10 @@ can be paired by them, which gives the error from sampling text.
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -223,7 +223,10 @@ SEQUENCES = 4
 def inspect_model(model: Decoder, batch: Batch) -> dict[str, Any]:
     """Magnitudes, gradients, depth weights and gates on a few sequences of a batch, in fp32: `inspection.json`.
 
-    One forward and backward pass with the model's taps recorded. Sections whose taps it does not have are left out.
+    By sublayer the RMS of its output and of its parameters' gradients, and how much of its output each stream takes in
+    (`beta`); the mean weight of each source at each read, row r being that after sublayer `readers[r]`; by layer the
+    mean of the attention gate and the share of it that is nearly closed, and the experts' shares of the choices. One
+    forward and backward pass with the model's taps recorded; sections whose taps it does not have are left out.
     """
     device = next(model.parameters()).device
     tokens, targets = batch.tokens[:SEQUENCES].to(device), batch.targets[:SEQUENCES].to(device)
@@ -231,59 +234,32 @@ def inspect_model(model: Decoder, batch: Batch) -> dict[str, Any]:
     model.zero_grad(set_to_none=True)
     with taps.record() as tensors:
         model.losses(tokens, targets, segments=segments)[0].backward()
+    gradients = [[p.grad for p in sublayer.parameters() if p.grad is not None] for sublayer in model.executions]
+    reads = _numbered(tensors, "depth", "weights")
     sections = {
         "tokens": tokens.numel(),
-        "sublayers": _sublayers(model, tensors),
-        "depth_weights": _depth_weights(tensors),
-        "gates": _gates(tensors),
-        "beta": _betas(tensors),
-        "experts": _experts(tensors),
+        "sublayers": [
+            {"sublayer": k, "output_rms": _rms([output]), "gradient_rms": _rms(gradients[k])}
+            for k, output in _numbered(tensors, "sublayer", "output")
+        ],
+        "depth_weights": reads
+        and {"readers": [k for k, _ in reads], "mean": [_mean_over_tokens(weights) for _, weights in reads]},
+        "gates": [
+            {"layer": k, "mean": float(gate.float().mean()), "closed": float(gauges.closed(gate).float().mean())}
+            for k, gate in _numbered(tensors, "attention", "gate")
+        ],
+        "beta": [{"sublayer": k, "mean": _mean_over_tokens(beta)} for k, beta in _numbered(tensors, "depth", "beta")],
+        "experts": [{"layer": k, "load": load.tolist()} for k, load in _numbered(tensors, "moe", "load")],
     }
     model.zero_grad(set_to_none=True)
     return {name: section for name, section in sections.items() if section}
 
 
-def _sublayers(model: Decoder, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Per sublayer: the RMS of its output and of its parameters' gradients."""
-    return [
-        {
-            "sublayer": k,
-            "output_rms": _rms([output]),
-            "gradient_rms": _rms([p.grad for p in model.executions[k].parameters() if p.grad is not None]),
-        }
-        for k, output in _numbered(tensors, r"sublayer\.(\d+)\.output")
-    ]
-
-
-def _depth_weights(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The mean weight of each source at each read: row r is the read after sublayer `readers[r]`."""
-    reads = list(_numbered(tensors, r"depth\.(\d+)\.weights"))
-    return {"readers": [k for k, _ in reads], "mean": [_mean_over_tokens(w) for _, w in reads]} if reads else {}
-
-
-def _gates(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Per layer: the mean of the attention gate, and the share of it that is nearly closed."""
-    return [
-        {"layer": k, "mean": float(gate.float().mean()), "closed": float(gauges.closed(gate).float().mean())}
-        for k, gate in _numbered(tensors, r"attention\.(\d+)\.gate")
-    ]
-
-
-def _betas(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Per gated sublayer: how much of its output each stream takes in, on average."""
-    return [{"sublayer": k, "mean": _mean_over_tokens(beta)} for k, beta in _numbered(tensors, r"depth\.(\d+)\.beta")]
-
-
-def _experts(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """Per mixture: the share of the choices that each expert got."""
-    return [{"layer": k, "load": load.tolist()} for k, load in _numbered(tensors, r"moe\.(\d+)\.load")]
-
-
-def _numbered(tensors: dict[str, Tensor], pattern: str) -> Iterator[tuple[int, Tensor]]:
-    """The taps whose names match, sorted by the number in the name."""
-    matches = [(int(match[1]), tensor) for name, tensor in tensors.items() if (match := re.fullmatch(pattern, name))]
-    for number, tensor in sorted(matches, key=lambda pair: pair[0]):
-        yield number, tensor.detach()
+def _numbered(tensors: dict[str, Tensor], part: str, what: str) -> list[tuple[int, Tensor]]:
+    """The taps of this name, such as depth.N.weights, by their number."""
+    named = ((taps.parts(name), tensor) for name, tensor in tensors.items())
+    matches = [(of[1], x.detach()) for of, x in named if of is not None and (of[0], of[2]) == (part, what)]
+    return sorted(matches, key=itemgetter(0))
 
 
 def _mean_over_tokens(values: Tensor) -> list[float]:
