@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from residua.ops._runtime.backend import Operator
-from residua.ops._runtime.cases import Case, Cases, Draw
+from residua.ops._runtime.cases import Case, Draw
 from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.multi_gate import inversion, reference
 from residua.ops.multi_gate.reference import gates, pool, pool_weights
@@ -40,28 +40,21 @@ def _junction(d: Draw) -> tuple[Tensor, ...]:
     return streams, d.x(), d.gain(), d.w(d.sizes.streams + 1), d.gain()
 
 
-def _junctions(d: Draw) -> Cases:
-    yield Case(_junction(d), moved=(2 * d.sizes.streams + 2, 3 * d.sizes.streams + 3))
-
-
-def _chains(d: Draw) -> Cases:
+def _chain(d: Draw, **settings: bool) -> Case:
     streams, *rest = _junction(d)
-    yield Case(([streams], *rest), only=0)
+    return Case(([streams], *rest), settings, only=0)
 
 
-def _inverted_chains(d: Draw) -> Cases:
-    streams, *rest = _junction(d)
-    yield Case(([streams], *rest), {"last": True}, only=0)
-
-
-def _pools(d: Draw) -> Cases:
-    yield Case(([d.x() for _ in range(d.sizes.streams)], d.gain()), only=0)
-
-
-multi_gate = Operator(reference.multi_gate, _junctions, compile_seconds=5)
-multi_gate_chain = Operator(reference.multi_gate_chain, _chains)
-multi_gate_inverted = Operator(inversion.multi_gate_inverted, _inverted_chains)
-pool_streams = Operator(reference.pool_streams, _pools)
+multi_gate = Operator(
+    reference.multi_gate,
+    lambda d: [Case(_junction(d), moved=(2 * d.sizes.streams + 2, 3 * d.sizes.streams + 3))],
+    compile_seconds=5,
+)
+multi_gate_chain = Operator(reference.multi_gate_chain, lambda d: [_chain(d)])
+multi_gate_inverted = Operator(inversion.multi_gate_inverted, lambda d: [_chain(d, last=True)])
+pool_streams = Operator(
+    reference.pool_streams, lambda d: [Case(([d.x() for _ in range(d.sizes.streams)], d.gain()), only=0)]
+)
 
 if INSTALLED:
     from residua.ops.multi_gate import autograd

@@ -121,14 +121,11 @@ def _apart(row: Tensor, dtypes: Sequence[torch.dtype], width: int, competitive: 
     return row[:width].to(gate_query), biases.to(bias), row[width : 2 * width].to(pool_query)
 
 
-class Fused:
-    """A junction's forward and backward without autograd, for `inversion`."""
-
-    def __init__(self, competitive: bool, eps: float) -> None:
-        self.competitive, self.eps = competitive, eps
+class Fused(inversion.Plain):
+    """The same on kernels."""
 
     def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, after, stats = launch.forward(streams, update, *weights, self.competitive, self.eps)
+        hidden, after, stats = launch.forward(streams, update, *weights, **self.settings)
         return hidden, after, stats
 
     def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
@@ -140,10 +137,10 @@ class Fused:
     ) -> tuple[Tensor, ...]:
         gate_query, _, pool_query = weights
         passed_on = [] if g_after is None else [g_after]
-        g_streams, g_update, g_rest = launch.backward(
-            g_hidden, passed_on, [streams], [update], [stats], gate_query, pool_query, False, self.competitive, self.eps
-        )
-        return g_streams, g_update, *_apart(g_rest, [w.dtype for w in weights], g_hidden.shape[-1], self.competitive)
+        saved = ([streams], [update], [stats], gate_query, pool_query)
+        g_streams, g_update, g_rest = launch.backward(g_hidden, passed_on, *saved, False, **self.settings)
+        dtypes, width = [w.dtype for w in weights], g_hidden.shape[-1]
+        return g_streams, g_update, *_apart(g_rest, dtypes, width, self.settings["competitive"])
 
 
 inversion.HALVES["fused"] = Fused

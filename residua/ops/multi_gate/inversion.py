@@ -19,8 +19,8 @@ A file of its own: it serves both backends, the plain one and `autograd.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,39 +71,27 @@ def _exceeding(amplified: Mapping[int, float], kept: Collection[int], most: floa
     return chosen[::-1]
 
 
-class Halves(Protocol):
-    """A junction without autograd, forward and backward."""
-
-    def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h [..., C], s' [..., N, C] and numbers that begin with β [..., N]."""
-
-    def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
-        """s [..., N, C] from s' and f."""
-
-    def backward(
-        self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The gradients of s [..., N, C], of f, and of w1, the biases and w2."""
-
-
 class Plain:
-    """The reference, differentiated by autograd."""
+    """A junction without autograd, forward and backward; here the reference, which autograd differentiates."""
 
     def __init__(self, competitive: bool, eps: float) -> None:
         self.settings: dict[str, Any] = {"competitive": competitive, "eps": eps}
 
     def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h [..., C], s' [..., N, C] and numbers that begin with β [..., N]."""
         stacked = streams[0] if len(streams) == 1 else torch.stack([*streams], -2)
         beta = reference.gates(stacked, *weights[:2], **self.settings)
         return *reference.multi_gate(stacked, update, *weights, **self.settings), beta
 
     def invert(self, after: Tensor, update: Tensor, stats: Tensor) -> Tensor:
+        """s [..., N, C] from s' and f."""
         beta, f = stats[..., None], wide(update)[..., None, :]
         return ((wide(after) - beta * f) / (1 - beta).clamp(min=FLOOR)).to(after.dtype)
 
     def backward(
         self, g_hidden: Tensor, g_after: Tensor | None, streams: Tensor, update: Tensor, stats: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
+        """The gradients of s [..., N, C], of f, and of w1, the biases and w2."""
         leaves = [t.detach().requires_grad_() for t in (streams, update, *weights)]
         with torch.enable_grad():
             outputs = reference.multi_gate(*leaves, **self.settings)
@@ -111,7 +99,7 @@ class Plain:
         return torch.autograd.grad(outputs, leaves, gradients, materialize_grads=True)
 
 
-HALVES: dict[str, Callable[[bool, float], Halves]] = {"plain": Plain}
+HALVES: dict[str, type[Plain]] = {"plain": Plain}
 
 
 def multi_gate_inverted(
