@@ -90,7 +90,7 @@ class Stacked(Layout):
         return by_expert
 
 
-class Transposed(Stacked):
+class TransposedStacks(Stacked):
     """Theirs are [E, C, rows], or biases [E, rows]; `interleaved` if rows of gate and up take turns there (gpt-oss)."""
 
     def __init__(self, experts: int, *, interleaved: bool) -> None:

@@ -18,7 +18,7 @@ from residua.convert.family import (
     register,
     window_of,
 )
-from residua.convert.layouts import Layout, Transposed
+from residua.convert.layouts import Layout, TransposedStacks
 from residua.convert.llama import Olmo2, head_qk_norm, joint_qk_norm
 from residua.errors import UserError
 
@@ -138,7 +138,7 @@ class GptOss(Mixture):
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if ".experts." in name:
-            return Transposed(config.ffn.experts, interleaved=".experts.up" in name)
+            return TransposedStacks(config.ffn.experts, interleaved=".experts.up" in name)
         return super().layout(name, config, keys)
 
 
