@@ -52,7 +52,8 @@ def run(module: nn.Module, x: Tensor) -> Tensor:
 def visits(module: MoE, t: Tensor, normalize: bool) -> dict[int, Tensor]:
     """The experts of one token and their weights."""
     router = module.router
-    sizes = {"top_k": router.top_k, "scale": router.scale, "groups": router.groups}
+    groups = router.groups and (*router.groups[:2], 2 if isinstance(router, SigmoidRouter) else 1)
+    sizes = {"top_k": router.top_k, "scale": router.scale, "groups": groups}
     if isinstance(router, SigmoidRouter):
         return kimi.route(router.weight, router.bias, t, **sizes, normalize=normalize)
     p = torch.softmax(router.weight @ t + (0 if router.offset is None else router.offset), 0)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from residua.errors import UserError
+from residua.model.cache import Now
 from residua.model.decoder import build
 from residua.model.places import Places
-from residua.model.sdpa import attend
+from residua.model.sdpa import attend, attend_cached
 from tests.golden.compare import agree, leaves_of, random, randomise
 from tests.model.small import in_parts, small, tokens_and_targets
 
@@ -31,6 +32,14 @@ def test_queries_at_positions_attend_as_in_the_whole_sequence(
     whole = attend(q, k, v, segments=segments, sink=sink, window=window)
     some = attend(q[:, SOME], k, v, segments=segments, sink=sink, window=window, positions=SOME)
     torch.testing.assert_close(some, whole[:, SOME], rtol=1e-12, atol=1e-12)
+
+
+def test_capped_scores_of_a_token_alone_are_those_of_its_mask() -> None:
+    """On a GPU a token that is decoded has no mask but a last slot."""
+    (q, k, v), until = (heads(4)[:, :1], heads(2), heads(2)), torch.tensor([3, 6])
+    visible = (torch.arange(8) <= until[:, None])[:, None, None]
+    alone, masked = Now(until[:, None], None, until, None, None), Now(until[:, None], visible, until, None, None)
+    torch.testing.assert_close(attend_cached(q, k, v, alone, softcap=0.3), attend_cached(q, k, v, masked, softcap=0.3))
 
 
 def test_angles_are_those_of_the_positions() -> None:
