@@ -19,7 +19,7 @@ from residua.storage.model_folder import PRECISIONS, open_tokenizer
 from residua.storage.stored_model import open_stored
 
 RESIDUA = "residua"
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
+SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]?)(i?)B", re.IGNORECASE)
 SHARD = "5GB"
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -92,12 +92,10 @@ def export(
 
 def parse_size(text: str) -> int:
     """Bytes from `5GB` or `500 MiB`."""
-    match = SIZE.fullmatch(text)
-    size = (
-        0
-        if match is None
-        else int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
-    )
+    match, size = SIZE.fullmatch(text), 0
+    if match is not None:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
     if size < 1:
         raise UserError(f"--max-shard-size {text} is not a size: write 5GB or 500MB, for example.")
     return size

@@ -103,6 +103,6 @@ def test_weight_that_is_not_finite_is_refused(run: Path, tmp_path: Path) -> None
 
 def test_sizes_are_read_in_the_units_of_disks_and_memory() -> None:
     assert [parse_size(text) for text in ("5GB", "1.5 MiB", "200b")] == [5 * 10**9, 3 * 2**19, 200]
-    for text in ("5", "many", "0GB", "GB"):
+    for text in ("5", "many", "0GB", "GB", f"{10**400}GB"):
         with pytest.raises(UserError, match=f"--max-shard-size {text} is not a size: write 5GB or 500MB"):
             parse_size(text)
