@@ -134,7 +134,7 @@ class Ministral3(Mistral):
         keys, growth = super().keys(config), None if config.softmax is None else config.softmax.query_growth
         beta, original = (0.0, config.context) if growth is None else (growth.beta, growth.original_context)
         table = {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original} | keys["rope_parameters"]
-        return keys | {"rope_parameters": table, "rope_scaling": table}
+        return keys | {"rope_parameters": table}
 
 
 @register
