@@ -30,6 +30,20 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 SCALE = "1/32"
+DEMO_OPTIONS = (
+    "demo",
+    "data",
+    "sizes",
+    "rows",
+    "seeds",
+    "set",
+    "workers",
+    "threads",
+    "task-dir",
+    "limit",
+    "plan",
+    "results",
+)
 
 
 @app.command()
@@ -65,12 +79,16 @@ def reproduce(
     ] = None,
     change: Annotated[list[str] | None, option("A change to every run.", "--set", metavar="SECTION.KEY=VALUE")] = None,
     results: Annotated[Path | None, option("Keep the numbers in this file, and extend it.", metavar="FILE")] = None,
+    demo: Annotated[
+        bool, option("Tiny models on a CPU, in minutes: how the page looks, and no evidence.", "--demo")
+    ] = False,
     plan: Annotated[bool, option("Show runs, tokens, FLOPs and hours, and stop.", "--plan")] = False,
 ) -> None:
     """See a table or figure of a paper on your machine, the paper's number next to yours.
 
     \b
     residua reproduce
+    residua reproduce 004:table1 --demo
     residua reproduce 004:table1 --plan
     residua reproduce 004:table1 --scale 1/32 --sizes S --data data/wiki --out runs/mgr
     residua reproduce 004:table1 --rows full_attnres,mgr --seeds 5
@@ -91,7 +109,7 @@ def reproduce(
         scale=share, sizes=_names(sizes), rows=_names(rows), seeds=seeds, set=tuple(change or ()),
         data=None if data is None else str(data), workers=workers, threads=threads,
         task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks, tune=_multiples(tune),
-        calibration=calibration,
+        calibration=calibration, demo=demo,
     )  # fmt: skip
     others = {"study": study, "run": run, "results": results, "plan": plan}  # a request has the options of a training
     options = [*request.given(but=("scale",)), *(name for name, value in others.items() if value)]
@@ -112,6 +130,8 @@ def reproduce(
         return
     from residua.reproduce import run_entry as work
 
+    if demo:
+        _refuse(options, DEMO_OPTIONS, "--demo has a size of its own: leave --{} out.")
     if run:
         _refuse(options, ("run",), "--run looks inside a model that exists and trains nothing: leave --{} out.")
         page = work.look_inside(entry, run, folder, console)

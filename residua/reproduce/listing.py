@@ -17,22 +17,33 @@ NEEDS_MODELS = "--run FOLDER"
 COST_WIDTH = 52  # characters
 
 
+def by_use(document: str) -> list[str]:
+    """A document's entries, those that train first, then those that look at a person's models."""
+
+    def place(name: str) -> int:
+        entry = load(name)
+        return 2 if isinstance(entry, Nothing) else 0 if entry.trains else 1
+
+    return sorted((name for name in names() if name.startswith(document)), key=place)
+
+
 def print_list(console: Console, scale: Fraction) -> None:
-    """One line for each entry: its cost as published and at `scale`, and its result."""
+    """One line for each entry: its runs, their cost at `scale`, and its title."""
     rate = training_rate()
     for document, title in DOCUMENTS.items():
         console.print(Text(f"{document}: {title}", style="bold"), soft_wrap=True)
-        _line(console, "entry", "runs", f"{'as published':<{COST_WIDTH}}{f'at {scale}':<{COST_WIDTH}}", "what")
-        for name in names():
-            if name.startswith(document):
-                _line(console, name, *_cells(load(name), scale, rate))
+        _line(console, "entry", "runs", f"{f'at {scale}':<{COST_WIDTH}}", "what")
+        for name in by_use(document):
+            _line(console, name, *_cells(load(name), scale, rate))
         console.print()
     console.print(Text(sentence(scale)), soft_wrap=True)
-    console.print("Next: residua reproduce ENTRY --plan; docs/reproduce.md says how.", soft_wrap=True)
+    console.print(
+        "Next: residua reproduce ENTRY --demo, in minutes; or --plan. docs/reproduce.md says how.", soft_wrap=True
+    )
 
 
-def _line(console: Console, name: str, runs: str, costs: str, what: str) -> None:
-    line = Text(f"{name:<11} {runs:>5}  {costs:<{2 * COST_WIDTH}}{what}")
+def _line(console: Console, name: str, runs: str, cost: str, what: str) -> None:
+    line = Text(f"{name:<11} {runs:>5}  {cost:<{COST_WIDTH}}{what}")
     if console.is_terminal:
         console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
     else:
@@ -40,11 +51,11 @@ def _line(console: Console, name: str, runs: str, costs: str, what: str) -> None
 
 
 def _cells(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> tuple[str, str, str]:
-    """Runs, their cost as published and at the scale, and the title of the entry."""
+    """Runs, their cost at the scale, and the title of the entry."""
     if isinstance(entry, Nothing):
         return "", f"no: {entry.reason}", f"{entry.title}. Nearest: {entry.nearest}"
     if not entry.trains:
         return "", NEEDS_MODELS, entry.title
-    costs = [estimated_cost(entry, at) for at in (Fraction(1), scale)]
-    texts = [f"{count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs, {duration(cost.flops / rate)}" for cost in costs]
-    return str(costs[0].runs), "".join(f"{text:<{COST_WIDTH}}" for text in texts), entry.title
+    cost = estimated_cost(entry, scale)
+    text = f"{count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs, {duration(cost.flops / rate)}"
+    return str(cost.runs), f"{text:<{COST_WIDTH}}", entry.title

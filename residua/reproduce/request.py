@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.size import measure
 from residua.reproduce.entry import Size, Study
-from residua.reproduce.scale import changes
+from residua.reproduce.scale import changes, sentence
 from residua.study.config import Scaling, StudyConfig, Tasks
 
 
@@ -33,6 +33,17 @@ class Request:
     no_tasks: bool = False
     tune: tuple[str, ...] = ()
     calibration: int | None = None
+    demo: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """The size of what is trained, for the page and the terminal."""
+        if self.demo:
+            return (
+                "A demo: tiny models, a few steps and one seed on a CPU. It shows what the entry measures and how the "
+                "page looks; nothing follows for the paper's claims."
+            )
+        return sentence(self.scale)
 
     def given(self, but: Sequence[str] = ()) -> list[str]:
         """The options that were given, apart from some."""
@@ -61,6 +72,44 @@ def selected(entry: Study, request: Request) -> Study:
             "seeds": request.seeds or entry.seeds,
         }
     )
+
+
+DEMO_SCALE = Fraction(1, 10**6)
+DEMO_LAYERS = 8
+DEMO_EXPERTS = 16
+DEMO = (
+    "train.device=cpu", "train.steps=60", "train.micro_batch=16", "train.accumulate=1", "train.schedule.warmup=6",
+    "train.log_every=5", "train.validate_every=20", "train.save_every=60", "model.context=64",
+    "data.validation_tokens=8192",
+)  # fmt: skip
+"""Minutes on two cores for a table of 22 rows."""
+
+
+def demo_of(entry: Study, request: Request) -> tuple[Study, Request]:
+    """The entry's first size, so small that all its rows train in minutes on a CPU, and as deep in every row."""
+    names = request.sizes or tuple(size.name for size in entry.sizes[:1])
+    size = next((size for size in entry.sizes if size.name == names[0]), entry.sizes[0])
+    model = RunConfig.find(size.base).override(list(size.set)).model
+    changes = [*DEMO, f"model.layers={min(DEMO_LAYERS, model.layers)}"]
+    if model.ffn.mixture:
+        changes.append(f"model.ffn.experts={min(DEMO_EXPERTS, model.ffn.experts)}")
+    small = replace(
+        request,
+        scale=DEMO_SCALE,
+        sizes=names,
+        seeds=request.seeds or 1,
+        set=(*changes, *request.set),
+        no_tasks=request.task_dir is None,
+        calibration=request.calibration or 16,
+        workers=max(2, request.workers),
+        threads=request.threads or 1,
+    )
+    rows = tuple(row.model_copy(update={"variant": _without_layers(row.variant)}) for row in entry.rows)
+    return entry.model_copy(update={"rows": rows}), small
+
+
+def _without_layers(variant: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(change for change in variant if not change.startswith("model.layers="))
 
 
 def build_study(name: str, entry: Study, request: Request) -> StudyConfig:

@@ -17,8 +17,8 @@ from residua.report.terminal import ProgressBars
 from residua.reproduce.claims import DIVERGED, Measured, verdicts
 from residua.reproduce.comparison import Comparison
 from residua.reproduce.entry import Inside, Nothing, Study, load
-from residua.reproduce.request import Cost, Request, build_study, selected, tasks_sentence
-from residua.reproduce.scale import sentence
+from residua.reproduce.request import Cost, Request, build_study, demo_of, selected, tasks_sentence
+from residua.study.config import StudyConfig
 from residua.study.extend_study import plan_study
 from residua.study.page import Outcome
 from residua.study.plan import StudyPlan, open_dataset
@@ -49,26 +49,32 @@ def reproduce(
     name: str, request: Request, out: Path, console: Console, results: Path | None = None, command: str = ""
 ) -> Reproduced:
     """Conduct an entry as a study in `out`; the paper's values and the verdicts are on its page and in results.md."""
-    entry = selected(trained(name), request)
-    refuse_strangers(out)
-    study = build_study(name, entry, request)
-    console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
+    entry, study = _study(name, request, out)
+    console.print(Text(f"{name}: {entry.title}. {request.sentence}"), soft_wrap=True)
     if line := tasks_sentence(entry, study):
         console.print(Text(line), soft_wrap=True)
-    comparison = Comparison(name, entry, sentence(request.scale), out)
+    comparison = Comparison(name, entry, request.sentence, out)
     outcome = run_study(study, out, console, results, command, supplement=comparison)
     print_study(console, outcome.result)
     lines = [f"• {verdict.sentence}" for verdict in verdicts(Measured(entry, outcome.result, out))]
     return Reproduced(outcome, tuple(lines))
 
 
+def _study(name: str, request: Request, out: Path) -> tuple[Study, StudyConfig]:
+    """The selected entry and its study, for a folder that has no other content."""
+    whole = trained(name)
+    if request.demo:
+        whole, request = demo_of(whole, request)
+    entry = selected(whole, request)
+    refuse_strangers(out)
+    return entry, build_study(name, entry, request)
+
+
 def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
     """Print the planned runs, tokens, FLOPs and hours on this device; writes nothing and trains nothing."""
-    entry = selected(trained(name), request)
-    refuse_strangers(out)
-    study = build_study(name, entry, request)
+    entry, study = _study(name, request, out)
     plan = plan_study(study, out, open_dataset(study, progress=console.is_terminal), None)
-    console.print(Text(f"{name}: {entry.title}. {sentence(request.scale)}"), soft_wrap=True)
+    console.print(Text(f"{name}: {entry.title}. {request.sentence}"), soft_wrap=True)
     announce(console, study, plan)
     if line := tasks_sentence(entry, study):
         console.print(Text(line), soft_wrap=True)

@@ -53,6 +53,8 @@ def test_plan_says_runs_tokens_flops_hours_and_writes_nothing(dataset: Dataset, 
         (["004:fig2", "--run", "runs/x", "--plan"], "leave --plan out"),
         (["--data", "data/x"], "--data needs an entry, such as 004:table1"),
         (["004:table1", "--scale", "3"], "--scale 3 is not a number above 0 and at most 1"),
+        (["004:table1", "--demo", "--scale", "1"], "--demo has a size of its own: leave --scale out."),
+        (["--demo"], "--demo needs an entry, such as 004:table1"),
         (["004:table1", "--sizes", "XL"], "--sizes XL is not in this entry: choose from S, M, L"),
     ],
 )
@@ -77,6 +79,27 @@ def test_entry_runs_to_the_end_and_continues_where_it_was(dataset: Dataset, tmp_
     written = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/metrics.jsonl")}
     assert runner.invoke(app, arguments, catch_exceptions=False).exit_code == 0
     assert {path: path.stat().st_mtime_ns for path in written} == written
+
+
+@pytest.mark.slow
+def test_demo_trains_a_small_model_of_each_row_and_decides_nothing(dataset: Dataset, tmp_path, monkeypatch) -> None:
+    fork_workers(monkeypatch)
+    out = tmp_path / "study"
+    arguments = ["004:table1", "--demo", "--rows", "full_attnres", "--data", str(dataset.path), "--out", str(out)]
+    quick = (
+        "model.layers=2",
+        "train.steps=4",
+        "train.schedule.warmup=1",
+        "train.micro_batch=2",
+        "data.validation_tokens=256",
+    )
+    arguments += [word for change in quick for word in ("--set", change)]
+    result = runner.invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "nothing follows for the paper's claims" in (out / "results.md").read_text("utf-8")
+    assert "direction confirmed" not in result.output and "direction not shown" in result.output
+    runs = json.loads((out / "results.json").read_text("utf-8"))["runs"]
+    assert [(run["size"], run["seed"], run["status"]) for run in runs] == [("mgr-s-prenorm", 0, "complete")] * 2
 
 
 TRAINED = [name for name in names() if not isinstance(entry := load(name), Nothing) and entry.trains]

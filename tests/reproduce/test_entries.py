@@ -15,7 +15,7 @@ from residua.config.variants import overrides
 from residua.data import Dataset
 from residua.model.size import measure
 from residua.reproduce.entry import FOLDER, Inside, Nothing, Study, load, names, read_entry
-from residua.reproduce.request import Request, build_study, selected, size_changes
+from residua.reproduce.request import DEMO_LAYERS, Request, build_study, demo_of, selected, size_changes
 from residua.reproduce.scale import changes, parse_scale
 from residua.study.plan import make_plan
 from tests.nightly import only_nightly
@@ -46,6 +46,18 @@ def test_every_entry_plans_its_study_at_the_smallest_scale(name: str, dataset: D
     assert len(plan.compared) == len(entry.rows) * len(entry.sizes) * entry.seeds
     assert len(entry.sizes) == 1 or list(study.sizes) == [size.name for size in entry.sizes]
     assert study.diagnose == (isinstance(entry, Inside) or entry.diagnosed)
+
+
+@pytest.mark.parametrize("name", only_nightly(TRAINED, but=["000:fig5", "003:table2"]))
+def test_demo_of_an_entry_is_a_shallow_study_of_its_first_size(name: str, dataset: Dataset, tmp_path: Path) -> None:
+    whole, request = demo_of(TRAINED[name], Request(data=str(dataset.path), demo=True))
+    entry = selected(whole, request)
+    plan = make_plan(build_study(name, entry, request), tmp_path / "study", dataset)
+    assert len(plan.compared) == len(TRAINED[name].rows) and [size.name for size in entry.sizes] == [
+        TRAINED[name].sizes[0].name
+    ]
+    assert {run.config.model.layers for run in plan.runs} == {DEMO_LAYERS}
+    assert {run.config.model.width for run in plan.runs} == {32} and {run.seed for run in plan.runs} == {0}
 
 
 def test_figures_name_sections_that_the_page_of_a_diagnosis_has() -> None:
