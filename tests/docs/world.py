@@ -141,7 +141,8 @@ def _entry(parameters: dict) -> list[str]:
     entry = load(parameters["entry"])
     changes = [word for change in QUICK for word in ("--set", change)]
     few = ["--sizes", entry.sizes[0].name, "--rows", entry.rows[1].name, "--seeds", "1", "--limit", "2"]
-    return ["--scale", "1/1000000", *few, *changes, "--threads", "1"]
+    scale = [] if parameters["demo"] else ["--scale", "1/1000000"]
+    return [*scale, *few, *changes, "--threads", "1"]
 
 
 def _sizes(start: Path | None, base: str | None) -> list[str]:
