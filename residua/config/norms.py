@@ -32,6 +32,7 @@ class UnitRMSNorm(NormChoice):
 
     kind: Literal["unit_rmsnorm"] = "unit_rmsnorm"
     eps: float = Field(1e-6, gt=0)
+    """Added to the mean square."""
 
 
 class LayerNorm(NormChoice):
@@ -39,7 +40,9 @@ class LayerNorm(NormChoice):
 
     kind: Literal["layernorm"] = "layernorm"
     eps: float = Field(1e-5, gt=0)
+    """Added to the variance."""
     parameters: Literal["gain_and_bias", "gain", "none"] = "gain_and_bias"
+    """The trained vectors."""
 
 
 class PreAffine(NormChoice):

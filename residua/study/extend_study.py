@@ -116,6 +116,11 @@ class StudyRecords:
             "has them with --from."
         )
 
+    def require_weights(self) -> None:
+        """Refuse to train runs that have no weights to begin with."""
+        if missing := self.missing_weights():
+            raise ConfigError(missing)
+
     def progress_sentence(self) -> str:
         """How many runs of the study are complete, and what is left to train."""
         local = self.complete()

@@ -8,7 +8,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from residua.config.settings import ConfigError
 from residua.study.config import StudyConfig
 from residua.study.extend_study import StudyRecords, complete_records, join, link_results, plan_study, settle
 from residua.study.measurements import DiagnosisMeasurement, Measurement, OutlierMeasurement, PrecisionMeasurement
@@ -49,8 +48,7 @@ def run_study(
     with lock_results(results):
         study = settle(study, out, results)
         whole, questions = begin(study, out, console, results, command)
-        if missing := whole.missing_weights():
-            raise ConfigError(missing)
+        whole.require_weights()
         link_results(out, results)
         if whole.plan.trials:
             tune_rates(study, whole.plan, out, console)

@@ -122,7 +122,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "key of another kind": (["topology.iterations=3"], ["topology.iterations = 3", "not a known key"]),
     "unknown kind": (["topology.kind=full_atnres"], ["topology.kind = 'full_atnres'", "did you mean 'full_attnres'?"]),
-    "unknown kind far from any": (["norm.kind=zzz"], ["norm.kind = 'zzz'", "'rmsnorm', 'preaffine', 'gatednorm'"]),
+    "unknown kind far from any": (["norm.kind=zzz"], ["norm.kind = 'zzz'", "'preaffine', 'gatednorm'"]),
     "unknown nested kind": (
         ["anchors={kind='exoformer', mixing={kind='dynamc'}}"],
         ["anchors.mixing.kind = 'dynamc'", "did you mean 'dynamic'?"],
