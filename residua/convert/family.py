@@ -60,6 +60,9 @@ TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN = {"gelu": "gelu", "relu2": "relu2", **dict.fromkeys(TANH, "gelu_tanh")}
 """`hidden_act` of a feed-forward without a gate to its kind."""
 
+ACTS = {kind: act for acts in (GATED, PLAIN) for act, kind in reversed(acts.items())}
+"""A kind to the `hidden_act` that is written for it."""
+
 FAMILIES: dict[str, type[Family]] = {}
 """Families by `model_type`."""
 
@@ -269,7 +272,7 @@ class Family:
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.kv_heads or attention.heads,
             "head_dim": head_dim(config),
-            "hidden_act": {kind: act for act, kind in reversed((GATED | PLAIN).items())}.get(config.ffn.kind, "silu"),
+            "hidden_act": ACTS.get(config.ffn.kind, "silu"),
             "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,

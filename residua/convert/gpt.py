@@ -182,7 +182,7 @@ class PartlyTurned(PlainFeedForwards):
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
         keys["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-        return keys | {"partial_rotary_factor": keys["rope_parameters"]["partial_rotary_factor"]}
+        return keys
 
 
 @register
@@ -227,9 +227,8 @@ class GPTNeoX(PartlyTurned):
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
-        old = {name: keys[key] for name, key in self.NAMES.items()}
         about = {"use_parallel_residual": config.topology.kind == "parallel", "attention_bias": biased(config)}
-        return self.spelled(keys | about) | old
+        return self.spelled(keys | about)
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         """Theirs has queries, keys and values of one head after another."""
