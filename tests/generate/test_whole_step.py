@@ -128,6 +128,10 @@ def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
     "tables",
     [
         {"norm": {"kind": "gatednorm", "rank": 4}},
+        {"norm": {"kind": "layernorm"}},
+        {"norm": {"kind": "unit_rmsnorm"}},
+        {"learned_positions": 64},
+        {"topology": {"kind": "parallel"}},
         {"topology": {"kind": "full_attnres", "window": 2}},
         {"topology": {"kind": "multi_gate", "streams": 5}},
         {"attention": SOFTMAX | {"gate": "headwise"}},
@@ -141,6 +145,7 @@ def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
         {"anchors": {"kind": "exoformer", "pathways": ["v"], "norm": "none"}},  # not the first layer's values
         {"anchors": {"kind": "nuresformer", "pathways": ["v"]}},  # values are normed before they are mixed
         {"ffn": {"kind": "geglu", "hidden": 24}},
+        {"ffn": {"kind": "gelu_tanh", "hidden": 24}},
         {"ffn": {"kind": "relu2", "hidden": 20}},
     ],
 )
