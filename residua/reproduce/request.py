@@ -82,7 +82,7 @@ DEMO = (
     "train.log_every=5", "train.validate_every=20", "train.save_every=60", "model.context=64",
     "data.validation_tokens=8192",
 )  # fmt: skip
-"""Minutes on two cores for a table of 22 rows."""
+"""About a minute of processor time for each row, its step timed alone included."""
 
 
 def demo_of(entry: Study, request: Request) -> tuple[Study, Request]:

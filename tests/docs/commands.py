@@ -19,7 +19,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 NOT_EXECUTED = {
     r": make ": "`make test` is what runs this",
     r": pip ": "installs packages",
-    r" pytest ": "needs a GPU",
     r": torchrun ": "starts several processes: tests/distributed does that",
     r"residua\.distributed\.convert ": "needs a sharded checkpoint: tests/distributed makes one",
     r"torchtitan\.convert|tools/titan_step": "needs a checkpoint of torchtitan, or a GPU: see tests/integrations",
