@@ -153,6 +153,8 @@ class Family:
     KEYS: ClassVar[type[OpenShape]] = Keys
     """Keys that its config.json must hold."""
 
+    ACTS: ClassVar[Mapping[str, str]] = GATED
+    """`hidden_act` to the kinds of feed-forwards that it has."""
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -272,7 +274,7 @@ class Family:
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.kv_heads or attention.heads,
             "head_dim": head_dim(config),
-            "hidden_act": ACTS.get(config.ffn.kind, "silu"),
+            "hidden_act": {kind: act for act, kind in reversed(self.ACTS.items())}.get(config.ffn.kind, "silu"),
             "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,

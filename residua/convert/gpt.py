@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import Family, Names, Rule, alike, biased, plain_kind, register, window_of
+from residua.convert.family import PLAIN, Family, Names, Rule, alike, biased, plain_kind, register, window_of
 from residua.convert.layouts import Layout, Ones, Packed, Reordered, Transposed, turned_order
 from residua.convert.llama import query_key_order
 from residua.convert.positions import turned_width
@@ -35,6 +35,8 @@ class LayerNormed(Family):
 
 class PlainFeedForwards(LayerNormed):
     """Feed-forwards without a gate, and biases everywhere."""
+
+    ACTS: ClassVar[Mapping[str, str]] = PLAIN
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         tables = super().tables(keys)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import Family, Names, alike, biased, plain_kind, register
+from residua.convert.family import PLAIN, Family, Names, alike, biased, plain_kind, register
 from residua.convert.layouts import Layout, Ones, Reordered, by_head
 from residua.convert.llama import head_qk_norm
 from residua.errors import UserError
@@ -39,6 +39,7 @@ class NormedRows(Layout):
 class NanoChat(Family):
     """nanochat: norms without gains, also on embedded tokens, squared ReLU, capped logits."""
 
+    ACTS: ClassVar[Mapping[str, str]] = PLAIN
     model_type = "nanochat"
     architecture = "NanoChatForCausalLM"
     DEFAULTS: ClassVar[Mapping[str, Any]] = {

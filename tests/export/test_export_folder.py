@@ -142,7 +142,7 @@ def test_tensors_that_do_not_fit_are_named_in_one_sentence(folder, damage, sente
     ("name", "content", "sentence"),
     [
         ("config.json", "{", "config.json is not valid JSON .*: export or download the folder again"),
-        ("config.json", '{"model_type": "gpt2"}', "model of type 'gpt2': neither `residua export` wrote it nor does"),
+        ("config.json", '{"model_type": "bert"}', "model of type 'bert': neither `residua export` wrote it nor does"),
         ("config.json", '{"model_type": "residua", "residua": {"layers": 0}}', "layers = 0 is refused"),
         ("model.safetensors", "nonsense", "model.safetensors cannot be read"),
     ],
