@@ -60,9 +60,6 @@ TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN = {"gelu": "gelu", "relu2": "relu2", **dict.fromkeys(TANH, "gelu_tanh")}
 """`hidden_act` of a feed-forward without a gate to its kind."""
 
-ACTS = {kind: act for acts in (GATED, PLAIN) for act, kind in reversed(acts.items())}
-"""A kind to the `hidden_act` that is written for it."""
-
 FAMILIES: dict[str, type[Family]] = {}
 """Families by `model_type`."""
 
