@@ -97,7 +97,9 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(second[tensor], first[tensor], rtol=0, atol=1e-6 if changed else 0)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "cohere2", "qwen3_next", "gemma2", "ministral3"])
+@pytest.mark.parametrize(
+    "name", only_nightly(FAMILIES, {"gpt2", "gpt_neox", "cohere2", "qwen3_next", "gemma2", "ministral3"})
+)
 def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: Path) -> None:
     """Rows of two lengths: ours padded on the right, theirs on the left; then one token more from the cache."""
     architecture, keys = FAMILIES[name]
@@ -117,6 +119,17 @@ def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: 
         second = theirs(given[:, :1], attention_mask=mask, **steps)
     equal(ours, first.logits[:, -1])
     equal(after, second.logits[:, 0])
+
+
+@pytest.mark.parametrize("name", only_nightly(FAMILIES, {"gpt2", "qwen3_next", "ministral3"}))
+def test_documents_in_one_row_have_the_logits_of_each_alone(name: str, tmp_path: Path) -> None:
+    architecture, keys = FAMILIES[name]
+    theirs, (row, _) = saved(tmp_path, architecture, **keys), tokens()
+    model, first = load(tmp_path), 23
+    with torch.no_grad():
+        packed = model(row[None], segments=(torch.arange(len(row)) >= first).long()[None])[0]
+    for part in (slice(first), slice(first, None)):
+        equal(packed[part], logits(theirs, row[None, part])[0])
 
 
 def test_deepseek_scores_have_the_factor_of_yarn(tmp_path: Path) -> None:
