@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,12 @@ def device_name(device: torch.device) -> str:
     return f"{_processor()}, {torch.get_num_threads()} threads"
 
 
+@cache
 def code_commit() -> str | None:
-    """The git commit this package runs from, with `+changes` where the tree differs; None outside a checkout."""
+    """The git commit this package runs from, with `+changes` where the tree differs; None outside a checkout.
+
+    Asked once a process, which runs the code that it has loaded, however the tree changes.
+    """
     package = Path(__file__).parents[1]
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None

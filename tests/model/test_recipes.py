@@ -86,7 +86,7 @@ def test_dyt_as_qk_norm_is_its_equation_in_every_gradient() -> None:
     randomise(norm)
     q, k, angles = random(1, 3, 2, 4), random(1, 3, 2, 4, seed=1), random(3, 2, seed=2, grad=False)
     table = angles.cos(), angles.sin()
-    ours = norm(q, k, table)
+    ours = norm.turn_queries(q, table), norm.turn_keys(k, table)
     golden = [
         rotated(parts.dyt(x, part.alpha, part.weight, part.bias), *table)
         for x, part in ((q, norm.query), (k, norm.key))
