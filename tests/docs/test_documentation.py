@@ -14,7 +14,6 @@ import residua
 from residua.config.choices import TopologyChoice
 from residua.config.run import RunConfig
 from residua.model import taps
-from residua.model.decoder import build
 from residua.model.size import measure
 from residua.model.topology import build_topology
 from tests.docs.commands import load_module, parse
@@ -40,18 +39,11 @@ def test_dir_of_the_package_shows_what_the_pages_name():
     assert named <= set(shown.split())
 
 
-@pytest.mark.slow
-def test_the_readme_builds_its_model_and_takes_a_loss(monkeypatch):
-    """Of its 124 million parameters, those of four layers and a small vocabulary are filled."""
+def test_python_of_the_readme_runs_as_pasted():
     (code,) = python_blocks("../README.md")
-    small = ["layers=4", "vocab_size=1024"]
-    monkeypatch.setattr(residua, "build", lambda config: build(config.override(small)))
-    tokens = torch.randint(0, 1024, (1, 9))
-    scope: dict = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    with torch.no_grad():
-        exec(code, scope)
-    assert scope["loss"].isfinite()
-    assert measure(scope["config"]).parameters > 100e6
+    scope: dict = {}
+    exec(code, scope)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in scope["model"].parameters())
 
 
 def test_kernels_page_works_and_names_every_operator():
@@ -246,9 +238,9 @@ def test_every_interval_is_in_a_table_that_is_made_from_a_study() -> None:
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md")]
     made = "".join(block for page in pages for block in re.findall(r"<!-- study .*?<!-- end -->", page, re.S))
     words = README + re.sub(r"<!-- study .*?<!-- end -->", "", (ROOT / "docs" / "RESULTS.md").read_text(), flags=re.S)
-    told = re.findall(r"(\d\.\d\d×)(?: per\s+second)?\s+(\[[^]]*\d\])", words)
-    assert len(told) > 5
-    wanted = [f" {gain} {' '.join(ends.split())}" for gain, ends in told]
+    told = re.findall(r"(\d\.\d\d)(?:×| times)(?:\s[\w-]+)*\s+(\[[^]]*\d\])", words)
+    assert len(told) > 2
+    wanted = [f" {gain}× {' '.join(ends.split())}" for gain, ends in told]
     assert [words for words in wanted if f"{words} |" not in made and f"{words}." not in made] == []
 
 
