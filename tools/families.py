@@ -1,4 +1,4 @@
-"""Write the table of families into docs/import.md: `python tools/families.py` (transformers must be installed).
+"""Write the table of docs/reference/families.md: `python tools/families.py` (transformers must be installed).
 
 A family is described by the docstring of its class. Its difference is the largest between the logits of transformers
 and ours, in float32, over the tiny random models of tests/convert/tiny.py.
@@ -18,7 +18,7 @@ from residua.convert.families import FAMILIES  # noqa: E402
 from residua.storage.load import load  # noqa: E402
 from tests.convert import tiny  # noqa: E402
 
-PAGE = ROOT / "docs" / "import.md"
+PAGE = ROOT / "docs" / "reference" / "families.md"
 BEGIN, END = "<!-- families: made by tools/families.py -->\n", "<!-- end of families -->\n"
 
 
