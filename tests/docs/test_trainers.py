@@ -12,7 +12,7 @@ from tests.docs.test_documentation import python_blocks
 
 pytestmark = pytest.mark.slow
 
-COMMON, TRAINER, ACCELERATE, LIGHTNING = range(4, 8)
+COMMON, TRAINER, ACCELERATE, LIGHTNING = range(3, 7)
 
 
 @pytest.fixture

@@ -67,42 +67,6 @@ def test_additive_is_the_gpt_one_had(gpt):
 
 
 @pytest.fixture(scope="module")
-def llama() -> dict:
-    pytest.importorskip("transformers")
-    scope: dict = {}
-    exec(python_blocks(PAGE)[3], scope)
-    return scope
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tolerance"), [("same", 1e-5), ("hyper", 1e-4), ("attnres", 1e-4)])
-def test_a_converted_llama_gives_the_llamas_logits(llama, name, tolerance):
-    tokens = torch.randint(97, (2, 13))
-    with torch.no_grad():
-        torch.testing.assert_close(llama[name](tokens), llama["llama"](tokens).logits, rtol=1e-5, atol=tolerance)
-
-
-@pytest.mark.slow
-def test_a_converted_llama_with_another_topology_trains(llama):
-    tokens = torch.randint(97, (2, 13))
-    model = llama["mgr"]
-    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
-    assert all(p.grad is not None for p in model.parameters())
-    with torch.no_grad():
-        assert not torch.allclose(model(tokens), llama["llama"](tokens).logits, atol=1e-2)
-
-
-@pytest.mark.slow
-def test_tied_llamas_convert_too(llama):
-    config = type(llama["config"])(**llama["config"].to_dict() | {"tie_word_embeddings": True})
-    tied = llama["LlamaForCausalLM"](config).eval()
-    tokens = torch.randint(97, (1, 7))
-    with torch.no_grad():
-        ours = llama["converted"](tied, {"kind": "additive"})(tokens)
-        torch.testing.assert_close(ours, tied(tokens).logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
 def depth() -> Iterator[dict]:
     """The page's code as a module: the compiler imports what it compiles by name."""
     pytest.importorskip("transformers")
