@@ -43,8 +43,8 @@ def sources(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
         for number, text in enumerate(documents):
             (folder / name / f"{number}.txt").write_text(text)
-    for name in ("book.txt", "other.txt"):
-        (folder / name).write_text("<|endoftext|>".join(documents))
+    for name, order in (("book.txt", 1), ("other.txt", -1)):  # backwards, since text in both would be refused
+        (folder / name).write_text("<|endoftext|>".join(text[::order] for text in documents))
     lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     for name in ("train", "val", "corpus/part"):
         with lzma.open(folder / f"{name}.jsonl.xz", "wt") as file:
