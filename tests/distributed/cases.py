@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 PAGE_KINDS = ("token_gain", "value_input")
-"""Topologies of docs/extend.md."""
+"""Topologies of docs/reference/extending.md."""
 MIXTURES = ("moe", "biased")
 STEPS, MICRO_BATCH, ACCUMULATE, LENGTH = 2, 2, 4, 6
 

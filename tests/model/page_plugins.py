@@ -1,4 +1,4 @@
-"""The plugins that docs/extend.md shows, as files and as modules."""
+"""The plugins that docs/extend.md and its reference show, as files and as modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from residua.model.anchor_kinds import ANCHORS
 from residua.model.norm import NORMS
 from residua.model.topology import TOPOLOGIES
 
-PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("extend.md", "reference/extending.md"))
 BUILT: tuple[tuple[Any, dict[Any, Any]], ...] = (
     (TopologyChoice, TOPOLOGIES), (AnchorChoice, ANCHORS), (NormChoice, NORMS),
 )  # fmt: skip
@@ -20,7 +21,7 @@ BUILT: tuple[tuple[Any, dict[Any, Any]], ...] = (
 
 def page_plugins() -> dict[str, str]:
     """The code of each plugin, by the file that the text before it names."""
-    blocks = re.split(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    blocks = re.split(r"```python\n(.*?)```", PAGES, flags=re.S)
     return {re.findall(r"`(\w+\.py)`", text)[0]: code for text, code in zip(blocks[::2], blocks[1::2], strict=False)}
 
 

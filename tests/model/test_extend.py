@@ -30,7 +30,7 @@ from residua.model.inference import InferenceDecoder
 from residua.storage.load import load
 from residua.train.step import recompute_sublayers
 from tests.golden.compare import randomise
-from tests.model.page_plugins import PAGE, forget, page_plugins
+from tests.model.page_plugins import PAGES, forget, page_plugins
 from tests.model.small import in_parts, small, tokens_and_targets
 from tests.trained import WORDS, residua, train_run
 
@@ -79,7 +79,7 @@ def test_a_kind_given_as_a_variant_gets_a_hint(own: Path) -> None:
         entry = f'{table["kind"]} = ["model.{part}.kind={table["kind"]}"]'
         with pytest.raises(ConfigError, match=re.escape(f"is a kind of {part}, not a variant: put {entry} under")):
             overrides([table["kind"]], small())
-    assert "residua compare prenorm base --base" in PAGE.read_text(encoding="utf-8")  # the baseline comes first
+    assert "residua compare prenorm base --base" in PAGES  # the baseline comes first
 
 
 def test_every_parameter_of_ones_own_gets_a_gradient(own: Path) -> None:
@@ -118,7 +118,7 @@ def test_ids_reach_decoding_and_rewritten_models(reader: Decoder) -> None:
 
 
 def test_order_of_the_page_gives_a_topology_its_executions(own: Path) -> None:
-    (order,) = re.findall(r"```toml\n(\[model\.order\]\n.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.S)
+    (order,) = re.findall(r"```toml\n(\[model\.order\]\n.*?)```", PAGES, flags=re.S)
     config = small(layers=6, topology={"kind": "token_gain", "rows": 7}, **tomllib.loads(order)["model"])
     model = build(config)
     assert config.executed == (0, 1, 2, 3, 4, 1, 2, 3, 4, 5)

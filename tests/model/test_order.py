@@ -20,7 +20,7 @@ from residua.model.size import measure, measure_work
 from residua.train.optimizer import build_optimizer
 from tests.golden.compare import close, randomise
 from tests.model.depth import SMALL
-from tests.model.page_plugins import PAGE
+from tests.model.page_plugins import PAGES
 from tests.model.small import in_parts, small, tokens_and_targets
 from tests.trained import residua as command
 from tests.trained import train_run
@@ -93,7 +93,7 @@ def test_one_turn_and_a_plain_list_are_the_sequential_model() -> None:
 
 
 def test_order_of_the_page_is_read_as_it_says() -> None:
-    (table,) = re.findall(r"```toml\n(\[model\.order\].*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+    (table,) = re.findall(r"```toml\n(\[model\.order\].*?)```", PAGES, re.S)
     config = small(layers=6, order=tomllib.loads(table)["model"]["order"])
     assert config.executed == (0, 1, 2, 3, 4, 1, 2, 3, 4, 5) and config.sublayers == 20
 
