@@ -61,7 +61,7 @@ docs: $(DOCS)  ## the site in build/site; a warning is an error
 release: $(DOCS)  ## check and build a release; nothing is uploaded
 	$(BIN)/python tools/release.py
 
-scale: setup  ## write the plans for 8 to 4096 GPUs into docs/scale.md
+scale: setup  ## write the plans for 8 to 4096 GPUs into docs/lab/plans.md
 	$(BIN)/python tools/scale.py
 
 sizes: setup  ## count the parameters of every preset for `residua presets`

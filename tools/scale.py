@@ -1,4 +1,4 @@
-"""Write the plans for 8 to 4096 GPUs into docs/scale.md, between their two marks: `make scale`."""
+"""Write the plans for 8 to 4096 GPUs into docs/lab/plans.md, between their two marks: `make scale`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from residua.bench.plan import GIB, Machine, MeshPlan, plan
 from residua.config.run import RunConfig
 
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[1] / "docs" / "lab" / "plans.md"
 BEGIN, END = "<!-- plans: written by `make scale` -->\n", "<!-- end of plans -->\n"
 MACHINE = Machine(140 * GIB, 500e12, 300e9)
 

@@ -229,7 +229,7 @@ def test_the_command_names_the_nodes_and_the_engine() -> None:
 
 @pytest.mark.nightly
 def test_documented_plans_are_those_of_make_scale() -> None:
-    assert "\n".join(load_module("tools/scale.py").lines()) in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert "\n".join(load_module("tools/scale.py").lines()) in (ROOT / "docs" / "lab" / "plans.md").read_text("utf-8")
 
 
 def test_a_table_has_the_fastest_mesh_of_each_size_and_engine() -> None:

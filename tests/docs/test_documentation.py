@@ -131,7 +131,7 @@ def test_recorded_taps_are_the_documented_ones():
 
 @pytest.mark.slow
 def test_slurm_script_is_bash_and_its_command_is_understood():
-    (script,) = re.findall(r"```text\n(#!/bin/bash.*?)```", (DOCS / "scale.md").read_text(encoding="utf-8"), re.S)
+    (script,) = re.findall(r"```text\n(#!/bin/bash.*?)```", (DOCS / "reference/clusters.md").read_text("utf-8"), re.S)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     command = script.replace("\\\n", " ").partition("--no-python residua ")[2].replace("$resume", "--resume")
     verb, parameters = parse(shlex.split(command))
