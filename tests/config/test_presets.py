@@ -74,7 +74,7 @@ def test_the_outlier_studys_mixtures_have_the_rows_of_table_2():
 
 
 def test_outlier_mixtures_follow_table_5_not_its_headings():
-    """The table's shapes give these counts; the headings say 7.4B-A1.7B and 24.6B-A2.7B (docs/hybrid.md)."""
+    """The table's shapes give these counts; the headings say 7.4B-A1.7B and 24.6B-A2.7B (docs/reference/hybrids.md)."""
     for name, total, active in (("outlier-7b-a2b", 16.01, 1.89), ("outlier-24b-a3b", 20.81, 1.77)):
         size = measure(ModelConfig.preset(name))
         assert size.parameters / 1e9 == pytest.approx(total, abs=0.01)
