@@ -1,4 +1,4 @@
-"""The result of a quantization: the versioned content of results.json (docs/quantize.md), and its sentences."""
+"""The result of a quantization: the content of results.json (docs/reference/quantization.md), and its sentences."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class OwnNorm(torch.nn.Module):
 
 
 def test_a_norm_of_ones_own_is_folded_once_it_says_how() -> None:
-    """As docs/quantize.md shows it."""
+    """As docs/reference/quantization.md shows it."""
     model = lively()
     for sublayer in model.sublayers:
         sublayer.norm = OwnNorm(16).double()
