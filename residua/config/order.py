@@ -1,4 +1,4 @@
-"""The choices of order: which layers run, and in which order. A layer may run several times (docs/reference/extending.md)."""
+"""The choices of order: which layers run, and when; a layer may run several times (docs/reference/extending.md)."""
 
 from __future__ import annotations
 
