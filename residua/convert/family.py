@@ -271,7 +271,7 @@ class Family:
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.kv_heads or attention.heads,
             "head_dim": head_dim(config),
-            "hidden_act": {kind: act for act, kind in reversed(self.ACTS.items())}.get(config.ffn.kind, "silu"),
+            "hidden_act": {kind: act for act, kind in reversed(list(self.ACTS.items()))}.get(config.ffn.kind, "silu"),
             "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,
