@@ -13,6 +13,7 @@ from residua.errors import UserError
 from residua.reproduce import run_entry as work
 from residua.reproduce.entry import Inside, Nothing, load, names
 from residua.reproduce.request import Request, selected
+from residua.study.timing import TimingMeasurement
 from tests.forked import fork_workers
 from tests.report.browser import chromium, opened
 from tests.reproduce.conftest import QUICK
@@ -84,6 +85,7 @@ def test_entry_runs_to_the_end_and_continues_where_it_was(dataset: Dataset, tmp_
 @pytest.mark.slow
 def test_demo_trains_a_small_model_of_each_row_and_decides_nothing(dataset: Dataset, tmp_path, monkeypatch) -> None:
     fork_workers(monkeypatch)
+    monkeypatch.setattr(TimingMeasurement, "measure", lambda *arguments: None)  # for seconds; `test_timing.py` has it
     out = tmp_path / "study"
     arguments = ["004:table1", "--demo", "--rows", "full_attnres", "--data", str(dataset.path), "--out", str(out)]
     quick = (
