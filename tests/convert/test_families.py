@@ -97,6 +97,7 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(second[tensor], first[tensor], rtol=0, atol=1e-6 if changed else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", only_nightly(FAMILIES, {"gpt2", "gpt_neox", "cohere2", "qwen3_next", "gemma2", "ministral3"})
 )
@@ -121,6 +122,7 @@ def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: 
     equal(after, second.logits[:, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only_nightly(FAMILIES, {"gpt2", "qwen3_next", "ministral3"}))
 def test_documents_in_one_row_have_the_logits_of_each_alone(name: str, tmp_path: Path) -> None:
     architecture, keys = FAMILIES[name]

@@ -18,6 +18,7 @@ from residua.ops.low_precision.product import (
     simulated,
 )
 
+pytestmark = pytest.mark.slow
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 
@@ -145,7 +146,6 @@ def test_hadamard_matrix_is_orthogonal_with_signs() -> None:
     assert (h.abs() == 0.25).all() and even.abs().max() < 4  # without signs, equal tokens would become an outlier
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8", pytest.param("nvfp4", marks=pytest.mark.nightly)])
 def test_product_in_low_precision_is_one_graph(kind: str) -> None:
     x, w, g = operands()

@@ -18,6 +18,7 @@ from residua.train.step import build_step
 from tests.train.conftest import Lab
 from tests.train.test_resume import assert_same_run
 
+pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 WIDE = ("model.width=32", "model.ffn.hidden=48", "model.attention.head_dim=16", "train.low_precision.smallest=16")
 FP8, NVFP4 = "train.precision=fp8_emulated", "train.precision=nvfp4_emulated"
@@ -84,8 +85,7 @@ def test_outlier_beyond_its_range_is_reported_then_fits(config: RunConfig) -> No
     assert low.state()[-1][2 * low.places.index((1, "out"))] == pytest.approx(100 * x.abs().max().item())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", [FP8, NVFP4])
+@pytest.mark.parametrize("precision", [FP8, pytest.param(NVFP4, marks=pytest.mark.nightly)])
 def test_resumed_run_equals_the_whole_in_low_precision(lab: Lab, precision: str) -> None:
     changes = (*WIDE, precision, "train.telemetry=on", "train.telemetry_every=3")
     lab.train(*changes, out="whole")
