@@ -63,7 +63,7 @@ def test_learned_positions_are_added_by_place_in_the_document() -> None:
     agree([table(x, DOCUMENTS)], [expected], leaves_of(table, x=x))
 
 
-def test_packed_and_cached_documents_with_learned_positions_are_as_alone() -> None:
+def test_learned_positions_begin_anew_in_each_document() -> None:
     attention = {"kind": "softmax", "heads": 2, "unturned_layers": [0, 1, 2]}  # angles are rounded to float32
     model = build(small(learned_positions=8, attention=attention)).double()
     tokens, _ = tokens_and_targets()
