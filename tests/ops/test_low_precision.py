@@ -64,7 +64,7 @@ def test_fp8_notes_magnitudes_only_while_it_learns() -> None:
 
 
 def test_fp8_outlier_beyond_its_range_is_clamped() -> None:
-    x, w, _ = operands()
+    x, w, g = operands()
     with torch.no_grad():
         x[3, 5] = 1e6
     y = fp8_linear(x, w, new_ranges(x=4.0))
@@ -72,6 +72,9 @@ def test_fp8_outlier_beyond_its_range_is_clamped() -> None:
     torch.testing.assert_close(
         y.double(), in_fp8(x, 4.0, E4M3, 448) @ in_fp8(w, None, E4M3, 448).T, rtol=1e-5, atol=1e-4
     )
+    g[2, 3] = 1e9
+    (dx,) = torch.autograd.grad(fp8_linear(x, w, new_ranges(g=0.5)), x, g)
+    assert dx.isfinite().all()
 
 
 def test_fp8_product_takes_empty_and_leading_axes() -> None:

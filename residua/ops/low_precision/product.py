@@ -7,8 +7,8 @@ Q rounds to a number format. The gradients are those of the rounded products, as
     y = Q(x) Q(W)ᵀ        dx = Q'(g) Q(W)        dW = gᵀ x
     Q(x) = s E4M3(clamp(x / s, ±448)),   s = r / 448;   Q' is the same with E5M2 and 57,344
 
-r is the largest magnitude expected of the tensor (`Ranges`); W has its own. A clamped value is finite where a cast
-would give NaN.
+r is the largest magnitude expected of the tensor (`Ranges`); W has its own. A clamped value is finite; a cast
+to E5M2 alone would give infinity.
 
 **NVFP4**, the recipe of arXiv 2509.25149; all three products are rounded:
 
