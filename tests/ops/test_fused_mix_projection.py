@@ -12,7 +12,16 @@ from torch.nn.functional import gelu, linear, pad
 
 from residua import ops
 from tests.nightly import only_nightly
-from tests.ops.harness import assert_close, assert_equal, assert_one_graph, choose, gradients, interpreter, on_gpu
+from tests.ops.harness import (
+    assert_close,
+    assert_equal,
+    assert_one_graph,
+    choose,
+    gradients,
+    interpreter,
+    on_gpu,
+    relative,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +134,7 @@ class SharedLayers(Layers):
                 projected, hidden = both.split([both.shape[-1] - self.hidden, self.hidden], -1)
                 extra[f"projected {layer}"] = pad(projected, (3, 0))
                 if self.hidden:
-                    network = leaves[f"up {layer}"], leaves[f"bias {layer}"]
+                    network = (leaves[f"{part} {layer}"].to(hidden.dtype) for part in ("up", "bias"))
                     extra[f"gamma {layer}"] = torch.sigmoid(linear(gelu(hidden), *network))
             made = super().__call__(leaves | extra, table)
             for last, layer in ((len(made) // 2 - 1, "1"), (len(made) - 1, "2")):
@@ -304,8 +313,15 @@ def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, kind, head)
     sections = {"q": (6, head), "k": (2, head), "v": (2, head), "g": (6, head)}
     layers = kind(sections=sections, dynamic=dynamic, size=(3, 700), device="cuda", dtype=dtype)
     ours, again = layers.results("triton"), layers.results("triton")
-    assert_close(ours, layers.results("reference", torch.float64), tolerance)
     assert_equal(list(ours.values()), list(again.values()))
+    exact = layers.results("reference", torch.float64)
+    network = [name for name in exact if str(name).startswith(("up", "bias"))] if dtype == torch.bfloat16 else []
+    if network:  # sums over tokens that nearly cancel: unfused in bfloat16 they are up to 2e-2 off
+        plain = layers.results("reference")
+        for name in network:
+            assert relative(ours.pop(name), exact[name]) <= max(tolerance, 1.5 * relative(plain[name], exact[name]))
+            del exact[name]
+    assert_close(ours, exact, tolerance)
 
 
 @on_gpu
