@@ -37,7 +37,7 @@ READERS = {
     "distributed/nodes.py": "what the process's own recorder of collectives returns, no files",
     "integrations/torchtitan/compat.py": "what RunConfig.to_toml returned in this job, no files",
     "doctor/helpers.py": "answers of the processes of a self-test through a pipe, no files",
-    "bench/turns.py": "answers of the processes that take turns through a pipe, no files",
+    "train/turns.py": "answers of the processes that take turns through a pipe, no files",
     "study/worker_pool.py": "requests of the study through a pipe, no files",
     "train/compile/precompile.py": "requests of the parent process through a pipe, no files",
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,12 @@ from residua import ops
 from residua.config import variants
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
-from residua.machine import TooLarge, choose_device, out_of_memory
+from residua.machine import choose_device
 from residua.model.decoder import build_parts
 from residua.model.size import build_if_it_fits, measure
 from residua.train.step import Step, build_step
 from residua.train.timing import Sample, TimedStep, mfu, release_memory, time_step
+from residua.train.turns import no_memory
 
 BACKEND = "backend="
 WAY = "parallel="
@@ -112,20 +113,6 @@ def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callab
         started = partial(tell, f"{case.name}: timing")
         timed.append(time_step(trained, case.config, steps=steps, warmup=warmup, started=started))
     return describe(case, problem[0] if problem else timed[0])
-
-
-@contextmanager
-def no_memory() -> Iterator[list[str]]:
-    """A list that names the problem if the model or its step is too large for this machine."""
-    problem: list[str] = []
-    try:
-        yield problem
-    except TooLarge:
-        problem.append("larger than memory")
-    except (MemoryError, RuntimeError) as error:
-        if out_of_memory(error) is None:
-            raise
-        problem.append("out of memory")
 
 
 def describe(case: Case, timed: TimedStep | str) -> StepResult:

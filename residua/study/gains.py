@@ -36,7 +36,7 @@ from residua.study.statistics import (
     tokens_to_reach,
     variance,
 )
-from residua.study.timing import BLOCKS, StepTiming
+from residua.study.timing import ROUNDS, StepTiming
 
 if TYPE_CHECKING:
     from residua.study.results import ProjectedGain, StudyResult, VariantResult
@@ -89,10 +89,10 @@ def timed_ratio(ours: StepTiming, baseline: StepTiming, confidence: float) -> In
     ratio = ours.tokens_per_second / baseline.tokens_per_second
     error = math.hypot(ours.error, baseline.error)
     if error == 0.0:
-        return Interval(ratio, BLOCKS, 0.0, ratio, ratio)
-    freedom = (BLOCKS - 1) * error**4 / (ours.error**4 + baseline.error**4)
+        return Interval(ratio, ROUNDS, 0.0, ratio, ratio)
+    freedom = (ROUNDS - 1) * error**4 / (ours.error**4 + baseline.error**4)
     factor = math.exp(t_quantile(0.5 + confidence / 2, freedom) * error)
-    return Interval(ratio, BLOCKS, error, ratio / factor, ratio * factor, freedom)
+    return Interval(ratio, ROUNDS, error, ratio / factor, ratio * factor, freedom)
 
 
 def product(gain: Interval | None, speed: Interval | None) -> Interval | None:
@@ -141,13 +141,13 @@ def race(
     of_tokens = estimate_ratio(tokens, confidence) if tokens else None
     if of_tokens is None or timing is None or timed is None or timing.device != timed.device:
         return Race(len(ours), len(tokens), of_tokens)
-    speed = Interval(timing.tokens_per_second, BLOCKS, timing.error, freedom=BLOCKS - 1.0)
+    speed = Interval(timing.tokens_per_second, ROUNDS, timing.error, freedom=ROUNDS - 1.0)
     seconds = Interval(of_tokens.value / speed.value, len(tokens))
     whole = len(tokens) == len(ours) and len(reference) == len(baseline)
     if ours is baseline or not whole or min(len(tokens), len(reference)) < 2:
         return Race(len(ours), len(tokens), of_tokens, seconds)
     parts = [(variance([math.log(each) for each in side]) / len(side), len(side) - 1) for side in (tokens, reference)]
-    parts += [(each.error**2, BLOCKS - 1) for each in (timing, timed)]
+    parts += [(each.error**2, ROUNDS - 1) for each in (timing, timed)]
     spread = math.fsum(square for square, _ in parts)
     freedom = spread**2 / math.fsum(square**2 / degrees for square, degrees in parts) if spread else 1.0
     ratio = seconds.value * timed.tokens_per_second / geometric_mean(reference)

@@ -1,10 +1,12 @@
 """The speed of every variant's step, timed alone once its runs are complete: runs side by side slow each other down.
 
 One process times all variants of a size in turn, exactly as `residua train` would run them. A record is
-kept per model and device under `timings/`. Speeds of different devices are never compared. Whenever a variant is timed,
-the baseline is timed again before it: if the machine is faster or slower than it was, all variants are timed again.
-The baseline is also timed after the last variant: how far it moved enters the error of what was timed in between.
-`python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …`, the baseline first, is that process.
+kept per model and device under `timings/`. Speeds of different devices are never compared. A variant takes turns with
+the baseline, both compiled and waiting, and its record is the mean ratio of ten rounds: a machine that becomes faster
+or slower meanwhile changes both. If the baseline is faster or slower than it was in an earlier session, all variants
+are timed again.
+`python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …`, the baseline first, is that process;
+`python -m residua.study.timing CONFIG.toml` is the one of a model.
 """
 
 from __future__ import annotations
@@ -13,16 +15,20 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import Field
 from rich.console import Console
 
 from residua.config.run import RunConfig
 from residua.config.settings import Frozen
+from residua.errors import UserError
 from residua.files import write_atomically
 from residua.machine import choose_device, python_command, python_environment
 from residua.reading import read_json
@@ -33,11 +39,16 @@ from residua.study.plan import CONFIGS, LOGS, TIMINGS, PlannedRun, StudyPlan, mo
 from residua.study.records import is_complete, read_measured
 from residua.study.train_runs import StudyInterrupted, stop_as_exception, threads_per_run
 
+if TYPE_CHECKING:
+    from residua.train.turns import Turn
+
 SECONDS = 4.0
 """How long each step is timed, after compilation and warm-up."""
-MIN_TIMED_STEPS, MAX_TIMED_STEPS = 10, 2000
-BLOCKS = 10
-"""Timed steps are divided into so many blocks, whose medians give the error."""
+MOST_STEPS = 200
+"""At most so many steps in a turn."""
+WARMUP = 5
+ROUNDS = 10
+"""So many turns of a variant and the baseline, whose ratios give the error."""
 MAX_DRIFT = 0.03
 """If the baseline's step takes longer or shorter by more than this, it and earlier timings cannot be compared."""
 MAX_IDLE_SPREAD = 0.5
@@ -47,8 +58,8 @@ MAX_IDLE_SPREAD = 0.5
 class StepTiming(Frozen):
     """The seconds of one training step, timed alone: the median and the spread from the 10th to the 90th percentile.
 
-    `error` is the standard error of the median's logarithm, from the medians of ten blocks of steps; a variant's also
-    has how far the baseline moved in the session (`moved`). `memory_gib` is the peak on a GPU.
+    `error` is the standard error of the logarithm: of a variant's ratio to the baseline over rounds, for the baseline
+    itself of its medians by round. `memory_gib` is the peak on a GPU.
     """
 
     device: str
@@ -83,18 +94,6 @@ class StepTiming(Frozen):
         """The timing with all seconds multiplied by a factor."""
         seconds = {"median": self.median, "p10": self.p10, "p90": self.p90}
         return self.model_copy(update={name: value * factor for name, value in seconds.items()})
-
-    def moved(self, drift: float) -> StepTiming:
-        """A variant's timing with the `drift` of the baseline from start to end of its session: error² + drift².
-
-        What counts is the ratio to the baseline, so what is missing is the difference in load between the variant's
-        timing and the baseline's. If load differs at random between timings, the square of that difference is on
-        average the square of the difference between the baseline's two timings: drift². If load changes once, or
-        steadily, the variant was timed somewhere in between, and the difference is at most the drift. It is one
-        observation, so the interval is still too narrow where load changes at random between all timings: in
-        simulations it then holds the truth in 74 % instead of 95 %, without the drift in a few percent.
-        """
-        return self.model_copy(update={"error": math.hypot(self.error, drift)})
 
 
 class _Record(Frozen):
@@ -213,106 +212,153 @@ def _signature(config: RunConfig) -> str:
     return config.model_copy(update={"data": data, "train": train}).to_toml()
 
 
-def measure(config: RunConfig, seconds: float) -> StepTiming:
-    """Time the step of a run on this machine, for about this long."""
-    import torch
+class Timer:
+    """A model that is compiled and waits in its process."""
 
+    def __init__(self, config: RunConfig, turn: Turn) -> None:
+        self.config, self._turn = config, turn
+        first = turn.answer()
+        if "problem" in first:
+            raise MemoryError(first["problem"])
+        self.memory_gib: float | None = first["memory_gib"]
+        self._step = statistics.median(turn.ask(WARMUP))
+
+    def __call__(self, seconds: float) -> list[float]:
+        """The seconds of each step, timed for about this long."""
+        return self._turn.ask(max(1, min(round(seconds / self._step), MOST_STEPS)))
+
+
+@contextmanager
+def open_model(path: Path) -> Iterator[Timer]:
+    """The model of a configuration file, in a process that ends with the block; its log is shown if it fails."""
+    from residua.train.turns import open_turn
+
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        log = Path(folder) / "log"
+        try:
+            turn = stack.enter_context(
+                open_turn(path.stem, python_command("-m", "residua.study.timing", str(path)), log)
+            )
+            timer = Timer(RunConfig.from_toml(path), turn)
+        except (UserError, MemoryError):
+            print(log.read_text(errors="replace"), end="", file=sys.stderr)
+            raise
+        yield timer
+
+
+def time_rounds(ours: Timer, baseline: Timer | None, seconds: float) -> list[Round]:
+    """Let a model and the baseline take turns, each for so many seconds in all; who begins alternates."""
+    share, rounds = seconds / ROUNDS, []
+    for number in range(ROUNDS):
+        last = ours(share) if number % 2 else None
+        base = baseline(share) if baseline else []
+        rounds.append(Round(base, last or ours(share)))
+    return rounds
+
+
+class Round(NamedTuple):
+    """Seconds of the baseline's steps and of a model's."""
+
+    baseline: list[float]
+    ours: list[float]
+
+
+def summarize(
+    config: RunConfig, rounds: Sequence[Round], recorded: StepTiming | None, memory: float | None
+) -> StepTiming:
+    """The timing of a model from its rounds, at the baseline's recorded speed if they were taken with it."""
     from residua.train.environment import device_name
-    from residua.train.step import arithmetic
-    from residua.train.timing import Sample, release_memory, time_step
-    from residua.train.world import World
+    from residua.train.timing import Sample
 
-    with World.alone(config) as world, arithmetic(config.train):
-        torch.manual_seed(config.train.seed)
-        step = world.build_step(config)
-        probe = time_step(step, config, steps=5, warmup=5)
-        steps = round(seconds / Sample.of(probe.seconds).median)
-        # Peak memory is the probe's: later steps replay CUDA graphs, which allocate nothing.
-        timed = time_step(step, config, steps=min(max(steps, MIN_TIMED_STEPS), MAX_TIMED_STEPS), warmup=0)
-        del step
-        release_memory(world.device)
-        device = device_name(world.device)
-    sample = Sample.of(timed.seconds)
+    sample = Sample.of([second for each in rounds for second in each.ours])
+    medians = [math.log(statistics.median(each.ours)) for each in rounds]
+    scale = 1.0
+    if recorded is not None:
+        medians = [m - math.log(statistics.median(r.baseline)) for m, r in zip(medians, rounds, strict=True)]
+        scale = recorded.median * math.exp(statistics.mean(medians)) / sample.median
     return StepTiming(
-        device=device, tokens=config.tokens_per_step, median=sample.median, p10=sample.p10, p90=sample.p90,
-        count=sample.count, error=_error(timed.seconds), memory_gib=probe.memory_gib,
+        device=device_name(choose_device(config.train.device, "train.device")), tokens=config.tokens_per_step,
+        median=sample.median * scale, p10=sample.p10 * scale, p90=sample.p90 * scale, count=sample.count,
+        error=statistics.stdev(medians) / math.sqrt(len(rounds)), memory_gib=memory,
     )  # fmt: skip
-
-
-def _error(seconds: Sequence[float]) -> float:
-    """The standard error of the logarithm of the median, from the medians of successive blocks."""
-    edges = [round(i * len(seconds) / BLOCKS) for i in range(BLOCKS + 1)]
-    medians = [statistics.median(seconds[a:b]) for a, b in pairwise(edges)]
-    return statistics.stdev([math.log(value) for value in medians]) / math.sqrt(BLOCKS)
 
 
 class Session:
     """Times the models of one size on this machine, the baseline first, into their records."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, baseline: tuple[Path, Path], running: ExitStack) -> None:
         self.failed = False
-        self._seconds = seconds
-        self._factor: float | None = 1.0  # from seconds of this session to recorded ones; None if not comparable
-        self._baseline: StepTiming | None = None  # as timed at the start of this session
-        self._timed: list[tuple[Path, StepTiming]] = []  # the variants of this session, by record
+        self._seconds, self._running = seconds, running
+        self._path, self._file = baseline
+        self._model: Timer | None = None  # the baseline, waiting in its process
+        self._comparable = True
 
-    def time_baseline(self, path: Path, file: Path, others: Sequence[Path]) -> None:
+    def time_baseline(self, others: Sequence[Path]) -> None:
         """Time the first model. If its recorded timing no longer holds, remove those of the others on this device."""
-        earlier = _timed_here(path, file)
-        timing = self._baseline = self._measured(path)
+        earlier = _timed_here(self._path, self._file)
+        timing = self._tried(self._path, self._alone)
         if timing is None:
-            self._factor = 1.0 if earlier is None else None
-        elif earlier is not None and abs(timing.drift(earlier)) <= MAX_DRIFT:
-            self._factor = math.exp(-timing.drift(earlier))
-            print(f"{path.stem}: {_rate(timing)} alone, and {_rate(earlier)} when timed before", flush=True)
-        else:
-            stale = [other for other in others if _forget(other, timing.device)]
-            _add(file, timing)
-            what = f"{path.stem}: {_in_words(timing)}"
-            if earlier is not None:
-                what = f"{path.stem}: {_rate(timing)} alone, but {_rate(earlier)} when timed before"
-            print(what + ": all variants are timed again" * bool(earlier or stale), flush=True)
+            self._comparable = earlier is None
+            return
+        name = self._path.stem
+        if earlier is not None and abs(timing.drift(earlier)) <= MAX_DRIFT:
+            print(f"{name}: {_rate(timing)} alone, and {_rate(earlier)} when timed before", flush=True)
+            return
+        stale = [other for other in others if _forget(other, timing.device)]
+        _add(self._file, timing)
+        what = f"{name}: {_in_words(timing)}"
+        if earlier is not None:
+            what = f"{name}: {_rate(timing)} alone, but {_rate(earlier)} when timed before"
+        print(what + ": all variants are timed again" * bool(earlier or stale), flush=True)
 
     def time_variant(self, path: Path, file: Path) -> None:
-        """Time a model that has no timing on this device, relative to the recorded one of the baseline."""
+        """Time a model that has no timing on this device, in turns with the baseline."""
         if _timed_here(path, file) is not None:
             return
-        if self._factor is None:
+        if not self._comparable:
             print(f"{path.stem}: not timed, since the baseline could not be timed", file=sys.stderr)
             return
-        if (measured := self._measured(path)) is not None:
-            timing = measured.scaled(self._factor)
+        if (timing := self._tried(path, self._in_turns)) is not None:
             _add(file, timing)
-            self._timed.append((file, timing))
-            scaled = f"; recorded as {_rate(timing)}, scaled to the baseline's recorded speed" * (self._factor != 1.0)
-            print(f"{path.stem}: {_in_words(measured)}{scaled}", flush=True)
+            print(f"{path.stem}: {_in_words(timing)}", flush=True)
 
-    def time_baseline_again(self, path: Path) -> None:
-        """Time the first model once more: how far it moved enters the records of the variants of this session.
+    def _alone(self, path: Path) -> StepTiming:
+        """The baseline's timing; it stays in its process."""
+        self._model = model = self._running.enter_context(open_model(path))
+        return summarize(model.config, time_rounds(model, None, self._seconds), None, model.memory_gib)
 
-        If the session was stopped before, or this fails, they keep the error of their own steps.
-        """
-        if self._baseline is None or not self._timed or (again := self._measured(path)) is None:
-            return
-        drift = again.drift(self._baseline)
-        for file, timing in self._timed:
-            _add(file, timing.moved(drift))
-        if abs(drift) > MAX_DRIFT:
-            change = again.tokens_per_second / self._baseline.tokens_per_second - 1
-            what = "the load of the machine changed, and intervals of speeds are wider for it"
-            print(f"{path.stem}: {_rate(again)} at the end ({change:+.0%}): {what}", flush=True)
-
-    def _measured(self, path: Path) -> StepTiming | None:
-        from residua.train.timing import release_memory
-
-        config = RunConfig.from_toml(path)
+    def _in_turns(self, path: Path) -> StepTiming:
+        recorded = _timed_here(self._path, self._file) if self._model else None
         try:
-            return measure(config, self._seconds)
-        except (RuntimeError, ValueError) as problem:  # also out of memory
+            with open_model(path) as ours:
+                return summarize(ours.config, time_rounds(ours, self._model, self._seconds), recorded, ours.memory_gib)
+        except MemoryError:
+            if self._model is None:
+                raise
+        return self._one_by_one(path, recorded)
+
+    def _one_by_one(self, path: Path, recorded: StepTiming | None) -> StepTiming:
+        """The baseline, this model, and the baseline again: both at once are too large. Its drift enters the error."""
+        assert self._model is not None
+        before = [each.ours for each in time_rounds(self._model, None, self._seconds)]
+        self._running.close()
+        self._model = None
+        with open_model(path) as ours:
+            rounds = time_rounds(ours, None, self._seconds)
+        self._model = self._running.enter_context(open_model(self._path))
+        after = [each.ours for each in time_rounds(self._model, None, self._seconds)]
+        pairs = [Round(b + a, o.ours) for b, o, a in zip(before, rounds, after, strict=True)]
+        timing = summarize(ours.config, pairs, recorded, ours.memory_gib)
+        drift = math.log(statistics.median(chain.from_iterable(after)) / statistics.median(chain.from_iterable(before)))
+        return timing.model_copy(update={"error": math.hypot(timing.error, drift)})
+
+    def _tried(self, path: Path, measure: Callable[[Path], StepTiming]) -> StepTiming | None:
+        try:
+            return measure(path)
+        except (RuntimeError, MemoryError, ValueError) as problem:  # also a process that ended
             failure = describe(problem)
             print(f"{path.stem}: {failure.sentence}\n{failure.trace}", end="", file=sys.stderr)
             self.failed = True
-            release_memory(choose_device(config.train.device, "train.device"))
             return None
 
 
@@ -347,18 +393,34 @@ def _in_words(timing: StepTiming) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Time the baseline, every other model without a timing on this device, and the baseline again; 1 if one failed."""
+    """Time the baseline and every other model without a timing on this device; 1 if one failed."""
     from residua.config.plugins import load_plugins
 
     load_plugins()
+    if len(arguments) == 1:
+        return _wait(RunConfig.from_toml(arguments[0]))
     seconds, *paths = arguments
     pairs = list(zip(map(Path, paths[::2]), map(Path, paths[1::2]), strict=True))
-    session = Session(float(seconds))
-    session.time_baseline(*pairs[0], others=[file for _, file in pairs[1:]])
-    for path, file in pairs[1:]:
-        session.time_variant(path, file)
-    session.time_baseline_again(pairs[0][0])
+    with stop_as_exception(), ExitStack() as running:
+        session = Session(float(seconds), pairs[0], running)
+        session.time_baseline(others=[file for _, file in pairs[1:]])
+        for path, file in pairs[1:]:
+            session.time_variant(path, file)
     return int(session.failed)
+
+
+def _wait(config: RunConfig) -> int:
+    """The process of a model: its step as a training run builds it, timed when asked."""
+    import torch
+
+    from residua.train.step import arithmetic
+    from residua.train.turns import take_turns
+    from residua.train.world import World
+
+    with World.alone(config) as world, arithmetic(config.train):
+        torch.manual_seed(config.train.seed)
+        take_turns(lambda: world.build_step(config), config, WARMUP)
+    return 0
 
 
 if __name__ == "__main__":

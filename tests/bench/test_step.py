@@ -144,8 +144,8 @@ def test_a_case_that_dies_between_its_turns_is_named(base, monkeypatch):
         turn.child.wait()
         return own(turn, steps)
 
-    own = turns._Turn.ask
-    monkeypatch.setattr(turns._Turn, "ask", ask)
+    own = turns.Turn.ask
+    monkeypatch.setattr(turns.Turn, "ask", ask)
     with pytest.raises(ValueError, match=r"prenorm could not be timed \(exit status -9\)"):
         bench_turns(read_cases(base, ["prenorm"]), rounds=1, steps=1, warmup=0)
 

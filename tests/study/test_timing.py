@@ -3,10 +3,12 @@
 import json
 import math
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 from rich.console import Console
@@ -15,19 +17,40 @@ from residua.config.run import RunConfig
 from residua.study import StudyConfig, timing
 from residua.study.gains import timed_ratio
 from residua.study.plan import make_plan
-from residua.study.timing import StepTiming, TimingMeasurement, keep_timings, read_timings
+from residua.study.timing import (
+    ROUNDS,
+    Round,
+    StepTiming,
+    Timer,
+    TimingMeasurement,
+    keep_timings,
+    read_timings,
+    summarize,
+)
 from residua.study.train_runs import StudyInterrupted
 from tests.study.conftest import SMALL, Choose, choose, compare
 from tests.study.recorded import write_all
 from tests.study.test_results import straight
 
-ONE_SESSION = ["additive", "multi_gate", "additive"]
+ONE_SESSION = ["additive", "multi_gate"]
 
 
 @pytest.fixture
 def chosen(dataset: object) -> Choose:
     changes = {"workers": 2, "threads": 1, "set": (*SMALL, "model.layers=2")}
     return partial(choose, dataset, "mgr", **changes)
+
+
+@dataclass
+class Waiting:
+    """A model that takes made-up seconds for a step."""
+
+    config: RunConfig
+    step: Callable[[], float]
+    memory_gib: float | None = None
+
+    def __call__(self, seconds: float) -> list[float]:
+        return [self.step()]
 
 
 class Timed:
@@ -41,22 +64,26 @@ class Timed:
         monkeypatch.setattr(timing, "SECONDS", 0.5)
         monkeypatch.setattr(timing, "_run", lambda command, *others: timing.main(command[command.index("0.5") :]))
         monkeypatch.setattr("residua.train.environment.device_name", lambda device: self.device)
-        self.measure_with(self.measure)
+        monkeypatch.setattr(timing, "open_model", self.open)
+        self.too_large: set[str] = set()
 
     def study(self, config: StudyConfig) -> None:
         """Time this study from now on."""
         self.config, self.plan = config, make_plan(config, self.out, self._dataset)
         write_all(replace(self.plan, runs=tuple(run for run in self.plan.runs if not run.folder.exists())), straight)
 
-    def measure_with(self, measure: Callable[[RunConfig, float], StepTiming]) -> None:
-        self._patch.setattr(timing, "measure", measure)
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Timer]:
+        config = RunConfig.from_toml(path)
+        kind = config.model.topology.kind
+        if kind in self.too_large:
+            raise MemoryError("out of memory")
+        self.calls.append(kind)
+        yield cast(Timer, Waiting(config, partial(self.step, kind)))
 
-    def measure(self, config: RunConfig, seconds: float) -> StepTiming:
-        self.calls.append(config.model.topology.kind)
+    def step(self, kind: str) -> float:
         self.seconds *= self.slower
-        median = self.seconds * (2.0 if config.model.topology.kind == "multi_gate" else 1.0)
-        values = {"median": median, "p10": 0.9 * median, "p90": 1.1 * median, "count": 10, "error": 0.01}
-        return StepTiming(device=self.device, tokens=config.tokens_per_step, **values)
+        return self.seconds * (2.0 if kind == "multi_gate" else 1.0)
 
     def time(self, **changes: object) -> list[str]:
         """Time what is not timed yet; returns which kinds of models were."""
@@ -110,7 +137,7 @@ def test_one_run_at_a_time_is_timed_on_request_only(timed: Timed) -> None:
 def test_what_was_timed_is_not_timed_again_and_what_changed_is(timed: Timed) -> None:
     assert timed.time() == ONE_SESSION and timed.time() == []
     timed.forget("mgr")  # as if the study had been stopped between the two
-    assert timed.time() == ONE_SESSION  # the baseline beside it
+    assert timed.time() == ONE_SESSION  # in turns with the baseline
     (timed.out / "timings" / "prenorm.json").write_text("{")
     assert timed.time() == ONE_SESSION
     models = timed.plan.models.items()
@@ -134,39 +161,24 @@ def test_on_a_slower_machine_all_variants_are_timed_again(
     assert len(told) == 3 and "when timed before: all variants are timed again" in told[0]
 
 
-def test_a_new_variant_is_scaled_by_its_own_session(timed: Timed, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_variant_is_recorded_at_the_recorded_speed(timed: Timed) -> None:
     timed.time()
-    assert "scaled" not in capsys.readouterr().out
     timed.forget("mgr")
     timed.seconds = 1.02
     timed.time()
-    tokens = timed.plan.models["tiny", "mgr"].config.tokens_per_step
-    measured, recorded = (f"{tokens / seconds:,.0f} tokens/s" for seconds in (2.04, 2.0))
-    told = capsys.readouterr().out.splitlines()[-1]
-    scaled = f"; recorded as {recorded}, scaled to the baseline's recorded speed"
-    assert told.startswith(f"mgr: {measured} alone") and told.endswith(scaled)
     assert timed.medians == {"prenorm": 1.0, "mgr": pytest.approx(2.0)}  # 2.04 × 1.0 / 1.02
-
-
-def fail_for(timed: Timed, kind: str) -> Callable[[RunConfig, float], StepTiming]:
-    def measure(config: RunConfig, seconds: float) -> StepTiming:
-        if config.model.topology.kind == kind:
-            raise RuntimeError("out of memory")
-        return timed.measure(config, seconds)
-
-    return measure
 
 
 def test_a_variant_is_not_timed_if_the_baseline_cannot_be(timed: Timed) -> None:
     timed.time()
     timed.forget("mgr")
-    timed.measure_with(fail_for(timed, "additive"))
+    timed.too_large = {"additive"}
     assert timed.time() == [] and timed.medians == {"prenorm": 1.0}
-    timed.measure_with(timed.measure)
+    timed.too_large = set()
     timed.time()
     assert timed.medians == {"prenorm": 1.0, "mgr": 2.0}
     timed.forget()
-    timed.measure_with(fail_for(timed, "additive"))
+    timed.too_large = {"additive"}
     assert timed.time() == ["multi_gate"], "the others are"
     assert json.loads((timed.out / "timings" / "prenorm.json").read_text())["devices"] == {}
 
@@ -207,61 +219,70 @@ def test_on_another_device_all_are_timed_again_if_one_is_new(timed: Timed) -> No
     assert devices == {"prenorm": ["H200", "B200"], "mgr": ["B200"]}
 
 
-def test_load_that_changes_within_a_session_enters_the_error(timed: Timed, capsys: pytest.CaptureFixture[str]) -> None:
-    timed.slower = 1.25
+def test_load_that_changes_steadily_leaves_the_ratio(timed: Timed) -> None:
+    timed.slower = 1.05  # with every turn: 2.65 times slower at the end
     timed.time()
-    errors = {name: devices["H200"].error for (_, name), devices in timed.recorded.items()}
-    assert errors == {"prenorm": 0.01, "mgr": pytest.approx(math.hypot(0.01, math.log(1.25**2)))}
-    assert "at the end (-36%): the load of the machine changed" in capsys.readouterr().out.splitlines()[-1]
+    prenorm, mgr = (devices["H200"] for devices in timed.recorded.values())
+    assert mgr.median / prenorm.median == pytest.approx(2.0)  # who begins alternates
+    assert mgr.error == pytest.approx(math.log(1.05) / 3) and prenorm.error > 0.04
+
+
+def test_a_model_too_large_beside_the_baseline_is_timed_between(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once both processes do not fit, the baseline makes room and is timed again after it."""
+    running: list[str] = []
+
+    @contextmanager
+    def open(path: Path) -> Iterator[Timer]:
+        if running:
+            raise MemoryError("out of memory")
+        with timed.open(path) as model:
+            running.append(path.stem)
+            yield model
+            running.clear()
+
+    monkeypatch.setattr(timing, "open_model", open)
+    assert timed.time() == ["additive", "multi_gate", "additive"]
+    assert timed.medians == {"prenorm": 1.0, "mgr": pytest.approx(2.0)}
     timed.forget()
     timed.slower = 1.01
     timed.time()
-    assert len(capsys.readouterr().out.splitlines()) == 2  # nothing is said of 2 %
+    assert timed.recorded["tiny", "mgr"]["H200"].error == pytest.approx(math.log(1.01) * 2 * ROUNDS, rel=0.1)
 
 
-def test_a_session_stopped_before_its_end_keeps_what_it_timed(timed: Timed) -> None:
-    def stopped(config: RunConfig, seconds: float) -> StepTiming:
-        if len(timed.calls) == 2:
+def test_a_session_stopped_before_its_end_keeps_what_it_timed(timed: Timed, chosen: Choose) -> None:
+    timed.study(chosen(variants=["prenorm", "mgr", "exoformer"]))
+    ours = timed.step
+
+    def stopped(kind: str) -> float:
+        if len(timed.calls) == 3:
             raise KeyboardInterrupt
-        return timed.measure(config, seconds)
+        return ours(kind)
 
-    timed.measure_with(stopped)
+    timed.step = stopped  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         timed.time()
     assert timed.medians == {"prenorm": 1.0, "mgr": 2.0}
 
 
-def covered(load: Callable[[random.Random], tuple[float, float, float]], widened: bool) -> float:
-    """How often the interval of a ratio of 1 holds it; `load` at the timings of baseline, variant, and baseline."""
-    made, held, times = random.Random(0), 0, 1000
+def covered(config: RunConfig, load: Callable[[random.Random, int], float]) -> float:
+    """How often the interval of a ratio of 1 holds it; `load` at each turn, two in a round."""
+    made, held, times = random.Random(0), 0, 400
+    recorded = StepTiming(
+        device="cpu", tokens=config.tokens_per_step, median=1.0, p10=1.0, p90=1.0, count=10, error=0.0
+    )
     for _ in range(times):
-        first, ours, last = (timed_at(slower + made.gauss(0, 0.002)) for slower in load(made))
-        ours = ours.moved(last.drift(first)) if widened else ours
-        interval = timed_ratio(ours, first, 0.95)
+        turns = [math.exp(load(made, turn) + made.gauss(0, 0.002)) for turn in range(2 * ROUNDS)]
+        rounds = [Round([turns[i]], [turns[i + 1]]) for i in range(0, 2 * ROUNDS, 2)]
+        interval = timed_ratio(summarize(config, rounds, recorded, None), recorded, 0.95)
         held += interval.low <= 1.0 <= interval.high
     return held / times
 
 
-def timed_at(slower: float) -> StepTiming:
-    median = math.exp(slower)
-    return StepTiming(device="cpu", tokens=64, median=median, p10=median, p90=median, count=10, error=0.002)
-
-
 def test_intervals_hold_the_truth_where_load_changes() -> None:
-    def steadily(made: random.Random) -> tuple[float, float, float]:
-        slope = made.gauss(0, 0.1)
-        return (0.0, slope, 2 * slope)
-
-    def once(made: random.Random) -> tuple[float, float, float]:
-        return (0.0, made.choice([0.0, 0.2]), 0.2)
-
-    def at_random(made: random.Random) -> tuple[float, float, float]:
-        return (made.gauss(0, 0.1), made.gauss(0, 0.1), made.gauss(0, 0.1))
-
-    assert covered(lambda made: (0.0, 0.0, 0.0), widened=True) > 0.95
-    assert covered(once, widened=True) > 0.95 and covered(once, widened=False) < 0.6
-    assert covered(steadily, widened=True) > 0.95 and covered(steadily, widened=False) < 0.1
-    assert covered(at_random, widened=True) == pytest.approx(0.74, abs=0.04) and covered(at_random, False) < 0.1
+    config = RunConfig.find("tiny")
+    assert covered(config, lambda made, turn: 0.0) == pytest.approx(0.95, abs=0.03)
+    assert covered(config, lambda made, turn: 0.2 * (turn >= 7)) > 0.95  # within a round
+    assert covered(config, lambda made, turn: made.gauss(0, 0.1)) == pytest.approx(0.95, abs=0.03)
 
 
 def test_ctrl_c_while_timing_says_how_to_go_on(

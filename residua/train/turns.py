@@ -1,0 +1,126 @@
+"""Training steps that take turns: a machine's speed drifts, and the ratios within a round hardly do.
+
+Every model is built and compiled in a process of its own and then waits; of all that take part only one runs at a time.
+Such a process calls `take_turns`, and answers in lines of JSON, each after the word ANSWER: the seconds of its first
+step or the problem, then, for every number it reads, the seconds of so many steps, and at the end memory and loss.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from residua.config.run import RunConfig
+from residua.errors import UserError
+from residua.machine import TooLarge, out_of_memory, python_environment
+from residua.report.failure import last_words
+from residua.train.step import Step
+from residua.train.timing import RATE, peak_memory_gib, random_batches, synchronize, time_each
+
+ANSWER = "ANSWER "
+PATIENCE = 5.0
+"""Seconds that a process may take to close what it opened."""
+
+
+class Turn:
+    """A model in its process."""
+
+    def __init__(self, title: str, child: subprocess.Popen[str], log: Path) -> None:
+        self.title, self.child, self.log = title, child, log
+
+    def ask(self, steps: int) -> list[float]:
+        """The seconds of each of so many steps."""
+        assert self.child.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: `answer` says how
+            self.child.stdin.write(f"{steps}\n")
+            self.child.stdin.flush()
+        return self.answer()  # type: ignore[no-any-return]
+
+    def end(self) -> dict[str, Any]:
+        """Memory and loss; nothing can be asked any more."""
+        assert self.child.stdin is not None
+        with suppress(BrokenPipeError):
+            self.child.stdin.close()
+        return self.answer()  # type: ignore[no-any-return]
+
+    def answer(self) -> Any:
+        """The next answer; output of libraries in between is skipped."""
+        for line in self.child.stdout or ():
+            if line.startswith(ANSWER):
+                return json.loads(line.removeprefix(ANSWER))
+        ending = self.child.wait()
+        reason = last_words(self.log.read_text(errors="replace")) or "it said nothing"
+        raise UserError(f"{self.title} could not be timed (exit status {ending}): {reason}")
+
+
+@contextmanager
+def open_turn(title: str, command: Sequence[str], log: Path) -> Iterator[Turn]:
+    """Start a process that calls `take_turns`; it ends with the block. Its messages go to `log`."""
+    with log.open("w") as errors:
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=python_environment()
+        )
+    try:
+        yield Turn(title, child, log)
+    finally:
+        for pipe in (child.stdin, child.stdout):
+            with suppress(OSError):  # what was not read any more
+                pipe.close()  # type: ignore[union-attr]
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(PATIENCE)
+        child.kill()
+        child.wait()
+
+
+def take_turns(build: Callable[[], Step], config: RunConfig, warmup: int) -> None:
+    """Build, compile and warm up a step in this process, then time it when asked."""
+    with no_memory() as problem:
+        trained = build()
+        device = trained.device
+        step = partial(trained, random_batches(config), RATE)
+        begin = time.perf_counter()
+        step()
+        synchronize(device)
+        first = time.perf_counter() - begin
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        time_each(step, warmup, device)
+
+    def peak() -> float | None:
+        return peak_memory_gib(device) if device.type == "cuda" else None
+
+    if problem:
+        _tell({"problem": problem[0]})
+        return
+    _tell({"first": first, "memory_gib": peak()})
+    for line in sys.stdin:
+        _tell(time_each(step, int(line), device))
+    totals = trained.totals()
+    _tell({"memory_gib": peak(), "loss": totals.loss / totals.steps})
+
+
+@contextmanager
+def no_memory() -> Iterator[list[str]]:
+    """A list that names the problem if the model or its step is too large for this machine."""
+    problem: list[str] = []
+    try:
+        yield problem
+    except TooLarge:
+        problem.append("larger than memory")
+    except (MemoryError, RuntimeError) as error:
+        if out_of_memory(error) is None:
+            raise
+        problem.append("out of memory")
+
+
+def _tell(what: object) -> None:
+    print(ANSWER + json.dumps(what), flush=True)
