@@ -36,7 +36,7 @@ READERS = {
     "distributed/heartbeat.py": "messages between the ranks of a job, no files",
     "distributed/nodes.py": "what the process's own recorder of collectives returns, no files",
     "integrations/torchtitan/compat.py": "what RunConfig.to_toml returned in this job, no files",
-    "doctor/helpers.py": "answers of the processes of a self-test through a pipe, no files",
+    "doctor/kernels.py": "answers of the processes of a self-test through a pipe, no files",
     "train/turns.py": "answers of the processes that take turns through a pipe, no files",
     "study/worker_pool.py": "requests of the study through a pipe, no files",
     "train/compile/precompile.py": "requests of the parent process through a pipe, no files",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from residua.config import choices
-from residua.model.reads import Input, one_read
+from residua.model.context import Input, one_read
 from residua.model.topology import State, Topology, build_topology
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from residua import ops
 from residua.config import choices
-from residua.model.reads import flat_reads
+from residua.model.context import flat_reads
 from residua.model.topology import build_topology
 from residua.model.topology.facts import Rows, read_rows, stream_rows
 from residua.ops._runtime.cases import Draw, Sizes, declared_operators

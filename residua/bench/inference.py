@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 
 from residua import ops
+from residua.bench.operators import Ceilings, measure_ceilings
 from residua.bench.show import BenchProgress, Tell, number
 from residua.bench.step import Case, read_models
-from residua.bench.timing import Ceilings, measure_ceilings
 from residua.config.model import ModelConfig
 from residua.generate.engine import Step, build_step, engine_for, launched_step, resolve_engine
 from residua.generate.generator import MULTIPLE, first_logits, prompt_reader, weight_bytes

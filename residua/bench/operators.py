@@ -1,4 +1,7 @@
-"""Time operators, forward and forward + backward: ours, the plain reference, and the peers that are installed."""
+"""Time operators, forward and forward + backward: ours, the plain reference, and the peers that are installed.
+
+The copy bandwidth and matrix product rate of the device are the ceilings that results are compared with.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from torch import Tensor
 
 from residua import ops
 from residua.bench.cases import Case, Function
-from residua.bench.timing import Ceilings
 from residua.errors import UserError
 from residua.train.timing import Sample, release_memory
 
@@ -180,3 +182,32 @@ def _compiled(function: Function) -> Function:
             return compiled(*inputs)
 
     return run
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Copy bandwidth (bytes read plus written, per second) and the rate of a large matrix product in `dtype`."""
+
+    copy_bytes_per_second: float
+    matmul_flops_per_second: float
+    dtype: str
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    """Time a copy much larger than any cache, and the product of two square matrices; random data, medians.
+
+    The product is in the precision that training uses: bf16 on a GPU, fp32 on a CPU.
+    """
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    elements, side, repeats = (2**30, 8192, 20) if on_gpu else (2**24, 512, 5)
+
+    source = torch.randn(elements, device=device, dtype=dtype)
+    target = torch.empty_like(source)
+    copy = Sample.measure(lambda: target.copy_(source), repeats, device).median
+    bytes_moved = 2 * source.numel() * source.element_size()
+
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    matmul = Sample.measure(lambda: torch.mm(a, b, out=product), repeats, device).median
+    return Ceilings(bytes_moved / copy, 2 * side**3 / matmul, str(dtype).removeprefix("torch."))

@@ -12,9 +12,8 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from residua.bench.operators import OpResult
+from residua.bench.operators import Ceilings, OpResult
 from residua.bench.step import StepResult
-from residua.bench.timing import Ceilings
 from residua.config.run import RunConfig
 from residua.files import write_atomically, writing
 from residua.report.terminal import clock, new_table, open_console, remaining

@@ -71,8 +71,8 @@ def step(
     base = RunConfig.find(preset).override([*(overrides or []), *changes])
 
     from residua.bench import show
+    from residua.bench.operators import measure_ceilings
     from residua.bench.step import bench_step, read_cases
-    from residua.bench.timing import measure_ceilings
     from residua.bench.turns import bench_turns
     from residua.machine import choose_device
 

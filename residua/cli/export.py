@@ -68,7 +68,7 @@ def export(
     from residua.export import export as write
     from residua.reading import counted
     from residua.report.terminal import open_console
-    from residua.storage.card_metadata import Metadata
+    from residua.storage.card import Metadata
 
     console = open_console(log_width=None)
     with console.status("writing the folder and running its code"):

@@ -73,7 +73,7 @@ def train(
 
 def _page(folder: Path) -> AbstractContextManager[None]:
     """Serve the live page of a run while it trains."""
-    from residua.watch.server_process import serve_page
+    from residua.watch.server import serve_page
 
     return serve_page(folder, lambda line: print(line, flush=True))
 

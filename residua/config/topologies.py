@@ -23,7 +23,7 @@ class TopologyChoice(Family):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The inputs of a sublayer: one, r, or several of q, k, v and r (`model/reads.py`)."""
+        """The inputs of a sublayer: one, r, or several of q, k, v and r (`model/context.py`)."""
         return ("r",)
 
     @property

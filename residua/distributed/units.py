@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from residua.config.run import SMALLEST_UNIT
-from residua.model.context import Anchors, Context
+from residua.model.context import Anchors, Context, Input, flat_reads, one_read
 from residua.model.moe import Routing
-from residua.model.reads import Input, flat_reads, one_read
 from residua.model.topology.base import State
 from residua.train.compile.rewrites import allow_recompiling, compile_rewritten, with_own_code
 

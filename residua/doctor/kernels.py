@@ -1,23 +1,39 @@
-"""Every operator on this machine, by the path that runs here, against its reference in float64: a self-test."""
+"""Every operator on this machine, by the path that runs here, against its reference in float64: a self-test.
+
+Several processes make the checks: on a GPU the first of each compiles its kernels, for seconds on one core.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig
 from residua.doctor.findings import Finding, fix_of, in_words, quiet
-from residua.doctor.helpers import run_beside
-from residua.machine import available_cores, free_memory, python_command
+from residua.machine import available_cores, free_memory, python_command, python_environment
 from residua.model.decoder import build
 from residua.ops._runtime.backend import Operator, backend
 from residua.ops._runtime.cases import Case, declared_operators, example_cases
 from residua.report.terminal import Progress
+
+if TYPE_CHECKING:
+    from residua.report.terminal import Progress
+
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The largest relative error of an output or a gradient."""
@@ -40,8 +56,8 @@ def self_test(device: torch.device, helpers: int | None = None, progress: Progre
 
     `helpers`: how many others; unless given, as many as cores and the GPU's memory allow, and none without a GPU.
     """
-    code = "import sys, torch; from residua.doctor import helpers, kernels\n"
-    code += "helpers.serve(kernels.checks(torch.device(sys.argv[1])))"
+    code = "import sys, torch; from residua.doctor import kernels\n"
+    code += "kernels.serve(kernels.checks(torch.device(sys.argv[1])))"
     count = helper_count(device) if helpers is None else helpers
     command, longest = python_command("-c", code, device.type), longest_to_compile()
     return run_beside(checks(device), command, count, first=longest, progress=progress)
@@ -111,3 +127,84 @@ def _model(device: torch.device) -> tuple[float, float, str]:
             loss = model.loss(tokens[:, :-1], tokens[:, 1:])
         results.append([loss.double(), *(g.double() for g in torch.autograd.grad(loss, [*model.parameters()]))])
     return _error(*results), 1e-3, f"loss {float(results[0][0]):.3f} and its gradients on {device.type}"
+
+
+Waiting = SimpleQueue[tuple[str, "Future[Finding]"]]
+_READY = b"ready\n"
+
+
+def run_beside(
+    checks: Mapping[str, Callable[[], Finding]],
+    command: list[str],
+    count: int,
+    *,
+    first: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> Iterator[Finding]:
+    """The findings of checks, in order. `count` helpers begin with `first`; this process makes what none has begun.
+
+    A helper is a process of `command`, which calls `serve`. If it does not start, the others do its share.
+    """
+    findings: dict[str, Future[Finding]] = {name: Future() for name in checks}
+    waiting: Waiting = SimpleQueue()
+    for name in sorted(checks, key=lambda name: first.index(name) if name in first else len(first)):
+        waiting.put((name, findings[name]))
+    helpers = list(_begin(command, count))
+    threads = [Thread(target=_distribute, args=(waiting, helper), daemon=True) for helper in helpers]
+    for thread in threads:
+        thread.start()
+    try:
+        for name, check in checks.items():
+            # a check that can be cancelled has not begun
+            yield check() if findings[name].cancel() else findings[name].result()
+            if progress is not None:
+                progress(sum(finding.done() for finding in findings.values()), len(checks))
+    finally:
+        for finding in findings.values():
+            finding.cancel()
+        for helper in helpers:
+            helper.kill()
+        for thread in threads:
+            thread.join()
+        for helper in helpers:
+            with helper:  # closes its pipes
+                pass
+
+
+def serve(checks: Mapping[str, Callable[[], Finding]]) -> None:
+    """A helper: make the checks that standard input names, one a line, and answer each with a line of JSON."""
+    answers = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries is not an answer
+    os.write(answers, _READY)
+    for line in sys.stdin:
+        os.write(answers, json.dumps(asdict(checks[line.rstrip("\n")]())).encode() + b"\n")
+
+
+def _begin(command: list[str], count: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Start `count` processes, or as many as the system allows."""
+    pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+    with suppress(OSError):
+        for _ in range(count):
+            yield subprocess.Popen(command, bufsize=0, env=python_environment(), stdin=pipe, stdout=pipe, stderr=quiet)
+
+
+def _distribute(waiting: Waiting, helper: subprocess.Popen[bytes]) -> None:
+    """Give a helper one check after the other, until none waits or it dies."""
+    assert helper.stdin is not None and helper.stdout is not None
+    if helper.stdout.readline() != _READY:
+        return
+    with suppress(Empty):
+        while helper.poll() is None:
+            name, finding = waiting.get_nowait()
+            if finding.set_running_or_notify_cancel():
+                answer = b""
+                with suppress(OSError):
+                    helper.stdin.write(name.encode() + b"\n")
+                    answer = helper.stdout.readline()
+                finding.set_result(Finding(**json.loads(answer)) if answer else _died(name, helper.wait()))
+
+
+def _died(name: str, status: int) -> Finding:
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    words = f"the process that made this check {how}"
+    return Finding("self-test", name, "failed", words, "report this with `residua doctor --json`")

@@ -11,12 +11,11 @@ from residua.errors import UserError
 from residua.export.check import why_unchecked
 from residua.export.folder import Precision, write_folder, write_layout
 from residua.files import refuse_used
-from residua.storage.card import OWN_CODE, PLAIN, Trained, model_card
-from residua.storage.card_metadata import Metadata, card_metadata
+from residua.storage.card import OWN_CODE, PLAIN, Metadata, Trained, card_metadata, model_card
 from residua.storage.checkpoint import model_tensors
 from residua.storage.hugging_face import companions
+from residua.storage.load import open_stored
 from residua.storage.model_folder import PRECISIONS, open_tokenizer
-from residua.storage.stored_model import open_stored
 
 RESIDUA = "residua"
 SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT]?)(i?)B", re.IGNORECASE)

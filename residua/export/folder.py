@@ -43,7 +43,7 @@ from residua.storage.hugging_face import (
     exported_name,
     read_companion,
 )
-from residua.storage.stored_model import Read, StoredModel, in_memory
+from residua.storage.load import Read, StoredModel, in_memory
 from residua.storage.tensors import Entry, write_shards
 from residua.version import __version__
 

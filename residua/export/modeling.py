@@ -24,8 +24,8 @@ from residua.config.model import ModelConfig
 from residua.errors import UserError
 from residua.export.bridge import Attention, Past
 from residua.export.configuration import ResiduaConfig
+from residua.model.context import one_read
 from residua.model.decoder import Decoder
-from residua.model.reads import one_read
 from residua.ops._runtime.numeric import soft_cap
 
 

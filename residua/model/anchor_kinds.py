@@ -6,13 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from residua.config import choices
+from residua.model.added_values import build_gated_values, build_value_embedding
 from residua.model.anchor_source import AnchorSource, ExoSource, HeadShape
 from residua.model.anchors import DynamicMix, LayerPlace, Mix, Unmixed, Write
-from residua.model.gated_values import build_gated_values
-from residua.model.layer_mixture import build_layer_mixture
-from residua.model.layer_values import build_layer_values
-from residua.model.shared_heads import build_shared_heads
-from residua.model.value_embeddings import build_value_embedding
+from residua.model.layer_heads import build_layer_mixture, build_layer_values, build_shared_heads
 
 BuildLayer = Callable[..., Unmixed]
 """(config, place) in; the module by which one softmax layer mixes or writes anchors out."""

@@ -18,11 +18,10 @@ from residua.model.anchor_source import HeadShape
 from residua.model.anchors import FoldedMix, LayerPlace, Mix, QueryKeyNorm, RotaryTable, Unmixed, Write
 from residua.model.body import Body
 from residua.model.cache import KeyValueCache
-from residua.model.context import Anchors, Context
+from residua.model.context import Anchors, Context, Input, Reads, map_reads
 from residua.model.equivalence import Edge, InitFidelity, divide_rows
 from residua.model.norm import DyT
 from residua.model.projection import BiasedProjection, Projection, is_watched, projection
-from residua.model.reads import Input, Reads, map_reads
 from residua.model.rope import GROWING, grow_queries
 from residua.model.sdpa import attend
 from residua.model.taps import tap

@@ -24,11 +24,10 @@ from residua.config.model import ModelConfig
 from residua.config.plugins import plugin_place
 from residua.config.settings import ConfigError, explain
 from residua.model.anchor_kinds import build_mix
-from residua.model.context import Context
+from residua.model.context import Context, Reads, flat_reads
 from residua.model.decoder import Decoder, build_anchor_source, place_of
 from residua.model.decoder import build as build_decoder
 from residua.model.norm import build_norm
-from residua.model.reads import Reads, flat_reads
 from residua.model.topology import State, Topology
 from residua.model.topology import build_topology as build_chosen
 from residua.reading import brief

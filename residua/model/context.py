@@ -1,4 +1,7 @@
-"""The inputs of a forward pass and the values that all sublayers share: positions, documents, caches, token ids."""
+"""The inputs of a forward pass and of sublayers, and the values that all share: positions, documents, caches, ids.
+
+A topology may give queries, keys and values inputs of their own (`Reads`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from residua.model.anchors import Sharing
     from residua.model.cache import Cache, Now
     from residua.model.topology import Topology
+
 
 Anchors = tuple[Tensor, ...]
 """The anchor projections, one per pathway in the configured order; empty until they are written.
@@ -92,3 +96,39 @@ def for_rows(tokens: Tensor, rows: int) -> Tensor:
 def number_documents(segments: Tensor | None) -> Tensor | None:
     """[B, T]: the number of each token's document in its row. A document is a run of equal ids in segments [B, T]."""
     return None if segments is None else begins(segments, segments).cumsum(1)
+
+
+class Reads(NamedTuple):
+    """The inputs [B, T, C] of one attention: q's (its gate reads it too), k's and v's. Other sublayers read r."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    r: Tensor
+
+
+Input = Tensor | Reads
+"""The input of a sublayer."""
+
+
+def one_read(h: Input) -> Tensor:
+    """The input of a sublayer that takes one."""
+    return h if isinstance(h, Tensor) else h.r
+
+
+def map_reads(function: Callable[[Tensor], Tensor], h: Input) -> Input:
+    """The function of each read, called once for a tensor that several ways read."""
+    if isinstance(h, Tensor):
+        return function(h)
+    made: list[Tensor] = []
+    for i, read in enumerate(h):
+        same = [made[j] for j in range(i) if h[j] is read]
+        made.append(same[0] if same else function(read))
+    return Reads(*made)
+
+
+def flat_reads(h: Input) -> tuple[Tensor, ...]:
+    """The tensors of an input, each once."""
+    if isinstance(h, Tensor):
+        return (h,)
+    return tuple(read for i, read in enumerate(h) if all(h[j] is not read for j in range(i)))

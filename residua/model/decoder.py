@@ -19,14 +19,23 @@ from residua.model.anchors import LayerPlace, Mix, Sharing
 from residua.model.attention import SoftmaxAttention, head_shape, layer_place
 from residua.model.body import Body, reset
 from residua.model.cache import BorrowedCache, Cache, KeyValueCache, Now, SublayerCache
-from residua.model.context import Anchors, Context, check_inputs, for_rows, number_documents
+from residua.model.context import (
+    Anchors,
+    Context,
+    Input,
+    Reads,
+    check_inputs,
+    for_rows,
+    map_reads,
+    number_documents,
+    one_read,
+)
 from residua.model.ffn import build_ffn
 from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, Norm, build_norm
 from residua.model.places import Places
-from residua.model.reads import Input, Reads, map_reads, one_read
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import Topology, build_topology

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from residua.errors import UserError
+from residua.model.context import Input
 from residua.model.projection import BiasedProjection, Projection
-from residua.model.reads import Input
 
 
 class InitFidelity(IntEnum):

@@ -19,17 +19,16 @@ from residua.model.anchors import mix_values
 from residua.model.attention import NoQKNorm, QKNorm, SoftmaxAttention
 from residua.model.body import Body
 from residua.model.cache import Cache, KeyValueCache, Now
-from residua.model.context import Anchors, Context
+from residua.model.context import Anchors, Context, Input
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.ffn import FeedForward, SquaredReluFFN
 from residua.model.moe import mixtures
 from residua.model.norm import NoNorm, RMSNorm
 from residua.model.projection import is_plain, is_watched
-from residua.model.reads import Input
 from residua.model.sdpa import attend
 from residua.model.topology.inference import InferenceTopology
 from residua.ops import inference
-from residua.ops._runtime.ahead import compile_ahead
+from residua.ops._runtime.library import compile_ahead
 
 MOST_GRAPHS = 8
 """Shapes whose graphs are kept."""

@@ -27,8 +27,7 @@ from residua.ops.low_precision.nvfp4 import Nvfp4
 from residua.quantize.schemes import Quantized
 from residua.quantize.store import FORMATS, TILES, as_json, module_tensors, quantization_config, write_folder
 from residua.reading import inside
-from residua.storage.card import ENGINE, Trained, model_card
-from residua.storage.card_metadata import Metadata, card_metadata
+from residua.storage.card import ENGINE, Metadata, Trained, card_metadata, model_card
 from residua.storage.hugging_face import CARD_FILE, CONFIG, companions, end_ids
 
 LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")

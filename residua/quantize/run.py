@@ -18,9 +18,8 @@ from residua.quantize.result import QuantizationResult
 from residua.quantize.schemes import find_scheme
 from residua.quantize.store import files_to_copy, is_quantized, save_quantized
 from residua.report.terminal import StageProgress
-from residua.storage.load import load
+from residua.storage.load import load, open_stored
 from residua.storage.model_folder import require_model
-from residua.storage.stored_model import open_stored
 
 Device = Literal["auto", "cpu", "cuda"]
 RESULTS, REPORT = "results.json", "report.html"

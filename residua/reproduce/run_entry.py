@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from residua.bench.timing import measure_ceilings
+from residua.bench.operators import measure_ceilings
 from residua.config.settings import ConfigError
 from residua.machine import choose_device
 from residua.reading import counted

@@ -12,18 +12,25 @@ from __future__ import annotations
 import getpass
 import gzip
 import json
+import os
 import secrets
 import socket
+import subprocess
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from pathlib import Path
 from socketserver import TCPServer
-from threading import BoundedSemaphore, Lock
+from threading import BoundedSemaphore, Lock, Thread
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from residua.files import explain
+from residua.machine import python_command, python_environment
 from residua.report import Page
 from residua.report.theme import embeddable
 from residua.watch.run_list import RunList
@@ -33,6 +40,10 @@ CONNECTIONS = 32
 """The most connections at a time: a page needs one, for a moment, every two seconds."""
 LINGER = 12.0
 """Seconds between two questions of a page in the background, and a little more."""
+PATIENCE = 3.0
+"""Seconds that a run waits for its page to get the last numbers; a page in the background asks later, without it."""
+SETTLE = 0.2
+"""Seconds until all that a killed run leaves is there to be seen."""
 _FULL = f"This page already has {CONNECTIONS} connections: close some of its tabs, or try again in a minute."
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HEADERS = {
@@ -241,3 +252,69 @@ def watch_page(watched: RunList, interval: float) -> str:
 @cache
 def _asset(name: str) -> str:
     return files("residua.watch").joinpath(name).read_text(encoding="utf-8")
+
+
+@contextmanager
+def serve_page(folder: Path, tell: Callable[[str], object]) -> Iterator[None]:
+    """Serve the page of the run in `folder` inside the block; `tell` says where, or why not.
+
+    By a process of its own: whatever happens to it, the run continues. The run opens the socket, so that the address is
+    known at once, and hands it on. The other process imports no torch, runs at low priority, only reads, and ends when
+    the run does, however that ends: its standard input closes then. Pages that are open get the last numbers first.
+    """
+    process = None
+    try:
+        process = _start(folder, tell)
+    except OSError as error:
+        tell(f"The live page is off: {explain(error)[0]}; the run continues without it.")
+    try:
+        yield
+    finally:
+        if process is not None:
+            _stop(process)
+
+
+def _start(folder: Path, tell: Callable[[str], object]) -> subprocess.Popen[bytes]:
+    key = secrets.token_urlsafe(9)
+    with socket.create_server((HOST, 0)) as listening:
+        number = listening.fileno()
+        process = subprocess.Popen(
+            python_command("-m", "residua.watch.server", str(folder.absolute()), str(number)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=python_environment(),
+            pass_fds=(number,),
+            start_new_session=True,  # Ctrl-C is for the run, which saves first
+        )
+        assert process.stdin is not None
+        process.stdin.write(f"{key}\n".encode())  # not as an argument: others could read it there
+        process.stdin.flush()
+        for line in how_to_open(listening.getsockname()[1], key):
+            tell(line)
+    return process
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with suppress(OSError):
+        if process.stdin is not None:
+            process.stdin.close()
+    with suppress(subprocess.TimeoutExpired):  # it ends by itself soon
+        process.wait(PATIENCE)
+
+
+def main() -> None:
+    """The other process: arguments are the run's folder and the socket's number; standard input begins with the key."""
+    folder, number = sys.argv[1:]
+    with suppress(OSError):
+        os.nice(10)
+    key = sys.stdin.readline().strip()
+    server = Server(RunList([Path(folder)]), key=key, listening=socket.socket(fileno=int(number)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdin.read()
+    time.sleep(SETTLE)
+    server.end()
+
+
+if __name__ == "__main__":
+    main()

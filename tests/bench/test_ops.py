@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from residua import ops
 from residua.bench import suite
 from residua.bench.cases import Shape, _chosen, depth_paths, operators
-from residua.bench.operators import OpResult, bench_operator
-from residua.bench.peers import peers
+from residua.bench.operators import Ceilings, OpResult, bench_operator, measure_ceilings
 from residua.bench.show import print_operators, write_json
-from residua.bench.timing import Ceilings, measure_ceilings
+from residua.bench.suite import peers
 from residua.cli.bench import app
 from residua.ops.expert_slots import sort_slots
 from residua.train.timing import Sample
@@ -163,7 +162,7 @@ def test_a_suite_that_cannot_be_measured_is_refused(names, ways, precision, word
 
 
 def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
-    monkeypatch.setattr("residua.bench.peers.find_spec", lambda name: None if name == "fla" else object())
+    monkeypatch.setattr("residua.bench.suite.find_spec", lambda name: None if name == "fla" else object())
     assert list(peers("depth_attention")) == ["liger_kernel"] and peers("gated_norm") == {}
 
 

@@ -57,7 +57,7 @@ def test_the_network_is_left_to_libraries_that_a_person_asks_for(name: str) -> N
 
 def test_no_connection_is_opened() -> None:
     assert calls("socket.create_connection", "urlopen") == set()
-    assert calls("socket.socket", "socket.create_server") == {"watch/server_process.py"}
+    assert calls("socket.socket", "socket.create_server") == {"watch/server.py"}
 
 
 def test_pages_link_only_to_files_that_exist() -> None:

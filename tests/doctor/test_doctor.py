@@ -15,7 +15,7 @@ from packaging.requirements import Requirement as Independent
 
 from residua import ops
 from residua.cli import doctor as verb
-from residua.doctor import findings, helpers, installed, kernels
+from residua.doctor import findings, installed, kernels
 from residua.doctor.findings import Finding
 from residua.doctor.installed import Requirement
 from residua.machine import python_command
@@ -60,7 +60,7 @@ def test_the_kernels_take_the_self_tests_inputs_and_pass(name: str) -> None:
 HELPER = """
 import os, signal, sys, time
 from residua.doctor.findings import Finding
-from residua.doctor.helpers import serve
+from residua.doctor.kernels import serve
 
 def check(name):
     os.write(1, b"noise of a library")
@@ -83,7 +83,7 @@ def beside(then: str, last: str, folder: Path, count: int) -> Iterator[Finding]:
         return Finding("self-test", name, "ok", "this process")
 
     command = python_command("-c", HELPER.format(then=then), last, str(folder / "waits"))
-    return helpers.run_beside({name: partial(made, name) for name in "abcd"}, command, count, first="dcb")
+    return kernels.run_beside({name: partial(made, name) for name in "abcd"}, command, count, first="dcb")
 
 
 def test_slow_checks_start_first_and_findings_keep_order(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_helpers_end_with_the_self_test(tmp_path: Path) -> None:
 def test_parent_runs_all_checks_when_helpers_do_not_start() -> None:
     made = {name: partial(Finding, "self-test", name, "ok", "") for name in "ab"}
     seen: list[tuple[int, int]] = []
-    found = helpers.run_beside(
+    found = kernels.run_beside(
         made, python_command("-c", "raise SystemExit(3)"), 2, progress=lambda *at: seen.append(at)
     )
     assert [finding.name for finding in found] == ["a", "b"] and seen == [(1, 2), (2, 2)]

@@ -13,8 +13,7 @@ from residua.data import open_corpus
 from residua.data.pipeline import hub_datasets
 from residua.data.tokenizer import Tokenizer
 from residua.model.decoder import build
-from residua.storage.card import PAPERS, Trained, model_card, papers
-from residua.storage.card_metadata import Metadata, card_metadata, read_metadata
+from residua.storage.card import PAPERS, Metadata, Trained, card_metadata, model_card, papers, read_metadata
 from residua.storage.hugging_face import import_folder
 from tests.convert.tiny import saved
 from tests.model.combinations import TABLES

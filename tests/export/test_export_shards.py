@@ -71,7 +71,7 @@ def test_export_takes_less_memory_than_its_weights(layout: str, tmp_path: Path, 
 
 def test_model_beyond_the_memory_is_exported_unchecked(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("residua.export.check.free_memory", lambda: 2**18)
-    monkeypatch.setattr("residua.storage.stored_model.load", lambda *_: pytest.fail("the whole model was opened"))
+    monkeypatch.setattr("residua.storage.load.load", lambda *_: pytest.fail("the whole model was opened"))
     assert command(monkeypatch, "export", run, "--out", tmp_path / "out", "--layout", "llama") == 0
     reason = r"Its code was not run: that needs 0\.[4-9] MiB of memory, and this machine has 0\.2 MiB free\."
     assert re.search(reason, capsys.readouterr().out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from residua.config import choices
-from residua.model.reads import Input, Reads
+from residua.model.context import Input, Reads
 from residua.model.topology import Topology, build_topology
 from tests.golden.compare import random, randomise
 

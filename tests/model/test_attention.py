@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import residua
 from residua.config import choices
 from residua.config.settings import ConfigError
+from residua.model.added_values import ValueEmbedding
 from residua.model.anchor_kinds import build_source
 from residua.model.anchor_source import ExoSource
 from residua.model.anchors import LayerPlace
@@ -20,7 +21,6 @@ from residua.model.attention import SoftmaxAttention, head_shape, layer_place
 from residua.model.context import Context
 from residua.model.rope import rotary_table, rotate
 from residua.model.sdpa import attend
-from residua.model.value_embeddings import ValueEmbedding
 from tests.golden import attention as golden
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.small import small

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from residua.config import choices
 from residua.errors import UserError
-from residua.model.reads import Reads
+from residua.model.context import Reads
 from residua.model.topology import State, Topology
 from tests.golden.compare import close, random
 from tests.model.depth import SMALL, random_topology, reads_of

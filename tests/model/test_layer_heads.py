@@ -12,7 +12,7 @@ from residua.config import choices
 from residua.config.settings import ConfigError
 from residua.model.cache import BorrowedCache
 from residua.model.inference import InferenceDecoder
-from residua.model.layer_values import mix_layers
+from residua.model.layer_heads import mix_layers
 from residua.model.size import measure
 from residua.quantize.smoothing import edges
 from tests.golden import attention as golden

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import residua
 from residua.config.settings import ConfigError
 from residua.model.attention import SoftmaxAttention
-from residua.model.context import Context
+from residua.model.context import Context, Reads, flat_reads, map_reads
 from residua.model.decoder import Sublayer
 from residua.model.inference import InferenceDecoder
-from residua.model.reads import Reads, flat_reads, map_reads
 from residua.model.rope import rotary_table
 from residua.train.step import recompute_sublayers
 from tests.golden.compare import agree, close, leaves_of, random, randomise

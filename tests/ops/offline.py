@@ -21,7 +21,7 @@ from pathlib import Path
 import triton
 
 from residua import ops
-from residua.ops._runtime.absent_gpu import AbsentGPU
+from residua.train.compile.precompile import AbsentGPU
 from tests.ops.offline_cases import Case, small_cases, wide_cases
 
 HOPPER = "sm_90"

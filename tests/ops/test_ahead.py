@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from residua.ops._runtime import ahead
-from residua.ops._runtime.library import Call, dry_run
+from residua.ops._runtime import library
+from residua.ops._runtime.library import Call, compile_ahead, dry_run
 from residua.ops.depth_attention.launch import depth_parts, parts
 
 
@@ -21,9 +21,9 @@ def test_dry_run_collects_calls_and_returns_right_shapes() -> None:
 
 def test_each_operator_has_a_thread_that_makes_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[Call]] = []
-    monkeypatch.setattr(ahead, "_launch", made.append)
+    monkeypatch.setattr(library, "_launch", made.append)
     first, second = torch.randn(3, 5), torch.randn(2, 4)
-    ahead.compile_ahead(lambda: (depth_parts(first), depth_parts(second)))
+    compile_ahead(lambda: (depth_parts(first), depth_parts(second)))
     assert [[call.args[0].shape for call in calls] for calls in made] == [[(3, 5), (2, 4)]]
 
 
@@ -31,6 +31,6 @@ def test_what_a_thread_cannot_launch_is_an_error_of_the_pass(monkeypatch: pytest
     def broken(calls: list[Call]) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(ahead, "_launch", broken)
+    monkeypatch.setattr(library, "_launch", broken)
     with pytest.raises(RuntimeError, match="no kernel"):
-        ahead.compile_ahead(lambda: depth_parts(torch.randn(3, 5)))
+        compile_ahead(lambda: depth_parts(torch.randn(3, 5)))

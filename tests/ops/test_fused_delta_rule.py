@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from residua import ops
-from residua.bench.peers import peers
+from residua.bench.suite import peers
 from residua.ops.delta_rule import autograd, gated_delta_step, launch, reference
 from tests.nightly import only_nightly
 from tests.ops import test_delta_rule as plain

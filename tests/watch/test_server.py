@@ -18,8 +18,7 @@ import pytest
 
 from residua.machine import python_environment
 from residua.watch.run_list import RunList
-from residua.watch.server import CONNECTIONS, Server
-from residua.watch.server_process import serve_page
+from residua.watch.server import CONNECTIONS, Server, serve_page
 from tests.trained import residua, train_run
 from tests.watch.runs import lines, write_result, write_run
 
@@ -188,7 +187,7 @@ def test_the_command_prints_where_the_page_is_and_ends_quietly(tmp_path: Path) -
 
 
 def test_watching_imports_no_torch() -> None:
-    code = "import sys, residua.watch.server_process, residua.cli.watch; sys.exit('torch' in sys.modules)"
+    code = "import sys, residua.watch.server, residua.cli.watch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], env=python_environment()).returncode == 0
 
 
@@ -223,7 +222,7 @@ def test_the_page_ends_when_the_run_is_killed(tmp_path: Path) -> None:
     code = """
         import sys, time
         from pathlib import Path
-        from residua.watch.server_process import serve_page
+        from residua.watch.server import serve_page
         with serve_page(Path(sys.argv[1]), lambda line: print(line, flush=True)):
             time.sleep(600)
         """

@@ -25,9 +25,8 @@ from residua.data.loader import IGNORED
 from residua.distributed.pipeline.shares import EMBEDDING, HIDDEN, LSE, PICKED, Share, anchors_after
 from residua.distributed.pipeline.transport import Route, StageCache, hold, with_loss
 from residua.distributed.units import Unit, divide, pass_through
-from residua.model.context import Context
+from residua.model.context import Context, Input, one_read
 from residua.model.moe import Routing
-from residua.model.reads import Input, one_read
 from residua.model.topology.base import Boundary, Items
 from residua.ops.linear_cross_entropy import head_piece
 from residua.train.compile.rewrites import compile_rewritten

@@ -22,8 +22,7 @@ from residua.integrations.torchtitan import compat
 from residua.integrations.torchtitan.compat import find_run
 from residua.integrations.torchtitan.model import OwnNames, ResiduaModel
 from residua.integrations.torchtitan.optimizer import ResiduaOptimizers, ResiduaSchedule, schedule_fields
-from residua.integrations.torchtitan.parallelize import parallelize
-from residua.integrations.torchtitan.pipeline import pipeline
+from residua.integrations.torchtitan.parallelize import parallelize, pipeline
 from residua.integrations.torchtitan.refusals import SCHEDULES, plainly, refuse_run
 from residua.integrations.torchtitan.trainer import NoTokenizer, PreparedText, ResiduaLoss, ResiduaTrainer
 

@@ -42,10 +42,9 @@ from torch.func import functional_call
 from residua.config.model import ModelConfig
 from residua.config.settings import ConfigError
 from residua.model.anchor_source import ExoSource
-from residua.model.context import Anchors, Context
+from residua.model.context import Anchors, Context, map_reads
 from residua.model.decoder import Decoder
 from residua.model.projection import declared_matrices
-from residua.model.reads import map_reads
 from residua.model.rope import GROWING
 from residua.model.sdpa import attend
 from residua.model.size import shapes_only

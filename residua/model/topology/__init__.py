@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from residua.config import choices
-from residua.model.reads import Reads
+from residua.model.context import Reads
 from residua.model.topology.additive import Additive, Clipped, Parallel
 from residua.model.topology.attnres import BlockAttnRes, BoundaryAttnRes, FullAttnRes
 from residua.model.topology.base import Boundary, Initialization, State, Topology, refuse_moved

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from residua.errors import UserError
+from residua.model.context import Input, Reads
 from residua.model.equivalence import InitFidelity
-from residua.model.reads import Input, Reads
 from residua.model.topology.facts import Ablations, Costs, SourceNames, trace_rows
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from residua import ops
 from residua.model import taps
-from residua.model.reads import Input, flat_reads
+from residua.model.context import Input, flat_reads
 
 if TYPE_CHECKING:
     from residua.model.topology.base import State, Topology

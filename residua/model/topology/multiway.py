@@ -13,8 +13,8 @@ from torch.nn.functional import gelu, linear
 
 from residua import ops
 from residua.config import choices
+from residua.model.context import Input, Reads
 from residua.model.equivalence import InitFidelity, take_parameters
-from residua.model.reads import Input, Reads
 from residua.model.taps import tap
 from residua.model.topology.base import Boundary, Initialization, Items, State, Topology
 from residua.model.topology.facts import ADDED_IN_NORM, Costs, SourceNames, trace_rows

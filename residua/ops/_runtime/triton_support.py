@@ -27,7 +27,7 @@ class Gpu(NamedTuple):
 
 
 absent: Gpu | None = None
-"""The GPU to compile for in a process that launches no kernels (`absent_gpu.py`)."""
+"""The GPU to compile for in a process that launches no kernels (`AbsentGPU` of `train/compile/precompile.py`)."""
 
 
 def supports(*tensors: Tensor) -> bool:

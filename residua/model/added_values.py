@@ -1,0 +1,160 @@
+"""Values that layers add to their own, with a gate: those of the first layer (SATFormer), or a vector of the token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from residua.config import choices
+from residua.model.anchors import LayerPlace, Projections, Unmixed, Write
+from residua.model.context import Anchors, Context
+from residua.model.equivalence import InitFidelity, take_parameters
+from residua.model.projection import Projection
+from residua.model.taps import tap
+from residua.ops._runtime.numeric import wide
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "softmax": lambda logits: logits.softmax(-1) * logits.shape[-1],
+}
+
+LARGEST_START = 0.02
+NEARLY_CLOSED = 1e-3
+"""The share of W_α's std that a relu starts with where it should be closed: at exactly zero it would stay there."""
+
+
+class AddedValues(Unmixed):
+    """The base of kinds that add other values to a layer's own, times a gate per token and key-value head."""
+
+    pathways = ("v",)
+
+    def gate(self, x: Tensor) -> Tensor:
+        """[B, T, H_kv]"""
+        raise NotImplementedError
+
+    def publish(self, layer: int, x: Tensor) -> None:
+        tap(f"attention.{layer}.value_gate", lambda: self.gate(x))
+
+    def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+        """λ1 and λ2: the mean by head of the gate, and 1; nothing without the gate."""
+        if gamma is None:
+            return {}
+        mean = wide(gamma).flatten(0, -2).mean(0)
+        return {"v": (mean, torch.ones_like(mean))}
+
+
+class GatedValues(AddedValues):
+    """Gated value residuals: each token and head decides how much of the first layer's values it reads (SATFormer).
+
+        V̂_l = V_l + α_l ⊙ V_1,   α_l = gate(W_α x_l),   W_α: C → key-value heads        (arXiv 2605.03953)
+
+    x_l is the layer's normed input, V_1 the values of the first softmax layer as they were projected. `gate` is relu in
+    the paper, σ, tanh, or H · softmax over the H key-value heads. W_α starts normal with the model's std, as in the
+    public code.
+    """
+
+    def __init__(self, config: choices.GatedValue, place: LayerPlace) -> None:
+        super().__init__(place.sections)
+        self.kind = config.gate
+        self.gates = Projection(place.width, place.shape.heads["v"], std=place.std)
+
+    def gate(self, x: Tensor) -> Tensor:
+        return GATES[self.kind](self.gates(x))
+
+    def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
+        (first,) = anchors
+        return own | {"v": own["v"] + self.gate(x)[..., None] * first}, anchors
+
+    def readers(self) -> tuple[Tensor, ...]:
+        return (self.gates.weight,)
+
+    @torch.no_grad()
+    def begin_as(self, old: Unmixed) -> InitFidelity:
+        """W_α = 0 closes tanh exactly; relu starts with a thousandth of W_α, which is nearly closed and can open.
+
+        σ and softmax cannot be closed: the function changes. So it does from other anchors.
+        """
+        if isinstance(old, GatedValues):
+            take_parameters(self, old)
+            return InitFidelity.EXACTLY if old.kind == self.kind else InitFidelity.NOT
+        if not old.plain or self.kind in ("sigmoid", "softmax"):
+            return InitFidelity.NOT
+        if self.kind == "tanh":
+            nn.init.zeros_(self.gates.weight)
+            return InitFidelity.EXACTLY
+        nn.init.normal_(self.gates.weight, std=self.gates.std * NEARLY_CLOSED)
+        return InitFidelity.NEARLY
+
+
+def build_gated_values(config: choices.GatedValue, place: LayerPlace) -> Unmixed:
+    """The first layer writes its values, the others read them."""
+    if place.layer == 0:
+        return Write(place.sections, ("v",), "none", place.shape)
+    return GatedValues(config, place)
+
+
+class ValueTable(nn.Embedding):
+    """Vectors [V, H_kv·D] of tokens, normal with `std`."""
+
+    def __init__(self, vocabulary: int, width: int, *, std: float) -> None:
+        self.std = std  # nn.Embedding initialises itself
+        super().__init__(vocabulary, width)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class ValueEmbedding(AddedValues):
+    """Value embeddings: some layers add a learned vector of the token itself to their values.
+
+        V̂_l = V_l + s·σ(W_g x_l[:c]) ⊙ E_l[token],   W_g: c → key-value heads,  s = 3,  c = 12        (nanochat, gpt.py)
+
+    x_l is the layer's normed input, of which the first c channels make one gate per token and head. Every second
+    softmax layer has a table E_l [vocabulary, key-value heads · head_dim], the last one included. E_l starts like W_v,
+    normal with the model's std; W_g starts uniform in [0, 0.02], so that gates begin near s/2.
+
+    The tables cost more than the reads: each step zeroes, clips and updates all their weights, 44 bytes each, whichever
+    tokens it saw (docs/results/step.md).
+    """
+
+    def __init__(self, config: choices.ValueEmbeddings, place: LayerPlace) -> None:
+        super().__init__(place.sections)
+        self.scale, self.shape = config.gate_scale, place.sections["v"]
+        self.table = ValueTable(place.vocabulary, place.shape.rows("v"), std=place.std)
+        self.gate_weight = nn.Parameter(torch.empty(place.shape.heads["v"], config.gate_channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.gate_weight, 0.0, LARGEST_START)
+
+    def gate(self, x: Tensor) -> Tensor:
+        weight = self.gate_weight.to(x.dtype)
+        return self.scale * torch.sigmoid(linear(x[..., : weight.shape[1]], weight))
+
+    def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
+        assert context.tokens is not None
+        rows = self.table(context.tokens).unflatten(-1, self.shape).to(x.dtype)
+        return own | {"v": own["v"] + self.gate(x)[..., None] * rows}, anchors
+
+    def readers(self) -> tuple[Tensor, ...]:
+        return (self.gate_weight,)
+
+    @torch.no_grad()
+    def begin_as(self, old: Unmixed) -> InitFidelity:
+        """E = 0 adds nothing, and has a gradient."""
+        if isinstance(old, ValueEmbedding):
+            take_parameters(self, old)
+            return InitFidelity.EXACTLY if self.scale == old.scale else InitFidelity.NOT
+        nn.init.zeros_(self.table.weight)
+        return super().begin_as(old)
+
+
+def build_value_embedding(config: choices.ValueEmbeddings, place: LayerPlace) -> Unmixed:
+    """Every so many layers, counted from the last, has a table."""
+    has_table = (place.layers - 1 - place.layer) % config.every == 0
+    return ValueEmbedding(config, place) if has_table else Unmixed(place.sections)
