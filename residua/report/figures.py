@@ -249,8 +249,8 @@ def framed(
 ) -> Figure:
     """Traces with titles, height and margins; `x`, `y` and `layout` are Plotly's settings of the axes and the whole.
 
-    The legend is the page's (`legend.py`), not Plotly's. A figure gets everything at once: each `update_…` takes Plotly
-    as long as a small figure.
+    The legend is the page's (`section.py`), not Plotly's. A figure gets everything at once: each `update_…` takes
+    Plotly as long as a small figure.
     """
     from plotly.graph_objects import Figure
 

@@ -12,13 +12,14 @@ from residua.report import Cell, Column, Link, Page, Picture, Section, Series, S
 from residua.report.figures import height_of
 from residua.report.tables import DataTable
 from residua.study import figures, tables, verdicts
+from residua.study.collect_results import compute_points
 from residua.study.config import StudyConfig
 from residua.study.figures import SECONDS, TOKENS, Records
 from residua.study.gains import speed_is_shown
 from residua.study.measurements import SIDE_BY_SIDE
 from residua.study.plan import RUNS, PlannedRun
 from residua.study.records import RunRecord
-from residua.study.results import LadderResult, RunResult, StudyResult, compute_points
+from residua.study.results import LadderResult, RunResult, StudyResult
 from residua.study.results_file import NOWHERE, SavedStudy
 from residua.study.statistics import count
 from residua.study.tables import NONE

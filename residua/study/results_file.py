@@ -24,6 +24,7 @@ from residua.errors import UserError
 from residua.files import write_atomically
 from residua.reading import check, parse_toml_value, read_json, reason, refuse, shown, toml_string
 from residua.report.figures import evenly
+from residua.study.collect_results import collect
 from residua.study.config import StudyConfig, Tasks
 from residua.study.plan import (
     RUNS,
@@ -36,7 +37,7 @@ from residua.study.plan import (
     tuned_for,
 )
 from residua.study.records import Accuracies, Inspection, Outliers, Peaks, QuantizedRun, RunRecord, known
-from residua.study.results import DatasetFacts, StudyResult, collect
+from residua.study.results import DatasetFacts, StudyResult
 from residua.study.timing import StepTiming
 from residua.train.environment import START
 from residua.train.result import FinalValidation

@@ -12,7 +12,7 @@ import pytest
 
 from residua.report import Card, Column, Link, Page, Picture, Series, Sorted, Value, page, theme
 from residua.report.figures import Curve, Estimate, curves, forest, grouped_bars, heatmap
-from residua.report.legend import legend, words
+from residua.report.section import legend, words
 
 EVIL = '<script>alert("x")</script>&\'</b>'
 

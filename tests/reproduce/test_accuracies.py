@@ -13,11 +13,11 @@ from residua.reproduce.entry import Nothing, Study, load, names
 from residua.reproduce.measures import MEASURES
 from residua.reproduce.request import Request, build_study, selected, tasks_sentence
 from residua.reproduce.run_entry import planned_cost
+from residua.study.collect_results import collect
 from residua.study.config import StudyConfig
 from residua.study.extend_study import complete_records
 from residua.study.plan import StudyPlan, make_plan
 from residua.study.records import ACCURACIES, OUTLIERS, Accuracies, Outliers, TaskAccuracy
-from residua.study.results import collect
 from tests.reproduce.conftest import QUICK
 from tests.study.recorded import write_run
 

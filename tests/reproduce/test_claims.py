@@ -12,9 +12,10 @@ from residua.reproduce.comparison import Comparison
 from residua.reproduce.entry import AnyClaim, Study, load
 from residua.reproduce.request import Request, build_study, selected
 from residua.reproduce.scale import sentence
+from residua.study.collect_results import collect
 from residua.study.extend_study import complete_records
 from residua.study.plan import PlannedRun, make_plan
-from residua.study.results import DatasetFacts, StudyResult, collect
+from residua.study.results import DatasetFacts, StudyResult
 from residua.study.run_study import summarise
 from tests.reproduce.conftest import QUICK
 from tests.study.recorded import write_run

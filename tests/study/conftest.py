@@ -16,11 +16,12 @@ from residua.cli.compare import app
 from residua.data import Dataset, open_corpus, prepare
 from residua.errors import UserError
 from residua.study import StudyConfig
+from residua.study.collect_results import collect
 from residua.study.extend_study import complete_records
 from residua.study.page import Outcome
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import is_complete
-from residua.study.results import StudyResult, collect
+from residua.study.results import StudyResult
 from residua.study.run_study import run_study
 from residua.study.timing import read_timings
 from residua.study.train_runs import StudyInterrupted

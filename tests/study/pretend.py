@@ -13,15 +13,7 @@ from residua.study.gains import concluded
 from residua.study.ladder import FittedLaw
 from residua.study.page import study_page
 from residua.study.records import RunRecord
-from residua.study.results import (
-    DatasetFacts,
-    LadderResult,
-    LowPrecision,
-    Rung,
-    RunResult,
-    StudyResult,
-    VariantResult,
-)
+from residua.study.results import DatasetFacts, LadderResult, LowPrecision, Rung, RunResult, StudyResult, VariantResult
 from residua.study.statistics import Interval
 
 NAMES = (

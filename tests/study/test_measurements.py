@@ -19,6 +19,7 @@ from residua.errors import UserError
 from residua.model import taps
 from residua.study import StudyConfig
 from residua.study import measurements as work
+from residua.study.collect_results import collect
 from residua.study.config import NoMatch
 from residua.study.extend_study import complete_records
 from residua.study.measurements import OutlierMeasurement, PrecisionMeasurement, look
@@ -34,7 +35,6 @@ from residua.study.records import (
     read_measured,
     read_run,
 )
-from residua.study.results import collect
 from residua.study.results_file import save_study
 from residua.study.run_study import run_study, summarise
 from residua.study.tables import markdown, side_tables

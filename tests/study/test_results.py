@@ -12,13 +12,14 @@ from residua.config.settings import ConfigError
 from residua.data import Dataset
 from residua.model.size import measure
 from residua.study import StudyConfig
+from residua.study.collect_results import collect, compute_points
 from residua.study.extend_study import describe, unite
 from residua.study.figures import break_even, ladder_scatter, picture
 from residua.study.gains import concluded, product
 from residua.study.page import Outcome, write_report
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import is_complete, read_run
-from residua.study.results import StudyResult, VariantResult, collect, compute_points
+from residua.study.results import StudyResult, VariantResult
 from residua.study.results_file import SavedStudy, save_study
 from residua.study.run_study import summarise
 from residua.study.statistics import Interval, t_quantile

@@ -21,11 +21,12 @@ from residua.evaluate.score import Scorer
 from residua.evaluate.tasks import EXOFORMER, expand
 from residua.study import StudyConfig
 from residua.study import score_tasks as work
+from residua.study.collect_results import collect
 from residua.study.config import Tasks
 from residua.study.extend_study import complete_records, with_earlier
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import ACCURACIES, INSPECTION, Accuracies, TaskAccuracy, read_measured
-from residua.study.results import StudyResult, collect
+from residua.study.results import StudyResult
 from residua.study.results_file import save_study
 from residua.study.score_tasks import TaskMeasurement, open_questions
 from residua.study.statistics import t_quantile
