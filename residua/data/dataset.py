@@ -233,21 +233,14 @@ class Dataset:
             self.tokenizer.require_model(vocab_size, self.path)
 
 
-def unigram_entropy(
-    dataset: Dataset,
-    *,
-    fit: str = TRAIN,
-    evaluate: str = VALIDATION,
-    limit_tokens: int | None = None,
-    sample: int | None = None,
-) -> float:
-    """Nats per token of a model that knows only how often tokens occur, all of them or about `sample` of `fit`.
+def unigram_entropy(dataset: Dataset, *, limit_tokens: int | None = None, sample: int | None = None) -> float:
+    """Nats per token of a model that knows only how often training tokens occur, all of them or about `sample`.
 
-    H = −Σ_v q(v) ln p(v), with p(v) = (n_fit(v) + 1) / (N_fit + V) and q the frequencies in `evaluate`, or in its
+    H = −Σ_v q(v) ln p(v), with p(v) = (n(v) + 1) / (N + V) and q the frequencies in the validation text, or in its
     first `limit_tokens`. A model whose validation loss is well below has learned something about order.
     """
-    fitted = dataset.split(fit).counts(dataset.vocab_size, sample) + 1
-    split = dataset.split(evaluate)
+    fitted = dataset.split(TRAIN).counts(dataset.vocab_size, sample) + 1
+    split = dataset.split(VALIDATION)
     if limit_tokens is None or limit_tokens >= split.tokens:
         evaluated = split.counts(dataset.vocab_size)
     else:

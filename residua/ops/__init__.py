@@ -6,7 +6,7 @@
 from residua.ops._runtime.backend import backend, chosen_backend
 from residua.ops._runtime.numeric import rms
 from residua.ops.delta_rule import delta_mixer, gated_delta, kimi_delta
-from residua.ops.depth_attention import attend_finished, attend_partial, depth_attention
+from residua.ops.depth_attention import depth_attention
 from residua.ops.expert_ffn import expert_ffn
 from residua.ops.expert_routing import Routed, route
 from residua.ops.gated_norm import gate_scores, gated_norm, low_rank_gate
@@ -34,8 +34,6 @@ __all__ = [
     "Routed",
     "Sections",
     "add_norm",
-    "attend_finished",
-    "attend_partial",
     "backend",
     "chosen_backend",
     "convolve_heads",

@@ -111,42 +111,26 @@ def grouped_bars(
     colours: Sequence[str],
     y_title: str,
     *,
-    ends: Mapping[str, Sequence[tuple[float, float] | None]] | None = None,
     line_at: float | None = None,
-    height: int = 340,
     step: int | None = None,
 ) -> Figure:
     """Bars side by side for each name, one per part; `line_at` marks a reference value.
 
-    `ends` are the ends of each bar's interval. Give them wherever a value was measured more than once. With `step`,
-    one in so many names stands along the axis.
+    With `step`, one in so many names stands along the axis.
     """
     bars = [
         {
             "type": "bar", "name": escape(part), "x": [escape(name) for name in names], "y": list(values),
             "meta": of_series(part), "hovertemplate": f"{escape(part)}: %{{y:.4g}}<br>%{{x}}<extra></extra>",
-            "marker": {"color": colour}, "error_y": _error_bars(values, (ends or {}).get(part)),
+            "marker": {"color": colour},
         }
         for (part, values), colour in zip(parts.items(), colours, strict=True)
     ]  # fmt: skip
     groups: dict[str, Any] = {"barmode": "group", "bargap": 0.35, "bargroupgap": 0.08}
-    figure = framed(bars, "", y_title, height, x=_stepped(step), **groups)
+    figure = framed(bars, "", y_title, 340, x=_stepped(step), **groups)
     if line_at is not None:
         figure.add_hline(y=line_at, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dot"})
     return figure
-
-
-def _error_bars(
-    values: Sequence[float | None], ends: Sequence[tuple[float, float] | None] | None
-) -> dict[str, object] | None:
-    if ends is None:
-        return None
-    known = [(v, e) if v is not None and e is not None else None for v, e in zip(values, ends, strict=True)]
-    return {
-        "type": "data", "symmetric": False, "thickness": 1.5, "width": 4,
-        "array": [0.0 if pair is None else pair[1][1] - pair[0] for pair in known],
-        "arrayminus": [0.0 if pair is None else pair[0] - pair[1][0] for pair in known],
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,7 +147,7 @@ class Box:
     largest: float
 
 
-def boxes(drawn: Sequence[Box], x_title: str, y_title: str, *, height: int = 400) -> Figure:
+def boxes(drawn: Sequence[Box], x_title: str, y_title: str) -> Figure:
     """Box plots side by side, the mean dashed, a ring at the largest value."""
     names, colour, ring = [escape(box.name) for box in drawn], theme.colour(1), theme.colour(2)
     shown = {
@@ -179,7 +163,7 @@ def boxes(drawn: Sequence[Box], x_title: str, y_title: str, *, height: int = 400
         "hovertemplate": "largest: %{y:.4g}<br>%{x}<extra></extra>",
     }  # fmt: skip
     axis = {"type": "category", "showgrid": False, **_stepped(-(-len(drawn) // 12))}
-    return framed([shown, rings], x_title, y_title, height, x=axis)
+    return framed([shown, rings], x_title, y_title, 400, x=axis)
 
 
 def heatmap(

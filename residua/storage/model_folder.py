@@ -28,14 +28,12 @@ if TYPE_CHECKING:
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def open_model(
-    folder: str | Path, which: Literal["last", "best"] = "last", *, as_trained: bool = False
-) -> tuple[Decoder, Tokenizer]:
-    """The model of a folder, on the CPU, and its tokenizer; ready to run, or `as_trained` with nothing folded."""
+def open_model(folder: str | Path, which: Literal["last", "best"] = "last") -> tuple[Decoder, Tokenizer]:
+    """The model of a folder, on the CPU and ready to run, and its tokenizer."""
     tokenizer = open_tokenizer(folder)
     model = load(folder, which)
     tokenizer.require_model(model.config.vocab_size, Path(folder))
-    return model.eval() if as_trained else ready(model), tokenizer
+    return ready(model), tokenizer
 
 
 def ready(model: Decoder) -> Decoder:

@@ -337,12 +337,11 @@ def break_even(result: StudyResult, size: str | None = None) -> Scatter | None:
     return Scatter(points, [line], f"time of a step, × {result.baseline}'s", f"{what}, × {result.baseline}'s")
 
 
-def picture(result: StudyResult, size: str | None = None) -> str | None:
+def picture(result: StudyResult) -> str | None:
     """`break_even` as SVG, for a document; None if there is nothing to draw."""
-    scatter, size = break_even(result, size), size or result.sizes[-1]
-    if scatter is None:
+    if (scatter := break_even(result)) is None:
         return None
-    what = f"{result.name}, {size}" if len(result.sizes) > 1 else result.name
+    what = f"{result.name}, {result.sizes[-1]}" if len(result.sizes) > 1 else result.name
     return scatter.svg(f"{what}: what a step costs and what it is worth")
 
 

@@ -74,9 +74,3 @@ def test_progress_comes_with_the_time_left_and_to_a_log_at_times(monkeypatch):
         progress.finish_part()
         progress.tell("building")
     assert log.getvalue().splitlines() == ["building (0 of 2)", "round 2 of 2 (0 of 2, 0:20 left)"]
-
-
-def test_an_engine_that_the_device_lacks_is_refused(model):
-    done = CliRunner().invoke(app, ["decode", str(model), "--engine", "graph", "--device", "cpu"])
-    assert isinstance(done.exception, ValueError)
-    assert str(done.exception) == "engine graph replays CUDA graphs and this device is a CPU: use eager or compile."

@@ -5,10 +5,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from residua.data.shards import HEADER_BYTES
 from tests.cli.conftest import Say
 from tests.trained import residua, train_run
 
@@ -46,8 +44,6 @@ def test_a_run_with_a_damaged_environment_is_not_resumed(run: Path, sentence: Sa
     ("line", "words"),
     [
         ("nonsense", "line 2 is not valid JSON (column 1: expecting value)"),
-        ('"text"', "line 2 holds 'text', expected an object"),
-        ('{"step": 1}', "line 2 has no key kind"),
         ('{"kind": "train", "step": "1"}', "line 2: step is '1', expected a whole number"),
         ('{"kind": "validation", "step": 1, "loss": NaN, "bits_per_byte": 1}', "line 2: loss is nan, expected a"),
     ],
@@ -73,13 +69,11 @@ def test_a_finished_run_without_metrics_has_no_result(run: Path, monkeypatch, ca
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (lambda state: state.clear(), "state.json has no key step"),
         (lambda state: state["loader"].pop("epoch"), "state.json has no key loader.epoch"),
         (lambda state: state.update(step=3), "state.json does not fit this run (it is of step 3)"),
         (lambda state: state["loader"].update(position=10**6), "data position 1000000 is outside epoch 0"),
         (lambda state: state.update(rng={"cpu": "00ff"}), "input RNG state size to be 2)"),
         (lambda state: state.update(rng={}), "state.json has no key rng.cpu"),
-        (lambda state: state.update(watch=[]), "state.json: watch is a list of 0 entries, expected an object"),
     ],
 )
 def test_a_damaged_state_is_named(run: Path, sentence: Say, edit: Callable[[dict], object], words: str) -> None:  # type: ignore[type-arg]
@@ -96,9 +90,7 @@ def test_a_damaged_state_is_named(run: Path, sentence: Say, edit: Callable[[dict
     ("edit", "words"),
     [
         (lambda d: d.update(splits=["train"]), "dataset.json: splits is a list of 1 entry, expected an object"),
-        (lambda d: d["splits"]["train"].update(shards=[3]), "splits.train.shards[0] is 3, expected a text"),
         (lambda d: d["splits"]["train"].update(shards=["../secret"]), "refers to '../secret', which is not a file"),
-        (lambda d: d["splits"]["train"].update(shards=["/etc/passwd"]), "refers to '/etc/passwd', which is not a file"),
         (lambda d: d["splits"]["validation"].update(shards=["link.bin"]), "link.bin is a link that leads out of its"),
     ],
 )  # fmt: skip
@@ -116,22 +108,6 @@ def test_every_reader_of_a_dataset_refuses_it(
         ("compare", "prenorm", "mgr", "--data", data, "--out", tmp_path / "study"),
     ):
         assert words in sentence(*arguments)
-
-
-def test_an_id_that_was_not_written_is_named(run: Path, sentence: Say, tmp_path: Path) -> None:
-    """The header still says what was written; the ids were changed later."""
-    for split in ("train", "validation"):
-        path = tmp_path / "data" / f"{split}-00000.bin"
-        ids = np.memmap(path, np.dtype("<u2"), "r+", HEADER_BYTES, (40,))
-        ids[17:] = 300
-        ids.flush()
-    words = "holds id 300 at token 17, and the largest that was written is 256: the file is damaged, prepare"
-    for split, arguments in (
-        ("train", ("train", "--resume", "--out", run, "train.steps=5")),
-        ("validation", ("eval", run, "--device", "cpu")),
-        ("validation", ("quantize", run, "--out", tmp_path / "q", "--device", "cpu")),
-    ):
-        assert f"{split}-00000.bin {words}" in sentence(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +150,6 @@ def test_links_of_an_environment_and_metrics_are_not_followed(run: Path, sentenc
     ("text", "words"),
     [
         ("extends = 3", "extends = 3 should be the name of a preset: `residua presets` lists them."),
-        ("extends = ['tiny']", "extends = a list of 1 entry should be the name of a preset"),
         ("model = 3", "model = 3 should be a table of keys."),
         ("self = 1\nextends = 'tiny'", "self = 1 is not a known key"),
     ],
@@ -189,11 +164,9 @@ def test_a_run_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, text:
     [
         ("variants = 3", "variants = 3 should be a table or a list of names: `residua compare --list` shows them."),
         ("variants = [3]", "variants = a list of 1 entry should be a table or a list of names"),
-        ("variants = [['mgr']]", "variants = a list of 1 entry should be a table or a list of names"),
         ("variants = {a = 3}", "variants.a = 3 should be a list."),
         ("variants = ['mgr', 'prenorm']\nseeds = 0", "seeds = 0 should be a list such as [0, 1, 2], or how many"),
         ("variants = ['mgr', 'prenorm']\nseeds = true", "seeds = True should be a list"),
-        ("variants = ['mgr', 'prenorm']\nseeds = 100000000", "seeds = 100000000 should be a list"),
         ("variants = ['mgr', 'prenorm']\nseeds = ['a']", "seeds.0 = 'a' is refused"),
         ("variants = ['mgr', 'prenorm']\nmatch = 3", "match = 3 should be a table of keys."),
     ],
@@ -208,7 +181,6 @@ def test_a_study_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, tex
     [
         (3, "weight_map.'model.norm.weight' is 3, expected a text"),
         ("../secret", "refers to '../secret', which is not a file inside it"),
-        ("/etc/passwd", "refers to '/etc/passwd', which is not a file inside it"),
         ("link.safetensors", "link.safetensors is a link that leads out of its folder"),
         ("gone.safetensors", "gone.safetensors does not exist"),
     ],

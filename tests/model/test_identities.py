@@ -16,8 +16,6 @@ from residua.errors import UserError
 from residua.model import taps
 from residua.model.norm import DyT, NoNorm
 from residua.model.topology import build_topology
-from residua.model.topology.attnres import BlockAttnRes
-from residua.ops import attend_finished, attend_partial
 from residua.ops._runtime.numeric import rms
 from tests.golden.compare import agree, close, randomise
 from tests.model.depth import SMALL, drive, embedding_and_outputs, named, random_topology, reads_of
@@ -44,28 +42,6 @@ def test_one_block_from_zero_queries_averages_embedding_and_sum() -> None:
     topology = build_topology(choices.BlockAttnRes(sublayers_per_block=6), 6, 7).double()
     x, y = embedding_and_outputs(6, 7)
     close("last read", drive(topology, x, y)[-1], (x + sum(y)) / 2, 1e-14)
-
-
-@pytest.mark.parametrize("per_block", [1, 2, 3, 5])
-def test_two_phases_reproduce_a_whole_block_model(per_block: int) -> None:
-    """Once per block all its queries against the finished blocks, then each with the partial sum."""
-    sublayers, width = 8, 33
-    topology = random_topology(choices.BlockAttnRes(sublayers_per_block=per_block), sublayers, width)
-    assert isinstance(topology, BlockAttnRes)
-    x, y = embedding_and_outputs(sublayers, width)
-
-    finished, inputs = [x], []
-    for first in range(0, sublayers, per_block):
-        block = range(first, min(first + per_block, sublayers))
-        readers = [topology.reads[k] for k in block]  # read k follows sublayer k: it serves sublayer k + 1
-        waiting = attend_finished(finished, [r.query for r in readers], norm_weights=[r.gain for r in readers])
-        partial = torch.zeros_like(x)
-        for k, reader, ready in zip(block, readers, waiting, strict=True):
-            partial = partial + y[k]
-            inputs.append(attend_partial(ready, partial, reader.query, norm_weight=reader.gain))
-        finished.append(partial)
-    leaves = named(x, y) | dict(topology.named_parameters())
-    agree([x, *inputs], drive(topology, x, y), leaves)
 
 
 @pytest.mark.parametrize("gate", ["competitive", "independent"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from residua import ops
+from residua.ops.inference import reference as inference
 from tests.golden.attnres import Reader, two_phase
 from tests.golden.compare import agree, close, each_token, random
 
@@ -61,39 +62,19 @@ def test_one_source_passes_through_without_query_gradient() -> None:
 
 
 @pytest.mark.parametrize("finished", [1, 2, 9, 33])
-def test_two_phases_equal_one(finished: int) -> None:
-    width = 33
-    v = sources_of(finished, width)
-    p = random(2, 3, width, seed=99)
-    queries = [random(width, seed=i) for i in (1, 2, 3)]
-    gains = [random(width, seed=4), None, random(width, seed=5)]
-    scale = 0.7
-    phase_one = ops.attend_finished(v, queries, norm_weights=gains, scale=scale)
-    for i, (w, g) in enumerate(zip(queries, gains, strict=True)):
-        merged = ops.attend_partial(phase_one[i], p, w, norm_weight=g, scale=scale)
-        direct = ops.depth_attention([*v, p], w, norm_weight=g, scale=scale)
-        leaves = named(v, partial=p, query=w) | ({} if g is None else {"gain": g})
-        agree([merged], [direct], leaves)
-        alone = ops.depth_attention(v, w, norm_weight=g, scale=scale)
-        agree([phase_one[i][0]], [alone], named(v), silent=())
-
-
-def test_two_phases_are_the_paper_with_a_running_maximum() -> None:
-    v, p, w, g = sources_of(4, 7), random(2, 3, 7, seed=99), random(7, seed=1, scale=3.0), random(7, seed=2)
-    (phase_one,) = ops.attend_finished(v, [w], norm_weights=[g])
-    ours = ops.attend_partial(phase_one, p, w, norm_weight=g)
-    golden = each_token(lambda x, rest: [two_phase(rest, x, Reader(w, g))], p, v)
-    first = each_token(lambda x, rest: [two_phase([x, *rest], None, Reader(w, g))], v[0], v[1:])
-    agree([ours, phase_one[0]], golden + first, named(v, partial=p, query=w, gain=g))
-
-
-def test_huge_logits_do_not_overflow() -> None:
-    v = [s.detach().float() for s in sources_of(4, 7)]
-    w = 1e4 * torch.ones(7)
-    (phase_one,) = ops.attend_finished(v[:3], [w], norm_weights=[None])
-    merged, direct = ops.attend_partial(phase_one, v[3], w), ops.depth_attention(v, w)
-    assert direct.isfinite().all()
-    torch.testing.assert_close(merged, direct)
+@pytest.mark.parametrize("scale", [0.7, 1e4])
+def test_two_phases_of_decoding_equal_one_and_the_paper(finished: int, scale: float) -> None:
+    """A block's reads of the finished sources, of which the first is a sublayer's input; then one merges its sum."""
+    *v, p = (x.detach().flatten(0, 1) for x in sources_of(finished + 1, 33))
+    first, query, gain = (random(33, seed=seed).detach() for seed in (1, 2, 3))
+    queries, ones = scale * torch.stack([first, query]) * gain, torch.ones_like(gain)
+    normed, _, *begun = inference.read_sources(v[:-1], v[-1], None, queries, ones)
+    merged, _ = inference.read_partial([x[0] for x in begun], p, None, queries[1], ones)
+    for ours, w, sources in ((normed, first, v), (merged, query, [*v, p])):
+        close("one", ours, ops.rms(ops.depth_attention(sources, w, norm_weight=gain, scale=scale)), 1e-12)
+    reader = Reader(scale * query, gain)
+    (golden,) = each_token(lambda x, rest: [two_phase(rest, x, reader)], p[None], [x[None] for x in v])
+    close("paper", merged, ops.rms(golden[0]), 1e-12)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 7), (7,), (2, 1, 2, 7)])

@@ -13,11 +13,6 @@ def depth(x: Tensor, w: Tensor) -> Tensor:
     return ops.depth_attention([*x.unbind(0)], w, norm_weight=w)
 
 
-def merge(x: Tensor, w: Tensor) -> Tensor:
-    (first,) = ops.attend_finished([*x[1:].unbind(0)], [w], norm_weights=[w])
-    return ops.attend_partial(first, x[0], w, norm_weight=w)
-
-
 def competitive(x: Tensor, w: Tensor) -> Tensor:
     return ops.multi_gate(x.movedim(0, -2), x[0], w, w[: x.shape[0] + 1], w)[0]
 
@@ -38,7 +33,7 @@ def normed(x: Tensor, w: Tensor) -> Tensor:
     return ops.rms(x, weight=w)
 
 
-OPERATORS = [depth, merge, competitive, independent, gated, mixed, normed]
+OPERATORS = [depth, competitive, independent, gated, mixed, normed]
 BOUND = {torch.float32: 6 * 2.0**-24, torch.bfloat16: 2 * 2.0**-8, torch.float16: 2 * 2.0**-11}
 """Relative RMS error: two roundings of a half-precision value, since everything in between is in single precision."""
 

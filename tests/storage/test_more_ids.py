@@ -4,13 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 
 from residua.config.run import RunConfig
 from residua.data import Dataset, Tokenizer, open_corpus, prepare
-from residua.data.shards import HEADER_BYTES
 from residua.data.source import open_data
 from residua.evaluate.score import Scorer, score_text
 from residua.storage.hugging_face import import_folder
@@ -106,21 +104,6 @@ def test_prepared_text_may_know_but_not_hold_unknown_ids(run: Path, tmp_path: Pa
     ):
         with pytest.raises(ValueError, match=f"^{extra.path} {UNKNOWN}(prepare|name) text without it"):
             refuse()
-
-
-def test_a_damaged_shard_cannot_bring_such_an_id_in(run: Path, tmp_path: Path) -> None:
-    data = prepared(WORDS, run / "tokenizer.json", tmp_path / "data")
-    ids = np.memmap(data.split("train").shards[0].path, np.dtype("<u2"), "r+", HEADER_BYTES, (20,))
-    ids[7] = 258
-    ids.flush()
-    with pytest.raises(ValueError, match="holds id 258 at token 7, and the largest that was written is 256: the"):
-        Dataset.open(data.path).split("train").read(0, 20)
-
-
-def test_a_new_model_has_every_id_of_its_text(run: Path, tmp_path: Path) -> None:
-    data = prepared(WORDS, run / "tokenizer.json", tmp_path / "data")
-    with pytest.raises(ValueError, match=r"model\.vocab_size = 257 is smaller .*: set model\.vocab_size=259"):
-        open_data(RunConfig.from_toml(run / "config.toml").override([f"data.path='{data.path}'"]))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from residua.ops._runtime.backend import Operator
 from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.triton_support import supports
 from residua.ops.depth_attention import autograd, reference
-from residua.ops.depth_attention.reference import attend_finished, attend_partial
 
 
 def _serves(
@@ -37,4 +36,4 @@ def _cases(d: Draw) -> Cases:
 depth_attention = Operator(reference.depth_attention, _cases, compile_seconds=8)
 depth_attention.register_fused(autograd.depth_attention, _serves)
 
-__all__ = ["attend_finished", "attend_partial", "depth_attention"]
+__all__ = ["depth_attention"]

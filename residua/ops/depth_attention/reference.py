@@ -44,45 +44,6 @@ def depth_attention(
     return (hidden, weights) if return_weights else hidden
 
 
-def attend_finished(
-    sources: Sequence[Tensor],
-    queries: Sequence[Tensor],
-    *,
-    norm_weights: Sequence[Tensor | None],
-    scale: float = 1.0,
-    eps: float = 1e-6,
-) -> list[tuple[Tensor, Tensor]]:
-    """Phase one of two: every query of a block against the finished sources, which no later sublayer changes.
-
-    Returns (o_l [..., C], lse_l [...]) for each query; o_l is normalised.
-    """
-    results = []
-    for query, gain in zip(queries, norm_weights, strict=True):
-        logits = torch.stack([_logit(v, query, gain, scale, eps, "rms") for v in sources], -1)
-        hidden = sum(a[..., None] * wide(v) for a, v in zip(logits.softmax(-1).unbind(-1), sources, strict=True))
-        assert isinstance(hidden, Tensor)
-        results.append((hidden.to(sources[0].dtype), logits.logsumexp(-1)))
-    return results
-
-
-def attend_partial(
-    finished: tuple[Tensor, Tensor],
-    partial: Tensor,
-    query: Tensor,
-    *,
-    norm_weight: Tensor | None = None,
-    scale: float = 1.0,
-    eps: float = 1e-6,
-) -> Tensor:
-    """Phase two: merge the block's partial sum p into phase one's result.
-
-    z = scale · query · (norm_weight ⊙ RMS(p)),   t = sigmoid(z − lse),   h = o + t (p − o)
-    """
-    o, lse = finished
-    t = torch.sigmoid(_logit(partial, query, norm_weight, scale, eps, "rms") - lse)[..., None]
-    return (wide(o) + t * (wide(partial) - wide(o))).to(partial.dtype)
-
-
 def _logit(v: Tensor, query: Tensor, gain: Tensor | None, scale: float, eps: float, key_norm: KeyNorm) -> Tensor:
     v = wide(v)
     q = query.to(v.dtype) if gain is None else query.to(v.dtype) * gain.to(v.dtype)
