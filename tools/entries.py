@@ -8,8 +8,8 @@ from pathlib import Path
 from residua.report import Column, Value, plain
 from residua.report.tables import markdown_table
 from residua.reproduce.entry import DOCUMENTS, Inside, Nothing, Study, load, names
-from residua.reproduce.listing import NEEDS_MODELS, by_use
 from residua.reproduce.request import estimated_cost
+from residua.reproduce.run_entry import NEEDS_MODELS, by_use
 
 PAGE = Path(__file__).parents[1] / "docs" / "reproduce.md"
 BEGIN, END = "<!-- entries: written by `make entries` -->\n", "<!-- end of entries -->\n"

@@ -115,7 +115,7 @@ def reproduce(
     options = [*request.given(but=("scale",)), *(name for name, value in others.items() if value)]
     options += [] if scale is None else ["scale"]
     if entry is None:
-        from residua.reproduce.listing import print_list
+        from residua.reproduce.run_entry import print_list
 
         options += [] if out is None else ["out"]
         _refuse(options, ("scale",), "--{} needs an entry, such as 004:table1: `residua reproduce` lists them.")

@@ -1,9 +1,10 @@
-"""`residua reproduce`: plan an entry, run it as a study, or look inside models that a person has."""
+"""`residua reproduce`: list the entries, plan one, run it as a study, or look inside models that a person has."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from rich.console import Console
@@ -16,8 +17,9 @@ from residua.reading import counted
 from residua.report.terminal import ProgressBars
 from residua.reproduce.claims import DIVERGED, Measured, verdicts
 from residua.reproduce.comparison import Comparison
-from residua.reproduce.entry import Inside, Nothing, Study, load
-from residua.reproduce.request import Cost, Request, build_study, demo_of, selected, tasks_sentence
+from residua.reproduce.entry import DOCUMENTS, Inside, Nothing, Study, load, names
+from residua.reproduce.request import Cost, Request, build_study, demo_of, estimated_cost, selected, tasks_sentence
+from residua.reproduce.scale import sentence
 from residua.study.config import StudyConfig
 from residua.study.extend_study import plan_study
 from residua.study.page import Outcome
@@ -27,6 +29,8 @@ from residua.study.statistics import count
 from residua.study.tables import print_study
 from residua.study.train_runs import announce, refuse_strangers
 
+NEEDS_MODELS = "--run FOLDER"
+COST_WIDTH = 52  # characters
 TRAINING_SHARE = 0.4
 """Training steps reach about this share of the rate of a large matrix product; it turns FLOPs into hours."""
 
@@ -138,3 +142,47 @@ def trained(name: str) -> Study:
     if not entry.trains:
         raise ConfigError(f"{name} looks at models that are not trained here: name their folders with --run FOLDER.")
     return entry
+
+
+def by_use(document: str) -> list[str]:
+    """A document's entries, those that train first, then those that look at a person's models."""
+
+    def place(name: str) -> int:
+        entry = load(name)
+        return 2 if isinstance(entry, Nothing) else 0 if entry.trains else 1
+
+    return sorted((name for name in names() if name.startswith(document)), key=place)
+
+
+def print_list(console: Console, scale: Fraction) -> None:
+    """One line for each entry: its runs, their cost at `scale`, and its title."""
+    rate = training_rate()
+    for document, title in DOCUMENTS.items():
+        console.print(Text(f"{document}: {title}", style="bold"), soft_wrap=True)
+        _line(console, "entry", "runs", f"{f'at {scale}':<{COST_WIDTH}}", "what")
+        for name in by_use(document):
+            _line(console, name, *_cells(load(name), scale, rate))
+        console.print()
+    console.print(Text(sentence(scale)), soft_wrap=True)
+    console.print(
+        "Next: residua reproduce ENTRY --demo, in minutes; or --plan. docs/reproduce.md says how.", soft_wrap=True
+    )
+
+
+def _line(console: Console, name: str, runs: str, cost: str, what: str) -> None:
+    line = Text(f"{name:<11} {runs:>5}  {cost:<{COST_WIDTH}}{what}")
+    if console.is_terminal:
+        console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
+    else:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _cells(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> tuple[str, str, str]:
+    """Runs, their cost at the scale, and the title of the entry."""
+    if isinstance(entry, Nothing):
+        return "", f"no: {entry.reason}", f"{entry.title}. Nearest: {entry.nearest}"
+    if not entry.trains:
+        return "", NEEDS_MODELS, entry.title
+    cost = estimated_cost(entry, scale)
+    text = f"{count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs, {duration(cost.flops / rate)}"
+    return str(cost.runs), f"{text:<{COST_WIDTH}}", entry.title

@@ -27,19 +27,24 @@ from tests.diagnose import planted
 Case = tuple[Decoder, ModelDiagnosis, dict[str, Tensor]]
 
 
+def looked_into(model: Decoder, maps: bool = False) -> Case:
+    """A model, its diagnosis in batches of three and two sequences, and its taps from one batch of all."""
+    text = planted.sample()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
+        made = planted.diagnosed(model, text, ablations="none", maps=maps)
+    with taps(model) as seen, torch.no_grad():
+        model(text.tokens)
+    return model, made, seen
+
+
 def case(**tables: object) -> Case:
-    """A model in float64, its diagnosis in batches of three and two sequences, and its taps from one batch of all."""
+    """A model in float64 with another start of its topology."""
     model = planted.control(**tables).double()
     with torch.no_grad():
         for p in model.topology.parameters():
             p.add_(torch.randn_like(p) * 0.5)
-    text = planted.sample()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
-        made = planted.diagnosed(model, text, ablations="none")
-    with taps(model) as seen, torch.no_grad():
-        model(text.tokens)
-    return model, made, seen
+    return looked_into(model)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.diagnose import ModelDiagnosis, api, taps
+from residua.diagnose import ModelDiagnosis
 from residua.diagnose.metrics.anchors import AnchorFacts, Anchors
 from residua.diagnose.metrics.depth_weights import DepthWeights
 from residua.diagnose.metrics.dimensions import Norms
@@ -25,27 +25,19 @@ from residua.model.decoder import Decoder
 from residua.report import Page
 from tests.diagnose import planted
 from tests.diagnose.reports import report
-from tests.diagnose.test_metrics import attention_map
+from tests.diagnose.test_metrics import Case, attention_map, looked_into
 
 pytestmark = pytest.mark.slow
 
-Case = tuple[Decoder, ModelDiagnosis, dict[str, Tensor]]
-
 
 def case(maps: bool = False, **tables: Any) -> Case:
-    """A model in float64, its diagnosis in batches of three and two sequences, and its taps from one batch of all."""
+    """A model in float64 with other weights wherever an untrained one has a constant."""
     torch.manual_seed(0)
     model = planted.control(**tables).double()
     with torch.no_grad():
         for p in [*model.topology.parameters(), *_small(model)]:
             p.add_(torch.randn_like(p) * 0.3)
-    text = planted.sample()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "TOKENS_AT_ONCE", 3 * planted.LENGTH)
-        made = planted.diagnosed(model, text, ablations="none", maps=maps)
-    with taps(model) as seen, torch.no_grad():
-        model(text.tokens)
-    return model, made, seen
+    return looked_into(model, maps)
 
 
 def _small(model: Decoder) -> Iterable[Tensor]:

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from residua.cli.reproduce import app
-from residua.reproduce import listing
+from residua.reproduce import run_entry
 from residua.reproduce.entry import Nothing, Study, load, names
 from residua.reproduce.request import estimated_cost
 from tests.docs.commands import load_module
@@ -27,7 +27,7 @@ def test_every_numbered_table_and_figure_has_an_entry() -> None:
 
 @pytest.mark.slow
 def test_the_command_lists_every_entry_on_one_line_with_its_cost(monkeypatch) -> None:
-    monkeypatch.setattr(listing, "training_rate", lambda: 1e14)
+    monkeypatch.setattr(run_entry, "training_rate", lambda: 1e14)
     shown = CliRunner().invoke(app, [], catch_exceptions=False).output.splitlines()
     for name in names():
         (line,) = [line for line in shown if line.startswith(f"{name} ")]

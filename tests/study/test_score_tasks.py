@@ -328,31 +328,3 @@ def test_harness_tasks_have_the_shots_of_their_group(monkeypatch: pytest.MonkeyP
     assert found.wanted == ("arc_easy", "gsm8k") and "gsm8k" not in found.tasks
     with pytest.raises(ValueError, match="mbpp runs the programs that the model writes, which a study does not do"):
         open_questions(Tasks(names=("arc_easy", "mbpp")))
-
-
-@pytest.mark.nightly
-def test_harness_tasks_have_shots_of_their_group_or_as_asked(
-    monkeypatch: pytest.MonkeyPatch, trained: PlannedRun
-) -> None:
-    pytest.importorskip("lm_eval")
-
-    from residua.evaluate import harness
-
-    seen: list[tuple[list[str], int | None, int | None]] = []
-
-    def evaluate(tasks: list[str], num_fewshot: int | None, limit: int | None, **_: object) -> dict[str, object]:
-        seen.append((tasks, num_fewshot, limit))
-        return {"results": {tasks[0]: {"acc,none": 0.5, "acc_norm,none": 0.25, "acc_norm_stderr,none": 0.1}}}
-
-    index = {name: None for name in (*EXOFORMER, "gsm8k")}
-    manager = type("Manager", (), {"all_tasks": list(index), "task_index": index})
-    monkeypatch.setattr(harness, "TaskManager", lambda: manager)
-    monkeypatch.setattr(harness, "simple_evaluate", evaluate)
-    TaskMeasurement(open_questions(Tasks(names=("exoformer",), limit=7))).measure(StudyPlan({}, (trained,)), QUIET)
-    assert seen == [([task], 5, 7) for task in EXOFORMER]
-    found = accuracies(trained)
-    assert (found.tasks["piqa"].value, found.tasks["piqa"].error) == (0.25, 0.1)
-    assert found.tasks["winogrande"].value == 0.5
-    seen.clear()
-    TaskMeasurement(open_questions(Tasks(names=("arc_easy",), shots=3))).measure(StudyPlan({}, (trained,)), QUIET)
-    assert seen == [(["arc_easy"], 3, None)]
