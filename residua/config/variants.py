@@ -23,7 +23,7 @@ from residua.reading import counted
 
 @dataclass(frozen=True)
 class Variant:
-    """What a name means: one line for people, and its overrides, which may depend on the base model."""
+    """The meaning of a name: one line for people, and its overrides, which may depend on the base model."""
 
     summary: str
     overrides: Callable[[ModelConfig], Sequence[str]]

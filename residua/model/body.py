@@ -1,4 +1,4 @@
-"""What the bodies of sublayers have in common: attention, feed-forwards and mixtures of experts."""
+"""The base class of attention, feed-forwards and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Body(nn.Module):
-    """What a sublayer computes between its norms.
+    """The computation of a sublayer between its norms.
 
     `forward(x, anchors, context)` returns y and the anchors, a mixture of experts also its `Routing`; it is all that a
     model calls. Every other method is a fact for tools, with a default.
     """
 
     role = "feed-forward"
-    """What diagnoses call it."""
+    """Its name in diagnoses."""
 
     takes_reads = False
     """Whether `forward` takes several `Reads`; otherwise it is given r alone."""
@@ -33,7 +33,7 @@ class Body(nn.Module):
         return None
 
     def anchor_mix(self) -> Unmixed | None:
-        """What it does with the anchors; None if it passes them on."""
+        """The module that mixes the anchors in; None if it passes them on."""
         return None
 
     @property

@@ -39,11 +39,11 @@ LARGEST = 20_000_000
 """Parameters of a part that is still tried: more would take more than a second."""
 
 Outputs = Callable[[Any, Tensor], Iterator[tuple[str, Any]]]
-"""A part and random tensors [n, B, T, C] in; what it returns to the model, which should be [B, T, C], by call."""
+"""Takes a part and random tensors [n, B, T, C]; yields each call and its result, which should be [B, T, C]."""
 
 
 class _Breach(Exception):
-    """A broken rule, and how to mend it."""
+    """A broken rule, and how to keep it."""
 
 
 def build(config: ModelConfig) -> Decoder:
@@ -101,7 +101,7 @@ def _warn(error: Exception, trial: str, plugin: str) -> None:
     place = plugin_place(error, plugin)
     where = "" if place is None else f" at {place}"
     words = brief(f"{type(error).__name__}: {error}")
-    warnings.warn(f"{trial} on the CPU ended in an error{where}: {words}; training goes on.", stacklevel=4)
+    warnings.warn(f"{trial} on the CPU ended in an error{where}: {words}; training continues.", stacklevel=4)
 
 
 def check_part(make: Callable[[], nn.Module], outputs: Outputs, shape: tuple[int, ...]) -> None:
@@ -196,7 +196,7 @@ def mixed_heads(anchored: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def normed(norm: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
-    """What a norm gives for x[0]."""
+    """The output of a norm for x[0]."""
     yield "forward", norm(x[0].clone())
 
 

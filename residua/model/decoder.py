@@ -43,7 +43,7 @@ from residua.ops._runtime.numeric import soft_cap, working_dtype
 
 
 class Embedding(nn.Embedding):
-    """Token vectors [V, C], normal with `std`; zero if 0. What it returns is multiplied by `scale`."""
+    """Token vectors [V, C], normal with `std`; zero if 0. `scale` multiplies the vectors that it returns."""
 
     def __init__(self, vocabulary: int, width: int, *, std: float, scale: float = 1.0) -> None:
         # before nn.Embedding initialises itself; serving engines look for an `embed_scale`
@@ -273,7 +273,7 @@ class Decoder(nn.Module):
         now: Now | None = None,
         positions: Tensor | None = None,
     ) -> Context:
-        """What the sublayers share; the place to let them attend across ranks."""
+        """The context that all sublayers share; override it to let them attend across ranks."""
         return Context(rotary, segments, now)
 
     def _rotary(

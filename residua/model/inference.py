@@ -35,8 +35,8 @@ MOST_GRAPHS = 8
 GRAPHED_TOKENS = 65_536
 """Most tokens of a batch that is captured: with more, kernels take longer than their launches."""
 HALVED_TOKENS = 4096
-"""Fewest tokens of a batch whose halves run side by side in a graph, so that what one half reads and writes between its
-products overlaps with the products of the other."""
+"""Fewest tokens of a batch whose halves run side by side in a graph: the memory traffic of one overlaps with the
+products of the other."""
 COMPILED_TOKENS = 2048
 """Most tokens of the batch that kernels are compiled with; those of larger batches are the same."""
 
@@ -234,7 +234,7 @@ class Forward:
         return graph.hidden
 
     def _pass(self, tokens: Tensor, cache: Cache | None, counts: Tensor | None) -> Tensor:
-        """What a graph holds: the whole batch or, if there is enough to do, its halves on two streams.
+        """The work that a graph holds: the whole batch or, if there is enough to do, its halves on two streams.
 
         Halves are for passes that follow one another; the answer to a single batch of prompts came later with them.
         """

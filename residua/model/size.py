@@ -134,7 +134,7 @@ def size_of(model: Decoder) -> Size:
 
 @dataclass(frozen=True)
 class Work:
-    """What each place along depth costs in a training step, in FLOPs per token: pipelines are divided by it.
+    """The cost of each place along depth in a training step, in FLOPs per token: pipelines are divided by it.
 
     `embedding` includes anchors made from it, `head` the final norm. A sublayer includes the junction after it, whose
     bytes beyond those of an addition, `moved`, count as the FLOPs that a device computes meanwhile.

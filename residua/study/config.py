@@ -172,7 +172,7 @@ def _differ(multiples: tuple[float, ...]) -> bool:
 
 
 def _multiple(entry: Any) -> Any:
-    """`2x` or `2` as the number 2; what is no text is refused later, by its type."""
+    """`2x` or `2` as the number 2; other types are refused later, by the check of types."""
     if isinstance(entry, str):
         try:
             return float(entry.strip().removesuffix("x"))

@@ -1,7 +1,7 @@
 """A study resumes: records of its folder and of its results file, keyed by the run, are joined.
 
-No run is repeated. Two runs are the same if size, variant, seed and budget have the same names, the text has the same
-fingerprint, and all configuration keys except those of PLACE are equal. The same names with anything else different are
+No run is repeated. Two runs are the same if they agree in the names of size, variant, seed and budget, in the text's
+fingerprint, and in all configuration keys except those of PLACE. The same names with anything else different are
 refused.
 """
 

@@ -1,7 +1,7 @@
 """From a study to its runs: every variant at every size, matched in parameters, each with a folder.
 
 A search of each variant's learning rate (`tune`) multiplies every rate of the optimizer: Muon's, and that of the AdamW
-that trains the rest. The choice is made once and kept in `tuning.json`, so that a study that goes on does not choose
+that trains the rest. The choice is made once and kept in `tuning.json`, so that a study that resumes does not choose
 again.
 """
 
@@ -28,7 +28,7 @@ from residua.train.start import check_model, check_tokenizer
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 STARTED = "started.toml"
-"""The study while it trains. study.toml replaces it at the end: what that file asks for was measured."""
+"""The study while it trains. study.toml replaces it at the end, when everything in it has been measured."""
 EXTENDED = "extended.json"
 """Where a study's folder has the place of its results file."""
 TUNING = "tuning.json"
@@ -36,13 +36,13 @@ PLACE = (
     "data.path", "data.tokenizer", "train.device", "train.log_every", "train.save_every", "train.keep", "train.track",
     "train.telemetry", "train.profile", "train.divergence_", "parallel.",
 )  # fmt: skip
-"""What does not change what a run computes: where its text is (its fingerprint counts), where it trains, what it logs
-and when it gives up."""
+"""Keys that do not change the result of a run: the place of its text (the fingerprint counts), its device, its logs and
+the limits at which it gives up."""
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A variant at one size: its overrides, what matching changed, and its cost."""
+    """A variant at one size: its overrides, the changes of matching, and its cost."""
 
     config: RunConfig
     overrides: tuple[str, ...]
@@ -316,7 +316,7 @@ class Trial(Frozen):
 
 
 class TunedRate(Frozen):
-    """What the search tried for a variant at one size, and the multiple that it chose.
+    """The trials of the search for a variant at one size, and the multiple that it chose.
 
     `made_for` tells which model, recipe and search it is for. `law` says where the rate of a size comes from that was
     not searched.
@@ -354,7 +354,7 @@ class TunedRate(Frozen):
 
     @property
     def note(self) -> str:
-        """What a person should know about the choice; empty if there is nothing."""
+        """A caveat about the choice; empty if there is none."""
         if self.law:
             return f"from {self.law}"
         if self.best.loss is None:

@@ -93,7 +93,7 @@ def _not_clear(row: VariantResult, result: StudyResult) -> str:
 
 
 def _gain_per_token(row: VariantResult) -> str:
-    """What shows a gain or loss per token though seed by seed no difference of the last losses is shown; else empty."""
+    """The measure that shows a gain or loss per token where the last losses, seed by seed, show none; else empty."""
     gain = row.equivalent_tokens or row.step_gain
     if gain is None or gain.holds(1.0):
         return ""
@@ -338,7 +338,7 @@ def validation_sentence(result: StudyResult) -> str:
 
 
 def text_sentences(result: StudyResult) -> list[str]:
-    """What makes the losses themselves doubtful: a tiny validation text, or models worse than token frequencies."""
+    """Reasons to doubt the losses themselves: a tiny validation text, or models worse than token frequencies."""
     sentences, size, losses = [], result.sizes[-1], _last_losses(result)
     if result.validated_tokens is not None and result.validated_tokens < TINY_VALIDATION:
         sentences.append(

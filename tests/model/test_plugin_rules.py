@@ -228,7 +228,8 @@ def test_trial_with_a_gpu_only_warns_of_an_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     line = 1 + next(number for number, text in enumerate(lines) if 'RuntimeError("only on' in text)
-    with pytest.warns(UserWarning, match=rf"at {__file__}, line {line}: RuntimeError: only on a GPU; training goes on"):
+    warning = rf"at {__file__}, line {line}: RuntimeError: only on a GPU; training continues"
+    with pytest.warns(UserWarning, match=warning):
         check_plugins(small(topology=own("raises")))
 
 

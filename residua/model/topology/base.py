@@ -37,7 +37,7 @@ MOVED = {
     "initialization": "begin_as_sum sum_factors begin_as output_gain adds",
     "inference": "fused normed",
 }
-"""What plugins of Residua 0.1 may state, by the method whose object has it now."""
+"""Names that plugins of Residua 0.1 may state, by the method whose object has them now."""
 
 
 def refuse_moved(name: str, stated: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Topology(nn.Module):
         """Turn the output of sublayer k into the input of sublayer k+1 (after the last: of the final norm)."""
 
     def initialization(self) -> Initialization:
-        """What a new model starts from, and how this topology starts as another."""
+        """How a new model starts, and how this topology starts as another."""
         return Initialization()
 
     def boundary(self) -> Boundary:
@@ -95,7 +95,7 @@ class Topology(nn.Module):
         return None
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """What the junctions cost in training, by default found by running them on tensors without memory."""
+        """The junctions' cost in training, by default found by running them on tensors without memory."""
         floor = trace_rows(self, sublayers, width)
         return Costs(lambda: floor, floor.total, floor.forward / sublayers - 1)
 
@@ -104,7 +104,7 @@ class Topology(nn.Module):
         return SourceNames()
 
     def ablations(self) -> Ablations:
-        """What diagnoses can switch off."""
+        """The parts that diagnoses can switch off."""
         return Ablations()
 
     def inference(self, norms: Sequence[RMSNorm]) -> InferenceTopology | None:
@@ -118,7 +118,7 @@ class Topology(nn.Module):
 
 @dataclass(frozen=True)
 class Initialization:
-    """What a topology and the model around it start from, also where they start as another model (`retrofit`).
+    """How a topology and the model around it start, also where they start as another model (`retrofit`).
 
     output_gain: factor on the initial std of every sublayer's output projection. is_additive: whether every reader gets
     the sum of the embedding and all outputs so far, so that others can start as this one.

@@ -1,4 +1,4 @@
-"""What a topology can tell the tools: what its junctions cost, how its sources are called, what can be switched off."""
+"""Facts of a topology for the tools: its junctions' cost, its sources' names, parts that can be switched off."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What all junctions of a topology cost in training.
+    """The cost of all junctions of a topology in training.
 
     floor: the least that they move, each reading its state from memory and writing it back. step: the rows that they
     move in a training step. kept_widths: widths that a junction keeps for the backward pass, besides the next
@@ -132,7 +132,7 @@ def _unsupported(*_: object) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Ablations:
-    """What `diagnose` can switch off; each context lasts for a `with` block.
+    """The parts that `diagnose` can switch off; each context lasts for a `with` block.
 
     sources: for readers 1, 2, …, the numbers of the sources they see; empty if no source can be removed.
     without_source(positions): reader k+1 does not see its source at positions[k]; an only source stays.

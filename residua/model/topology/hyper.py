@@ -1,8 +1,8 @@
 """Hyper-connections: HC (arXiv 2409.19606), mHC (2512.24880) and mHC-lite (2601.05732).
 
-All three keep n streams X [B, T, n, C], read a sublayer's input as a weighted sum of them, write its output back with
-one weight per stream, and mix the streams by an n×n matrix. They differ in where the weights come from. One convention
-throughout: `mix[out, in]`, X'_out = Σ_in mix[out, in] X_in + post_out · y, h = Σ_in pre_in X_in.
+All three keep n streams X [B, T, n, C] and mix them by an n×n matrix. They read a sublayer's input as a weighted sum
+of the streams, and write its output back with one weight per stream. They differ in where the weights come from. One
+convention throughout: `mix[out, in]`, X'_out = Σ_in mix[out, in] X_in + post_out · y, h = Σ_in pre_in X_in.
 
 Entry is n copies of the embedding, exit the sum of the streams.
 """
@@ -127,7 +127,7 @@ class Junction(nn.Module):
 
     @abstractmethod
     def read(self) -> ReadWeights:
-        """What pre is computed from."""
+        """The weights that pre is computed from."""
 
     @abstractmethod
     def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:

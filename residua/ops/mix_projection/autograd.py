@@ -3,9 +3,9 @@
 For a layer with P mixed pathways, each C wide: forward reads the projection and the anchors and writes the heads, 3PC
 per token; backward reads dy, both again and the anchors' gradient from later layers, and writes the gradients of the
 projection and of the anchors, 6PC. Two things save whole passes. The operator takes the projection unsplit and writes
-its gradient in one piece, where a split would end in a concatenation (2PC). And it returns the anchors for the next
-layer to use, so that their gradient arrives as the sum over all later layers and is added to in the kernel (1PC more to
-read), where autograd would add in a pass of its own at every layer (3PC). Static mixtures of a whole model leave the
+its gradient in one piece, where a split would end in a concatenation (2PC). It also returns the anchors for the next
+layer to use. Their gradient then arrives as the sum over all later layers, and the kernel adds to it (1PC more to
+read). Autograd would add in a pass of its own at every layer (3PC). Static mixtures of a whole model leave the
 anchors' gradient to one last pass instead (`shared.py`).
 """
 

@@ -92,7 +92,7 @@ def sections(plan: Sequence[int]) -> list[Section]:
 
 
 class Inputs(NamedTuple):
-    """What both directions read. `table` is (cos, sin), `gains` the QK-norm's, `anchor_gains` the anchors'.
+    """The tensors that both directions read. `table` is (cos, sin), `gains` the QK-norm's, `anchor_gains` the anchors'.
 
     Scales are [heads, width] whatever their granularity. Without `current_scales` λ2 is inside the projection, and the
     backward pass leaves the gradients of the anchors and of λ1 to `gather`.

@@ -6,8 +6,8 @@ So the gradient of the projection is dm_l itself, and the rest is done in one pa
 
     m_l = λ1_l ⊙ a + x W'_lᵀ,    da = Σ_l λ1_l ⊙ dm_l,    dλ1_l = Σ_tokens dm_l ⊙ a
 
-(Autograd takes dλ2 from the gradient of W': C products for each of its rows, where s would be one for each token.)
-For anchors that are made from the embedding, this pass also goes through their norms, and writes the gradient of their
+Autograd takes dλ2 from the gradient of W': C products for each of its rows. Without W' there were C for each token. For
+anchors that are made from the embedding, this pass also goes through their norms, and writes the gradient of their
 projection in one piece.
 
 A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
