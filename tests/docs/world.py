@@ -3,6 +3,7 @@
 import json
 import lzma
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,7 @@ RECIPE = [
     "data.validation_tokens=128",
 ]  # fmt: skip
 TEXTS = ("my-texts", "corpus")
+STUDIES = "docs/results/studies/"
 MORE = """name = "wiki"
 base = "mini"
 data = "data/wiki"
@@ -93,12 +95,22 @@ class World:
                 shutil.copytree(self.shaped, path)
             elif word.startswith("runs/"):
                 shutil.copytree(self.run, path)
+            elif word.startswith(STUDIES):
+                _studies(folder / STUDIES)
 
     def _imported(self, run: Path) -> None:
         from residua.storage.hugging_face import import_folder
 
         if not run.exists():
             import_folder(self.model, run)
+
+
+def _studies(place: Path) -> None:
+    """The repository's studies; those over sizes train on a few hundred tokens."""
+    place.mkdir(parents=True, exist_ok=True)
+    for file in (ROOT / STUDIES).glob("*.toml"):
+        small = re.sub(r"(?<=^tokens_per_parameter = ).*", "0.003", file.read_text("utf-8"), flags=re.M)
+        (place / file.name).write_text(small, "utf-8")
 
 
 def shrunk(command: Command, verb: str, parameters: dict) -> list[str]:
@@ -114,7 +126,8 @@ def _smaller(verb: str, parameters: dict) -> list[str]:
     if verb == "compare":
         if parameters["listing"] or (parameters["what"] or [""])[0].endswith(".json"):
             return []
-        sizes = _sizes(parameters["start"], parameters["base"])
+        own_sizes = any(word.startswith(STUDIES) for word in parameters["what"] or [])
+        sizes = [] if own_sizes else _sizes(parameters["start"], parameters["base"])
         small = [word for setting in [*RECIPE, *sizes] for word in ("--set", setting)]
         length = ["--tokens-per-parameter", "0.01"] if parameters["sizes"] else []
         return [*small, *length, "--seeds", "1", "--workers", "1", "--threads", "1", "--calibration", "4"]
