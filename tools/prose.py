@@ -1,9 +1,13 @@
-"""Check the English that people read: `python tools/prose.py` (in `make lint`), `--list PATH…` to see every finding.
+"""Check the English that people read, and the length of pages: `python tools/prose.py` (in `make lint`).
+
+`--list PATH…` shows every finding, `--words` the words of each page and of its average sentence.
 
 It reads the pages in docs, README, CHANGELOG, and the docstrings, comments and messages of the package. A finding is
 one of the habits below, or a sentence of more than 30 words. `tools/prose.json` has the number of findings of each
 file: more than that fails, and a new file may have none. After improving a file, `--write` records the lower numbers;
 it refuses to record a higher total.
+
+A page has at most 1,500 words, code and tables included, and a guide 900. References and lab notes may be longer.
 """
 
 from __future__ import annotations
@@ -21,8 +25,13 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LIMITS = ROOT / "tools" / "prose.json"
+WORD = r"[^\W\d_][\w’'-]*"
 LONGEST = 30
 """Words of a sentence."""
+PAGE, GUIDE = 1_500, 900
+"""Words of a page, by the section of mkdocs.yml that it is in."""
+LONGER = {"docs/reproduce.md": 1_715, "docs/use-in-your-model.md": 1_211}
+"""Guides that have more, and how many: these numbers may only fall."""
 HABITS = {
     r"(?<!here )\b(?:is|are|was|were) no "
     r"(?!longer|more|less|better|worse|slower|faster|larger|smaller|other|way|need)\w+": (
@@ -63,7 +72,7 @@ def findings(path: Path) -> Iterator[Finding]:
             for match in re.finditer(habit, piece):
                 yield Finding(name, line + piece.count("\n", 0, match.start()), match[0][:60], advice)
         for sentence in sentences(piece) if prose else ():
-            words = len(re.findall(r"[^\W\d_][\w’'-]*", sentence))
+            words = len(re.findall(WORD, sentence))
             if words > LONGEST:
                 yield Finding(name, line, sentence[:60] + "…", f"{words} words in a sentence")
 
@@ -74,6 +83,7 @@ def markdown(text: str) -> Iterator[tuple[int, str, bool]]:
     number = 1
     for block in re.split(r"(\n\s*\n|\n(?=[|#>]|\s*[-*] |\s*\d+\. ))", text):
         plain = re.sub(r"`[^`\n]*`|\]\([^)]*\)|<[^>]*>", "code", block)
+        plain = re.sub(r"\bcode(, code)+", "code", plain)  # a list of names is not a sentence
         if plain.strip():
             yield (
                 number + len(block) - len(block.lstrip("\n")),
@@ -103,6 +113,41 @@ def sentences(text: str) -> list[str]:
     return re.split(r"(?<=[.!?:;])\s+", re.sub(r"\s+", " ", text))
 
 
+def sections() -> dict[str, str]:
+    """The section of the site that each page is in; pages from outside docs are left out."""
+    found, section = {}, ""
+    for line in (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2].splitlines():
+        if heading := re.match(r"  - (.+):$", line):
+            section = heading[1]
+        elif page := re.search(r"([\w/-]+\.md)$", line):
+            found[f"docs/{page[1]}"] = section
+    return {name: section for name, section in found.items() if (ROOT / name).exists()}
+
+
+def long_pages() -> Iterator[str]:
+    """A sentence for each page with too many words."""
+    for name, section in sections().items():
+        words = len((ROOT / name).read_text("utf-8").split())
+        limit = GUIDE if section == "Guides" else PAGE
+        if section != "Reference" and words > LONGER.get(name, limit):
+            yield f"{name} has {words:,} words, {LONGER.get(name, limit):,} are enough: shorten it, or move details."
+        elif name in LONGER and words <= limit:
+            yield f"{name} has {words:,} words: take it out of LONGER in tools/prose.py."
+
+
+def readability() -> Iterator[str]:
+    """For every page its words, those of an average sentence, and the longest; then the sums by section."""
+    sums: dict[str, int] = {}
+    for name, section in sections().items():
+        text = (ROOT / name).read_text("utf-8")
+        prose = [sentence for _, piece, is_prose in markdown(text) if is_prose for sentence in sentences(piece)]
+        counts = [count for sentence in prose if (count := len(re.findall(WORD, sentence))) > 2]
+        mean = sum(counts) / max(1, len(counts))
+        sums[section] = sums.get(section, 0) + len(text.split())
+        yield f"{len(text.split()):6,}  {mean:4.1f} words a sentence, at most {max(counts, default=0):2}  {name}"
+    yield from (f"{words:6,}  {section}" for section, words in {**sums, "all": sum(sums.values())}.items())
+
+
 def files() -> list[Path]:
     """Every page and every file of the package."""
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
@@ -114,14 +159,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", nargs="+", metavar="PATH", help="show every finding of these files or folders")
     parser.add_argument("--write", action="store_true", help="record the present numbers, if their total is not higher")
+    parser.add_argument("--words", action="store_true", help="show the words of every page")
     asked = parser.parse_args()
+    if asked.words:
+        print(*readability(), sep="\n")
+        return
     chosen = [Path(path).resolve() for path in asked.list or ()]
     paths = [file for file in files() if not chosen or any(file == c or c in file.parents for c in chosen)]
     by_file = {path.relative_to(ROOT).as_posix(): list(findings(path)) for path in paths}
     limits = json.loads(LIMITS.read_text("utf-8")) if LIMITS.exists() else {}
     counts = {name: len(listed) for name, listed in by_file.items() if listed}
     if asked.write:
-        if limits and sum(counts.values()) > sum(limits.values()):
+        if LIMITS.exists() and sum(counts.values()) > sum(limits.values()):
             sys.exit(f"{sum(counts.values())} findings, {sum(limits.values())} recorded: rewrite some sentences first.")
         LIMITS.write_text(json.dumps(counts, indent=0, sort_keys=True) + "\n", "utf-8")
         return
@@ -132,6 +181,8 @@ def main() -> None:
     if shown and not chosen:
         over = ", ".join(f"{name} {counts[name]} (recorded {limits.get(name, 0)})" for name in shown)
         sys.exit(f"More findings than recorded in tools/prose.json: {over}. Rewrite as many as were added.")
+    if not chosen and (too_long := list(long_pages())):
+        sys.exit("\n".join(too_long))
     print(f"{sum(counts.values())} findings in {len(counts)} files, none above its recorded number.")
 
 

@@ -182,7 +182,7 @@ LEFT_OUT = {
     "gemma3n": "needs timm, which is not installed",
     "gemma4_assistant": "drafts for a larger model, whose states it is given",
     "gemma4_unified_assistant": "drafts for a larger model, whose states it is given",
-    "moshi": "reads audio codes beside text",
+    "moshi": "reads audio codes in addition to text",
     "musicgen": "reads several codebooks of audio, no text",
     "musicgen_melody": "reads several codebooks of audio, no text",
 }

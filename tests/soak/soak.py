@@ -241,10 +241,10 @@ def page(soak: Soak, command: str) -> str:
         "the others hit ranks forked from a process that had PyTorch imported. A full disk is "
         f"{soak.disk.title}.",
         "",
-        "A fault is survived if the processes end in bounded time without a traceback, the last checkpoint is still "
-        "there, a run that was told to stop (SIGTERM) is saved at its last step, and the run, resumed after every "
-        "fault, ends with the weights, optimizer state, data position, random state and metrics of an undisturbed run, "
-        "bit for bit, without temporary files and without stray processes. After a vanished shard the next start must "
+        "A run survives a fault if its processes end in bounded time without a traceback, temporary files or stray "
+        "processes, and the last checkpoint is still there. After SIGTERM its last step is saved. Resumed after every "
+        "fault, it ends with the weights, optimizer state, data position, random state and metrics of an undisturbed "
+        "run, bit for bit. After a vanished shard the next start must "
         "be refused in one sentence and change nothing; then the shard comes back. A run that lost nothing but left a "
         "traceback or a temporary file counts as untidy.",
         "",
