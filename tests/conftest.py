@@ -23,34 +23,42 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="residua-tests-")
 
 import pytest
-import torch
-
-from tests.interpreter import patch_once
 
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
-torch.set_num_threads(1)
-for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would be kept for them, with the whole stack
-    if not device.is_available():
-        device.manual_seed_all = lambda seed: None
 os.fsync = lambda descriptor: None  # tests kill processes, not machines; `tests/faults.py` counts the calls
 gc.disable()  # until all is collected, see below
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start and interrupt must heed it
-if os.environ["TRITON_INTERPRET"] == "1":
-    patch_once()
-
 
 ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
 
 
+def set_up_torch() -> None:
+    """One thread, seeds for the devices that are here, and the quicker interpreter."""
+    import torch
+
+    from tests.interpreter import patch_once
+
+    torch.set_num_threads(1)
+    for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would be kept for them, with the whole stack
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+    if os.environ["TRITON_INTERPRET"] == "1":
+        patch_once()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
     # `_seed` comes after fixtures that several tests share: without this they would depend on what ran before
     if fixturedef.scope != "function":
+        import torch
+
         torch.manual_seed(0)
 
 
@@ -62,6 +70,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -83,8 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
     parallel = getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput")
     if parallel and getattr(config, "cache", None):
         config.pluginmanager.register(LongestFirst(config))
-    if getattr(config.option, "numprocesses", None):
+    if getattr(config.option, "numprocesses", None):  # only starts workers: torch would take it two seconds
         config.pluginmanager.register(StopAtCrash(config))
+    else:
+        set_up_torch()
 
 
 class LongestFirst:
