@@ -30,7 +30,7 @@ gc.disable()  # until all is collected, see below
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what tests start and interrupt must heed it
 
-ALL_SLOW = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.slow\b", re.MULTILINE)
+MARK_OF_FILE = re.compile(r"^pytestmark = (?:\[[^]]*)?pytest\.mark\.(slow|nightly)\b", re.MULTILINE)
 
 
 def set_up_torch() -> None:
@@ -63,10 +63,11 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files of slow tests alone where none of them would run: to import them takes `make check` seconds."""
-    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+    """Leave files alone where none of their tests would run: to import them takes `make check` seconds."""
+    if "not " not in config.option.markexpr or collection_path.suffix != ".py":
         return None
-    return True if ALL_SLOW.search(collection_path.read_text("utf-8")) else None
+    marked = MARK_OF_FILE.search(collection_path.read_text("utf-8"))
+    return True if marked and f"not {marked[1]}" in config.option.markexpr else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
 # One process says everything, because importing torch takes most of its time.
 SCRIPT = """
 import importlib, sys
@@ -42,7 +43,6 @@ assert vars(ours) == vars(theirs)
 """
 
 
-@pytest.mark.slow
 def test_model_trains_without_dynamo_which_learns_later():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

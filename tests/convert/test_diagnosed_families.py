@@ -12,6 +12,7 @@ from residua.storage.hugging_face import import_folder
 from tests.convert.tiny import FAMILIES, saved
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 SHARED = ("states", "sites", "attention")
 
 
@@ -27,7 +28,6 @@ def numbers(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) else []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm3", "phi3", "olmo3"])
 def test_imported_family_has_the_numbers_of_its_folder(name: str, tmp_path: Path) -> None:
     architecture, keys = FAMILIES[name]

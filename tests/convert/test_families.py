@@ -134,6 +134,7 @@ def test_documents_in_one_row_have_the_logits_of_each_alone(name: str, tmp_path:
         equal(packed[part], logits(theirs, row[None, part])[0])
 
 
+@pytest.mark.slow
 def test_deepseek_scores_have_the_factor_of_yarn(tmp_path: Path) -> None:
     """Queries take it in, so a folder written again has other queries and no `mscale_all_dim`."""
     keys = LATENT | {"rope_parameters": DEEP_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "vocab_size": 300}

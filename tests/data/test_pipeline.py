@@ -197,6 +197,7 @@ def ordinary(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_ordinary_text_gives_the_same_shards_as_before(tmp_path: Path, monkeypatch) -> None:
     """Digests of files that an earlier version wrote: documents end at the same places, splits are the same."""
     folder = ordinary(tmp_path / "in")

@@ -60,6 +60,7 @@ def test_parquet_pages_are_as_large_as_their_headers_say(version: str, encoding:
     assert largest_page(path, parquet.read_metadata(path), "id") < 10_000
 
 
+@pytest.mark.slow
 def test_parquet_value_of_many_rows_takes_the_memory_of_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

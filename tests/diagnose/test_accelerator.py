@@ -11,11 +11,10 @@ from residua.diagnose.native import NativeSubject
 from residua.diagnose.schema import TextFacts
 from residua.diagnose.text import Sample
 
+pytestmark = [pytest.mark.slow, pytest.mark.gpu]
 SEQUENCES, LENGTH = 32, 2048
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["mgr-s-prenorm", "mgr-s-full", "mgr-s-competitive4"])
 def test_12_by_768_model_takes_under_a_minute_and_2_gib(preset: str) -> None:
     config = residua.ModelConfig.preset(preset).override([f"context={LENGTH}"])

@@ -74,6 +74,7 @@ def test_an_observation_is_freed_before_the_next_is_made(monkeypatch: pytest.Mon
     assert len(made) > 1
 
 
+@pytest.mark.slow
 def test_only_passes_without_gradients_run_kernels() -> None:
     """Backward kernels would run once and take longer to compile, those of Multi-Gate 45 s on one core."""
     model = planted.control(topology={"kind": "multi_gate", "streams": 3})

@@ -10,6 +10,7 @@ from tests.diagnose import reports
 from tests.report.browser import Browser, browser
 from tests.report.looks import WIDTHS, check_looks
 
+pytestmark = pytest.mark.slow
 __all__ = ["browser"]
 
 DIAGNOSES = {
@@ -28,7 +29,6 @@ _SIDES = """() => [...document.querySelectorAll(".rail:has(.zero)")].map((rail) 
 })"""
 
 
-@pytest.mark.slow
 def test_two_models_on_a_telephone_in_the_dark(browser: Browser, tmp_path: Path) -> None:
     path = diagnosis_page(reports.side_by_side(2, layers=4)).write(tmp_path / "report.html")
     with browser.opened(path, width=420, color_scheme="dark") as seen:

@@ -244,6 +244,7 @@ def test_every_interval_is_in_a_table_that_is_made_from_a_study() -> None:
     assert [words for words in wanted if f"{words} |" not in made and f"{words}." not in made] == []
 
 
+@pytest.mark.slow
 def test_the_picture_is_drawn_from_the_measured_study() -> None:
     answer = load_module("tools/answer.py")
     found = answer.measured()

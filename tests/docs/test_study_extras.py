@@ -24,6 +24,7 @@ def studies() -> tuple[SavedStudy, SavedStudy]:
     return short, longer
 
 
+@pytest.mark.slow
 def test_a_loss_out_of_reach_of_the_ladder_has_no_gain(studies: tuple[SavedStudy, SavedStudy]) -> None:
     short, longer = studies
     lower = [
@@ -43,6 +44,7 @@ def test_a_loss_out_of_reach_of_the_ladder_has_no_gain(studies: tuple[SavedStudy
     assert row.wall_clock_gain is not None
 
 
+@pytest.mark.slow
 def test_rows_without_a_stated_speed_are_on_the_new_ladder(studies: tuple[SavedStudy, SavedStudy]) -> None:
     short, longer = studies
     timed = with_external_ladder(short, longer)[0]
@@ -69,6 +71,7 @@ def test_losses_on_another_part_of_the_text_are_refused(studies: tuple[SavedStud
         with_external_ladder(short, longer.model_copy(update={"runs": whole}))
 
 
+@pytest.mark.slow
 def test_the_published_studies_say_what_is_left_after_correction(studies: tuple[SavedStudy, SavedStudy]) -> None:
     small, longer = studies
     at_s = show_saved(SavedStudy.read(RESULTS / "main-s.json"))

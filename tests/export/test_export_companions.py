@@ -74,6 +74,7 @@ def test_every_export_of_a_model_has_its_manners(folder: Path, tmp_path: Path) -
     assert config["pad_token_id"] == before["pad_token_id"] == 0
 
 
+@pytest.mark.slow
 def test_a_tokenizer_made_here_takes_chat_tokens_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -69,6 +69,7 @@ def test_export_takes_less_memory_than_its_weights(layout: str, tmp_path: Path, 
     assert total > 100 * 2**20 and 0.05 < taken / total < 0.5
 
 
+@pytest.mark.slow
 def test_model_beyond_the_memory_is_exported_unchecked(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("residua.export.check.free_memory", lambda: 2**18)
     monkeypatch.setattr("residua.storage.load.load", lambda *_: pytest.fail("the whole model was opened"))
@@ -90,6 +91,7 @@ def test_checkpoint_of_several_ranks_is_exported_too(run: Path, tmp_path: Path) 
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
+@pytest.mark.slow
 def test_weight_that_is_not_finite_is_refused(run: Path, tmp_path: Path) -> None:
     file = run / "checkpoints" / "step-0" / "model.safetensors"
     content = load_file(file)

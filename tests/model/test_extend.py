@@ -126,6 +126,7 @@ def test_order_of_the_page_gives_a_topology_its_executions(own: Path) -> None:
     model.loss(*tokens_and_targets()).backward()
 
 
+@pytest.mark.slow
 def test_ids_reach_recomputed_and_compiled_layers(reader: Decoder) -> None:
     tokens, targets = tokens_and_targets()
     gradients = []

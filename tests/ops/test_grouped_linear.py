@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 
 from residua import ops
 from residua.ops.expert_slots import combine, dispatch, sort_slots
@@ -76,7 +75,10 @@ def test_dispatch_and_combine_are_gathers_with_their_gradients() -> None:
     agree([found], [expected], {"x": x, "weights": weights, "scale": scale})
 
 
+@pytest.mark.slow
 def test_another_division_of_the_rows_is_not_compiled_anew() -> None:
+    from torch._dynamo.testing import CompileCounter
+
     torch.compiler.reset()
     counter = CompileCounter()
 

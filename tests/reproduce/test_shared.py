@@ -202,6 +202,7 @@ def test_several_sizes_are_judged_each() -> None:
     assert [(verdict.size, verdict.direction) for verdict in said] == [("tiny", "confirmed"), ("mini", "confirmed")]
 
 
+@pytest.mark.slow
 def test_the_page_says_whose_numbers_they_are(tmp_path: Path) -> None:
     saved_study(MGR).write(tmp_path / "x.json")
     arguments = ["004:table1", "--study", str(tmp_path / "x.json"), "--out", str(tmp_path / "page")]

@@ -63,6 +63,7 @@ def test_tokenizer_template_and_settings_come_along_and_go_back(folder: Path, tm
     assert {key: config.get(key) for key in before} == before
 
 
+@pytest.mark.slow
 def test_weights_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     made = import_folder(folder, tmp_path / "run")
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-0" / "model.safetensors")

@@ -131,6 +131,7 @@ def test_change_undone_by_a_variant_is_reported(dataset: Dataset) -> None:
     assert "train.steps=100 does not" not in shown and "for prenorm" not in shown
 
 
+@pytest.mark.slow
 def test_variants_that_a_study_leaves_out_are_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     earlier = {"variants": ["prenorm", "mgr", "mgr+exoformer"], "ladder": [2.5]}
     write_all(make_plan(StudyConfig(**{**study.model_dump(), **earlier}), out, dataset), lambda run, step: 3.0)

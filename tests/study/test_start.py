@@ -16,8 +16,9 @@ from residua.train.trainer import train
 from tests.study.conftest import SMALL
 from tests.trained import residua
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_every_variant_is_planned_to_begin_with_the_weights(
     tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,7 +41,6 @@ def test_every_variant_is_planned_to_begin_with_the_weights(
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_variants_begin_with_the_weights_of_a_run(
     tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

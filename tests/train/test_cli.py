@@ -85,6 +85,7 @@ def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, d
     assert code == 0 and "step 7/7" in output
 
 
+@pytest.mark.slow
 def test_path_relative_to_the_working_folder_is_kept_whole(call: Call, data, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(data.parent)
     (tmp_path / "mine.toml").write_text(f'extends = "tiny"\n[data]\npath = "{data.name}"\n')

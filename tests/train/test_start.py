@@ -212,6 +212,7 @@ def test_an_export_is_trained_from_after_an_import(old: Path, tmp_path: Path, mo
     assert validations(tmp_path / "new")[0] == pytest.approx(validations(old)[4], abs=2e-6)
 
 
+@pytest.mark.slow
 def test_resumed_run_records_the_weights_it_began_with(data: Path, tmp_path: Path) -> None:
     train(of(data), tmp_path / "old")
     config = of(data).override([f"train.start='{tmp_path / 'old'}'"])
