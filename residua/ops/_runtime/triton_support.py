@@ -13,7 +13,8 @@ from torch.autograd import forward_ad
 from residua.ops._runtime.backend import chosen_backend
 
 DTYPES = (torch.float32, torch.bfloat16)
-INSTALLED = find_spec("triton") is not None
+INSTALLED = find_spec("triton") is not None and torch.version.hip is None
+"""Whether there are kernels. PyTorch for AMD has CUDA's names and a Triton too, but we have tested no kernel there."""
 # Triton's interpreter runs kernels in Python on a CPU: for tests, thousands of times slower.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER_SHARED_MEMORY = 232_448
