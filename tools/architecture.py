@@ -41,8 +41,8 @@ def rooms() -> dict[str, str]:
 
 
 def _sentence(path: Path) -> str:
-    text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
-    return text.split(". ")[0].rstrip(".")
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.partition("\n\n")[0].split()).split(". ")[0].rstrip(".")
 
 
 def subrooms(room: str) -> list[str]:

@@ -34,6 +34,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return relink(markdown, borrowed.get(here, f"docs/{here}"), here)
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Show `a|b` of a table's cell as GitHub does, without the backslash that keeps the cell whole."""
+    return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|"), html)
+
+
 def relink(markdown: str, source: str, page: str) -> str:
     """Links of the file `source` of the repository, as they are from `page` of the site."""
 
