@@ -45,6 +45,12 @@ def faults(root: Path = ROOT) -> list[str]:
     return found
 
 
+def site_command(version: str) -> str:
+    """Publishes the site next to those of other versions, on the branch gh-pages; its root leads to the latest one."""
+    minor = ".".join(version.split(".")[:2])
+    return f"mike deploy --push --update-aliases {minor} latest && mike set-default --push latest"
+
+
 def main() -> None:
     """All steps in order."""
     if found := faults():
@@ -59,6 +65,7 @@ def main() -> None:
             sys.exit(code)
     print(f"dist/ has the files and build/site the site. Next:\n  git tag v{version()} && git push origin v{version()}")
     print(f"  twine upload dist/residua-{version()}*")
+    print(f"  {site_command(version())}")
 
 
 if __name__ == "__main__":

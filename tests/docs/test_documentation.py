@@ -281,3 +281,4 @@ def test_a_release_that_is_not_ready_says_why(tmp_path) -> None:
     ]  # fmt: skip
     (tmp_path / "CHANGELOG.md").write_text("## 0.3.0 (2026-12-01)\n\nWords.\n")
     assert release.faults(tmp_path) == []
+    assert release.site_command("0.3.1").startswith("mike deploy --push --update-aliases 0.3 latest &&")

@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,6 +19,7 @@ from tests.docs.commands import load_module
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NAV = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+SITE = "http://site.test/"
 API = (DOCS / "api.md").read_text(encoding="utf-8")
 
 
@@ -83,8 +86,15 @@ def test_pages_name_no_file_of_another_machine(built: Path) -> None:
     assert [page.name for page in built.rglob("*.html") if loading.search(page.read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.nightly
-def test_site_works_in_a_browser_without_the_network(built: Path) -> None:
+class Visit(NamedTuple):
+    page: Any
+    asked: list[str]
+    errors: list[str]
+
+
+@pytest.fixture
+def visit(built: Path) -> Iterator[Visit]:
+    """A browser for the site, which serves nothing else."""
     api = pytest.importorskip("playwright.sync_api")
     browser_path = shutil.which("chromium")
     if browser_path is None:
@@ -92,7 +102,7 @@ def test_site_works_in_a_browser_without_the_network(built: Path) -> None:
     asked, errors = [], []
 
     def serve(route) -> None:
-        name = route.request.url.removeprefix("http://site.test/").partition("?")[0]
+        name = route.request.url.removeprefix(SITE).partition("?")[0]
         file = built / name
         asked.append(route.request.url)
         if file.is_file():
@@ -107,17 +117,56 @@ def test_site_works_in_a_browser_without_the_network(built: Path) -> None:
         context.route("**/*", serve)
         page = context.new_page()
         page.on("pageerror", lambda error: errors.append(str(error)))
-        for name in ("index.html", "topologies.html", "gallery.html"):
-            page.goto(f"http://site.test/{name}")
-            broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
-            assert page.evaluate(broken) == []
-        for name in ("index.html", "RESULTS.html", "results/main-mini.html"):  # their last columns matter most
-            page.goto(f"http://site.test/{name}")
-            page.wait_for_selector(".md-typeset__scrollwrap", state="attached")
-            wraps = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
-            assert page.evaluate(f"{wraps}.filter(w => w.scrollWidth > w.clientWidth).length") == 0, name
-        page.click("input.md-search__input")
-        page.keyboard.type("gates", delay=30)
-        page.wait_for_selector(".md-search-result__item")
+        yield Visit(page, asked, errors)
         browser.close()
-    assert errors == [] and [url for url in asked if not url.startswith("http://site.test/")] == []
+
+
+@pytest.mark.nightly
+def test_site_works_in_a_browser_without_the_network(visit: Visit) -> None:
+    page = visit.page
+    for name in ("index.html", "topologies.html", "gallery.html"):
+        page.goto(SITE + name)
+        broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
+        assert page.evaluate(broken) == []
+    for name in ("index.html", "RESULTS.html", "results/main-mini.html"):  # their last columns matter most
+        page.goto(SITE + name)
+        page.wait_for_selector(".md-typeset__scrollwrap", state="attached")
+        wraps = "[...document.querySelectorAll('.md-typeset__scrollwrap')]"
+        assert page.evaluate(f"{wraps}.filter(w => w.scrollWidth > w.clientWidth).length") == 0, name
+    page.click("input.md-search__input")
+    page.keyboard.type("gates", delay=30)
+    page.wait_for_selector(".md-search-result__item")
+    assert visit.errors == [] and [url for url in visit.asked if not url.startswith(SITE)] == []
+
+
+CUT = """() => {
+  const found = [], wide = document.documentElement.clientWidth
+  if (document.documentElement.scrollWidth > wide) found.push('the page')
+  for (const code of document.querySelectorAll('.md-content pre > code')) {
+    const edge = code.getBoundingClientRect().right - parseFloat(getComputedStyle(code).paddingRight) + 1
+    const nodes = document.createTreeWalker(code, NodeFilter.SHOW_TEXT), word = document.createRange()
+    let under = false  // the copy button
+    while (nodes.nextNode())
+      for (const match of nodes.currentNode.data.matchAll(/\\S+/g)) {
+        word.setStart(nodes.currentNode, match.index)
+        word.setEnd(nodes.currentNode, match.index + match[0].length)
+        under ||= [...word.getClientRects()].some(r => r.right > edge)
+      }
+    if (under || code.scrollWidth > code.clientWidth) found.push(code.innerText.slice(0, 40))
+  }
+  for (const image of document.querySelectorAll('.md-content img'))
+    if (image.getBoundingClientRect().width < 600) found.push(image.src)
+  return found
+}"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [1400, 420])
+def test_no_code_is_cut_and_no_picture_tiny(visit: Visit, built: Path, width: int) -> None:
+    visit.page.context.unroute_all()
+    visit.page.set_viewport_size({"width": width, "height": 900})
+    cut = {}
+    for file in sorted(built.rglob("*.html")):  # from the folder, which is quicker than to serve every script again
+        visit.page.goto(file.as_uri())
+        cut[file.relative_to(built).as_posix()] = visit.page.evaluate(CUT)
+    assert {name: found for name, found in cut.items() if found} == {}
