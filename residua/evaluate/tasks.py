@@ -186,8 +186,8 @@ class _Record(Shape):
     choices: list[str] = Field(min_length=1)
     answer: Count
     split: str = "validation"
-    question: str | None = None
-    context: str | None = None
+    question: str = ""  # may lack, but a null would become the text "None" of a prompt
+    context: str = ""
     subject: str | None = None
     paradigm: str | None = None
 

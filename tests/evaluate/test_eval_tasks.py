@@ -89,6 +89,8 @@ def test_shots_are_the_groups_own_or_none_unless_given(tmp_path: Path) -> None:
         ("copa", {"context": "It rained.", "question": "why"}, "question is 'why', expected cause or effect"),
         ("mmlu", {"choices": ["x"] * 27}, "it has 27 choices, and letters for 26"),
         ("mmlu", {"subject": ["law"]}, "subject is a list of 1 entry"),
+        ("mine", {"question": None}, "question is null, expected a text"),
+        ("winogrande", {"context": None}, "context is null, expected a text"),
     ],
 )
 def test_a_question_that_its_prompt_cannot_ask_is_refused(
