@@ -155,8 +155,10 @@ def _lead(result: StudyResult) -> str:
     done = sum(run.status == "complete" for run in result.runs)
     missing = f" {done} of {len(result.runs)} runs are complete." * (done < len(result.runs))
     who = ", ".join(others) if len(others) <= MAX_LEAD_NAMES else f"{len(others)} variants"
+    why = verdicts.explanation(result)
     return (
-        f"{result.name}: {who} against {result.baseline}, {seeds}, the same tokens in the same order. "
+        f"{why}{' ' * bool(why)}{result.name}: {who} against {result.baseline}, {seeds}, "
+        "the same tokens in the same order. "
         f"Above 1 is a gain. {verdicts.validation_sentence(result)}".rstrip()
         + missing
     )

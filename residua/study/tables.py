@@ -19,7 +19,16 @@ from residua.study.gains import loses, pays, speed_is_shown
 from residua.study.records import EARLY, HALF, change
 from residua.study.results import MEAN, PROJECTED, LowTaskMeans, SourceMeans, StudyResult, TaskMeans, VariantResult
 from residua.study.statistics import Interval, count, estimate_ratio, geometric_mean
-from residua.study.verdicts import RACE_LEVEL, TOO_WIDE, joint_sentence, race_sentence, study_sentences, too_wide
+from residua.study.verdicts import (
+    RACE_LEVEL,
+    TOO_WIDE,
+    answer,
+    explanation,
+    joint_sentence,
+    race_sentence,
+    study_sentences,
+    too_wide,
+)
 
 NONE = "—"
 UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw conclusions from
@@ -494,7 +503,7 @@ def _throughput(row: VariantResult, result: StudyResult) -> Value:
 
 
 def print_study(console: Console, result: StudyResult) -> None:
-    """Table, verdicts and warnings on a terminal.
+    """Table, verdicts and warnings on a terminal, and last the answer.
 
     With a ladder, the gain that it replaces can go too. What the correction makes of a gain is in its sentence as well.
     """
@@ -503,6 +512,9 @@ def print_study(console: Console, result: StudyResult) -> None:
         table.print(console, [*SPARED, *([STEPWISE] if laddered else []), TEXT_ERROR, PAYS])
     for sentence in study_sentences(result):
         console.print(Text(f"• {sentence}"))
+    console.print(Text(f"\n{answer(result)[1]}", style="bold"))
+    if why := explanation(result):
+        console.print(Text(why))
 
 
 def markdown(result: StudyResult) -> str:

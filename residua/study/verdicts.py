@@ -184,6 +184,24 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
     return "unsure", f"Not shown: {named} is {per_second}, {_why_not_shown(best, result)}"
 
 
+def explanation(result: StudyResult) -> str:
+    """Where an answer about seconds comes from, in one sentence; empty for other answers, which say it themselves."""
+    best, (tone, _) = best_row(result), answer(result)
+    if best is None or result.target is not None:
+        return ""
+    gain, speed, seconds = best.equivalent_tokens or best.step_gain, best.throughput_ratio, best.wall_clock_gain
+    if gain is None or speed is None or seconds is None:
+        return ""
+    facts = (
+        f"For the same loss{at_size(best.size, result)} {best.name} needs {1 / gain.value:.2f}× the tokens of "
+        f"{result.baseline}, and each takes {1 / speed.value:.2f}× the time"
+    )
+    if tone == "unsure":
+        return f"{facts}; a yes needs a whole interval above 1, a no needs it below."
+    side = "above" if tone == "good" else "below"
+    return f"{facts}; the whole {ends_of(best.corrected or seconds)} is {side} 1, where both are equally fast."
+
+
 def _answer_of_race(rows: Sequence[VariantResult], result: StudyResult) -> tuple[Tone, str]:
     tested = [(row.race.ratio.value, row.race.adjusted, row) for row in rows
               if row.race is not None and row.race.ratio is not None and row.race.adjusted is not None]  # fmt: skip

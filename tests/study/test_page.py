@@ -17,7 +17,7 @@ from residua.study.results import RunResult, StudyResult
 from residua.study.statistics import Interval
 from residua.study.tables import cells, columns, markdown
 from residua.study.timing import StepTiming
-from residua.study.verdicts import answer, best_row, by_gain, comparisons_sentence, unequal_seeds, verdict
+from residua.study.verdicts import answer, best_row, by_gain, comparisons_sentence, explanation, unequal_seeds, verdict
 from tests.study.pretend import Pretended, pretended, with_rows
 
 
@@ -106,6 +106,33 @@ def without(status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
 def test_the_title_answers(result: Callable[[], StudyResult | Pretended], tone: Tone, title: str) -> None:
     made = result()
     assert answer(made.result if isinstance(made, Pretended) else made) == (tone, title)
+
+
+@pytest.mark.parametrize(
+    ("best", "words"),
+    [
+        (1.3, "; the whole interval 1.2[0-9] to 1.3[0-9] is above 1, where both are equally fast."),
+        (0.8, "; the whole interval 0.7[0-9] to 0.8[0-9] is below 1, where both are equally fast."),
+        (1.01, "; a yes needs a whole interval above 1, a no needs it below."),
+    ],
+)
+def test_the_page_explains_its_answer_in_one_sentence(best: float, words: str, tmp_path: Path) -> None:
+    made = pretended(2, best=best)
+    row = made.result.variants[1]
+    need, time = 1 / row.equivalent_tokens.value, 1 / row.throughput_ratio.value
+    assert need * time == pytest.approx(1 / row.wall_clock_gain.value)
+    facts = (
+        f"For the same loss block_attnres needs {need:.2f}× the tokens of prenorm, and each takes {time:.2f}× the time"
+    )
+    assert re.fullmatch(re.escape(facts) + words, explanation(made.result))
+    assert made.page(tmp_path).lead.startswith(f"{facts};")
+
+
+def test_an_answer_that_is_not_about_seconds_needs_no_explanation(tmp_path: Path) -> None:
+    unknown = pretended(2)
+    unknown = replace(unknown, result=changed(unknown.result, **UNKNOWN))
+    assert explanation(unknown.result) == explanation(without("missing", lambda run: True)) == ""
+    assert unknown.page(tmp_path).lead.startswith(f"{unknown.result.name}: ")
 
 
 def test_what_is_shown_goes_before_a_larger_gain_that_is_not() -> None:

@@ -11,6 +11,7 @@ from residua.study.plan import Trial, choose
 from residua.study.results import OutlierMeans, StudyResult, TaskMeans
 from residua.study.statistics import Interval
 from residua.study.tables import cells, columns, print_study, side_tables
+from residua.study.verdicts import answer, explanation
 from tests.study.pretend import pretended
 
 
@@ -39,6 +40,11 @@ def test_tables_break_at_spaces_alone(width: int, ladder: bool) -> None:
     said += [cell.joined().replace("block_", "block_ ") for row in result.variants for cell in cells(row, result)]
     words = {word for text in (*said, "block_attnres") for word in text.split()}
     assert {word for line in lines for word in line.split() if "─" not in word} <= words
+
+
+def test_the_terminal_ends_with_the_answer_and_its_reason() -> None:
+    result = pretended(2, best=1.3).result
+    assert printed(result, 250)[-2:] == [answer(result)[1], explanation(result)]
 
 
 @pytest.mark.parametrize(("ladder", "kept"), [(True, False), (False, True)])
