@@ -28,8 +28,12 @@ nightly: setup browser $(DOCS)  ## every test, also the exhaustive grids
 fast: setup
 	$(PYTEST) -n 2 -m "not slow and not nightly"
 
-demo: setup  ## compare four depth architectures on this machine's CPU, in a few minutes
+demo: setup  ## does a depth architecture pay? three seeds on this machine's CPU, in under four minutes
 	$(BIN)/residua compare --demo
+	@echo
+	@echo 'To call residua in this shell:  source $(BIN)/activate'
+	@echo 'To have it everywhere:          pipx install .   or   uv tool install .'
+	@echo 'Then a verdict on your own text in ten minutes: docs/quickstart.md'
 
 lint: setup
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from residua.model.size import Size
 
 DEMO = Path(__file__).with_name("demo.toml")
-"""The study of `residua compare --demo`: four tiny models on the embedded corpus, without a network or a GPU."""
+"""The study of `residua compare --demo`: tiny models on the embedded corpus, without a network or a GPU."""
 MAX_SEEDS = 1000
 LOCAL = "local files"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
