@@ -60,6 +60,7 @@ from residua.config.topologies import Injection as Injection
 from residua.config.topologies import Invert as Invert
 from residua.config.topologies import Keel as Keel
 from residua.config.topologies import Laurel as Laurel
+from residua.config.topologies import LayerFactor as LayerFactor
 from residua.config.topologies import LayerNormScaling as LayerNormScaling
 from residua.config.topologies import ManifoldHyper as ManifoldHyper
 from residua.config.topologies import ManifoldHyperLite as ManifoldHyperLite

@@ -58,6 +58,12 @@ class Clipped(TopologyChoice):
     """The largest absolute value that stays."""
 
 
+class LayerFactor(TopologyChoice):
+    """h ← s · (h + y) after every layer, h ← h + y inside it, with a learned number s for each layer (Gemma 4)."""
+
+    kind: Literal["layer_factor"] = "layer_factor"
+
+
 class ScaledSum(TopologyChoice):
     """h ← h + g ⊙ y: LayerScale with `gain = "elementwise"`, ReZero with `gain = "scalar"` and `start = 0`."""
 
@@ -416,8 +422,8 @@ class Injection(TopologyChoice):
 
 
 TopologyChoice.join(
-    Additive, Parallel, Clipped, ScaledSum, Laurel, LayerNormScaling, Keel, DeepNorm, ResiDual, ResidualScalars,
-    FullAttnRes, BlockAttnRes, BoundaryAttnRes, DeltaAttnRes, MultiGate, Highway, GatedResidual,
+    Additive, Parallel, Clipped, LayerFactor, ScaledSum, Laurel, LayerNormScaling, Keel, DeepNorm, ResiDual,
+    ResidualScalars, FullAttnRes, BlockAttnRes, BoundaryAttnRes, DeltaAttnRes, MultiGate, Highway, GatedResidual,
     HyperConnections, FracConnections, SinglePassHyper, ManifoldHyper, ManifoldHyperLite, DenseFormer, Mudd,
     DeepCross, Injection,
 )  # fmt: skip

@@ -146,7 +146,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("topology", "keel"): (("Post-LayerNorm Is Back: Stable, ExpressivE, and Deep", "2601.19895"),),
     ("topology", "deepnorm"): (("DeepNet: Scaling Transformers to 1,000 Layers", "2203.00555"),),
     ("topology", "resi_dual"): (("ResiDual: Transformer with Dual Residual Connections", "2304.14802"),),
-    **{("topology", kind): () for kind in ("x0", "gated_residual")},  # public code without a paper
+    **{("topology", kind): () for kind in ("x0", "gated_residual", "layer_factor")},  # public code without a paper
     **{("topology", f"{extent}_attnres"): (ATTNRES,) for extent in ("full", "block", "boundary")},
     ("topology", "delta_attnres"): (("Delta Attention Residuals", "2605.18855"),),
     ("topology", "multi_gate"): (("Multi-Gate Residuals", "2605.23259"),),

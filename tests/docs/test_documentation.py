@@ -62,6 +62,7 @@ K = 2 * L
 DOCUMENTED = {
     "additive": ({}, 0),
     "clipped": ({}, 0),
+    "layer_factor": ({}, L),
     "scaled": ({}, C * K),
     "scaled scalar": ({"gain": "scalar"}, K),
     "laurel": ({"rank": 3}, (2 * 3 * C + 2) * K),

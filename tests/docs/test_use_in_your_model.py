@@ -151,6 +151,7 @@ def test_the_compiled_rewrites_give_the_same_loss_and_gradients(depth):
 SUM, MULTIPLE, ELSE = "the sum", "a multiple", "something else"
 BEGIN = {
     "additive": (SUM, SUM),
+    "layer_factor": (SUM, SUM),
     "scaled": (ELSE, SUM),
     "scaled scalar": (ELSE, SUM),
     **dict.fromkeys(("lns", "keel", "deepnorm", "resi_dual"), (ELSE, ELSE)),

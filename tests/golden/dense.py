@@ -22,6 +22,15 @@ def parallel(x: Tensor, y: list[Tensor]) -> list[Tensor]:
     return h
 
 
+def layer_factor(x: Tensor, y: list[Tensor], s: Tensor) -> list[Tensor]:
+    """s_l · (x + A(x) + F(x + A(x))) layer by layer."""
+    h = [x]
+    for layer in range(len(y) // 2):
+        after_attention = h[-1] + y[2 * layer]
+        h += [after_attention, s[layer] * (after_attention + y[2 * layer + 1])]
+    return h
+
+
 def clipped(x: Tensor, y: list[Tensor], c: float) -> list[Tensor]:
     """The residual stream, cut at ±c."""
     h = [x]

@@ -44,6 +44,7 @@ SMALL: dict[str, choices.Topology] = {
     "additive": choices.Additive(),
     "parallel": choices.Parallel(),
     "clipped": choices.Clipped(limit=1.0),
+    "layer_factor": choices.LayerFactor(),
     "scaled": choices.ScaledSum(),
     "scaled scalar": choices.ScaledSum(gain="scalar", start=0.0),
     "laurel": choices.Laurel(rank=2),

@@ -27,6 +27,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "the same": {},
     "denseformer": {"topology": {"kind": "dense"}},
     "denseformer, dilated": {"topology": {"kind": "dense", "dilation": 2, "period": 2}},
+    "layer factor": {"topology": {"kind": "layer_factor"}},
     "layer scale": {"topology": {"kind": "scaled"}},
     "rezero": {"topology": {"kind": "scaled", "gain": "scalar", "start": 0.0}},
     "x0, raw": {"topology": {"kind": "x0", "embedding": "raw"}},

@@ -162,6 +162,7 @@ MUDD: list[dict[str, Any]] = [
 EQUATIONS: list[Any] = [
     (choices.Additive(), 4, 7, lambda _: dense.additive),
     (choices.Parallel(), 6, 7, lambda _: dense.parallel),
+    (choices.LayerFactor(), 6, 7, lambda t: partial(dense.layer_factor, s=t.factor)),
     (choices.Clipped(limit=1.5), 6, 33, lambda t: partial(dense.clipped, c=1.5)),
     *(
         (choice, n, 7, placed_norms)

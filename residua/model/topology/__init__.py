@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from residua.config import choices
 from residua.model.context import Reads
-from residua.model.topology.additive import Additive, Clipped, Parallel
+from residua.model.topology.additive import Additive, Clipped, LayerFactor, Parallel
 from residua.model.topology.attnres import BlockAttnRes, BoundaryAttnRes, FullAttnRes
 from residua.model.topology.base import Boundary, Initialization, State, Topology, refuse_moved
 from residua.model.topology.delta_attnres import DeltaAttnRes
@@ -26,6 +26,7 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
     choices.Additive: Additive,
     choices.Parallel: Parallel,
     choices.Clipped: Clipped,
+    choices.LayerFactor: LayerFactor,
     choices.ScaledSum: ScaledSum,
     choices.Laurel: Laurel,
     choices.LayerNormScaling: LayerNormScaling,

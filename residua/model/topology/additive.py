@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from residua.config import choices
 from residua.model.equivalence import InitFidelity
 from residua.model.topology.base import Initialization, State, Topology
-from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Costs, add_rows
+from residua.model.topology.facts import ADDED_IN_NORM, ADDITION, Ablations, Costs, add_rows, junctions_skipped
 
 if TYPE_CHECKING:
     from residua.model.norm import RMSNorm
@@ -55,6 +56,38 @@ class Parallel(Additive):
 
     def initialization(self) -> Initialization:
         return Initialization()
+
+
+class LayerFactor(Additive):
+    """h_{l+1} = s_l · (h_l + A + F): a learned number per layer, 1 at the start (Gemma 4).
+
+    A norm in front of every reader takes the product of all s out, but they weigh earlier layers against later ones.
+    """
+
+    def __init__(self, config: choices.LayerFactor, sublayers: int, width: int) -> None:
+        super().__init__(config, sublayers, width)
+        self.factor = nn.Parameter(torch.empty(sublayers // 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.factor)
+
+    def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
+        h = state[0] + y
+        if k % 2:
+            h = h * self.factor[k // 2].to(h.dtype)
+        return h, (h,)
+
+    def initialization(self) -> Initialization:
+        return Initialization(init_as_additive=self._init_as_additive)
+
+    def _init_as_additive(self) -> InitFidelity:
+        self.reset_parameters()
+        return InitFidelity.EXACTLY
+
+    def ablations(self) -> Ablations:
+        """A layer without either sublayer has no factor, as if it did not exist."""
+        return Ablations(without_writes=lambda ks: junctions_skipped(self, [k for k in ks if k ^ 1 in ks]))
 
 
 class Clipped(Additive):
