@@ -40,7 +40,8 @@ from math import ceil
 
 import torch
 
-from residua.config.model import ModelConfig, head_dim
+from residua.config.choices import SoftmaxAttention
+from residua.config.model import ModelConfig
 from residua.config.run import SMALLEST_UNIT, Muon, ParallelConfig, RunConfig
 from residua.distributed.pipeline import transport
 from residua.distributed.pipeline.shares import Share, boundaries_of, crossing
@@ -188,12 +189,18 @@ def activation_widths(config: RunConfig) -> tuple[float, float]:
     return layer, model.vocab_size + 6 * width
 
 
+def _head_widths(model: ModelConfig) -> tuple[float, float]:
+    """heads · head_dim of the queries and of the keys of a softmax layer, on average."""
+    mixers = [mixer for mixer in model.mixers if isinstance(mixer, SoftmaxAttention)]
+    widths = [(m.heads, m.kv_heads or m.heads, m.turned(model.width)) for m in mixers]
+    return sum(q * d for q, _, d in widths) / len(widths), sum(kv * d for _, kv, d in widths) / len(widths)
+
+
 def _attention(model: ModelConfig) -> float:
     attention, width = model.softmax, model.width
     if attention is None:
         return 10.0 * width
-    q = attention.heads * head_dim(model)
-    kv = (attention.kv_heads or attention.heads) * head_dim(model)
+    q, kv = _head_widths(model)
     gate = {"none": 0, "headwise": q, "elementwise": 3 * q}[attention.gate]
     mixed = 2 * q + 2 * kv if model.anchors.mixed and not model.borrowed else 0
     taken = [s for _, pathways in model.borrowed.values() for s in pathways]
@@ -320,8 +327,7 @@ def _shape(config: RunConfig) -> tuple[int, int, int]:
 
 def _key_width(config: RunConfig) -> float:
     """heads · head_dim of the keys of a softmax layer."""
-    attention = config.model.softmax
-    return 0.0 if attention is None else (attention.kv_heads or attention.heads) * head_dim(config.model)
+    return 0.0 if config.model.softmax is None else _head_widths(config.model)[1]
 
 
 def _softmax_layers(d: Division) -> float:

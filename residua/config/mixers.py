@@ -51,15 +51,25 @@ class Mixer(Frozen):
         return 0
 
 
+class FullHeads(Frozen):
+    """`head_dim`, `kv_heads` and `values` of layers without a window, where they differ from those of the others."""
+
+    head_dim: Positive | None = None
+    kv_heads: Positive | None = None
+    values: Literal["projected", "keys"] | None = None
+
+
 class SoftmaxAttention(Mixer):
     """Causal softmax attention; `kv_heads` below `heads` is grouped-query attention.
 
     `qk_norm` is over each head, over all heads together ("rms_all", OLMo 2), or the dynamic tanh ("dyt"), whose α
-    starts at `qk_alpha`. With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in
-    `window_layers`; `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there
-    (Gemma 3). Heads of `unturned_layers` have no positions (SmolLM 3). `bias` adds biases to queries, keys and values
-    ("qkv"), or to the output projection too ("all"). `own_value = "removed"` takes the direction of the token's own
-    value out of a head's output (XSA).
+    starts at `qk_alpha`; "rms_qkv" also norms values, without a gain. With `values = "keys"` the projection of keys,
+    before norm and rotation, gives the values too. `full` changes the heads of layers without a window (Gemma 4). With
+    `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in `window_layers`;
+    `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there (Gemma 3). Heads of
+    `unturned_layers` have no positions (SmolLM 3). `bias` adds biases to queries, keys and values ("qkv"), or to the
+    output projection too ("all"). `own_value = "removed"` takes the direction of the token's own value out of a head's
+    output (XSA).
     """
 
     attends: ClassVar[bool] = True
@@ -71,7 +81,9 @@ class SoftmaxAttention(Mixer):
     kv_heads: Positive | None = None
     head_dim: Positive | None = None
     """Elements of a head; `width` / `heads` unless given."""
-    qk_norm: Literal["rms", "rms_all", "dyt", "none"] = "rms"
+    values: Literal["projected", "keys"] = "projected"
+    full: FullHeads | None = None
+    qk_norm: Literal["rms", "rms_all", "rms_qkv", "dyt", "none"] = "rms"
     qk_eps: float = Field(1e-6, gt=0)
     """The eps of `qk_norm`."""
     qk_alpha: float = Field(0.5, gt=0)
@@ -97,6 +109,16 @@ class SoftmaxAttention(Mixer):
     def everywhere(self) -> SoftmaxAttention:
         return self
 
+    def at(self, layer: int) -> SoftmaxAttention:
+        return self if self.window_at(layer) is not None else self.in_full
+
+    @property
+    def in_full(self) -> SoftmaxAttention:
+        """The mixer of a layer without a window."""
+        if self.full is None:
+            return self
+        return SoftmaxAttention(**vars(self) | {key: of for key, of in vars(self.full).items() if of is not None})
+
     def head_counts(self) -> dict[str, int]:
         return {"heads": self.heads, "kv_heads": self.kv_heads or self.heads}
 
@@ -112,10 +134,17 @@ class SoftmaxAttention(Mixer):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        for key in ("window_layers", "local_rope_theta"):
+        for key in ("window_layers", "local_rope_theta", "full"):
             if getattr(self, key) is not None and self.window is None:
                 raise UserError(f"attention.{key} needs attention.window: the number of tokens that those layers see.")
         _check_divides("kv_heads", self.kv_heads or 1, "heads", self.heads)
+        if self.full is not None:
+            _check_divides("full.kv_heads", self.full.kv_heads or 1, "heads", self.heads)
+            if self.full.head_dim is not None and (self.local_rope_theta is None or self.unturned_layers is not None):
+                raise UserError(
+                    f"attention.full.head_dim = {self.full.head_dim} needs rotary positions of two widths: set "
+                    "attention.local_rope_theta, and leave attention.unturned_layers out."
+                )
         return self
 
 
@@ -174,6 +203,7 @@ class LatentAttention(Mixer):
     local_rope_theta: ClassVar[None] = None
     query_growth: ClassVar[None] = None
     unturned_layers: ClassVar[None] = None
+    full: ClassVar[None] = None
 
     kind: Literal["mla"] = "mla"
     heads: Positive
@@ -256,8 +286,8 @@ class HybridAttention(Frozen):
     def at(self, layer: int) -> SoftmaxMixer | LinearMixer:
         """The mixer of layer `layer`."""
         if self.softmax_layers is not None:
-            return self.softmax if layer in self.softmax_layers else self.linear
-        return self.linear if (layer + 1) % self.softmax_every else self.softmax
+            return self.softmax.at(layer) if layer in self.softmax_layers else self.linear
+        return self.linear if (layer + 1) % self.softmax_every else self.softmax.at(layer)
 
 
 Attention = Annotated[SoftmaxMixer | LinearMixer | HybridAttention, Field(discriminator="kind")]

@@ -122,8 +122,12 @@ class ModelConfig(WholeConfig):
 
     @property
     def softmax(self) -> SoftmaxAttention | None:
-        """The softmax attention of the model's softmax layers; None if they have another kind or there are none."""
-        return next((mixer for mixer in self.mixers if isinstance(mixer, SoftmaxAttention)), None)
+        """The softmax attention of the model's softmax layers; None if they have another kind or there are none.
+
+        Its heads are those of layers with a window, where those of others differ.
+        """
+        parts = (self.attention, *(getattr(self.attention, part) for part in self.attention.parts))
+        return next((mixer for mixer in parts if isinstance(mixer, SoftmaxAttention)), None)
 
     @property
     def latent(self) -> LatentAttention | None:
@@ -186,11 +190,10 @@ def _check_softmax(config: ModelConfig) -> None:
             f"{table}.heads = {softmax.heads} does not divide width = {config.width}: choose one of "
             f"{divisors(config.width)} or set {table}.head_dim."
         )
-    scaling, (pairs, odd) = softmax.rope_scaling, divmod(head_dim(config), 2)
-    if odd:
-        raise UserError(
-            f"{table}.head_dim = {head_dim(config)} is odd, and rotary positions need pairs: use an even one."
-        )
+    for where, width in ((table, head_dim(config)), (f"{table}.full", softmax.in_full.turned(config.width))):
+        if width % 2:
+            raise UserError(f"{where}.head_dim = {width} is odd, and rotary positions need pairs: use an even one.")
+    scaling, pairs = softmax.rope_scaling, softmax.in_full.turned(config.width) // 2
     if isinstance(scaling, LongRope) and len(scaling.short) != pairs:
         raise UserError(
             f"{table}.rope_scaling.short has {len(scaling.short)} factors and heads of width {2 * pairs} have {pairs} "
@@ -250,16 +253,21 @@ def _check_anchors(config: ModelConfig) -> None:
             f"anchors.kind = '{anchors.kind}' mixes softmax projections and attention.kind = "
             f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
         )
+    if softmax.full is not None or softmax.values == "keys":
+        raise UserError(
+            f"anchors.kind = '{anchors.kind}' mixes heads of all softmax layers, and {table}.full or {table}.values "
+            "gives some layers other heads: use anchors.kind = 'none'."
+        )
     if anchors.rms_kernels and softmax.qk_norm == "rms_all":
         raise UserError(
             f"anchors.kind = '{anchors.kind}' mixes heads one by one and {table}."
             "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none', or qk_norm = 'rms' (with which a "
             "trained model computes something else)."
         )
-    if anchors.rms_kernels and softmax.qk_norm == "dyt":
+    if anchors.rms_kernels and softmax.qk_norm in ("dyt", "rms_qkv"):
         raise UserError(
             f"anchors.kind = '{anchors.kind}' is followed by an RMS norm of queries and keys or by none, and "
-            f"{table}.qk_norm = 'dyt': use anchors.kind = 'none' or qk_norm = 'rms'."
+            f"{table}.qk_norm = '{softmax.qk_norm}': use anchors.kind = 'none' or qk_norm = 'rms'."
         )
     if "g" in anchors.mixed and softmax.gate != "elementwise":
         raise UserError(

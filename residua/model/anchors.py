@@ -89,6 +89,10 @@ class QueryKeyNorm(nn.Module):
         """The keys, normed and rotated by position."""
         raise NotImplementedError
 
+    def norm_values(self, v: Tensor) -> Tensor:
+        """The values, as they are or normed."""
+        return v
+
     def drop_keys(self) -> None:
         """Keep no parameters for keys: the layer takes those of another, turned already."""
 
@@ -143,6 +147,8 @@ class Unmixed(nn.Module):
     ) -> tuple[Heads, Anchors]:
         """The heads that attend, by the layer's fused projection [B, T, R] of x, and anchors for later layers."""
         own, anchors = self.mix(self.split(project(x)), x, anchors, context)
+        if "v" not in self.taken:
+            own["v"] = qk_norm.norm_values(own["v"] if "v" in own else own["k"])
         own["q"] = qk_norm.turn_queries(own["q"], table)
         if "k" not in self.taken:
             own["k"] = qk_norm.turn_keys(own["k"], table)

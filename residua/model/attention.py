@@ -51,7 +51,7 @@ def layer_place(
     """
     shape = head_shape(config, width)
     gate = {"none": {}, "headwise": {"g": 1}, "elementwise": {"g": shape.head_dim}}[config.gate]
-    widths = dict.fromkeys("qkv", shape.head_dim) | gate
+    widths = dict.fromkeys("qkv" if config.values == "projected" else "qk", shape.head_dim) | gate
     sections = {s: (shape.heads[s], w) for s, w in widths.items() if s not in taken}
     return LayerPlace(layers.index(layer), len(layers), shape, sections, width, std, vocabulary)
 
@@ -92,6 +92,17 @@ class QKNorm(QueryKeyNorm):
 
     def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
         return ops.norm_rotate(k, self.gains[1], *table, eps=self.eps)
+
+
+class QKVNorm(QKNorm):
+    """The same, and RMS over head_dim without a gain for values (Gemma 4)."""
+
+    @property
+    def in_kernels(self) -> bool:
+        return False
+
+    def norm_values(self, v: Tensor) -> Tensor:
+        return ops.rms(v, eps=self.eps)
 
 
 class JointQKNorm(QKNorm):
@@ -187,6 +198,7 @@ NEW_SINK = -10.0
 QK_NORMS: dict[str, Callable[[HeadShape, choices.SoftmaxAttention], QueryKeyNorm]] = {
     "rms": QKNorm,
     "rms_all": JointQKNorm,
+    "rms_qkv": QKVNorm,
     "dyt": TanhQKNorm,
     "none": NoQKNorm,
 }
@@ -230,7 +242,7 @@ class SoftmaxAttention(Body):
         self.growth, self.place = config.query_growth, 2 if config.local_rope_theta is None else 4
         self.steady = config.rope_scaling is None or config.rope_scaling.kind not in GROWING
         self.sink = nn.Parameter(torch.empty(config.heads)) if config.sink == "learned" else None
-        self.removes_own = config.own_value == "removed"
+        self.removes_own, self.values_are_keys = config.own_value == "removed", config.values == "keys"
         self.out = projection(shape.rows("q"), width, std=output_std, bias=config.bias == "all")
         self.reset_parameters()
 
@@ -279,15 +291,16 @@ class SoftmaxAttention(Body):
             whole: Tensor = self.project(x)
             return whole
         # layers that take keys or values of others are refused here (`config/model.py`)
-        reads = [x.q, x.k, x.v, x.q][: len(self.rows)]
+        places = [{"q": 0, "k": 1, "v": 2, "g": 0}[s] for s in self.head_width]
         replaced = type(self.project) not in (Projection, BiasedProjection)
         if replaced or is_watched(self.project) or type(self.project.weight) not in (nn.Parameter, Tensor):
             every = map_reads(self.project, x)
-            parts = [every[i % 3].split(self.rows, -1)[i] for i in range(len(reads))]
+            parts = [every[place].split(self.rows, -1)[i] for i, place in enumerate(places)]
             return torch.cat(parts, -1)
         weights, bias = self.project.weight.split(self.rows), self.project.bias
-        biases = [None] * len(reads) if bias is None else bias.to(weights[0].dtype).split(self.rows)
-        return torch.cat([linear(read, *part) for read, *part in zip(reads, weights, biases, strict=True)], -1)
+        biases = [None] * len(places) if bias is None else bias.to(weights[0].dtype).split(self.rows)
+        parts = [linear(x[place], *part) for place, *part in zip(places, weights, biases, strict=True)]
+        return torch.cat(parts, -1)
 
     @torch.no_grad()
     def begin_as(self, old: nn.Module) -> InitFidelity:
@@ -303,8 +316,10 @@ class SoftmaxAttention(Body):
             )
         ours, theirs = "g" in self.head_width, "g" in old.head_width
         new_gate, lost_gate = ours and not theirs, theirs and not ours
+        lost_values = self.values_are_keys and not old.values_are_keys
+        lost = lost_gate or lost_values or self.removes_own != old.removes_own
         kept = [
-            InitFidelity.NOT if lost_gate or self.removes_own != old.removes_own else InitFidelity.EXACTLY,
+            InitFidelity.NOT if lost else InitFidelity.EXACTLY,
             _begin_projection(self.project, old.project, self._rows_of(old)),
             _begin_projection(self.out, old.out, torch.arange(len(old.out.weight), device=old.out.weight.device)),
             _begin_qk_norm(self.qk_norm, old.qk_norm),
@@ -326,6 +341,8 @@ class SoftmaxAttention(Body):
         ours, theirs = self.head_width.get("g"), old.head_width.get("g")
         every = torch.arange(len(old.project.weight), device=old.project.weight.device)
         places = dict(zip(old.head_width, every.split(old.rows), strict=True))
+        if old.values_are_keys:
+            places["v"] = places["k"]
         if any(s not in places for s in self.head_width if s != "g"):
             raise UserError(
                 "the layers of the model to start from share keys or values, and cannot have their own again: keep "
@@ -346,9 +363,10 @@ class SoftmaxAttention(Body):
         """Whether decoding kernels may put the projected heads straight into the cache and attend to all of it.
 
         No anchors are mixed in but values, QK-norm is the kernels', angles do not depend on the length, there is no
-        window, queries do not grow, scores are not capped, and outputs keep their own values.
+        window, queries do not grow, scores are not capped, outputs keep their own values, and those are projected.
         """
         whole = self.window is None and self.softcap is None and self.growth is None and not self.removes_own
+        whole = whole and "v" in self.head_width
         return self.mix.only_values and self.qk_norm.in_kernels and self.steady and whole
 
     @property
@@ -375,8 +393,9 @@ class SoftmaxAttention(Body):
 
     def inner_edges(self, name: str) -> list[Edge]:
         """From values to output: attention averages them and the gate multiplies them, both channel by channel."""
-        divide = self._divide_values()
-        if divide is None or self.removes_own:
+        free = "v" in self.head_width and not self.removes_own and not isinstance(self.qk_norm, QKVNorm)
+        divide = self._divide_values() if free else None
+        if divide is None:
             return []
         head_dim, heads = self.shape.head_dim, self.shape.heads["q"]
         served = torch.arange(heads) // (heads // self.shape.heads["v"])

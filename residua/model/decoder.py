@@ -286,7 +286,8 @@ class Decoder(nn.Module):
             return None
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device) if now is None else now.positions
-        table: tuple[Tensor, ...] = rotary_table(positions, turned, mixer.rope_theta, mixer.rope_scaling)
+        whole = turned if mixer.full is None or mixer.full.head_dim is None else mixer.full.head_dim
+        table: tuple[Tensor, ...] = rotary_table(positions, whole, mixer.rope_theta, mixer.rope_scaling)
         if mixer.local_rope_theta is not None:
             table = *table, *rotary_table(positions, turned, mixer.local_rope_theta)
         if mixer.query_growth is not None:

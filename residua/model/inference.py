@@ -69,7 +69,8 @@ class InferenceAttention(Body):
         """Whether the kernels compute what an attention does before it attends."""
         if type(body) is not SoftmaxAttention or is_watched(body) or body.removes_own or body.growth is not None:
             return False
-        return body.mix.only_values and type(body.qk_norm) in (QKNorm, NoQKNorm)
+        projected = "v" in body.head_width
+        return projected and body.mix.only_values and type(body.qk_norm) in (QKNorm, NoQKNorm)
 
     def forward(self, x: Input, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         attention, cache = self.attention, context.cache

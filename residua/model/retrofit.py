@@ -24,7 +24,7 @@ from residua.model.equivalence import InitFidelity, WeightsMismatch, take_parame
 from residua.model.norm import Norm
 
 SHAPES = ("vocab_size", "layers", "width", "ffn", "placement", "order", "learned_positions")
-ANSWERED = ("gate", "sink", "own_value", "bias", "qk_norm", "qk_eps", "heads", "kv_heads", "head_dim")
+ANSWERED = ("gate", "sink", "own_value", "bias", "qk_norm", "qk_eps", "values", "heads", "kv_heads", "head_dim")
 """Keys of softmax attention that its `begin_as` answers for."""
 
 

@@ -102,6 +102,8 @@ OF_MODELS: dict[str, tuple[str, list[str], str]] = {
                 "context_parallel_degree 2.*dynamic_ntk"),
     "biased": ("tensor", ["model.attention.bias=all"], "tensor_parallel_degree 2.*attention.bias"),
     "mixed across heads": ("tensor", ["model.anchors.kind=lime"], "tensor_parallel_degree 2.*anchors.kind = 'lime'"),
+    "two widths": ("tensor", ["model.attention.window=4", "model.attention.full={kv_heads=1}"],
+                   "tensor_parallel_degree 2.*attention.full"),
     "normed together": ("tensor", ["model.attention.qk_norm=rms_all"], "tensor_parallel_degree 2.*rms_all"),
 }  # fmt: skip
 

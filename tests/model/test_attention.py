@@ -35,10 +35,10 @@ def attention_config(**options) -> choices.SoftmaxAttention:
     return choices.SoftmaxAttention(heads=HEADS, head_dim=HEAD_DIM, rope_theta=THETA, **options)
 
 
-def exact_rotary(length: int = LENGTH) -> tuple[Tensor, Tensor]:
+def exact_rotary(length: int = LENGTH, width: int = HEAD_DIM, theta: float = THETA) -> tuple[Tensor, Tensor]:
     """The rotary table in float64; the product's own is float32, by design."""
-    i = torch.arange(HEAD_DIM // 2, dtype=torch.float64)
-    angles = torch.arange(length)[:, None] * THETA ** (-2 * i / HEAD_DIM)
+    i = torch.arange(width // 2, dtype=torch.float64)
+    angles = torch.arange(length)[:, None] * theta ** (-2 * i / width)
     return angles.cos(), angles.sin()
 
 
@@ -66,22 +66,28 @@ def build_layers(
 
 def own_projections(layer: SoftmaxAttention, config: choices.SoftmaxAttention, x: Tensor) -> golden.Projections:
     """q, k, v and the gate of one sequence, from the layer's fused matrix, less those of other layers."""
-    kv = config.kv_heads or HEADS
+    kv, as_values = config.kv_heads or HEADS, config.values == "keys"
     heads = {"q": HEADS, "k": kv, "v": kv} | ({} if config.gate == "none" else {"g": HEADS})
-    heads = {s: n for s, n in heads.items() if s not in layer.mix.taken}
-    rows = {s: n * HEAD_DIM for s, n in heads.items()} | ({"g": HEADS} if config.gate == "headwise" else {})
+    heads = {s: n for s, n in heads.items() if s not in layer.mix.taken and not (as_values and s == "v")}
+    width = config.head_dim or HEAD_DIM
+    rows = {s: n * width for s, n in heads.items()} | ({"g": HEADS} if config.gate == "headwise" else {})
     sizes = [rows[s] for s in heads]
     biases = [None] * len(heads) if config.bias == "none" else layer.project.bias.split(sizes)
     parts = zip(heads.items(), layer.project.weight.split(sizes), biases, strict=True)
-    return {s: golden.project(x, W, n, b) for (s, n), W, b in parts}
+    S = {s: golden.project(x, W, n, b) for (s, n), W, b in parts}
+    if as_values:
+        S["v"] = S["k"]
+    return S | ({"v": golden.normed(S["v"], torch.ones(1), config.qk_eps)} if config.qk_norm == "rms_qkv" else {})
 
 
-def rest_of_layer(layer: SoftmaxAttention, S: golden.Projections, documents: list[int] | None) -> Tensor:
+def rest_of_layer(
+    layer: SoftmaxAttention, S: golden.Projections, documents: list[int] | None, theta: float = THETA
+) -> Tensor:
     normed = hasattr(layer.qk_norm, "query")
     return golden.attention(
         S,
         layer.out.weight,
-        theta=THETA,
+        theta=theta,
         q_gain=layer.qk_norm.query if normed else None,
         k_gain=layer.qk_norm.key if normed else None,
         sink=layer.sink,
@@ -113,6 +119,9 @@ VARIANTS = [
     {"bias": "all", "qk_norm": "none", "window": 1},
     {"qk_norm": "rms_all", "kv_heads": 2, "qk_eps": 0.1},
     {"qk_eps": 0.1},
+    {"qk_norm": "rms_qkv", "kv_heads": 2, "qk_eps": 0.1},
+    {"qk_norm": "rms_qkv", "values": "keys", "gate": "headwise"},
+    {"values": "keys", "kv_heads": 2, "gate": "elementwise", "bias": "qkv"},
 ]
 
 
@@ -127,6 +136,24 @@ def test_attention_is_its_equation(options: dict, documents: list[list[int]] | N
         [rest_of_layer(layer, own_projections(layer, config, x[b]), documents and documents[b]) for b in range(BATCH)]
     )
     agree([ours], [expected], leaves_of(layer, x=x))
+
+
+def test_layers_without_a_window_have_heads_of_their_own() -> None:
+    full = {"head_dim": 4, "kv_heads": 1, "values": "keys"}
+    windows = {"window": 2, "window_layers": (0,), "local_rope_theta": 9.0}
+    config = attention_config(qk_norm="rms_qkv", kv_heads=2, full=full, **windows)
+    at = Context((*exact_rotary(width=4), *exact_rotary(theta=9.0)), None)
+    x = random(BATCH, LENGTH, WIDTH)
+    for number, theta in enumerate((9.0, THETA)):
+        mixer = config.at(number)
+        place_of = layer_place(mixer, number, range(2), WIDTH, std=0.3)
+        layer = SoftmaxAttention(mixer, choices.NoAnchors(), number, place_of, output_std=0.3)
+        randomise(layer)
+        ours, _ = layer(x, (), at)
+        alone = [rest_of_layer(layer, own_projections(layer, mixer, x[b]), None, theta) for b in range(BATCH)]
+        agree([ours], [torch.stack(alone)], leaves_of(layer, x=x))
+    model = residua.build(small(attention=config.model_dump()))
+    assert [part.shape[-1] for part in model._rotary(torch.zeros(1, 3))] == [2, 2, 3, 3]
 
 
 def test_the_rotary_table_is_its_formula_in_single_precision() -> None:

@@ -62,6 +62,14 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
         {"attention": SOFTMAX | {"qk_norm": "rms_all"}, "anchors": RESFORMER},
         "norms them together.* a trained model computes something else",
     ),
+    ({"attention": SOFTMAX | {"values": "keys"}, "anchors": RESFORMER}, "attention.values gives some layers other"),
+    ({"attention": SOFTMAX | {"qk_norm": "rms_qkv"}, "anchors": RESFORMER}, "attention.qk_norm = 'rms_qkv'"),
+    ({"attention": SOFTMAX | {"full": {"kv_heads": 1}}}, "attention.full needs attention.window"),
+    ({"attention": SOFTMAX | {"window": 2, "full": {"head_dim": 4}}}, "attention.full.head_dim = 4 needs rotary"),
+    (
+        {"attention": SOFTMAX | {"window": 2, "local_rope_theta": 9.0, "full": {"head_dim": 5}}},
+        "attention.full.head_dim = 5 is odd",
+    ),
     (
         {"attention": SOFTMAX | {"qk_norm": "dyt"}, "anchors": RESFORMER},
         "attention.qk_norm = 'dyt': use anchors.kind = 'none' or qk_norm = 'rms'",

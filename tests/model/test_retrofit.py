@@ -243,3 +243,11 @@ def test_new_parameters_learn_from_the_first_steps_on() -> None:
             optimizer.step()
         still = [name for name, parameter in new.named_parameters() if torch.equal(parameter, before[name])]
         assert not still
+
+
+def test_values_made_of_keys_become_values_of_their_own() -> None:
+    tables = {"attention": {"values": "keys"}}
+    old = randomise(residua.build(configured("plain", tables)), 0.3)
+    new, again = (residua.build(configured("plain", keys)).double() for keys in ({}, tables))
+    assert retrofit(new, old) == {"model": InitFidelity.EXACTLY} and difference(new, old) < 1e-11
+    assert retrofit(again, new)["attention.values"] is InitFidelity.NOT

@@ -83,6 +83,11 @@ def _narrow_mixer(mixer: Any, width: int, ranks: int) -> Any:
             f"{TENSOR} {ranks} divides the heads of softmax attention and Gated DeltaNet, and model.attention.kind = "
             f"'{mixer.kind}' has none that stand alone: use data_parallel_shard_degree."
         )
+    if getattr(mixer, "full", None) is not None:
+        raise ConfigError(
+            f"{TENSOR} {ranks} divides the heads of every layer alike, and attention.full gives some layers others: "
+            "use data_parallel_shard_degree."
+        )
     if getattr(mixer, "qk_norm", "none") == "rms_all":
         raise ConfigError(
             f"{TENSOR} {ranks} divides heads among ranks, and attention.qk_norm = 'rms_all' norms all of them "
