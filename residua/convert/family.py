@@ -65,7 +65,6 @@ FAMILIES: dict[str, type[Family]] = {}
 
 MISSING = {
     "bloom": ("distances in scores (ALiBi)", "gpt_neox"),
-    "gemma4_text": ("heads of two widths, norms of values and factors on the sum after a layer", "gemma3_text"),
 }
 """Parts that Residua lacks for a `model_type`, and the nearest family."""
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
+from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, biased, layer_types, layer_windows, register, window_of
-from residua.convert.layouts import Layout
+from residua.convert.family import Family, Keys, Names, alike, biased, layer_types, layer_windows, register, window_of
+from residua.convert.layouts import Layout, Reordered
 from residua.convert.llama import scaled_queries
 from residua.convert.positions import read_layered_positions, write_layered_positions
+from residua.errors import UserError
 
 
 class Gemma(Family):
@@ -145,6 +149,119 @@ class Gemma3(SandwichGemma):
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         shift, scale = super().change(name, keys)
         return shift, _score_factor({**self.DEFAULTS, **keys}) if name.endswith("qk_norm.query") else scale
+
+
+class Gemma4Keys(Keys):
+    """With the keys of single layers, as transformers writes them."""
+
+    per_layer_config: dict[str, dict[str, Any]] | None = None
+
+
+@register
+class Gemma4(SandwichGemma):
+    """Gemma 4, text only: wider heads in layers without a window, normed values, a factor on the sum after each layer.
+
+    The sizes with inputs of their own for each layer (E2B, E4B) and with experts (26B-A4B) are refused.
+    """
+
+    model_type = "gemma4_text"
+    architecture = "Gemma4ForCausalLM"
+    KEYS = Gemma4Keys
+    KEYS_AS_VALUES: ClassVar[Names] = alike("body.project", "self_attn.q_proj", "self_attn.k_proj")
+    FREE: ClassVar[tuple[str, ...]] = ()
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Gemma.DEFAULTS,
+        "num_key_value_heads": 4,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
+        },
+    }
+    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "use_bidirectional_attention": ("vision",),  # text is causal
+        "num_kv_shared_layers": (0,),
+        "enable_moe_block": (False,),
+        "hidden_size_per_layer_input": (0,),
+    }
+
+    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().window(keys | {"layer_types": self._types(keys)})
+
+    def _types(self, keys: dict[str, Any]) -> list[str]:
+        every, layers = keys["sliding_window_pattern"], range(1, keys["num_hidden_layers"])
+        derived = ["sliding_attention" if layer % every else "full_attention" for layer in layers]
+        return [*(keys.get("layer_types") or [*derived, ""])[:-1], "full_attention"]  # as transformers does
+
+    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return read_layered_positions(keys, 1_000_000.0, 10_000.0)
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        tables = super().tables(keys) | {"topology": {"kind": "layer_factor"}}
+        attention = tables["attention"]
+        attention |= {"qk_norm": "rms_qkv", "qk_eps": keys["rms_norm_eps"]}
+        full = {key: value for key, value in self._full(keys).items() if value != attention.get(key)}
+        if "window" in attention:
+            attention |= {"full": full} if full else {}
+        else:
+            attention.pop("local_rope_theta")
+            attention |= full
+        return tables
+
+    def _full(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """The keys of layers without a window: transformers reads those of single layers, if there are any."""
+        values, kv_heads = {}, keys["num_key_value_heads"]
+        if keys["attention_k_eq_v"]:
+            values, kv_heads = {"values": "keys"}, keys["num_global_key_value_heads"] or kv_heads
+        table = {"head_dim": keys["global_head_dim"], "num_key_value_heads": kv_heads}
+        if (stored := keys.get("per_layer_config")) is not None:
+            full = [str(layer) for layer, kind in enumerate(self._types(keys)) if kind == "full_attention"]
+            plain = {key: keys[key] for key in table}
+            table = plain | stored.get(full[0], {})
+            same = all(plain | stored.get(layer, {}) == table for layer in full)
+            if not same or table.keys() != plain.keys() or stored.keys() - set(full):
+                raise UserError("per_layer_config changes more than heads in full_attention, which is missing here.")
+        return {"head_dim": table["head_dim"], "kv_heads": table["num_key_value_heads"], **values}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        keys, full = super().keys(config), None if config.softmax is None else config.softmax.in_full
+        assert full is not None
+        del keys["query_pre_attn_scalar"], keys["attn_logit_softcapping"]
+        return (
+            keys
+            | write_layered_positions(keys, config.softmax, 10_000.0)
+            | {
+                "global_head_dim": full.head_dim or keys["head_dim"],
+                "num_global_key_value_heads": full.kv_heads or full.heads,
+                "attention_k_eq_v": full.values == "keys",
+                "hidden_size_per_layer_input": 0,
+            }
+        )
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def of_mixer(self, layer: int, config: ModelConfig) -> Names:
+        mixer = config.mixers[layer]
+        values = isinstance(mixer, choices.SoftmaxAttention) and mixer.values == "projected"
+        return self.ATTENTION if values else {**self.ATTENTION, **self.KEYS_AS_VALUES}
+
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        if name == "topology.factor":
+            return Reordered(torch.arange(config.layers), (1,) * config.layers)
+        if not name.endswith("qk_norm.query"):
+            return super().layout(name, config, keys)
+        width = config.mixers[int(name.split(".")[1]) // 2].turned(config.width)
+        return Reordered(torch.arange(width), None, torch.full((width,), width**0.5))  # scores are not divided there
+
+    def _theirs(self, name: str, config: ModelConfig) -> tuple[str, ...] | None:
+        if name == "topology.factor":
+            return tuple(f"{self.BODY}{self.LAYERS}.{layer}.layer_scalar" for layer in range(config.layers))
+        return super()._theirs(name, config)
 
 
 def _score_factor(keys: Mapping[str, Any]) -> float:

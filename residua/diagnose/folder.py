@@ -193,7 +193,8 @@ def check_counts(config: Mapping[str, Any], file: Path, weights: Stored) -> None
     for key, value in config.items():
         if isinstance(value, Mapping):
             check_counts(value, file, weights)
-        elif isinstance(value, int) and value > weights.most_tensors and any(word in key for word in COUNTS):
+        counts = "per_layer" not in key and any(word in key for word in COUNTS)
+        if counts and isinstance(value, int) and value > weights.most_tensors:
             refuse(f"{file} asks for {value:,} layers ({key}), and the files hold {weights.tensors:,} tensors", AGAIN)
 
 

@@ -31,7 +31,7 @@ SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window
           "glm4_moe, biases", "deepseek_v3, full queries", "deepseek_v3", "deepseek_v2, greedy", "flex_olmo", "glm4",
           "seed_oss", "granitemoe", "ministral", "llama, biases, tied", "mixtral, one expert", "qwen2, windows",
           "starcoder2, no biases", "gpt_neox, in turn", "cohere",
-          "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
+          "gemma4", "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
           "qwen3_moe, one expert", "kimi_linear, low-rank queries, raw weights", "kimi_linear, one expert")  # fmt: skip
 REWORKED = {"phi": ("lm_head", "model.final_layernorm"), "nanochat": ("model.embed_tokens",)}
 """Tensors of which a folder written back has others that give the same logits."""
@@ -300,6 +300,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("kimi_linear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entry for 3 layers"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 has no counterpart here"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+    ("gemma4_text", {}, "hidden_size_per_layer_input = 256 has no counterpart here"),
+    ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2"),
+    ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block = True"),
+    (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 0, "num_key_value_heads": 2, "per_layer_config": {"0": {"head_dim": 8}}},
+        "per_layer_config changes more than heads in full_attention",
+    ),
     ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),

@@ -22,6 +22,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 ONE = EXPERTS | {"num_experts_per_tok": 1}
 GEMMA = {"head_dim": 16, "sliding_window": 6}
 CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 6, "hidden_size_per_layer_input": 0}
 KIMI = EXPERTS | {
     "initializer_range": 0.06,  # with 0.2, rounding makes transformers differ by 3e-5 from the same model in float64
     "num_key_value_heads": 4,
@@ -123,6 +124,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         GEMMA | {"query_pre_attn_scalar": 8, "sliding_window_pattern": 2, "final_logit_softcapping": 2.0},
     ),
+    "gemma4": ("Gemma4", GEMMA4 | {"final_logit_softcapping": 2.0}),
+    "gemma4, keys as values": (
+        "Gemma4",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "layer_types": MIXED},
+    ),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "mixtral, one expert": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}),
@@ -161,7 +167,7 @@ ROTARY: dict[str, dict[str, Any]] = {
 }
 
 
-CONFIGURATIONS = {name: f"{name}TextConfig" for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
+CONFIGURATIONS = {name: f"{name}TextConfig" for name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")}
 
 
 def build(architecture: str, **keys: Any) -> Any:
@@ -180,7 +186,7 @@ def build(architecture: str, **keys: Any) -> Any:
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
     return model
 
