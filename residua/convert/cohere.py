@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from residua.config.model import ModelConfig
-from residua.convert.family import Names, biased, layer_types, layer_windows, register, window_of
+from residua.convert.family import Names, register
 from residua.convert.gpt import LayerNormed, SharedNorm
 from residua.convert.layouts import Layout, Reordered
 from residua.convert.llama import query_key_order
@@ -18,6 +18,7 @@ class Cohere(SharedNorm, LayerNormed):
 
     model_type = "cohere"
     architecture = "CohereForCausalLM"
+    BIAS = ("attention_bias", "all")
     PARAMETERS = "gain"
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **LayerNormed.DEFAULTS,
@@ -29,13 +30,8 @@ class Cohere(SharedNorm, LayerNormed):
     FREE: ClassVar[tuple[str, ...]] = ("logit_scale",)
     FEED_FORWARD: ClassVar[Names] = {**LayerNormed.FEED_FORWARD, "norm.weight": ("input_layernorm.weight",)}
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"]["bias"] = "all" if keys.get("attention_bias") else "none"
-        return tables
-
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"attention_bias": biased(config), "logit_scale": 1.0}
+        return super().keys(config) | {"logit_scale": 1.0}
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         return 0.0, ({**self.DEFAULTS, **keys}["logit_scale"] if name == "norm.weight" else 1.0)
@@ -52,6 +48,7 @@ class Cohere2(Cohere):
 
     model_type = "cohere2"
     architecture = "Cohere2ForCausalLM"
+    WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Cohere.DEFAULTS,
         "rope_theta": 10_000.0,
@@ -59,20 +56,12 @@ class Cohere2(Cohere):
         "sliding_window_pattern": 4,
     }
 
-    def _types(self, keys: dict[str, Any]) -> list[str]:
-        layers, every = range(keys["num_hidden_layers"]), keys["sliding_window_pattern"]
-        derived = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in layers]
-        return keys.get("layer_types") or derived
-
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return layer_windows(keys, self._types(keys))
-
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         has_window = keys["sliding_window"] is not None
-        still = [i for i, kind in enumerate(self._types(keys)) if kind == "full_attention" or not has_window]
+        still = [i for i, kind in enumerate(self.types(keys)) if kind == "full_attention" or not has_window]
         return super().positions(keys) | ({"unturned_layers": still} if still else {})
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config) | {"sliding_window": window_of(config), "layer_types": layer_types(config)}
+        keys = super().keys(config)
         del keys["head_dim"]
         return keys

@@ -54,25 +54,11 @@ class DeepseekV3(RoutedExperts):
     def has_attention(self, config: ModelConfig) -> bool:
         return all(isinstance(mixer, choices.LatentAttention) for mixer in config.mixers)
 
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
+    def attention_keys(self, config: ModelConfig) -> dict[str, Any]:
         latent = config.latent
         assert latent is not None
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.context,
-            "num_hidden_layers": config.layers,
-            "hidden_size": config.width,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
-            "tie_word_embeddings": config.head.kind == "tied",
-            "initializer_range": config.init.std,
-            "rope_interleave": True,
-            **latent_keys(latent),
-            **self.expert_keys(config),
-            **write_positions(latent.rope_theta, latent.rope_scaling),
-        }
+        positions = write_positions(latent.rope_theta, latent.rope_scaling)
+        return {"rope_interleave": True, **latent_keys(latent), **positions}
 
     def of_mixer(self, layer: int, config: ModelConfig) -> Names:
         return KimiLinear().of_mixer(layer, config)

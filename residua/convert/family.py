@@ -20,6 +20,7 @@ from residua.config.model import ModelConfig, head_dim
 from residua.config.settings import flat
 from residua.convert.layouts import ROWS, Layout
 from residua.convert.positions import read_positions, write_positions
+from residua.convert.windows import WINDOW_KEYS, layer_windows
 from residua.errors import UserError
 from residua.model.decoder import Decoder, build
 from residua.model.projection import declared_matrices
@@ -149,6 +150,10 @@ class Family:
     KEYS: ClassVar[type[OpenShape]] = Keys
     """Keys that its config.json must hold."""
 
+    BIAS: ClassVar[tuple[str, str] | None] = None
+    """The key that gives attention biases, and which these are."""
+    WINDOWS: ClassVar[tuple[str, ...]] = ()
+    """The keys of windows that it has, of those in `WINDOW_KEYS`."""
     ACTS: ClassVar[Mapping[str, str]] = GATED
     """`hidden_act` to the kinds of feed-forwards that it has."""
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
@@ -230,6 +235,7 @@ class Family:
                 "kv_heads": keys.get("num_key_value_heads") or keys["num_attention_heads"],
                 "head_dim": keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"],
                 "qk_norm": "none",
+                "bias": self.BIAS[1] if self.BIAS is not None and keys.get(self.BIAS[0]) else "none",
                 **self.positions(keys),
                 **self.window(keys),
             },
@@ -253,12 +259,22 @@ class Family:
 
     def window(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys of a window, if layers have one."""
-        return {}
+        off = "use_sliding_window" in self.WINDOWS and not keys.get("use_sliding_window")
+        return {} if off or not self.WINDOWS else layer_windows(keys, self.types(keys))
+
+    def types(self, keys: dict[str, Any]) -> list[str]:
+        """transformers' `layer_types`, given or derived."""
+        given = keys.get("layer_types") if "layer_types" in self.WINDOWS else None
+        layers = range(keys["num_hidden_layers"])
+        return given or ["sliding_attention" if self.slides(layer, keys) else "full_attention" for layer in layers]
+
+    def slides(self, layer: int, keys: dict[str, Any]) -> bool:
+        """Whether a layer has a window where `layer_types` are not given: all, or all but every n-th."""
+        every = keys.get("sliding_window_pattern")
+        return not every or (layer + 1) % every != 0
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of a config.json for a model with softmax attention; `misfits` says whether they hold all of it."""
-        attention = config.softmax
-        assert attention is not None
+        """The keys of a config.json; `misfits` says whether they hold all of the model."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -267,14 +283,27 @@ class Family:
             "num_hidden_layers": config.layers,
             "hidden_size": config.width,
             "intermediate_size": config.ffn.hidden,
-            "num_attention_heads": attention.heads,
-            "num_key_value_heads": attention.kv_heads or attention.heads,
-            "head_dim": head_dim(config),
             "hidden_act": {kind: act for act, kind in reversed(list(self.ACTS.items()))}.get(config.ffn.kind, "silu"),
             "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,
-            **write_positions(attention.rope_theta, attention.rope_scaling),
+            **self.attention_keys(config),
+        }
+
+    def attention_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """The keys of softmax attention."""
+        attention = config.softmax
+        assert attention is not None
+        positions = write_positions(attention.rope_theta, attention.rope_scaling)
+        if self.partial:
+            positions["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+        return {
+            "num_attention_heads": attention.heads,
+            "num_key_value_heads": attention.kv_heads or attention.heads,
+            "head_dim": head_dim(config),
+            **({} if self.BIAS is None else {self.BIAS[0]: attention.bias == self.BIAS[1]}),
+            **{key: WINDOW_KEYS[key](config) for key in self.WINDOWS},
+            **positions,
         }
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -350,34 +379,6 @@ def gated_kind(act: str) -> str:
     if act not in GATED:
         raise UserError(f"hidden_act = {act!r}: a gated feed-forward with it is missing here ({', '.join(GATED)}).")
     return GATED[act]
-
-
-def biased(config: ModelConfig) -> bool:
-    """transformers' `attention_bias`: biases on all four projections."""
-    return config.softmax is not None and config.softmax.bias == "all"
-
-
-def window_of(config: ModelConfig) -> int | None:
-    """transformers' `sliding_window`."""
-    return None if config.softmax is None else config.softmax.window
-
-
-def layer_windows(keys: dict[str, Any], types: list[str]) -> dict[str, Any]:
-    """The keys of a window from transformers' `layer_types`."""
-    if unknown := set(types) - {"full_attention", "sliding_attention"}:
-        raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
-    sliding = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
-    if not sliding or keys.get("sliding_window") is None:
-        return {}
-    return {"window": keys["sliding_window"], **({} if len(sliding) == len(types) else {"window_layers": sliding})}
-
-
-def layer_types(config: ModelConfig) -> list[str]:
-    """transformers' `layer_types` of a model."""
-    attention = config.softmax
-    assert attention is not None
-    windows = (attention.window_at(layer) for layer in range(config.layers))
-    return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 def _settled(config: ModelConfig) -> dict[str, Any]:

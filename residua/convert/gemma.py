@@ -9,7 +9,7 @@ import torch
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Keys, Names, alike, biased, layer_types, layer_windows, register, window_of
+from residua.convert.family import Family, Keys, Names, alike, register
 from residua.convert.layouts import Layout, Reordered
 from residua.convert.llama import scaled_queries
 from residua.convert.positions import read_layered_positions, write_layered_positions
@@ -19,6 +19,7 @@ from residua.errors import UserError
 class Gemma(Family):
     """The common part of all Gemmas: embeddings times √width, gains stored less one, GeGLU."""
 
+    BIAS = ("attention_bias", "all")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "tie_word_embeddings": True,
@@ -33,14 +34,8 @@ class Gemma(Family):
             "embed_scale": keys["hidden_size"] ** 0.5,
             "logit_softcap": keys.get("final_logit_softcapping"),
         }
-        tables["attention"] |= {
-            "bias": "all" if keys.get("attention_bias") else "none",
-            "softcap": keys.get("attn_logit_softcapping"),
-        }
+        tables["attention"]["softcap"] = keys.get("attn_logit_softcapping")
         return tables
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"attention_bias": biased(config)}
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         gain = name.endswith(("norm.weight", "after.weight", "qk_norm.query", "qk_norm.key"))
@@ -62,6 +57,7 @@ class Gemma1(Gemma):
 class SandwichGemma(Gemma):
     """The common part of Gemma 2 and 3: norms on both sides of a sublayer, and windows in most layers."""
 
+    WINDOWS = ("sliding_window", "layer_types")
     ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "after.weight": ("post_attention_layernorm.weight",)}
     FEED_FORWARD: ClassVar[Names] = {
         **Family.FEED_FORWARD,
@@ -82,18 +78,11 @@ class SandwichGemma(Gemma):
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         return super().feed_forward(keys | {"hidden_act": keys["hidden_activation"]})
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        every, layers = keys["sliding_window_pattern"], range(keys["num_hidden_layers"])
-        derived = ["sliding_attention" if (i + 1) % every else "full_attention" for i in layers]
-        return layer_windows(keys, keys.get("layer_types") or derived)
-
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
         return keys | {
             "hidden_activation": keys["hidden_act"],
             "query_pre_attn_scalar": keys["head_dim"],
-            "sliding_window": window_of(config),
-            "layer_types": layer_types(config),
             "attn_logit_softcapping": None if config.softmax is None else config.softmax.softcap,
             "final_logit_softcapping": config.logit_softcap,
         }
@@ -189,13 +178,8 @@ class Gemma4(SandwichGemma):
         "hidden_size_per_layer_input": (0,),
     }
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().window(keys | {"layer_types": self._types(keys)})
-
-    def _types(self, keys: dict[str, Any]) -> list[str]:
-        every, layers = keys["sliding_window_pattern"], range(1, keys["num_hidden_layers"])
-        derived = ["sliding_attention" if layer % every else "full_attention" for layer in layers]
-        return [*(keys.get("layer_types") or [*derived, ""])[:-1], "full_attention"]  # as transformers does
+    def types(self, keys: dict[str, Any]) -> list[str]:
+        return [*super().types(keys)[:-1], "full_attention"]  # as transformers does
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         return read_layered_positions(keys, 1_000_000.0, 10_000.0)
@@ -219,7 +203,7 @@ class Gemma4(SandwichGemma):
             values, kv_heads = {"values": "keys"}, keys["num_global_key_value_heads"] or kv_heads
         table = {"head_dim": keys["global_head_dim"], "num_key_value_heads": kv_heads}
         if (stored := keys.get("per_layer_config")) is not None:
-            full = [str(layer) for layer, kind in enumerate(self._types(keys)) if kind == "full_attention"]
+            full = [str(layer) for layer, kind in enumerate(self.types(keys)) if kind == "full_attention"]
             plain = {key: keys[key] for key in table}
             table = plain | stored.get(full[0], {})
             same = all(plain | stored.get(layer, {}) == table for layer in full)

@@ -18,17 +18,8 @@ class PartlyTurned(Family):
     """Heads that turn in part, and biases on queries, keys and values if switched on."""
 
     partial = True
+    BIAS = ("attention_bias", "qkv")
     interleaved: ClassVar[bool] = False
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"]["bias"] = "qkv" if keys["attention_bias"] else "none"
-        return tables
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config)
-        keys["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-        return keys | {"attention_bias": config.softmax is not None and config.softmax.bias == "qkv"}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if ".body.project." in name:
@@ -84,18 +75,16 @@ SIGMOID_EXPERTS: Names = {
 class RoutedExperts(SigmoidMixture):
     """The names of DeepSeek-V3's experts."""
 
+    EXPERTS = ("n_routed_experts",)
     FEED_FORWARD: ClassVar[Names] = SIGMOID_EXPERTS
 
     def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
         """Layers after the last predict further tokens in training."""
         return re.match(rf"model\.layers\.{config.layers}\.", tensor) is not None
 
-    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().feed_forward(keys | {"num_local_experts": keys["n_routed_experts"]})
-
-    def expert_keys(self, config: ModelConfig) -> dict[str, Any]:
-        dense = {"first_k_dense_replace": config.layers - config.ffn.mixtures(config.layers)}
-        return super().expert_keys(config) | dense | {"n_routed_experts": config.ffn.experts}
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        dense = config.layers - config.ffn.mixtures(config.layers)
+        return super().keys(config) | {"first_k_dense_replace": dense}
 
 
 @register
@@ -121,11 +110,8 @@ class Glm4Moe(PartlyTurned, RoutedExperts):
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         tables = super().tables(keys)
-        bias = tables["attention"]["bias"]
-        if keys.get("use_qk_norm"):
-            head_qk_norm(tables, keys)["attention"]["bias"] = bias
-        return tables
+        return head_qk_norm(tables, keys) if keys.get("use_qk_norm") else tables
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         normed = config.softmax is not None and config.softmax.qk_norm == "rms"
-        return super().keys(config) | self.expert_keys(config) | {"use_qk_norm": normed}
+        return super().keys(config) | {"use_qk_norm": normed}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import PLAIN, Family, Names, Rule, alike, biased, plain_kind, register, window_of
+from residua.convert.family import PLAIN, Family, Names, Rule, alike, plain_kind, register
 from residua.convert.layouts import Layout, Ones, Packed, Reordered, Transposed, turned_order
 from residua.convert.llama import query_key_order
 from residua.convert.positions import turned_width
@@ -40,11 +40,16 @@ class PlainFeedForwards(LayerNormed):
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         tables = super().tables(keys)
-        tables["attention"]["bias"] = "all"
+        if self.BIAS is None:
+            tables["attention"]["bias"] = "all"
         return tables
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         return {"kind": plain_kind(keys["hidden_act"]), "hidden": keys["intermediate_size"], "bias": True}
+
+    def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
+        """Masks that old versions of transformers wrote."""
+        return re.fullmatch(r"\w+\.(h|layers)\.\d+\.(attn|attention)\.(masked_)?bias", tensor) is not None
 
 
 @register
@@ -54,18 +59,14 @@ class Olmo(LayerNormed):
     model_type = "olmo"
     architecture = "OlmoForCausalLM"
     PARAMETERS = "none"
+    BIAS = ("attention_bias", "all")
     UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"clip_qkv": ()}
 
     def norm(self, keys: dict[str, Any]) -> dict[str, Any]:
         return super().norm(keys | {"layer_norm_eps": 1e-5})
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"]["bias"] = "all" if keys.get("attention_bias") else "none"
-        return tables
-
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"attention_bias": biased(config), "clip_qkv": None}
+        return super().keys(config) | {"clip_qkv": None}
 
 
 @register
@@ -75,6 +76,8 @@ class Starcoder2(PlainFeedForwards):
     model_type = "starcoder2"
     architecture = "Starcoder2ForCausalLM"
     EPS = "norm_epsilon"
+    BIAS = ("use_bias", "all")
+    WINDOWS = ("sliding_window",)
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "hidden_act": "gelu_pytorch_tanh",
@@ -91,15 +94,8 @@ class Starcoder2(PlainFeedForwards):
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         tables = super().tables(keys)
-        tables["attention"]["bias"] = "all" if keys["use_bias"] else "none"
         tables["ffn"]["bias"] = keys["use_bias"]
         return tables
-
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"use_bias": biased(config), "sliding_window": window_of(config)}
 
 
 @register
@@ -171,29 +167,16 @@ class GPT2(PlainFeedForwards):
         keys = {theirs.get(key, key): value for key, value in usual.items() if key not in self.ABSENT}
         return keys | {"n_ctx": config.context}
 
-    def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        """Masks that old versions of transformers wrote."""
-        return re.fullmatch(r"transformer\.h\.\d+\.attn\.(masked_)?bias", tensor) is not None
-
-
-class PartlyTurned(PlainFeedForwards):
-    """Heads that turn in part, by default a share of them."""
-
-    partial = True
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config)
-        keys["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-        return keys
-
 
 @register
-class GPTNeoX(PartlyTurned):
+class GPTNeoX(PlainFeedForwards):
     """GPT-NeoX and Pythia: LayerNorm, parallel sublayers unless switched off, heads that turn in part, biases."""
 
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
     BODY = "gpt_neox."
+    BIAS = ("attention_bias", "all")
+    partial = True
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **LayerNormed.DEFAULTS,
         "hidden_act": "gelu",
@@ -223,14 +206,10 @@ class GPTNeoX(PartlyTurned):
         return {self.NAMES.get(key, key): value for key, value in keys.items() if key not in absent}
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"]["bias"] = "all" if keys["attention_bias"] else "none"
-        return tables | ({"topology": {"kind": "parallel"}} if keys["use_parallel_residual"] else {})
+        return super().tables(keys) | ({"topology": {"kind": "parallel"}} if keys["use_parallel_residual"] else {})
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config)
-        about = {"use_parallel_residual": config.topology.kind == "parallel", "attention_bias": biased(config)}
-        return self.spelled(keys | about)
+        return self.spelled(super().keys(config) | {"use_parallel_residual": config.topology.kind == "parallel"})
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         """Theirs has queries, keys and values of one head after another."""
@@ -240,10 +219,6 @@ class GPTNeoX(PartlyTurned):
         rows = torch.arange(3 * config.softmax.heads * width).view(-1, 3, width).transpose(0, 1)
         order = turned_order(width, turned_width(config))
         return Reordered(torch.cat([rows[:2, :, order].flatten(), rows[2].flatten()]), (rows.numel(),))
-
-    def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        """Masks that old versions of transformers wrote."""
-        return re.fullmatch(r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias", tensor) is not None
 
 
 class HeadWithBias(Rule):
@@ -278,11 +253,12 @@ class SharedNorm(Family):
 
 
 @register
-class Phi(SharedNorm, PartlyTurned):
+class Phi(SharedNorm, PlainFeedForwards):
     """Phi 1 to 2: parallel sublayers with one LayerNorm, heads that turn in part, biases, also on logits."""
 
     model_type = "phi"
     architecture = "PhiForCausalLM"
+    partial = True
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **LayerNormed.DEFAULTS,
         "hidden_act": "gelu_new",

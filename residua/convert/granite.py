@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import Family, Names, biased, register
+from residua.convert.family import Family, Names, register
 from residua.convert.layouts import Layout, Stacked
 from residua.convert.llama import Llama, scaled_queries
 from residua.convert.mixture import Mixture
@@ -20,23 +20,15 @@ class Factors(Family):
     Queries, last maps and the gain of the final norm take the factors in.
     """
 
+    BIAS = ("attention_bias", "all")
     FREE: ClassVar[tuple[str, ...]] = ("attention_multiplier", "residual_multiplier", "logits_scaling")
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys) | {"embed_scale": float(keys["embedding_multiplier"])}
-        tables["attention"]["bias"] = "all" if keys.get("attention_bias") else "none"
-        return tables
+        return super().tables(keys) | {"embed_scale": float(keys["embedding_multiplier"])}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return (
-            super().keys(config)
-            | FACTORS
-            | {
-                "embedding_multiplier": config.embed_scale,
-                "attention_multiplier": head_dim(config) ** -0.5,
-                "attention_bias": biased(config),
-            }
-        )
+        changed = {"embedding_multiplier": config.embed_scale, "attention_multiplier": head_dim(config) ** -0.5}
+        return super().keys(config) | FACTORS | changed
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         known = FACTORS | dict(keys)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, alike, gated_kind, register
+from residua.convert.family import Family, Names, alike, register
 from residua.convert.layouts import Layout
+from residua.convert.mixture import Mixture
 from residua.errors import UserError
 
 SPELLINGS = {
@@ -63,21 +64,16 @@ class Rates(Layout):
         return parameter.view(1, 1, -1, 1)
 
 
-class SigmoidMixture(Family):
+class SigmoidMixture(Mixture):
     """Experts chosen by sigmoid scores with a bias, a shared one, dense first layers (DeepSeek-V3)."""
 
-    mixture = True
+    EXPERTS: ClassVar[tuple[str, ...]] = ("num_local_experts",)
+    HIDDEN = "moe_intermediate_size"
     ROUTER: ClassVar[str] = "sigmoid_scores"
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         dense = self._dense_layers(keys)
-        return {
-            "kind": "moe",
-            "activation": gated_kind(keys["hidden_act"]),
-            "hidden": keys["moe_intermediate_size"],
-            "experts": keys["num_local_experts"],
-            "top_k": keys["num_experts_per_tok"],
-            "normalize": bool(keys["norm_topk_prob"]),
+        return super().feed_forward(keys) | {
             "shared": keys["n_shared_experts"],
             "router": {"kind": self.ROUTER, "scale": keys["routed_scaling_factor"], **self._groups(keys)},
             "dense_layers": dense,
@@ -97,15 +93,11 @@ class SigmoidMixture(Family):
             raise UserError("mlp_layer_types has a dense layer after one with experts, which is missing here.")
         return int(dense)
 
-    def expert_keys(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of the feed-forward."""
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
         ffn = config.ffn
         assert isinstance(ffn, choices.MoE)
-        return {
+        return super().keys(config) | {
             "intermediate_size": ffn.at(0).hidden,
-            "moe_intermediate_size": ffn.hidden,
-            "num_experts_per_tok": ffn.top_k,
-            "norm_topk_prob": ffn.normalize,
             "n_shared_experts": ffn.shared,
             "routed_scaling_factor": ffn.router.scale,
             "n_group": ffn.router.groups,
@@ -256,27 +248,13 @@ class KimiLinear(SigmoidMixture):
         return latent + delta == config.layers
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        ffn, latent, linear = config.ffn, config.latent, config.linear
-        assert isinstance(ffn, choices.MoE)
-        keys = {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "vocab_size": config.vocab_size,
-            "max_position_embeddings": config.context,
-            "num_hidden_layers": config.layers,
-            "hidden_size": config.width,
-            **self.expert_keys(config),
-            "hidden_act": "silu",
-            "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
-            "tie_word_embeddings": config.head.kind == "tied",
-            "initializer_range": config.init.std,
-            "layer_types": [_TYPES[layer in config.softmax_layers] for layer in range(config.layers)],
-            "mlp_layer_types": ["dense" if n < ffn.dense_layers else "sparse" for n in range(config.layers)],
-            "num_local_experts": ffn.experts,
-            "num_attention_heads": latent.heads if latent is not None else 1,
-        }
-        if latent is not None:
-            keys |= latent_keys(latent)
+        layers, dense = range(config.layers), config.layers - config.ffn.mixtures(config.layers)
+        return super().keys(config) | {"mlp_layer_types": ["dense" if n < dense else "sparse" for n in layers]}
+
+    def attention_keys(self, config: ModelConfig) -> dict[str, Any]:
+        linear = config.linear
+        keys: dict[str, Any] = {"num_attention_heads": 1} if config.latent is None else latent_keys(config.latent)
+        keys["layer_types"] = [_TYPES[layer in config.softmax_layers] for layer in range(config.layers)]
         if isinstance(linear, choices.KimiDelta):
             keys |= {
                 "linear_num_heads": linear.heads,

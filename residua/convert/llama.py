@@ -11,29 +11,23 @@ from torch import Tensor
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.config.positions import LongRope
-from residua.convert.family import Family, Names, biased, layer_types, layer_windows, register, window_of
+from residua.convert.family import Family, Names, register
 from residua.convert.layouts import ROWS, Layout, Packed, Reordered, by_head, turned_order
 from residua.convert.positions import read_layered_positions, turned_width, write_layered_positions
 from residua.errors import UserError
 
 
 def head_qk_norm(tables: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """With QK-norm of each head, and biases if `attention_bias` says so."""
-    bias = "all" if keys.get("attention_bias") else "none"
-    tables["attention"] |= {"qk_norm": "rms", "qk_eps": keys["rms_norm_eps"], "bias": bias}
+    """With QK-norm of each head."""
+    tables["attention"] |= {"qk_norm": "rms", "qk_eps": keys["rms_norm_eps"]}
     return tables
 
 
 def joint_qk_norm(tables: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """With QK-norm over all heads together, and biases if `attention_bias` says so."""
+    """With QK-norm over all heads together."""
     tables = head_qk_norm(tables, keys)
     tables["attention"]["qk_norm"] = "rms_all"
     return tables
-
-
-def unturned(config: ModelConfig) -> tuple[int, ...]:
-    """The layers without positions."""
-    return () if config.softmax is None else config.softmax.unturned_layers or ()
 
 
 def query_key_order(config: ModelConfig, *, interleaved: bool = False) -> Tensor:
@@ -60,16 +54,13 @@ class Llama(Family):
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
+    BIAS = ("attention_bias", "all")
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"]["bias"] = "all" if keys.get("attention_bias") else "none"
-        tables["ffn"]["bias"] = bool(keys.get("mlp_bias"))
-        return tables
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().feed_forward(keys) | {"bias": bool(keys.get("mlp_bias"))}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        of_ffn = isinstance(config.ffn, choices.DenseChoice) and config.ffn.bias
-        return super().keys(config) | {"attention_bias": biased(config), "mlp_bias": of_ffn}
+        return super().keys(config) | {"mlp_bias": isinstance(config.ffn, choices.DenseChoice) and config.ffn.bias}
 
 
 @register
@@ -78,34 +69,33 @@ class Mistral(Family):
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
+    WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return layer_windows(keys, keys.get("layer_types") or ["sliding_attention"] * keys["num_hidden_layers"])
-
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config) | {"sliding_window": window_of(config)}
-        mixed = config.softmax is not None and config.softmax.window_layers is not None
-        return keys | ({"layer_types": layer_types(config)} if mixed else {})
+        keys = super().keys(config)
+        if config.softmax is None or config.softmax.window_layers is None:
+            del keys["layer_types"]
+        return keys
 
 
 @register
-class Ministral(Mistral):
+class Ministral(Family):
     """Ministral: Mistral with a window in the layers that `layer_types` names."""
 
     model_type = "ministral"
     architecture = "MinistralForCausalLM"
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"layer_types": layer_types(config)}
+    WINDOWS = ("sliding_window", "layer_types")
+    DEFAULTS: ClassVar[Mapping[str, Any]] = Mistral.DEFAULTS
 
 
 @register
-class Ministral3(Mistral):
+class Ministral3(Family):
     """Ministral 3: Mistral whose queries grow with their position in long texts."""
 
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
+    WINDOWS = ("sliding_window",)
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "rms_norm_eps": 1e-5,
@@ -120,9 +110,6 @@ class Ministral3(Mistral):
             "llama_4_scaling_beta": 0.1,
         },
     }
-
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         stored = keys.get("rope_scaling") or keys["rope_parameters"]
@@ -164,6 +151,7 @@ class SmolLM3(Llama):
 
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
+    WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "rope_theta": 2_000_000.0,
@@ -178,22 +166,12 @@ class SmolLM3(Llama):
         still = [layer for layer in layers if not turned[layer]]
         return super().positions(keys) | ({"unturned_layers": still} if still else {})
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        if not keys.get("use_sliding_window"):
-            return {}
-        still = self.positions(keys).get("unturned_layers", ())
-        layers = range(keys["num_hidden_layers"])
-        derived = ["sliding_attention" if layer in still else "full_attention" for layer in layers]
-        return layer_windows(keys, keys.get("layer_types") or derived)
+    def slides(self, layer: int, keys: dict[str, Any]) -> bool:
+        return layer in self.positions(keys).get("unturned_layers", ())
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        still, window = unturned(config), window_of(config)
-        return super().keys(config) | {
-            "no_rope_layers": [int(layer not in still) for layer in range(config.layers)],
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": layer_types(config),
-        }
+        still = () if config.softmax is None else config.softmax.unturned_layers or ()
+        return super().keys(config) | {"no_rope_layers": [int(layer not in still) for layer in range(config.layers)]}
 
 
 @register
@@ -203,6 +181,7 @@ class Phi3(Family):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     partial = True
+    WINDOWS = ("sliding_window",)
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
     ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "body.project.weight": ("self_attn.qkv_proj.weight",)}
     FEED_FORWARD: ClassVar[Names] = {**Family.FEED_FORWARD, "body.gate_up.weight": ("mlp.gate_up_proj.weight",)}
@@ -214,12 +193,8 @@ class Phi3(Family):
             keys = keys | {"rope_scaling": stored | {"rope_type": "longrope"}}
         return super().positions(keys)
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
-
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config) | {"sliding_window": window_of(config)}
-        scaling = None if config.softmax is None else config.softmax.rope_scaling
+        keys, scaling = super().keys(config), None if config.softmax is None else config.softmax.rope_scaling
         if isinstance(scaling, LongRope):  # transformers reads the length of the first training here
             keys["original_max_position_embeddings"] = scaling.original_context
         return keys
@@ -234,22 +209,11 @@ class Phi3(Family):
 class Qwen(Family):
     """The common part of Qwen 2 and 3: a window in the layers from `max_window_layers` on, if it is switched on."""
 
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
+    WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096, "max_window_layers": 28}
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        if not keys.get("use_sliding_window"):
-            return {}
-        first = keys.get("max_window_layers", 28)
-        derived = ["sliding_attention" if i >= first else "full_attention" for i in range(keys["num_hidden_layers"])]
-        return layer_windows(keys, keys.get("layer_types") or derived)
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        window = window_of(config)
-        return super().keys(config) | {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": layer_types(config),
-        }
+    def slides(self, layer: int, keys: dict[str, Any]) -> bool:
+        return bool(layer >= keys["max_window_layers"])
 
 
 @register
@@ -271,13 +235,11 @@ class Qwen3(Qwen):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    BIAS = ("attention_bias", "all")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**Qwen.DEFAULTS, "head_dim": 128}
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return head_qk_norm(super().tables(keys), keys)
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"attention_bias": biased(config)}
 
 
 @register
@@ -286,15 +248,13 @@ class Olmo2(Family):
 
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
+    BIAS = ("attention_bias", "all")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
     ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "after.weight": ("post_attention_layernorm.weight",)}
     FEED_FORWARD: ClassVar[Names] = {**Family.FEED_FORWARD, "after.weight": ("post_feedforward_layernorm.weight",)}
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return joint_qk_norm(super().tables(keys), keys) | {"placement": "output"}
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"attention_bias": biased(config)}
 
 
 @register
@@ -303,7 +263,13 @@ class Olmo3(Olmo2):
 
     model_type = "olmo3"
     architecture = "Olmo3ForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Olmo2.DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096}
+    WINDOWS = ("sliding_window", "layer_types")
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        **Olmo2.DEFAULTS,
+        "rope_theta": 500_000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    }
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         theta = self.DEFAULTS["rope_theta"]
@@ -313,12 +279,8 @@ class Olmo3(Olmo2):
             del positions["local_rope_theta"]
         return positions
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        derived = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(keys["num_hidden_layers"])]
-        return layer_windows(keys, keys.get("layer_types") or derived)
-
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config) | {"sliding_window": window_of(config), "layer_types": layer_types(config)}
+        keys = super().keys(config)
         return keys | write_layered_positions(keys, config.softmax, keys["rope_parameters"]["rope_theta"])
 
 
@@ -328,6 +290,7 @@ class Exaone4(Family):
 
     model_type = "exaone4"
     architecture = "Exaone4ForCausalLM"
+    WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "rms_norm_eps": 1e-5,
@@ -341,23 +304,15 @@ class Exaone4(Family):
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return head_qk_norm(super().tables(keys), keys) | {"placement": "output"}
 
-    def _types(self, keys: dict[str, Any]) -> list[str]:
-        layers, pattern = range(keys["num_hidden_layers"]), keys["sliding_window_pattern"]
+    def slides(self, layer: int, keys: dict[str, Any]) -> bool:
+        pattern = keys["sliding_window_pattern"]
         if isinstance(pattern, str):
-            local = [pattern[i % len(pattern)] == "L" and i + 1 < len(layers) for i in layers]
-        else:
-            local = [bool(pattern) and (i + 1) % pattern != 0 for i in layers]
-        return keys.get("layer_types") or [f"{'sliding' if each else 'full'}_attention" for each in local]
+            return pattern[layer % len(pattern)] == "L" and layer + 1 < keys["num_hidden_layers"]
+        return bool(pattern) and super().slides(layer, keys)
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         positions = super().positions(keys)
         if keys.get("sliding_window") is None:
             return positions
-        still = [layer for layer, kind in enumerate(self._types(keys)) if kind == "full_attention"]
+        still = [layer for layer, kind in enumerate(self.types(keys)) if kind == "full_attention"]
         return positions | ({"unturned_layers": still} if still else {})
-
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return layer_windows(keys, self._types(keys))
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"sliding_window": window_of(config), "layer_types": layer_types(config)}

@@ -7,17 +7,7 @@ from typing import Any, ClassVar
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import (
-    Family,
-    Names,
-    alike,
-    biased,
-    gated_kind,
-    layer_types,
-    layer_windows,
-    register,
-    window_of,
-)
+from residua.convert.family import Family, Names, alike, gated_kind, register
 from residua.convert.layouts import Layout, TransposedStacks
 from residua.convert.llama import Olmo2, head_qk_norm, joint_qk_norm
 from residua.errors import UserError
@@ -72,6 +62,7 @@ class Mixtral(Mixture):
         "norm_topk_prob": True,
     }
     EXPERTS: ClassVar[tuple[str, ...]] = ("num_local_experts",)
+    WINDOWS = ("sliding_window",)
     FEED_FORWARD: ClassVar[Names] = {
         "norm.weight": ("post_attention_layernorm.weight",),
         "body.router.weight": ("block_sparse_moe.gate.weight",),
@@ -79,11 +70,8 @@ class Mixtral(Mixture):
         "body.experts.out": ("block_sparse_moe.experts.{e}.w2.weight",),
     }
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {} if keys.get("sliding_window") is None else {"window": keys["sliding_window"]}
-
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config) | {"sliding_window": window_of(config)}
+        keys = super().keys(config)
         keys.pop("norm_topk_prob")
         return keys
 
@@ -94,6 +82,8 @@ class GptOss(Mixture):
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
+    BIAS = ("attention_bias", "all")
+    WINDOWS = ("sliding_window", "layer_types")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "rms_norm_eps": 1e-5,
@@ -106,6 +96,7 @@ class GptOss(Mixture):
         },
         "head_dim": 64,
         "sliding_window": 128,
+        "sliding_window_pattern": 2,
         "attention_bias": True,
         "norm_topk_prob": True,
     }
@@ -124,17 +115,9 @@ class GptOss(Mixture):
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         tables = super().tables(keys)
-        tables["attention"] |= {"bias": "all" if keys["attention_bias"] else "none", "sink": "learned"}
+        tables["attention"]["sink"] = "learned"
         tables["ffn"] |= {"activation": "clamped_swiglu", "bias": True}
         return tables
-
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        derived = ["full_attention" if i % 2 else "sliding_attention" for i in range(keys["num_hidden_layers"])]
-        return layer_windows(keys, keys.get("layer_types") or derived)
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        windows = {"sliding_window": window_of(config), "layer_types": layer_types(config)}
-        return super().keys(config) | windows | {"attention_bias": biased(config)}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if ".experts." in name:
@@ -148,26 +131,17 @@ class Qwen3Moe(Mixture):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    BIAS = ("attention_bias", "all")
+    WINDOWS = ("use_sliding_window", "sliding_window")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
     HIDDEN = "moe_intermediate_size"
     UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
-
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        used = keys.get("use_sliding_window") and keys.get("sliding_window") is not None
-        return {"window": keys["sliding_window"]} if used else {}
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return head_qk_norm(super().tables(keys), keys)
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        window = window_of(config)
-        return super().keys(config) | {
-            "attention_bias": biased(config),
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-        }
+        return super().keys(config) | {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 
 @register
@@ -176,6 +150,7 @@ class Olmoe(Mixture):
 
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"
+    BIAS = ("attention_bias", "all")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
     UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"clip_qkv": ()}
 
@@ -183,7 +158,7 @@ class Olmoe(Mixture):
         return joint_qk_norm(super().tables(keys), keys)
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"attention_bias": biased(config), "clip_qkv": None}
+        return super().keys(config) | {"clip_qkv": None}
 
 
 @register
@@ -192,6 +167,7 @@ class FlexOlmo(Mixture):
 
     model_type = "flex_olmo"
     architecture = "FlexOlmoForCausalLM"
+    BIAS = ("attention_bias", "all")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rope_theta": 500_000.0}
     ATTENTION: ClassVar[Names] = Olmo2.ATTENTION
     FEED_FORWARD: ClassVar[Names] = {
@@ -201,9 +177,6 @@ class FlexOlmo(Mixture):
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return joint_qk_norm(super().tables(keys), keys) | {"placement": "output"}
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"attention_bias": biased(config)}
 
 
 class SharedExpert(Mixture):
@@ -240,6 +213,8 @@ class Qwen2Moe(SharedExpert):
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
+    BIAS = ("qkv_bias", "qkv")
+    WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "moe_intermediate_size": 1408,
@@ -247,26 +222,9 @@ class Qwen2Moe(SharedExpert):
         "num_experts_per_tok": 4,
         "num_experts": 60,
         "sliding_window": 4096,
+        "max_window_layers": 28,
         "qkv_bias": True,
     }
 
-    def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        if not keys.get("use_sliding_window"):
-            return {}
-        until, layers = keys.get("max_window_layers", 28), range(keys["num_hidden_layers"])
-        derived = ["full_attention" if i % 2 or i >= until else "sliding_attention" for i in layers]
-        return layer_windows(keys, keys.get("layer_types") or derived)
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"]["bias"] = "qkv" if keys["qkv_bias"] else "none"
-        return tables
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        window = window_of(config)
-        return super().keys(config) | {
-            "qkv_bias": config.softmax is not None and config.softmax.bias == "qkv",
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": layer_types(config),
-        }
+    def slides(self, layer: int, keys: dict[str, Any]) -> bool:
+        return layer % 2 == 0 and layer < keys["max_window_layers"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import PLAIN, Family, Names, alike, biased, plain_kind, register
+from residua.convert.family import PLAIN, Family, Names, alike, plain_kind, register
 from residua.convert.layouts import Layout, Ones, Reordered, by_head
 from residua.convert.llama import head_qk_norm
 from residua.errors import UserError
@@ -42,6 +42,7 @@ class NanoChat(Family):
     ACTS: ClassVar[Mapping[str, str]] = PLAIN
     model_type = "nanochat"
     architecture = "NanoChatForCausalLM"
+    BIAS = ("attention_bias", "all")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "hidden_act": "relu2",
@@ -62,8 +63,7 @@ class NanoChat(Family):
         return head_qk_norm(super().tables(keys), keys) | {"logit_softcap": keys["final_logit_softcapping"]}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        about = {"attention_bias": biased(config), "final_logit_softcapping": config.logit_softcap}
-        return super().keys(config) | about
+        return super().keys(config) | {"final_logit_softcapping": config.logit_softcap}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if name == "embed.weight":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import Family, Names, biased, register
+from residua.convert.family import Family, Names, register
 from residua.convert.kimi import Kernels
 from residua.convert.layouts import Layout, Reordered, by_head, turned_order
 from residua.convert.llama import head_qk_norm
@@ -27,6 +27,7 @@ class GatedHybrid(Family):
     """The common part: gains stored less one, heads that turn in part, queries stored with their gates."""
 
     partial = True
+    BIAS = ("attention_bias", "all")
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         **Family.DEFAULTS,
         "head_dim": 256,
@@ -86,9 +87,7 @@ class GatedHybrid(Family):
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys, linear = super().keys(config), config.linear
-        types = [FULL if mixer.attends else LINEAR for mixer in config.mixers]
-        keys["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
-        keys |= {"attention_bias": biased(config), "layer_types": types}
+        keys["layer_types"] = [FULL if mixer.attends else LINEAR for mixer in config.mixers]
         if isinstance(linear, choices.GatedDeltaNet):
             keys |= {
                 "linear_num_key_heads": linear.key_heads,
