@@ -13,7 +13,7 @@ from functools import reduce
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from residua.config import choices
 from residua.config.settings import Frozen, function_changes
@@ -21,10 +21,13 @@ from residua.errors import UserError
 from residua.model.attention import SoftmaxAttention
 from residua.model.decoder import Decoder, Sublayer
 from residua.model.equivalence import InitFidelity, WeightsMismatch, take_parameters
-from residua.model.norm import Norm
+from residua.model.norm import Norm, RMSNorm
 
 SHAPES = ("vocab_size", "layers", "width", "ffn", "placement", "order", "learned_positions")
-ANSWERED = ("gate", "sink", "own_value", "bias", "qk_norm", "qk_eps", "values", "heads", "kv_heads", "head_dim")
+ANSWERED = (
+    "gate", "sink", "own_value", "bias", "qk_norm", "qk_eps", "values", "heads", "kv_heads", "head_dim", "full",
+    "full.values", "full.kv_heads", "full.head_dim",
+)  # fmt: skip
 """Keys of softmax attention that its `begin_as` answers for."""
 
 
@@ -123,7 +126,11 @@ class _Retrofit:
         if self._same_kind("topology"):
             take_parameters(new, theirs)
             return InitFidelity.NOT
-        if not theirs.initialization().is_additive:
+        added = theirs.initialization()
+        if added.output_factors is not None:
+            sums = InitFidelity.EXACTLY if start.is_additive else start.init_as_additive()
+            return max(sums, self._multiply_outputs(added.output_factors()))
+        if not added.is_additive:
             raise UserError(
                 f"the model to start from has topology.kind = '{self.before.topology.kind}', and only one that adds up "
                 "its outputs ('additive') can be given another topology: keep it, or start from another run."
@@ -136,6 +143,16 @@ class _Retrofit:
         if not all(factor == 1 or removable for factor, removable in zip(factors, takes_out, strict=True)):
             return InitFidelity.NOT
         return InitFidelity.EXACTLY if self.after.reader_eps == "sum" else InitFidelity.UP_TO_EPS
+
+    def _multiply_outputs(self, factors: Tensor) -> InitFidelity:
+        """Multiply the gains of norms on outputs, where these are plain; the norms of readers take multiples out."""
+        outputs = [sublayer.after for sublayer in self.model.executions]
+        plain = all(type(norm) is RMSNorm for norm in outputs) and not self.after.repeats
+        if not plain or not (factors > 0).all() or not all(norm.scale_invariant for norm in _reader_norms(self.model)):
+            return InitFidelity.NOT
+        for norm, factor in zip(outputs, factors, strict=True):
+            cast(RMSNorm, norm).weight.mul_(factor)
+        return InitFidelity.UP_TO_EPS
 
     def _same_eps(self) -> bool:
         old, new = (getattr(config.norm, "eps", None) for config in (self.before, self.after))

@@ -251,3 +251,21 @@ def test_values_made_of_keys_become_values_of_their_own() -> None:
     new, again = (residua.build(configured("plain", keys)).double() for keys in ({}, tables))
     assert retrofit(new, old) == {"model": InitFidelity.EXACTLY} and difference(new, old) < 1e-11
     assert retrofit(again, new)["attention.values"] is InitFidelity.NOT
+
+
+@pytest.mark.parametrize(
+    "topology", [{"kind": "additive"}, {"kind": "block_attnres", "sublayers_per_block": 2}], ids=str
+)
+def test_layer_factors_go_into_the_norms_of_outputs(topology: dict[str, Any]) -> None:
+    factors = {"topology": {"kind": "layer_factor"}}
+
+    def started(base: str, eps: float, sign: float = 1.0) -> tuple[float, InitFidelity]:
+        old = randomise(residua.build(configured(base, factors, eps)), 0.3)
+        old.topology.factor.data.mul_(sign)
+        new = residua.build(configured(base, {"topology": topology}, eps)).double()
+        kept = retrofit(new, old)["model"]
+        return difference(new, old), kept
+
+    assert started("gemma", 1e-16)[0] < 1e-10 and started("gemma", 1e-3)[0] > 1e-9
+    assert started("gemma", 1e-3)[1] is InitFidelity.UP_TO_EPS
+    assert started("plain", 1e-3)[1] is started("gemma", 1e-3, -1.0)[1] is InitFidelity.NOT

@@ -79,7 +79,12 @@ class LayerFactor(Additive):
         return h, (h,)
 
     def initialization(self) -> Initialization:
-        return Initialization(init_as_additive=self._init_as_additive)
+        return Initialization(init_as_additive=self._init_as_additive, output_factors=self._output_factors)
+
+    def _output_factors(self) -> Tensor:
+        """h_l is s_1 … s_{l−1} times the sum of all outputs so far, each divided by the s before it."""
+        before = torch.cat([self.factor.new_ones(1), self.factor[:-1]]).cumprod(0)
+        return before.reciprocal().repeat_interleave(2)
 
     def _init_as_additive(self) -> InitFidelity:
         self.reset_parameters()

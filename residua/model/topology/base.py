@@ -127,6 +127,9 @@ class Initialization:
     UP_TO_EPS: a positive multiple of it, `sum_factors`, which a norm in front of every reader takes out. By default the
     topology starts as in a new model. sum_factors: what readers 0, 1, … then get of the sum; None if all get the whole.
 
+    output_factors(): by what the outputs are to be multiplied so that every reader gets a multiple of their sum; None
+    if nothing makes a sum of the topology.
+
     begin_as(old): start as a topology of the same kind with other settings, by changing parameters in place. None: it
     takes the other's parameters, if they fit, and the function is not kept.
     """
@@ -135,6 +138,7 @@ class Initialization:
     is_additive: bool = False
     init_as_additive: Callable[[], InitFidelity] = lambda: InitFidelity.NOT
     sum_factors: Sequence[float] | None = None
+    output_factors: Callable[[], Tensor] | None = None
     begin_as: Callable[[Any], InitFidelity] | None = None
 
     def factors(self, sublayers: int) -> Sequence[float]:
