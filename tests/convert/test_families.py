@@ -20,7 +20,7 @@ from residua.model.rope import rotary_table
 from residua.model.size import measure
 from residua.storage.hugging_face import import_folder
 from residua.storage.load import load
-from tests.convert.tiny import DEEP_YARN, EXPERTS, FAMILIES, LATENT, ROTARY, SIZES, logits, saved, tokens
+from tests.convert.tiny import DEEP_YARN, EXPERTS, FAMILIES, GEMMA4, LATENT, ROTARY, SIZES, logits, saved, tokens
 from tests.model.small import small
 from tests.nightly import only_nightly
 
@@ -220,6 +220,21 @@ def test_missing_window_is_the_default_of_transformers(model_type: str) -> None:
     keys |= {"moe_intermediate_size": 24, "use_sliding_window": True, "max_window_layers": 0}
     softmax = find_family(model_type).read(keys).softmax
     assert softmax is not None and softmax.window == AutoConfig.for_model(model_type, **keys).sliding_window == 4096
+
+
+def test_both_spellings_of_gemma_4_are_read_alike() -> None:
+    """The Hub's names the heads of full layers once, transformers' for each layer; the last layer is always full."""
+    from transformers import AutoConfig
+
+    keys = {key: value for key, value in SIZES.items() if key != "pad_token_id"} | GEMMA4
+    keys |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}
+    keys |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+    ours = find_family("gemma4_text").read(json.loads(json.dumps(keys)))
+    theirs = AutoConfig.for_model("gemma4_text", **keys).to_dict()
+    assert find_family("gemma4_text").read(json.loads(json.dumps(theirs))) == ours and "per_layer_config" in theirs
+    softmax = ours.softmax
+    assert softmax is not None and softmax.full is not None and softmax.window_layers == (1,)
+    assert softmax.full.model_dump() == {"head_dim": 16, "kv_heads": 1, "values": "keys"}
 
 
 def test_configurations_of_earlier_versions_are_read() -> None:

@@ -153,6 +153,9 @@ def test_combinations_of_components_are_the_same(row: Row) -> None:
         {"anchors": {"kind": "nuresformer", "pathways": ["k", "v"]}},
         {"attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}},
         {"attention": {"kind": "softmax", "heads": 2, "qk_norm": "rms_all"}},
+        {"attention": {"kind": "softmax", "heads": 2, "qk_norm": "rms_qkv"}},
+        {"attention": {"kind": "softmax", "heads": 2, "values": "keys"}},
+        {"topology": {"kind": "layer_factor"}},
     ],
 )
 def test_what_has_no_form_for_inference_stays_as_it_is(tables: dict[str, Any]) -> None:

@@ -152,6 +152,8 @@ def test_layers_without_a_window_have_heads_of_their_own() -> None:
         ours, _ = layer(x, (), at)
         alone = [rest_of_layer(layer, own_projections(layer, mixer, x[b]), None, theta) for b in range(BATCH)]
         agree([ours], [torch.stack(alone)], leaves_of(layer, x=x))
+    (as_values,), _ = build_layers(attention_config(values="keys"), choices.NoAnchors(), 1)
+    assert not as_values.direct_to_cache  # kernels look for a projection of values
     model = residua.build(small(attention=config.model_dump()))
     assert [part.shape[-1] for part in model._rotary(torch.zeros(1, 3))] == [2, 2, 3, 3]
 

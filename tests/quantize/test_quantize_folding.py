@@ -103,6 +103,12 @@ def test_shared_anchors_are_divided_by_their_layers_lambda() -> None:
         assert values == [f"sublayers.{k}.body.values" for k in layers], (kind, granularity)
 
 
+@pytest.mark.parametrize("options", [{"qk_norm": "rms_qkv"}, {"values": "keys"}], ids=str)
+def test_values_that_are_normed_or_keys_are_not_divided(options: dict[str, str]) -> None:
+    model = lively(attention={"kind": "softmax", "heads": 2, **options})
+    assert not [edge for edge in edges(model) if edge.name.endswith("values")] and change_by_folding(model) < 1e-12
+
+
 @pytest.mark.parametrize("topology", ["additive", "mudd", "dca"])
 def test_smoothing_balances_channels_and_keeps_the_function(topology: str) -> None:
     model = lively(norm={"kind": "gatednorm", "rank": 4}, topology={"kind": topology}).float()
