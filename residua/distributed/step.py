@@ -152,6 +152,8 @@ class ReplicatedStep(RankedStep):
 class ShardedStep(RankedStep):
     """A shard of every parameter on every rank (FSDP2); with `data` > 1 the shards are replicated."""
 
+    has_whole_weights = False
+
     def __init__(self, model: Decoder, parts: Parts, config: RunConfig, mesh: Mesh) -> None:
         self._completes = True
         precision, _ = resolve(config.train, mesh.device)

@@ -6,13 +6,14 @@ directly step aside.
 
 The range of a tensor in FP8 is the largest magnitude of the last `history` steps, over all ranks. So it is known before
 the tensor is, and needs no pass of its own over memory; a value beyond it is clamped, counted, and part of the next
-range. Before the first step the tensor's own largest magnitude serves.
+range. Before the first step, a pass over its first sequence finds the ranges (`Step`), each tensor in its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import cast
@@ -26,9 +27,12 @@ from residua.model.body import Body
 from residua.model.decoder import Decoder
 from residua.model.projection import STEERING, Projection
 from residua.model.taps import tap
-from residua.ops.low_precision.fp8 import E4M3_MAX
+from residua.ops._runtime.launch import dense_like
+from residua.ops.fp8_weights import encode_weights
+from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX
 from residua.ops.low_precision.nvfp4 import GROUP
 from residua.ops.low_precision.product import (
+    EncodedWeight,
     Multiply,
     Ranges,
     encode,
@@ -103,15 +107,27 @@ class LowLinear:
         return torch.stack([kurtosis, share.mean(), clamped.float().mean(), lost.float().mean()])
 
 
+@dataclass
+class Known:
+    """Facts that all FP8 products of a model share: whether ranges are known, and codes of the weights as they are."""
+
+    ranges: bool = False
+    weights: bool = False
+
+
 class Fp8Linear(LowLinear):
     """In FP8, with ranges from earlier steps."""
 
-    def __init__(self, projection: Projection, place: tuple[int, str], ranges: Ranges, multiply: Multiply) -> None:
+    def __init__(
+        self, projection: Projection, place: tuple[int, str], ranges: Ranges, multiply: Multiply, known: Known
+    ) -> None:
         super().__init__(projection, place)
-        self.ranges, self.product = ranges, multiply
+        self.ranges, self.product, self.known = ranges, multiply, known
+        self.encoded: EncodedWeight | None = None
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        return fp8_linear(x, weight, self.ranges, self.product)
+        encoded = self.encoded if self.known.weights else None
+        return fp8_linear(x, weight, self.ranges, self.product, delayed=self.known.ranges, encoded=encoded)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         largest = torch.where(self.ranges.x > 0, self.ranges.x, largest_of(x))
@@ -139,9 +155,12 @@ class Beyond:
 
 
 class LowPrecision:
-    """The products of a model in low precision, and the ranges of FP8 over steps. `Step` owns it."""
+    """The products of a model in low precision, and the ranges of FP8 over steps. `Step` owns it.
 
-    def __init__(self, model: Decoder, config: TrainConfig, device: torch.device) -> None:
+    `whole`: whether this process has all of every weight, so that it can round each once per step.
+    """
+
+    def __init__(self, model: Decoder, config: TrainConfig, device: torch.device, whole: bool = True) -> None:
         self.recipe, self.config = RECIPES[config.precision], config.low_precision
         if self.recipe.multiply is on_hardware and not multiplies(device):
             raise UserError(
@@ -154,8 +173,38 @@ class LowPrecision:
         self._ranges = [Ranges(*zeros[4 * i : 4 * i + 4]) for i in range(len(chosen))]
         self._history = torch.zeros(self.config.history, 2 * len(chosen), device=device)
         self._beyond = torch.zeros(2 * len(chosen), device=device)
-        for (place, projection), ranges in zip(chosen, self._ranges, strict=True):
-            projection.forward = self._product(projection, place, ranges)  # type: ignore[method-assign]
+        self._known, self._whole = Known(), whole
+        products = [self._product(p, place, ranges) for (place, p), ranges in zip(chosen, self._ranges, strict=True)]
+        self._products = [product for product in products if isinstance(product, Fp8Linear)]
+        for (_, projection), product in zip(chosen, products, strict=True):
+            projection.forward = product  # type: ignore[method-assign]
+
+    @property
+    def knows_ranges(self) -> bool:
+        """Whether nothing is left to find out before a step."""
+        return self._known.ranges or not self._products
+
+    @contextmanager
+    def encoded_weights(self) -> Iterator[None]:
+        """Inside, products take FP8 codes of the weights as they are now, instead of making them at every use."""
+        if not self._whole or not self._products:
+            yield
+            return
+        self._encode_weights()
+        self._known.weights = True
+        try:
+            yield
+        finally:
+            self._known.weights = False
+
+    @torch.no_grad()
+    def _encode_weights(self) -> None:
+        masters = [product.projection.weight.detach() for product in self._products]
+        for product, master in zip(self._products, masters, strict=True):
+            if product.encoded is None:
+                codes = dense_like(master, E4M3)
+                product.encoded = EncodedWeight(codes, dense_like(codes.t()), master.new_empty(()))
+        encode_weights(masters, [product.encoded for product in self._products if product.encoded is not None])
 
     def _choose(self, model: Decoder) -> list[tuple[tuple[int, str], Projection]]:
         """The projections to change, each with its place."""
@@ -173,19 +222,23 @@ class LowPrecision:
 
     def _product(self, projection: Projection, place: tuple[int, str], ranges: Ranges) -> LowLinear:
         multiply = self.recipe.multiply
-        return Nvfp4Linear(projection, place) if multiply is None else Fp8Linear(projection, place, ranges, multiply)
+        if multiply is None:
+            return Nvfp4Linear(projection, place)
+        return Fp8Linear(projection, place, ranges, multiply, self._known)
 
     @torch.no_grad()
     def end_step(self, largest_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Take the magnitudes of a step into the ranges of the next."""
-        if self.recipe.multiply is None or not self._ranges:
+        if not self._products:
             return
         seen = [value for ranges in self._ranges for value in (ranges.seen_x, ranges.seen_g)]
         now = largest_over_ranks(torch.stack(seen))
+        now = torch.where(now.isfinite(), now, torch.zeros_like(now))  # a range that is NaN would stay it
         before = [value for ranges in self._ranges for value in (ranges.x, ranges.g)]
         known = torch.stack(before)
         self._beyond = torch.where(known > 0, now / known, torch.zeros_like(now))
         self._set(torch.cat([self._history[1:], now[None]]))
+        self._known.ranges = True
         torch._foreach_zero_(seen)
 
     def _set(self, history: Tensor) -> None:
@@ -211,10 +264,12 @@ class LowPrecision:
         if values.shape != self._history.shape:
             raise ValueError(f"ranges of shape {tuple(values.shape)}, expected {tuple(self._history.shape)}")
         self._set(values)
+        self._known.ranges = any(any(row) for row in history)
 
     def restart(self) -> None:
         """Begin another run."""
         self._set(torch.zeros_like(self._history))
+        self._known.ranges = False
         torch._foreach_zero_([value for ranges in self._ranges for value in ranges])
 
     def describe(self) -> str:
@@ -225,9 +280,11 @@ class LowPrecision:
         return f"{counted(len(self.places), 'product')} in {self.recipe.words}"
 
 
-def build_low_precision(model: Decoder, config: TrainConfig, device: torch.device) -> LowPrecision | None:
+def build_low_precision(
+    model: Decoder, config: TrainConfig, device: torch.device, whole: bool = True
+) -> LowPrecision | None:
     """The low precision that `train.precision` asks for, put into the model; None for bf16 and float32."""
-    return LowPrecision(model, config, device) if config.precision in RECIPES else None
+    return LowPrecision(model, config, device, whole) if config.precision in RECIPES else None
 
 
 def multiplies(device: torch.device) -> bool:

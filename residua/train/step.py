@@ -8,6 +8,7 @@ What `Step.__call__` does, in order, on one process:
    - `_forward`: autocast around `self._losses`: the model as written, on copies, compiled (`losses.py` composes them);
    - the loss, (cross-entropy + z-term) × the micro-batch's share of the step's targets, + balance of the experts;
    - `_backward`: adds its gradients to those of earlier micro-batches.
+   In FP8, weights are rounded before the first one, and before the first step a pass finds the ranges of products.
 3. `_update`: clips the norm of all gradients together, sets the learning rate, lets the optimizer (Muon and AdamW)
    change the masters, and drops the gradients.
 
@@ -87,6 +88,9 @@ class Step:
     copying = True
     """Whether micro-batches may run on working copies of the weights."""
 
+    has_whole_weights = True
+    """Whether this process has all of every weight."""
+
     def __init__(self, model: Decoder, config: TrainConfig, device: torch.device) -> None:
         self.model = model
         self.device = device
@@ -98,7 +102,7 @@ class Step:
         self.balancer = self._build_balancer(config)
         if config.recompute == "sublayers":
             recompute_sublayers(model)
-        self.low_precision = build_low_precision(model, config, device)
+        self.low_precision = build_low_precision(model, config, device, self.has_whole_weights)
         self._copies = self._build_copies(config)
         self._helpers = Helpers.start(device) if self.compiled and self.capturable else None
         self._traced = config.compile != "layers"
@@ -123,10 +127,18 @@ class Step:
     def _train(self, batches: Sequence[Batch], rate: float) -> None:
         counts = [(batch.targets != IGNORED).sum() for batch in batches]
         total = self._over_ranks(torch.stack(counts).sum())
-        sizes = [batch.tokens.numel() for batch in batches]
-        parts = [size / (sum(sizes) * self.ranks) for size in sizes]
         if self._copies is not None:
             self._copies.begin()
+        if self.low_precision is not None and not self.low_precision.knows_ranges:
+            self._find_ranges(batches[0], total)
+        with self._encoded_weights():
+            self._train_on(batches, counts, total)
+        self._update(rate)
+
+    def _train_on(self, batches: Sequence[Batch], counts: Sequence[Tensor], total: Tensor) -> None:
+        """Forward and backward of each micro-batch, whose targets are counted, of `total` in the step."""
+        sizes = [batch.tokens.numel() for batch in batches]
+        parts = [size / (sum(sizes) * self.ranks) for size in sizes]
         if self.balancer is not None:
             self.balancer.begin(batches, parts, lambda batch: self._forward(*self._moved(batch))[2])
         for i, (batch, count, part) in enumerate(zip(batches, counts, parts, strict=True), 1):
@@ -136,7 +148,23 @@ class Step:
             ce, z = self._learn(*self._moved(batch), share, balanced, first=i == 1)
             self._totals[0] += ce * share
             self._totals[1] += z * share
-        self._update(rate)
+
+    def _find_ranges(self, batch: Batch, total: Tensor) -> None:
+        """Let products in FP8 see the magnitudes of a step: a pass over its first sequence, without gradients."""
+        assert self.low_precision is not None
+        segments = None if batch.segments is None else batch.segments[:1]
+        first = Batch(batch.tokens[:1], batch.targets[:1], segments)
+        share = (first.targets != IGNORED).sum() / total
+        self._begin_micro_batch(last=True)
+        with torch.compiler.set_stance("force_eager"):  # once: not worth a compilation of its own
+            self._pass(*self._moved(first), self._move(share))
+        self.low_precision.end_step(self._largest_over_ranks)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._copies is not None:
+            self._copies.begin()
+
+    def _encoded_weights(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.low_precision is None else self.low_precision.encoded_weights()
 
     @torch.no_grad()
     def restart(self, model: Decoder, config: TrainConfig) -> None:
@@ -166,11 +194,12 @@ class Step:
         total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
         if self._copies is not None:
             self._copies.refresh()
-        for mine in range(self.place, -(-len(batches) // self.ranks) * self.ranks, self.ranks):
-            batch = batches[mine] if mine < len(batches) else batches[0]
-            count = int((batch.targets != IGNORED).sum()) if mine < len(batches) else 0
-            total += self._forward(*self._moved(batch))[0].double() * count
-            targets += count
+        with self._encoded_weights():
+            for mine in range(self.place, -(-len(batches) // self.ranks) * self.ranks, self.ranks):
+                batch = batches[mine] if mine < len(batches) else batches[0]
+                count = int((batch.targets != IGNORED).sum()) if mine < len(batches) else 0
+                total += self._forward(*self._moved(batch))[0].double() * count
+                targets += count
         loss, scored = self._over_ranks(torch.stack([total, total.new_tensor(targets)])).tolist()
         return loss / scored, int(scored)
 

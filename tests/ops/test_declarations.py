@@ -18,8 +18,8 @@ from tests.nightly import only_nightly
 SMALL = Sizes(tokens=12, width=64, length=12)  # the interpreter is slow
 EXAMPLES = {name: (operator, case) for name, operator, case in example_cases(torch.device("cpu"), torch.float32, SMALL)}
 UNREGISTERED = (
-    "token_likelihoods", "momentum_directions", "adam_directions", "cautious_descent", "plain_descent", "rotary_table",
-    "scaled_rotary_table",
+    "token_likelihoods", "momentum_directions", "adam_directions", "cautious_descent", "plain_descent",
+    "encode_weights", "rotary_table", "scaled_rotary_table",
 )  # fmt: skip
 """Operators that no compiler sees, or that are opaque only inside one."""
 SLOW = ("squared_relu_ffn", "symmetric_product")  # they fuse large products only

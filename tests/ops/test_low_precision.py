@@ -11,6 +11,7 @@ from residua.ops.low_precision.product import (
     E5M2,
     Multiply,
     Ranges,
+    encode_weight,
     fp8_linear,
     hadamard,
     nvfp4_linear,
@@ -42,7 +43,7 @@ def in_fp8(x: Tensor, range_: float | None, dtype: torch.dtype, limit: float) ->
 @pytest.mark.parametrize("ranges", [(None, None), (3.0, 0.5)], ids=["own ranges", "delayed, some beyond"])
 def test_fp8_product_and_gradients_equal_float64(multiply: Multiply, ranges: tuple[float | None, float | None]) -> None:
     x, w, g = operands()
-    y = fp8_linear(x, w, new_ranges(*(r or 0.0 for r in ranges)), multiply)
+    y = fp8_linear(x, w, new_ranges(*(r or 0.0 for r in ranges)), multiply, delayed=ranges[0] is not None)
     y.backward(g)
     low_x, low_w = in_fp8(x, ranges[0], E4M3, 448), in_fp8(w, None, E4M3, 448)
     low_g = in_fp8(g, ranges[1], E5M2, 57_344)
@@ -50,6 +51,28 @@ def test_fp8_product_and_gradients_equal_float64(multiply: Multiply, ranges: tup
     assert x.grad is not None and w.grad is not None
     torch.testing.assert_close(x.grad.double(), low_g @ low_w, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(w.grad.double(), g.double().T @ x.detach().double(), rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_weight_encoded_before_gives_the_same_bits() -> None:
+    x, w, g = operands()
+    new = encode_weight(w)
+    for encoded in (new, new._replace(turned=new.codes.t().contiguous())):
+        ours = fp8_linear(x, w, new_ranges(3.0, 0.5), encoded=encoded)
+        exact = fp8_linear(x, w, new_ranges(3.0, 0.5))
+        assert torch.equal(ours, exact)
+        pairs = zip(torch.autograd.grad(ours, (x, w), g), torch.autograd.grad(exact, (x, w), g), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_fp8_delayed_range_does_not_wait_for_the_tensor() -> None:
+    """So that the compiler can round and measure in one pass over memory."""
+    x, w, _ = operands()
+    ranges = new_ranges(3.0, 1.0)
+    with torch.no_grad():
+        whole = fp8_linear(x, w, ranges)
+        x[5] *= 1e4
+        outlier = fp8_linear(x, w, ranges)
+    assert torch.equal(whole[:5], outlier[:5]) and not torch.equal(whole[5], outlier[5])
 
 
 def test_fp8_notes_magnitudes_only_while_it_learns() -> None:

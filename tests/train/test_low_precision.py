@@ -11,10 +11,13 @@ from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.decoder import build
+from residua.ops.fp8_weights import encode_weights
+from residua.ops.low_precision.product import fp8_linear
 from residua.storage.run import read_metrics
 from residua.train import low_precision
 from residua.train.low_precision import RECIPES, Fp8Linear, LowPrecision, build_low_precision
 from residua.train.step import build_step
+from residua.train.timing import random_batches
 from tests.train.conftest import Lab
 from tests.train.test_resume import assert_same_run
 
@@ -83,6 +86,49 @@ def test_outlier_beyond_its_range_is_reported_then_fits(config: RunConfig) -> No
         low.end_step(lambda values: values)
         assert [(each.place, each.tensor) for each in low.beyond()] == [((1, "out"), "input")] * exceeds
     assert low.state()[-1][2 * low.places.index((1, "out"))] == pytest.approx(100 * x.abs().max().item())
+
+
+def test_first_step_finds_ranges_in_a_pass_that_changes_nothing_else(config: RunConfig) -> None:
+    config = config.override([*WIDE, FP8, "train.accumulate=2"])
+    batches, weights = random_batches(config), []
+    for find_first in (True, False):
+        torch.manual_seed(0)
+        step = build_step(build(config.model), config.train, CPU)
+        low = step.low_precision
+        assert low is not None and not low.knows_ranges
+        if find_first:
+            step._find_ranges(batches[0], (batches[0].targets != -100).sum() * 2)
+            assert low.knows_ranges and all(p.grad is None for p in step.model.parameters())
+            assert all(largest > 0 for largest in low.state()[-1])
+        step(batches)
+        weights.append([p.detach().clone() for p in step.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert len([row for row in low.state() if any(row)]) == 2  # of that pass and of the step
+
+
+def test_weights_are_rounded_once_per_step_and_never_stale(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config.override([*WIDE, FP8, "train.accumulate=3"])
+    step = build_step(build(config.model), config.train, CPU)
+    calls = []
+    monkeypatch.setattr(low_precision, "encode_weights", lambda *a: calls.append(len(a[0])) or encode_weights(*a))
+    for _ in range(2):
+        step(random_batches(config))
+    assert step.low_precision is not None and calls == [len(step.low_precision.places)] * 2
+    product = step.model.sublayers[1].body.out.forward  # type: ignore[union-attr, operator]
+    x, weight = torch.randn(8, 48), product.projection.weight
+    expected = fp8_linear(x, weight, product.ranges)
+    assert torch.equal(product(x), expected)  # of the weights after the update
+    with step.low_precision.encoded_weights():
+        assert torch.equal(product(x), expected)
+    assert len(calls) == 3
+
+
+def test_range_ignores_what_is_not_finite(config: RunConfig) -> None:
+    low = LowPrecision(build(config.model), config.override([*WIDE, FP8]).train, CPU)
+    low._ranges[0].seen_x.fill_(float("inf"))
+    low._ranges[1].seen_x.fill_(2.0)
+    low.end_step(lambda values: values)
+    assert (low._ranges[0].x, low._ranges[1].x) == (0.0, 2.0)
 
 
 @pytest.mark.parametrize("precision", [FP8, pytest.param(NVFP4, marks=pytest.mark.nightly)])

@@ -7,8 +7,8 @@ Q rounds to a number format. The gradients are those of the rounded products, as
     y = Q(x) Q(W)ᵀ        dx = Q'(g) Q(W)        dW = gᵀ x
     Q(x) = s E4M3(clamp(x / s, ±448)),   s = r / 448;   Q' is the same with E5M2 and 57,344
 
-r is the largest magnitude expected of the tensor (`Ranges`); W has its own. A clamped value is finite; a cast
-to E5M2 alone would give infinity.
+r is the largest magnitude expected of the tensor (`Ranges`), so that Q reads it once. W has its own, and is rounded
+once per step (`EncodedWeight`). A clamped value is finite; a cast to E5M2 alone would give infinity.
 
 **NVFP4**, the recipe of arXiv 2509.25149; all three products are rounded:
 
@@ -51,6 +51,14 @@ Multiply = Callable[[Codes, Codes, torch.dtype], Tensor]
 """a [M, K], b [N, K] → a bᵀ [M, N] in a dtype."""
 
 
+class EncodedWeight(NamedTuple):
+    """W ≈ codes · scale: codes [N, K], and `turned` [K, N], their transpose, for dx; None if it is made there."""
+
+    codes: Tensor
+    turned: Tensor | None
+    scale: Tensor
+
+
 class Ranges(NamedTuple):
     """Scalars of one product: the range expected of x and of g, 0 if not known, and the largest magnitude seen."""
 
@@ -75,7 +83,9 @@ def simulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
 
 def on_hardware(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     """The product of FP8 codes on matrix units; needs K and N to be multiples of 16."""
-    return torch._scaled_mm(a.values, b.values.contiguous().t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype)
+    return torch._scaled_mm(
+        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=True
+    )
 
 
 def largest_of(x: Tensor) -> Tensor:
@@ -83,25 +93,46 @@ def largest_of(x: Tensor) -> Tensor:
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def fp8_linear(x: Tensor, weight: Tensor, ranges: Ranges, multiply: Multiply = simulated) -> Tensor:
-    """y [..., N] of x [..., K] and weight [N, K] in FP8. With gradients on, notes the magnitudes of x and g."""
+def encode_weight(weight: Tensor) -> EncodedWeight:
+    """A weight [N, K] under the scale of its own values."""
+    codes, scale = encode(weight.detach(), largest_of(weight))
+    return EncodedWeight(codes, None, scale)
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    ranges: Ranges,
+    multiply: Multiply = simulated,
+    *,
+    delayed: bool = True,
+    encoded: EncodedWeight | None = None,
+) -> Tensor:
+    """y [..., N] of x [..., K] and weight [N, K] in FP8. With gradients on, notes the magnitudes of x and g.
+
+    If not `delayed`, x and g are rounded in their own ranges, which takes a pass over them to find. `encoded` is the
+    weight's, if it is known.
+    """
     largest = largest_of(x)
     if torch.is_grad_enabled():
         ranges.seen_x.copy_(torch.maximum(ranges.seen_x, largest))
-    y: Tensor = _Fp8.apply(x, weight, torch.where(ranges.x > 0, ranges.x, largest), ranges.g, ranges.seen_g, multiply)
+    range_x = torch.where(ranges.x > 0, ranges.x, E4M3_MAX) if delayed else largest
+    encoded = encode_weight(weight) if encoded is None else encoded
+    y: Tensor = _Fp8.apply(x, weight, *encoded, range_x, ranges.g, ranges.seen_g, multiply, delayed)
     return y
 
 
 class _Fp8(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, range_x: Tensor, range_g: Tensor, seen_g: Tensor, multiply: Multiply
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, turned: Tensor | None, scale: Tensor, range_x: Tensor,
+        range_g: Tensor, seen_g: Tensor, multiply: Multiply, delayed: bool,
+    ) -> Tensor:  # fmt: skip
         dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
-        w = encode(weight, largest_of(weight))
-        y = multiply(encode(rows, range_x), w, dtype)
-        ctx.save_for_backward(rows.to(dtype), *w, range_g, seen_g)
-        ctx.multiply, ctx.shape, ctx.dtypes = multiply, x.shape, (x.dtype, weight.dtype)
+        y = multiply(encode(rows, range_x), Codes(codes, scale), dtype)
+        ctx.save_for_backward(rows.to(dtype), codes if turned is None else turned, scale, range_g, seen_g)
+        ctx.multiply, ctx.delayed, ctx.is_turned = multiply, delayed, turned is not None
+        ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -110,9 +141,10 @@ class _Fp8(torch.autograd.Function):
         g, (x_dtype, w_dtype) = dy.flatten(end_dim=-2), ctx.dtypes
         largest = largest_of(g)
         seen_g.copy_(torch.maximum(seen_g, largest))
-        low = encode(g, torch.where(range_g > 0, range_g, largest), E5M2, E5M2_MAX)
-        dx = ctx.multiply(low, Codes(codes.t(), scale), g.dtype).view(ctx.shape).to(x_dtype)
-        return dx, (g.t() @ x).to(w_dtype), None, None, None, None
+        low = encode(g, range_g if ctx.delayed else largest, E5M2, E5M2_MAX)
+        turned = Codes(codes if ctx.is_turned else codes.t().contiguous(), scale)
+        dx = ctx.multiply(low, turned, g.dtype).view(ctx.shape).to(x_dtype)
+        return dx, (g.t() @ x).to(w_dtype), *[None] * 8
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,0 +1,57 @@
+"""Weights in FP8 on the GPU. `table` holds the addresses of `count` tensors of each kind: W, codes, turned, scale."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from residua.ops._runtime.kernels import tensor
+
+
+@triton.jit
+def largest_kernel(table_ptr, bits_ptr, size, W: tl.constexpr, BLOCK: tl.constexpr):
+    """bits [count] = max|W|, as integers: the order of floats of one sign, in which NaN is largest."""
+    slot = tl.program_id(1)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_w = tl.load(tensor(table_ptr, slot, W) + at, mask=at < size, other=0.0).to(tl.float32)  # [BLOCK]
+    b_bits = b_w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # a maximum does not depend on the order of programs
+    tl.atomic_max(bits_ptr + slot, tl.max(b_bits, 0))
+
+
+@triton.jit
+def on_grid(b_x, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
+    """x rounded to MANTISSA bits, ties to even, or, below SMALLEST, to a multiple of its last bit.
+
+    What is added has the last bit of its mantissa where that of the result is. The cast to FP8 is exact then, also in
+    the interpreter, whose own does not round to the next power of two.
+    """
+    b_power = (b_x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    b_shift = tl.maximum(b_power, SMALLEST) * (1.5 * 2.0 ** (23 - MANTISSA))
+    return (b_x + b_shift) - b_shift
+
+
+@triton.jit(do_not_specialize=["count"])
+def encode_kernel(
+    table_ptr, bits_ptr, count, rows, columns, LIMIT: tl.constexpr, EMPTY: tl.constexpr,
+    W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of W [rows, columns] of each weight, to the codes and to their transpose."""
+    slot, across = tl.program_id(1), tl.cdiv(columns, COLUMNS)
+    r = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+    live = (r < rows)[:, None] & (c < columns)[None, :]
+    b_w = tl.load(tensor(table_ptr, slot, W) + r.to(tl.int64)[:, None] * columns + c[None, :], mask=live, other=0.0)
+    # s = max|W| / 448, code = E4M3(clamp(W / s, ±448)); NaN stays
+    scale = tl.div_rn(tl.load(bits_ptr + slot).to(tl.float32, bitcast=True), LIMIT)
+    scale = tl.where(scale == 0, EMPTY, scale)
+    b_scaled = tl.clamp(tl.div_rn(b_w.to(tl.float32), scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    b_codes = on_grid(b_scaled, 3, 2.0**-6).to(tl.float8e4nv)  # [ROWS, COLUMNS]
+    codes_ptr = tensor(table_ptr, count + slot, tl.float8e4nv)
+    turned_ptr = tensor(table_ptr, 2 * count + slot, tl.float8e4nv)
+    tl.store(codes_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], b_codes, mask=live)
+    turned_at = c.to(tl.int64)[:, None] * rows + r[None, :]
+    tl.store(turned_ptr + turned_at, tl.trans(b_codes), mask=tl.trans(live))
+    if tl.program_id(0) == 0:
+        tl.store(tensor(table_ptr, 3 * count + slot, tl.float32), scale)

@@ -1,0 +1,54 @@
+"""Weights in FP8 for a step: the fused passes have the bits of the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from residua.ops._runtime.backend import backend
+from residua.ops.fp8_weights import encode_weights
+from residua.ops.low_precision.fp8 import E4M3
+from residua.ops.low_precision.product import EncodedWeight
+from tests.ops.harness import interpreter, on_gpu
+
+pytestmark = pytest.mark.slow
+
+
+def weights(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Several shapes, edges of tiles, values below the smallest normal number of E4M3, ties, and nothing but zeros."""
+    torch.manual_seed(0)
+    made = [torch.randn(96, 64), torch.randn(80, 144) * 1e-9, torch.randn(96, 64), torch.zeros(16, 32)]
+    made[0][:, :8] = torch.logspace(-9, 0, 768).view(96, 8)
+    made[2][:] = 448 * torch.arange(96 * 64).view(96, 64).remainder(512) / 512  # every fourth value is a tie
+    return [w.to(device, dtype) for w in made]
+
+
+def encoded(choice: str, masters: list[Tensor]) -> list[Tensor]:
+    into = [
+        EncodedWeight(*(w.new_empty(shape, dtype=E4M3) for shape in (w.shape, w.shape[::-1])), w.new_empty(()).float())
+        for w in masters
+    ]
+    with backend(choice):
+        encode_weights(masters, into)
+    return [tensor.float() for weight in into for tensor in weight if tensor is not None]
+
+
+def assert_same(masters: list[Tensor]) -> None:
+    for ours, exact in zip(encoded("triton", masters), encoded("reference", masters), strict=True):
+        torch.testing.assert_close(ours, exact, rtol=0, atol=0, equal_nan=True)
+
+
+@interpreter
+def test_interpreted_codes_transposes_and_scales_are_exact() -> None:
+    assert_same(weights())
+    codes, turned, scale = encoded("triton", weights())[:3]
+    assert torch.equal(codes.t(), turned) and scale == weights()[0].abs().max() / 448
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_codes_are_exact_and_nan_stays(dtype: torch.dtype) -> None:
+    masters = weights("cuda", dtype)
+    assert_same(masters)
+    masters[1][3, 5] = float("nan")
+    assert_same(masters)
+    assert encoded("triton", masters)[3].isnan().all()
