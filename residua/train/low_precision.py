@@ -32,15 +32,17 @@ from residua.ops.fp8_weights import encode_weights
 from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX
 from residua.ops.low_precision.nvfp4 import GROUP
 from residua.ops.low_precision.product import (
+    E5M2_MAX,
     EncodedWeight,
     Multiply,
-    Ranges,
+    Scales,
     encode,
     fp8_linear,
     largest_of,
     nvfp4_linear,
     on_hardware,
     round_nvfp4_blocks,
+    scale_of,
     simulated,
 )
 from residua.reading import counted
@@ -119,19 +121,18 @@ class Fp8Linear(LowLinear):
     """In FP8, with ranges from earlier steps."""
 
     def __init__(
-        self, projection: Projection, place: tuple[int, str], ranges: Ranges, multiply: Multiply, known: Known
+        self, projection: Projection, place: tuple[int, str], scales: Scales, multiply: Multiply, known: Known
     ) -> None:
         super().__init__(projection, place)
-        self.ranges, self.product, self.known = ranges, multiply, known
+        self.scales, self.product, self.known = scales, multiply, known
         self.encoded: EncodedWeight | None = None
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         encoded = self.encoded if self.known.weights else None
-        return fp8_linear(x, weight, self.ranges, self.product, delayed=self.known.ranges, encoded=encoded)
+        return fp8_linear(x, weight, self.scales, self.product, delayed=self.known.ranges, encoded=encoded)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        largest = torch.where(self.ranges.x > 0, self.ranges.x, largest_of(x))
-        low = encode(x, largest)
+        low = encode(x, self.scales.x if self.known.ranges else scale_of(largest_of(x)))
         return low.values.float() * low.scale, x.abs() > low.scale * E4M3_MAX
 
 
@@ -147,7 +148,7 @@ class Nvfp4Linear(LowLinear):
 
 @dataclass
 class Beyond:
-    """How many times the largest magnitude of the last step exceeded its range, by place; above 1 it was clamped."""
+    """A tensor that was clamped in the last step: how many times its largest magnitude exceeded its limit."""
 
     place: tuple[int, str]
     tensor: str
@@ -169,12 +170,13 @@ class LowPrecision:
             )
         chosen = self._choose(model)
         self.places = [place for place, _ in chosen]
-        zeros = [torch.zeros((), device=device) for _ in range(4 * len(chosen))]
-        self._ranges = [Ranges(*zeros[4 * i : 4 * i + 4]) for i in range(len(chosen))]
+        # tensors of their own: some are written to in a compiled graph, where parts of one tensor would count as one
+        self._scales = [Scales(*(torch.zeros((), device=device) for _ in Scales._fields)) for _ in chosen]
         self._history = torch.zeros(self.config.history, 2 * len(chosen), device=device)
         self._beyond = torch.zeros(2 * len(chosen), device=device)
+        self._limits = torch.full_like(self._beyond, torch.inf)
         self._known, self._whole = Known(), whole
-        products = [self._product(p, place, ranges) for (place, p), ranges in zip(chosen, self._ranges, strict=True)]
+        products = [self._product(p, place, scales) for (place, p), scales in zip(chosen, self._scales, strict=True)]
         self._products = [product for product in products if isinstance(product, Fp8Linear)]
         for (_, projection), product in zip(chosen, products, strict=True):
             projection.forward = product  # type: ignore[method-assign]
@@ -220,32 +222,35 @@ class LowPrecision:
             if min(projection.weight.shape) >= smallest and all(n % GROUP == 0 for n in projection.weight.shape)
         ]
 
-    def _product(self, projection: Projection, place: tuple[int, str], ranges: Ranges) -> LowLinear:
+    def _product(self, projection: Projection, place: tuple[int, str], scales: Scales) -> LowLinear:
         multiply = self.recipe.multiply
         if multiply is None:
             return Nvfp4Linear(projection, place)
-        return Fp8Linear(projection, place, ranges, multiply, self._known)
+        return Fp8Linear(projection, place, scales, multiply, self._known)
 
     @torch.no_grad()
     def end_step(self, largest_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Take the magnitudes of a step into the ranges of the next."""
         if not self._products:
             return
-        seen = [value for ranges in self._ranges for value in (ranges.seen_x, ranges.seen_g)]
+        seen = [value for scales in self._scales for value in (scales.seen_x, scales.seen_g)]
         now = largest_over_ranks(torch.stack(seen))
         now = torch.where(now.isfinite(), now, torch.zeros_like(now))  # a range that is NaN would stay it
-        before = [value for ranges in self._ranges for value in (ranges.x, ranges.g)]
-        known = torch.stack(before)
-        self._beyond = torch.where(known > 0, now / known, torch.zeros_like(now))
+        self._beyond = now / self._limits
         self._set(torch.cat([self._history[1:], now[None]]))
         self._known.ranges = True
         torch._foreach_zero_(seen)
 
     def _set(self, history: Tensor) -> None:
+        """Take a history, and scales from it; a tensor that was always zero gets some scale."""
         self._history = history
-        targets = [value for ranges in self._ranges for value in (ranges.x, ranges.g)]
-        if targets:
-            torch._foreach_copy_(targets, list(history.amax(0).unbind()))
+        if not self._scales:
+            return
+        x, g = history.amax(0).unflatten(0, (-1, 2)).unbind(1)
+        x, g = scale_of(torch.where(x > 0, x, E4M3_MAX)), scale_of(g, E5M2_MAX)
+        torch._foreach_copy_([scales.x for scales in self._scales], list(x.unbind()))
+        torch._foreach_copy_([scales.g for scales in self._scales], list(g.unbind()))
+        self._limits = torch.stack([x * E4M3_MAX, g * E5M2_MAX], 1).flatten()
 
     def beyond(self) -> list[Beyond]:
         """The tensors that exceeded their range in the last step. Waits for the device."""
@@ -269,8 +274,9 @@ class LowPrecision:
     def restart(self) -> None:
         """Begin another run."""
         self._set(torch.zeros_like(self._history))
+        self._limits.fill_(torch.inf)
         self._known.ranges = False
-        torch._foreach_zero_([value for ranges in self._ranges for value in ranges])
+        torch._foreach_zero_([value for scales in self._scales for value in (scales.seen_x, scales.seen_g)])
 
     def describe(self) -> str:
         """A line for the summary of a run."""
@@ -290,7 +296,8 @@ def build_low_precision(
 def multiplies(device: torch.device) -> bool:
     """Whether a device multiplies FP8 codes as the simulation does."""
     generator = torch.Generator().manual_seed(0)
-    a, b = (encode(torch.randn(32, 64, generator=generator).to(device), torch.tensor(4.0)) for _ in range(2))
+    matrices = [torch.randn(32, 64, generator=generator).to(device) for _ in range(2)]
+    a, b = (encode(matrix, matrix.new_tensor(2**-6)) for matrix in matrices)
     expected = simulated(a, b, torch.float32)
     try:
         result = on_hardware(a, b, torch.bfloat16).float()

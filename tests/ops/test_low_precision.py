@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,12 +12,13 @@ from residua.ops.low_precision.fp8 import E4M3
 from residua.ops.low_precision.product import (
     E5M2,
     Multiply,
-    Ranges,
+    Scales,
     encode_weight,
     fp8_linear,
     hadamard,
     nvfp4_linear,
     on_hardware,
+    scale_of,
     simulated,
 )
 
@@ -23,8 +26,8 @@ pytestmark = pytest.mark.slow
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 
-def new_ranges(x: float = 0.0, g: float = 0.0) -> Ranges:
-    return Ranges(torch.tensor(x), torch.tensor(g), torch.zeros(()), torch.zeros(()))
+def new_scales(x: float = 1.0, g: float = 2.0**-12) -> Scales:
+    return Scales(torch.tensor(x), torch.tensor(g), torch.zeros(()), torch.zeros(()))
 
 
 def operands(tokens: int = 24, inputs: int = 32, outputs: int = 48) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,33 +35,40 @@ def operands(tokens: int = 24, inputs: int = 32, outputs: int = 48) -> tuple[Ten
     return (x * torch.randn(tokens, inputs).exp()).requires_grad_(), w.requires_grad_(), g
 
 
-def in_fp8(x: Tensor, range_: float | None, dtype: torch.dtype, limit: float) -> Tensor:
-    """The rounded values in float64; the scale is a number of fp32, as everywhere."""
-    x32 = x.detach().float()
-    scale = (x32.abs().max() if range_ is None else torch.tensor(range_)) / limit
-    return (x32 / scale).clamp(-limit, limit).to(dtype).double() * scale.double()
+def in_fp8(x: Tensor, scale: float | None, dtype: torch.dtype, limit: float) -> Tensor:
+    """The rounded values in float64; without a scale, under the least power of two that suffices."""
+    x = x.detach().double()
+    scale = 2.0 ** math.ceil(math.log2(x.abs().max().item() / limit)) if scale is None else scale
+    return (x / scale).clamp(-limit, limit).to(dtype).double() * scale
 
 
 @pytest.mark.parametrize("multiply", [simulated, on_hardware], ids=["simulated", "hardware"])
-@pytest.mark.parametrize("ranges", [(None, None), (3.0, 0.5)], ids=["own ranges", "delayed, some beyond"])
-def test_fp8_product_and_gradients_equal_float64(multiply: Multiply, ranges: tuple[float | None, float | None]) -> None:
+@pytest.mark.parametrize("scales", [(None, None), (2**-7, 2**-15)], ids=["own ranges", "delayed, some beyond"])
+def test_fp8_product_and_gradients_equal_float64(multiply: Multiply, scales: tuple[float | None, float | None]) -> None:
     x, w, g = operands()
-    y = fp8_linear(x, w, new_ranges(*(r or 0.0 for r in ranges)), multiply, delayed=ranges[0] is not None)
+    y = fp8_linear(x, w, new_scales(*(s or 1.0 for s in scales)), multiply, delayed=scales[0] is not None)
     y.backward(g)
-    low_x, low_w = in_fp8(x, ranges[0], E4M3, 448), in_fp8(w, None, E4M3, 448)
-    low_g = in_fp8(g, ranges[1], E5M2, 57_344)
+    low_x, low_w = in_fp8(x, scales[0], E4M3, 448), in_fp8(w, None, E4M3, 448)
+    low_g = in_fp8(g, scales[1], E5M2, 57_344)
     torch.testing.assert_close(y.double(), low_x @ low_w.T, rtol=1e-5, atol=1e-5)
     assert x.grad is not None and w.grad is not None
     torch.testing.assert_close(x.grad.double(), low_g @ low_w, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(w.grad.double(), g.double().T @ x.detach().double(), rtol=1e-5, atol=1e-5)
 
 
+def test_fp8_scale_is_the_least_power_of_two_that_suffices() -> None:
+    largest = torch.tensor([448.0, 448.1, 3.0, 2.0**-120, 0.0, float("inf"), float("nan")])
+    expected = torch.tensor([1.0, 2.0, 2.0**-7, 2.0**-128, 2.0**-23, float("inf"), float("nan")])
+    expected[3] = 2.0**-126  # the smallest normal number
+    torch.testing.assert_close(scale_of(largest), expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_fp8_weight_encoded_before_gives_the_same_bits() -> None:
     x, w, g = operands()
     new = encode_weight(w)
     for encoded in (new, new._replace(turned=new.codes.t().contiguous())):
-        ours = fp8_linear(x, w, new_ranges(3.0, 0.5), encoded=encoded)
-        exact = fp8_linear(x, w, new_ranges(3.0, 0.5))
+        ours = fp8_linear(x, w, new_scales(), encoded=encoded)
+        exact = fp8_linear(x, w, new_scales())
         assert torch.equal(ours, exact)
         pairs = zip(torch.autograd.grad(ours, (x, w), g), torch.autograd.grad(exact, (x, w), g), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
@@ -67,44 +77,44 @@ def test_fp8_weight_encoded_before_gives_the_same_bits() -> None:
 def test_fp8_delayed_range_does_not_wait_for_the_tensor() -> None:
     """So that the compiler can round and measure in one pass over memory."""
     x, w, _ = operands()
-    ranges = new_ranges(3.0, 1.0)
+    scales = new_scales()
     with torch.no_grad():
-        whole = fp8_linear(x, w, ranges)
+        whole = fp8_linear(x, w, scales)
         x[5] *= 1e4
-        outlier = fp8_linear(x, w, ranges)
+        outlier = fp8_linear(x, w, scales)
     assert torch.equal(whole[:5], outlier[:5]) and not torch.equal(whole[5], outlier[5])
 
 
 def test_fp8_notes_magnitudes_only_while_it_learns() -> None:
     x, w, g = operands()
-    ranges = new_ranges()
+    scales = new_scales()
     with torch.no_grad():
-        fp8_linear(x, w, ranges)
-    assert ranges.seen_x == 0
-    fp8_linear(x, w, ranges).backward(g)
-    fp8_linear(x.detach() / 2, w, ranges).backward(g / 2)
-    assert ranges.seen_x == x.detach().abs().max() and ranges.seen_g == g.abs().max()
+        fp8_linear(x, w, scales)
+    assert scales.seen_x == 0
+    fp8_linear(x, w, scales).backward(g)
+    fp8_linear(x.detach() / 2, w, scales).backward(g / 2)
+    assert scales.seen_x == x.detach().abs().max() and scales.seen_g == g.abs().max()
 
 
 def test_fp8_outlier_beyond_its_range_is_clamped() -> None:
     x, w, g = operands()
     with torch.no_grad():
         x[3, 5] = 1e6
-    y = fp8_linear(x, w, new_ranges(x=4.0))
+    y = fp8_linear(x, w, new_scales(x=2**-6))
     assert y.isfinite().all()
     torch.testing.assert_close(
-        y.double(), in_fp8(x, 4.0, E4M3, 448) @ in_fp8(w, None, E4M3, 448).T, rtol=1e-5, atol=1e-4
+        y.double(), in_fp8(x, 2**-6, E4M3, 448) @ in_fp8(w, None, E4M3, 448).T, rtol=1e-5, atol=1e-4
     )
     g[2, 3] = 1e9
-    (dx,) = torch.autograd.grad(fp8_linear(x, w, new_ranges(g=0.5)), x, g)
+    (dx,) = torch.autograd.grad(fp8_linear(x, w, new_scales(g=2**-16)), x, g)
     assert dx.isfinite().all()
 
 
 def test_fp8_product_takes_empty_and_leading_axes() -> None:
     x, w, _ = operands()
-    assert fp8_linear(x[:0], w, new_ranges()).shape == (0, 48)
-    both = fp8_linear(x.view(2, 3, 4, 32), w, new_ranges())
-    torch.testing.assert_close(both.flatten(0, 2), fp8_linear(x, w, new_ranges()), rtol=0, atol=0)
+    assert fp8_linear(x[:0], w, new_scales()).shape == (0, 48)
+    both = fp8_linear(x.view(2, 3, 4, 32), w, new_scales())
+    torch.testing.assert_close(both.flatten(0, 2), fp8_linear(x, w, new_scales()), rtol=0, atol=0)
 
 
 def in_nvfp4(x: Tensor, height: int, noise: Tensor | None = None) -> Tensor:
@@ -175,14 +185,14 @@ def test_hadamard_matrix_is_orthogonal_with_signs() -> None:
 @pytest.mark.parametrize("kind", ["fp8", pytest.param("nvfp4", marks=pytest.mark.nightly)])
 def test_product_in_low_precision_is_one_graph(kind: str) -> None:
     x, w, g = operands()
-    ranges = new_ranges(2.0, 1.0)
+    scales = new_scales()
 
     def product(x: Tensor, w: Tensor) -> Tensor:
-        return fp8_linear(x, w, ranges) if kind == "fp8" else nvfp4_linear(x, w)
+        return fp8_linear(x, w, scales) if kind == "fp8" else nvfp4_linear(x, w)
 
     expected = product(x, w)
     actual = torch.compile(product, backend="aot_eager", fullgraph=True)(x, w)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     actual.backward(g)
     if kind == "fp8":
-        assert ranges.seen_g == g.abs().max()
+        assert scales.seen_g == g.abs().max()

@@ -62,13 +62,14 @@ def test_default_of_fp8_leaves_small_models_alone_and_says_so(lab: Lab) -> None:
 def test_ranges_are_the_largest_of_the_last_steps(config: RunConfig, precision: str) -> None:
     config = config.override([*WIDE, f"train.precision={precision}", "train.low_precision.history=2"])
     low = LowPrecision(build(config.model), config.train, CPU)
-    ranges = low._ranges[0]
+    scales = low._scales[0]
     seen = []
     for largest in (4.0, 2.0, 1.0):
-        ranges.seen_x.fill_(largest)
+        scales.seen_x.fill_(largest * 448)
+        scales.seen_g.fill_(largest * 57_344)
         low.end_step(lambda values: values)
-        seen.append(ranges.x.item())
-    assert seen == [4.0, 4.0, 2.0] and ranges.seen_x == 0
+        seen.append((scales.x.item(), scales.g.item()))
+    assert seen == [(4.0, 4.0), (4.0, 4.0), (2.0, 2.0)] and scales.seen_x == 0
 
 
 def test_outlier_beyond_its_range_is_reported_then_fits(config: RunConfig) -> None:
@@ -116,7 +117,7 @@ def test_weights_are_rounded_once_per_step_and_never_stale(config: RunConfig, mo
     assert step.low_precision is not None and calls == [len(step.low_precision.places)] * 2
     product = step.model.sublayers[1].body.out.forward  # type: ignore[union-attr, operator]
     x, weight = torch.randn(8, 48), product.projection.weight
-    expected = fp8_linear(x, weight, product.ranges)
+    expected = fp8_linear(x, weight, product.scales)
     assert torch.equal(product(x), expected)  # of the weights after the update
     with step.low_precision.encoded_weights():
         assert torch.equal(product(x), expected)
@@ -125,10 +126,11 @@ def test_weights_are_rounded_once_per_step_and_never_stale(config: RunConfig, mo
 
 def test_range_ignores_what_is_not_finite(config: RunConfig) -> None:
     low = LowPrecision(build(config.model), config.override([*WIDE, FP8]).train, CPU)
-    low._ranges[0].seen_x.fill_(float("inf"))
-    low._ranges[1].seen_x.fill_(2.0)
+    low._scales[0].seen_x.fill_(float("inf"))
+    low._scales[1].seen_x.fill_(2.0)
     low.end_step(lambda values: values)
-    assert (low._ranges[0].x, low._ranges[1].x) == (0.0, 2.0)
+    assert low.state()[-1][:4] == [0.0, 0.0, 2.0, 0.0]
+    assert (low._scales[0].x, low._scales[1].x) == (1.0, 2.0**-7)  # some scale, until a magnitude is known
 
 
 @pytest.mark.parametrize("precision", [FP8, pytest.param(NVFP4, marks=pytest.mark.nightly)])

@@ -43,10 +43,12 @@ def encode_kernel(
     c = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
     live = (r < rows)[:, None] & (c < columns)[None, :]
     b_w = tl.load(tensor(table_ptr, slot, W) + r.to(tl.int64)[:, None] * columns + c[None, :], mask=live, other=0.0)
-    # s = max|W| / 448, code = E4M3(clamp(W / s, ±448)); NaN stays
-    scale = tl.div_rn(tl.load(bits_ptr + slot).to(tl.float32, bitcast=True), LIMIT)
-    scale = tl.where(scale == 0, EMPTY, scale)
-    b_scaled = tl.clamp(tl.div_rn(b_w.to(tl.float32), scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    # s = 2^⌈log₂(max|W| / 448)⌉, code = E4M3(clamp(W / s, ±448)); NaN stays
+    share = tl.div_rn(tl.load(bits_ptr + slot).to(tl.float32, bitcast=True), LIMIT)
+    bits = share.to(tl.int32, bitcast=True)
+    above = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(bits >= 0x7F800000, share, tl.where(above == 0, EMPTY, above))
+    b_scaled = tl.clamp(b_w.to(tl.float32) * (1 / scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     b_codes = on_grid(b_scaled, 3, 2.0**-6).to(tl.float8e4nv)  # [ROWS, COLUMNS]
     codes_ptr = tensor(table_ptr, count + slot, tl.float8e4nv)
     turned_ptr = tensor(table_ptr, 2 * count + slot, tl.float8e4nv)

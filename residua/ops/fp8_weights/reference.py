@@ -10,7 +10,7 @@ from residua.ops.low_precision.product import EncodedWeight, encode_weight
 
 
 def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> None:
-    """Write each weight [N, K] in FP8, its transpose, and the scale s = max|W| / 448, as `encode_weight` rounds it."""
+    """Write each weight [N, K] in FP8, its transpose, and its scale, as `encode_weight` does."""
     for weight, (codes, turned, scale) in zip(weights, into, strict=True):
         new = encode_weight(weight)
         codes.copy_(new.codes)

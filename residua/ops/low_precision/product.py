@@ -5,10 +5,11 @@ Q rounds to a number format. The gradients are those of the rounded products, as
 **FP8**, one scale per tensor; the weight gradient stays in high precision:
 
     y = Q(x) Q(W)ᵀ        dx = Q'(g) Q(W)        dW = gᵀ x
-    Q(x) = s E4M3(clamp(x / s, ±448)),   s = r / 448;   Q' is the same with E5M2 and 57,344
+    Q(x) = s E4M3(clamp(x / s, ±448)),   s = 2^⌈log₂(r / 448)⌉;   Q' is the same with E5M2 and 57,344
 
-r is the largest magnitude expected of the tensor (`Ranges`), so that Q reads it once. W has its own, and is rounded
-once per step (`EncodedWeight`). A clamped value is finite; a cast to E5M2 alone would give infinity.
+r is the largest magnitude expected of the tensor, so that Q knows s (`Scales`) and reads it once; W has its own, and is
+rounded once per step (`EncodedWeight`). A power of two rounds nothing itself. A clamped value is finite; a cast to E5M2
+alone would give infinity.
 
 **NVFP4**, the recipe of arXiv 2509.25149; all three products are rounded:
 
@@ -59,8 +60,8 @@ class EncodedWeight(NamedTuple):
     scale: Tensor
 
 
-class Ranges(NamedTuple):
-    """Scalars of one product: the range expected of x and of g, 0 if not known, and the largest magnitude seen."""
+class Scales(NamedTuple):
+    """Scalars of one product: the scales of x and of g, and the largest magnitudes seen of both."""
 
     x: Tensor
     g: Tensor
@@ -68,11 +69,16 @@ class Ranges(NamedTuple):
     seen_g: Tensor
 
 
-def encode(x: Tensor, largest: Tensor, dtype: torch.dtype = E4M3, limit: float = E4M3_MAX) -> Codes:
-    """x in FP8 under the scale for values of at most `largest`; larger ones are clamped."""
-    scale = largest.float() / limit
-    scale = torch.where(scale == 0, EMPTY_SCALE, scale)
-    return Codes((x.float() / scale).clamp(-limit, limit).to(dtype), scale)
+def scale_of(largest: Tensor, limit: float = E4M3_MAX) -> Tensor:
+    """The least power of two by which `largest` is divided to at most `limit`; not finite if `largest` is not."""
+    share = largest.float() / limit
+    above = ((share.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # what is past its exponent carries
+    return torch.where(share.isfinite(), torch.where(above == 0, EMPTY_SCALE, above), share)
+
+
+def encode(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3, limit: float = E4M3_MAX) -> Codes:
+    """x in FP8 under a scale; larger values than it admits are clamped."""
+    return Codes((x.float() * scale.reciprocal()).clamp(-limit, limit).to(dtype), scale)
 
 
 def simulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
@@ -95,14 +101,14 @@ def largest_of(x: Tensor) -> Tensor:
 
 def encode_weight(weight: Tensor) -> EncodedWeight:
     """A weight [N, K] under the scale of its own values."""
-    codes, scale = encode(weight.detach(), largest_of(weight))
+    codes, scale = encode(weight.detach(), scale_of(largest_of(weight)))
     return EncodedWeight(codes, None, scale)
 
 
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
-    ranges: Ranges,
+    scales: Scales,
     multiply: Multiply = simulated,
     *,
     delayed: bool = True,
@@ -115,33 +121,33 @@ def fp8_linear(
     """
     largest = largest_of(x)
     if torch.is_grad_enabled():
-        ranges.seen_x.copy_(torch.maximum(ranges.seen_x, largest))
-    range_x = torch.where(ranges.x > 0, ranges.x, E4M3_MAX) if delayed else largest
+        scales.seen_x.copy_(torch.maximum(scales.seen_x, largest))
+    scale_x = scales.x if delayed else scale_of(largest)
     encoded = encode_weight(weight) if encoded is None else encoded
-    y: Tensor = _Fp8.apply(x, weight, *encoded, range_x, ranges.g, ranges.seen_g, multiply, delayed)
+    y: Tensor = _Fp8.apply(x, weight, *encoded, scale_x, scales.g, scales.seen_g, multiply, delayed)
     return y
 
 
 class _Fp8(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, turned: Tensor | None, scale: Tensor, range_x: Tensor,
-        range_g: Tensor, seen_g: Tensor, multiply: Multiply, delayed: bool,
+        ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, turned: Tensor | None, scale: Tensor, scale_x: Tensor,
+        scale_g: Tensor, seen_g: Tensor, multiply: Multiply, delayed: bool,
     ) -> Tensor:  # fmt: skip
         dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
-        y = multiply(encode(rows, range_x), Codes(codes, scale), dtype)
-        ctx.save_for_backward(rows.to(dtype), codes if turned is None else turned, scale, range_g, seen_g)
+        y = multiply(encode(rows, scale_x), Codes(codes, scale), dtype)
+        ctx.save_for_backward(rows.to(dtype), codes if turned is None else turned, scale, scale_g, seen_g)
         ctx.multiply, ctx.delayed, ctx.is_turned = multiply, delayed, turned is not None
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, codes, scale, range_g, seen_g = ctx.saved_tensors
+        x, codes, scale, scale_g, seen_g = ctx.saved_tensors
         g, (x_dtype, w_dtype) = dy.flatten(end_dim=-2), ctx.dtypes
         largest = largest_of(g)
         seen_g.copy_(torch.maximum(seen_g, largest))
-        low = encode(g, range_g if ctx.delayed else largest, E5M2, E5M2_MAX)
+        low = encode(g, scale_g if ctx.delayed else scale_of(largest, E5M2_MAX), E5M2, E5M2_MAX)
         turned = Codes(codes if ctx.is_turned else codes.t().contiguous(), scale)
         dx = ctx.multiply(low, turned, g.dtype).view(ctx.shape).to(x_dtype)
         return dx, (g.t() @ x).to(w_dtype), *[None] * 8
