@@ -168,7 +168,7 @@ class LowPrecision:
                 f"train.precision = 'fp8' needs a device that multiplies FP8, and {device} with PyTorch "
                 f"{torch.__version__} does not: use train.precision = 'fp8_emulated', or 'bfloat16'."
             )
-        chosen = self._choose(model)
+        chosen = chosen_products(model, config)
         self.places = [place for place, _ in chosen]
         # tensors of their own: some are written to in a compiled graph, where parts of one tensor would count as one
         self._scales = [Scales(*(torch.zeros((), device=device) for _ in Scales._fields)) for _ in chosen]
@@ -207,20 +207,6 @@ class LowPrecision:
                 codes = dense_like(master, E4M3)
                 product.encoded = EncodedWeight(codes, dense_like(codes.t()), master.new_empty(()))
         encode_weights(masters, [product.encoded for product in self._products if product.encoded is not None])
-
-    def _choose(self, model: Decoder) -> list[tuple[tuple[int, str], Projection]]:
-        """The projections to change, each with its place."""
-        smallest = self.config.smallest or self.recipe.smallest
-        share = self.recipe.spared if self.config.spared is None else self.config.spared
-        until = len(model.sublayers) - 2 * math.ceil(share * len(model.sublayers) / 2)
-        wanted = ("attention", "feed-forward") if self.config.sublayers == "all" else (self.config.sublayers,)
-        return [
-            ((k, name.replace(".", "_")), projection)
-            for k, sublayer in enumerate(model.sublayers[:until])
-            if cast("Body", sublayer.body).role in wanted
-            for name, projection in _projections(sublayer)
-            if min(projection.weight.shape) >= smallest and all(n % GROUP == 0 for n in projection.weight.shape)
-        ]
 
     def _product(self, projection: Projection, place: tuple[int, str], scales: Scales) -> LowLinear:
         multiply = self.recipe.multiply
@@ -284,6 +270,22 @@ class LowPrecision:
         if not self.places:
             return f"no product in {self.recipe.words}: no matrix has {smallest:,} rows and columns"
         return f"{counted(len(self.places), 'product')} in {self.recipe.words}"
+
+
+def chosen_products(model: Decoder, config: TrainConfig) -> list[tuple[tuple[int, str], Projection]]:
+    """The projections that multiply in low precision, each with its place."""
+    recipe, chosen = RECIPES[config.precision], config.low_precision
+    smallest = chosen.smallest or recipe.smallest
+    share = recipe.spared if chosen.spared is None else chosen.spared
+    until = len(model.sublayers) - 2 * math.ceil(share * len(model.sublayers) / 2)
+    wanted = ("attention", "feed-forward") if chosen.sublayers == "all" else (chosen.sublayers,)
+    return [
+        ((k, name.replace(".", "_")), projection)
+        for k, sublayer in enumerate(model.sublayers[:until])
+        if cast("Body", sublayer.body).role in wanted
+        for name, projection in _projections(sublayer)
+        if min(projection.weight.shape) >= smallest and all(n % GROUP == 0 for n in projection.weight.shape)
+    ]
 
 
 def build_low_precision(
