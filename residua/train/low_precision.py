@@ -24,25 +24,24 @@ from torch import Tensor, nn
 from residua.config.run import TrainConfig
 from residua.errors import UserError
 from residua.model.body import Body
+from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder
+from residua.model.ffn import SquaredReluFFN, relu2
 from residua.model.projection import STEERING, Projection
 from residua.model.taps import tap
 from residua.ops._runtime.launch import dense_like
-from residua.ops.fp8_weights import encode_weights
+from residua.ops.fp8_codes import encode_weights
+from residua.ops.low_precision.codes import E5M2_MAX, EncodedWeight, Scales, encode, largest_of, scale_of
 from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX
 from residua.ops.low_precision.nvfp4 import GROUP
 from residua.ops.low_precision.product import (
-    E5M2_MAX,
-    EncodedWeight,
     Multiply,
-    Scales,
-    encode,
+    Operand,
     fp8_linear,
-    largest_of,
+    fp8_squared_relu,
     nvfp4_linear,
     on_hardware,
     round_nvfp4_blocks,
-    scale_of,
     simulated,
 )
 from residua.reading import counted
@@ -131,9 +130,31 @@ class Fp8Linear(LowLinear):
         encoded = self.encoded if self.known.weights else None
         return fp8_linear(x, weight, self.scales, self.product, delayed=self.known.ranges, encoded=encoded)
 
+    def operand(self) -> Operand | None:
+        """The weight with its codes and scales, if they are known."""
+        if self.encoded is None or not (self.known.weights and self.known.ranges):
+            return None
+        return Operand(self.projection.weight, self.encoded, self.scales)
+
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low = encode(x, self.scales.x if self.known.ranges else scale_of(largest_of(x)))
         return low.values.float() * low.scale, x.abs() > low.scale * E4M3_MAX
+
+
+class Fp8SquaredRelu:
+    """Stands in for the `forward` of a feed-forward with relu(·)² whose maps are both in FP8: see `fp8_squared_relu`.
+
+    Where ranges or codes of the weights are not known, the maps run one by one.
+    """
+
+    def __init__(self, body: SquaredReluFFN, up: Fp8Linear, out: Fp8Linear) -> None:
+        self.body, self.up, self.out = body, up, out
+
+    def __call__(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
+        up, out = self.up.operand(), self.out.operand()
+        if up is None or out is None:
+            return SquaredReluFFN.forward(self.body, x, anchors, context)
+        return fp8_squared_relu(x, up, out, self.up.product), anchors
 
 
 class Nvfp4Linear(LowLinear):
@@ -180,6 +201,12 @@ class LowPrecision:
         self._products = [product for product in products if isinstance(product, Fp8Linear)]
         for (_, projection), product in zip(chosen, products, strict=True):
             projection.forward = product  # type: ignore[method-assign]
+        for sublayer in model.sublayers:
+            body = sublayer.body
+            if isinstance(body, SquaredReluFFN) and body.act is relu2:
+                up, out = body.up.forward, body.out.forward
+                if isinstance(up, Fp8Linear) and isinstance(out, Fp8Linear) and not body.up.has_bias:
+                    body.forward = Fp8SquaredRelu(body, up, out)  # type: ignore[method-assign]
 
     @property
     def knows_ranges(self) -> bool:

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from residua.ops.low_precision.codes import E5M2, EncodedWeight, Scales, encode_weight, scale_of
 from residua.ops.low_precision.fp8 import E4M3
 from residua.ops.low_precision.product import (
-    E5M2,
     Multiply,
-    Scales,
-    encode_weight,
+    Operand,
     fp8_linear,
+    fp8_squared_relu,
     hadamard,
     nvfp4_linear,
     on_hardware,
-    scale_of,
     simulated,
 )
+from tests.ops.harness import assert_close, on_gpu
 
 pytestmark = pytest.mark.slow
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
@@ -66,12 +66,55 @@ def test_fp8_scale_is_the_least_power_of_two_that_suffices() -> None:
 def test_fp8_weight_encoded_before_gives_the_same_bits() -> None:
     x, w, g = operands()
     new = encode_weight(w)
-    for encoded in (new, new._replace(turned=new.codes.t().contiguous())):
+    for encoded in (new, with_transpose(w)):
         ours = fp8_linear(x, w, new_scales(), encoded=encoded)
         exact = fp8_linear(x, w, new_scales())
         assert torch.equal(ours, exact)
         pairs = zip(torch.autograd.grad(ours, (x, w), g), torch.autograd.grad(exact, (x, w), g), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_fp8_squared_relu_has_the_numbers_of_two_products() -> None:
+    x, w_in, _ = operands()
+    w_out, g = torch.randn(16, 48).requires_grad_(), torch.randn(24, 16)
+    results = []
+    for fused in (True, False):
+        entry, out = (Operand(w, with_transpose(w), new_scales(x=s)) for w, s in ((w_in, 2**-7), (w_out, 2**-4)))
+        if fused:
+            y = fp8_squared_relu(x, entry, out)
+        else:
+            h = fp8_linear(x, w_in, entry.scales, encoded=entry.encoded)
+            y = fp8_linear(h.relu().square(), w_out, out.scales, encoded=out.encoded)
+        results.append([y, *torch.autograd.grad(y, (x, w_in, w_out), g), *entry.scales, *out.scales])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(operand.scales.seen_x > 0 and operand.scales.seen_g > 0 for operand in (entry, out))
+
+
+@on_gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_on_a_gpu_fp8_products_are_near_float64(compiled: bool) -> None:
+    torch.manual_seed(0)
+    x, w_in, w_out, g = (
+        torch.randn(shape, device="cuda") for shape in ((2048, 256), (512, 256), (128, 512), (2048, 128))
+    )
+    results = []
+    for multiply in (on_hardware, simulated):
+        leaves = [t.bfloat16().requires_grad_() for t in (x, w_in / 16, w_out / 16)]
+        scales = [Scales(*(t.cuda() for t in new_scales(2**-6, 2**-13))) for _ in range(2)]
+        entry, out = (Operand(w, with_transpose(w), s) for w, s in zip(leaves[1:], scales, strict=True))
+
+        def product(x: Tensor, entry: Operand = entry, out: Operand = out, multiply: Multiply = multiply) -> Tensor:
+            y = fp8_squared_relu(x, entry, out, multiply)
+            return y + fp8_linear(x, entry.weight, entry.scales, multiply, encoded=entry.encoded)[:, :128]
+
+        y = (torch.compile(product, fullgraph=True) if compiled else product)(leaves[0])
+        results.append([y, *torch.autograd.grad(y, leaves, g.bfloat16()), *entry.scales, *out.scales])
+    assert_close(results[0], results[1], 1e-2)
+
+
+def with_transpose(weight: Tensor) -> EncodedWeight:
+    new = encode_weight(weight)
+    return new._replace(turned=new.codes.t().contiguous())
 
 
 def test_fp8_delayed_range_does_not_wait_for_the_tensor() -> None:
@@ -195,4 +238,5 @@ def test_product_in_low_precision_is_one_graph(kind: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     actual.backward(g)
     if kind == "fp8":
+        assert scales.seen_x == x.detach().abs().max()
         assert scales.seen_g == g.abs().max()

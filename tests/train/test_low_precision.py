@@ -11,7 +11,8 @@ from residua.config.model import ModelConfig
 from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.decoder import build
-from residua.ops.fp8_weights import encode_weights
+from residua.ops.fp8_codes import encode_weights
+from residua.ops.low_precision import product
 from residua.ops.low_precision.product import fp8_linear
 from residua.storage.run import read_metrics
 from residua.train import low_precision
@@ -115,13 +116,36 @@ def test_weights_are_rounded_once_per_step_and_never_stale(config: RunConfig, mo
     for _ in range(2):
         step(random_batches(config))
     assert step.low_precision is not None and calls == [len(step.low_precision.places)] * 2
-    product = step.model.sublayers[1].body.out.forward  # type: ignore[union-attr, operator]
-    x, weight = torch.randn(8, 48), product.projection.weight
-    expected = fp8_linear(x, weight, product.scales)
-    assert torch.equal(product(x), expected)  # of the weights after the update
+    out = step.model.sublayers[1].body.out.forward  # type: ignore[union-attr, operator]
+    x, weight = torch.randn(8, 48), out.projection.weight
+    expected = fp8_linear(x, weight, out.scales)
+    assert torch.equal(out(x), expected)  # of the weights after the update
     with step.low_precision.encoded_weights():
-        assert torch.equal(product(x), expected)
+        assert torch.equal(out(x), expected)
     assert len(calls) == 3
+
+
+def test_relu2_feed_forward_is_one_operator_of_the_same_numbers(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config.override([*WIDE, FP8, "model.ffn.kind=relu2"])
+    weights, calls = [], []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = build(config.model)
+        step = build_step(model, config.train, CPU)
+        if fused:
+            monkeypatch.setattr(
+                low_precision, "fp8_squared_relu", lambda *a: calls.append(1) or product.fp8_squared_relu(*a)
+            )
+        else:
+            for sublayer in model.sublayers:
+                vars(sublayer.body).pop("forward", None)
+        for _ in range(3):
+            step(random_batches(config))
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert len(calls) == 3 * config.model.layers * config.train.accumulate
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
 def test_range_ignores_what_is_not_finite(config: RunConfig) -> None:

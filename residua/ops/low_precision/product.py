@@ -32,53 +32,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from residua.ops._runtime.numeric import no_autocast, working_dtype
-from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, EMPTY_SCALE
+from residua.ops.fp8_codes import encode_slopes, encode_squares, encode_values
+from residua.ops.low_precision.codes import E5M2_MAX, Codes, EncodedWeight, Scales, encode_weight, largest_of, scale_of
+from residua.ops.low_precision.fp8 import E4M3
 from residua.ops.low_precision.nvfp4 import GROUP, encode_nvfp4
 
-E5M2 = torch.float8_e5m2
-E5M2_MAX = 57_344.0
 SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
 """Of the rows of the Hadamard matrix; drawn once and the same everywhere, as in the paper."""
 
 
-class Codes(NamedTuple):
-    """x ≈ values · scale, with `values` in FP8 and a `scale` in fp32."""
-
-    values: Tensor
-    scale: Tensor
-
-
 Multiply = Callable[[Codes, Codes, torch.dtype], Tensor]
 """a [M, K], b [N, K] → a bᵀ [M, N] in a dtype."""
-
-
-class EncodedWeight(NamedTuple):
-    """W ≈ codes · scale: codes [N, K], and `turned` [K, N], their transpose, for dx; None if it is made there."""
-
-    codes: Tensor
-    turned: Tensor | None
-    scale: Tensor
-
-
-class Scales(NamedTuple):
-    """Scalars of one product: the scales of x and of g, and the largest magnitudes seen of both."""
-
-    x: Tensor
-    g: Tensor
-    seen_x: Tensor
-    seen_g: Tensor
-
-
-def scale_of(largest: Tensor, limit: float = E4M3_MAX) -> Tensor:
-    """The least power of two by which `largest` is divided to at most `limit`; not finite if `largest` is not."""
-    share = largest.float() / limit
-    above = ((share.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # what is past its exponent carries
-    return torch.where(share.isfinite(), torch.where(above == 0, EMPTY_SCALE, above), share)
-
-
-def encode(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3, limit: float = E4M3_MAX) -> Codes:
-    """x in FP8 under a scale; larger values than it admits are clamped."""
-    return Codes((x.float() * scale.reciprocal()).clamp(-limit, limit).to(dtype), scale)
 
 
 def simulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
@@ -89,20 +53,10 @@ def simulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
 
 def on_hardware(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
     """The product of FP8 codes on matrix units; needs K and N to be multiples of 16."""
+    quick = a.values.dtype is E4M3  # partial sums of gradients are added in float32
     return torch._scaled_mm(
-        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=True
+        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=quick
     )
-
-
-def largest_of(x: Tensor) -> Tensor:
-    """max|x| in fp32, 0 of no values."""
-    return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-
-
-def encode_weight(weight: Tensor) -> EncodedWeight:
-    """A weight [N, K] under the scale of its own values."""
-    codes, scale = encode(weight.detach(), scale_of(largest_of(weight)))
-    return EncodedWeight(codes, None, scale)
 
 
 def fp8_linear(
@@ -119,13 +73,17 @@ def fp8_linear(
     If not `delayed`, x and g are rounded in their own ranges, which takes a pass over them to find. `encoded` is the
     weight's, if it is known.
     """
-    largest = largest_of(x)
-    if torch.is_grad_enabled():
-        scales.seen_x.copy_(torch.maximum(scales.seen_x, largest))
-    scale_x = scales.x if delayed else scale_of(largest)
     encoded = encode_weight(weight) if encoded is None else encoded
-    y: Tensor = _Fp8.apply(x, weight, *encoded, scale_x, scales.g, scales.seen_g, multiply, delayed)
-    return y
+    scale_x = scales.x if delayed else scale_of(largest_of(x))
+    y, largest = _Fp8.apply(x, weight, *encoded, scale_x, scales.g, scales.seen_g, multiply, delayed)
+    _note(largest, scales.seen_x)
+    result: Tensor = y
+    return result
+
+
+def _note(largest: Tensor, seen: Tensor) -> None:
+    if torch.is_grad_enabled():
+        seen.copy_(torch.maximum(seen, largest))
 
 
 class _Fp8(torch.autograd.Function):
@@ -133,24 +91,81 @@ class _Fp8(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, codes: Tensor, turned: Tensor | None, scale: Tensor, scale_x: Tensor,
         scale_g: Tensor, seen_g: Tensor, multiply: Multiply, delayed: bool,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
-        y = multiply(encode(rows, scale_x), Codes(codes, scale), dtype)
+        low, largest = encode_values(rows, scale_x)
+        y = multiply(Codes(low, scale_x), Codes(codes, scale), dtype)
         ctx.save_for_backward(rows.to(dtype), codes if turned is None else turned, scale, scale_g, seen_g)
         ctx.multiply, ctx.delayed, ctx.is_turned = multiply, delayed, turned is not None
         ctx.shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        ctx.mark_non_differentiable(largest)
+        return y.view(*x.shape[:-1], weight.shape[0]), largest
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x, codes, scale, scale_g, seen_g = ctx.saved_tensors
         g, (x_dtype, w_dtype) = dy.flatten(end_dim=-2), ctx.dtypes
-        largest = largest_of(g)
+        scale_g = scale_g if ctx.delayed else scale_of(largest_of(g), E5M2_MAX)
+        low, largest = encode_values(g, scale_g, gradient=True)
         seen_g.copy_(torch.maximum(seen_g, largest))
-        low = encode(g, scale_g if ctx.delayed else scale_of(largest, E5M2_MAX), E5M2, E5M2_MAX)
         turned = Codes(codes if ctx.is_turned else codes.t().contiguous(), scale)
-        dx = ctx.multiply(low, turned, g.dtype).view(ctx.shape).to(x_dtype)
+        dx = ctx.multiply(Codes(low, scale_g), turned, g.dtype).view(ctx.shape).to(x_dtype)
         return dx, (g.t() @ x).to(w_dtype), *[None] * 8
+
+
+class Operand(NamedTuple):
+    """A weight of a product in FP8: as gradients flow to it, its codes, and the product's scales."""
+
+    weight: Tensor
+    encoded: EncodedWeight
+    scales: Scales
+
+
+def fp8_squared_relu(x: Tensor, entry: Operand, out: Operand, multiply: Multiply = simulated) -> Tensor:
+    """y = W_out a, a = relu(W_in x)², of which a and its gradient are rounded as they are made: x [..., C].
+
+    The numbers are those of two `fp8_linear` with delayed ranges and weights that are known.
+    """
+    y, *largest = _Fp8SquaredRelu.apply(
+        x, entry.weight, *entry.encoded, *entry.scales, out.weight, *out.encoded, *out.scales, multiply
+    )
+    for each, operand in zip(largest, (entry, out), strict=True):
+        _note(each, operand.scales.seen_x)
+    result: Tensor = y
+    return result
+
+
+class _Fp8SquaredRelu(torch.autograd.Function):
+    """p = (Q'(g) Q(W_out)) ⊙ 2√a is the gradient of W_in x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        (w_in, *encoded_in), scales_in = given[:4], Scales(*given[4:8])
+        (w_out, *encoded_out), scales_out, multiply = given[8:12], Scales(*given[12:16]), given[16]
+        dtype, rows = working_dtype(x), x.flatten(end_dim=-2)
+        entry, out = EncodedWeight(*encoded_in), EncodedWeight(*encoded_out)
+        low_x, largest_x = encode_values(rows, scales_in.x)
+        h = multiply(Codes(low_x, scales_in.x), Codes(entry.codes, entry.scale), dtype)
+        a, low_a, largest_a = encode_squares(h, scales_out.x)
+        y = multiply(Codes(low_a, scales_out.x), Codes(out.codes, out.scale), dtype)
+        gradient = (scales_in.g, scales_in.seen_g, scales_out.g, scales_out.seen_g)
+        ctx.save_for_backward(rows.to(dtype), a, entry.turned, entry.scale, out.turned, out.scale, *gradient)
+        ctx.multiply, ctx.shape, ctx.dtypes = multiply, x.shape, (x.dtype, w_in.dtype, w_out.dtype)
+        ctx.mark_non_differentiable(largest_x, largest_a)
+        return y.view(*x.shape[:-1], w_out.shape[0]), largest_x, largest_a
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, a, entry, entry_scale, out, out_scale, scale_p, seen_p, scale_g, seen_g = ctx.saved_tensors
+        g, (x_dtype, in_dtype, out_dtype) = dy.flatten(end_dim=-2), ctx.dtypes
+        low_g, largest_g = encode_values(g, scale_g, gradient=True)
+        g_a = ctx.multiply(Codes(low_g, scale_g), Codes(out, out_scale), g.dtype)
+        p, low_p, largest_p = encode_slopes(g_a, a, scale_p)
+        seen_g.copy_(torch.maximum(seen_g, largest_g))
+        seen_p.copy_(torch.maximum(seen_p, largest_p))
+        dx = ctx.multiply(Codes(low_p, scale_p), Codes(entry, entry_scale), g.dtype).view(ctx.shape).to(x_dtype)
+        g_in, g_out = (p.t() @ x).to(in_dtype), (g.t() @ a).to(out_dtype)
+        return dx, g_in, *[None] * 7, g_out, *[None] * 8
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor) -> Tensor:

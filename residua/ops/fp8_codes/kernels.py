@@ -1,4 +1,7 @@
-"""Weights in FP8 on the GPU. `table` holds the addresses of `count` tensors of each kind: W, codes, turned, scale."""
+"""FP8 codes on the GPU: of activations and gradients in one pass, and of all weights of a step.
+
+For weights, `table` holds the addresses of `count` tensors of each kind: W, codes, turned, scale.
+"""
 
 # mypy: ignore-errors
 from __future__ import annotations
@@ -57,3 +60,37 @@ def encode_kernel(
     tl.store(turned_ptr + turned_at, tl.trans(b_codes), mask=tl.trans(live))
     if tl.program_id(0) == 0:
         tl.store(tensor(table_ptr, 3 * count + slot, tl.float32), scale)
+
+
+@triton.jit
+def values_kernel(
+    x_ptr, a_ptr, scale_ptr, y_ptr, codes_ptr, bits_ptr, size,
+    KIND: tl.constexpr, GRADIENT: tl.constexpr, STEPWISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Codes of a tensor of any shape, and bits [programs] of the largest magnitude that each program saw.
+
+    The tensor is x ("values"); or y = relu(x)² ("squares") or x ⊙ 2√a ("slopes"), which is written too. STEPWISE: round
+    to the grid of the codes before the cast, as the interpreter needs it.
+    """
+    LIMIT: tl.constexpr = 57344.0 if GRADIENT else 448.0
+    inverse = 1 / tl.load(scale_ptr)
+    b_most = tl.zeros([BLOCK], tl.int32)
+    for block in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        live = at < size
+        b_y = tl.load(x_ptr + at, mask=live, other=0.0).to(tl.float32)  # [BLOCK]
+        if KIND == "squares":
+            b_y = tl.maximum(b_y, 0.0, propagate_nan=tl.PropagateNan.ALL)
+            b_y *= b_y
+        if KIND == "slopes":
+            b_y *= 2 * tl.sqrt_rn(tl.load(a_ptr + at, mask=live, other=0.0).to(tl.float32))
+        if KIND != "values":
+            b_stored = b_y.to(y_ptr.dtype.element_ty)
+            tl.store(y_ptr + at, b_stored, mask=live)
+            b_y = b_stored.to(tl.float32)
+        b_most = tl.maximum(b_most, b_y.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        b_y = tl.clamp(b_y * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if STEPWISE:
+            b_y = on_grid(b_y, 2 if GRADIENT else 3, 2.0**-14 if GRADIENT else 2.0**-6)
+        tl.store(codes_ptr + at, b_y.to(codes_ptr.dtype.element_ty), mask=live)
+    tl.store(bits_ptr + tl.program_id(0), tl.max(b_most, 0))

@@ -1,13 +1,15 @@
-"""Weights in FP8 for a step: the fused passes have the bits of the reference."""
+"""FP8 codes: the fused passes have the bits of the reference."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from residua.ops._runtime.backend import backend
-from residua.ops.fp8_weights import encode_weights
+from residua.ops.fp8_codes import encode_slopes, encode_squares, encode_values, encode_weights
+from residua.ops.low_precision.codes import EncodedWeight
 from residua.ops.low_precision.fp8 import E4M3
-from residua.ops.low_precision.product import EncodedWeight
 from tests.ops.harness import interpreter, on_gpu
 
 pytestmark = pytest.mark.slow
@@ -42,6 +44,47 @@ def test_interpreted_codes_transposes_and_scales_are_exact() -> None:
     assert_same(weights())
     codes, turned, scale = encoded("triton", weights())[:3]
     assert torch.equal(codes.t(), turned) and scale == 2**-6 and weights()[0].abs().max() > 448 * 2**-7
+
+
+OPERATORS = {
+    "values": encode_values,
+    "gradient": partial(encode_values, gradient=True),
+    "squares": encode_squares,
+    "slopes": encode_slopes,
+}
+
+
+def assert_same_codes(kind: str, x: Tensor, a: Tensor, scale: float) -> None:
+    given = (x, a.relu().square()) if kind == "slopes" else (x,)
+    results = []
+    for choice in ("triton", "reference"):
+        with backend(choice):
+            results.append(OPERATORS[kind](*given, torch.tensor(scale, device=x.device)))
+    for ours, exact in zip(*results, strict=True):
+        assert ours.dtype is exact.dtype
+        torch.testing.assert_close(ours.float(), exact.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@interpreter
+@pytest.mark.parametrize("kind", OPERATORS)
+@pytest.mark.parametrize("shape", [(3, 5), (0, 16), (7, 4096)], ids=str)
+def test_interpreted_codes_and_largest_value_are_exact(kind: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x, a = torch.randn(shape) * torch.randn(shape).exp(), torch.randn(shape)
+    for scale in (2.0**-9, 2.0**9):  # values above the limit, and many below the smallest normal number
+        assert_same_codes(kind, x, a, scale)
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", OPERATORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_codes_of_activations_are_exact(kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, a = (torch.randn(2047, 1280, device="cuda").mul_(4).to(dtype) for _ in range(2))
+    for broken in (False, True):
+        if broken:
+            x[5, 7] = float("nan")
+        assert_same_codes(kind, x, a, 2.0**-8)
 
 
 @on_gpu

@@ -1,0 +1,107 @@
+"""FP8 codes: launching the kernels, two for all weights of one shape and one for any other tensor.
+
+Bytes per weight: each of fp32 is read twice, and its code written twice. A tensor is read once and its codes written:
+by torch 2.11's compiler, max|x| of 32,768 × 8,192 alone takes four times as long as a copy (0.999 ms on an H200).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from residua.ops._runtime.launch import addresses, cdiv, dense_like, device_guard, either
+from residua.ops._runtime.library import launcher
+from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
+from residua.ops.fp8_codes import kernels
+from residua.ops.low_precision.codes import E5M2, EncodedWeight
+from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, EMPTY_SCALE
+
+BLOCK = 65536 if INTERPRETED else 8192
+TILE = 64
+VALUES, WARPS, PROGRAMS = 4096, 8, 8
+"""Of a tensor: values of a program at a time, its warps, and programs per multiprocessor."""
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> None:
+    """The fused twin of the reference."""
+    groups: dict[tuple[torch.Size, torch.dtype], list[tuple[Tensor, EncodedWeight]]] = {}
+    for weight, encoded in zip(weights, into, strict=True):
+        groups.setdefault((weight.shape, weight.dtype), []).append((weight, encoded))
+    for ((rows, columns), dtype), group in groups.items():
+        count, first = len(group), group[0][0]
+        codes, turned, scales = zip(*(encoded for _, encoded in group), strict=True)
+        table = addresses([w for w, _ in group], [t.data_ptr() for t in (*codes, *turned, *scales)])
+        bits = torch.zeros(count, dtype=torch.int32, device=first.device)
+        with device_guard(first):
+            kernels.largest_kernel[(cdiv(rows * columns, BLOCK), count)](
+                table, bits, rows * columns, W=_TYPES[dtype], BLOCK=BLOCK, num_warps=8
+            )
+            kernels.encode_kernel[(cdiv(rows, TILE) * cdiv(columns, TILE), count)](
+                table, bits, count, rows, columns, LIMIT=E4M3_MAX, EMPTY=EMPTY_SCALE, W=_TYPES[dtype],
+                ROWS=TILE, COLUMNS=TILE, num_warps=4,
+            )  # fmt: skip
+
+
+@launcher("fp8_values")
+def _values(x: Tensor, scale: Tensor, gradient: bool) -> Iterator[list[Tensor]]:
+    """The codes of x, and bits of its largest magnitude."""
+    outputs = _empty(x, gradient)
+    yield outputs
+    _launch("values", scale, x, None, None, *outputs)
+
+
+@launcher("fp8_squares")
+def _squares(h: Tensor, scale: Tensor) -> Iterator[list[Tensor]]:
+    """a = relu(h)², its codes, and bits of its largest magnitude."""
+    outputs = [dense_like(h), *_empty(h, False)]
+    yield outputs
+    _launch("squares", scale, h, None, *outputs)
+
+
+@launcher("fp8_slopes")
+def _slopes(g: Tensor, a: Tensor, scale: Tensor) -> Iterator[list[Tensor]]:
+    """p = g ⊙ 2√a, its codes, and bits of its largest magnitude."""
+    outputs = [dense_like(g), *_empty(g, True)]
+    yield outputs
+    _launch("slopes", scale, g, a, *outputs)
+
+
+def _empty(x: Tensor, gradient: bool) -> list[Tensor]:
+    programs = max(1, min(cdiv(x.numel(), VALUES), PROGRAMS * multiprocessors(x)))
+    return [dense_like(x, E5M2 if gradient else E4M3), x.new_empty(programs, dtype=torch.int32)]
+
+
+def _launch(
+    kind: str, scale: Tensor, x: Tensor, a: Tensor | None, y: Tensor | None, codes: Tensor, bits: Tensor
+) -> None:
+    with device_guard(x):
+        kernels.values_kernel[(len(bits),)](
+            x.contiguous(), either(a, x).contiguous(), scale, either(y, x), codes, bits, x.numel(),
+            KIND=kind, GRADIENT=codes.dtype is E5M2, STEPWISE=INTERPRETED, BLOCK=VALUES, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _largest(bits: Tensor) -> Tensor:
+    return bits.amax().view(torch.float32)
+
+
+def encode_values(x: Tensor, scale: Tensor, *, gradient: bool = False) -> tuple[Tensor, Tensor]:
+    """The fused twin of the reference."""
+    codes, bits = _values(x, scale, gradient)
+    return codes, _largest(bits)
+
+
+def encode_squares(h: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The fused twin of the reference."""
+    a, codes, bits = _squares(h, scale)
+    return a, codes, _largest(bits)
+
+
+def encode_slopes(g: Tensor, a: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The fused twin of the reference."""
+    p, codes, bits = _slopes(g, a, scale)
+    return p, codes, _largest(bits)
