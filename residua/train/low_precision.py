@@ -46,7 +46,7 @@ from residua.ops.low_precision.product import (
 )
 from residua.reading import counted
 
-FIGURES = ("kurtosis", "block_share", "saturated", "underflow")
+FIGURES = ("kurtosis", "block_share", "saturated", "underflow", "reach")
 """Figures of the input of every product, for telemetry."""
 AGREES = 1e-2
 """How far a product of the hardware may be from its simulation."""
@@ -90,22 +90,24 @@ class LowLinear:
         raise NotImplementedError
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, K] as the product sees it, and which of its values were clamped."""
+        """x [tokens, K] as the product sees it, and the magnitude above which values are clamped."""
         raise NotImplementedError
 
     def figures(self, x: Tensor) -> Tensor:
-        """`FIGURES` of an input: E x⁴ / (E x²)², the mean over blocks of 16 of max|x| / Σ|x|, and shares of values.
+        """`FIGURES` of an input: E x⁴ / (E x²)², the mean over blocks of 16 of max|x| / Σ|x|, shares, max|x| / limit.
 
         A value is saturated if it was clamped, and underflows if it is not zero and was rounded to it.
         """
         rows = x.flatten(end_dim=-2).float()
-        low, clamped = self.rounded(rows)
+        low, limit = self.rounded(rows)
+        size = rows.abs()
         square = rows.square()
         whole = rows[:, : rows.shape[1] // GROUP * GROUP].abs().unflatten(1, (-1, GROUP))
         share = whole.amax(-1) / whole.sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
         kurtosis = square.square().mean() / square.mean().square()
         lost = (low == 0) & (rows != 0)
-        return torch.stack([kurtosis, share.mean(), clamped.float().mean(), lost.float().mean()])
+        shares = [(size > limit).float().mean(), lost.float().mean()]
+        return torch.stack([kurtosis, share.mean(), *shares, size.amax() / limit])
 
 
 @dataclass
@@ -138,7 +140,7 @@ class Fp8Linear(LowLinear):
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
         low = encode(x, self.scales.x if self.known.ranges else scale_of(largest_of(x)))
-        return low.values.float() * low.scale, x.abs() > low.scale * E4M3_MAX
+        return low.values.float() * low.scale, low.scale * E4M3_MAX
 
 
 class Fp8SquaredRelu:
@@ -164,7 +166,7 @@ class Nvfp4Linear(LowLinear):
         return nvfp4_linear(x, weight)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return round_nvfp4_blocks(x), torch.zeros_like(x, dtype=torch.bool)
+        return round_nvfp4_blocks(x), largest_of(x)
 
 
 @dataclass

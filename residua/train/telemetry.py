@@ -24,7 +24,7 @@ from residua.ops._runtime.numeric import wide
 from residua.reading import counted
 from residua.train.low_precision import FIGURES as PRODUCT_FIGURES
 from residua.train.step import Step
-from residua.train.telemetry_curves import KIND, over_places, telemetry_of
+from residua.train.telemetry_curves import KIND, over_places, sublayer_name, telemetry_of
 
 if TYPE_CHECKING:
     from residua.model.decoder import Decoder
@@ -209,11 +209,6 @@ class Growth:
         if family == "kurtosis":
             return f"kurtosis of the input of {part} in {where}"
         return f"{f'value of stream {part}' if part else '|h|'} before {where}"
-
-
-def sublayer_name(k: int) -> str:
-    """Sublayer k as people name it."""
-    return f"layer {k // 2} {('attention', 'feed-forward')[k % 2]}"
 
 
 def _out_of_range(step: Step, done: int) -> list[str]:

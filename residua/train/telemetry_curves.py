@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from residua.report import theme
-from residua.report.figures import Curve, curves, evenly
+from residua.report.figures import Curve, curves, evenly, heatmap
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -46,11 +46,12 @@ FAMILIES = {
     "block_share": Family("largest of 16 values, share of their sum", "sublayer", "max"),
     "saturated": Family("share of values clamped to the range", "sublayer", "max"),
     "underflow": Family("share of values rounded to zero", "sublayer", "max"),
+    "reach": Family("largest value, as a multiple of what its scale admits", "sublayer", "max", logarithmic=True),
     "gain": Family("norm gain, mean |g|", "reader", "mean"),
     "sink_gain": Family("norm gain of the largest dimension", "reader", "mean", logarithmic=True),
 }
 """By name. `stream`, `anchor` and `current` exist once per stream or pathway: `stream.0`, `anchor.q`. From
-`kurtosis` to `underflow` there is one of each product in low precision: `kurtosis.project`."""
+`kurtosis` to `reach` there is one of each product in low precision: `kurtosis.project`."""
 
 KIND = "telemetry"
 """The kind of these records in metrics.jsonl."""
@@ -59,6 +60,9 @@ Records = Sequence[Mapping[str, Any]]
 
 POINTS = 200
 """The most points of a curve."""
+STEPS = 60
+"""The most columns of a map over steps."""
+RAN_OUT = "which input ran out of range"
 PLACES = 8
 """The most places, evenly spread, that have curves of their own."""
 _PLACES: dict[Place, str] = {"reader": "read by sublayer", "sublayer": "written after sublayer", "layer": "layer"}
@@ -99,7 +103,8 @@ def by_place(records: Records) -> dict[str, Figure]:
     """For every figure of one run, curves of a few places over tokens: title → figure."""
     shown = evenly(records, POINTS)
     figures = records[-1]["figures"] if records else {}
-    plots = {}
+    ran_out = range_map(records)
+    plots = {} if ran_out is None else {RAN_OUT: ran_out}
     for name, kind in FAMILIES.items():
         for figure in (figure for figure in figures if figure.partition(".")[0] == name):
             part = figure.partition(".")[2]
@@ -119,3 +124,35 @@ def _series(shown: Records, figure: str, kind: Place, final: int) -> list[Curve]
         name = "read by the final norm" if kind == "reader" and place == final else f"{_PLACES[kind]} {place}"
         series.append(Curve(name, [x for x, _ in points], [y for _, y in points], theme.colour(index + 1)))
     return series
+
+
+def range_map(records: Records) -> Figure | None:
+    """For every input of a product in FP8, how near its largest value came to what its scale admits, step by step.
+
+    A cell above 1 was clamped. None for NVFP4, whose scales are made of the values themselves.
+    """
+    shown = evenly(records, STEPS)
+    tables = {figure: [record["figures"].get(figure, []) for record in shown] for figure in _figures(shown, "reach")}
+    places = sorted({(k, figure) for figure, steps in tables.items() for values in steps for k, _ in _known(values)})
+    rows = [[dict(_known(values)).get(k) for values in tables[figure]] for k, figure in places]
+    if all(cell in (None, 1.0) for row in rows for cell in row):
+        return None
+    names = [f"{sublayer_name(k)}, {figure.partition('.')[2]}" for k, figure in places]
+    steps = [f"{record['step']:,}" for record in shown]
+    return heatmap(
+        rows, steps, names, "step", "input of", "largest / limit", bounds=(0.0, 2.0), step=(10, 1 + len(rows) // 24)
+    )
+
+
+def _figures(records: Records, family: str) -> list[str]:
+    """All figures of a family that any record has."""
+    return sorted({name for record in records for name in record["figures"] if name.partition(".")[0] == family})
+
+
+def _known(values: Sequence[float | None]) -> list[tuple[int, float]]:
+    return [(k, value) for k, value in enumerate(values) if value is not None]
+
+
+def sublayer_name(k: int) -> str:
+    """Sublayer k as people name it."""
+    return f"layer {k // 2} {('attention', 'feed-forward')[k % 2]}"

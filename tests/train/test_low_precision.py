@@ -83,8 +83,8 @@ def test_outlier_beyond_its_range_is_reported_then_fits(config: RunConfig) -> No
     x = torch.randn(8, 48)
     for factor, exceeds in ((1.0, False), (100.0, True), (100.0, False)):
         y = product(x * factor)
-        clamped = product.figures(x * factor)[2]
-        assert y.isfinite().all() and (clamped > 0) == exceeds
+        _, _, clamped, _, reach = product.figures(x * factor)
+        assert y.isfinite().all() and (clamped > 0) == (reach > 1) == exceeds
         low.end_step(lambda values: values)
         assert [(each.place, each.tensor) for each in low.beyond()] == [((1, "out"), "input")] * exceeds
     assert low.state()[-1][2 * low.places.index((1, "out"))] == pytest.approx(100 * x.abs().max().item())
@@ -185,6 +185,23 @@ def test_low_precision_trains_nearly_as_float32(lab: Lab) -> None:
 def test_combinations_that_low_precision_lacks_are_refused(config: RunConfig, changes: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config.override([FP8, *changes])
+
+
+def test_device_that_multiplies_wrongly_counts_as_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU its operands are on the GPU: a scale left on the CPU once made every GPU count as without."""
+    assert low_precision.multiplies(CPU)
+    operands, exact = [], low_precision.on_hardware
+    for wrong in (1.05, float("nan")):
+        monkeypatch.setattr(low_precision, "on_hardware", lambda *a, by=wrong: exact(*a) * by)
+        assert not low_precision.multiplies(CPU)
+
+    def record(*codes: Any) -> torch.Tensor:
+        operands.extend(tensor for each in codes[:2] for tensor in each)
+        raise RuntimeError
+
+    monkeypatch.setattr(low_precision, "on_hardware", record)
+    assert not low_precision.multiplies(torch.device("meta"))
+    assert len(operands) == 4 and all(tensor.is_meta for tensor in operands)
 
 
 def test_device_without_fp8_products_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

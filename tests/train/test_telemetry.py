@@ -23,7 +23,7 @@ from residua.storage.run import read_metrics
 from residua.train.sinks import scalars
 from residua.train.step import Step, build_step
 from residua.train.telemetry import Gauges, Growth, first_tokens, interval, measured_tokens
-from residua.train.telemetry_curves import FAMILIES, by_place, measured, over_places, telemetry_of, whole_model
+from residua.train.telemetry_curves import FAMILIES, RAN_OUT, by_place, measured, over_places, telemetry_of, whole_model
 from tests.model.small import small, tokens_and_targets
 from tests.train.conftest import Lab, after_each_step
 
@@ -272,3 +272,19 @@ def test_trackers_and_pages_get_every_figure_over_tokens() -> None:
     assert (
         last["name"] == "read by the final norm" and list(last["x"]) == [100, 200, 300] and list(last["y"]) == [2, 4, 6]
     )
+
+
+def test_map_shows_which_input_ran_out_of_range_and_when() -> None:
+    pytest.importorskip("plotly")
+    tables = [{"reach.out": [0.5, 0.25 * i]} for i in range(1, 9)] + [
+        {"reach.out": [0.5, 0.5], "reach.up": [None, 1.0]}
+    ]
+    records = [{"kind": "telemetry", "step": 10 * i, "tokens": i, "figures": table} for i, table in enumerate(tables)]
+    drawn = by_place(records)[RAN_OUT].to_dict()["data"][0]
+    assert list(drawn["y"]) == ["layer 0 attention, out", "layer 0 feed-forward, out", "layer 0 feed-forward, up"]
+    assert [column for column, value in zip(drawn["x"], drawn["z"][1], strict=True) if value > 1] == [
+        "40", "50", "60", "70"
+    ]  # fmt: skip
+    assert list(drawn["z"][2]) == [None] * 8 + [1.0]
+    own_scales = [{**record, "figures": {"reach.out": [1.0]}} for record in records]
+    assert RAN_OUT not in by_place(own_scales)
