@@ -215,6 +215,11 @@ class LowPrecision:
         """Whether nothing is left to find out before a step."""
         return self._known.ranges or not self._products
 
+    @property
+    def encoded(self) -> list[nn.Parameter]:
+        """The weights that products read as codes alone, inside `encoded_weights`."""
+        return [product.projection.weight for product in self._products] if self._whole else []
+
     @contextmanager
     def encoded_weights(self) -> Iterator[None]:
         """Inside, products take FP8 codes of the weights as they are now, instead of making them at every use."""

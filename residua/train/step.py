@@ -129,9 +129,9 @@ class Step:
         total = self._over_ranks(torch.stack(counts).sum())
         if self._copies is not None:
             self._copies.begin()
-        if self.low_precision is not None and not self.low_precision.knows_ranges:
-            self._find_ranges(batches[0], total)
         with self._encoded_weights():
+            if self.low_precision is not None and not self.low_precision.knows_ranges:
+                self._find_ranges(batches[0], total)
             self._train_on(batches, counts, total)
         self._update(rate)
 
@@ -294,7 +294,8 @@ class Step:
         """None if autocast rounds nothing, or if sublayers are recomputed: they would read the masters then."""
         rounded = self.precision is not torch.float32 and config.recompute == "none"
         kind = LayeredCopies if config.compile == "layers" else WorkingCopies
-        return kind(self.model, self.precision) if rounded and self.copying else None
+        unread = () if self.low_precision is None else self.low_precision.encoded
+        return kind(self.model, self.precision, unread) if rounded and self.copying else None
 
     def _build_graphed(self) -> GraphedPass | None:
         return GraphedPass(self._pass, self._parameters) if self._captures else None

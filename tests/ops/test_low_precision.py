@@ -117,6 +117,14 @@ def with_transpose(weight: Tensor) -> EncodedWeight:
     return new._replace(turned=new.codes.t().contiguous())
 
 
+def test_fp8_product_may_run_twice_before_its_gradients() -> None:
+    x, w, g = operands()
+    scales = new_scales()
+    first, second = fp8_linear(x, w, scales), fp8_linear(x.detach() * 2, w, scales)
+    (first * 3 + second).backward(g)
+    assert scales.seen_x == 2 * x.detach().abs().max() and scales.seen_g == 3 * g.abs().max()
+
+
 def test_fp8_delayed_range_does_not_wait_for_the_tensor() -> None:
     """So that the compiler can round and measure in one pass over memory."""
     x, w, _ = operands()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from residua.ops.low_precision import product
 from residua.ops.low_precision.product import fp8_linear
 from residua.storage.run import read_metrics
 from residua.train import low_precision
+from residua.train.compile.working_copies import WorkingCopies
 from residua.train.low_precision import RECIPES, Fp8Linear, LowPrecision, build_low_precision
 from residua.train.step import build_step
 from residua.train.timing import random_batches
@@ -99,7 +101,8 @@ def test_first_step_finds_ranges_in_a_pass_that_changes_nothing_else(config: Run
         low = step.low_precision
         assert low is not None and not low.knows_ranges
         if find_first:
-            step._find_ranges(batches[0], (batches[0].targets != -100).sum() * 2)
+            with low.encoded_weights():
+                step._find_ranges(batches[0], (batches[0].targets != -100).sum() * 2)
             assert low.knows_ranges and all(p.grad is None for p in step.model.parameters())
             assert all(largest > 0 for largest in low.state()[-1])
         step(batches)
@@ -123,6 +126,30 @@ def test_weights_are_rounded_once_per_step_and_never_stale(config: RunConfig, mo
     with step.low_precision.encoded_weights():
         assert torch.equal(out(x), expected)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("model", ["model.ffn.kind=relu2", "model.topology.kind=mudd"])
+def test_weights_read_as_codes_need_no_working_copies(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Several reads (MUDD) call a projection more than once."""
+    config = config.override([*WIDE, FP8, model])
+    monkeypatch.setattr("residua.train.step.resolve", lambda *_: (torch.bfloat16, False))
+    totals = []
+    for unread in (True, False):
+        torch.manual_seed(0)
+        step = build_step(build(config.model), config.train, CPU)
+        if unread:
+            assert step._copies is not None and step.low_precision is not None
+            empty = [copy for copy in step._copies._copies if copy.untyped_storage().nbytes() == 2]
+            assert len(empty) == len(step.low_precision.places) and all(copy.isnan().all() for copy in empty)
+        else:
+            step._copies = WorkingCopies(step.model, torch.bfloat16)
+            step._losses = step._build_losses(config.train)
+        for _ in range(2):
+            step(random_batches(config))
+        totals.append(step.totals())
+    assert totals[0] == totals[1] and math.isfinite(totals[0].grad_norm)
 
 
 def test_relu2_feed_forward_is_one_operator_of_the_same_numbers(

@@ -76,14 +76,19 @@ def fp8_linear(
     encoded = encode_weight(weight) if encoded is None else encoded
     scale_x = scales.x if delayed else scale_of(largest_of(x))
     y, largest = _Fp8.apply(x, weight, *encoded, scale_x, scales.g, scales.seen_g, multiply, delayed)
-    _note(largest, scales.seen_x)
+    _note_learning(largest, scales.seen_x)
     result: Tensor = y
     return result
 
 
 def _note(largest: Tensor, seen: Tensor) -> None:
+    """Take a magnitude into the largest one seen. Not as a change that autograd counts: a product may run twice."""
+    seen.data.copy_(torch.maximum(seen, largest))
+
+
+def _note_learning(largest: Tensor, seen: Tensor) -> None:
     if torch.is_grad_enabled():
-        seen.copy_(torch.maximum(seen, largest))
+        _note(largest, seen)
 
 
 class _Fp8(torch.autograd.Function):
@@ -107,7 +112,7 @@ class _Fp8(torch.autograd.Function):
         g, (x_dtype, w_dtype) = dy.flatten(end_dim=-2), ctx.dtypes
         scale_g = scale_g if ctx.delayed else scale_of(largest_of(g), E5M2_MAX)
         low, largest = encode_values(g, scale_g, gradient=True)
-        seen_g.copy_(torch.maximum(seen_g, largest))
+        _note(largest, seen_g)
         turned = Codes(codes if ctx.is_turned else codes.t().contiguous(), scale)
         dx = ctx.multiply(Codes(low, scale_g), turned, g.dtype).view(ctx.shape).to(x_dtype)
         return dx, (g.t() @ x).to(w_dtype), *[None] * 8
@@ -130,7 +135,7 @@ def fp8_squared_relu(x: Tensor, entry: Operand, out: Operand, multiply: Multiply
         x, entry.weight, *entry.encoded, *entry.scales, out.weight, *out.encoded, *out.scales, multiply
     )
     for each, operand in zip(largest, (entry, out), strict=True):
-        _note(each, operand.scales.seen_x)
+        _note_learning(each, operand.scales.seen_x)
     result: Tensor = y
     return result
 
@@ -161,8 +166,8 @@ class _Fp8SquaredRelu(torch.autograd.Function):
         low_g, largest_g = encode_values(g, scale_g, gradient=True)
         g_a = ctx.multiply(Codes(low_g, scale_g), Codes(out, out_scale), g.dtype)
         p, low_p, largest_p = encode_slopes(g_a, a, scale_p)
-        seen_g.copy_(torch.maximum(seen_g, largest_g))
-        seen_p.copy_(torch.maximum(seen_p, largest_p))
+        _note(largest_g, seen_g)
+        _note(largest_p, seen_p)
         dx = ctx.multiply(Codes(low_p, scale_p), Codes(entry, entry_scale), g.dtype).view(ctx.shape).to(x_dtype)
         g_in, g_out = (p.t() @ x).to(in_dtype), (g.t() @ a).to(out_dtype)
         return dx, g_in, *[None] * 7, g_out, *[None] * 8

@@ -9,7 +9,7 @@ rounded once more: `ops/mix_projection/shared.py`). Autograd does not see the ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -21,15 +21,25 @@ class WorkingCopies:
     """Copies of what autocast would round: the trained weights that modules of a model name in `rounded`.
 
     Every copy has a gradient in every step, zero if no pass used it, so each such weight must be used in every step. A
-    weight with several names (tied) is copied once, under its first name.
+    weight with several names (tied) is copied once, under its first name. `unread` weights only get gradients: their
+    copies are NaN and have no memory, for FP8 products read codes.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, unread: Collection[nn.Parameter] = ()) -> None:
         weights = dict(_rounded(model))
         names = {id(weight): name for name, weight in reversed(weights.items()) if weight.requires_grad}
         self._masters = {name: weights[name] for name in reversed(names.values())}
         masters = self._masters.values()
-        self._copies = [torch.empty_like(m, dtype=dtype, requires_grad=False) for m in masters]
+        skipped, nothing = {id(weight) for weight in unread}, torch.full((), torch.nan, dtype=dtype)
+        self._copies = [
+            nothing.to(m.device).expand(m.shape)
+            if id(m) in skipped
+            else torch.empty_like(m, dtype=dtype, requires_grad=False)
+            for m in masters
+        ]
+        self._read = [
+            (copy, master) for copy, master in zip(self._copies, masters, strict=True) if id(master) not in skipped
+        ]
         self._gradients = [torch.empty_like(m, requires_grad=False) for m in masters]
         # Autograd runs the backward pass of the copies because they depend on this tensor, which requires a gradient.
         self._origin = next(iter(masters)).new_zeros(()).requires_grad_() if self._masters else None
@@ -37,8 +47,8 @@ class WorkingCopies:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the current values of the masters."""
-        if self._masters:
-            torch._foreach_copy_(self._copies, list(self._masters.values()))
+        if self._read:
+            torch._foreach_copy_(*map(list, zip(*self._read, strict=True)))
 
     def begin(self) -> None:
         """Start a step: refresh the copies, and give the masters gradients of zero."""
