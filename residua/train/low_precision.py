@@ -6,7 +6,7 @@ directly step aside.
 
 The range of a tensor in FP8 is the largest magnitude of the last `history` steps, over all ranks. So it is known before
 the tensor is, and needs no pass of its own over memory; a value beyond it is clamped, counted, and part of the next
-range. Before the first step, a pass over its first sequence finds the ranges (`Step`), each tensor in its own.
+range. Before the first step, passes over its first sequences find the ranges, each tensor in its own (`Step`).
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class LowPrecision:
         return self._known.ranges or not self._products
 
     @property
-    def encoded(self) -> list[nn.Parameter]:
+    def encoded(self) -> list[Tensor]:
         """The weights that products read as codes alone, inside `encoded_weights`."""
         return [product.projection.weight for product in self._products] if self._whole else []
 

@@ -8,7 +8,7 @@ What `Step.__call__` does, in order, on one process:
    - `_forward`: autocast around `self._losses`: the model as written, on copies, compiled (`losses.py` composes them);
    - the loss, (cross-entropy + z-term) × the micro-batch's share of the step's targets, + balance of the experts;
    - `_backward`: adds its gradients to those of earlier micro-batches.
-   In FP8, weights are rounded before the first one, and before the first step a pass finds the ranges of products.
+   In FP8, weights are rounded before the first one, and before the first step passes find the ranges of products.
 3. `_update`: clips the norm of all gradients together, sets the learning rate, lets the optimizer (Muon and AdamW)
    change the masters, and drops the gradients.
 
@@ -131,7 +131,7 @@ class Step:
             self._copies.begin()
         with self._encoded_weights():
             if self.low_precision is not None and not self.low_precision.knows_ranges:
-                self._find_ranges(batches[0], total)
+                self._find_ranges(batches, total)
             self._train_on(batches, counts, total)
         self._update(rate)
 
@@ -149,15 +149,19 @@ class Step:
             self._totals[0] += ce * share
             self._totals[1] += z * share
 
-    def _find_ranges(self, batch: Batch, total: Tensor) -> None:
-        """Let products in FP8 see the magnitudes of a step: a pass over its first sequence, without gradients."""
+    def _find_ranges(self, batches: Sequence[Batch], total: Tensor) -> None:
+        """Let products in FP8 see the magnitudes of a step: a pass over the first sequence of each micro-batch.
+
+        The gradients are dropped. All ranks together see the same sequences as one process would.
+        """
         assert self.low_precision is not None
-        segments = None if batch.segments is None else batch.segments[:1]
-        first = Batch(batch.tokens[:1], batch.targets[:1], segments)
-        share = (first.targets != IGNORED).sum() / total
-        self._begin_micro_batch(last=True)
-        with torch.compiler.set_stance("force_eager"):  # once: not worth a compilation of its own
-            self._pass(*self._moved(first), self._move(share))
+        for i, batch in enumerate(batches, 1):
+            segments = None if batch.segments is None else batch.segments[:1]
+            first = Batch(batch.tokens[:1], batch.targets[:1], segments)
+            share = (first.targets != IGNORED).sum() / total
+            self._begin_micro_batch(last=i == len(batches))
+            with torch.compiler.set_stance("force_eager"):  # once: not worth a compilation of its own
+                self._pass(*self._moved(first), self._move(share))
         self.low_precision.end_step(self._largest_over_ranks)
         self.optimizer.zero_grad(set_to_none=True)
         if self._copies is not None:

@@ -102,7 +102,7 @@ def test_first_step_finds_ranges_in_a_pass_that_changes_nothing_else(config: Run
         assert low is not None and not low.knows_ranges
         if find_first:
             with low.encoded_weights():
-                step._find_ranges(batches[0], (batches[0].targets != -100).sum() * 2)
+                step._find_ranges(batches, (batches[0].targets != -100).sum() * 2)
             assert low.knows_ranges and all(p.grad is None for p in step.model.parameters())
             assert all(largest > 0 for largest in low.state()[-1])
         step(batches)

@@ -25,7 +25,7 @@ class WorkingCopies:
     copies are NaN and have no memory, for FP8 products read codes.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, unread: Collection[nn.Parameter] = ()) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, unread: Collection[Tensor] = ()) -> None:
         weights = dict(_rounded(model))
         names = {id(weight): name for name, weight in reversed(weights.items()) if weight.requires_grad}
         self._masters = {name: weights[name] for name in reversed(names.values())}
@@ -48,7 +48,8 @@ class WorkingCopies:
     def refresh(self) -> None:
         """Copy the current values of the masters."""
         if self._read:
-            torch._foreach_copy_(*map(list, zip(*self._read, strict=True)))
+            copies, masters = zip(*self._read, strict=True)
+            torch._foreach_copy_(list(copies), list(masters))
 
     def begin(self) -> None:
         """Start a step: refresh the copies, and give the masters gradients of zero."""
