@@ -1,6 +1,6 @@
 """FP8 codes on the GPU: of activations and gradients in one pass, and of all weights of a step.
 
-For weights, `table` holds the addresses of `count` tensors of each kind: W, codes, turned, scale.
+For weights, `table` holds the addresses of `count` tensors of each kind: W, codes, scale.
 """
 
 # mypy: ignore-errors
@@ -37,29 +37,25 @@ def on_grid(b_x, MANTISSA: tl.constexpr, SMALLEST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def encode_kernel(
-    table_ptr, bits_ptr, count, rows, columns, LIMIT: tl.constexpr, EMPTY: tl.constexpr,
-    W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    table_ptr, bits_ptr, count, size, LIMIT: tl.constexpr, EMPTY: tl.constexpr, W: tl.constexpr,
+    STEPWISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of W [rows, columns] of each weight, to the codes and to their transpose."""
-    slot, across = tl.program_id(1), tl.cdiv(columns, COLUMNS)
-    r = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
-    live = (r < rows)[:, None] & (c < columns)[None, :]
-    b_w = tl.load(tensor(table_ptr, slot, W) + r.to(tl.int64)[:, None] * columns + c[None, :], mask=live, other=0.0)
+    """The codes of each weight, and its scale."""
+    slot = tl.program_id(1)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    live = at < size
+    b_w = tl.load(tensor(table_ptr, slot, W) + at, mask=live, other=0.0).to(tl.float32)  # [BLOCK]
     # s = 2^⌈log₂(max|W| / 448)⌉, code = E4M3(clamp(W / s, ±448)); NaN stays
     share = tl.div_rn(tl.load(bits_ptr + slot).to(tl.float32, bitcast=True), LIMIT)
     bits = share.to(tl.int32, bitcast=True)
     above = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(bits >= 0x7F800000, share, tl.where(above == 0, EMPTY, above))
-    b_scaled = tl.clamp(b_w.to(tl.float32) * (1 / scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    b_codes = on_grid(b_scaled, 3, 2.0**-6).to(tl.float8e4nv)  # [ROWS, COLUMNS]
-    codes_ptr = tensor(table_ptr, count + slot, tl.float8e4nv)
-    turned_ptr = tensor(table_ptr, 2 * count + slot, tl.float8e4nv)
-    tl.store(codes_ptr + r.to(tl.int64)[:, None] * columns + c[None, :], b_codes, mask=live)
-    turned_at = c.to(tl.int64)[:, None] * rows + r[None, :]
-    tl.store(turned_ptr + turned_at, tl.trans(b_codes), mask=tl.trans(live))
+    b_w = tl.clamp(b_w * (1 / scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if STEPWISE:
+        b_w = on_grid(b_w, 3, 2.0**-6)
+    tl.store(tensor(table_ptr, count + slot, tl.float8e4nv) + at, b_w.to(tl.float8e4nv), mask=live)
     if tl.program_id(0) == 0:
-        tl.store(tensor(table_ptr, 3 * count + slot, tl.float32), scale)
+        tl.store(tensor(table_ptr, 2 * count + slot, tl.float32), scale)
 
 
 @triton.jit
