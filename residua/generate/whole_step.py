@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
+from residua import ops
+from residua.model.anchor_source import ExoSource
 from residua.model.anchors import Write
 from residua.model.attention import SoftmaxAttention
 from residua.model.cache import KeyValueCache
@@ -22,17 +25,26 @@ from residua.ops.whole_layers.launch import Junctions, Layer, Layers, Shape, Vec
 if TYPE_CHECKING:
     from residua.model.cache import Cache
 
+GATED_LAYERS = "RESIDUA_GATED_LAYERS"
+"""The environment variable that, set to 1, serves gated attention and ExoFormer. These kernels have not run on a GPU
+yet; by default such models are launched by operation."""
+
 
 def whole_step(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor] | None:
     """The step of a model on a static cache; None where the kernels do not serve it."""
     layers = build_layers(model, cache)
     if layers is None:
         return None
+    open_anchors = None
+    if isinstance(model.anchors, ExoSource):
+        open_anchors = _opening(model.anchors, cast(SoftmaxAttention, model.executions[0].body), layers)
 
     def step(tokens: Tensor) -> Tensor:
         torch.index_select(model.embed.weight, 0, tokens, out=layers.y)
         if model.embed.embed_scale != 1:
             layers.y.mul_(model.embed.embed_scale)
+        if open_anchors is not None:
+            open_anchors()
         logits = model.logits(layers(cache.lengths))
         cache.advance(1)
         return logits
@@ -56,10 +68,12 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
     if topology is None or topology.whole_layers is None:
         return None
     norms, junctions = topology.norms, topology.whole_layers
-    if not _mixed_with_first(attentions) and not all(attention.mix.plain for attention in attentions):
+    mixed = _mixed(model, attentions)
+    gated = mixed == "heads" or any("g" in attention.head_width for attention in attentions)
+    if mixed is None or (gated and os.environ.get(GATED_LAYERS) != "1"):
         return None
     pairs = list(zip(attentions, ffns, strict=True))
-    shapes = {_shape(*pair, junctions, norm.eps) for pair in pairs for norm in norms}
+    shapes = {_shape(*pair, junctions, norm.eps, mixed) for pair in pairs for norm in norms}
     layers = [_layer(*pair, cast(KeyValueCache, part)) for pair, part in zip(pairs, cache.sublayers[::2], strict=True)]
     alike = len(shapes) == 1 and len({(a.qk_norm.gains is None, a.table.start) for a in attentions}) == 1
     if not alike or model.embed.weight.dtype != layers[0].keys.dtype:
@@ -69,32 +83,83 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
         return None
     every = torch.zeros(1, cache.capacity, dtype=torch.int64, device=model.embed.weight.device)
     table = cast("tuple[Tensor, ...]", model._rotary(every))[attentions[0].table]
-    return Layers(shape, layers, _vectors(norms, junctions, attentions, table))
+    gains = dict(model.anchors.norm.gains.items()) if isinstance(model.anchors, ExoSource) else {}
+    mixing = None if mixed == "none" else torch.stack([_mixing(a, mixed, gains) for a in attentions])
+    return Layers(shape, layers, _vectors(norms, junctions, attentions, table, mixing))
 
 
-def _mixed_with_first(attentions: Sequence[SoftmaxAttention]) -> bool:
-    """Whether all layers mix their values with those of the first."""
-    first, *others = (attention.mix for attention in attentions)
-    return isinstance(first, Write) and all(mix.value_scales() is not None for mix in others)
+def _mixed(model: Decoder, attentions: Sequence[SoftmaxAttention]) -> str | None:
+    """`Shape.mixed` of a model; None if the kernels have no such mixture."""
+    mixes = [attention.mix for attention in attentions]
+    if all(mix.plain for mix in mixes):
+        return "none"
+    with_first = isinstance(mixes[0], Write) and all(mix.scales_of("v") is not None for mix in mixes[1:])
+    if with_first and all(mix.only_values for mix in mixes):
+        return "values"
+    source = model.anchors
+    exogenous = type(source) is ExoSource and not is_watched(source.norm)
+    return "heads" if exogenous and all(mix.in_kernels for mix in mixes) else None
 
 
-def _shape(attention: SoftmaxAttention, ffn: FeedForward, junctions: Junctions, eps: float) -> Shape:
+def _opening(source: ExoSource, attention: SoftmaxAttention, layers: Layers) -> Callable[[], None]:
+    """Writes the anchors of `layers.y` to `layers.anchor`, normed but without their gains, which `_mixing` has."""
+    every = torch.arange(layers.shape.projected, device=layers.y.device).split(attention.rows)
+    places = dict(zip(attention.head_width, every, strict=True))
+    columns = torch.cat([places[s] for s in source.pathways])
+    normed = torch.cat([torch.full_like(places[s], s in source.norm.gains, dtype=torch.bool) for s in source.pathways])
+    one = layers.vectors.junctions.new_ones(layers.shape.head_dim)
+
+    def open_anchors() -> None:
+        projected = source.project(layers.y)
+        heads = ops.rms_norm(projected.unflatten(-1, (-1, len(one))), one).flatten(1)
+        layers.anchor.index_copy_(1, columns, torch.where(normed, heads, projected))
+
+    return open_anchors
+
+
+@torch.no_grad()
+def _mixing(attention: SoftmaxAttention, mixed: str, gains: Mapping[str, Tensor]) -> Tensor:
+    """A layer's row of `Vectors.mixing`: λ1 with the anchors' gains, λ2, and if there are γ, the rows of W2 and b.
+
+    Heads that are not mixed have λ1 = 0, and a λ2 that leaves them as they are, with γ = ½ where there are γ.
+    """
+    mix, like = attention.mix, attention.project.weight
+    names, first, second = list(mix.sections), [], []
+    for s in names if mixed == "heads" else ("v",):
+        zero = like.new_zeros(mix.sections[s], dtype=torch.float32)
+        anchored, own = mix.scales_of(s) or (zero, zero + mix.WHOLE)
+        first.append((anchored.float() * gains.get(s, 1.0)).flatten())
+        second.append((zero + own).flatten())
+    if mix.network is None:
+        return torch.cat([*first, *second])
+    weight, bias = mix.network
+    rows = like.new_zeros(8, weight.shape[1] + 1, dtype=torch.float32)
+    for s, own in zip(mix.pathways, torch.cat([weight, bias[:, None]], 1).split(2), strict=True):
+        rows[2 * names.index(s) :][:2] = own
+    return torch.cat([*first, *second, rows.flatten()])
+
+
+def _shape(attention: SoftmaxAttention, ffn: FeedForward, junctions: Junctions, eps: float, mixed: str) -> Shape:
     heads, head_dim = attention.query_heads
     width, hidden = ffn.out.weight.shape
     kv_heads = attention.rows[1] // attention.head_width["k"]
     joined = (junctions.kind, junctions.streams, junctions.size, junctions.competitive)
-    return Shape(width, heads, kv_heads, head_dim, hidden, cast(str, ffn.activation), eps, *joined)
+    network = 0 if attention.mix.network is None else attention.mix.network[0].shape[1]
+    anchored = (attention.head_width.get("g", 0), mixed, network)
+    return Shape(width, heads, kv_heads, head_dim, hidden, cast(str, ffn.activation), eps, *joined, *anchored)
 
 
 def _layer(attention: SoftmaxAttention, ffn: FeedForward, cache: KeyValueCache) -> Layer:
     project, out = attention.project.weight.detach(), attention.out.weight.detach()
-    return Layer(project, out, ffn.entry.weight.detach(), ffn.out.weight.detach(), cache.keys, cache.values)
+    network = next((part.weight.detach() for part in attention.mix.projections), None)
+    return Layer(project, out, ffn.entry.weight.detach(), ffn.out.weight.detach(), cache.keys, cache.values, network)
 
 
 @torch.no_grad()
 def _vectors(
-    norms: Sequence[RMSNorm], joined: Junctions, attentions: Sequence[SoftmaxAttention], table: tuple[Tensor, ...]
-) -> Vectors:
+    norms: Sequence[RMSNorm], joined: Junctions, attentions: Sequence[SoftmaxAttention], table: tuple[Tensor, ...],
+    mixing: Tensor | None,
+) -> Vectors:  # fmt: skip
     gain = norms[0].weight
     junctions = gain.new_zeros(len(norms), 3, len(gain), dtype=torch.float32)
     biases = junctions.new_zeros(len(norms), joined.streams + 1)
@@ -106,17 +171,4 @@ def _vectors(
     pairs = [pair for a in attentions if (pair := a.qk_norm.gains) is not None]
     gains = torch.stack([torch.stack(pair).float() for pair in pairs]) if pairs else None
     cos, sin = table
-    return Vectors(junctions, biases, gains, cos.contiguous(), sin.contiguous(), _mixing(attentions))
-
-
-def _mixing(attentions: Sequence[SoftmaxAttention]) -> Tensor | None:
-    """λ1 and λ2 of every layer, 0 and 1 of the first; None if nothing is mixed."""
-    if attentions[0].mix.plain:
-        return None
-    heads = attentions[0].mix.sections["v"]
-    one = attentions[0].project.weight.new_ones(heads, dtype=torch.float32)
-    scales = [torch.stack((torch.zeros_like(one), one))]
-    for attention in attentions[1:]:
-        layer_scales = cast("tuple[Tensor, Tensor]", attention.mix.value_scales())
-        scales.append(torch.stack([scale.float() for scale in layer_scales]))
-    return torch.stack(scales)
+    return Vectors(junctions, biases, gains, cos.contiguous(), sin.contiguous(), mixing)

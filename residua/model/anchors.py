@@ -131,6 +131,8 @@ class Unmixed(nn.Module):
     """What is mixed with an anchor, or becomes one."""
     taken: tuple[str, ...] = ()
     """Pathways that an earlier layer projects for this one."""
+    WHOLE = 1.0
+    """The λ2 that leaves a projection as it is."""
 
     def __init__(self, sections: ops.Sections) -> None:
         super().__init__()
@@ -179,8 +181,23 @@ class Unmixed(nn.Module):
         """Whether it does nothing with anchors but make its values one, or mix them with such a one by static λ."""
         return self.plain
 
-    def value_scales(self) -> tuple[Tensor, Tensor] | None:
-        """λ1 and λ2 [H_kv, D] of values that are mixed; None if they are not."""
+    @property
+    def in_kernels(self) -> bool:
+        """Whether decoding kernels mix every pathway."""
+        return False
+
+    def scales_of(self, pathway: str) -> tuple[Tensor, Tensor] | None:
+        """λ1 and λ2 [H, D] of heads that are mixed; None if they are not."""
+        return None
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Of the network that makes γ, W1 and W2; none for a static mixture."""
+        return ()
+
+    @property
+    def network(self) -> tuple[Tensor, Tensor] | None:
+        """W2 [2·pathways, hidden] and b of the network that makes γ; None for a static mixture."""
         return None
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
@@ -241,8 +258,6 @@ def _other_source() -> UserError:
 class Mix(Unmixed):
     """Ŝ = λ1 ⊙ S_anc + λ2 ⊙ S on each pathway, λ per element, head or layer; `start` gives both, ½ in the paper."""
 
-    WHOLE = 1.0
-    """The λ that leaves a projection as it is."""
     HANDLES = 1
     """Handles of a layer that shares the anchors' gradient pass."""
 
@@ -281,16 +296,6 @@ class Mix(Unmixed):
         first = [part.weight.to(weight.dtype) for part in self.projections[:1]]
         return torch.cat([self.folded(weight), *first]) if first else self.folded(weight)
 
-    @property
-    def projections(self) -> tuple[Projection, ...]:
-        """Of the network that makes γ, W1 and W2; none for a static mixture."""
-        return ()
-
-    @property
-    def network(self) -> tuple[Tensor, Tensor] | None:
-        """W2 [2·pathways, hidden] and b of the network that makes γ; None for a static mixture."""
-        return None
-
     def folded(self, weight: Tensor) -> Tensor:
         """diag(λ2) W for the weight W [R, C] of a fused projection; rows of pathways that are not mixed as they are."""
         ones = weight.new_ones((), dtype=wide(weight).dtype)
@@ -302,12 +307,17 @@ class Mix(Unmixed):
     def only_values(self) -> bool:
         return type(self) in (Mix, FoldedMix) and self.pathways == ("v",)
 
-    def value_scales(self) -> tuple[Tensor, Tensor] | None:
+    @property
+    def in_kernels(self) -> bool:
+        known = type(self) in (Mix, DynamicMix, FoldedMix)
+        return known and all(map(is_plain, self.projections)) and not any(map(is_watched, (self, *self.children())))
+
+    def scales_of(self, pathway: str) -> tuple[Tensor, Tensor] | None:
         """Without copying them."""
-        if "v" not in self.pathways:
+        if pathway not in self.pathways:
             return None
-        first, second = per_head(self.anchor_scale["v"]), per_head(self.own_scale["v"])
-        return first.expand(self.sections["v"]), second.expand(self.sections["v"])
+        first, second = per_head(self.anchor_scale[pathway]), per_head(self.own_scale[pathway])
+        return first.expand(self.sections[pathway]), second.expand(self.sections[pathway])
 
     def _shares(self, anchors: Anchors) -> bool:
         """Whether there are handles behind the anchors; the first are this layer's."""
@@ -484,7 +494,7 @@ def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | No
     """
     if isinstance(mix, Write):
         return None, (own,)
-    scales = mix.value_scales()
+    scales = mix.scales_of("v")
     return None if scales is None else Mixing(anchors[0], *scales), anchors
 
 

@@ -360,19 +360,19 @@ class SoftmaxAttention(Body):
 
     @property
     def direct_to_cache(self) -> bool:
-        """Whether decoding kernels may put the projected heads straight into the cache and attend to all of it.
-
-        No anchors are mixed in but values, QK-norm is the kernels', angles do not depend on the length, there is no
-        window, queries do not grow, scores are not capped, outputs keep their own values, and those are projected.
-        """
-        whole = self.window is None and self.softcap is None and self.growth is None and not self.removes_own
-        whole = whole and "v" in self.head_width
-        return self.mix.only_values and self.qk_norm.in_kernels and self.steady and whole
+        """Whether decoding kernels may put the projected heads straight into the cache: anchors are mixed into nothing
+        but values."""
+        return self.mix.only_values and self.attends_to_all
 
     @property
-    def no_gate_or_sink(self) -> bool:
-        """Whether heads go straight to the cache and outputs straight to the output map: no sink and no gate."""
-        return self.direct_to_cache and self.sink is None and "g" not in self.head_width
+    def attends_to_all(self) -> bool:
+        """Whether decoding kernels compute how heads attend to the whole cache.
+
+        QK-norm is the kernels', angles do not depend on the length, there is no window, queries do not grow, scores are
+        not capped, outputs keep their own values, and those are projected.
+        """
+        whole = self.window is None and self.softcap is None and self.growth is None and not self.removes_own
+        return self.qk_norm.in_kernels and self.steady and whole and "v" in self.head_width
 
     def own_values(self, projected: Tensor) -> Tensor:
         """The values [..., H_kv, D] of a fused projection [..., R], which share its memory."""

@@ -289,8 +289,8 @@ class Forward:
 
 
 def bare_attention(body: nn.Module) -> SoftmaxAttention | None:
-    """The body, if it is softmax attention to the whole cache with neither gate nor sink nor bias."""
-    if not isinstance(body, SoftmaxAttention) or not body.no_gate_or_sink:
+    """The body, if it is softmax attention to the whole cache with neither sink nor bias."""
+    if not isinstance(body, SoftmaxAttention) or not body.attends_to_all or body.sink is not None:
         return None
     return body if is_plain(body.project) and is_plain(body.out) else None
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.generate.engine import launched_step
 from residua.generate.generator import Request, prefill
-from residua.generate.whole_step import build_layers, whole_step
+from residua.generate.whole_step import GATED_LAYERS, build_layers, whole_step
 from residua.model.attention import fold_mixing
 from residua.model.cache import Cache
 from residua.model.decoder import Decoder
@@ -24,6 +24,7 @@ from residua.ops.whole_layers.launch import Layers
 from residua.storage.model_folder import place
 from tests.generate.test_inference import (
     BLOCK,
+    GENERATING,
     SOFTMAX,
     TOPOLOGIES,
     WIDE,
@@ -93,6 +94,52 @@ def test_phases_mix_values_with_those_of_the_first_layer(case: tuple[str, bool],
     check(built, 2, monkeypatch)
 
 
+GROUPED = SOFTMAX | {"heads": 4, "kv_heads": 2, "head_dim": 8}
+GATED, BY_HEAD = ({"attention": GROUPED | {"gate": gate}} for gate in ("elementwise", "headwise"))
+EXO, DYNAMIC = {"kind": "exoformer"}, {"kind": "exoformer", "mixing": {"kind": "dynamic", "hidden": 6}}
+WITH_GATES: dict[str, dict[str, Any]] = {
+    "gate": GATED,
+    "headwise gate": BY_HEAD,
+    "gate and value residuals": GATED | {"anchors": {"kind": "resformer"}},
+    "static": GATED | {"anchors": EXO},
+    "static, folded": GATED | {"anchors": EXO},
+    "two pathways": BY_HEAD | {"anchors": EXO | {"pathways": ["v", "q"], "norm": "qk", "granularity": "headwise"}},
+    "dynamic": GATED | {"anchors": DYNAMIC},
+    "dynamic, two pathways": GATED | {"anchors": DYNAMIC | {"pathways": ["g", "k"], "norm": "none"}},
+    "dynamic, no gate": {"attention": GROUPED, "anchors": DYNAMIC | {"pathways": ["k", "v", "q"]}},
+}
+
+
+def gated_model(case: str, topology: str, layers: int, **tables: Any) -> Decoder:
+    """Neither λ nor what makes γ is as it starts."""
+    built = model(TOPOLOGIES[topology][0], layers=layers, **(WITH_GATES[case] | tables))
+    for name, parameter in built.named_parameters():
+        if "scale" in name or "gamma" in name:
+            nn.init.normal_(parameter, mean=0.0 if "weight" in name else 0.5, std=0.3)
+    if case.endswith("folded"):
+        fold_mixing(built)
+    return built
+
+
+DAY = ["two pathways", "dynamic"]
+
+
+@pytest.mark.parametrize("case", only_nightly(WITH_GATES, but=DAY))
+def test_phases_gate_and_mix_heads_as_the_model_does(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATED_LAYERS, "1")
+    check(gated_model(case, "two streams" if "two" in case else "additive", 2), 2, monkeypatch)
+
+
+def test_gated_layers_wait_for_their_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ops.backend("triton"):
+        for case in ("gate", "static"):
+            built = gated_model(case, "additive", 1)
+            monkeypatch.delenv(GATED_LAYERS, raising=False)
+            assert build_layers(built, filled_with_nothing(built, 1)) is None
+            monkeypatch.setenv(GATED_LAYERS, "1")
+            assert build_layers(built, filled_with_nothing(built, 1)) is not None
+
+
 @pytest.mark.parametrize("layers", only_nightly([4, 17], but=[4]))
 def test_phases_take_more_sources_than_single_junctions(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_division", lambda x: (1, 4))
@@ -134,34 +181,38 @@ def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
         {"topology": {"kind": "parallel"}},
         {"topology": {"kind": "full_attnres", "window": 2}},
         {"topology": {"kind": "multi_gate", "streams": 5}},
-        {"attention": SOFTMAX | {"gate": "headwise"}},
         {"attention": SOFTMAX | {"sink": "learned"}},
         {"attention": SOFTMAX | {"bias": "all"}},
         {"attention": SOFTMAX | {"window": 2}},
         {"attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 16}},
         {"attention": {"kind": "mla", "heads": 2, "head_dim": 8, "shared_dim": 4, "rank": 12}},
         {"ffn": {"kind": "moe", "hidden": 24, "experts": 4, "top_k": 2}},
-        {"anchors": {"kind": "exoformer", "pathways": ["q", "k", "v"]}},
-        {"anchors": {"kind": "exoformer", "pathways": ["v"], "norm": "none"}},  # not the first layer's values
         {"anchors": {"kind": "nuresformer", "pathways": ["v"]}},  # values are normed before they are mixed
+        {"anchors": {"kind": "nuresformer", "pathways": ["q", "v"], "norm": "none"}},
+        {"anchors": {"kind": "gated_value"}},
         {"ffn": {"kind": "geglu", "hidden": 24}},
         {"ffn": {"kind": "gelu_tanh", "hidden": 24}},
         {"ffn": {"kind": "relu2", "hidden": 20}},
     ],
 )
-def test_other_models_take_the_other_path(tables: dict[str, Any]) -> None:
+def test_other_models_take_the_other_path(tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATED_LAYERS, "1")
     built = model(tables.pop("topology", {"kind": "additive"}), **tables)
     with ops.backend("triton"):
         assert build_layers(built, filled_with_nothing(built, 2)) is None
 
 
-def test_quantized_projections_take_the_other_path() -> None:
-    built = model({"kind": "additive"}, layers=1)
+def test_quantized_projections_take_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GATED_LAYERS, "1")
+    built = gated_model("dynamic", "additive", 1)
+    attention, ffn = (sublayer.body for sublayer in built.sublayers)
+    places = [(attention, "out"), (ffn, "out"), (attention.mix.gamma, "down"), (attention.mix.gamma, "up")]
     with ops.backend("triton"):
-        for sublayer in built.sublayers:
-            sublayer.body.out, kept = nn.Linear(1, 1), sublayer.body.out
+        for module, name in places:
+            kept = getattr(module, name)
+            setattr(module, name, nn.Linear(1, 1))
             assert build_layers(built, filled_with_nothing(built, 1)) is None
-            sublayer.body.out = kept
+            setattr(module, name, kept)
         assert build_layers(built, filled_with_nothing(built, 1)) is not None
 
 
@@ -212,16 +263,40 @@ def test_one_launch_mixes_values_as_plain_steps_do(name: str, granularity: str) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("name", "layers"), [("additive", 3), ("blocks of two", 3), ("full", 3), ("full", 36), ("four streams", 3)]
+    ("name", "case"),
+    [*(("additive", case) for case in WITH_GATES), ("blocks of two", "dynamic"), ("two streams", "dynamic")],
+)
+def test_one_launch_gates_and_mixes_heads_as_plain_steps_do(name: str, case: str, monkeypatch) -> None:
+    monkeypatch.setenv(GATED_LAYERS, "1")
+    built = gated_model(case, name, 4, **GENERATING, width=64)
+    assert build_layers(place(built, torch.device("cuda"), "float32"), filled_with_nothing(built, 2)) is not None
+    assert_generates(built, "graph", PROMPTS, Request(24))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "layers", "case"),
+    [
+        *((name, 3, None) for name in ("additive", "blocks of two", "full", "four streams")),
+        ("full", 36, None),
+        ("additive", 3, "dynamic"),
+        ("four streams", 3, "dynamic"),
+    ],
 )
 @torch.no_grad()
-def test_barriers_and_separate_launches_give_the_same_bits(name: str, layers: int) -> None:
-    built = place(model(TOPOLOGIES[name][0], layers=layers, **WIDE), torch.device("cuda"))
+def test_barriers_and_separate_launches_give_the_same_bits(
+    name: str, layers: int, case: str | None, monkeypatch
+) -> None:
+    monkeypatch.setenv(GATED_LAYERS, "1")
+    topology, tables = TOPOLOGIES[name][0], {"layers": layers} | WIDE
+    built = model(topology, **tables) if case is None else gated_model(case, name, layers, **GENERATING, width=64)
+    built = place(built, torch.device("cuda"))
     tokens, results = torch.randint(257, (2, 12), device="cuda"), []
     for run in (Layers.__call__, Layers.in_phases, Layers.__call__):
         cache = built.new_cache(2, 48)
         cache.static = True
         whole = build_layers(built, cache)
+        whole.anchor.fill_(0.5)
         for column in tokens.T:
             whole.y.copy_(built.embed(column))
             normed = run(whole, cache.lengths).clone()

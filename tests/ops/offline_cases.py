@@ -331,21 +331,27 @@ def decode_heads(dtype: torch.dtype, width: int, slots: int, batch: int, heads: 
 
 @torch.no_grad()
 def decode_layers(
-    dtype: torch.dtype, width: int, kind: str, junction: str, rows: int, whole: bool = True, size: int = 4
-) -> None:
-    """Two layers in one launch, or a launch for each phase; heads of 128, or of 8 in narrow models."""
+    dtype: torch.dtype, width: int, kind: str, junction: str, rows: int, whole: bool = True, size: int = 4,
+    mixed: str = "", network: int = 0,
+) -> None:  # fmt: skip
+    """Two layers in one launch, or a launch for each phase; heads of 128, or of 8 in narrow models.
+
+    Gated kinds have their values mixed, unless `mixed` says otherwise; then heads have gates too.
+    """
     head_dim = 128 if width >= 512 else 8
     heads, gated = width // head_dim, kind in GATED
     hidden = (2 if gated else 4) * width
     shape = whole_layers.Shape(
-        width, heads, heads, head_dim, hidden, kind, 1e-6, junction, 4 if junction == "gate" else 1, size
-    )
-    matrices = ((3 * width, width), (width, width), (hidden * (1 + gated), width), (width, hidden))
+        width, heads, heads, head_dim, hidden, kind, 1e-6, junction, 4 if junction == "gate" else 1, size,
+        gate=head_dim if mixed else 0, mixed=mixed or ("values" if gated else "none"), network=network,
+    )  # fmt: skip
+    matrices = ((shape.projected, width), (width, width), (hidden * (1 + gated), width), (width, hidden))
     keys = torch.zeros(rows, 40, heads, head_dim, dtype=dtype)
-    layer = whole_layers.Layer(*(torch.zeros(size, dtype=dtype) for size in matrices), keys, keys)
+    down = torch.zeros(network, width, dtype=dtype) if network else None
+    layer = whole_layers.Layer(*(torch.zeros(size, dtype=dtype) for size in matrices), keys, keys, down)
     gains = torch.zeros(2, 2, head_dim) if gated else None
     table = torch.zeros(40, head_dim // 2)
-    mixing = torch.zeros(2, 2, heads, head_dim) if gated else None
+    mixing = None if shape.mixed == "none" else torch.zeros(2, 2 * shape.anchored + 8 * (network + 1))
     vectors = whole_layers.Vectors(torch.zeros(5, 3, width), torch.zeros(5, 5), gains, table, table, mixing)
     assert whole_layers.serves(shape, [layer])
     layers, lengths = whole_layers.Layers(shape, [layer] * 2, vectors), torch.zeros(rows, dtype=torch.int64)
@@ -449,6 +455,7 @@ def small_cases() -> Iterator[Case]:
     yield case(decode_heads, FP32, 64, 40, 3, 4, 4)
     yield case(decode_layers, BF16, 72, "relu2", "sum", 1)
     yield case(decode_layers, BF16, 72, "relu2", "read", 2)
+    yield case(decode_layers, BF16, 72, "swiglu", "sum", 2, True, 4, "heads", 16)
     yield case(prefill_heads, BF16, 128, 6, 6)
     yield case(prefill_heads, FP32, 64, 4, 2)
     yield case(prefill_junctions, BF16, 768, 4)
@@ -487,6 +494,8 @@ def wide_cases() -> Iterator[Case]:
         yield case(decode_layers, BF16, width, kind, junction, rows, False)
     for width in (768, 1280):
         yield case(decode_layers, BF16, width, "relu2", "read", 1, True, 1)
+        for mixed, network in (("none", 0), ("heads", 0), ("heads", 16)):
+            yield case(decode_layers, BF16, width, "relu2", "sum", 1, True, 4, mixed, network)
         for count in (64, 128):
             yield case(decode_junctions, BF16, width, count, 2, 1)
     for n, iterations in product((1, 2, 3, 4), (1, 20)):

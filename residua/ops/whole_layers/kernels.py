@@ -19,6 +19,16 @@ import triton.language as tl
 from residua.ops._runtime.kernels import tensor
 from residua.ops.inference.kernels_sublayers import activation
 from residua.ops.whole_layers.kernels_entry import enter, prepare, write
+from residua.ops.whole_layers.kernels_heads import (
+    anchored,
+    factors,
+    gated,
+    gates,
+    half_mixtures,
+    network,
+    scaled,
+    turned,
+)
 
 ALL = tl.constexpr(-1)
 """Every phase, with barriers; otherwise the number of the only one."""
@@ -52,8 +62,8 @@ def _arrive(count_ptr, ONLY: tl.constexpr):
 
 @triton.jit
 def _again(program, ONLY: tl.constexpr):
-    """The program's number, hidden from the compiler: it would compute the addresses of all phases before the loop over
-    layers, and has no registers for them."""
+    """A number, such as the program's, hidden from the compiler, which would compute the addresses of all phases before
+    the loop over layers, and has no registers for them."""
     if ONLY == ALL:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [program], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -112,26 +122,6 @@ def _store_rows(
 
 
 @triton.jit
-def _turned(
-    x_ptr, gain_ptr, cos_ptr, sin_ptr, eps, D: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr
-):  # fmt: skip
-    """A head [LANES]: gain ⊙ RMS(x), then rotated."""
-    HALF: tl.constexpr = D // 2
-    d = tl.arange(0, LANES)
-    live, low = d < D, d < HALF
-    other, angle = tl.where(low, d + HALF, d - HALF), tl.where(low, d, d - HALF)
-    b_x = tl.load(x_ptr + d, mask=live, other=0.0).to(tl.float32)
-    b_y = tl.load(x_ptr + other, mask=live, other=0.0).to(tl.float32)
-    if NORM:
-        rstd = tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps)
-        b_x = b_x * rstd * tl.load(gain_ptr + d, mask=live, other=0.0)
-        b_y = b_y * rstd * tl.load(gain_ptr + other, mask=live, other=0.0)
-    b_cos = tl.load(cos_ptr + angle, mask=live, other=0.0)
-    b_sin = tl.load(sin_ptr + angle, mask=live, other=0.0)
-    return b_x * b_cos + tl.where(low, -b_y, b_y) * b_sin
-
-
-@triton.jit
 def _slots(x_ptr, cell, start, end, stride_ks, live, LANES: tl.constexpr, SLOTS: tl.constexpr):
     """Keys or values of the slots from `start` on, up to `end` [SLOTS, LANES]."""
     slot, d = start + tl.arange(0, SLOTS)[:, None], tl.arange(0, LANES)[None, :]
@@ -155,13 +145,18 @@ def _attend(
     k_ptr, v_ptr, projected_ptr, gains_ptr, cos_ptr, sin_ptr, lengths_ptr, anchor_ptr, mixing_ptr, part_ptr, lse_ptr,
     count_ptr, arrivals, layer, item, key_eps, scale, stride_kb, stride_ks, stride_kh,
     HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr, NORM: tl.constexpr,
-    MIXED: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, ONLY: tl.constexpr,
+    GATE: tl.constexpr, E: tl.constexpr, LANES_E: tl.constexpr, MIXED: tl.constexpr, SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
     """One head's share of the slots. The first share has the new token as well, and puts it into the cache.
 
-    If values are MIXED, V̂ = λ1 ⊙ V_anc + λ2 ⊙ V, with the values of the first layer as anchor.
+    If "values" are MIXED, V̂ = λ1 ⊙ V_anc + λ2 ⊙ V, with the values of the first layer as anchor. If "heads" are, so are
+    queries and keys before their norm, with anchors that are there from the start; and with E, λ ⊙ γ stands for λ.
     """
     GROUPS: tl.constexpr = HEADS // KV
+    EVERY: tl.constexpr = MIXED == "heads"
+    HEADED: tl.constexpr = (HEADS + 2 * KV) * D + HEADS * GATE
+    WIDTH: tl.constexpr = HEADED if EVERY else KV * D
     split, m, h = item % SPLITS, item // SPLITS // HEADS, item // SPLITS % HEADS
     d = tl.arange(0, LANES)
     live = d < D
@@ -172,22 +167,38 @@ def _attend(
     # the first slots, which earlier launches filled, before the heads of the new token are there
     b_k = _slots(k_ptr, cell, first, end, stride_ks, live, LANES, SLOTS)
     b_v = _slots(v_ptr, cell, first, end, stride_ks, live, LANES, SLOTS)
-    if MIXED:
-        channel = (h // GROUPS) * D + d
-        b_anchor = tl.load(anchor_ptr + m * (KV * D) + channel, mask=live & (layer > 0), other=0.0).to(tl.float32)
-        b_anchor *= tl.load(mixing_ptr + layer * (2 * KV * D) + channel, mask=live, other=0.0)
-        b_own = tl.load(mixing_ptr + layer * (2 * KV * D) + KV * D + channel, mask=live, other=0.0)
+    query_mixtures, key_mixtures = (), ()
+    if MIXED != "none":
+        channel = (HEADS * EVERY + KV * EVERY + h // GROUPS) * D + d
+        known = live if EVERY else live & (layer > 0)
+        own_anchor_ptr = anchor_ptr + m * WIDTH
+        own_mixing_ptr = mixing_ptr + layer * (2 * WIDTH + 8 * (E + 1) * (E > 0))
+        b_anchor, b_own = anchored(own_anchor_ptr, own_mixing_ptr, channel, known, live, WIDTH)
+    if EVERY:
+        query_mixtures = half_mixtures(own_anchor_ptr, own_mixing_ptr, h * D, D, LANES, WIDTH)
+        key_mixtures = half_mixtures(own_anchor_ptr, own_mixing_ptr, (HEADS + h // GROUPS) * D, D, LANES, WIDTH)
+    if E:
+        b_network = network(own_mixing_ptr + 2 * WIDTH, 0, 6, E, LANES_E)
     _wait(count_ptr, arrivals, ONLY)
-    row_ptr = projected_ptr + m * ((HEADS + 2 * KV) * D)
+    row_ptr = projected_ptr + m * (HEADED + E)
+    if E:
+        g = factors(row_ptr + HEADED, b_network, 6, E, LANES_E)
+        query_mixtures, key_mixtures = scaled(query_mixtures, g[0], g[1]), scaled(key_mixtures, g[2], g[3])
+        b_anchor, b_own = b_anchor * g[4], b_own * g[5]
     angles = position * (D // 2)
-    b_q = _turned(row_ptr + h * D, gains_ptr, cos_ptr + angles, sin_ptr + angles, key_eps, D, LANES, NORM) * scale
+    b_q = turned(
+        row_ptr + h * D, query_mixtures, gains_ptr, cos_ptr + angles, sin_ptr + angles, key_eps, D, LANES, NORM, EVERY
+    ) * scale  # fmt: skip
     key_ptr = row_ptr + (HEADS + h // GROUPS) * D
-    b_new = _turned(key_ptr, gains_ptr + D, cos_ptr + angles, sin_ptr + angles, key_eps, D, LANES, NORM)
+    b_new = turned(
+        key_ptr, key_mixtures, gains_ptr + D, cos_ptr + angles, sin_ptr + angles, key_eps, D, LANES, NORM, EVERY
+    )  # fmt: skip
     b_new = b_new.to(k_ptr.dtype.element_ty)
     b_value = tl.load(key_ptr + KV * D + d, mask=live, other=0.0)
     writes = live & (split == 0) & (h % GROUPS == 0)
-    if MIXED:
+    if MIXED == "values":
         tl.store(anchor_ptr + m * (KV * D) + channel, b_value, mask=writes & (layer == 0))
+    if MIXED != "none":
         b_value = b_anchor + b_own * b_value.to(tl.float32)
     b_value = b_value.to(v_ptr.dtype.element_ty)
 
@@ -266,31 +277,37 @@ def layers_kernel(
     ready_ptr, projected_ptr, anchor_ptr, part_ptr, lse_ptr, hidden_ptr, normed_ptr, count_ptr, first, last,
     eps, key_eps, scale, per_root, stride_kb, stride_ks, stride_kh,
     M: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
-    HIDDEN: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, MIXED: tl.constexpr, JUNCTION: tl.constexpr,
-    N: tl.constexpr, SIZE: tl.constexpr, COMPETITIVE: tl.constexpr, WIDE: tl.constexpr, WORK: tl.constexpr,
-    SPARE: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
-    ONLY: tl.constexpr,
+    GATE: tl.constexpr, E: tl.constexpr, LANES_E: tl.constexpr, HIDDEN: tl.constexpr, KIND: tl.constexpr,
+    NORM: tl.constexpr, MIXED: tl.constexpr, JUNCTION: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
+    COMPETITIVE: tl.constexpr, WIDE: tl.constexpr, WORK: tl.constexpr, SPARE: tl.constexpr, ROWS: tl.constexpr,
+    LINE: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Layers `first` to `last`, then the final norm; or of these the phase ONLY."""
+    """Layers `first` to `last`, then the final norm; or of these the phase ONLY.
+
+    GATE is the width of a head's gate. E is that of the network that makes γ, whose W1 is the last entry of the table.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     T: tl.constexpr = y_ptr.dtype.element_ty
-    HEADED: tl.constexpr = (HEADS + 2 * KV) * D
+    HEADED: tl.constexpr = (HEADS + 2 * KV) * D + HEADS * GATE
+    ENTRIES: tl.constexpr = 7 if E else 6
     ITEMS: tl.constexpr = M * HEADS * SPLITS
     GATED: tl.constexpr = KIND == "swiglu" or KIND == "glu"
     LINES: tl.constexpr = (C + LINE - 1) // LINE
-    project = tl.load(table_ptr + first * 6, mask=first < last, other=0)
+    project = tl.load(table_ptr + first * ENTRIES, mask=first < last, other=0)
     for layer in range(first, last):
         reached = (layer - first) * (PHASES * programs)
-        entries = table_ptr + layer * 6
+        entries = table_ptr + layer * ENTRIES
         k_ptr, v_ptr = tensor(entries, 4, T), tensor(entries, 5, T)
         out_ptr, up_ptr, down_ptr = tensor(entries, 1, T), tensor(entries, 2, T), tensor(entries, 3, T)
         project_ptr = tl.multiple_of(project.to(tl.pointer_type(T)), 16)
-        project = tl.load(entries + 6, mask=layer + 1 < last, other=0)  # of the next layer, long before it is needed
+        project = tl.load(entries + ENTRIES, mask=layer + 1 < last, other=0)  # of the next layer, in time
 
-        # project: Q, K, V = W RMS(h)
+        # project: Q, K, V and the gate = W RMS(h), and of γ's network W1 RMS(h)
         if ONLY == ALL or ONLY == 0:
             program = _again(tl.program_id(0), ONLY)
             b_w = _held(project_ptr, program, HEADED, C, WORK, ROWS, LINE)
+            if E:
+                b_u = _held(tensor(entries, 6, T), program, E, C, WORK, ROWS, LINE)
             _wait(count_ptr, reached, ONLY)
             if program < WORK:
                 for m in range(M):
@@ -300,7 +317,10 @@ def layers_kernel(
                     )  # fmt: skip
                     for t in tl.static_range(((HEADED + WORK - 1) // WORK + ROWS - 1) // ROWS):
                         b_y = _products(b_w, b_x, t, LINES)
-                        _store_rows(projected_ptr + m * HEADED, b_y, program, t, HEADED, WORK, ROWS)
+                        _store_rows(projected_ptr + m * (HEADED + E), b_y, program, t, HEADED, WORK, ROWS)
+                    for t in tl.static_range(((E + WORK - 1) // WORK + ROWS - 1) // ROWS):
+                        b_y = _products(b_u, b_x, t, LINES)
+                        _store_rows(projected_ptr + m * (HEADED + E) + HEADED, b_y, program, t, E, WORK, ROWS)
             else:
                 write(y_ptr, state_ptr, ready_ptr, program - WORK, 2 * layer, M, C, JUNCTION, N, SIZE, SPARE, WIDE)
             _arrive(count_ptr, ONLY)
@@ -315,8 +335,8 @@ def layers_kernel(
                         _attend(
                             k_ptr, v_ptr, projected_ptr, gains_ptr + layer * (2 * D), cos_ptr, sin_ptr, lengths_ptr,
                             anchor_ptr, mixing_ptr, part_ptr, lse_ptr, count_ptr, reached + programs, layer, item,
-                            key_eps, scale, stride_kb, stride_ks, stride_kh, HEADS, KV, D, LANES, NORM, MIXED,
-                            SPLITS, SLOTS, ONLY,
+                            key_eps, scale, stride_kb, stride_ks, stride_kh, HEADS, KV, D, LANES, NORM,
+                            GATE, E, LANES_E, MIXED, SPLITS, SLOTS, ONLY,
                         )  # fmt: skip
                     else:
                         _wait(count_ptr, reached + programs, ONLY)
@@ -328,14 +348,24 @@ def layers_kernel(
                 )  # fmt: skip
             _arrive(count_ptr, ONLY)
 
-        # out: y = W of the merged heads
+        # out: y = W of the merged heads, which are gated first
         if ONLY == ALL or ONLY == 2:
             program = _again(tl.program_id(0), ONLY)
             b_w = _held(out_ptr, program, C, HEADS * D, WORK, ROWS, LINE)
+            b_gates = ()
+            if GATE:
+                for r in tl.static_range(M):
+                    b_gate = gates(
+                        projected_ptr, anchor_ptr, mixing_ptr, layer, _again(program * 0 + r, ONLY),
+                        HEADS, (HEADS + 2 * KV) * D, D, GATE, E, LANES_E, MIXED == "heads", LINE,
+                    )  # fmt: skip
+                    b_gates = b_gates + (b_gate,)
             _wait(count_ptr, reached + 2 * programs, ONLY)
             if program < WORK:
                 for m in range(M):
                     b_x = _merged(part_ptr, lse_ptr, m, HEADS, D, SPLITS, LINE)
+                    if GATE:
+                        b_x = gated(b_x, b_gates, m, M, (HEADS * D + LINE - 1) // LINE)
                     for t in tl.static_range(((C + WORK - 1) // WORK + ROWS - 1) // ROWS):
                         b_y = _products(b_w, b_x, t, (HEADS * D + LINE - 1) // LINE)
                         _store_rows(y_ptr + m * C, b_y, program, t, C, WORK, ROWS)

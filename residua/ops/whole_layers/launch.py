@@ -44,7 +44,12 @@ class Junctions(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sizes that all layers share, and the plain numbers of `Junctions`."""
+    """The sizes that all layers share, and the plain numbers of `Junctions`.
+
+    `gate` is the width of a head's gate, 0 without one. Anchors are mixed into `mixed`: none; values, with those of the
+    first layer; or all heads, with what is written to `Layers.anchor`. `network` is the width of the network that makes
+    γ, 0 for static λ.
+    """
 
     width: int
     heads: int
@@ -57,10 +62,23 @@ class Shape(NamedTuple):
     streams: int = 1
     size: int = 1
     competitive: bool = True
+    gate: int = 0
+    mixed: str = "none"
+    network: int = 0
+
+    @property
+    def projected(self) -> int:
+        """Rows of the fused projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim + self.heads * self.gate
+
+    @property
+    def anchored(self) -> int:
+        """Channels that are mixed."""
+        return self.projected if self.mixed == "heads" else self.kv_heads * self.head_dim
 
 
 class Layer(NamedTuple):
-    """A layer's matrices, all of one dtype, and its caches [B, S, H_kv, D]."""
+    """A layer's matrices, all of one dtype, its caches [B, S, H_kv, D], and W1 of the network that makes γ."""
 
     project: Tensor
     out: Tensor
@@ -68,14 +86,24 @@ class Layer(NamedTuple):
     down: Tensor
     keys: Tensor
     values: Tensor
+    network: Tensor | None = None
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        return [self.project, self.out, self.up, self.down, *([] if self.network is None else [self.network])]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """In the order of the table."""
+        return [tensor for tensor in self if tensor is not None]
 
 
 class Vectors(NamedTuple):
     """Small parameters in float32.
 
     Of each junction: gain, query and gate query [J, 3, C], gate biases [J, n + 1]. Of each layer: the gains of queries
-    and keys [L, 2, D], or None. Then cos and sin [positions, D/2]; and where values are mixed with those of the first
-    layer, λ1 and λ2 [L, 2, H_kv, D].
+    and keys [L, 2, D], or None. Then cos and sin [positions, D/2]. Where anchors are mixed, of each layer: λ1 and λ2 of
+    the mixed channels, and if there are γ, W2 and b [8, E + 1], two rows for each of q, k, v and g.
     """
 
     junctions: Tensor
@@ -88,11 +116,11 @@ class Vectors(NamedTuple):
 
 def serves(shape: Shape, layers: Sequence[Layer]) -> bool:
     """Whether the kernels take these layers: few rows, dense tensors of one dtype, shares that fit into registers."""
-    tensors = [tensor for layer in layers for tensor in layer]
+    tensors = [tensor for layer in layers for tensor in layer.tensors]
     first = layers[0].keys
-    caches = {(t.shape, t.stride()) for layer in layers for t in layer[4:]}
+    caches = {(t.shape, t.stride()) for layer in layers for t in (layer.keys, layer.values)}
     alike = len(caches) == 1 and len({t.dtype for t in tensors}) == 1
-    dense = all(t.is_contiguous() for layer in layers for t in layer[:4]) and first.stride(3) == 1
+    dense = all(t.is_contiguous() for layer in layers for t in layer.matrices) and first.stride(3) == 1
     aligned = all(t.data_ptr() % 16 == 0 and t.shape[-1] % 8 == 0 for t in tensors)
     few = len(first) <= min(MOST_ROWS, _division(first)[0]) and shape.streams <= MOST_STREAMS
     return alike and dense and aligned and few and _held(shape, first) <= MOST_HELD and supports(*tensors)
@@ -108,13 +136,13 @@ def _division(x: Tensor) -> tuple[int, int]:
 def _held(shape: Shape, x: Tensor) -> int:
     """Most registers of a thread that hold weights in any phase."""
     work, (width, attended) = _division(x)[0], (shape.width, shape.heads * shape.head_dim)
-    matrices = [
-        (attended + 2 * shape.kv_heads * shape.head_dim, width, 1),
-        (width, attended, 1),
-        (shape.hidden, width, 2 if shape.kind in GATED else 1),
-        (width, shape.hidden, 1),
+    phases = [
+        ((shape.projected, shape.network), width),
+        ((width,), attended),
+        ((shape.hidden,) * (2 if shape.kind in GATED else 1), width),
+        ((width,), shape.hidden),
     ]
-    each = (count * cdiv(cdiv(rows, work), WARPS) * cdiv(columns, line(width)) for rows, columns, count in matrices)
+    each = (sum(cdiv(cdiv(n, work), WARPS) for n in rows) * cdiv(columns, line(width)) for rows, columns in phases)
     return max(each) * line(width) * x.element_size() // (32 * 4)
 
 
@@ -126,7 +154,8 @@ def line(width: int) -> int:
 class Layers:
     """The layers of a model and their final norm, for one cache. Keeps the state between phases, and what it points to.
 
-    Write the embedded tokens [M, C] to `y`, then call it with the number of tokens in each row's cache.
+    Write the embedded tokens [M, C] to `y` and the anchors of all heads, if they are mixed, to `anchor`, then call it
+    with the number of tokens in each row's cache.
     """
 
     def __init__(self, shape: Shape, layers: Sequence[Layer], vectors: Vectors) -> None:
@@ -140,13 +169,13 @@ class Layers:
         self.y, self.normed = like.new_empty(rows, width), like.new_empty(rows, width)
         self._state = like.new_zeros(slots, rows, width)
         self._ready = like.new_zeros(ready, dtype=torch.float32)
-        self._projected = like.new_empty(rows, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
-        self._anchor = like.new_zeros(rows, shape.kv_heads * shape.head_dim)
+        self._projected = like.new_empty(rows, shape.projected + shape.network)
+        self.anchor = like.new_zeros(rows, shape.anchored)
         self._part = like.new_empty(shares, shape.head_dim, dtype=torch.float32)
         self._lse = like.new_empty(shares, dtype=torch.float32)
         self._hidden = like.new_empty(rows, shape.hidden)
         self._count = torch.zeros(2, dtype=torch.int32, device=like.device)
-        addresses = [[tensor.data_ptr() for tensor in layer] for layer in layers]
+        addresses = [[tensor.data_ptr() for tensor in layer.tensors] for layer in layers]
         self._table = torch.tensor(addresses, dtype=torch.int64, device=like.device)
         self._settings = self._sizes()
 
@@ -156,8 +185,8 @@ class Layers:
         lanes = next_power_of_2(shape.head_dim)
         sizes = {
             "M": len(like), "C": shape.width, "HEADS": shape.heads, "KV": shape.kv_heads, "D": shape.head_dim,
-            "LANES": lanes, "HIDDEN": shape.hidden, "KIND": shape.kind, "NORM": self.vectors.gains is not None,
-            "MIXED": self.vectors.mixing is not None,
+            "LANES": lanes, "GATE": shape.gate, "E": shape.network, "LANES_E": next_power_of_2(max(1, shape.network)),
+            "HIDDEN": shape.hidden, "KIND": shape.kind, "NORM": self.vectors.gains is not None, "MIXED": shape.mixed,
             "JUNCTION": shape.junction, "N": shape.streams, "SIZE": shape.size, "COMPETITIVE": shape.competitive,
             "WIDE": next_power_of_2(shape.width), "WORK": work, "SPARE": spare, "ROWS": WARPS, "SPLITS": SPLITS,
             "SLOTS": max(16, SLOTS_HELD // lanes), "LINE": line(shape.width),
@@ -191,7 +220,7 @@ class Layers:
         _kernels().layers_kernel[(sum(_division(keys)),)](
             self._table, vectors.junctions, vectors.biases, self._lse if vectors.gains is None else vectors.gains,
             vectors.cos, vectors.sin, self._lse if vectors.mixing is None else vectors.mixing, lengths, self.y,
-            self._state, self._ready, self._projected, self._anchor, self._part, self._lse, self._hidden, self.normed,
+            self._state, self._ready, self._projected, self.anchor, self._part, self._lse, self._hidden, self.normed,
             self._count, first, last, shape.eps, KEY_EPS, shape.head_dim**-0.5, shape.width**-0.5, *keys.stride()[:3],
             ONLY=only, **self._settings, **settings,
         )  # fmt: skip
