@@ -21,12 +21,12 @@ from residua.ops.inference.kernels_sublayers import activation
 from residua.ops.whole_layers.kernels_entry import enter, prepare, write
 from residua.ops.whole_layers.kernels_heads import (
     anchored,
+    anchored_halves,
     factors,
+    gate_parts,
     gated,
-    gates,
-    half_mixtures,
+    mixed,
     network,
-    scaled,
     turned,
 )
 
@@ -167,31 +167,30 @@ def _attend(
     # the first slots, which earlier launches filled, before the heads of the new token are there
     b_k = _slots(k_ptr, cell, first, end, stride_ks, live, LANES, SLOTS)
     b_v = _slots(v_ptr, cell, first, end, stride_ks, live, LANES, SLOTS)
-    query_mixtures, key_mixtures = (), ()
+    of_query, of_key, g = (), (), (1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     if MIXED != "none":
         channel = (HEADS * EVERY + KV * EVERY + h // GROUPS) * D + d
         known = live if EVERY else live & (layer > 0)
         own_anchor_ptr = anchor_ptr + m * WIDTH
         own_mixing_ptr = mixing_ptr + layer * (2 * WIDTH + 8 * (E + 1) * (E > 0))
-        b_anchor, b_own = anchored(own_anchor_ptr, own_mixing_ptr, channel, known, live, WIDTH)
+        of_value = anchored(own_anchor_ptr, own_mixing_ptr, channel, known, live, WIDTH)
     if EVERY:
-        query_mixtures = half_mixtures(own_anchor_ptr, own_mixing_ptr, h * D, D, LANES, WIDTH)
-        key_mixtures = half_mixtures(own_anchor_ptr, own_mixing_ptr, (HEADS + h // GROUPS) * D, D, LANES, WIDTH)
+        of_query = anchored_halves(own_anchor_ptr, own_mixing_ptr, h * D, D, LANES, WIDTH)
+        of_key = anchored_halves(own_anchor_ptr, own_mixing_ptr, (HEADS + h // GROUPS) * D, D, LANES, WIDTH)
     if E:
         b_network = network(own_mixing_ptr + 2 * WIDTH, 0, 6, E, LANES_E)
     _wait(count_ptr, arrivals, ONLY)
     row_ptr = projected_ptr + m * (HEADED + E)
     if E:
         g = factors(row_ptr + HEADED, b_network, 6, E, LANES_E)
-        query_mixtures, key_mixtures = scaled(query_mixtures, g[0], g[1]), scaled(key_mixtures, g[2], g[3])
-        b_anchor, b_own = b_anchor * g[4], b_own * g[5]
     angles = position * (D // 2)
     b_q = turned(
-        row_ptr + h * D, query_mixtures, gains_ptr, cos_ptr + angles, sin_ptr + angles, key_eps, D, LANES, NORM, EVERY
+        row_ptr + h * D, of_query, g[0], g[1], gains_ptr, cos_ptr + angles, sin_ptr + angles, key_eps,
+        D, LANES, NORM, EVERY,
     ) * scale  # fmt: skip
     key_ptr = row_ptr + (HEADS + h // GROUPS) * D
     b_new = turned(
-        key_ptr, key_mixtures, gains_ptr + D, cos_ptr + angles, sin_ptr + angles, key_eps, D, LANES, NORM, EVERY
+        key_ptr, of_key, g[2], g[3], gains_ptr + D, cos_ptr + angles, sin_ptr + angles, key_eps, D, LANES, NORM, EVERY
     )  # fmt: skip
     b_new = b_new.to(k_ptr.dtype.element_ty)
     b_value = tl.load(key_ptr + KV * D + d, mask=live, other=0.0)
@@ -199,7 +198,7 @@ def _attend(
     if MIXED == "values":
         tl.store(anchor_ptr + m * (KV * D) + channel, b_value, mask=writes & (layer == 0))
     if MIXED != "none":
-        b_value = b_anchor + b_own * b_value.to(tl.float32)
+        b_value = mixed(b_value, of_value, g[4], g[5])
     b_value = b_value.to(v_ptr.dtype.element_ty)
 
     # the slots before the new token
@@ -302,7 +301,7 @@ def layers_kernel(
         project_ptr = tl.multiple_of(project.to(tl.pointer_type(T)), 16)
         project = tl.load(entries + ENTRIES, mask=layer + 1 < last, other=0)  # of the next layer, in time
 
-        # project: Q, K, V and the gate = W RMS(h), and of γ's network W1 RMS(h)
+        # project: Q, K, V and the gate = W RMS(h), and of γ's network GELU(W1 RMS(h))
         if ONLY == ALL or ONLY == 0:
             program = _again(tl.program_id(0), ONLY)
             b_w = _held(project_ptr, program, HEADED, C, WORK, ROWS, LINE)
@@ -319,7 +318,7 @@ def layers_kernel(
                         b_y = _products(b_w, b_x, t, LINES)
                         _store_rows(projected_ptr + m * (HEADED + E), b_y, program, t, HEADED, WORK, ROWS)
                     for t in tl.static_range(((E + WORK - 1) // WORK + ROWS - 1) // ROWS):
-                        b_y = _products(b_u, b_x, t, LINES)
+                        b_y = activation(_products(b_u, b_x, t, LINES), "gelu")
                         _store_rows(projected_ptr + m * (HEADED + E) + HEADED, b_y, program, t, E, WORK, ROWS)
             else:
                 write(y_ptr, state_ptr, ready_ptr, program - WORK, 2 * layer, M, C, JUNCTION, N, SIZE, SPARE, WIDE)
@@ -352,20 +351,20 @@ def layers_kernel(
         if ONLY == ALL or ONLY == 2:
             program = _again(tl.program_id(0), ONLY)
             b_w = _held(out_ptr, program, C, HEADS * D, WORK, ROWS, LINE)
-            b_gates = ()
+            parts = ()
             if GATE:
                 for r in tl.static_range(M):
-                    b_gate = gates(
+                    of_gate = gate_parts(
                         projected_ptr, anchor_ptr, mixing_ptr, layer, _again(program * 0 + r, ONLY),
                         HEADS, (HEADS + 2 * KV) * D, D, GATE, E, LANES_E, MIXED == "heads", LINE,
                     )  # fmt: skip
-                    b_gates = b_gates + (b_gate,)
+                    parts = parts + (of_gate,)
             _wait(count_ptr, reached + 2 * programs, ONLY)
             if program < WORK:
                 for m in range(M):
                     b_x = _merged(part_ptr, lse_ptr, m, HEADS, D, SPLITS, LINE)
                     if GATE:
-                        b_x = gated(b_x, b_gates, m, M, (HEADS * D + LINE - 1) // LINE)
+                        b_x = gated(b_x, parts, m, M, E, MIXED == "heads", (HEADS * D + LINE - 1) // LINE)
                     for t in tl.static_range(((C + WORK - 1) // WORK + ROWS - 1) // ROWS):
                         b_y = _products(b_w, b_x, t, (HEADS * D + LINE - 1) // LINE)
                         _store_rows(y_ptr + m * C, b_y, program, t, C, WORK, ROWS)
