@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -24,10 +23,6 @@ from residua.ops.whole_layers.launch import Junctions, Layer, Layers, Shape, Vec
 
 if TYPE_CHECKING:
     from residua.model.cache import Cache
-
-GATED_LAYERS = "RESIDUA_GATED_LAYERS"
-"""The environment variable that, set to 1, serves gated attention and ExoFormer. These kernels have not run on a GPU
-yet; by default such models are launched by operation."""
 
 
 def whole_step(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor] | None:
@@ -69,8 +64,7 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
         return None
     norms, junctions = topology.norms, topology.whole_layers
     mixed = _mixed(model, attentions)
-    gated = mixed == "heads" or any("g" in attention.head_width for attention in attentions)
-    if mixed is None or (gated and os.environ.get(GATED_LAYERS) != "1"):
+    if mixed is None:
         return None
     pairs = list(zip(attentions, ffns, strict=True))
     shapes = {_shape(*pair, junctions, norm.eps, mixed) for pair in pairs for norm in norms}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from residua import ops
 from residua.generate.engine import launched_step
 from residua.generate.generator import Request, prefill
-from residua.generate.whole_step import GATED_LAYERS, build_layers, whole_step
+from residua.generate.whole_step import build_layers, whole_step
 from residua.model.attention import fold_mixing
 from residua.model.cache import Cache
 from residua.model.decoder import Decoder
@@ -126,18 +126,7 @@ DAY = ["two pathways", "dynamic"]
 
 @pytest.mark.parametrize("case", only_nightly(WITH_GATES, but=DAY))
 def test_phases_gate_and_mix_heads_as_the_model_does(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GATED_LAYERS, "1")
     check(gated_model(case, "two streams" if "two" in case else "additive", 2), 2, monkeypatch)
-
-
-def test_gated_layers_wait_for_their_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ops.backend("triton"):
-        for case in ("gate", "static"):
-            built = gated_model(case, "additive", 1)
-            monkeypatch.delenv(GATED_LAYERS, raising=False)
-            assert build_layers(built, filled_with_nothing(built, 1)) is None
-            monkeypatch.setenv(GATED_LAYERS, "1")
-            assert build_layers(built, filled_with_nothing(built, 1)) is not None
 
 
 @pytest.mark.parametrize("layers", only_nightly([4, 17], but=[4]))
@@ -195,15 +184,13 @@ def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
         {"ffn": {"kind": "relu2", "hidden": 20}},
     ],
 )
-def test_other_models_take_the_other_path(tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GATED_LAYERS, "1")
+def test_other_models_take_the_other_path(tables: dict[str, Any]) -> None:
     built = model(tables.pop("topology", {"kind": "additive"}), **tables)
     with ops.backend("triton"):
         assert build_layers(built, filled_with_nothing(built, 2)) is None
 
 
-def test_quantized_projections_take_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GATED_LAYERS, "1")
+def test_quantized_projections_take_the_other_path() -> None:
     built = gated_model("dynamic", "additive", 1)
     attention, ffn = (sublayer.body for sublayer in built.sublayers)
     places = [(attention, "out"), (ffn, "out"), (attention.mix.gamma, "down"), (attention.mix.gamma, "up")]
@@ -266,8 +253,7 @@ def test_one_launch_mixes_values_as_plain_steps_do(name: str, granularity: str) 
     ("name", "case"),
     [*(("additive", case) for case in WITH_GATES), ("blocks of two", "dynamic"), ("two streams", "dynamic")],
 )
-def test_one_launch_gates_and_mixes_heads_as_plain_steps_do(name: str, case: str, monkeypatch) -> None:
-    monkeypatch.setenv(GATED_LAYERS, "1")
+def test_one_launch_gates_and_mixes_heads_as_plain_steps_do(name: str, case: str) -> None:
     built = gated_model(case, name, 4, **GENERATING, width=64)
     assert build_layers(place(built, torch.device("cuda"), "float32"), filled_with_nothing(built, 2)) is not None
     assert_generates(built, "graph", PROMPTS, Request(24))
@@ -284,10 +270,7 @@ def test_one_launch_gates_and_mixes_heads_as_plain_steps_do(name: str, case: str
     ],
 )
 @torch.no_grad()
-def test_barriers_and_separate_launches_give_the_same_bits(
-    name: str, layers: int, case: str | None, monkeypatch
-) -> None:
-    monkeypatch.setenv(GATED_LAYERS, "1")
+def test_barriers_and_separate_launches_give_the_same_bits(name: str, layers: int, case: str | None) -> None:
     topology, tables = TOPOLOGIES[name][0], {"layers": layers} | WIDE
     built = model(topology, **tables) if case is None else gated_model(case, name, layers, **GENERATING, width=64)
     built = place(built, torch.device("cuda"))
