@@ -12,7 +12,7 @@ from residua.config import choices
 from residua.model.anchors import LayerPlace, Projections, Unmixed, Write
 from residua.model.context import Anchors, Context
 from residua.model.equivalence import InitFidelity, take_parameters
-from residua.ops._runtime.numeric import wide
+from residua.ops._runtime.numeric import mix_slices, wide
 
 
 class LayerMixture(Unmixed):
@@ -44,7 +44,7 @@ class LayerMixture(Unmixed):
 
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
         anchors = (*anchors, own["k"], own["v"])
-        routes = self.router.to(x.dtype).split(self.heads, 1)
+        routes = wide(self.router).split(self.heads, 1)
         return own | {"k": _routed(routes, anchors[::2]), "v": _routed(routes, anchors[1::2])}, anchors
 
     def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -65,8 +65,8 @@ class LayerMixture(Unmixed):
 
 def _routed(routes: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
     """Σ R S over layers, for R [H_kv, H_kv] and S [B, T, H_kv, D]; nothing is stacked."""
-    first, *others = (torch.einsum("gh,bthd->btgd", R, S) for R, S in zip(routes, sources, strict=True))
-    return sum(others, start=first)
+    first, *others = (mix_slices(R, S) for R, S in zip(routes, sources, strict=True))
+    return sum(others, start=first).to(sources[-1].dtype)
 
 
 def build_layer_mixture(config: choices.Lime, place: LayerPlace) -> Unmixed:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from residua import ops
+from residua.ops._runtime.numeric import few_products, mix_slices
 from tests.golden import parts
 from tests.golden.arithmetic import rms
 from tests.golden.attention import mix, normed, rope
@@ -18,6 +19,23 @@ def test_rms_is_its_equation(width: int, eps: float) -> None:
     silent = ("x",) if width == 1 else ()
     agree([ops.rms(x, eps)], each_token(lambda v, _: [rms(v, eps)], x), {"x": x}, silent=silent)
     agree([ops.rms(x, eps, g)], each_token(lambda v, _: [g * rms(v, eps)], x), {"x": x, "gain": g}, silent=silent)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_mixed_slices_are_weighted_sums(compiled: bool, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    w, x = random(*(() if shared else (2, 3)), 4, 2), random(2, 3, 2, 5, seed=1)
+    rows = [w[..., i, 0, None] * x[..., 0, :] + w[..., i, 1, None] * x[..., 1, :] for i in range(4)]
+    agree([mix_slices(w, x)], [torch.stack(rows, -2)], {"w": w, "x": x})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_few_products_are_dot_products(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    x, w = random(2, 3, 5), random(7, 5, seed=1)
+    expected = torch.stack([(x * row).sum(-1) for row in w], -1)
+    agree([few_products(x, w, rows=3)], [expected], {"x": x, "w": w})
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "tanh", "silu", "identity"])

@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from residua.config import choices
 from residua.model.body import reset
@@ -16,7 +15,9 @@ from residua.model.taps import tap
 from residua.model.topology.base import Initialization, State, Topology
 from residua.model.topology.facts import Costs, SourceNames, stream_rows, trace_rows
 from residua.model.topology.hyper import DynamicMaps, full_precision
-from residua.ops._runtime.numeric import rms, wide
+from residua.ops._runtime.numeric import few_products, mix_slices, wide
+
+EPS = 1e-6
 
 
 class FracConnections(Topology):
@@ -43,7 +44,7 @@ class FracConnections(Topology):
         with full_precision(y):
             mix, post = cast(SliceWeights, self.junctions[k]).write(*logits)
             tap(f"depth.{k}.mix", mix)
-            slices = mix @ wide(self._slices(h)) + post[..., None] * wide(self._slices(y))
+            slices = mix_slices(mix, self._slices(h)) + post[..., None] * wide(self._slices(y))
         return self._read(k + 1, slices.flatten(-2).to(y.dtype))
 
     def _slices(self, x: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ class FracConnections(Topology):
         H, junction = self._slices(h), cast(SliceWeights, self.junctions[k])
         with full_precision(h):
             logits = junction.logits(H)
-            read = junction.read(*logits) @ wide(H)
+            read = mix_slices(junction.read(*logits), H)
         return read.flatten(-2).to(h.dtype), (h, *logits)
 
     def initialization(self) -> Initialization:
@@ -112,7 +113,9 @@ class DynamicSliceWeights(SliceWeights):
         self.maps = SliceMaps(fractions, width // fractions)
 
     def logits(self, H: Tensor) -> tuple[Tensor, ...]:
-        return (torch.tanh(linear(wide(rms(H)), wide(self.maps.weight))),)
+        x = wide(H)
+        scores = few_products(x, wide(self.maps.weight), len(self.post))
+        return (torch.tanh(scores * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)),)
 
     def read(self, *logits: Tensor) -> Tensor:
         m = len(self.post)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,6 +32,26 @@ def rms(x: Tensor, eps: float = 1e-6, weight: Tensor | None = None) -> Tensor:
     w = wide(x)
     y = w * torch.rsqrt(w.square().mean(-1, keepdim=True) + eps)
     return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype)
+
+
+def mix_slices(weights: Tensor, x: Tensor) -> Tensor:
+    """Σ_j w_ij x_j [..., i, C] of few slices x [..., j, C], at least in float32; w [..., i, j] is so, or [i, j].
+
+    Compiled, matrices this small are slow in a matrix library, and their operands are copied for it. As sums they are
+    part of the kernels around them. The gradient of w is summed over channels first, then over tokens: x is read once,
+    not once for each of its numbers. x is widened in the product: a copy that several sums read would be written.
+    """
+    if not torch.compiler.is_compiling():
+        return weights @ wide(x)
+    each = weights.expand(*x.shape[:-2], -1, -1)
+    return (each[..., None] * x[..., None, :, :]).sum(-2)
+
+
+def few_products(x: Tensor, weight: Tensor, rows: int) -> Tensor:
+    """x Wᵀ [..., K] for a W [K, C] of few rows, `rows` at a time where it is compiled, as sums of their own kernels."""
+    if not torch.compiler.is_compiling():
+        return linear(x, weight)
+    return torch.cat([(x[..., None, :] * part).sum(-1) for part in weight.split(rows)], -1)
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
