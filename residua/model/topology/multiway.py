@@ -269,11 +269,12 @@ def _channel_means(weights: Sequence[Tensor]) -> Tensor:
 def _select(x: Tensor, queries: Tensor, bias: Tensor) -> Tensor:
     """relu(b + w · N(x)) [B, T, ways, C] of one source x [B, T, 1, C], for all ways at once.
 
-    So the graph of a step, quadratic in layers, has half the nodes. 1/rms is a factor of the score: no
-    normed copy of a source is made.
+    So the graph of a step, quadratic in layers, has half the nodes. Compiled, no normed copy of a source is made. The
+    score is one number, not a product of two: a weight then depends on so few tensors that the gradients through it
+    are computed where they are summed. Otherwise they are written in float32 for each source and way.
     """
     inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
-    return torch.relu(bias + inverse_rms * (x * queries).sum(-1, keepdim=True))
+    return torch.relu(bias + (x * inverse_rms * queries).sum(-1, keepdim=True))
 
 
 class Selector(nn.Module):
