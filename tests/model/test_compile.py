@@ -19,6 +19,7 @@ TOPOLOGIES = {
     "full_attnres": {"kind": "full_attnres"},
     "block_attnres": {"kind": "block_attnres", "sublayers_per_block": 3},
     "multi_gate": {"kind": "multi_gate", "streams": 3},
+    "frac": {"kind": "frac", "fractions": 2},
 }
 
 
