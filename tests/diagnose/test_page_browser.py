@@ -43,7 +43,7 @@ def test_two_models_on_a_telephone_in_the_dark(browser: Browser, tmp_path: Path)
         sides = seen.page.evaluate(_SIDES)  # where bars of removal begin and end, from the line at zero
         assert len(sides) == 8 and all(left == 0 or right == 0 for left, right in sides)
         assert sum(left < 0 for left, _ in sides) == 2
-        for width in WIDTHS:
+        for width in WIDTHS[:-1]:  # it was opened at the last one
             seen.resize(width)
             assert seen.outside_cards() == seen.overflowing() == []
 

@@ -20,11 +20,13 @@ from residua.storage.model_folder import place
 from tests.model.combinations import ROWS, config_of, name_of
 from tests.model.pairwise import Row
 from tests.model.small import small
-from tests.nightly import covering
+from tests.nightly import covering, only_nightly
 
 TOKENIZER = Tokenizer.bytes()
 CPU = torch.device("cpu")
 PROMPTS = ["hello there", "a", "müde"]
+# by the caches: `test_generate_cache.py` decodes every component
+OF_EACH_ATTENTION = {row["attention"]: row for row in ROWS}.values()
 
 
 def model(context: int = 64, **tables: object) -> Decoder:
@@ -85,7 +87,7 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(sampling: Sampling) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
+@pytest.mark.parametrize("row", only_nightly(ROWS, but=OF_EACH_ATTENTION), ids=name_of)
 def test_greedy_decoding_equals_argmax_without_cache(row: Row) -> None:
     built = residua.build(config_of(row).model_copy(update={"vocab_size": 257, "context": 24}))
     done, _ = Generator(built, TOKENIZER, chunk=3)(PROMPTS, Request(6))

@@ -51,15 +51,15 @@ DESCRIBES_ANOTHER_MODEL = {f"convert/{file.name}" for file in (PACKAGE / "conver
 
 def faults(source: str) -> Iterator[str]:
     """Lines of a file that know which kind something is, instead of asking it for a fact."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     known = KNOWN | {
         alias.asname
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname and alias.name in KNOWN
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Call(func=ast.Name("isinstance" | "issubclass"), args=[_, kinds]) if names(kinds) & known:
                 yield f"{node.lineno}: {ast.unparse(node)}"
