@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,20 +17,16 @@ BEGIN, END = "<!-- entries: written by `make entries` -->\n", "<!-- end of entri
 
 
 def markdown_list() -> str:
-    """The lists of docs/reproduce.md: entries that can be run, by document, and the rest by the reason."""
+    """The lists of docs/reproduce.md: entries that can be run, by document, and why most of the rest cannot."""
     columns = [Column(title, numeric=False) for title in ("entry", "what", "runs")]
     parts = []
     for document, title in DOCUMENTS.items():
-        entries = {name: entry for name in by_use(document) if not isinstance(entry := load(name), Nothing)}
-        rows = [[Value(name), Value(entry.title), Value(_runs(entry))] for name, entry in entries.items()]
+        rows = [[Value(name), Value(entry.title), Value(_runs(entry))] for name, entry in by_use(document).items()]
         parts += [f"### {document}: {title}", "", *markdown_table(columns, rows), ""]
-    parts += ["### Not available", ""]
-    reasons: dict[str, list[str]] = {}
-    for name in names():
-        if isinstance(entry := load(name), Nothing):
-            reasons.setdefault(entry.reason, []).append(name)
-    lines = (f"- {reason[0].upper()}{reason[1:]}: {', '.join(listed)}." for reason, listed in reasons.items())
-    return "\n".join([*parts, *map(plain.markdown, lines)]) + "\n"
+    reasons = Counter(entry.reason for name in names() if isinstance(entry := load(name), Nothing))
+    most = [f"{reason} ({count})" for reason, count in reasons.most_common(3)]
+    line = f"{reasons.total()} figures and tables, most of them {most[0]}, {most[1]} or {most[2]}."
+    return "\n".join([*parts, "### Not available", "", plain.markdown(line)]) + "\n"
 
 
 def _runs(entry: Study | Inside) -> str:

@@ -1,7 +1,7 @@
 """The entries of `residua reproduce`: one TOML file per table or figure of a paper, `entries/004/table1.toml`.
 
 A `study` trains the rows of a table. An entry that looks `inside` also diagnoses the trained models. `none` stands for
-an unavailable measurement, with the nearest one that is available. docs/reproduce.md describes the keys.
+an unavailable measurement, with the nearest one that is available. The keys are in docs/reference/extending.md.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ from residua.study.tables import print_study
 from residua.study.train_runs import announce, refuse_strangers
 
 NEEDS_MODELS = "--run FOLDER"
-COST_WIDTH = 52  # characters
+MAX_STATED_HOURS = 30 * 24.0
+TOO_LONG = "over a month"  # a time that nobody would wait for needs no number
 TRAINING_SHARE = 0.4
 """Training steps reach about this share of the rate of a large matrix product; it turns FLOPs into hours."""
 
@@ -144,45 +145,50 @@ def trained(name: str) -> Study:
     return entry
 
 
-def by_use(document: str) -> list[str]:
-    """A document's entries, those that train first, then those that look at a person's models."""
-
-    def place(name: str) -> int:
-        entry = load(name)
-        return 2 if isinstance(entry, Nothing) else 0 if entry.trains else 1
-
-    return sorted((name for name in names() if name.startswith(document)), key=place)
+def by_use(document: str) -> dict[str, Study | Inside]:
+    """A document's entries that can be run, those that train before those that look at a person's models."""
+    known = {name: load(name) for name in names() if name.startswith(document)}
+    runnable = {name: entry for name, entry in known.items() if not isinstance(entry, Nothing)}
+    return dict(sorted(runnable.items(), key=lambda item: not item[1].trains))
 
 
 def print_list(console: Console, scale: Fraction) -> None:
-    """One line for each entry: its runs, their cost at `scale`, and its title."""
+    """One line for each entry: its title, its runs and their time at `scale`; those not available come last."""
     rate = training_rate()
     for document, title in DOCUMENTS.items():
         console.print(Text(f"{document}: {title}", style="bold"), soft_wrap=True)
-        _line(console, "entry", "runs", f"{f'at {scale}':<{COST_WIDTH}}", "what")
-        for name in by_use(document):
-            _line(console, name, *_cells(load(name), scale, rate))
+        _line(console, "entry", "runs", f"at {scale}", "what")
+        for name, entry in by_use(document).items():
+            _line(console, name, *_cells(entry, scale, rate))
         console.print()
+    console.print(Text("Not available", style="bold"))
+    for name in names():
+        if isinstance(lacking := load(name), Nothing):
+            _print(console, f"{name:<11} {lacking.title} ({lacking.reason}). Nearest: {lacking.nearest}")
+    console.print()
     console.print(Text(sentence(scale)), soft_wrap=True)
     console.print(
-        "Next: residua reproduce ENTRY --demo, in minutes; or --plan. docs/reproduce.md says how.", soft_wrap=True
+        "Next: residua reproduce ENTRY --demo trains tiny models in minutes; --plan has tokens, FLOPs and time.",
+        soft_wrap=True,
     )
 
 
 def _line(console: Console, name: str, runs: str, cost: str, what: str) -> None:
-    line = Text(f"{name:<11} {runs:>5}  {cost:<{COST_WIDTH}}{what}")
+    _print(console, f"{name:<11} {runs:>4}  {cost:<13} {what}")
+
+
+def _print(console: Console, words: str) -> None:
+    """A line, cut to a terminal's width, whole in a file."""
     if console.is_terminal:
-        console.print(line, no_wrap=True, overflow="ellipsis", highlight=False)
+        console.print(Text(words), no_wrap=True, overflow="ellipsis", highlight=False)
     else:
-        console.print(line, soft_wrap=True, highlight=False)
+        console.print(Text(words), soft_wrap=True, highlight=False)
 
 
-def _cells(entry: Study | Inside | Nothing, scale: Fraction, rate: float) -> tuple[str, str, str]:
-    """Runs, their cost at the scale, and the title of the entry."""
-    if isinstance(entry, Nothing):
-        return "", f"no: {entry.reason}", f"{entry.title}. Nearest: {entry.nearest}"
+def _cells(entry: Study | Inside, scale: Fraction, rate: float) -> tuple[str, str, str]:
+    """Runs, the time of their training at the scale, and the title of an entry."""
     if not entry.trains:
         return "", NEEDS_MODELS, entry.title
     cost = estimated_cost(entry, scale)
-    text = f"{count(cost.tokens)} tokens, {cost.flops:.1e} FLOPs, {duration(cost.flops / rate)}"
-    return str(cost.runs), f"{text:<{COST_WIDTH}}", entry.title
+    seconds = cost.flops / rate
+    return str(cost.runs), TOO_LONG if seconds > 3600 * MAX_STATED_HOURS else duration(seconds), entry.title

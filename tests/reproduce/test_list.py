@@ -26,13 +26,20 @@ def test_every_numbered_table_and_figure_has_an_entry() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_lists_every_entry_on_one_line_with_its_cost(monkeypatch) -> None:
+def test_the_list_has_every_title_and_ends_with_what_is_lacking(monkeypatch) -> None:
     monkeypatch.setattr(run_entry, "training_rate", lambda: 1e14)
     shown = CliRunner().invoke(app, [], catch_exceptions=False).output.splitlines()
+    lacking = shown.index("Not available")
     for name in names():
-        (line,) = [line for line in shown if line.startswith(f"{name} ")]
+        (place,) = [place for place, line in enumerate(shown) if line.startswith(f"{name} ")]
         entry = load(name)
-        assert isinstance(entry, Nothing) or ("tokens" in line and "FLOPs" in line) == entry.trains
+        assert entry.title in shown[place] and (place > lacking) == isinstance(entry, Nothing)
+    assert "years" not in "".join(shown)
+
+
+@pytest.mark.parametrize(("rate", "time"), [(1e14, "4.3 hours"), (1e10, "over a month")])
+def test_a_time_that_nobody_would_wait_for_is_no_number(rate: float, time: str) -> None:
+    assert run_entry._cells(load("000:table1"), Fraction(1, 32), rate)[:2] == ("24", time)
 
 
 def test_what_cannot_be_had_says_why_and_what_comes_nearest() -> None:
