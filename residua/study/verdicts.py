@@ -185,11 +185,18 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
 
 
 def explanation(result: StudyResult) -> str:
-    """Where an answer about seconds comes from, in one sentence; empty for other answers, which say it themselves."""
+    """Where an answer about seconds comes from, or how to get one where the machine was busy, in one sentence.
+
+    Empty for other answers, which say it themselves.
+    """
     best, (tone, _) = best_row(result), answer(result)
     if best is None or result.target is not None:
         return ""
     gain, speed, seconds = best.equivalent_tokens or best.step_gain, best.throughput_ratio, best.wall_clock_gain
+    if best.timing is not None and speed_problem(best, result) in ("busy", "scattered"):
+        return (
+            f"For a yes or a no, remove {TIMINGS}/ from the study's folder and repeat the command on an idle machine."
+        )
     if gain is None or speed is None or seconds is None:
         return ""
     facts = (

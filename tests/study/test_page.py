@@ -128,7 +128,9 @@ def test_the_page_explains_its_answer_in_one_sentence(best: float, words: str, t
     assert made.page(tmp_path).lead.startswith(f"{facts};")
 
 
-def test_an_answer_that_is_not_about_seconds_needs_no_explanation(tmp_path: Path) -> None:
+def test_an_answer_without_seconds_says_how_to_get_one_or_nothing(tmp_path: Path) -> None:
+    busy = explanation(changed(pretended(2).result, timing=ALONE.model_copy(update={"p90": 0.2})))
+    assert busy.startswith("For a yes or a no, remove timings/ from the study's folder")
     unknown = pretended(2)
     unknown = replace(unknown, result=changed(unknown.result, **UNKNOWN))
     assert explanation(unknown.result) == explanation(without("missing", lambda run: True)) == ""
