@@ -110,7 +110,8 @@ def compare(
         option("A change to every run, on top of the study's own.", "--set", metavar="SECTION.KEY=VALUE"),
     ] = None,
     demo: Annotated[
-        bool, option("Tiny models on the embedded corpus, in minutes; without names, prenorm and x0.", "--demo")
+        bool,
+        option("Tiny models on the embedded corpus, in minutes; prenorm and block_attnres if unnamed.", "--demo"),
     ] = False,
     plan: Annotated[
         bool,

@@ -90,7 +90,7 @@ def test_from_keeps_changes_that_the_weights_do_not_decide(file: Path, run: Path
 def test_the_demo_of_given_weights_has_their_shapes(run: Path, asked: Any) -> None:
     study = asked("--demo", "--from", run)
     started = base_run(study, study.base)
-    assert (started.train.steps, started.model.context) == (240, RunConfig.find("tiny").model.context)
+    assert (started.train.steps, started.model.context) == (160, RunConfig.find("tiny").model.context)
     assert "model.context=64" in DEMO.read_text()
 
 

@@ -11,6 +11,7 @@ from residua.config.variants import KNOWN, overrides, sublayers_per_block
 from residua.study import StudyConfig
 from residua.study.config import DEMO
 from residua.study.gains import MIN_SEEDS
+from residua.study.ladder import MIN_BUDGETS_OF_LAW
 
 
 def test_a_study_survives_its_toml(tmp_path: Path) -> None:
@@ -71,5 +72,6 @@ def test_block_attention_residuals_get_about_eight_blocks(layers: int, expected:
 
 def test_the_demo_has_the_seeds_that_a_verdict_needs() -> None:
     study = StudyConfig.from_toml(DEMO)
-    assert list(study.variants) == ["prenorm", "x0"] and len(study.seeds) == MIN_SEEDS
+    assert list(study.variants) == ["prenorm", "block_attnres"]
+    assert (len(study.seeds), len(study.ladder)) == (MIN_SEEDS, MIN_BUDGETS_OF_LAW)
     assert (study.workers, study.threads, study.data) == (2, 1, None)
