@@ -114,7 +114,7 @@ def python(text: str) -> Iterator[tuple[int, str, bool]]:
 
 def sentences(text: str) -> list[str]:
     """Parts between full stops, colons and semicolons."""
-    return re.split(r"(?<=[.!?:;])\s+", re.sub(r"\s+", " ", text))
+    return re.split(r"(?<=[.!?:;])\s+", re.sub(r"\s+", " ", text.replace("**", "")))
 
 
 def sections() -> dict[str, str]:
