@@ -111,7 +111,8 @@ def _error(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The largest relative error; infinite if something is not finite or not there."""
     if len(ours) != len(exact):
         return float("inf")
-    errors = [float((a.double() - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(ours, exact, strict=True)]
+    pairs = [(a.double(), b.double()) for a, b in zip(ours, exact, strict=True)]
+    errors = [float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs]
     return max(error if error == error else float("inf") for error in errors)
 
 
