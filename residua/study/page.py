@@ -159,8 +159,7 @@ def _lead(result: StudyResult) -> str:
     return (
         f"{why}{' ' * bool(why)}{result.name}: {who} against {result.baseline}, {seeds}, "
         "the same tokens in the same order. "
-        f"Above 1 is a gain. {verdicts.validation_sentence(result)}".rstrip()
-        + missing
+        f"Above 1 is a gain.{missing}"
     )
 
 
@@ -171,7 +170,8 @@ def _verdict(section: Section, result: StudyResult) -> None:
         section.verdict(" ".join([verdict(best, result), verdicts.comparisons_sentence(result)]).strip())
     _table(section, result, result.sizes[-1], explained=True)
     notes = (" ".join(verdicts.matching_sentences(result)), verdicts.side_by_side_sentence(result))
-    for sentence in (*verdicts.text_sentences(result), *notes, *verdicts.ladder_sentences(result)):
+    texts = (verdicts.validation_sentence(result), *verdicts.text_sentences(result))
+    for sentence in (*texts, *notes, *verdicts.ladder_sentences(result)):
         if sentence:
             section.note(sentence)
     for size in result.sizes[:-1]:
