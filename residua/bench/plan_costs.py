@@ -189,9 +189,9 @@ def activation_widths(config: RunConfig) -> tuple[float, float]:
     return layer, model.vocab_size + 6 * width
 
 
-def _head_widths(model: ModelConfig) -> tuple[float, float]:
+def _head_widths(model: ModelConfig, attention: SoftmaxAttention) -> tuple[float, float]:
     """heads · head_dim of the queries and of the keys of a softmax layer, on average."""
-    mixers = [mixer for mixer in model.mixers if isinstance(mixer, SoftmaxAttention)]
+    mixers = [attention.at(layer) for layer in model.softmax_layers]
     widths = [(m.heads, m.kv_heads or m.heads, m.turned(model.width)) for m in mixers]
     return sum(q * d for q, _, d in widths) / len(widths), sum(kv * d for _, kv, d in widths) / len(widths)
 
@@ -200,7 +200,7 @@ def _attention(model: ModelConfig) -> float:
     attention, width = model.softmax, model.width
     if attention is None:
         return 10.0 * width
-    q, kv = _head_widths(model)
+    q, kv = _head_widths(model, attention)
     gate = {"none": 0, "headwise": q, "elementwise": 3 * q}[attention.gate]
     mixed = 2 * q + 2 * kv if model.anchors.mixed and not model.borrowed else 0
     taken = [s for _, pathways in model.borrowed.values() for s in pathways]
@@ -327,7 +327,8 @@ def _shape(config: RunConfig) -> tuple[int, int, int]:
 
 def _key_width(config: RunConfig) -> float:
     """heads · head_dim of the keys of a softmax layer."""
-    return 0.0 if config.model.softmax is None else _head_widths(config.model)[1]
+    attention = config.model.softmax
+    return 0.0 if attention is None else _head_widths(config.model, attention)[1]
 
 
 def _softmax_layers(d: Division) -> float:

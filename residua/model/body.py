@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from residua.model.anchors import Unmixed
     from residua.model.cache import SublayerCache
     from residua.model.equivalence import Edge
+    from residua.model.projection import Projection
 
 
 class Body(nn.Module):
@@ -44,6 +45,10 @@ class Body(nn.Module):
     def readers(self) -> tuple[Tensor, ...]:
         """Every matrix [R, C] that reads the input."""
         raise NotImplementedError(f"{type(self).__name__} does not say which maps read its input")
+
+    def squared_relu_maps(self) -> tuple[Projection, Projection] | None:
+        """W_up and W_out, if the body is y = W_out relu(W_up x)²."""
+        return None
 
     def inner_edges(self, name: str) -> list[Edge]:
         """Where a factor per channel can move inside it, for SmoothQuant."""

@@ -128,6 +128,9 @@ class SquaredReluFFN(PlainFFN):
             return ops.squared_relu_ffn(x, self.up.weight, self.out.weight), anchors
         return super().forward(x, anchors, context)
 
+    def squared_relu_maps(self) -> tuple[Projection, Projection] | None:
+        return (self.up, self.out) if self.act is relu2 else None
+
 
 FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Activation]] = {
     "swiglu": (GatedFFN, silu),

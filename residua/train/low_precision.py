@@ -26,7 +26,6 @@ from residua.errors import UserError
 from residua.model.body import Body
 from residua.model.context import Anchors, Context
 from residua.model.decoder import Decoder
-from residua.model.ffn import SquaredReluFFN, relu2
 from residua.model.projection import STEERING, Projection
 from residua.model.taps import tap
 from residua.ops._runtime.launch import dense_like
@@ -149,13 +148,13 @@ class Fp8SquaredRelu:
     Where ranges or codes of the weights are not known, the maps run one by one.
     """
 
-    def __init__(self, body: SquaredReluFFN, up: Fp8Linear, out: Fp8Linear) -> None:
-        self.body, self.up, self.out = body, up, out
+    def __init__(self, up: Fp8Linear, out: Fp8Linear, by_maps: Callable[..., tuple[Tensor, Anchors]]) -> None:
+        self.up, self.out, self.by_maps = up, out, by_maps
 
     def __call__(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
         up, out = self.up.operand(), self.out.operand()
         if up is None or out is None:
-            return SquaredReluFFN.forward(self.body, x, anchors, context)
+            return self.by_maps(x, anchors, context)
         return fp8_squared_relu(x, up, out, self.up.product), anchors
 
 
@@ -204,11 +203,11 @@ class LowPrecision:
         for (_, projection), product in zip(chosen, products, strict=True):
             projection.forward = product  # type: ignore[method-assign]
         for sublayer in model.sublayers:
-            body = sublayer.body
-            if isinstance(body, SquaredReluFFN) and body.act is relu2:
-                up, out = body.up.forward, body.out.forward
-                if isinstance(up, Fp8Linear) and isinstance(out, Fp8Linear) and not body.up.has_bias:
-                    body.forward = Fp8SquaredRelu(body, up, out)  # type: ignore[method-assign]
+            body = cast("Body", sublayer.body)
+            if maps := body.squared_relu_maps():
+                up, out = (projection.forward for projection in maps)
+                if isinstance(up, Fp8Linear) and isinstance(out, Fp8Linear) and not up.projection.has_bias:
+                    body.forward = Fp8SquaredRelu(up, out, body.forward)  # type: ignore[method-assign]
 
     @property
     def knows_ranges(self) -> bool:
