@@ -4,7 +4,7 @@
 |---|---|
 | configuration and plan | `config`, `plan` |
 | running | `run_study` (from start to end), `train_runs`, `worker_pool`, `extend_study` |
-| measuring | `records` (of a run), `results_file` (of a study), `measurements`, `score_tasks`, `timing` |
+| measuring | `records` (of a run), `results_file` (of a study), `measurements`, `timing` |
 | statistics | `statistics`, `ladder`, `gains` (decides whether a variant pays), `collect_results`, `results` |
 | report | `verdicts` (which words the decision), `tables`, `figures`, `page` |
 

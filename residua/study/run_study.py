@@ -11,12 +11,20 @@ from rich.text import Text
 from residua.study.collect_results import collect
 from residua.study.config import StudyConfig
 from residua.study.extend_study import StudyRecords, complete_records, join, link_results, plan_study, settle
-from residua.study.measurements import DiagnosisMeasurement, Measurement, OutlierMeasurement, PrecisionMeasurement
+from residua.study.measurements import (
+    DiagnosisMeasurement,
+    Measurement,
+    OutlierMeasurement,
+    PrecisionMeasurement,
+    Questions,
+    TaskMeasurement,
+    open_questions,
+    refuse_other_questions,
+)
 from residua.study.page import Outcome, Supplement, write_report
 from residua.study.plan import PlannedRun, StudyPlan, open_dataset
 from residua.study.records import RunRecord
 from residua.study.results import DatasetFacts
-from residua.study.score_tasks import Questions, TaskMeasurement, open_questions, refuse_other_questions
 from residua.study.timing import TimingMeasurement, keep_timings, read_timings
 from residua.study.train_runs import (
     LiveProgress,

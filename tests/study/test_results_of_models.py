@@ -13,13 +13,13 @@ from residua.data import Dataset
 from residua.study import StudyConfig
 from residua.study import run_study as running
 from residua.study.config import Tasks
+from residua.study.measurements import open_questions
 from residua.study.page import show_saved
 from residua.study.plan import PlannedRun, StudyPlan
 from residua.study.records import ACCURACIES, OUTLIERS, QUANTIZED, Accuracies, Outliers, QuantizedRun, TaskAccuracy
 from residua.study.results import StudyResult
 from residua.study.results_file import SavedStudy
 from residua.study.run_study import run_study
-from residua.study.score_tasks import open_questions
 from residua.study.tables import markdown
 from tests.study.conftest import Choose, Trainer, choose, without_pages
 from tests.study.recorded import look_inside

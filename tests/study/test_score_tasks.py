@@ -20,15 +20,15 @@ from residua.evaluate.results import Accuracy
 from residua.evaluate.score import Scorer
 from residua.evaluate.tasks import EXOFORMER, expand
 from residua.study import StudyConfig
-from residua.study import score_tasks as work
+from residua.study import measurements as work
 from residua.study.collect_results import collect
 from residua.study.config import Tasks
 from residua.study.extend_study import complete_records, with_earlier
+from residua.study.measurements import TaskMeasurement, open_questions
 from residua.study.plan import PlannedRun, StudyPlan, make_plan
 from residua.study.records import ACCURACIES, INSPECTION, Accuracies, TaskAccuracy, read_measured
 from residua.study.results import StudyResult
 from residua.study.results_file import save_study
-from residua.study.score_tasks import TaskMeasurement, open_questions
 from residua.study.statistics import t_quantile
 from residua.study.tables import markdown, side_tables
 from residua.study.train_runs import StudyInterrupted
@@ -144,13 +144,13 @@ def test_what_is_missing_or_changed_is_scored(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[str] = []
-    score = work._Local.score
+    score = work._LocalTasks.score
 
     def counted(self: object, scorer: Scorer, name: str, progress: object) -> TaskAccuracy:
         scored.append(name)
         return score(self, scorer, name, progress)
 
-    monkeypatch.setattr(work._Local, "score", counted)
+    monkeypatch.setattr(work._LocalTasks, "score", counted)
 
     def again(tasks: Tasks) -> list[str]:
         scored.clear()
