@@ -1,4 +1,4 @@
-"""Attention Residuals (arXiv 2603.15031): EQUATIONS of Full, Block, the two phases, and the deferred backward."""
+"""Attention Residuals (arXiv 2603.15031): EQUATIONS of Full, Block and the two phases."""
 
 from __future__ import annotations
 
@@ -85,46 +85,3 @@ def two_phase(finished: list[Tensor], partial: Tensor | None, reader: Reader) ->
     m = torch.maximum(m1, m2)
     numerator = torch.exp(m1 - m) * o1 + torch.exp(m2 - m) * partial
     return numerator / (torch.exp(m1 - m) * ell1 + torch.exp(m2 - m))
-
-
-@dataclass
-class SavedRead:
-    """What one read's forward keeps, per token: weights a_il and logits z_il of its sources, and h_l."""
-
-    reader: Reader
-    sources: list[int]
-    a: list[Tensor]
-    z: list[Tensor]
-    h: Tensor
-
-    @classmethod
-    def of(cls, reader: Reader, sources: list[int], v: list[Tensor]) -> SavedRead:
-        seen = [v[i] for i in sources]
-        return cls(reader, sources, reader.weights(seen), [reader.logit(s) for s in seen], reader(seen))
-
-
-def deferred_source_gradient(
-    i: int, v: Tensor, reads: list[SavedRead], dh: list[Tensor]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """dv_i in one pass over the readers l of source i, and its share of each du_l, u_l = scale · w_l ⊙ g_l.
-
-    dz_il = a_il (dh_l·v_i − δ_l),  δ_l = dh_l·h_l
-    dv_i  = Σ_l a_il dh_l + rstd_i Σ_l dz_il u_l − v_i (rstd_i²/C) Σ_l dz_il z_il
-    """
-    width = v.numel()
-    rstd = 1 / torch.sqrt((v * v).sum() / width + EPS)
-    dv = torch.zeros_like(v)
-    du: list[Tensor | None] = []
-    dz_dot_z = torch.zeros((), dtype=v.dtype)
-    for read, g in zip(reads, dh, strict=True):
-        if i not in read.sources:
-            du.append(None)
-            continue
-        at = read.sources.index(i)
-        a, z = read.a[at], read.z[at]
-        u = read.reader.scale * read.reader.w * (1 if read.reader.g is None else read.reader.g)
-        dz = a * ((g * v).sum() - (g * read.h).sum())
-        dv = dv + a * g + rstd * dz * u
-        dz_dot_z = dz_dot_z + dz * z
-        du.append(dz * rstd * v)
-    return dv - v * (rstd**2 / width) * dz_dot_z, du

@@ -1,4 +1,4 @@
-"""Multi-Gate Residuals (arXiv 2605.23259), its backward in closed form, and the highway (arXiv 1505.00387)."""
+"""Multi-Gate Residuals (arXiv 2605.23259) and the highway (arXiv 1505.00387)."""
 
 from __future__ import annotations
 
@@ -65,62 +65,6 @@ def initial_bias(lerping: int, n: int) -> float:
 def intended_beta(lerping: int) -> float:
     """β at the start: sqrt(21/L_lerp)·sigmoid(−3)."""
     return math.sqrt(21 / lerping) / (1 + math.exp(3))
-
-
-def backward(
-    s: list[Tensor], f: Tensor, w1: Tensor, b: Tensor, w2: Tensor, g_h: Tensor, g_s: list[Tensor], competitive: bool
-) -> dict[str, Tensor]:
-    """Gradients of one junction from g_h and g_s' in closed form, in the notation of the specification (§3.1).
-
-    Everything is built from dot products of s, f, w1, w2, g_h and g_s': dβ needs no second pass over the streams.
-    """
-    n, C = len(s), f.numel()
-    root = math.sqrt(C)
-    beta = gates(s, w1, b, competitive)
-    r = [1 / torch.sqrt(s_i @ s_i / C + EPS) for s_i in s]
-
-    # scores of s' from scalars of s and f alone
-    norm2 = [(1 - t) ** 2 * (u @ u) + 2 * t * (1 - t) * (u @ f) + t**2 * (f @ f) for u, t in zip(s, beta, strict=True)]
-    w2_s = [(1 - t) * (w2 @ u) + t * (w2 @ f) for u, t in zip(s, beta, strict=True)]
-    r_after = [1 / torch.sqrt(q / C + EPS) for q in norm2]
-    a = softmax([w2_s[i] * r_after[i] / root for i in range(n)])
-
-    ht = [(1 - beta[i]) * (g_h @ s[i]) + beta[i] * (g_h @ f) for i in range(n)]
-    mean = sum(a[i] * ht[i] for i in range(n))
-    dq = [a[i] * (ht[i] - mean) for i in range(n)]
-    A = [dq[i] * r_after[i] / root for i in range(n)]
-    B = [-dq[i] * w2_s[i] * r_after[i] ** 3 / (C * root) for i in range(n)]
-
-    def after_dot(i: int) -> Tensor:
-        """s'_i · (f − s_i), expanded."""
-        keep, take = 1 - beta[i], beta[i]
-        return keep * (s[i] @ f) + take * (f @ f) - keep * (s[i] @ s[i]) - take * (f @ s[i])
-
-    dbeta = [
-        (g_s[i] @ f - g_s[i] @ s[i]) + a[i] * (g_h @ f - g_h @ s[i]) + A[i] * (w2 @ f - w2 @ s[i]) + B[i] * after_dot(i)
-        for i in range(n)
-    ]
-    taken = sum(beta[i] * dbeta[i] for i in range(n))
-    if competitive:
-        dz = [beta[i] * (dbeta[i] - taken) for i in range(n)]
-        db = torch.stack([-(1 - sum(beta)) * taken, *dz])
-    else:
-        dz = [beta[i] * (1 - beta[i]) * dbeta[i] for i in range(n)]
-        db = torch.stack(dz)
-
-    after = [(1 - beta[i]) * s[i] + beta[i] * f for i in range(n)]
-    G = [g_s[i] + a[i] * g_h + A[i] * w2 + B[i] * after[i] for i in range(n)]
-    g_streams = [
-        (1 - beta[i]) * G[i] + dz[i] * r[i] / root * w1 - dz[i] * (w1 @ s[i]) * r[i] ** 3 / (C * root) * s[i]
-        for i in range(n)
-    ]
-    return {
-        "streams": torch.stack(g_streams),
-        "update": sum(beta[i] * G[i] for i in range(n)),
-        "gate_query": sum(dz[i] * r[i] / root * s[i] for i in range(n)),
-        "gate_bias": db,
-        "pool_query": sum(dq[i] * r_after[i] / root * after[i] for i in range(n)),
-    }
 
 
 def highway_scalar(x: Tensor, y: list[Tensor], w: list[Tensor], b: list[Tensor]) -> list[Tensor]:

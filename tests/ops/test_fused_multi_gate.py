@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NAMES = ("hidden", "streams", "g streams", "g update", "g gate_query", "g gate_bias", "g pool_query")
-NORMED_NAMES = ("normed", *NAMES[1:], "g gain")
 EPS, NORM_EPS = 1e-6, 1e-3
 
 

@@ -48,47 +48,6 @@ def named(made: list[Tensor], grads: Tensors) -> Tensors:
     return found
 
 
-def written_out(given: Tensors, norm: str) -> Tensors:
-    """The same by the equations of `kernels.py` and `kernels_backward.py`, in float64 and without autograd."""
-    X, y, post, mix, bias, scale, phi, gain, g_x, g_after, g_z = (t.double() for t in given.values())
-    n, width, whole = *X.shape[1:], norm == "all"
-    after = torch.einsum("tij,tjc->tic", mix, X) + post[:, :, None] * y[:, None]
-    length = after.square().sum((1, 2), keepdim=True) if whole else after.square().sum(2, keepdim=True)
-    size = n * width if whole else width
-    rstd = (length / size + EPS).rsqrt()  # [tokens, 1 or n, 1]
-    by_stream = phi.unflatten(1, (n, width)) if whole else phi[:, None].expand(-1, n, -1)
-    z = torch.einsum("tic,kic->tk", rstd * after, by_stream) if whole else rstd * after @ phi.T
-    own = z[:, :n] if whole else z[..., 0]
-    pre = (1 / (1 + torch.exp(-scale * own - bias))) if whole else bias + scale * torch.tanh(own)
-
-    h = (pre[:, :, None] * after).sum(1)
-    r = (h.square().sum(1, keepdim=True) / width + NORM_EPS) ** -0.5
-    u = gain * g_x
-    pull = r**3 / width * (u * h).sum(1, keepdim=True)
-    g_h = r * u - pull * h
-    g_pre = torch.einsum("tc,tic->ti", g_h, after)
-    if whole:
-        g_pre = g_pre * pre * (1 - pre)
-        dz = g_z + torch.nn.functional.pad(scale * g_pre, (0, z.shape[1] - n))
-        shrink = (rstd[..., 0] ** 2 / size * (dz * z).sum(1, keepdim=True))[:, :, None]
-        through = rstd * torch.einsum("tk,kic->tic", dz, by_stream)
-        g_phi = torch.einsum("tk,tic->kic", dz, rstd * after).flatten(1)
-        g_scale = (g_pre * own).sum()
-    else:
-        dz = g_z + torch.nn.functional.pad((scale * g_pre / torch.cosh(own) ** 2)[..., None], (0, z.shape[2] - 1))
-        shrink = rstd**2 / size * (dz * z).sum(2, keepdim=True)
-        through = rstd * (dz @ phi)
-        g_phi = torch.einsum("tik,tic->kc", dz, rstd * after)
-        g_scale = (g_pre * torch.tanh(own)).sum()
-    G = g_after + pre[:, :, None] * g_h[:, None] + through - shrink * after
-    grads = {
-        "streams": torch.einsum("tij,tic->tjc", mix, G), "update": torch.einsum("ti,tic->tc", post, G),
-        "post": torch.einsum("tic,tc->ti", G, y), "mix": torch.einsum("tic,tjc->tij", G, X), "bias": g_pre,
-        "scale": g_scale, "phi": g_phi, "gain": (g_x * h * r).sum(0),
-    }  # fmt: skip
-    return named([gain * h * r, after, z], grads)
-
-
 def ours(given: Tensors, norm: str, used: int = 3) -> Tensors:
     """The same from the operators; the gradients of scale and φ as `autograd.py` computes them."""
     X, y, post, mix, bias, scale, phi, gain, g_x, g_after, g_z = given.values()
@@ -106,12 +65,6 @@ def ours(given: Tensors, norm: str, used: int = 3) -> Tensors:
         "scale": (g_pre * seen).sum(), "phi": g_phi, "gain": g_gain,
     }  # fmt: skip
     return named([x, after, z.view(g_z.shape)], grads)
-
-
-@pytest.mark.parametrize("norm", ["all", "each"])
-def test_the_kernels_equations_are_the_gradients_by_autograd(norm):
-    given = {name: t.double() for name, t in inputs(norm, 3, 11, 5).items()}
-    assert_close(written_out(given, norm), exact(given, norm), 1e-12)
 
 
 # 70 channels and 37 tokens end inside a block and a tile of every kernel
