@@ -52,7 +52,7 @@ COMBINATIONS = [
     ("frac static", "resformer", "preaffine", "sink", "glu", "tied"),
     ("hyper cyclic", "none", "rmsnorm", "hybrid kimi", "swiglu", "untied"),
     ("parallel", "resformer", "layernorm", "grouped", "gelu", "tied"),
-    ("additive", "gated_value", "layernorm bare", "plain", "relu2", "untied"),
+    ("layer_factor", "gated_value", "layernorm bare", "plain", "relu2", "untied"),
     ("multi_gate", "none", "unit_rmsnorm", "no qk-norm", "swiglu", "tied"),
 ]
 QUICK = next(row for row in COMBINATIONS if row[0] == "mudd")  # several reads, anchors and gates
@@ -62,7 +62,7 @@ def exported(row: tuple[str, ...], home: Path) -> Path:
     """A folder, and beside it what Residua computes."""
     torch.manual_seed(5)
     model = trained_like(bytes_config(config_of(dict(zip(FACTORS, row, strict=True)))))
-    folder = write(model, home / "_".join(row[0].split()))
+    folder = write(model, home / "_".join(" ".join(row[:3]).split()))
     tokens = torch.randint(VOCABULARY - 1, (2, 9))
     with torch.no_grad():
         save_file({"tokens": tokens, "logits": model(tokens)}, folder.with_suffix(".safetensors"))

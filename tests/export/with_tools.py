@@ -119,7 +119,8 @@ def hidden_states(folder: Path, home: Path) -> None:
     states = output.hidden_states
     assert len(states) == model.config.num_hidden_layers + 1
     assert all(state.shape == states[0].shape for state in states) and model(tokens).hidden_states is None
-    close(model.lm_head(states[-1]), logits)
+    read, cap = model.lm_head(states[-1]), model.config.residua.get("logit_softcap")
+    close(read if cap is None else cap * (read / cap).tanh(), logits)
     embedded = model.get_input_embeddings()(tokens)
     if model.model.decoder.token_readers:  # vectors have no ids
         try:
