@@ -8,27 +8,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, register
-from residua.convert.glm import RoutedExperts
-from residua.convert.kimi import KimiLinear, latent_keys, latent_table
+from residua.convert.family import Family, register
+from residua.convert.kimi import Latent
 from residua.convert.layouts import ROWS, Layout, Reordered, by_head, turned_order
 from residua.convert.positions import write_positions
 
 
 @register
-class DeepseekV3(RoutedExperts):
+class DeepseekV3(Latent):
     """DeepSeek-V3, Kimi K2, Moonlight: latent attention, sigmoid scores, a choice among groups of experts."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "routed_scaling_factor": 2.5,
+    DEFAULTS = Latent.DEFAULTS | {
         "kv_lora_rank": 512,
         "q_lora_rank": 1536,
         "qk_rope_head_dim": 64,
@@ -36,11 +29,8 @@ class DeepseekV3(RoutedExperts):
         "qk_nope_head_dim": 128,
         "n_group": 8,
         "topk_group": 4,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
     }
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    UNKNOWN = Family.UNKNOWN | {
         "attention_bias": (False,),
         "moe_layer_freq": (1,),
         "topk_method": ("noaux_tc",),
@@ -48,20 +38,11 @@ class DeepseekV3(RoutedExperts):
     }
     FREE: ClassVar[tuple[str, ...]] = ("rope_interleave",)
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().tables(keys) | {"attention": latent_table(keys, self.positions(keys))}
-
-    def has_attention(self, config: ModelConfig) -> bool:
-        return all(isinstance(mixer, choices.LatentAttention) for mixer in config.mixers)
-
     def attention_keys(self, config: ModelConfig) -> dict[str, Any]:
         latent = config.latent
         assert latent is not None
         positions = write_positions(latent.rope_theta, latent.rope_scaling)
-        return {"rope_interleave": True, **latent_keys(latent), **positions}
-
-    def of_mixer(self, layer: int, config: ModelConfig) -> Names:
-        return KimiLinear().of_mixer(layer, config)
+        return super().attention_keys(config) | positions | {"rope_interleave": True}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         latent = config.latent
@@ -90,8 +71,8 @@ class DeepseekV2(DeepseekV3):
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
     ROUTER = "softmax_scores"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **DeepseekV3.DEFAULTS,
+    ABSENT = ("rope_interleave",)
+    DEFAULTS = DeepseekV3.DEFAULTS | {
         "moe_intermediate_size": 1407,
         "n_shared_experts": 2,
         "n_routed_experts": 64,
@@ -100,21 +81,19 @@ class DeepseekV2(DeepseekV3):
         "topk_method": "greedy",
         "norm_topk_prob": False,
     }
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **DeepseekV3.UNKNOWN,
+    UNKNOWN = DeepseekV3.UNKNOWN | {
         "mlp_bias": (False,),
         "norm_topk_prob": (False,),  # transformers ignores it
         "topk_method": ("greedy", "group_limited_greedy"),
         "scoring_func": ("softmax",),
     }
-    FREE: ClassVar[tuple[str, ...]] = ()
+    FREE = ()
 
-    def _groups(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super()._groups(keys) if keys["topk_method"] == "group_limited_greedy" else {}
+    def groups(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().groups(keys) if keys["topk_method"] == "group_limited_greedy" else {}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
-        del keys["rope_interleave"]
         return keys | {"topk_method": "greedy" if keys["n_group"] == 1 else "group_limited_greedy"}
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from residua.convert import cohere, deepseek, gemma, glm, gpt, granite, kimi, llama, mixture, nanochat, qwen_next
+from residua.convert import deepseek, gemma, gpt, kimi, llama, mixture, qwen_next
 from residua.convert.family import FAMILIES, find_family
 
-__all__ = [
-    "FAMILIES", "cohere", "deepseek", "find_family", "gemma", "glm", "gpt", "granite", "kimi", "llama", "mixture",
-    "nanochat", "qwen_next",
-]  # fmt: skip
+__all__ = ["FAMILIES", "deepseek", "find_family", "gemma", "gpt", "kimi", "llama", "mixture", "qwen_next"]

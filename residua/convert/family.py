@@ -16,11 +16,19 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.config.settings import flat
-from residua.convert.layouts import ROWS, Layout
-from residua.convert.positions import read_positions, write_positions
-from residua.convert.windows import WINDOW_KEYS, layer_windows
+from residua.convert.layouts import ROWS, Layout, Reordered, by_head, turned_order
+from residua.convert.positions import (
+    FULL,
+    SLIDING,
+    WINDOW_KEYS,
+    layer_windows,
+    read_positions,
+    turned_width,
+    write_positions,
+)  # fmt: skip
 from residua.errors import UserError
 from residua.model.decoder import Decoder, build
 from residua.model.projection import declared_matrices
@@ -51,7 +59,7 @@ class Keys(OpenShape):
     hidden_act: str | None = None
 
 
-Names = Mapping[str, tuple[str, ...]]
+Names = dict[str, tuple[str, ...]]
 """A parameter of ours to the tensors of theirs that are stacked to make it; `{e}` stands for each expert."""
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "sigmoid": "glu", "gelu_pytorch_tanh": "geglu"}
@@ -138,6 +146,19 @@ def alike(name: str, *projections: str) -> Names:
     return {f"{name}.{suffix}": tuple(f"{each}.{suffix}" for each in projections) for suffix in ("weight", "bias")}
 
 
+def expert_names(block: str = "mlp", maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Names:
+    """A router, and experts whose gate, up and out are tensors of their own."""
+    gate, up, out = (f"{block}.experts.{{e}}.{name}.weight" for name in maps)
+    router = f"{block}.gate.weight"
+    return {"body.router.weight": (router,), "body.experts.up": (gate, up), "body.experts.out": (out,)}
+
+
+def shared_names(block: str) -> Names:
+    """A shared expert."""
+    up = alike("body.shared.gate_up", f"{block}.gate_proj", f"{block}.up_proj")
+    return up | alike("body.shared.out", f"{block}.down_proj")
+
+
 class Family:
     """A family with Llama's layout: subclass it and say what differs."""
 
@@ -146,17 +167,36 @@ class Family:
     mixture: ClassVar[bool] = False
     """Whether its feed-forwards have experts."""
     partial: ClassVar[bool] = False
-    """Whether `layout` orders heads that turn in part (`order_heads`)."""
+    """Whether heads may turn in part."""
+    interleaved: ClassVar[bool] = False
+    """Whether neighbouring elements of a head turn together."""
+    less_one: ClassVar[bool] = False
+    """Whether the gains of norms are stored less one."""
     KEYS: ClassVar[type[OpenShape]] = Keys
     """Keys that its config.json must hold."""
+    SPELLINGS: ClassVar[dict[str, str]] = {}
+    """Its names of keys to the usual ones."""
+    ABSENT: ClassVar[tuple[str, ...]] = ()
+    """Usual keys that transformers does not read from its config.json."""
 
-    BIAS: ClassVar[tuple[str, str] | None] = None
-    """The key that gives attention biases, and which these are."""
+    TABLES: ClassVar[dict[str, Any]] = {}
+    """Residua's keys that all its models have."""
+    MIXERS: ClassVar[tuple[type, ...]] = (choices.SoftmaxAttention,)
+    """The kinds of its mixers."""
+    BIAS: ClassVar[tuple[str | None, str] | None] = None
+    """The key that gives attention biases (None: all models have them), and which these are."""
+    QK_NORM: ClassVar[str] = "none"
+    NORM: ClassVar[dict[str, Any]] = {"kind": "rmsnorm"}
+    EPS: ClassVar[str] = "rms_norm_eps"
     WINDOWS: ClassVar[tuple[str, ...]] = ()
     """The keys of windows that it has, of those in `WINDOW_KEYS`."""
-    ACTS: ClassVar[Mapping[str, str]] = GATED
+    OTHER: ClassVar[str] = SLIDING
+    """The layers in `layer_types` that are not "full_attention"."""
+    EVERY: ClassVar[str] = "sliding_window_pattern"
+    """The key that says that every n-th layer is full, where `layer_types` are not given."""
+    ACTS: ClassVar[dict[str, str]] = GATED
     """`hidden_act` to the kinds of feed-forwards that it has."""
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+    DEFAULTS: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,
@@ -164,8 +204,8 @@ class Family:
         "initializer_range": 0.02,
     }
     """The defaults of transformers for keys that a config.json leaves out."""
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Keys that Residua has no counterpart of, and the values with which they change nothing."""
+    UNKNOWN: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Keys that Residua has no counterpart of, and the values with which they change nothing (besides null)."""
     FREE: ClassVar[tuple[str, ...]] = ()
     """Keys whose values `change` works into the weights, so that a model can be written with any of them."""
     BODY: ClassVar[str] = "model."
@@ -183,18 +223,21 @@ class Family:
         "body.qk_norm.query": ("self_attn.q_norm.weight",),
         "body.qk_norm.key": ("self_attn.k_norm.weight",),
     }
+    OTHER_ATTENTION: ClassVar[Names] = {}
+    """The names in layers that do not attend to single tokens."""
     FEED_FORWARD: ClassVar[Names] = {
         "norm.weight": ("post_attention_layernorm.weight",),
         **alike("body.gate_up", "mlp.gate_proj", "mlp.up_proj"),
         **alike("body.out", "mlp.down_proj"),
     }
 
-    LAYOUTS: ClassVar[Mapping[str, Layout]] = {}
+    LAYOUTS: ClassVar[dict[str, Layout]] = {}
     """Parameters, by the end of their name, whose tensors in the folder are not simply rows of them."""
 
     def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
         """A config.json with the usual names of its keys."""
-        return keys
+        usual = {self.SPELLINGS.get(key, key): value for key, value in keys.items()}
+        return {key: value for key, value in usual.items() if key not in self.ABSENT}
 
     def named(self, tensor: str) -> str:
         """The usual name of a tensor that folders name in several ways."""
@@ -206,7 +249,7 @@ class Family:
 
     def read(self, keys: Mapping[str, Any]) -> ModelConfig:
         """The configuration that a config.json describes; raises ValueError with what is missing here."""
-        known = {**self.DEFAULTS, **keys}
+        known = self.DEFAULTS | self.spelled(dict(keys))
         if known.get("quantization_config"):
             raise UserError("its weights are quantized: import the model that they were made from.")
         for key, neutral in {"is_causal": (True,), **self.UNKNOWN}.items():
@@ -229,33 +272,53 @@ class Family:
             "context": keys["max_position_embeddings"],
             "layers": keys["num_hidden_layers"],
             "width": keys["hidden_size"],
-            "attention": {
-                "kind": "softmax",
-                "heads": keys["num_attention_heads"],
-                "kv_heads": keys.get("num_key_value_heads") or keys["num_attention_heads"],
-                "head_dim": keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"],
-                "qk_norm": "none",
-                "bias": self.BIAS[1] if self.BIAS is not None and keys.get(self.BIAS[0]) else "none",
-                **self.positions(keys),
-                **self.window(keys),
-            },
+            "attention": self.attention(keys),
             "ffn": self.feed_forward(keys),
-            "norm": self.norm(keys),
+            "norm": self.NORM | {"eps": keys[self.EPS]},
             "head": {"kind": "tied" if keys["tie_word_embeddings"] else "untied"},
             "init": {"std": keys["initializer_range"]},
+            **self.TABLES,
         }
 
-    def norm(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """The table of the norms."""
-        return {"kind": "rmsnorm", "eps": keys["rms_norm_eps"]}
+    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """The table of the attention."""
+        has_bias = self.BIAS is not None and (self.BIAS[0] is None or keys.get(self.BIAS[0]))
+        table = {
+            "kind": "softmax",
+            "heads": keys["num_attention_heads"],
+            "kv_heads": keys.get("num_key_value_heads") or keys["num_attention_heads"],
+            "head_dim": keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"],
+            "qk_norm": self.QK_NORM,
+            **({} if self.QK_NORM == "none" else {"qk_eps": keys["rms_norm_eps"]}),
+            "bias": self.BIAS[1] if self.BIAS is not None and has_bias else "none",
+            **self.positions(keys),
+            **self.window(keys),
+        }
+        if "window" not in table:
+            table.pop("local_rope_theta", None)
+        return table
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The table of the feed-forward."""
-        return {"kind": gated_kind(keys["hidden_act"]), "hidden": keys["intermediate_size"]}
+        return {"kind": self.act(keys["hidden_act"]), "hidden": keys["intermediate_size"]}
+
+    def act(self, name: str) -> str:
+        """The kind of a feed-forward by its activation."""
+        if name not in self.ACTS:
+            form = "plain" if self.ACTS is PLAIN else "gated"
+            raise UserError(
+                f"hidden_act = {name!r}: a {form} feed-forward with it is missing here ({', '.join(self.ACTS)})."
+            )
+        return self.ACTS[name]
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys of rotary positions."""
-        return read_positions(keys, self.DEFAULTS["rope_theta"], partial=self.partial)
+        positions, still = read_positions(keys, self.DEFAULTS["rope_theta"], partial=self.partial), self.unturned(keys)
+        return positions | ({"unturned_layers": still} if still else {})
+
+    def unturned(self, keys: dict[str, Any]) -> list[int]:
+        """The layers without positions."""
+        return []
 
     def window(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys of a window, if layers have one."""
@@ -264,18 +327,22 @@ class Family:
 
     def types(self, keys: dict[str, Any]) -> list[str]:
         """transformers' `layer_types`, given or derived."""
-        given = keys.get("layer_types") if "layer_types" in self.WINDOWS else None
+        given = keys.get("layer_types") if not self.WINDOWS or "layer_types" in self.WINDOWS else None
         layers = range(keys["num_hidden_layers"])
-        return given or ["sliding_attention" if self.slides(layer, keys) else "full_attention" for layer in layers]
+        types = given or [self.OTHER if self.slides(layer, keys) else FULL for layer in layers]
+        if unknown := set(types) - {FULL, self.OTHER}:
+            raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
+        return list(types)
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
-        """Whether a layer has a window where `layer_types` are not given: all, or all but every n-th."""
-        every = keys.get("sliding_window_pattern")
+        """Whether a layer is not full where `layer_types` are not given: all, or all but every n-th."""
+        every = keys.get(self.EVERY)
         return not every or (layer + 1) % every != 0
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of a config.json; `misfits` says whether they hold all of the model."""
+        """The keys of a config.json, by their usual names; `misfits` says whether they hold all of the model."""
         return {
+            **{key: values[0] if values else None for key, values in self.UNKNOWN.items()},
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "vocab_size": config.vocab_size,
@@ -283,8 +350,8 @@ class Family:
             "num_hidden_layers": config.layers,
             "hidden_size": config.width,
             "intermediate_size": config.ffn.hidden,
-            "hidden_act": {kind: act for act, kind in reversed(list(self.ACTS.items()))}.get(config.ffn.kind, "silu"),
-            "rms_norm_eps": config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
+            "hidden_act": {kind: act for act, kind in reversed(self.ACTS.items())}.get(config.ffn.kind, "silu"),
+            self.EPS: config.norm.model_dump().get("eps", self.DEFAULTS["rms_norm_eps"]),
             "tie_word_embeddings": config.head.kind == "tied",
             "initializer_range": config.init.std,
             **self.attention_keys(config),
@@ -301,16 +368,21 @@ class Family:
             "num_attention_heads": attention.heads,
             "num_key_value_heads": attention.kv_heads or attention.heads,
             "head_dim": head_dim(config),
-            **({} if self.BIAS is None else {self.BIAS[0]: attention.bias == self.BIAS[1]}),
+            **({} if self.BIAS is None or self.BIAS[0] is None else {self.BIAS[0]: attention.bias == self.BIAS[1]}),
             **{key: WINDOW_KEYS[key](config) for key in self.WINDOWS},
             **positions,
         }
+
+    def own_keys(self, config: ModelConfig) -> dict[str, Any]:
+        """`keys` as the family spells them."""
+        spelled = {usual: own for own, usual in self.SPELLINGS.items()}
+        return {spelled.get(key, key): value for key, value in self.keys(config).items() if key not in self.ABSENT}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The config.json of a model; raises ValueError with the first key of ours that the layout cannot hold."""
         if misfits := self.misfits(config):
             raise UserError(f"{misfits[0]} has no place in the {self.model_type} layout.")
-        return self.keys(config)
+        return self.own_keys(config)
 
     def misfits(self, config: ModelConfig) -> list[str]:
         """The keys of ours that the layout cannot hold, those that others follow from first: what is written is read
@@ -319,20 +391,26 @@ class Family:
             return [f"attention.kind = '{config.attention.kind}'"]
         if config.ffn.mixture != self.mixture:
             return [f"ffn.kind = '{config.ffn.kind}'"]
-        wanted, described = (flat(_settled(each)) for each in (config, self.read(self.keys(config))))
+        wanted, described = (flat(_settled(each)) for each in (config, self.read(self.own_keys(config))))
         different = [key for key in {**wanted, **described} if wanted.get(key) != described.get(key)]
         return [f"{key} = {wanted.get(key)!r}" for key in sorted(different, key=lambda key: not key.endswith(".kind"))]
 
     def has_attention(self, config: ModelConfig) -> bool:
         """Whether the layers of a model have the mixers of the family."""
-        return config.attention.everywhere is not None
+        return all(isinstance(mixer, self.MIXERS) for mixer in config.mixers)
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         """Shift and scale of a parameter's values: ours = (theirs + shift) · scale."""
-        return 0.0, 1.0
+        gain = name.endswith(("norm.weight", "after.weight", "qk_norm.query", "qk_norm.key"))
+        return float(self.less_one and gain and not name.endswith("body.norm.weight")), 1.0
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         """How their tensors lie in a parameter; most are rows of it."""
+        if self.partial or self.interleaved:
+            if ".body.project." in name:
+                return Reordered(query_key_order(config, interleaved=self.interleaved))
+            if name.endswith(("qk_norm.query", "qk_norm.key")):
+                return Reordered(turned_order(head_dim(config), turned_width(config), interleaved=self.interleaved))
         return next((self.LAYOUTS[end] for end in self.LAYOUTS if name.endswith(end)), ROWS)
 
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
@@ -364,21 +442,15 @@ class Family:
 
     def of_mixer(self, layer: int, config: ModelConfig) -> Names:
         """The names in the attention of a layer."""
-        return self.ATTENTION
+        return self.ATTENTION if config.mixers[layer].attends else self.OTHER_ATTENTION
 
 
-def plain_kind(act: str) -> str:
-    """The kind of a feed-forward without a gate by its activation."""
-    if act not in PLAIN:
-        raise UserError(f"hidden_act = {act!r}: a plain feed-forward with it is missing here ({', '.join(PLAIN)}).")
-    return PLAIN[act]
-
-
-def gated_kind(act: str) -> str:
-    """The kind of a gated feed-forward by its activation."""
-    if act not in GATED:
-        raise UserError(f"hidden_act = {act!r}: a gated feed-forward with it is missing here ({', '.join(GATED)}).")
-    return GATED[act]
+def query_key_order(config: ModelConfig, *, interleaved: bool = False) -> Tensor:
+    """The rows of the stacked queries, keys and values of theirs in our order, where queries and keys turn."""
+    softmax, width = config.softmax, head_dim(config)
+    assert softmax is not None
+    order, kv = turned_order(width, turned_width(config), interleaved=interleaved), softmax.kv_heads or softmax.heads
+    return by_head((softmax.heads, kv, kv), (order, order, torch.arange(width)))
 
 
 def _settled(config: ModelConfig) -> dict[str, Any]:

@@ -11,35 +11,30 @@ from residua.config import choices
 from residua.config.model import ModelConfig
 from residua.convert.family import Family, Keys, Names, alike, register
 from residua.convert.layouts import Layout, Reordered
-from residua.convert.llama import scaled_queries
-from residua.convert.positions import read_layered_positions, write_layered_positions
+from residua.convert.llama import Olmo2, scaled_queries
+from residua.convert.positions import FULL, read_layered_positions, write_layered_positions
 from residua.errors import UserError
 
 
 class Gemma(Family):
     """The common part of all Gemmas: embeddings times √width, gains stored less one, GeGLU."""
 
+    less_one = True
     BIAS = ("attention_bias", "all")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
+    DEFAULTS = Family.DEFAULTS | {
         "tie_word_embeddings": True,
         "head_dim": 256,
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
     }
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"use_bidirectional_attention": (False,)}
+    UNKNOWN = Family.UNKNOWN | {"use_bidirectional_attention": (False,)}
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys) | {
-            "embed_scale": keys["hidden_size"] ** 0.5,
-            "logit_softcap": keys.get("final_logit_softcapping"),
-        }
-        tables["attention"]["softcap"] = keys.get("attn_logit_softcapping")
-        return tables
+        cap = keys.get("final_logit_softcapping")
+        return super().tables(keys) | {"embed_scale": keys["hidden_size"] ** 0.5, "logit_softcap": cap}
 
-    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
-        gain = name.endswith(("norm.weight", "after.weight", "qk_norm.query", "qk_norm.key"))
-        return float(gain), 1.0
+    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().attention(keys) | {"softcap": keys.get("attn_logit_softcapping")}
 
 
 @register
@@ -58,22 +53,15 @@ class SandwichGemma(Gemma):
     """The common part of Gemma 2 and 3: norms on both sides of a sublayer, and windows in most layers."""
 
     WINDOWS = ("sliding_window", "layer_types")
-    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "after.weight": ("post_attention_layernorm.weight",)}
-    FEED_FORWARD: ClassVar[Names] = {
-        **Family.FEED_FORWARD,
-        "norm.weight": ("pre_feedforward_layernorm.weight",),
-        "after.weight": ("post_feedforward_layernorm.weight",),
-    }
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Gemma.DEFAULTS,
+    TABLES = Gemma.TABLES | {"placement": "both"}
+    ATTENTION = Olmo2.ATTENTION
+    FEED_FORWARD = Olmo2.FEED_FORWARD | {"norm.weight": ("pre_feedforward_layernorm.weight",)}
+    DEFAULTS = Gemma.DEFAULTS | {
         "sliding_window": 4096,
         "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256,
     }
     FREE: ClassVar[tuple[str, ...]] = ("query_pre_attn_scalar",)
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().tables(keys) | {"placement": "both"}
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         return super().feed_forward(keys | {"hidden_act": keys["hidden_activation"]})
@@ -94,8 +82,7 @@ class Gemma2(SandwichGemma):
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **SandwichGemma.DEFAULTS,
+    DEFAULTS = SandwichGemma.DEFAULTS | {
         "sliding_window_pattern": 2,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
@@ -112,28 +99,17 @@ class Gemma3(SandwichGemma):
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **SandwichGemma.DEFAULTS,
-        "rope_theta": 1_000_000.0,
-        "rope_local_base_freq": 10_000.0,
-    }
+    QK_NORM = "rms"
+    DEFAULTS = SandwichGemma.DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
     # transformers' eager attention caps scores, and the one that it takes by default ignores the key
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {**Gemma.UNKNOWN, "attn_logit_softcapping": ()}
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"] |= {"qk_norm": "rms", "qk_eps": keys["rms_norm_eps"]}
-        if "window" not in tables["attention"]:
-            tables["attention"].pop("local_rope_theta")
-        return tables
+    UNKNOWN = Gemma.UNKNOWN | {"attn_logit_softcapping": ()}
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         return read_layered_positions(keys, self.DEFAULTS["rope_theta"], keys["rope_local_base_freq"])
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config)
-        layered = write_layered_positions(keys, config.softmax, self.DEFAULTS["rope_local_base_freq"])
-        return keys | layered | {"attn_logit_softcapping": None}
+        keys = super().keys(config) | {"attn_logit_softcapping": None}
+        return keys | write_layered_positions(keys, config.softmax, self.DEFAULTS["rope_local_base_freq"])
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
         shift, scale = super().change(name, keys)
@@ -156,45 +132,40 @@ class Gemma4(SandwichGemma):
     model_type = "gemma4_text"
     architecture = "Gemma4ForCausalLM"
     KEYS = Gemma4Keys
+    less_one = False
+    QK_NORM = "rms_qkv"
+    TABLES = SandwichGemma.TABLES | {"topology": {"kind": "layer_factor"}}
     KEYS_AS_VALUES: ClassVar[Names] = alike("body.project", "self_attn.q_proj", "self_attn.k_proj")
-    FREE: ClassVar[tuple[str, ...]] = ()
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Gemma.DEFAULTS,
+    FREE = ()
+    ABSENT = ("query_pre_attn_scalar", "attn_logit_softcapping")
+    DEFAULTS = SandwichGemma.DEFAULTS | {
         "num_key_value_heads": 4,
         "global_head_dim": 512,
         "num_global_key_value_heads": None,
         "attention_k_eq_v": False,
         "sliding_window": 512,
-        "sliding_window_pattern": 6,
         "hidden_size_per_layer_input": 256,
         "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
+            FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
         },
     }
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "use_bidirectional_attention": ("vision",),  # text is causal
+    UNKNOWN = Family.UNKNOWN | {
+        "use_bidirectional_attention": (None, "vision"),  # text is causal
         "num_kv_shared_layers": (0,),
         "enable_moe_block": (False,),
         "hidden_size_per_layer_input": (0,),
     }
 
     def types(self, keys: dict[str, Any]) -> list[str]:
-        return [*super().types(keys)[:-1], "full_attention"]  # as transformers does
+        return [*super().types(keys)[:-1], FULL]  # as transformers does
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         return read_layered_positions(keys, 1_000_000.0, 10_000.0)
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys) | {"topology": {"kind": "layer_factor"}}
-        attention = tables["attention"]
-        attention |= {"qk_norm": "rms_qkv", "qk_eps": keys["rms_norm_eps"]}
+    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
+        attention = super().attention(keys)
         full = {key: value for key, value in self._full(keys).items() if value != attention.get(key)}
-        if "window" in attention:
-            attention |= {"full": full} if full else {}
-        else:
-            attention.pop("local_rope_theta")
-            attention |= full
-        return tables
+        return attention | (full if "window" not in attention else {"full": full} if full else {})
 
     def _full(self, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys of layers without a window: transformers reads those of single layers, if there are any."""
@@ -203,7 +174,7 @@ class Gemma4(SandwichGemma):
             values, kv_heads = {"values": "keys"}, keys["num_global_key_value_heads"] or kv_heads
         table = {"head_dim": keys["global_head_dim"], "num_key_value_heads": kv_heads}
         if (stored := keys.get("per_layer_config")) is not None:
-            full = [str(layer) for layer, kind in enumerate(self.types(keys)) if kind == "full_attention"]
+            full = [str(layer) for layer, kind in enumerate(self.types(keys)) if kind == FULL]
             plain = {key: keys[key] for key in table}
             table = plain | stored.get(full[0], {})
             same = all(plain | stored.get(layer, {}) == table for layer in full)
@@ -214,20 +185,12 @@ class Gemma4(SandwichGemma):
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys, full = super().keys(config), None if config.softmax is None else config.softmax.in_full
         assert full is not None
-        del keys["query_pre_attn_scalar"], keys["attn_logit_softcapping"]
-        return (
-            keys
-            | write_layered_positions(keys, config.softmax, 10_000.0)
-            | {
-                "global_head_dim": full.head_dim or keys["head_dim"],
-                "num_global_key_value_heads": full.kv_heads or full.heads,
-                "attention_k_eq_v": full.values == "keys",
-                "hidden_size_per_layer_input": 0,
-            }
-        )
-
-    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
-        return 0.0, 1.0
+        return keys | {
+            **write_layered_positions(keys, config.softmax, 10_000.0),
+            "global_head_dim": full.head_dim or keys["head_dim"],
+            "num_global_key_value_heads": full.kv_heads or full.heads,
+            "attention_k_eq_v": full.values == "keys",
+        }
 
     def of_mixer(self, layer: int, config: ModelConfig) -> Names:
         mixer = config.mixers[layer]

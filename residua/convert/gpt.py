@@ -1,4 +1,4 @@
-"""Families with LayerNorm: GPT-2, GPT-NeoX and those after them. transformers is the reference."""
+"""Families with LayerNorm, or without gains: GPT-2, GPT-NeoX and those after them. transformers is the reference."""
 
 from __future__ import annotations
 
@@ -10,42 +10,31 @@ import torch
 from torch import Tensor
 
 from residua.config.model import ModelConfig, head_dim
-from residua.convert.family import PLAIN, Family, Names, Rule, alike, plain_kind, register
-from residua.convert.layouts import Layout, Ones, Packed, Reordered, Transposed, turned_order
-from residua.convert.llama import query_key_order
-from residua.convert.positions import turned_width
+from residua.convert.family import PLAIN, Family, Rule, alike, register
+from residua.convert.layouts import Layout, Ones, Reordered, Transposed, by_head, turned_order
+from residua.convert.positions import FULL, turned_width
+from residua.errors import UserError
+from residua.ops._runtime.numeric import rms
 
 
 class LayerNormed(Family):
-    """LayerNorm in place of RMSNorm; `EPS` is its key, `PARAMETERS` what it has."""
+    """LayerNorm in place of RMSNorm."""
 
-    EPS: ClassVar[str] = "layer_norm_eps"
-    PARAMETERS: ClassVar[str] = "gain_and_bias"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "layer_norm_eps": 1e-5}
-    TOP: ClassVar[Names] = {**Family.TOP, **alike("norm", "model.norm")}
-    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, **alike("norm", "input_layernorm")}
-
-    def norm(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {"kind": "layernorm", "eps": keys[self.EPS], "parameters": self.PARAMETERS}
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config)
-        return keys | {self.EPS: keys.pop("rms_norm_eps")}
+    EPS = "layer_norm_eps"
+    NORM = Family.NORM | {"kind": "layernorm", "parameters": "gain_and_bias"}
+    DEFAULTS = Family.DEFAULTS | {"layer_norm_eps": 1e-5}
+    TOP = Family.TOP | alike("norm", "model.norm")
+    ATTENTION = Family.ATTENTION | alike("norm", "input_layernorm")
 
 
 class PlainFeedForwards(LayerNormed):
     """Feed-forwards without a gate, and biases everywhere."""
 
-    ACTS: ClassVar[Mapping[str, str]] = PLAIN
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        if self.BIAS is None:
-            tables["attention"]["bias"] = "all"
-        return tables
+    ACTS = PLAIN
+    BIAS: ClassVar[tuple[str | None, str] | None] = (None, "all")
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return {"kind": plain_kind(keys["hidden_act"]), "hidden": keys["intermediate_size"], "bias": True}
+        return super().feed_forward(keys) | {"bias": True}
 
     def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
         """Masks that old versions of transformers wrote."""
@@ -58,15 +47,10 @@ class Olmo(LayerNormed):
 
     model_type = "olmo"
     architecture = "OlmoForCausalLM"
-    PARAMETERS = "none"
+    NORM = LayerNormed.NORM | {"parameters": "none"}
     BIAS = ("attention_bias", "all")
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"clip_qkv": ()}
-
-    def norm(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().norm(keys | {"layer_norm_eps": 1e-5})
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"clip_qkv": None}
+    ABSENT = ("layer_norm_eps",)
+    UNKNOWN = Family.UNKNOWN | {"clip_qkv": ()}
 
 
 @register
@@ -78,24 +62,19 @@ class Starcoder2(PlainFeedForwards):
     EPS = "norm_epsilon"
     BIAS = ("use_bias", "all")
     WINDOWS = ("sliding_window",)
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
+    DEFAULTS = Family.DEFAULTS | {
         "hidden_act": "gelu_pytorch_tanh",
         "norm_epsilon": 1e-5,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
         "use_bias": True,
     }
-    FEED_FORWARD: ClassVar[Names] = {
-        **alike("norm", "post_attention_layernorm"),
-        **alike("body.up", "mlp.c_fc"),
-        **alike("body.out", "mlp.c_proj"),
-    }
+    FEED_FORWARD = (
+        alike("norm", "post_attention_layernorm") | alike("body.up", "mlp.c_fc") | alike("body.out", "mlp.c_proj")
+    )
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["ffn"]["bias"] = keys["use_bias"]
-        return tables
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().feed_forward(keys) | {"bias": keys["use_bias"]}
 
 
 @register
@@ -106,17 +85,13 @@ class GPT2(PlainFeedForwards):
     architecture = "GPT2LMHeadModel"
     BODY = "transformer."
     LAYERS = "h"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **LayerNormed.DEFAULTS,
-        "hidden_act": "gelu_new",
-        "tie_word_embeddings": True,
-    }
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    DEFAULTS = LayerNormed.DEFAULTS | {"hidden_act": "gelu_new", "tie_word_embeddings": True}
+    UNKNOWN = Family.UNKNOWN | {
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     }
-    NAMES: ClassVar[Mapping[str, str]] = {
+    SPELLINGS = Family.SPELLINGS | {
         "n_embd": "hidden_size",
         "n_layer": "num_hidden_layers",
         "n_head": "num_attention_heads",
@@ -126,33 +101,18 @@ class GPT2(PlainFeedForwards):
         "layer_norm_epsilon": "layer_norm_eps",
     }
     ABSENT = ("num_key_value_heads", "head_dim", "rope_theta", "rope_parameters", "rope_scaling")
-    TOP: ClassVar[Names] = {
+    TOP = alike("norm", "transformer.ln_f") | {
         "embed.weight": ("transformer.wte.weight",),
         "places.weight": ("transformer.wpe.weight",),
-        **alike("norm", "transformer.ln_f"),
         "unembed.weight": ("lm_head.weight",),
     }
-    ATTENTION: ClassVar[Names] = {
-        **alike("norm", "ln_1"),
-        **alike("body.project", "attn.c_attn"),
-        **alike("body.out", "attn.c_proj"),
-    }
-    FEED_FORWARD: ClassVar[Names] = {
-        **alike("norm", "ln_2"),
-        **alike("body.up", "mlp.c_fc"),
-        **alike("body.out", "mlp.c_proj"),
-    }
-    LAYOUTS: ClassVar[Mapping[str, Layout]] = {
-        **dict.fromkeys(("project.weight", "up.weight", "out.weight"), Transposed()),
-        "project.bias": Packed(),
-    }
+    ATTENTION = alike("norm", "ln_1") | alike("body.project", "attn.c_attn") | alike("body.out", "attn.c_proj")
+    FEED_FORWARD = alike("norm", "ln_2") | alike("body.up", "mlp.c_fc") | alike("body.out", "mlp.c_proj")
+    LAYOUTS = Family.LAYOUTS | dict.fromkeys(("project.weight", "up.weight", "out.weight"), Transposed())
 
     def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
-        usual = {self.NAMES.get(key, key): value for key, value in keys.items() if key not in self.ABSENT}
+        usual = super().spelled(keys)
         return usual | {"intermediate_size": usual.get("intermediate_size") or 4 * usual.get("hidden_size", 0)}
-
-    def read(self, keys: Mapping[str, Any]) -> ModelConfig:
-        return super().read(self.spelled(dict(keys)))
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         places = keys["max_position_embeddings"]
@@ -162,10 +122,8 @@ class GPT2(PlainFeedForwards):
         return {"unturned_layers": list(range(keys["num_hidden_layers"]))}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        usual = super().keys(config) | {"max_position_embeddings": config.learned_positions or config.context}
-        theirs = {name: key for key, name in self.NAMES.items()}
-        keys = {theirs.get(key, key): value for key, value in usual.items() if key not in self.ABSENT}
-        return keys | {"n_ctx": config.context}
+        places = config.learned_positions or config.context
+        return super().keys(config) | {"max_position_embeddings": places, "n_ctx": config.context}
 
 
 @register
@@ -177,39 +135,34 @@ class GPTNeoX(PlainFeedForwards):
     BODY = "gpt_neox."
     BIAS = ("attention_bias", "all")
     partial = True
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **LayerNormed.DEFAULTS,
+    DEFAULTS = LayerNormed.DEFAULTS | {
         "hidden_act": "gelu",
         "partial_rotary_factor": 0.25,
         "use_parallel_residual": True,
         "attention_bias": True,
     }
-    NAMES: ClassVar[Mapping[str, str]] = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
-    TOP: ClassVar[Names] = {
+    SPELLINGS = Family.SPELLINGS | {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
+    ABSENT = ("num_key_value_heads", "head_dim")
+    TOP = alike("norm", "gpt_neox.final_layer_norm") | {
         "embed.weight": ("gpt_neox.embed_in.weight",),
-        **alike("norm", "gpt_neox.final_layer_norm"),
         "unembed.weight": ("embed_out.weight",),
     }
-    ATTENTION: ClassVar[Names] = {
-        **alike("norm", "input_layernorm"),
-        **alike("body.project", "attention.query_key_value"),
-        **alike("body.out", "attention.dense"),
-    }
-    FEED_FORWARD: ClassVar[Names] = {
-        **alike("norm", "post_attention_layernorm"),
-        **alike("body.up", "mlp.dense_h_to_4h"),
-        **alike("body.out", "mlp.dense_4h_to_h"),
-    }
-
-    def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
-        absent = ("num_key_value_heads", "head_dim")
-        return {self.NAMES.get(key, key): value for key, value in keys.items() if key not in absent}
+    ATTENTION = (
+        alike("norm", "input_layernorm")
+        | alike("body.project", "attention.query_key_value")
+        | alike("body.out", "attention.dense")
+    )
+    FEED_FORWARD = (
+        alike("norm", "post_attention_layernorm")
+        | alike("body.up", "mlp.dense_h_to_4h")
+        | alike("body.out", "mlp.dense_4h_to_h")
+    )
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return super().tables(keys) | ({"topology": {"kind": "parallel"}} if keys["use_parallel_residual"] else {})
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return self.spelled(super().keys(config) | {"use_parallel_residual": config.topology.kind == "parallel"})
+        return super().keys(config) | {"use_parallel_residual": config.topology.kind == "parallel"}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         """Theirs has queries, keys and values of one head after another."""
@@ -218,7 +171,7 @@ class GPTNeoX(PlainFeedForwards):
         width = head_dim(config)
         rows = torch.arange(3 * config.softmax.heads * width).view(-1, 3, width).transpose(0, 1)
         order = turned_order(width, turned_width(config))
-        return Reordered(torch.cat([rows[:2, :, order].flatten(), rows[2].flatten()]), (rows.numel(),))
+        return Reordered(torch.cat([rows[:2, :, order].flatten(), rows[2].flatten()]))
 
 
 class HeadWithBias(Rule):
@@ -248,8 +201,7 @@ class HeadWithBias(Rule):
 class SharedNorm(Family):
     """Parallel sublayers that read the output of one norm; ours has a norm for each."""
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return super().tables(keys) | {"topology": {"kind": "parallel"}}
+    TABLES = Family.TABLES | {"topology": {"kind": "parallel"}}
 
 
 @register
@@ -259,24 +211,14 @@ class Phi(SharedNorm, PlainFeedForwards):
     model_type = "phi"
     architecture = "PhiForCausalLM"
     partial = True
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **LayerNormed.DEFAULTS,
-        "hidden_act": "gelu_new",
-        "partial_rotary_factor": 0.5,
-    }
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"qk_layernorm": (False,), "tie_word_embeddings": (False,)}
-    TOP: ClassVar[Names] = {**Family.TOP, **alike("norm", "model.final_layernorm")}
-    ATTENTION: ClassVar[Names] = {**LayerNormed.ATTENTION, **alike("body.out", "self_attn.dense")}
-    FEED_FORWARD: ClassVar[Names] = {
-        **alike("norm", "input_layernorm"),
-        **alike("body.up", "mlp.fc1"),
-        **alike("body.out", "mlp.fc2"),
-    }
+    DEFAULTS = LayerNormed.DEFAULTS | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5}
+    UNKNOWN = Family.UNKNOWN | {"qk_layernorm": (False,), "tie_word_embeddings": (False,)}
+    TOP = Family.TOP | alike("norm", "model.final_layernorm")
+    ATTENTION = LayerNormed.ATTENTION | alike("body.out", "self_attn.dense")
+    FEED_FORWARD = alike("norm", "input_layernorm") | alike("body.up", "mlp.fc1") | alike("body.out", "mlp.fc2")
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        if name in ("norm.weight", "norm.bias"):
-            return Ones()
-        return Reordered(query_key_order(config)) if ".body.project." in name else super().layout(name, config, keys)
+        return Ones() if name in ("norm.weight", "norm.bias") else super().layout(name, config, keys)
 
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
         norm = self.TOP["norm.weight"] + self.TOP["norm.bias"]
@@ -285,3 +227,91 @@ class Phi(SharedNorm, PlainFeedForwards):
                 yield rule
                 continue
             yield HeadWithBias(rule.ours, rule.shape, ("lm_head.weight", "lm_head.bias"), (), also=norm)
+
+
+@register
+class Cohere(SharedNorm, LayerNormed):
+    """Command R: parallel sublayers with one LayerNorm without a bias, a factor on logits; QK-norm is refused."""
+
+    model_type = "cohere"
+    architecture = "CohereForCausalLM"
+    interleaved = True
+    BIAS = ("attention_bias", "all")
+    NORM = LayerNormed.NORM | {"parameters": "gain"}
+    DEFAULTS = LayerNormed.DEFAULTS | {"rope_theta": 500_000.0, "tie_word_embeddings": True, "logit_scale": 0.0625}
+    UNKNOWN = Family.UNKNOWN | {"use_qk_norm": (False,)}
+    FREE = ("logit_scale",)
+    FEED_FORWARD = LayerNormed.FEED_FORWARD | {"norm.weight": ("input_layernorm.weight",)}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"logit_scale": 1.0}
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        return 0.0, ({**self.DEFAULTS, **keys}["logit_scale"] if name == "norm.weight" else 1.0)
+
+
+@register
+class Cohere2(Cohere):
+    """Command R7B and A: Command R with windows in three of four layers, and no positions in the others."""
+
+    model_type = "cohere2"
+    architecture = "Cohere2ForCausalLM"
+    WINDOWS = ("sliding_window", "layer_types")
+    ABSENT = ("head_dim",)
+    DEFAULTS = Cohere.DEFAULTS | {"rope_theta": 10_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}
+
+    def unturned(self, keys: dict[str, Any]) -> list[int]:
+        has_window = keys["sliding_window"] is not None
+        return [layer for layer, kind in enumerate(self.types(keys)) if kind == FULL or not has_window]
+
+
+class NormedRows(Layout):
+    """Their rows, normed: the model norms what it embeds, which ours does not."""
+
+    exact = False
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def read(self, stacked: Tensor) -> Tensor:
+        return rms(stacked.float(), self.eps)
+
+    def write(self, parameter: Tensor) -> Tensor:
+        """x with x / sqrt(mean(x²) + eps) = p, which is p · sqrt(eps / (1 − mean(p²)))."""
+        square = parameter.double().square().mean(-1, keepdim=True)
+        if (square > 1 + 1e-5).any():
+            raise UserError("the nanochat layout norms embedded tokens, and training has made some longer than that.")
+        return (parameter * (self.eps / (1 - square).clamp(min=1e-8)).sqrt()).float()
+
+
+@register
+class NanoChat(Family):
+    """nanochat: norms without gains, also on embedded tokens, squared ReLU, capped logits."""
+
+    model_type = "nanochat"
+    architecture = "NanoChatForCausalLM"
+    ACTS = PLAIN
+    BIAS = ("attention_bias", "all")
+    QK_NORM = "rms"
+    NORM = Family.NORM | {"kind": "unit_rmsnorm"}
+    DEFAULTS = Family.DEFAULTS | {"hidden_act": "relu2", "final_logit_softcapping": 15.0}
+    UNKNOWN = Family.UNKNOWN | {"tie_word_embeddings": (False,)}
+    ATTENTION = Family.ATTENTION | {"body.qk_norm.query": (), "body.qk_norm.key": ()}
+    FEED_FORWARD = alike("body.up", "mlp.fc1") | alike("body.out", "mlp.fc2")
+    LAYOUTS = Family.LAYOUTS | {"qk_norm.query": Ones(), "qk_norm.key": Ones()}
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().tables(keys) | {"logit_softcap": keys["final_logit_softcapping"]}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        return super().keys(config) | {"final_logit_softcapping": config.logit_softcap}
+
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        if name == "embed.weight":
+            return NormedRows({**self.DEFAULTS, **keys}["rms_norm_eps"])
+        if ".body.project." not in name or config.softmax is None:
+            return super().layout(name, config, keys)
+        # pairs turn the other way there, which is the same for halves in the other order
+        width, kv = head_dim(config), config.softmax.kv_heads or config.softmax.heads
+        swapped = torch.arange(width).roll(width // 2)
+        return Reordered(by_head((config.softmax.heads, kv, kv), (swapped, swapped, torch.arange(width))))

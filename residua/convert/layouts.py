@@ -16,8 +16,11 @@ class Layout:
     """Whether values go over as they are."""
 
     def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The rows of each of `count` tensors; `parts` are those of the maps that are fused in the parameter."""
-        return parts
+        """The rows of each of `count` tensors; `parts` are those of the maps that are fused in the parameter.
+
+        One tensor holds all of them.
+        """
+        return (sum(parts),) if count == 1 else parts
 
     def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor of theirs with so many rows, `ours` being the parameter's."""
@@ -33,13 +36,6 @@ class Layout:
 
 
 ROWS = Layout()
-
-
-class Packed(Layout):
-    """One tensor of theirs holds all maps that are fused in the parameter."""
-
-    def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        return (parameter.shape[0],)
 
 
 class Transposed(Layout):
@@ -127,7 +123,7 @@ class Reordered(Layout):
         return self.factor is None
 
     def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        return parts if self.sizes is None else self.sizes
+        return super().rows(parameter, parts, count) if self.sizes is None else self.sizes
 
     def read(self, stacked: Tensor) -> Tensor:
         ordered = stacked[self.order]

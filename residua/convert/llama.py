@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.config.positions import LongRope
-from residua.convert.family import Family, Names, register
-from residua.convert.layouts import ROWS, Layout, Packed, Reordered, by_head, turned_order
-from residua.convert.positions import read_layered_positions, turned_width, write_layered_positions
+from residua.convert.family import Family, register
+from residua.convert.layouts import ROWS, Layout, Reordered
+from residua.convert.positions import FULL, read_layered_positions, write_layered_positions
 from residua.errors import UserError
-
-
-def head_qk_norm(tables: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """With QK-norm of each head."""
-    tables["attention"] |= {"qk_norm": "rms", "qk_eps": keys["rms_norm_eps"]}
-    return tables
-
-
-def joint_qk_norm(tables: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """With QK-norm over all heads together."""
-    tables = head_qk_norm(tables, keys)
-    tables["attention"]["qk_norm"] = "rms_all"
-    return tables
-
-
-def query_key_order(config: ModelConfig, *, interleaved: bool = False) -> Tensor:
-    """The rows of the stacked queries, keys and values of theirs in our order, where queries and keys turn."""
-    softmax, width = config.softmax, head_dim(config)
-    assert softmax is not None
-    order, kv = turned_order(width, turned_width(config), interleaved=interleaved), softmax.kv_heads or softmax.heads
-    return by_head((softmax.heads, kv, kv), (order, order, torch.arange(width)))
 
 
 def scaled_queries(config: ModelConfig, factor: float) -> Layout:
@@ -64,13 +42,21 @@ class Llama(Family):
 
 
 @register
-class Mistral(Family):
+class Ministral(Family):
+    """Ministral: Mistral with a window in the layers that `layer_types` names."""
+
+    model_type = "ministral"
+    architecture = "MinistralForCausalLM"
+    WINDOWS = ("sliding_window", "layer_types")
+    DEFAULTS = Family.DEFAULTS | {"sliding_window": 4096}
+
+
+@register
+class Mistral(Ministral):
     """Mistral: Llama with a window in every layer, or none; with `layer_types`, in some layers."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
-    WINDOWS = ("sliding_window", "layer_types")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys = super().keys(config)
@@ -80,24 +66,13 @@ class Mistral(Family):
 
 
 @register
-class Ministral(Family):
-    """Ministral: Mistral with a window in the layers that `layer_types` names."""
-
-    model_type = "ministral"
-    architecture = "MinistralForCausalLM"
-    WINDOWS = ("sliding_window", "layer_types")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = Mistral.DEFAULTS
-
-
-@register
 class Ministral3(Family):
     """Ministral 3: Mistral whose queries grow with their position in long texts."""
 
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
     WINDOWS = ("sliding_window",)
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
+    DEFAULTS = Family.DEFAULTS | {
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
         "rope_parameters": {
@@ -130,15 +105,13 @@ class SeedOss(Llama):
 
     model_type = "seed_oss"
     architecture = "SeedOssForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "head_dim": 128, "attention_bias": True}
+    DEFAULTS = Family.DEFAULTS | {"head_dim": 128, "attention_bias": True}
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
         if keys.get("attention_out_bias") and not keys["attention_bias"]:
             raise UserError("attention_out_bias without attention_bias has no counterpart here.")
-        tables = super().tables(keys)
-        if keys["attention_bias"] and not keys.get("attention_out_bias"):
-            tables["attention"]["bias"] = "qkv"
-        return tables
+        only_in = keys["attention_bias"] and not keys.get("attention_out_bias")
+        return super().attention(keys) | ({"bias": "qkv"} if only_in else {})
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         bias = "none" if config.softmax is None else config.softmax.bias
@@ -152,22 +125,20 @@ class SmolLM3(Llama):
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
     WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
+    DEFAULTS = Family.DEFAULTS | {
         "rope_theta": 2_000_000.0,
         "tie_word_embeddings": True,
         "num_key_value_heads": 4,
         "no_rope_layer_interval": 4,
     }
 
-    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
+    def unturned(self, keys: dict[str, Any]) -> list[int]:
         layers, every = range(keys["num_hidden_layers"]), keys["no_rope_layer_interval"]
         turned = keys.get("no_rope_layers") or [(layer + 1) % every for layer in layers]
-        still = [layer for layer in layers if not turned[layer]]
-        return super().positions(keys) | ({"unturned_layers": still} if still else {})
+        return [layer for layer in layers if not turned[layer]]
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
-        return layer in self.positions(keys).get("unturned_layers", ())
+        return layer in self.unturned(keys)
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         still = () if config.softmax is None else config.softmax.unturned_layers or ()
@@ -182,10 +153,9 @@ class Phi3(Family):
     architecture = "Phi3ForCausalLM"
     partial = True
     WINDOWS = ("sliding_window",)
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
-    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "body.project.weight": ("self_attn.qkv_proj.weight",)}
-    FEED_FORWARD: ClassVar[Names] = {**Family.FEED_FORWARD, "body.gate_up.weight": ("mlp.gate_up_proj.weight",)}
-    LAYOUTS: ClassVar[Mapping[str, Layout]] = {"gate_up.weight": Packed()}
+    DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5}
+    ATTENTION = Family.ATTENTION | {"body.project.weight": ("self_attn.qkv_proj.weight",)}
+    FEED_FORWARD = Family.FEED_FORWARD | {"body.gate_up.weight": ("mlp.gate_up_proj.weight",)}
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         stored = keys.get("rope_scaling") or keys.get("rope_parameters")
@@ -199,18 +169,41 @@ class Phi3(Family):
             keys["original_max_position_embeddings"] = scaling.original_context
         return keys
 
-    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        if name.endswith("project.weight"):
-            order = query_key_order(config)
-            return Reordered(order, (len(order),))
-        return super().layout(name, config, keys)
+
+@register
+class Glm(Family):
+    """GLM 4 of 2024: packed feed-forwards."""
+
+    model_type = "glm"
+    architecture = "GlmForCausalLM"
+    partial = interleaved = True
+    BIAS = ("attention_bias", "qkv")
+    DEFAULTS = Family.DEFAULTS | {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    }
+    FEED_FORWARD = Phi3.FEED_FORWARD
+
+
+@register
+class Glm4(Glm):
+    """GLM 4 of 2025: norms on both sides of a sublayer."""
+
+    model_type = "glm4"
+    architecture = "Glm4ForCausalLM"
+    TABLES = Glm.TABLES | {"placement": "both"}
+    ATTENTION = Family.ATTENTION | {"after.weight": ("post_self_attn_layernorm.weight",)}
+    FEED_FORWARD = Glm.FEED_FORWARD | {"after.weight": ("post_mlp_layernorm.weight",)}
 
 
 class Qwen(Family):
     """The common part of Qwen 2 and 3: a window in the layers from `max_window_layers` on, if it is switched on."""
 
     WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096, "max_window_layers": 28}
+    DEFAULTS = Family.DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28}
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
         return bool(layer >= keys["max_window_layers"])
@@ -222,11 +215,7 @@ class Qwen2(Qwen):
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"]["bias"] = "qkv"
-        return tables
+    BIAS = (None, "qkv")
 
 
 @register
@@ -236,10 +225,8 @@ class Qwen3(Qwen):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     BIAS = ("attention_bias", "all")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Qwen.DEFAULTS, "head_dim": 128}
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return head_qk_norm(super().tables(keys), keys)
+    QK_NORM = "rms"
+    DEFAULTS = Qwen.DEFAULTS | {"head_dim": 128}
 
 
 @register
@@ -249,12 +236,11 @@ class Olmo2(Family):
     model_type = "olmo2"
     architecture = "Olmo2ForCausalLM"
     BIAS = ("attention_bias", "all")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
-    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "after.weight": ("post_attention_layernorm.weight",)}
-    FEED_FORWARD: ClassVar[Names] = {**Family.FEED_FORWARD, "after.weight": ("post_feedforward_layernorm.weight",)}
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return joint_qk_norm(super().tables(keys), keys) | {"placement": "output"}
+    QK_NORM = "rms_all"
+    TABLES = Family.TABLES | {"placement": "output"}
+    DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5}
+    ATTENTION = Family.ATTENTION | {"after.weight": ("post_attention_layernorm.weight",)}
+    FEED_FORWARD = Family.FEED_FORWARD | {"after.weight": ("post_feedforward_layernorm.weight",)}
 
 
 @register
@@ -264,18 +250,12 @@ class Olmo3(Olmo2):
     model_type = "olmo3"
     architecture = "Olmo3ForCausalLM"
     WINDOWS = ("sliding_window", "layer_types")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Olmo2.DEFAULTS,
-        "rope_theta": 500_000.0,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-    }
+    DEFAULTS = Olmo2.DEFAULTS | {"rope_theta": 500_000.0, "sliding_window": 4096, "sliding_window_pattern": 4}
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         theta = self.DEFAULTS["rope_theta"]
         positions = read_layered_positions(keys, theta, keys.get("rope_theta", theta))
-        same = "rope_scaling" not in positions and positions["local_rope_theta"] == positions["rope_theta"]
-        if same or not self.window(keys):
+        if "rope_scaling" not in positions and positions["local_rope_theta"] == positions["rope_theta"]:
             del positions["local_rope_theta"]
         return positions
 
@@ -290,19 +270,12 @@ class Exaone4(Family):
 
     model_type = "exaone4"
     architecture = "Exaone4ForCausalLM"
+    QK_NORM = "rms"
     WINDOWS = ("sliding_window", "layer_types")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-    }
-    ATTENTION: ClassVar[Names] = Olmo2.ATTENTION
-    FEED_FORWARD: ClassVar[Names] = Olmo2.FEED_FORWARD
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return head_qk_norm(super().tables(keys), keys) | {"placement": "output"}
+    TABLES = Olmo2.TABLES
+    DEFAULTS = Olmo3.DEFAULTS | {"rope_theta": 10_000.0, "num_key_value_heads": 32}
+    ATTENTION = Olmo2.ATTENTION
+    FEED_FORWARD = Olmo2.FEED_FORWARD
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
         pattern = keys["sliding_window_pattern"]
@@ -310,9 +283,46 @@ class Exaone4(Family):
             return pattern[layer % len(pattern)] == "L" and layer + 1 < keys["num_hidden_layers"]
         return bool(pattern) and super().slides(layer, keys)
 
-    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
-        positions = super().positions(keys)
+    def unturned(self, keys: dict[str, Any]) -> list[int]:
         if keys.get("sliding_window") is None:
-            return positions
-        still = [layer for layer, kind in enumerate(self.types(keys)) if kind == "full_attention"]
-        return positions | ({"unturned_layers": still} if still else {})
+            return []
+        return [layer for layer, kind in enumerate(self.types(keys)) if kind == FULL]
+
+
+FACTORS = {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0}
+
+
+class Factors(Family):
+    """Scores times `attention_multiplier`, outputs of sublayers times `residual_multiplier`, logits / `logits_scaling`.
+
+    Queries, last maps and the gain of the final norm take the factors in.
+    """
+
+    BIAS = ("attention_bias", "all")
+    DEFAULTS = Family.DEFAULTS | FACTORS
+    FREE = ("attention_multiplier", "residual_multiplier", "logits_scaling")
+
+    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().tables(keys) | {"embed_scale": float(keys["embedding_multiplier"])}
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        changed = {"embedding_multiplier": config.embed_scale, "attention_multiplier": head_dim(config) ** -0.5}
+        return super().keys(config) | FACTORS | changed
+
+    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
+        known = FACTORS | dict(keys)
+        if name == "norm.weight":
+            return 0.0, 1 / known["logits_scaling"]
+        return 0.0, known["residual_multiplier"] if ".body.out." in name or name.endswith("experts.out") else 1.0
+
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        factor = (FACTORS | dict(keys))["attention_multiplier"] * head_dim(config) ** 0.5
+        return scaled_queries(config, factor) if ".body.project." in name else super().layout(name, config, keys)
+
+
+@register
+class Granite(Factors, Llama):
+    """Granite 3: factors on embedding, scores, residuals and logits, which go into the weights."""
+
+    model_type = "granite"
+    architecture = "GraniteForCausalLM"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Names, alike, gated_kind, register
-from residua.convert.layouts import Layout, TransposedStacks
-from residua.convert.llama import Olmo2, head_qk_norm, joint_qk_norm
+from residua.convert.family import Family, Names, expert_names, register, shared_names
+from residua.convert.layouts import Layout, Stacked, TransposedStacks
+from residua.convert.llama import Factors, Olmo2
 from residua.errors import UserError
+
+NORM: Names = {"norm.weight": ("post_attention_layernorm.weight",)}
 
 
 class Mixture(Family):
@@ -20,17 +23,12 @@ class Mixture(Family):
     EXPERTS: ClassVar[tuple[str, ...]] = ("num_experts", "num_local_experts")
     """The names of the number of experts."""
     HIDDEN: ClassVar[str] = "intermediate_size"
-    FEED_FORWARD: ClassVar[Names] = {
-        "norm.weight": ("post_attention_layernorm.weight",),
-        "body.router.weight": ("mlp.gate.weight",),
-        "body.experts.up": ("mlp.experts.{e}.gate_proj.weight", "mlp.experts.{e}.up_proj.weight"),
-        "body.experts.out": ("mlp.experts.{e}.down_proj.weight",),
-    }
+    FEED_FORWARD: ClassVar[Names] = NORM | expert_names()
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         return {
             "kind": "moe",
-            "activation": gated_kind(keys["hidden_act"]),
+            "activation": self.act(keys["hidden_act"]),
             "hidden": keys[self.HIDDEN],
             "experts": next((keys[name] for name in self.EXPERTS if name in keys), None) or keys[self.EXPERTS[0]],
             "top_k": keys["num_experts_per_tok"],
@@ -55,25 +53,30 @@ class Mixtral(Mixture):
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "norm_topk_prob": True,
-    }
-    EXPERTS: ClassVar[tuple[str, ...]] = ("num_local_experts",)
+    DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "norm_topk_prob": True}
+    ABSENT = ("norm_topk_prob",)
+    EXPERTS = ("num_local_experts",)
     WINDOWS = ("sliding_window",)
-    FEED_FORWARD: ClassVar[Names] = {
-        "norm.weight": ("post_attention_layernorm.weight",),
-        "body.router.weight": ("block_sparse_moe.gate.weight",),
-        "body.experts.up": ("block_sparse_moe.experts.{e}.w1.weight", "block_sparse_moe.experts.{e}.w3.weight"),
-        "body.experts.out": ("block_sparse_moe.experts.{e}.w2.weight",),
+    FEED_FORWARD = NORM | expert_names("block_sparse_moe", ("w1", "w3", "w2"))
+
+
+@register
+class GraniteMoe(Factors, Mixture):
+    """Granite 3 MoE: the same factors, and experts whose chosen weights sum to one."""
+
+    model_type = "granitemoe"
+    architecture = "GraniteMoeForCausalLM"
+    DEFAULTS = Factors.DEFAULTS | {"norm_topk_prob": True}
+    ABSENT = ("norm_topk_prob",)
+    EXPERTS = ("num_local_experts",)
+    FEED_FORWARD = NORM | {
+        "body.router.weight": ("block_sparse_moe.router.layer.weight",),
+        "body.experts.up": ("block_sparse_moe.input_linear.weight",),
+        "body.experts.out": ("block_sparse_moe.output_linear.weight",),
     }
 
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        keys = super().keys(config)
-        keys.pop("norm_topk_prob")
-        return keys
+    def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
+        return Stacked(config.ffn.experts) if ".experts." in name else super().layout(name, config, keys)
 
 
 @register
@@ -84,8 +87,7 @@ class GptOss(Mixture):
     architecture = "GptOssForCausalLM"
     BIAS = ("attention_bias", "all")
     WINDOWS = ("sliding_window", "layer_types")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
+    DEFAULTS = Family.DEFAULTS | {
         "rms_norm_eps": 1e-5,
         "rope_theta": 150_000.0,
         "rope_parameters": {
@@ -100,11 +102,11 @@ class GptOss(Mixture):
         "attention_bias": True,
         "norm_topk_prob": True,
     }
-    EXPERTS: ClassVar[tuple[str, ...]] = ("num_local_experts",)
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
-    ATTENTION: ClassVar[Names] = {**Family.ATTENTION, "body.sink": ("self_attn.sinks",)}
-    FEED_FORWARD: ClassVar[Names] = {
-        "norm.weight": ("post_attention_layernorm.weight",),
+    ABSENT = ("norm_topk_prob",)
+    EXPERTS = ("num_local_experts",)
+    UNKNOWN = Family.UNKNOWN | {"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)}
+    ATTENTION = Family.ATTENTION | {"body.sink": ("self_attn.sinks",)}
+    FEED_FORWARD = NORM | {
         "body.router.weight": ("mlp.router.weight",),
         "body.router.offset": ("mlp.router.bias",),
         "body.experts.up": ("mlp.experts.gate_up_proj",),
@@ -113,11 +115,11 @@ class GptOss(Mixture):
         "body.experts.out_bias": ("mlp.experts.down_proj_bias",),
     }
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = super().tables(keys)
-        tables["attention"]["sink"] = "learned"
-        tables["ffn"] |= {"activation": "clamped_swiglu", "bias": True}
-        return tables
+    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().attention(keys) | {"sink": "learned"}
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        return super().feed_forward(keys) | {"activation": "clamped_swiglu", "bias": True}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
         if ".experts." in name:
@@ -133,15 +135,10 @@ class Qwen3Moe(Mixture):
     architecture = "Qwen3MoeForCausalLM"
     BIAS = ("attention_bias", "all")
     WINDOWS = ("use_sliding_window", "sliding_window")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "sliding_window": 4096}
+    QK_NORM = "rms"
+    DEFAULTS = Family.DEFAULTS | {"sliding_window": 4096}
     HIDDEN = "moe_intermediate_size"
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return head_qk_norm(super().tables(keys), keys)
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"mlp_only_layers": [], "decoder_sparse_step": 1}
+    UNKNOWN = Family.UNKNOWN | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 
 
 @register
@@ -151,14 +148,9 @@ class Olmoe(Mixture):
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"
     BIAS = ("attention_bias", "all")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rms_norm_eps": 1e-5}
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = {"clip_qkv": ()}
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return joint_qk_norm(super().tables(keys), keys)
-
-    def keys(self, config: ModelConfig) -> dict[str, Any]:
-        return super().keys(config) | {"clip_qkv": None}
+    QK_NORM = "rms_all"
+    DEFAULTS = Family.DEFAULTS | {"rms_norm_eps": 1e-5}
+    UNKNOWN = Family.UNKNOWN | {"clip_qkv": ()}
 
 
 @register
@@ -168,28 +160,23 @@ class FlexOlmo(Mixture):
     model_type = "flex_olmo"
     architecture = "FlexOlmoForCausalLM"
     BIAS = ("attention_bias", "all")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Family.DEFAULTS, "rope_theta": 500_000.0}
-    ATTENTION: ClassVar[Names] = Olmo2.ATTENTION
-    FEED_FORWARD: ClassVar[Names] = {
-        **Mixture.FEED_FORWARD,
-        "after.weight": ("post_feedforward_layernorm.weight",),
-    }
-
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        return joint_qk_norm(super().tables(keys), keys) | {"placement": "output"}
+    QK_NORM = Olmo2.QK_NORM
+    TABLES = Olmo2.TABLES
+    DEFAULTS = Family.DEFAULTS | {"rope_theta": 500_000.0}
+    ATTENTION = Olmo2.ATTENTION
+    FEED_FORWARD = expert_names() | {"after.weight": ("post_feedforward_layernorm.weight",)}
 
 
 class SharedExpert(Mixture):
     """A shared expert behind a sigmoid gate, as wide as a whole number of the others."""
 
     HIDDEN = "moe_intermediate_size"
-    UNKNOWN: ClassVar[Mapping[str, tuple[Any, ...]]] = Qwen3Moe.UNKNOWN
-    FEED_FORWARD: ClassVar[Names] = {
-        **Mixture.FEED_FORWARD,
-        **alike("body.shared.gate_up", "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-        **alike("body.shared.out", "mlp.shared_expert.down_proj"),
-        "body.shared_gate.weight": ("mlp.shared_expert_gate.weight",),
-    }
+    UNKNOWN = Qwen3Moe.UNKNOWN
+    FEED_FORWARD = (
+        Mixture.FEED_FORWARD
+        | shared_names("mlp.shared_expert")
+        | {"body.shared_gate.weight": ("mlp.shared_expert_gate.weight",)}
+    )
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
         shared, rest = divmod(keys["shared_expert_intermediate_size"], keys[self.HIDDEN])
@@ -203,8 +190,7 @@ class SharedExpert(Mixture):
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys, ffn = super().keys(config), config.ffn
         assert isinstance(ffn, choices.MoE)
-        keys["shared_expert_intermediate_size"] = max(1, ffn.shared) * ffn.hidden
-        return keys | {"mlp_only_layers": [], "decoder_sparse_step": 1}
+        return keys | {"shared_expert_intermediate_size": max(1, ffn.shared) * ffn.hidden}
 
 
 @register
@@ -215,8 +201,7 @@ class Qwen2Moe(SharedExpert):
     architecture = "Qwen2MoeForCausalLM"
     BIAS = ("qkv_bias", "qkv")
     WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
+    DEFAULTS = Family.DEFAULTS | {
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
         "num_experts_per_tok": 4,
@@ -228,3 +213,92 @@ class Qwen2Moe(SharedExpert):
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
         return layer % 2 == 0 and layer < keys["max_window_layers"]
+
+
+class SigmoidMixture(Mixture):
+    """Experts chosen by sigmoid scores with a bias, a shared one, dense first layers (DeepSeek-V3)."""
+
+    EXPERTS = ("n_routed_experts",)
+    HIDDEN = "moe_intermediate_size"
+    ROUTER: ClassVar[str] = "sigmoid_scores"
+    DEFAULTS = Family.DEFAULTS | {
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+    }
+    FEED_FORWARD = (
+        Family.FEED_FORWARD
+        | expert_names()
+        | {"body.router.bias": ("mlp.gate.e_score_correction_bias",)}
+        | shared_names("mlp.shared_experts")
+    )
+
+    def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
+        """Layers after the last predict further tokens in training."""
+        return re.match(rf"model\.layers\.{config.layers}\.", tensor) is not None
+
+    def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
+        dense = self._dense_layers(keys)
+        return super().feed_forward(keys) | {
+            "shared": keys["n_shared_experts"],
+            "router": {"kind": self.ROUTER, "scale": keys["routed_scaling_factor"], **self.groups(keys)},
+            "dense_layers": dense,
+            **({"dense_hidden": keys["intermediate_size"]} if dense else {}),
+        }
+
+    def groups(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """The keys of the groups of experts."""
+        return {"groups": keys.get("n_group") or 1, "top_groups": keys.get("topk_group") or 1}
+
+    def _dense_layers(self, keys: dict[str, Any]) -> int:
+        types = keys.get("mlp_layer_types")
+        if types is None:
+            return int(keys["first_k_dense_replace"])
+        dense = types.count("dense")
+        if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+            raise UserError("mlp_layer_types has a dense layer after one with experts, which is missing here.")
+        return int(dense)
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        ffn = config.ffn
+        assert isinstance(ffn, choices.MoE)
+        return super().keys(config) | {
+            "intermediate_size": ffn.at(0).hidden,
+            "n_shared_experts": ffn.shared,
+            "routed_scaling_factor": ffn.router.scale,
+            "n_group": ffn.router.groups,
+            "topk_group": ffn.router.top_groups,
+            "first_k_dense_replace": config.layers - ffn.mixtures(config.layers),
+        }
+
+
+@register
+class Glm4Moe(SigmoidMixture):
+    """GLM 4.5 and 4.6: experts after the first layers, QK-norm if switched on."""
+
+    model_type = "glm4_moe"
+    architecture = "Glm4MoeForCausalLM"
+    partial = True
+    BIAS = ("attention_bias", "qkv")
+    DEFAULTS = SigmoidMixture.DEFAULTS | {
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+    }
+
+    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
+        normed = {"qk_norm": "rms", "qk_eps": keys["rms_norm_eps"]} if keys.get("use_qk_norm") else {}
+        return super().attention(keys) | normed
+
+    def keys(self, config: ModelConfig) -> dict[str, Any]:
+        normed = config.softmax is not None and config.softmax.qk_norm == "rms"
+        return super().keys(config) | {"use_qk_norm": normed}

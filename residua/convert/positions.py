@@ -1,4 +1,8 @@
-"""Rotary positions: transformers' `rope_parameters` (`rope_scaling` before version 5) and Residua's tables."""
+"""Positions and windows, in transformers' keys and Residua's tables.
+
+Rotary positions are `rope_parameters` there (`rope_scaling` before version 5), windows `sliding_window` and
+`layer_types`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from residua.config.mixers import SoftmaxAttention
 from residua.config.model import ModelConfig, head_dim
 from residua.errors import UserError
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 NAMES = {
     "original_context": "original_max_position_embeddings",
     "short": "short_factor",
@@ -67,10 +72,10 @@ def turned_width(config: ModelConfig) -> int:
 
 def read_layered_positions(keys: dict[str, Any], default_theta: float, local_theta: float) -> dict[str, Any]:
     """The keys of an attention table where `rope_parameters` tell layers with a window from the others."""
-    by_layer = {"full_attention": {}, "sliding_attention": {}} | (keys.get("rope_parameters") or {})
+    by_layer = {FULL: {}, SLIDING: {}} | (keys.get("rope_parameters") or {})
     plain = {key: value for key, value in keys.items() if key not in ("rope_parameters", "rope_scaling")}
-    full = (keys.get("rope_scaling") or {}) | (by_layer["full_attention"] or {})
-    sliding = plain | {"rope_parameters": by_layer["sliding_attention"], "rope_theta": local_theta}
+    full = (keys.get("rope_scaling") or {}) | (by_layer[FULL] or {})
+    sliding = plain | {"rope_parameters": by_layer[SLIDING], "rope_theta": local_theta}
     local = read_positions(sliding, local_theta)
     if "rope_scaling" in local:
         raise UserError("rope_parameters scale the layers with a window, which is missing here.")
@@ -84,7 +89,7 @@ def write_layered_positions(
     """`rope_parameters` of layers with and without a window, from those of all layers."""
     theta = softmax.local_rope_theta if softmax is not None else None
     local = {"rope_type": "default", "rope_theta": theta or default_theta}
-    return {"rope_parameters": {"full_attention": keys["rope_parameters"], "sliding_attention": local}}
+    return {"rope_parameters": {FULL: keys["rope_parameters"], SLIDING: local}}
 
 
 def _original(stored: dict[str, Any], config: dict[str, Any]) -> int:
@@ -155,3 +160,32 @@ READERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] =
         "factor": found.get("factor", 1.0),
     },
 }
+
+
+def window_of(config: ModelConfig) -> int | None:
+    """transformers' `sliding_window`."""
+    return None if config.softmax is None else config.softmax.window
+
+
+def layer_windows(keys: dict[str, Any], types: list[str]) -> dict[str, Any]:
+    """The keys of a window from transformers' `layer_types`."""
+    sliding = [layer for layer, kind in enumerate(types) if kind == SLIDING]
+    if not sliding or keys.get("sliding_window") is None:
+        return {}
+    return {"window": keys["sliding_window"], **({} if len(sliding) == len(types) else {"window_layers": sliding})}
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    """transformers' `layer_types` of a model."""
+    attention = config.softmax
+    assert attention is not None
+    windows = (attention.window_at(layer) for layer in range(config.layers))
+    return [FULL if window is None else SLIDING for window in windows]
+
+
+WINDOW_KEYS: dict[str, Callable[[ModelConfig], Any]] = {
+    "sliding_window": window_of,
+    "layer_types": layer_types,
+    "use_sliding_window": lambda config: window_of(config) is not None,
+}
+"""Keys of windows, and how each is written."""

@@ -11,14 +11,12 @@ from torch import Tensor
 from residua.config import choices
 from residua.config.model import ModelConfig, head_dim
 from residua.convert.family import Family, Names, register
-from residua.convert.kimi import Kernels
+from residua.convert.kimi import LINEAR, Kernels, hybrid
 from residua.convert.layouts import Layout, Reordered, by_head, turned_order
-from residua.convert.llama import head_qk_norm
 from residua.convert.mixture import SharedExpert
-from residua.convert.positions import turned_width
+from residua.convert.positions import FULL, turned_width
 from residua.errors import UserError
 
-FULL, LINEAR = "full_attention", "linear_attention"
 DELTA_EPS = choices.RMSNorm().eps
 """That of the norm on the delta rule's output, which is the model's there."""
 
@@ -26,10 +24,13 @@ DELTA_EPS = choices.RMSNorm().eps
 class GatedHybrid(Family):
     """The common part: gains stored less one, heads that turn in part, queries stored with their gates."""
 
-    partial = True
+    partial = less_one = True
+    MIXERS = (choices.SoftmaxAttention, choices.GatedDeltaNet)
     BIAS = ("attention_bias", "all")
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **Family.DEFAULTS,
+    QK_NORM = "rms"
+    OTHER = LINEAR
+    EVERY = "full_attention_interval"
+    DEFAULTS = Family.DEFAULTS | {
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
         "full_attention_interval": 4,
@@ -39,7 +40,7 @@ class GatedHybrid(Family):
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     }
-    DELTA: ClassVar[Names] = {
+    OTHER_ATTENTION: ClassVar[Names] = {
         "norm.weight": ("input_layernorm.weight",),
         "body.project.weight": ("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
         "body.gates.weight": ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"),
@@ -49,24 +50,11 @@ class GatedHybrid(Family):
         "body.norm.weight": ("linear_attn.norm.weight",),
         "body.out.weight": ("linear_attn.out_proj.weight",),
     }
-    LAYOUTS: ClassVar[Mapping[str, Layout]] = {"convolve.weight": Kernels()}
+    LAYOUTS = Family.LAYOUTS | {"convolve.weight": Kernels()}
 
-    def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        tables = head_qk_norm(super().tables(keys), keys)
-        softmax = tables["attention"] | {"gate": "elementwise"}
-        full = [layer for layer, kind in enumerate(self._types(keys)) if kind == FULL]
-        if len(full) == keys["num_hidden_layers"]:
-            return tables | {"attention": softmax}
-        delta = self._delta(keys)
-        hybrid = {"kind": "hybrid", "softmax_layers": full, "softmax": softmax, "linear": delta}
-        return tables | {"attention": hybrid if full else delta}
-
-    def _types(self, keys: dict[str, Any]) -> list[str]:
-        every, layers = keys["full_attention_interval"], range(keys["num_hidden_layers"])
-        types = keys.get("layer_types") or [LINEAR if (layer + 1) % every else FULL for layer in layers]
-        if unknown := set(types) - {FULL, LINEAR}:
-            raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
-        return list(types)
+    def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
+        softmax, types = super().attention(keys) | {"gate": "elementwise"}, self.types(keys)
+        return hybrid(types, softmax, {} if set(types) == {FULL} else self._delta(keys))
 
     def _delta(self, keys: dict[str, Any]) -> dict[str, Any]:
         if keys["linear_key_head_dim"] != keys["linear_value_head_dim"]:
@@ -82,8 +70,7 @@ class GatedHybrid(Family):
         }
 
     def has_attention(self, config: ModelConfig) -> bool:
-        known = (choices.SoftmaxAttention, choices.GatedDeltaNet)
-        return config.softmax is not None and all(isinstance(mixer, known) for mixer in config.mixers)
+        return config.softmax is not None and super().has_attention(config)
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys, linear = super().keys(config), config.linear
@@ -98,16 +85,7 @@ class GatedHybrid(Family):
             }
         return keys
 
-    def of_mixer(self, layer: int, config: ModelConfig) -> Names:
-        return self.ATTENTION if config.mixers[layer].attends else self.DELTA
-
-    def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
-        gain = name.endswith(("norm.weight", "qk_norm.query", "qk_norm.key")) and not name.endswith("body.norm.weight")
-        return float(gain), 1.0
-
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        if name.endswith(("qk_norm.query", "qk_norm.key")):
-            return Reordered(turned_order(head_dim(config), turned_width(config)))
         if ".body.project." in name or ".body.gates." in name:
             mixer = config.mixers[int(name.split(".")[1]) // 2]
             if isinstance(mixer, choices.SoftmaxAttention):
@@ -140,16 +118,14 @@ class Qwen3Next(GatedHybrid, SharedExpert):
 
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        **GatedHybrid.DEFAULTS,
+    DEFAULTS = GatedHybrid.DEFAULTS | {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts_per_tok": 10,
         "num_experts": 512,
         "norm_topk_prob": True,
     }
-    DELTA: ClassVar[Names] = {
-        **GatedHybrid.DELTA,
+    OTHER_ATTENTION = GatedHybrid.OTHER_ATTENTION | {
         "body.project.weight": ("linear_attn.in_proj_qkvz.weight",),
         "body.gates.weight": ("linear_attn.in_proj_ba.weight",),
     }
@@ -162,7 +138,7 @@ class Qwen3Next(GatedHybrid, SharedExpert):
         order = _parts_first(delta.key_heads, [part * width for part in parts])
         if ".body.gates." in name:
             order = torch.cat(order.chunk(2)[::-1])
-        return Reordered(order, (len(order),))
+        return Reordered(order)
 
 
 def _parts_first(heads: int, parts: list[int]) -> Tensor:
@@ -185,4 +161,4 @@ class Qwen35Moe(GatedHybrid, SharedExpert):
 
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**Qwen3Next.DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8}
+    DEFAULTS = Qwen3Next.DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8}
