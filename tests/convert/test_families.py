@@ -15,7 +15,10 @@ from residua.convert.families import FAMILIES as KNOWN
 from residua.convert.families import find_family
 from residua.convert.positions import READERS
 from residua.data.tokenizer import Tokenizer
+from residua.errors import UserError
 from residua.export import export
+from residua.model.equivalence import InitFidelity
+from residua.model.retrofit import retrofit
 from residua.model.rope import rotary_table
 from residua.model.size import measure
 from residua.storage.hugging_face import import_folder
@@ -132,6 +135,33 @@ def test_documents_in_one_row_have_the_logits_of_each_alone(name: str, tmp_path:
         packed = model(row[None], segments=(torch.arange(len(row)) >= first).long()[None])[0]
     for part in (slice(first), slice(first, None)):
         equal(packed[part], logits(theirs, row[None, part])[0])
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"topology": {"kind": "multi_gate", "streams": 2}},
+    {"topology": {"kind": "block_attnres", "sublayers_per_block": 2}},
+    {"norm": {"kind": "gatednorm", "rank": 4}},
+    {"anchors": {"kind": "resformer"}},
+]
+EXPLAINED = ("topology.kind = 'parallel'", "mixes heads", "mixes keys and values")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", only_nightly(FAMILIES, {"gpt_neox", "gemma4, keys as values"}))
+def test_retrofits_of_a_family_keep_what_they_claim_or_say_why_not(name: str, tmp_path: Path) -> None:
+    architecture, keys = FAMILIES[name]
+    saved(tmp_path, architecture, **keys)
+    old = load(tmp_path)
+    before = logits(old, tokens())
+    for change in CHANGES:
+        try:
+            new = residua.build(ModelConfig(**old.config.model_dump(exclude_none=True) | change))
+            claims = retrofit(new, old)
+        except UserError as refusal:
+            assert "norm" not in change and any(reason in str(refusal) for reason in EXPLAINED)
+            continue
+        if claims["model"] is InitFidelity.EXACTLY:
+            equal(logits(new, tokens()), before)
 
 
 @pytest.mark.slow
