@@ -250,6 +250,8 @@ class Family:
     def read(self, keys: Mapping[str, Any]) -> ModelConfig:
         """The configuration that a config.json describes; raises ValueError with what is missing here."""
         known = self.DEFAULTS | self.spelled(dict(keys))
+        if known.get("rope_parameters") is None:  # null stands for the default there
+            known["rope_parameters"] = self.DEFAULTS.get("rope_parameters")
         if known.get("quantization_config"):
             raise UserError("its weights are quantized: import the model that they were made from.")
         for key, neutral in {"is_causal": (True,), **self.UNKNOWN}.items():
@@ -336,7 +338,7 @@ class Family:
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
         """Whether a layer is not full where `layer_types` are not given: all, or all but every n-th."""
-        every = keys.get(self.EVERY)
+        every = keys.get(self.EVERY) if self.EVERY in self.DEFAULTS else None
         return not every or (layer + 1) % every != 0
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:

@@ -23,7 +23,19 @@ from residua.model.rope import rotary_table
 from residua.model.size import measure
 from residua.storage.hugging_face import import_folder
 from residua.storage.load import load
-from tests.convert.tiny import DEEP_YARN, EXPERTS, FAMILIES, GEMMA4, LATENT, ROTARY, SIZES, logits, saved, tokens
+from tests.convert.tiny import (
+    DEEP_YARN,
+    EXPERTS,
+    FAMILIES,
+    GEMMA4,
+    KIMI,
+    LATENT,
+    ROTARY,
+    SIZES,
+    logits,
+    saved,
+    tokens,
+)  # fmt: skip
 from tests.model.small import small
 from tests.nightly import only_nightly
 
@@ -250,6 +262,22 @@ def test_missing_window_is_the_default_of_transformers(model_type: str) -> None:
     keys |= {"moe_intermediate_size": 24, "use_sliding_window": True, "max_window_layers": 0}
     softmax = find_family(model_type).read(keys).softmax
     assert softmax is not None and softmax.window == AutoConfig.for_model(model_type, **keys).sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [
+        ("mistral", "sliding_window_pattern", 2),
+        ("mixtral", "norm_topk_prob", False),
+        ("cohere2", "head_dim", 16),
+        ("kimi_linear", "rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
+        ("gemma4_text", "rope_parameters", None),
+    ],
+)
+def test_keys_that_transformers_does_not_read_change_nothing(model_type: str, key: str, value: Any) -> None:
+    keys = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
+    keys |= KIMI if model_type == "kimi_linear" else GEMMA4 if model_type == "gemma4_text" else {}
+    assert find_family(model_type).read(keys | {key: value}) == find_family(model_type).read(keys)
 
 
 def test_both_spellings_of_gemma_4_are_read_alike() -> None:
