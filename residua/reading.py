@@ -269,7 +269,7 @@ _WORDS = {
     "int_parsing_size": "a whole number with fewer digits",
     "float_type": "a number",
     "float_parsing": "a number",
-    "finite_number": "a finite number",
+    "finite_number": "a finite float32 number",
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "list_type": "a list",

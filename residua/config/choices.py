@@ -41,7 +41,7 @@ from residua.config.norms import PreAffine as PreAffine
 from residua.config.norms import RMSNorm as RMSNorm
 from residua.config.norms import UnitRMSNorm as UnitRMSNorm
 from residua.config.plugins import Family
-from residua.config.settings import Frozen, Positive
+from residua.config.settings import Count, Frozen, Positive
 from residua.config.topologies import Additive as Additive
 from residua.config.topologies import AttentionResidual as AttentionResidual
 from residua.config.topologies import BlockAttnRes as BlockAttnRes
@@ -294,7 +294,7 @@ class HeadSource(SharedHeads):
     """All softmax layers after `layer`, counted among softmax layers from 0, take those of `layer`."""
 
     kind: Literal["kv_source"] = "kv_source"
-    layer: int = Field(0, ge=0)
+    layer: Count = 0
 
     def lender(self, layer: int) -> int:
         return min(layer, self.layer)

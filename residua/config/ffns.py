@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from residua.config.settings import Frozen, Positive, number
+from residua.config.settings import Count, Frozen, Positive
 from residua.errors import UserError
 
 
@@ -107,7 +107,6 @@ class TanhGELU(DenseChoice):
 
 
 DenseFFN = SwiGLU | GLU | GeGLU | ClampedSwiGLU | ReLU2 | GELU | TanhGELU
-Count = Annotated[int, BeforeValidator(number), Field(ge=0)]
 
 
 class RouterChoice(Frozen):

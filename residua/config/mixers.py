@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from residua.config.positions import QueryGrowth, RopeScaling
-from residua.config.settings import Frozen, Positive, number
+from residua.config.settings import Count, Frozen, Positive
 from residua.errors import UserError
 
 
@@ -210,7 +210,7 @@ class LatentAttention(Mixer):
     """Heads of queries, keys and values."""
     head_dim: Positive = 128
     value_dim: Positive | None = None
-    shared_dim: Annotated[int, BeforeValidator(number), Field(ge=0)] = 64
+    shared_dim: Count = 64
     rank: Positive = 512
     query_rank: Positive | None = None
     positions: Literal["rotary", "none"] = "rotary"
@@ -259,7 +259,7 @@ class HybridAttention(Frozen):
     parts: ClassVar[tuple[str, ...]] = ("softmax", "linear")
 
     kind: Literal["hybrid"] = "hybrid"
-    softmax_every: int = Field(4, ge=2)
+    softmax_every: int = Field(4, ge=2, le=2**31 - 1)
     softmax_layers: tuple[int, ...] | None = None
     softmax: Annotated[Annotated[SoftmaxMixer, Field(discriminator="kind")], _of_kind("softmax")]
     linear: Annotated[Annotated[LinearMixer, Field(discriminator="kind")], _of_kind("gated_deltanet")]

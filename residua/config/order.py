@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from residua.config.settings import Frozen, Positive
+from residua.config.settings import Count, Frozen, Positive
 from residua.errors import UserError
 
-Whole = Annotated[int, Field(ge=0)]
+MAX_EXECUTIONS = 10_000
 
 
 class OrderChoice(Frozen):
@@ -30,8 +30,8 @@ class Loop(OrderChoice):
     """`prelude` layers once, the layers between `turns` times, `coda` layers once."""
 
     kind: Literal["loop"] = "loop"
-    prelude: Whole = 0
-    coda: Whole = 0
+    prelude: Count = 0
+    coda: Count = 0
     turns: Positive
 
     def executed(self, layers: int) -> tuple[int, ...]:
@@ -41,6 +41,11 @@ class Loop(OrderChoice):
                 f"order.prelude = {self.prelude} and order.coda = {self.coda} leave no layer to loop of layers = "
                 f"{layers}: lower one of them."
             )
+        if len(looped) * self.turns > MAX_EXECUTIONS:
+            raise UserError(
+                f"order.turns = {self.turns} runs {len(looped) * self.turns:,} layers: use fewer, for at most "
+                f"{MAX_EXECUTIONS:,}."
+            )
         return (*range(self.prelude), *(tuple(looped) * self.turns), *range(layers - self.coda, layers))
 
 
@@ -48,7 +53,7 @@ class Listed(OrderChoice):
     """The layers by number, counted from 0; each at least once."""
 
     kind: Literal["listed"] = "listed"
-    layers: tuple[Whole, ...]
+    layers: tuple[Count, ...] = Field(max_length=MAX_EXECUTIONS)
     """The numbers of the layers that run, in order."""
 
     def executed(self, layers: int) -> tuple[int, ...]:

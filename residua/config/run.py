@@ -227,7 +227,7 @@ class ParallelConfig(Frozen):
     transport: Literal["cached", "naive"] = "cached"
     """Send a tensor to each rank once, or at every hop (for comparison)."""
     anchors: Literal["auto", "send", "recompute"] = "auto"
-    patience: int = Field(60, ge=5)
+    patience: int = Field(60, ge=5, le=2**31 - 1)
 
     @property
     def ranks(self) -> int:

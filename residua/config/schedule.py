@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from residua.config.settings import Frozen
+from residua.config.settings import Count, Frozen
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -15,7 +15,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class WarmUp(Frozen):
     """Common to all schedules: a linear rise over `warmup` steps, and `floor`, the share of the rate at the end."""
 
-    warmup: int = Field(100, ge=0)
+    warmup: Count = 100
     floor: Share = 0.1
 
     def factor(self, step: int, steps: int) -> float:

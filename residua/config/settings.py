@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from residua import reading
 from residua.errors import UserError
@@ -43,6 +44,15 @@ class Frozen(BaseModel):
         """The tables that can stand where this one is asked for."""
         return [cls]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _numbers(cls, data: Any) -> Any:
+        """Refuse True, which Python counts as 1 (`layers = true` is not one layer), and what float32 makes infinite."""
+        if not isinstance(data, dict):
+            return data
+        known = {key: _number_types(cls, key) for key in data if key in cls.model_fields}
+        return data | {key: _as_number(data[key], types) for key, types in known.items() if types}
+
 
 class WholeConfig(Frozen):
     """The outermost table of a configuration: an error of pydantic becomes one sentence."""
@@ -72,16 +82,52 @@ def function_changes(before: Frozen, after: Frozen, prefix: str = "") -> list[st
     return changes
 
 
-def number(value: object) -> object:
-    """Refuse True, which Python counts as 1: `layers = true` does not mean one layer."""
+class _Refused:
+    """True or False where a number is expected: no number to pydantic, and shown as it was given."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class _TooLarge(_Refused, float):
+    """A number that float32 makes infinite, refused as infinity is."""
+
+    def __new__(cls, value: object) -> Self:
+        return super().__new__(cls, math.inf)
+
+
+def _as_number(value: Any, types: set[type]) -> Any:
+    """The value as pydantic is to see it."""
+    if isinstance(value, list | tuple):
+        return [_as_number(entry, types) for entry in value]
     if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "expected a number, got a boolean")
-    return value
+        return _Refused(value)
+    return _TooLarge(value) if float in types and isinstance(value, float | int) and abs(value) > MAX_FLOAT32 else value
 
 
-Positive = Annotated[int, BeforeValidator(number), Field(ge=1, le=2**31 - 1)]
+@cache
+def _number_types(table: type[Frozen], key: str) -> set[type]:
+    """The numbers that a key, or its list, takes: int, float, both or neither. Empty if it takes true or false."""
+    found = set(_plain_types(table.model_fields[key].annotation))
+    return set() if bool in found else found & {int, float}
+
+
+def _plain_types(annotation: Any) -> Iterator[type]:
+    if isinstance(annotation, type):
+        yield annotation
+    for part in get_args(annotation) if get_origin(annotation) is not Literal else ():
+        yield from _plain_types(part)
+
+
+MAX_FLOAT32 = 3.4028234663852886e38
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """At least 1."""
-Seed = Annotated[int, BeforeValidator(number), Field(ge=0, lt=2**63)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""0 or more."""
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """The seeds that random generators take."""
 
 
@@ -221,7 +267,7 @@ def _with_full_keys(sentence: str, path: list[str], model: type[BaseModel], with
     if len(path) >= 2:
         sentence = re.sub(rf"{key}{re.escape(path[0])}\.", f"{'.'.join(path)}.", sentence)
     if within:
-        sentence = re.sub(rf"{key}({'|'.join(model.model_fields)})(?=\.[a-z]| = )", rf"{within}.\1", sentence)
+        sentence = re.sub(rf"{key}({'|'.join(model.model_fields)})(?=\.[a-z]| = |=\{{)", rf"{within}.\1", sentence)
     return sentence
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
 from residua.config.plugins import Family
-from residua.config.settings import Frozen, Positive
+from residua.config.settings import Count, Frozen, Positive
 from residua.errors import UserError
 
 BASE_DEPTH = 21  # gated sublayers of the paper's reference model: 12 layers, 4 streams
@@ -411,7 +411,7 @@ class Injection(TopologyChoice):
     training_only: ClassVar[tuple[str, ...]] = ("decay",)
 
     kind: Literal["injection"] = "injection"
-    prelude: int = Field(ge=0)
+    prelude: Count
     loop: Positive
     turns: Positive
     decay: float = Field(0.5, gt=0, lt=1)

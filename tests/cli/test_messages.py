@@ -43,6 +43,9 @@ def here(monkeypatch, tmp_path: Path) -> None:
          "64, 128 or set model.attention.head_dim."),
         ("train tiny model.layers=99999999", "residua: model.layers = 99999999 is refused: expected"),
         ("train tiny model.topology.streams=8", "residua: model.topology.streams = 8 is not a known key"),
+        ("train tiny model.topology={kind='injection',prelude=1,loop=1,turns=2}",
+         "residua: model.topology.kind = 'injection' has prelude = 1, loop = 1 and turns = 2, which is not "
+         "model.order.kind = 'sequential': set model.order={kind='loop', prelude=1, coda=2, turns=2}."),
         ("export run", "residua: missing option '--out': `residua export --help` shows what there is, with examples."),
         ("reproduce zzz", "residua: there is no entry 'zzz': `residua reproduce` lists them."),
         ("trian tiny", "residua: there is no command 'trian': did you mean 'train'?"),
