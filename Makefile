@@ -52,7 +52,7 @@ results: setup  ## write the tables and pictures of the documentation from docs/
 	$(BIN)/python tools/results.py
 	$(BIN)/python tools/answer.py
 
-entries: setup  ## write the list of `residua reproduce` into docs/reproduce.md
+entries: setup  ## write the table of `residua reproduce` into docs/reproduce.md
 	$(BIN)/python tools/entries.py
 
 reference: setup  ## write every option and every key of a configuration into docs/reference
