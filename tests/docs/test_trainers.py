@@ -1,6 +1,5 @@
 """The examples of docs/use-in-your-model.md run as written, and train what one process of Residua would."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.docs.test_documentation import python_blocks
 
 pytestmark = pytest.mark.slow
 
-COMMON, TRAINER, ACCELERATE, LIGHTNING = range(3, 7)
+COMMON, TRAINER, ACCELERATE = range(2, 5)
 
 
 @pytest.fixture
@@ -77,11 +76,3 @@ def test_the_trainer_of_transformers_trains(page: dict[str, Any]) -> None:
     losses = run(page, TRAINER)
     assert len(losses) == 40 and losses[:2] == pytest.approx(expected, rel=1e-4)
     assert sum(losses[-4:]) < sum(losses[:4])
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="pip install lightning to test its example")
-def test_lightning_trains_as_a_loop_by_hand(page: dict[str, Any]) -> None:
-    """It hands the optimizer a closure; without one nothing would be computed."""
-    expected = by_hand(page, 10)
-    assert run(page, LIGHTNING) == pytest.approx(expected, rel=1e-4)

@@ -134,7 +134,7 @@ def test_llama_with_a_topology_converts_from_and_to_a_llama(depth, tmp_path):
 @pytest.mark.nightly
 def test_the_compiled_rewrites_give_the_same_loss_and_gradients(depth):
     scope = {"llama": llama_with(depth, {"kind": "full_attnres"}, num_hidden_layers=1)}
-    exec(python_blocks(PAGE)[2], scope)
+    exec(python_blocks("api.md")[-1], scope)
     tokens = torch.randint(97, (2, 9))
     model = scope["llama"]
     losses = []
@@ -147,7 +147,8 @@ def test_the_compiled_rewrites_give_the_same_loss_and_gradients(depth):
     torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-4, atol=1e-6)
 
 
-# What the table of the page says: for a new topology, and after `init_as_additive`.
+# What readers get instead of the sum of the embedding and all earlier outputs: in a new topology, and after
+# `init_as_additive`. docs/retrofit.md says the second in words.
 SUM, MULTIPLE, ELSE = "the sum", "a multiple", "something else"
 BEGIN = {
     "additive": (SUM, SUM),
@@ -180,7 +181,7 @@ BEGIN = {
 
 
 @pytest.mark.parametrize("name", BEGIN)
-def test_topologies_begin_as_the_page_says(name):
+def test_topologies_begin_as_the_sum_or_a_multiple_or_neither(name):
     known = SMALL | {"boundary_attnres": residua.choices.BoundaryAttnRes(sublayers_per_block=3)}
     topology = build_topology(known[name], 6, 8).double()
     x, y = embedding_and_outputs(6, 8)
