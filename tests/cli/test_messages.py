@@ -29,7 +29,7 @@ def here(monkeypatch, tmp_path: Path) -> None:
     [
         ("presets tinny", "residua: preset 'tinny' does not exist: did you mean 'tiny'?\n"),
         ("presets --matching zzz", "residua: no preset's name contains 'zzz': `residua presets` lists them all.\n"),
-        ("train tiny --out nowhere model.attention.gate=elementwse",  # as the README shows it
+        ("train tiny --out nowhere model.attention.gate=elementwse",
          "residua: model.attention.gate = 'elementwse' is not a choice: did you mean 'elementwise'?\n"),
         ("train tiny --out nowhere model.topology=ful_attnres",
          "residua: model.topology.kind = 'ful_attnres' does not exist, and no module that RESIDUA_PLUGINS names "
