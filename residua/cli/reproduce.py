@@ -53,7 +53,7 @@ def reproduce(
         str | None, option("Share of the paper's parameters and tokens; 1 is its size.", default=SCALE, metavar="1/32")
     ] = None,
     data: Data = None,
-    out: Annotated[Path | None, option("The study's folder.", default="runs/ENTRY")] = None,
+    out: Annotated[Path | None, option("The study's folder.", default="runs/ENTRY, of a demo runs/ENTRY-demo")] = None,
     sizes: Annotated[str | None, option("Sizes of the table to train.", default="all", metavar="A,B,...")] = None,
     rows: Annotated[
         str | None, option("Rows to train; the baseline is always one.", default="all", metavar="A,B,...")
@@ -121,7 +121,7 @@ def reproduce(
         _refuse(options, ("scale",), "--{} needs an entry, such as 004:table1: `residua reproduce` lists them.")
         print_list(console, share)
         return
-    folder = out or Path("runs") / entry.replace(":", "-")
+    folder = out or Path("runs") / f"{entry.replace(':', '-')}{'-demo' if demo else ''}"
     if study is not None:
         from residua.reproduce.existing_study import reproduce_from
 

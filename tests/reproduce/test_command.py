@@ -83,11 +83,12 @@ def test_entry_runs_to_the_end_and_continues_where_it_was(dataset: Dataset, tmp_
 
 
 @pytest.mark.slow
-def test_demo_trains_a_small_model_of_each_row_and_decides_nothing(dataset: Dataset, tmp_path, monkeypatch) -> None:
+def test_demo_trains_small_models_apart_and_decides_nothing(dataset: Dataset, tmp_path, monkeypatch) -> None:
     fork_workers(monkeypatch)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TimingMeasurement, "measure", lambda *arguments: None)  # for seconds; `test_timing.py` has it
-    out = tmp_path / "study"
-    arguments = ["004:table1", "--demo", "--rows", "full_attnres", "--data", str(dataset.path), "--out", str(out)]
+    out = tmp_path / "runs" / "004-table1-demo"  # the entry itself trains into 004-table1
+    arguments = ["004:table1", "--demo", "--rows", "full_attnres", "--data", str(dataset.path)]
     quick = (
         "model.layers=2",
         "train.steps=4",
