@@ -62,7 +62,6 @@ class BenchProgress:
             self._logged = now
 
     def finish_part(self) -> None:
-        """Count a part as done."""
         self._finished += 1
 
     def _log(self, line: str) -> None:

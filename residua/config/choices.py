@@ -1,8 +1,8 @@
 """The tables of a model's configuration, told apart by `kind`. The class that a choice builds explains what it means.
 
 A topology says how sublayers talk along depth (`model/topology/`, docs/topologies.md), anchors say which projections
-later layers mix into their own (`model/anchors.py`). Topologies, anchors and norms are open families: plugins add to
-them.
+later layers mix into their own (`model/anchors.py`), an order which layers run, and when: a layer may run several times
+(docs/reference/extending.md). Topologies, anchors and norms are open families: plugins add to them.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ from residua.config.topologies import Topology as Topology
 from residua.config.topologies import TopologyChoice as TopologyChoice
 from residua.errors import UserError
 
+MAX_EXECUTIONS = 10_000
 Granularity = Literal["elementwise", "headwise", "scalar"]
 Pathway = Literal["q", "k", "v", "g"]
 
@@ -97,15 +98,13 @@ class AnchorChoice(Family):
     counts_layers: ClassVar[bool] = False
     """Whether a layer reads anchors by the layer that wrote them, so that each must run once, in order."""
 
+    rms_kernels: ClassVar[bool] = False
+    """Whether layers mix in kernels that also norm queries and keys, by RMS over a head or not at all."""
+
     @property
     def mixed(self) -> tuple[Pathway, ...]:
         """The pathways that layers mix an anchor into."""
         return ()
-
-    @property
-    def rms_kernels(self) -> bool:
-        """Whether layers mix in kernels that also norm queries and keys, by RMS over a head or not at all."""
-        return False
 
     @property
     def joins_heads(self) -> bool:
@@ -154,6 +153,7 @@ Mixing = Annotated[StaticMixing | DynamicMixing, Field(discriminator="kind")]
 class ResFormer(AnchorChoice):
     """The first layer's values, raw, in every later layer."""
 
+    rms_kernels: ClassVar[bool] = True
     training_only: ClassVar[tuple[str, ...]] = ("start",)
 
     kind: Literal["resformer"] = "resformer"
@@ -166,14 +166,11 @@ class ResFormer(AnchorChoice):
     def mixed(self) -> tuple[Pathway, ...]:
         return ("v",)
 
-    @property
-    def rms_kernels(self) -> bool:
-        return True
-
 
 class ProjectionAnchors(AnchorChoice):
     """The keys that NuResFormer and ExoFormer share."""
 
+    rms_kernels: ClassVar[bool] = True
     training_only: ClassVar[tuple[str, ...]] = ("start",)
 
     pathways: tuple[Pathway, ...] = ("q", "k", "v", "g")
@@ -189,10 +186,6 @@ class ProjectionAnchors(AnchorChoice):
     @property
     def mixed(self) -> tuple[Pathway, ...]:
         return self.pathways
-
-    @property
-    def rms_kernels(self) -> bool:
-        return True
 
     @model_validator(mode="after")
     def _pathways_once(self) -> Self:
@@ -346,6 +339,63 @@ class DepthAttention(AnchorChoice):
 AnchorChoice.join(NoAnchors, ResFormer, NuResFormer, ExoFormer, GatedValue, ValueEmbeddings)
 AnchorChoice.join(CrossLayer, HeadSource, Lime, DepthAttention)
 Anchors = Annotated[SerializeAsAny[AnchorChoice], PlainValidator(AnchorChoice.choose)]
+
+
+class OrderChoice(Frozen):
+    """An order of execution. Parameters belong to layers; caches and the state along depth to executions."""
+
+    def executed(self, layers: int) -> tuple[int, ...]:
+        """The number of each layer that runs, in order, of a model with so many."""
+        return tuple(range(layers))
+
+
+class Sequential(OrderChoice):
+    """Every layer once."""
+
+    kind: Literal["sequential"] = "sequential"
+
+
+class Loop(OrderChoice):
+    """`prelude` layers once, the layers between `turns` times, `coda` layers once."""
+
+    kind: Literal["loop"] = "loop"
+    prelude: Count = 0
+    coda: Count = 0
+    turns: Positive
+
+    def executed(self, layers: int) -> tuple[int, ...]:
+        looped = range(self.prelude, layers - self.coda)
+        if not looped:
+            raise UserError(
+                f"order.prelude = {self.prelude} and order.coda = {self.coda} leave no layer to loop of layers = "
+                f"{layers}: lower one of them."
+            )
+        if len(looped) * self.turns > MAX_EXECUTIONS:
+            raise UserError(
+                f"order.turns = {self.turns} runs {len(looped) * self.turns:,} layers: use fewer, for at most "
+                f"{MAX_EXECUTIONS:,}."
+            )
+        return (*range(self.prelude), *(tuple(looped) * self.turns), *range(layers - self.coda, layers))
+
+
+class Listed(OrderChoice):
+    """The layers by number, counted from 0; each at least once."""
+
+    kind: Literal["listed"] = "listed"
+    layers: tuple[Count, ...] = Field(max_length=MAX_EXECUTIONS)
+    """The numbers of the layers that run, in order."""
+
+    def executed(self, layers: int) -> tuple[int, ...]:
+        if {*self.layers} != {*range(layers)}:
+            wrong = sorted({*range(layers)} ^ {*self.layers})[0]
+            raise UserError(
+                f"order.layers {'leaves out' if wrong < layers else 'names'} layer {wrong} and layers = {layers}: name "
+                f"each of 0 to {layers - 1} at least once."
+            )
+        return self.layers
+
+
+Order = Annotated[Sequential | Loop | Listed, Field(discriminator="kind")]
 
 
 class TiedHead(Frozen):

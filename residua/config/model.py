@@ -20,14 +20,15 @@ from residua.config.choices import (
     LatentAttention,
     NoAnchors,
     Norm,
+    Order,
     RMSNorm,
+    Sequential,
     SoftmaxAttention,
     TiedHead,
     Topology,
 )
 from residua.config.ffns import FFN
 from residua.config.mixers import Attention, LinearMixer, SoftmaxMixer, divisors
-from residua.config.order import Order, Sequential
 from residua.config.positions import LongRope
 from residua.config.settings import ConfigError, Positive, WholeConfig, apply_overrides, of_file, read_toml
 from residua.errors import UserError

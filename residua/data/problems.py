@@ -42,7 +42,6 @@ class Problems:
         return bool(self.counts) and not self.skip
 
     def add(self, problem: Problem) -> None:
-        """Count a problem."""
         key = problem.unit, problem.kind, problem.used > 0
         self.first.setdefault(key, problem)
         self.counts[key] += 1

@@ -52,7 +52,6 @@ class Topic:
         self.title, self.healthy, self.parts = title, healthy, parts
 
     def draw(self, page: Page) -> None:
-        """Add it to the page."""
         contents = [(part, _known(part.content)) for part in self.parts]
         if all(content is None for _, content in contents):
             return

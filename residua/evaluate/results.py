@@ -151,7 +151,6 @@ class Results:
     harness: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The content of the results file."""
         text = None
         if self.text is not None:
             derived = {"perplexity": self.text.perplexity, "word_perplexity": self.text.word_perplexity}

@@ -13,6 +13,7 @@ from torch.nn.functional import embedding, linear
 from residua import ops
 from residua.config import choices
 from residua.config.model import ModelConfig
+from residua.errors import UserError
 from residua.model.anchor_kinds import build_source
 from residua.model.anchor_source import AnchorSource
 from residua.model.anchors import LayerPlace, Mix, Sharing
@@ -35,11 +36,10 @@ from residua.model.latent_attention import LatentAttention
 from residua.model.linear_attention import GatedDeltaNet, KimiDeltaAttention
 from residua.model.moe import MoE, Routing
 from residua.model.norm import NoNorm, Norm, build_norm
-from residua.model.places import Places
 from residua.model.rope import rotary_table
 from residua.model.taps import tap
 from residua.model.topology import Topology, build_topology
-from residua.ops._runtime.numeric import soft_cap, working_dtype
+from residua.ops._runtime.numeric import begins, soft_cap, working_dtype
 
 
 class Embedding(nn.Embedding):
@@ -56,6 +56,41 @@ class Embedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         x = embedding(tokens, self.weight)
         return x if self.embed_scale == 1 else x * self.embed_scale
+
+
+class Places(nn.Embedding):
+    """Learned positions: x_t + P_t, t the place of the token in its document. P [places, C] is normal with `std`."""
+
+    def __init__(self, places: int, width: int, *, std: float) -> None:
+        self.std = std  # nn.Embedding initialises itself
+        super().__init__(places, width)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+    def check(self, tokens: int) -> None:
+        """Refuse more tokens than there are places."""
+        if tokens > len(self.weight):
+            raise UserError(
+                f"the model has learned_positions = {len(self.weight)} and no place for {tokens} tokens: use fewer."
+            )
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, segments: Tensor | None = None, now: Now | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        """Add them to x [B, T, C]; the other arguments are those of `Decoder._run`."""
+        if positions is not None:
+            raise UserError(
+                "learned_positions count the tokens of a document, and ranks that divide its tokens do not see all of "
+                "them: divide the model in another way."
+            )
+        self.check(x.shape[1])
+        places = torch.arange(x.shape[1], device=x.device)
+        if now is not None:
+            places = now.positions
+        elif segments is not None:
+            places = places - (places * begins(segments, segments)).cummax(1).values
+        return x + embedding(places, self.weight)
 
 
 class Sublayer(nn.Module):

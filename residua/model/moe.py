@@ -44,7 +44,6 @@ class Routing(NamedTuple):
 
     @classmethod
     def stack(cls, layers: Sequence[Routing]) -> Routing:
-        """Stack the layers."""
         return cls(*(torch.stack(part) for part in zip(*layers, strict=True)))
 
 
@@ -131,11 +130,6 @@ class SigmoidRouter(Router):
 
 
 ROUTERS: dict[str, type[Router]] = {"softmax_scores": Router, "sigmoid_scores": SigmoidRouter}
-
-
-def build_router(config: choices.MoE, width: int, *, std: float) -> Router:
-    """The router a configuration describes."""
-    return ROUTERS[config.router.kind](config, width, std=std)
 
 
 class Experts(nn.Module):
@@ -248,7 +242,7 @@ class MoE(Body):
     def __init__(self, config: choices.MoE, layer: int, width: int, *, std: float, output_std: float) -> None:
         super().__init__()
         self.layer, self.count = layer, config.experts
-        self.router = build_router(config, width, std=std)
+        self.router = ROUTERS[config.router.kind](config, width, std=std)
         self.experts = Experts(config, width, std=std, output_std=output_std)
         shape, act = FFNS[config.activation]
         hidden = config.shared * config.hidden

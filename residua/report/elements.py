@@ -37,7 +37,6 @@ class Value:
     key: float | None = None
 
     def joined(self, separator: str = " ") -> str:
-        """Both as plain text."""
         return f"{self.main}{separator}{self.detail}" if self.detail else self.main
 
 

@@ -73,7 +73,6 @@ class Page:
         )
 
     def write(self, path: str | Path) -> Path:
-        """Write the page atomically."""
         target = Path(path)
         write_atomically(target, self.html(), parents=True)
         return target

@@ -68,7 +68,6 @@ class ProgressBars:
         self._bars.stop()
 
     def track(self, name: str) -> Progress:
-        """A bar for one part of the work."""
         bar = self._bars.add_task(name, total=None)
         return lambda done, total: self._bars.update(bar, completed=done, total=total)
 

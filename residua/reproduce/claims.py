@@ -97,7 +97,6 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict as one line of text."""
         word = f"direction {self.direction}"
         if self.magnitude is not None:
             word += f", magnitude {THAN_THE_PAPERS.get(self.magnitude, self.magnitude)}"
@@ -143,7 +142,6 @@ class Measured:
         return by_reason({row: self.absent[row] for row in rows if row in self.absent})
 
     def published(self, size: str, row: str, column: str) -> float | None:
-        """The paper's value."""
         rows = {known.name: known for known in self.entry.rows}
         return rows[row].published.get(size, {}).get(column)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,12 +76,11 @@ class Comparison:
             section.note(note)
 
     def markdown(self, result: StudyResult) -> str:
-        """The same as Markdown."""
         measured = self._measured(result)
         parts = [f"## Paper, {self.title}", "", f"{self.entry.title}. {self.about} {LOOK_FOR}", ""]
         judged = verdicts(measured)
         if judged:
-            parts += [*claims_table(judged), ""]
+            parts += [*markdown_table(CLAIMS, [_claim_cells(verdict) for verdict in judged]), ""]
         for size, columns, rows in self._tables(measured):
             parts += [f"### Size {size}", "", *markdown_table(columns, rows), ""]
         if (shown := self._shown(result)) is not None:
@@ -125,11 +124,6 @@ class Comparison:
         page = f"{SIDE_BY_SIDE}/report.html"
         pages = [page] * (self.out / page).exists() + [run.diagnosis for run in result.runs if run.diagnosis]
         return Link(", ".join(self.entry.shows), pages[0]) if pages and isinstance(self.entry, Inside) else None
-
-
-def claims_table(judged: Sequence[Verdict]) -> list[str]:
-    """The verdicts as lines of Markdown."""
-    return markdown_table(CLAIMS, [_claim_cells(verdict) for verdict in judged])
 
 
 def _ours(measured: Measured, size: str, row: str, column: str) -> Value:

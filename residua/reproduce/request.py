@@ -37,7 +37,6 @@ class Request:
 
     @property
     def sentence(self) -> str:
-        """The size of what is trained, for the page and the terminal."""
         if self.demo:
             return (
                 "A demo: tiny models, a few steps and one seed on a CPU. It shows what the entry measures and how the "

@@ -59,7 +59,6 @@ class _Collection:
         return {r.seed: record for r, record in self.records.items() if (r.size, r.variant, r.budget) == key}
 
     def row(self, size: str, name: str) -> VariantResult:
-        """One row of the table."""
         study, level, ours = self.study, self.study.confidence, self.runs(size, name)
         model, reference = self.plan.models[size, name], self.plan.models[size, study.baseline]
         row = VariantResult(

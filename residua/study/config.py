@@ -229,7 +229,6 @@ class StudyConfig(WholeConfig):
 
     @classmethod
     def from_toml(cls, path: str | Path) -> StudyConfig:
-        """Read a study's TOML file."""
         with of_file(path):
             return cls(**read_toml(path))
 

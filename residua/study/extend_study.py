@@ -64,7 +64,6 @@ class StudyRecords:
 
     @cached_property
     def facts(self) -> DatasetFacts:
-        """Facts to compare the losses with."""
         tokens = self.dataset.split("validation").tokens
         return describe(self.dataset, final_tokens(self.plan.runs[0].config, tokens))
 
@@ -117,7 +116,6 @@ class StudyRecords:
         )
 
     def require_weights(self) -> None:
-        """Refuse to train runs that have no weights to begin with."""
         if missing := self.missing_weights():
             raise ConfigError(missing)
 
@@ -131,7 +129,6 @@ class StudyRecords:
         return f"{done} of {counted(len(self.asked), 'run')} {'is' if done == 1 else 'are'} complete; {left}{tuning}."
 
     def sentences(self) -> list[str]:
-        """Sentences about the saved runs; empty without any."""
         if not self.known or self.results is None:
             return []
         name, left = self.results.name, sum(not is_complete(run.folder, run.config) for run in self.new.runs)

@@ -88,7 +88,6 @@ class RunMeasurement:
     errors: ClassVar[tuple[type[Exception], ...]] = ()
 
     def measure(self, plan: StudyPlan, console: Console) -> None:
-        """Measure the runs that wait."""
         waiting = [run for run in plan.compared if self.waits(run)]
         if not waiting:
             return

@@ -58,7 +58,6 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether every run completed."""
         return all(run.status == "complete" for run in self.result.runs)
 
 

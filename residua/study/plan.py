@@ -68,7 +68,6 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
-        """The name of its folder."""
         return self.folder.name
 
     @property
@@ -281,7 +280,6 @@ def _with_law(
 
 
 def _tuned(model: PlannedModel, rate: TunedRate | None) -> PlannedModel:
-    """The model with its chosen rate."""
     if rate is None or rate.chosen == 1.0:
         return model
     changes = rate_changes(model.config, rate.chosen)
@@ -333,7 +331,6 @@ class TunedRate(Frozen):
 
     @property
     def best(self) -> Trial:
-        """The trial of the chosen rate."""
         return next(trial for trial in self.trials if trial.factor == self.chosen)
 
     @property
@@ -368,7 +365,6 @@ class TunedRate(Frozen):
         return ""
 
     def sentence(self, several_sizes: bool) -> str:
-        """The choice in a sentence."""
         where = f" ({self.size})" if several_sizes else ""
         note = f"; {self.note}" if self.note else ""
         return f"{self.variant}{where}: learning rate {self.best.rate:g}, {self.chosen:.3g}× its own{note}."

@@ -269,12 +269,10 @@ class RunRecord:
 
     @property
     def final_bits_per_byte(self) -> float:
-        """The same in bits per byte."""
         return float(self.validation[-1]["bits_per_byte"]) if self.final is None else self.final.bits_per_byte
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on."""
         return int(self.validation[-1]["step"]) * self.tokens_per_step
 
     @property

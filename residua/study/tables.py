@@ -360,7 +360,6 @@ def _outliers(result: StudyResult, size: str) -> DataTable | None:
 
 
 def _mean(value: Interval | None, form: str = ".4g", error: str = ".2g", scale: float = 1) -> Value:
-    """A mean and its standard error."""
     if value is None:
         return Value(NONE)
     detail = "(n=1)" if value.error is None else f"± {scale * value.error:{error}}"

@@ -73,7 +73,6 @@ class StepTiming(Frozen):
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of a step over its seconds."""
         return self.tokens / self.median
 
     @property
@@ -91,7 +90,6 @@ class StepTiming(Frozen):
         return math.log(self.median / earlier.median)
 
     def scaled(self, factor: float) -> StepTiming:
-        """The timing with all seconds multiplied by a factor."""
         seconds = {"median": self.median, "p10": self.p10, "p90": self.p90}
         return self.model_copy(update={name: value * factor for name, value in seconds.items()})
 
@@ -122,7 +120,6 @@ class TimingMeasurement:
     elsewhere: Container[PlannedRun] = ()
 
     def measure(self, plan: StudyPlan, console: Console) -> None:
-        """Time what is not timed yet."""
         if self.study.workers < 2 and not self.study.time_alone and self.study.target is None:
             return
         complete = {

@@ -103,7 +103,6 @@ def _gain_per_token(row: VariantResult) -> str:
 
 
 def _gains(row: VariantResult, result: StudyResult) -> str:
-    """The gains per token and per second, or why there are none."""
     per_token, ratio, seconds = _per_token(row, result), row.throughput_ratio, row.wall_clock_gain
     if row.equivalent_tokens is None and row.step_gain is None:
         return per_token

@@ -94,11 +94,9 @@ class Worker:
 
     @property
     def done(self) -> bool:
-        """Whether it has nothing left to train."""
         return not self.waiting and not self.trains
 
     def answers(self) -> Iterator[str]:
-        """The words that have arrived."""
         assert self.child.stdout is not None
         with suppress(BlockingIOError):
             while part := os.read(self.child.stdout.fileno(), 4096):
@@ -140,7 +138,6 @@ class WorkerPool:
     _begun: float = field(default_factory=time.monotonic)
 
     def work(self) -> None:
-        """Train all runs."""
         for folder in (CONFIGS, LOGS):
             with writing(self.out / folder):
                 (self.out / folder).mkdir(parents=True, exist_ok=True)
@@ -234,7 +231,6 @@ class WorkerPool:
             self._finish(worker, int(code))
 
     def _finish(self, worker: Worker, code: int) -> None:
-        """A run has ended, well or not."""
         assert worker.run is not None
         run, worker.run, worker.trains = worker.run, None, False
         self.watcher.advanced(run, *latest(run.folder))
@@ -271,7 +267,6 @@ class WorkerPool:
             self.groups.insert(0, worker.waiting)
 
     def _end(self, worker: Worker, seconds: float) -> None:
-        """Wait for a process that should end."""
         try:
             worker.child.wait(timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -30,8 +30,7 @@ from residua.model.projection import STEERING, Projection
 from residua.model.taps import tap
 from residua.ops._runtime.launch import dense_like
 from residua.ops.fp8_codes import encode_weights
-from residua.ops.low_precision.codes import E5M2_MAX, EncodedWeight, Scales, encode, largest_of, scale_of
-from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX
+from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, E5M2_MAX, EncodedWeight, Scales, encode, largest_of, scale_of
 from residua.ops.low_precision.nvfp4 import GROUP
 from residua.ops.low_precision.product import (
     Multiply,

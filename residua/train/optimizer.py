@@ -60,7 +60,6 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.set_rate(1.0)
 
     def set_rate(self, factor: float) -> None:
-        """Train the next step at `factor` of every group's peak rate."""
         for group in self.param_groups:
             group["lr"] = group["peak_lr"] * factor
 

@@ -180,7 +180,6 @@ class Display:
         self._live = self._start_line(start) if self.console.is_terminal else None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Show a record of the run."""
         if record["kind"] == "validation":
             self.console.print(
                 f"step {record['step']}  validation loss {record['loss']:.4f} nats/token, "

@@ -201,7 +201,6 @@ class Follower:
 
     @property
     def step(self) -> int:
-        """The last step that was logged."""
         return int(self.last.get("step") or 0)
 
     @property

@@ -36,7 +36,6 @@ class Place:
 
     @property
     def study(self) -> Path | None:
-        """The study that the run belongs to."""
         folder = self.folder.parent.parent
         return folder if self.folder.parent.name == RUNS and is_study(folder) else None
 
@@ -188,7 +187,6 @@ class RunList:
         return summary | ({"curves": follower.curves()} if follower.version > known else {})
 
     def title(self, now: float) -> str:
-        """What is going on, in a few words."""
         states = [self._followers[place.folder].state(now) for place in self._places]
         where = ", ".join(folder.resolve().name for folder in self.folders)
         if len(states) == 1:

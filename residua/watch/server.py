@@ -91,7 +91,6 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The page's address."""
         return address(self.server_address[1], self.key)
 
     def end(self) -> None:
@@ -163,7 +162,6 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60  # seconds that a connection may be silent
 
     def do_GET(self) -> None:
-        """The page, or what is new."""
         place = urlsplit(self.path)
         secret, slash, name = place.path.removeprefix("/").partition("/")
         if self._host() not in _OWN_NAMES:

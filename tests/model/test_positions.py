@@ -8,8 +8,7 @@ from torch import Tensor
 
 from residua.errors import UserError
 from residua.model.cache import Now
-from residua.model.decoder import build
-from residua.model.places import Places
+from residua.model.decoder import Places, build
 from residua.model.sdpa import attend, attend_cached
 from tests.golden.compare import agree, leaves_of, random, randomise
 from tests.model.small import in_parts, small, tokens_and_targets

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from residua.ops._runtime.backend import backend
 from residua.ops.fp8_codes import encode_slopes, encode_squares, encode_values, encode_weights
-from residua.ops.low_precision.codes import EncodedWeight
-from residua.ops.low_precision.fp8 import E4M3
+from residua.ops.low_precision.fp8 import E4M3, EncodedWeight
 from tests.ops.harness import interpreter, on_gpu
 
 pytestmark = pytest.mark.slow

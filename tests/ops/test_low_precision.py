@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.ops.low_precision.codes import E5M2, EncodedWeight, Scales, encode_weight, scale_of
-from residua.ops.low_precision.fp8 import E4M3
+from residua.ops.low_precision.fp8 import E4M3, E5M2, EncodedWeight, Scales, encode_weight, scale_of
 from residua.ops.low_precision.product import (
     Multiply,
     Operand,

@@ -240,7 +240,6 @@ def _reads(model: Model) -> dict[int, Spread]:
 
 
 def _largest(reader: ReaderFacts) -> float:
-    """The size of the reader's largest weight."""
     return abs(reader.mean[_best(reader)])
 
 

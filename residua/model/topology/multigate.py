@@ -68,7 +68,6 @@ class Gates(nn.Module):
             self.bias.copy_(torch.tensor(self.start, dtype=torch.float64))
 
     def begin(self, bias: Sequence[float]) -> None:
-        """Start with other biases."""
         self.start = tuple(bias)
         self.reset_parameters()
 
@@ -277,7 +276,6 @@ class ScalarGate(nn.Module):
         self.gates = Gates(width, (bias,))
 
     def begin(self, bias: float) -> None:
-        """Start with another bias, the same for all tokens."""
         self.gates.begin((bias,))
 
     def forward(self, h: Tensor) -> Tensor:
@@ -300,7 +298,6 @@ class ElementGate(nn.Module):
         nn.init.constant_(self.bias, self.start)
 
     def begin(self, bias: float) -> None:
-        """Start with another bias, the same for all tokens."""
         self.start = bias
         self.reset_parameters()
 

@@ -11,8 +11,7 @@ from residua.ops._runtime.cases import Case, Cases, Draw
 from residua.ops._runtime.numeric import constant
 from residua.ops._runtime.triton_support import INSTALLED, supports
 from residua.ops.fp8_codes import reference
-from residua.ops.low_precision.codes import EncodedWeight
-from residua.ops.low_precision.fp8 import E4M3
+from residua.ops.low_precision.fp8 import E4M3, EncodedWeight
 
 NOTE = "; its kernels need Ada or Hopper"
 

@@ -16,8 +16,7 @@ from residua.ops._runtime.launch import addresses, cdiv, dense_like, device_guar
 from residua.ops._runtime.library import launcher
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
 from residua.ops.fp8_codes import kernels
-from residua.ops.low_precision.codes import E5M2, EncodedWeight
-from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, EMPTY_SCALE
+from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, E5M2, EMPTY_SCALE, EncodedWeight
 
 BLOCK = 65536 if INTERPRETED else 8192
 VALUES, WARPS, PROGRAMS = 4096, 8, 4

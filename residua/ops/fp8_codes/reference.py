@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from residua.ops._runtime.numeric import wide
-from residua.ops.low_precision.codes import E5M2, E5M2_MAX, EncodedWeight, encode, encode_weight, largest_of
+from residua.ops.low_precision.fp8 import E5M2, E5M2_MAX, EncodedWeight, encode, encode_weight, largest_of
 
 
 def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> None:

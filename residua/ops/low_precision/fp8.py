@@ -5,7 +5,8 @@
 
 All arithmetic is fp32, rounding is to nearest, ties to even, the same bits on CPU and GPU. The block is a tile of a
 matrix [R, C]: 128 × 128 for weights, a whole row for activations (one scale per token) and for row-wise weights,
-1 × 128 for grouped activations.
+1 × 128 for grouped activations. `Codes` and what follows are for products that train, with one scale for a tensor
+(`product.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.nn.functional import pad
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+E5M2 = torch.float8_e5m2
+E5M2_MAX = 57_344.0
 EMPTY_SCALE = torch.finfo(torch.float32).eps
 """The scale of a block whose scale would be zero, as compressed-tensors chooses it."""
 
@@ -88,3 +91,50 @@ def _extent(x: Tensor, tile: Tile) -> tuple[int, int]:
     height = rows if tile.rows is None else tile.rows
     width = columns if tile.columns is None else tile.columns
     return max(1, height), max(1, width)
+
+
+class Codes(NamedTuple):
+    """x ≈ values · scale, with `values` in FP8 and a `scale` in fp32."""
+
+    values: Tensor
+    scale: Tensor
+
+
+class EncodedWeight(NamedTuple):
+    """W ≈ codes · scale: codes [N, K], and `turned` [K, N], their transpose, for dx; None if it is made there."""
+
+    codes: Tensor
+    turned: Tensor | None
+    scale: Tensor
+
+
+class Scales(NamedTuple):
+    """Scalars of one product: the scales of x and of g, and the largest magnitudes seen of both."""
+
+    x: Tensor
+    g: Tensor
+    seen_x: Tensor
+    seen_g: Tensor
+
+
+def scale_of(largest: Tensor, limit: float = E4M3_MAX) -> Tensor:
+    """The least power of two by which `largest` is divided to at most `limit`; not finite if `largest` is not."""
+    share = largest.float() / limit
+    above = ((share.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # what is past its exponent carries
+    return torch.where(share.isfinite(), torch.where(above == 0, EMPTY_SCALE, above), share)
+
+
+def encode(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3, limit: float = E4M3_MAX) -> Codes:
+    """x in FP8 under a scale; larger values than it admits are clamped."""
+    return Codes((x.float() * scale.reciprocal()).clamp(-limit, limit).to(dtype), scale)
+
+
+def largest_of(x: Tensor) -> Tensor:
+    """max|x| in fp32, 0 of no values."""
+    return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def encode_weight(weight: Tensor) -> EncodedWeight:
+    """A weight [N, K] under the scale of its own values."""
+    codes, scale = encode(weight.detach(), scale_of(largest_of(weight)))
+    return EncodedWeight(codes, None, scale)

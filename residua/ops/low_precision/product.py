@@ -33,8 +33,16 @@ from torch.nn.functional import pad
 
 from residua.ops._runtime.numeric import no_autocast, working_dtype
 from residua.ops.fp8_codes import encode_slopes, encode_squares, encode_values
-from residua.ops.low_precision.codes import E5M2_MAX, Codes, EncodedWeight, Scales, encode_weight, largest_of, scale_of
-from residua.ops.low_precision.fp8 import E4M3
+from residua.ops.low_precision.fp8 import (
+    E4M3,
+    E5M2_MAX,
+    Codes,
+    EncodedWeight,
+    Scales,
+    encode_weight,
+    largest_of,
+    scale_of,
+)
 from residua.ops.low_precision.nvfp4 import GROUP, encode_nvfp4
 
 SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
