@@ -17,9 +17,8 @@ from residua.quantize.smoothing import edges
 from tests.golden.compare import agree, leaves_of, randomise
 from tests.golden.parts import rmsnorm
 from tests.model.small import small, tokens_and_targets
+from tests.model.test_decoding import MODELS, SOFTMAX
 
-SOFTMAX = {"kind": "softmax", "heads": 4, "kv_heads": 2}
-YARN = {"kind": "yarn", "factor": 4.0, "original_context": 4, "attention_factor": 1.1}
 LONG = {"kind": "longrope", "short": [1.0, 2.0], "long": [3.0, 4.0], "original_context": 4}
 
 
@@ -46,32 +45,6 @@ def test_norms_on_outputs_are_counted_and_offer_no_edge() -> None:
     assert sizes == {"input": 7 * 16, "output": 7 * 16, "both": 13 * 16}
     model = residua.build(small(placement="output"))
     assert not [edge for edge in edges(model) if edge.name.endswith(".norm")]
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "window": {"attention": SOFTMAX | {"window": 3}},
-    "window in one layer": {"attention": SOFTMAX | {"window": 2, "window_layers": [1], "local_rope_theta": 100.0}},
-    "biases": {"attention": SOFTMAX | {"bias": "all"}, "ffn": {"kind": "swiglu", "hidden": 24, "bias": True}},
-    "joint QK-norm on outputs": {"attention": SOFTMAX | {"qk_norm": "rms_all"}, "placement": "output"},
-    "both norms, GeGLU": {"placement": "both", "ffn": {"kind": "geglu", "hidden": 24}, "embed_scale": 4.0},
-    "no positions in one layer": {"attention": SOFTMAX | {"unturned_layers": [1]}},
-    "heads that turn in part": {"attention": SOFTMAX | {"rope_scaling": {"kind": "partial", "share": 0.5}}},
-    "yarn": {"attention": SOFTMAX | {"rope_scaling": YARN}},
-    "linear": {"attention": SOFTMAX | {"rope_scaling": {"kind": "linear", "factor": 2.0}, "qk_eps": 0.1}},
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", MODELS)
-def test_cached_tokens_see_what_they_see_in_one_pass(name: str) -> None:
-    from residua.model.inference import InferenceDecoder
-
-    tokens, _ = tokens_and_targets(2, 8)
-    model = randomise(residua.build(small(**MODELS[name]))).eval()
-    cache = model.new_cache(2, 8)
-    parts = [model(tokens[:, :3], cache=cache), model(tokens[:, 3:4], cache=cache), model(tokens[:, 4:7], cache=cache)]
-    parts.append(InferenceDecoder(model, 8)(tokens[:, 7:], cache=cache))
-    torch.testing.assert_close(torch.cat(parts, 1), model(tokens), rtol=0, atol=1e-12)
 
 
 @torch.no_grad()

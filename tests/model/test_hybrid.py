@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from residua.model import taps
 from residua.model.anchors import Mix, Write
@@ -76,31 +75,9 @@ def test_decoding_with_both_caches_equals_the_full_forward(ffn: str, anchors: st
     close("logits", in_parts(model, tokens, [66, 1, 1, 2]), model(tokens), tolerance=1e-6)
 
 
-def test_documents_stay_apart() -> None:
-    model = build(small(layers=4, attention=hybrid(), ffn=MOE)).double()
-    tokens = tokens_and_targets()[0]
-    segments = torch.tensor([0, 0, 1, 1, 1, 1]).expand(2, -1)
-    apart = torch.cat([model(tokens[:, :2]), model(tokens[:, 2:])], 1)
-    close("logits", model(tokens, segments=segments), apart, tolerance=1e-6)
-
-
 def test_only_softmax_layers_pay_for_the_length_of_the_context() -> None:
     def flops(every: int, context: int) -> int:
         return measure(small(layers=8, context=context, attention=hybrid(every))).flops_per_token
 
     assert flops(4, 108) - flops(4, 8) == 6 * 2 * 16 * 100
     assert flops(2, 108) - flops(2, 8) == 6 * 4 * 16 * 100
-
-
-@pytest.mark.slow
-def test_a_hybrid_learns() -> None:
-    model = build(small(layers=4, attention=hybrid(gate="elementwise"), ffn=MOE))
-    tokens, targets = tokens_and_targets()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses: list[Tensor] = []
-    for _ in range(20):
-        losses.append(model.loss(tokens, targets))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < 0.5 * losses[0]

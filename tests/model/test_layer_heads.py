@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,13 +9,12 @@ import residua
 from residua.config import choices
 from residua.config.settings import ConfigError
 from residua.model.cache import BorrowedCache
-from residua.model.inference import InferenceDecoder
 from residua.model.layer_heads import mix_layers
 from residua.model.size import measure
 from residua.quantize.smoothing import edges
 from tests.golden import attention as golden
-from tests.golden.compare import agree, close, random, randomise
-from tests.model.small import in_parts, small, tokens_and_targets
+from tests.golden.compare import agree, close, random
+from tests.model.small import small, tokens_and_targets
 from tests.model.test_attention import (
     BATCH,
     LENGTH,
@@ -29,12 +26,8 @@ from tests.model.test_attention import (
     rest_of_layer,
     run_ours,
 )
+from tests.model.test_decoding import LOOP, SHARED
 
-SHARED: dict[str, Any] = {
-    "cla": {"kind": "cla"},
-    "source": {"kind": "kv_source", "layer": 1},
-    "svformer": {"kind": "kv_source", "shared": "v"},
-}
 IDENTITY = {"kind": "lime", "start": "identity"}
 TWICE = {"kind": "listed", "layers": [0, 1, 1, 2]}
 TWO_BASES = {"kind": "softmax", "heads": 2, "window": 2, "local_rope_theta": 5.0}
@@ -71,17 +64,6 @@ def test_layers_that_share_nothing_are_the_plain_model(anchors: dict) -> None:
     assert torch.equal(residua.build(small(anchors=anchors))(tokens_and_targets()[0]), plain(tokens_and_targets()[0]))
 
 
-@pytest.mark.parametrize(("name", "norm"), list(zip(SHARED, ["rms", "rms_all", "dyt"], strict=True)))
-def test_decoding_shared_heads_equals_the_full_pass(name: str, norm: str) -> None:
-    mixer = {"kind": "softmax", "heads": 4, "kv_heads": 2, "qk_norm": norm, "window": 4, "window_layers": [1]}
-    model = randomise(residua.build(small(layers=4, anchors=SHARED[name], attention=mixer)), 0.1)
-    tokens, _ = tokens_and_targets()
-    with torch.no_grad():
-        whole = model(tokens)
-        close("parts", in_parts(model, tokens, [3, 1, 2]), whole)
-        close("rewritten", InferenceDecoder(model)(tokens), whole)
-
-
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_heads_have_no_parameters_and_no_cache(name: str) -> None:
     plain, config = small(layers=4), small(layers=4, anchors=SHARED[name])
@@ -105,6 +87,7 @@ def test_shared_heads_have_no_parameters_and_no_cache(name: str) -> None:
         ({"anchors": SHARED["cla"], "topology": {"kind": "mudd"}}, "'mudd' gives keys and values inputs"),
         ({"anchors": SHARED["cla"], "order": TWICE}, "order.kind = 'listed'"),
         ({"anchors": IDENTITY, "order": TWICE}, "'lime' reads keys and values by the layer that made them"),
+        ({"anchors": {"kind": "depth_attention"}, "order": LOOP}, r"order\.kind = 'loop'"),
         (
             {"anchors": SHARED["cla"], "attention": TWO_BASES},
             "shares keys after their rotation",
@@ -142,6 +125,7 @@ def test_mixtures_that_start_as_identity_are_the_plain_model() -> None:
     plain, mixed = (residua.build(small(**tables)).double() for tables in ({}, {"anchors": IDENTITY}))
     mixed.load_state_dict(plain.state_dict(), strict=False)
     close("logits", mixed(tokens_and_targets()[0]), plain(tokens_and_targets()[0]), 1e-12)
+    assert choices.Lime().carried(2) == choices.DepthAttention().carried(2) == ("k", "v", "k", "v")
 
 
 @pytest.mark.parametrize("norm", ["rms", "none"])
@@ -169,16 +153,3 @@ def test_values_that_all_layers_share_are_mixed_to_themselves() -> None:
     q, v = random(1, 2, 4, 6), random(1, 2, 2, 6, seed=1)
     keys = tuple(random(1, 2, 2, 6, seed=2 + i) for i in range(3))
     close("values", mix_layers(q, keys, (v, v, v)), v, 1e-14)
-
-
-@pytest.mark.parametrize("kind", ["lime", "depth_attention"])
-def test_decoding_mixtures_equals_the_full_pass(kind: str) -> None:
-    model = randomise(residua.build(small(anchors={"kind": kind}, topology={"kind": "mudd"})), 0.1)
-    tokens, _ = tokens_and_targets()
-    with torch.no_grad():
-        whole = model(tokens)
-        close("parts", in_parts(model, tokens, [3, 1, 2]), whole)
-        close("rewritten", InferenceDecoder(model)(tokens), whole)
-    assert small(anchors={"kind": kind}).anchors.carried(2) == ("k", "v", "k", "v")
-    with pytest.raises(ConfigError, match=r"order\.kind = 'loop'"):
-        small(anchors={"kind": kind}, order={"kind": "loop", "prelude": 1, "coda": 1, "turns": 2})

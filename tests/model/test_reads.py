@@ -14,13 +14,12 @@ from residua.config.settings import ConfigError
 from residua.model.attention import SoftmaxAttention
 from residua.model.context import Context, Reads, flat_reads, map_reads
 from residua.model.decoder import Sublayer
-from residua.model.inference import InferenceDecoder
 from residua.model.rope import rotary_table
 from residua.train.step import recompute_sublayers
 from tests.golden.compare import agree, close, leaves_of, random, randomise
 from tests.model.combinations import ATTENTIONS, ONE_READ
 from tests.model.depth import SMALL
-from tests.model.small import in_parts, small, tokens_and_targets
+from tests.model.small import small, tokens_and_targets
 
 SEVERAL = [name for name, topology in SMALL.items() if len(topology.reads) > 1]
 
@@ -86,18 +85,6 @@ def test_new_model_with_several_reads_is_a_prenorm_model(name: str) -> None:
     model.load_state_dict(plain.state_dict() | {f"topology.{k}": v for k, v in model.topology.state_dict().items()})
     tokens, _ = tokens_and_targets()
     close("logits", model(tokens), plain(tokens), 1e-13)
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_decoding_with_several_reads_equals_the_full_pass(name: str) -> None:
-    model = model_of(
-        name, attention={"kind": "softmax", "heads": 2, "gate": "elementwise"}, anchors={"kind": "resformer"}
-    )
-    tokens, _ = tokens_and_targets()
-    with torch.no_grad():
-        whole = model(tokens)
-        close("parts", in_parts(model, tokens, [3, 1, 1, 1]), whole)
-        close("rewritten", InferenceDecoder(model)(tokens), whole)
 
 
 @pytest.mark.parametrize("name", ["mudd", "dca recent"])

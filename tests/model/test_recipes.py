@@ -17,9 +17,9 @@ from residua.model.attention import TanhQKNorm, head_shape
 from residua.model.retrofit import retrofit
 from residua.model.topology import build_topology
 from tests.golden import attnres, parts
-from tests.golden.compare import agree, close, each_token, leaves_of, random, randomise
+from tests.golden.compare import agree, each_token, leaves_of, random, randomise
 from tests.model.depth import drive, embedding_and_outputs, named, random_topology
-from tests.model.small import in_parts, small, tokens_and_targets
+from tests.model.small import small, tokens_and_targets
 
 
 @pytest.mark.parametrize("gate", ["competitive", "independent"])
@@ -97,19 +97,13 @@ def test_dyt_as_qk_norm_is_its_equation_in_every_gradient() -> None:
 def test_a_model_with_dyt_alone_has_no_other_norm() -> None:
     config = small(attention={"kind": "softmax", "heads": 2, "qk_norm": "dyt"}, norm={"kind": "dyt"})
     model = residua.build(config)
+    assert not model.sublayers[0].body.direct_to_cache, "decoding kernels would norm queries and keys otherwise"
     kinds = {type(m).__name__ for m in model.modules() if "Norm" in type(m).__name__}
     assert kinds == {"TanhQKNorm"}
     tokens, targets = tokens_and_targets()
     model.loss(tokens, targets).backward()
     gradients = [p.grad for name, p in model.named_parameters() if "qk_norm" in name]
     assert len(gradients) == 6 * 3 and all(g is not None and g.isfinite().all() for g in gradients)
-
-
-def test_decoding_with_dyt_as_qk_norm_equals_the_full_forward() -> None:
-    model = randomise(residua.build(small(layers=2, attention={"kind": "softmax", "heads": 2, "qk_norm": "dyt"})), 0.05)
-    assert not model.sublayers[0].body.direct_to_cache, "decoding kernels would norm queries and keys otherwise"
-    tokens, _ = tokens_and_targets()
-    close("logits", in_parts(model, tokens, [4, 1, 1]), model(tokens), tolerance=1e-6)
 
 
 def boundary(x: Tensor, y: list[Tensor], readers: list[attnres.Reader], per_block: int) -> list[Tensor]:
