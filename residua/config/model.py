@@ -29,7 +29,7 @@ from residua.config.choices import (
 )
 from residua.config.ffns import FFN
 from residua.config.mixers import Attention, LinearMixer, SoftmaxMixer, divisors
-from residua.config.positions import LongRope
+from residua.config.positions import LongRope, RopeScaling
 from residua.config.settings import ConfigError, Positive, WholeConfig, apply_overrides, of_file, read_toml
 from residua.errors import UserError
 
@@ -182,8 +182,18 @@ def head_dim(config: ModelConfig) -> int:
     return softmax.head_dim or config.width // softmax.heads
 
 
+def _check_factors(config: ModelConfig, scaling: RopeScaling | None, pairs: int) -> None:
+    if isinstance(scaling, LongRope) and len(scaling.short) != pairs:
+        raise UserError(
+            f"{config.attention.softmax_path}.rope_scaling.short has {len(scaling.short)} factors and heads of width "
+            f"{2 * pairs} have {pairs} pairs: give one factor for each."
+        )
+
+
 def _check_softmax(config: ModelConfig) -> None:
     softmax, table = config.softmax, config.attention.softmax_path
+    if config.latent is not None:
+        _check_factors(config, config.latent.rope_scaling, config.latent.turned(config.width) // 2)
     if softmax is None:
         return
     if softmax.head_dim is None and config.width % softmax.heads:
@@ -194,12 +204,7 @@ def _check_softmax(config: ModelConfig) -> None:
     for where, width in ((table, head_dim(config)), (f"{table}.full", softmax.in_full.turned(config.width))):
         if width % 2:
             raise UserError(f"{where}.head_dim = {width} is odd, and rotary positions need pairs: use an even one.")
-    scaling, pairs = softmax.rope_scaling, softmax.in_full.turned(config.width) // 2
-    if isinstance(scaling, LongRope) and len(scaling.short) != pairs:
-        raise UserError(
-            f"{table}.rope_scaling.short has {len(scaling.short)} factors and heads of width {2 * pairs} have {pairs} "
-            "pairs: give one factor for each."
-        )
+    _check_factors(config, softmax.rope_scaling, softmax.in_full.turned(config.width) // 2)
     for key, named in (("window_layers", softmax.window_layers), ("unturned_layers", softmax.unturned_layers)):
         if beyond := [layer for layer in named or () if not 0 <= layer < config.layers]:
             raise UserError(f"{table}.{key} contains {beyond[0]}, and layers = {config.layers}: count layers from 0.")

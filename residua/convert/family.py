@@ -36,10 +36,12 @@ from residua.model.size import shapes_only
 from residua.reading import OpenShape, counted
 
 Size = Annotated[int, Field(ge=1, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Factor = Annotated[float, Field(gt=0)]
 
 
 class Keys(OpenShape):
-    """Keys that config.json must hold for any family; other keys are kept."""
+    """Keys that config.json must hold for any family, and keys of some that are computed with; others are kept."""
 
     vocab_size: Size
     hidden_size: Size
@@ -49,7 +51,22 @@ class Keys(OpenShape):
     intermediate_size: Size | None = None
     num_key_value_heads: Size | None = None
     head_dim: Size | None = None
-    sliding_window: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    sliding_window: Count | None = None
+    sliding_window_pattern: Count | str | None = None
+    max_window_layers: Count | None = None
+    full_attention_interval: Size = 4
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Size = 4
+    moe_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size = 1
+    first_k_dense_replace: Count = 0
+    embedding_multiplier: Factor = 1.0
+    attention_multiplier: Factor = 1.0
+    residual_multiplier: Factor = 1.0
+    logits_scaling: Factor = 1.0
+    logit_scale: Factor = 1.0
+    query_pre_attn_scalar: Factor | None = None
+    per_layer_config: dict[str, dict[str, Any]] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     layer_types: list[str] | None = None
@@ -57,6 +74,7 @@ class Keys(OpenShape):
     tie_word_embeddings: bool | None = None
     model_type: str
     hidden_act: str | None = None
+    hidden_activation: str | None = None
 
 
 Names = dict[str, tuple[str, ...]]

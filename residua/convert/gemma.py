@@ -9,7 +9,7 @@ import torch
 
 from residua.config import choices
 from residua.config.model import ModelConfig
-from residua.convert.family import Family, Keys, Names, alike, register
+from residua.convert.family import Family, Names, alike, register
 from residua.convert.layouts import Layout, Reordered
 from residua.convert.llama import Olmo2, scaled_queries
 from residua.convert.positions import FULL, read_layered_positions, write_layered_positions
@@ -116,12 +116,6 @@ class Gemma3(SandwichGemma):
         return shift, _score_factor({**self.DEFAULTS, **keys}) if name.endswith("qk_norm.query") else scale
 
 
-class Gemma4Keys(Keys):
-    """With the keys of single layers, as transformers writes them."""
-
-    per_layer_config: dict[str, dict[str, Any]] | None = None
-
-
 @register
 class Gemma4(SandwichGemma):
     """Gemma 4, text only: wider heads in layers without a window, normed values, a factor on the sum after each layer.
@@ -131,7 +125,6 @@ class Gemma4(SandwichGemma):
 
     model_type = "gemma4_text"
     architecture = "Gemma4ForCausalLM"
-    KEYS = Gemma4Keys
     less_one = False
     QK_NORM = "rms_qkv"
     TABLES = SandwichGemma.TABLES | {"topology": {"kind": "layer_factor"}}

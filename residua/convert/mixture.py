@@ -179,7 +179,7 @@ class SharedExpert(Mixture):
     )
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        shared, rest = divmod(keys["shared_expert_intermediate_size"], keys[self.HIDDEN])
+        shared, rest = divmod(keys["shared_expert_intermediate_size"], keys[self.HIDDEN] or 1)
         if rest or not shared:
             raise UserError(
                 f"shared_expert_intermediate_size = {keys['shared_expert_intermediate_size']} is not a multiple of "

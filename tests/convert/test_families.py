@@ -357,6 +357,7 @@ def test_kimi_preset_has_the_parameters_of_transformers_model() -> None:
     assert sum(p.numel() for p in theirs.parameters()) == measure(preset).parameters
 
 
+SHORT = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [2.0]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
     ("llama", {"rope_scaling": {"rope_type": "axial"}}, "rope_type = 'axial' is missing here"),
@@ -387,6 +388,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ("kimi_linear", {"n_group": 3, "topk_group": 2}, "ffn.router.groups = 3 does not divide ffn.experts = 4"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True has no counterpart here"),
+    ("deepseek_v3", LATENT | {"rope_scaling": SHORT}, "short has 1 factor"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
     ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types has a dense layer after"),
     ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
@@ -421,6 +423,9 @@ def test_what_is_missing_is_refused_by_name(
         ({"num_attention_heads": 0}, "num_attention_heads is 0, expected 1 or more"),
         ({"rope_scaling": 3}, "rope_scaling is 3, expected an object"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace is null, expected a whole number"),
+        ({"logit_scale": 0.0}, "logit_scale is 0.0, expected more than 0"),
+        ({"no_rope_layers": "all"}, "no_rope_layers is 'all', expected a list"),
         ({"intermediate_size": None}, "config.json"),
     ],
     ids=str,
