@@ -60,12 +60,14 @@ class Keys(OpenShape):
     moe_intermediate_size: Size | None = None
     shared_expert_intermediate_size: Size = 1
     first_k_dense_replace: Count = 0
+    n_group: Size | None = None
+    topk_group: Size | None = None
     embedding_multiplier: Factor = 1.0
     attention_multiplier: Factor = 1.0
     residual_multiplier: Factor = 1.0
     logits_scaling: Factor = 1.0
     logit_scale: Factor = 1.0
-    query_pre_attn_scalar: Factor | None = None
+    query_pre_attn_scalar: Factor = 1.0
     per_layer_config: dict[str, dict[str, Any]] | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
@@ -275,7 +277,7 @@ class Family:
         for key, neutral in {"is_causal": (True,), **self.UNKNOWN}.items():
             if known.get(key) is not None and known[key] not in neutral:
                 raise UserError(f"{key} = {known[key]!r} has no counterpart here.")
-        for key in ("layer_types", "mlp_layer_types"):
+        for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
             types = known.get(key)
             if types is not None and len(types) != known["num_hidden_layers"]:
                 layers = counted(known["num_hidden_layers"], "layer")

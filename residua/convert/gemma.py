@@ -130,7 +130,7 @@ class Gemma4(SandwichGemma):
     TABLES = SandwichGemma.TABLES | {"topology": {"kind": "layer_factor"}}
     KEYS_AS_VALUES: ClassVar[Names] = alike("body.project", "self_attn.q_proj", "self_attn.k_proj")
     FREE = ()
-    ABSENT = ("query_pre_attn_scalar", "attn_logit_softcapping")
+    ABSENT = ("query_pre_attn_scalar", "attn_logit_softcapping", "rope_scaling")
     DEFAULTS = SandwichGemma.DEFAULTS | {
         "num_key_value_heads": 4,
         "global_head_dim": 512,
@@ -206,4 +206,5 @@ class Gemma4(SandwichGemma):
 
 def _score_factor(keys: Mapping[str, Any]) -> float:
     """Scores are divided by √query_pre_attn_scalar there and by √head_dim here."""
-    return float((keys["head_dim"] / keys["query_pre_attn_scalar"]) ** 0.5)
+    width = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
+    return float((width / keys["query_pre_attn_scalar"]) ** 0.5)

@@ -74,7 +74,7 @@ def read_layered_positions(keys: dict[str, Any], default_theta: float, local_the
     """The keys of an attention table where `rope_parameters` tell layers with a window from the others."""
     by_layer = {FULL: {}, SLIDING: {}} | (keys.get("rope_parameters") or {})
     plain = {key: value for key, value in keys.items() if key not in ("rope_parameters", "rope_scaling")}
-    full = (keys.get("rope_scaling") or {}) | (by_layer[FULL] or {})
+    full = (by_layer[FULL] or {}) | (keys.get("rope_scaling") or {})
     sliding = plain | {"rope_parameters": by_layer[SLIDING], "rope_theta": local_theta}
     local = read_positions(sliding, local_theta)
     if "rope_scaling" in local:

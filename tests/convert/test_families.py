@@ -272,6 +272,7 @@ def test_missing_window_is_the_default_of_transformers(model_type: str) -> None:
         ("cohere2", "head_dim", 16),
         ("kimi_linear", "rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
         ("gemma4_text", "rope_parameters", None),
+        ("gemma4_text", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
     ],
 )
 def test_keys_that_transformers_does_not_read_change_nothing(model_type: str, key: str, value: Any) -> None:
@@ -317,6 +318,10 @@ def test_configurations_of_earlier_versions_are_read() -> None:
     softmax = gemma.softmax
     assert softmax is not None and (softmax.rope_theta, softmax.local_rope_theta) == (9.0, 7.0)
     assert softmax.window_layers == (0, 2) and softmax.rope_scaling is not None
+    layered = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}, "sliding_window": 5}
+    layered |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    olmo = find_family("olmo3").read(old | layered).softmax  # rope_scaling of earlier versions wins in transformers
+    assert olmo is not None and olmo.rope_scaling is not None and olmo.rope_scaling.kind == "linear"
 
 
 def test_published_configuration_of_kimi_linear_is_the_preset() -> None:
@@ -371,6 +376,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"is_causal": False}, "is_causal = False has no counterpart here"),
     ("mistral", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("qwen2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries for 3 layers"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 3 layers"),
     ("kimi_linear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entry for 3 layers"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 has no counterpart here"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
