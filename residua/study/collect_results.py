@@ -58,6 +58,12 @@ class _Collection:
         key = (size, name, 1.0)
         return {r.seed: record for r, record in self.records.items() if (r.size, r.variant, r.budget) == key}
 
+    def _planned(self, size: str, name: str) -> dict[int, RunRecord | None]:
+        """The same with those that have no record."""
+        return {
+            r.seed: self.records.get(r) for r in self.plan.runs if (r.size, r.variant, r.budget) == (size, name, 1.0)
+        }
+
     def row(self, size: str, name: str) -> VariantResult:
         study, level, ours = self.study, self.study.confidence, self.runs(size, name)
         model, reference = self.plan.models[size, name], self.plan.models[size, study.baseline]
@@ -130,8 +136,8 @@ class _Collection:
             timings = (self.timings.get((row.size, name), {}) for name in (row.name, first))
             ours, baseline = ({} if row.size in busy else dict(each) for each in timings)
             device = next((name for name in reversed(ours) if name in baseline), "")
-            runs = self.runs(row.size, first)
-            row_runs = runs if row.name == first else self.runs(row.size, row.name)
+            runs = self._planned(row.size, first)
+            row_runs = runs if row.name == first else self._planned(row.size, row.name)
             races.setdefault(row.size, {})[row.name] = race(
                 row_runs, runs, target, ours.get(device), baseline.get(device), self.study.confidence
             )

@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from residua.study.results import ProjectedGain, StudyResult, VariantResult
 
 Runs = Mapping[int, RunRecord]  # by seed
+PlannedRuns = Mapping[int, RunRecord | None]  # without a record: failed, or not trained yet
 Timings = Mapping[str, StepTiming]  # by device
 MIN_SEEDS = 3
-"""Without a ladder, a gain is shown by at least so many seeds."""
+"""Without a ladder, a gain is shown by at least so many seeds; so is a race won."""
 MAX_TELLING_WIDTH = 2.0
 """high / low of an interval around 1; from a wider one follows no verdict."""
 MIN_POOLED_VARIANTS = 3
@@ -127,24 +128,29 @@ def _joint_freedom(factors: Sequence[Interval]) -> float | None:
 
 
 def race(
-    ours: Runs, baseline: Runs, target: float, timing: StepTiming | None, timed: StepTiming | None, confidence: float
+    ours: PlannedRuns,
+    baseline: PlannedRuns,
+    target: float,
+    timing: StepTiming | None,
+    timed: StepTiming | None,
+    confidence: float,
 ) -> Race:
     """The tokens and seconds that runs need for a validation loss, against the baseline's.
 
     Seconds are tokens × those of a step timed alone, in one visit for both. p is that of Welch's one-sided t-test of
-    ln seconds, with the errors of both timings; None unless every run of both sides reached the loss.
+    ln seconds, with the errors of both timings; None unless every planned run of both sides, `MIN_SEEDS` or more,
+    reached the loss. Where a run's first validation has reached it, nobody knows when: then there are no tokens either.
     """
-    tokens, reference = (
-        [reached for run in runs.values() if (reached := tokens_to_reach(target, run.loss_curve))]
-        for runs in (ours, baseline)
-    )
-    of_tokens = estimate_ratio(tokens, confidence) if tokens else None
+    curves = [[run.loss_curve if run else [] for run in runs.values()] for runs in (ours, baseline)]
+    tokens, reference = ([reached for curve in side if (reached := tokens_to_reach(target, curve))] for side in curves)
+    early = any(curve and curve[0][1] <= target for side in curves for curve in side)
+    of_tokens = estimate_ratio(tokens, confidence) if tokens and not early else None
     if of_tokens is None or timing is None or timed is None or timing.device != timed.device:
         return Race(len(ours), len(tokens), of_tokens)
     speed = Interval(timing.tokens_per_second, ROUNDS, timing.error, freedom=ROUNDS - 1.0)
     seconds = Interval(of_tokens.value / speed.value, len(tokens))
     whole = len(tokens) == len(ours) and len(reference) == len(baseline)
-    if ours is baseline or not whole or min(len(tokens), len(reference)) < 2:
+    if ours is baseline or not whole or min(len(tokens), len(reference)) < MIN_SEEDS:
         return Race(len(ours), len(tokens), of_tokens, seconds)
     parts = [(variance([math.log(each) for each in side]) / len(side), len(side) - 1) for side in (tokens, reference)]
     parts += [(each.error**2, ROUNDS - 1) for each in (timing, timed)]

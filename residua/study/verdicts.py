@@ -12,7 +12,7 @@ from residua.data.dataset import TINY_VALIDATION
 from residua.reading import counted
 from residua.report import Tone
 from residua.study.config import FOR_FLOPS, NOT_COUNTED
-from residua.study.gains import comparisons, enough_runs, is_lower, loses, pays, says_nothing, speed_problem
+from residua.study.gains import MIN_SEEDS, comparisons, enough_runs, is_lower, loses, pays, says_nothing, speed_problem
 from residua.study.plan import TIMINGS
 from residua.study.results import LadderResult, StudyResult, VariantResult
 from residua.study.statistics import Interval, count
@@ -468,10 +468,11 @@ def race_sentence(result: StudyResult, size: str) -> str:
             continue
         words = f"{row.name} in {each.ratio.value:.3f}× the seconds (p = {each.adjusted:.2g})"
         (faster if each.adjusted < RACE_LEVEL else others).append(words)
+    needed = f"{MIN_SEEDS} runs each, all reaching it after their first validation, and steps timed alone"
     parts = {
         f"Shown to reach {result.target:g} before {result.baseline}": faster,
         "Not shown": others,
-        "Not tested, since runs did not reach it or steps were not timed alone": unknown,
+        f"Not tested (needs {needed})": unknown,
     }
     return " ".join(f"{words}: {', '.join(variants)}." for words, variants in parts.items() if variants)
 

@@ -64,6 +64,12 @@ def test_a_race_gives_tokens_seconds_and_a_p_value() -> None:
     slow = RunRecord(Path(), 1, validation=[{"step": 9, "loss": 3.5}])
     unreached = race({**ours, 5: slow}, baseline, 3.0, alone(90.0), alone(100.0), 0.95)
     assert (unreached.reached, unreached.runs, unreached.p) == (5, 6, None), "the slowest would be left out"
+    failed = race({**ours, 5: None}, baseline, 3.0, alone(90.0), alone(100.0), 0.95)
+    assert (failed.reached, failed.runs, failed.p) == (5, 6, None), "a run that diverged did not reach it either"
+    first_two = ({seed: side[seed] for seed in (0, 1)} for side in (ours, baseline))
+    assert race(*first_two, 3.0, alone(90.0), alone(100.0), 0.95).p is None
+    easy = race(ours, baseline, 4.5, alone(90.0), alone(100.0), 0.95)
+    assert (easy.reached, easy.tokens, easy.p) == (5, None, None), "the first validation has passed it"
     assert race(ours, baseline, 3.0, None, alone(100.0), 0.95).seconds is None
     assert race(baseline, baseline, 3.0, alone(100.0), alone(100.0), 0.95).p is None
 
