@@ -117,6 +117,8 @@ class OwnAnchors(Unmixed):
         self.fault = config.fault
 
     def mix(self, own: Any, x: Tensor, anchors: Any, context: Any) -> Any:
+        if self.fault == "raises":
+            raise RuntimeError("only on a GPU")
         faults = {"future": lambda v: v.flip(1).cumsum(1).flip(1), "shape": lambda v: v[:, :-1]}
         value = faults.get(self.fault, lambda v: v)(own["v"])
         value = value + anchors[0] if anchors and self.fault != "shape" else value
@@ -217,11 +219,12 @@ def test_built_in_norms_keep_the_rules_of_plugins(name: str) -> None:
     check_part(partial(build_norm, NormChoice.choose(NORMS[name]), 16), normed, (7, 2, 4, 16))
 
 
-def test_trial_raises_the_error_of_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("part", "kind"), [("topology", "own"), ("anchors", "own_anchors")])
+def test_trial_raises_the_error_of_a_plugin(part: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="only on a GPU") as met:
-        residua.build(small(topology=own("raises")))
-    assert "the trial of the topology 'own'" in met.value.__notes__[0]
+        residua.build(small(**{part: {"kind": kind, "fault": "raises"}}))
+    assert f"the trial of the {part} '{kind}'" in met.value.__notes__[0]
 
 
 def test_trial_with_a_gpu_only_warns_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
