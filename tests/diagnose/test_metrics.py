@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from residua import ops
 from residua.diagnose import ModelDiagnosis, api, attention, taps
 from residua.diagnose.metrics import find_metrics
+from residua.diagnose.metrics.anchors import Anchors
 from residua.diagnose.metrics.dimensions import FAR
 from residua.diagnose.metrics.states import CoreFeatures
 from residua.diagnose.native import NativeSubject
@@ -331,6 +332,8 @@ def test_value_gates_are_means_by_head_and_shares_closed() -> None:
         gate = seen[f"attention.{facts.layer}.value_gate"]
         assert facts.anchor == pytest.approx(gate.mean((0, 1)).tolist(), rel=1e-10) and facts.current == [1.0, 1.0]
         assert facts.near_zero == pytest.approx(float((gate < 1e-3).double().mean()), abs=1e-12)
+    (sentence,) = Anchors.sentences(made)
+    assert "median over heads" in sentence.text
 
 
 def test_anchor_scales_are_means_by_head_and_shares_near_zero() -> None:
@@ -345,3 +348,5 @@ def test_anchor_scales_are_means_by_head_and_shares_near_zero() -> None:
     (facts,) = [a for a in made.anchors if (a.layer, a.pathway) == (1, "k")]
     assert facts.anchor == pytest.approx(scale.reshape(4, -1).mean(1).tolist(), abs=1e-6)
     assert facts.near_zero == pytest.approx(0.25)
+    (sentence,) = Anchors.sentences(made)
+    assert "median over channels" in sentence.text

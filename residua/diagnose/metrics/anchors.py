@@ -86,10 +86,11 @@ class Anchors(Metric):
         known = [a for a in model.anchors if a.ratio is not None]
         if known:
             most, least = max(known, key=lambda a: abs(a.ratio)), min(known, key=lambda a: abs(a.ratio))
+            parts = "heads" if len(most.anchor_channels) == len(most.anchor) else "channels"
             yield Sentence(
                 67,
                 f"The anchor weighs most on {most.pathway.upper()} of layer {most.layer} (λ1/λ2 = {most.ratio:.3g}, "
-                f"median over channels) and least on {least.pathway.upper()} of layer {least.layer} "
+                f"median over {parts}) and least on {least.pathway.upper()} of layer {least.layer} "
                 f"({least.ratio:.3g}).",
             )
 
@@ -98,13 +99,14 @@ class Anchors(Metric):
         pathways = sorted({a.pathway for m in models for a in m.anchors}, key="qkvg".find)
         yield Topic(
             "Anchor mixing",
-            "λ1 weighs the anchor, λ2 the layer's own projection; of dynamic mixing, λ times the mean of its γ. "
+            "λ1 weighs the anchor, λ2 the layer's own projection; of dynamic mixing, λ times the mean of its γ; of a "
+            "gate, λ1 is its mean and λ2 is 1. "
             "Healthy: their ratio differs between pathways and layers; λ1 near zero everywhere is an anchor the model "
             "does not use.",
             Part(
                 {pathway.upper(): _ratio_curve(models, pathway) for pathway in pathways},
-                "Median over channels of λ1/λ2 by layer. Above 1 the anchor weighs more than the layer's own "
-                "projection.",
+                "Median over channels, or heads, of λ1/λ2 by layer. Above 1 the anchor weighs more than the layer's "
+                "own projection.",
             ),
             Part(
                 tabs_each(models, _maps),
