@@ -300,6 +300,12 @@ class NanoChat(Family):
     FEED_FORWARD = alike("body.up", "mlp.fc1") | alike("body.out", "mlp.fc2")
     LAYOUTS = Family.LAYOUTS | {"qk_norm.query": Ones(), "qk_norm.key": Ones()}
 
+    def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
+        positions = super().positions(keys)
+        if "attention_factor" in positions.get("rope_scaling", {}):  # norms after the turn take it out
+            positions["rope_scaling"]["attention_factor"] = 1.0
+        return positions
+
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
         return super().tables(keys) | {"logit_softcap": keys["final_logit_softcapping"]}
 

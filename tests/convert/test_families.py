@@ -44,8 +44,8 @@ TOLERANCE = 1e-5
 ROTARY_BEFORE_5 = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 SECOND = ("mistral", "phi3, whole heads", "granite, biases", "exaone4, no window", "qwen3_5_moe_text",
           "glm4_moe, biases", "deepseek_v3, full queries", "deepseek_v3", "deepseek_v2, greedy", "flex_olmo", "glm4",
-          "seed_oss", "granitemoe", "ministral", "llama, biases, tied", "mixtral, one expert", "qwen2, windows",
-          "starcoder2, no biases", "gpt_neox, in turn", "cohere",
+          "seed_oss", "granitemoe", "nanochat, yarn", "ministral", "llama, biases, tied", "mixtral, one expert",
+          "qwen2, windows", "starcoder2, no biases", "gpt_neox, in turn", "cohere",
           "gemma4", "qwen2", "qwen3, biases", "olmo2, biases", "gemma2, no caps", "qwen3_moe, raw weights",
           "qwen3_moe, one expert", "kimi_linear, low-rank queries, raw weights", "kimi_linear, one expert")  # fmt: skip
 REWORKED = {"phi": ("lm_head", "model.final_layernorm"), "nanochat": ("model.embed_tokens",)}

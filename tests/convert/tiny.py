@@ -111,6 +111,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.3}),
     "cohere2": ("Cohere2", {"sliding_window": 5, "layer_types": MIXED, "logit_scale": 0.3, "attention_bias": True}),
     "nanochat": ("NanoChat", {"rms_norm_eps": 1e-5}),
+    "nanochat, yarn": ("NanoChat", {"rope_parameters": DEEP_YARN}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}),
