@@ -11,27 +11,12 @@ from residua.config.run import RunConfig
 from residua.data import open_corpus, prepare
 from residua.data.source import open_data
 from residua.ops._runtime.backend import chosen_backend
+from tests.bench.conftest import MODEL, RECIPE
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-MODEL = """
-[model]
-vocab_size = 320
-context = 16
-layers = 2
-width = 16
-attention = { kind = "softmax", heads = 2 }
-ffn = { kind = "relu2", hidden = 32 }
-
-[train]
-steps = 12
-micro_batch = 2
-accumulate = 2
-device = "cpu"
-determinism = "exact"
-schedule = { kind = "cosine", warmup = 2 }
-"""
+EXACT = 'determinism = "exact"\n'
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +27,8 @@ def run(tmp_path_factory):
         (folder / "texts" / f"{number}.txt").write_text(f"the depth of {number} layers is how far they talk " * 5)
     prepare(open_corpus([folder / "texts"], holdout=0.3), folder / "data", "bytes", workers=1)
     path = folder / "tiny.toml"
-    path.write_text(MODEL + f"[data]\npath = {json.dumps(str(folder / 'data'))}\n")
+    bytes_model = MODEL.replace("vocab_size = 64", "vocab_size = 320")
+    path.write_text(bytes_model + RECIPE + EXACT + f"[data]\npath = {json.dumps(str(folder / 'data'))}\n")
     return path
 
 

@@ -16,22 +16,6 @@ from residua.config.run import RunConfig
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-MODEL = """
-[model]
-vocab_size = 64
-context = 16
-layers = 2
-width = 16
-attention = { kind = "softmax", heads = 2 }
-ffn = { kind = "relu2", hidden = 32 }
-"""
-
-
-@pytest.fixture
-def model(tmp_path):
-    path = tmp_path / "tiny.toml"
-    path.write_text(MODEL)
-    return path
 
 
 def test_every_case_is_timed_in_turn_and_set_against_the_first(model):

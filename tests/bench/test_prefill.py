@@ -10,18 +10,10 @@ from residua.bench.inference import bench_prefill, prefill_flops
 from residua.bench.step import read_cases
 from residua.cli.bench import app
 from residua.config.run import RunConfig
-from tests.bench.test_decode import MODEL
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def model(tmp_path):
-    path = tmp_path / "tiny.toml"
-    path.write_text(MODEL)
-    return path
 
 
 def test_every_case_is_timed_in_turn_and_set_against_the_first(model):

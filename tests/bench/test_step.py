@@ -14,31 +14,15 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 from residua.model.size import measure
 from residua.train.timing import random_batches, release_memory
+from tests.bench.conftest import MODEL, RECIPE
 
 CPU = torch.device("cpu")
 
-MODEL = """
-[model]
-vocab_size = 64
-context = 16
-layers = 2
-width = 16
-attention = { kind = "softmax", heads = 2 }
-ffn = { kind = "relu2", hidden = 32 }
-
-[train]
-steps = 1000
-micro_batch = 2
-accumulate = 2
-device = "cpu"
-"""
-
 
 @pytest.fixture
-def run(tmp_path):
-    path = tmp_path / "tiny.toml"
-    path.write_text(MODEL)
-    return path
+def run(model):
+    model.write_text(MODEL + RECIPE)
+    return model
 
 
 @pytest.fixture

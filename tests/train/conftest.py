@@ -74,6 +74,14 @@ def lab(config: RunConfig, tmp_path: Path) -> Lab:
     return Lab(config, tmp_path)
 
 
+@pytest.fixture(scope="module")
+def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Lab:
+    """A run that is over, for tests that leave its files as they are."""
+    lab = Lab(config, tmp_path_factory.mktemp("trained"))
+    lab.train()
+    return lab
+
+
 def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int, number: int = signal.SIGINT) -> None:
     """Send this process a signal while it trains step `steps`."""
     after_each_step(monkeypatch, lambda step, done: os.kill(os.getpid(), number) if done == steps else None)

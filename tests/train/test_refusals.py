@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from residua.config.run import RunConfig
 from residua.data import open_corpus, prepare
 from residua.machine import has_ended
 from residua.storage import tensors as tensors_module
@@ -108,14 +107,6 @@ def test_folder_in_use_is_refused(lab: Lab) -> None:
     lab.refuse("in use by another process")
     run.close()
     lab.train()
-
-
-@pytest.fixture(scope="module")
-def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """A run that is over, for tests that leave its files as they are."""
-    lab = Lab(config, tmp_path_factory.mktemp("trained"))
-    lab.train()
-    return lab
 
 
 @pytest.mark.parametrize(

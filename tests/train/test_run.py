@@ -29,14 +29,6 @@ from tests.train.conftest import Lab
 from .test_step import batch
 
 
-@pytest.fixture(scope="module")
-def trained(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """A run that is over, for tests that only look at it."""
-    lab = Lab(config, tmp_path_factory.mktemp("trained"))
-    lab.train()
-    return lab
-
-
 @pytest.mark.slow
 def test_a_run_is_one_folder_with_everything_in_it(trained: Lab, config: RunConfig, data: Path) -> None:
     run = trained / "run"
