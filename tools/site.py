@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -16,6 +17,13 @@ BORROWED = {
     "SECURITY.md": "security-policy.md",
 }
 LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+
+
+def on_config(config: Any) -> Any:
+    """Without mike there is no `versions.json`: every page would ask for it and report an error."""
+    if "MIKE_DOCS_VERSION" not in os.environ:
+        config["extra"].pop("version", None)
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
