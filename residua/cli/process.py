@@ -20,8 +20,10 @@ _LIBRARIES = (
 _CATEGORIES = (DeprecationWarning, FutureWarning, PendingDeprecationWarning, RuntimeWarning, UserWarning)
 # Warnings that torch raises in C++ carry the name of the module that called it, which may be ours.
 _MESSAGES = ("mkldnn_matmul",)
-# Loggers that print advice to authors of libraries, and on choices that are ours.
-_LOGGERS = ("torch.utils._pytree", "torch._inductor.utils", "torch.distributed.elastic.multiprocessing.redirects")
+# Loggers that print advice to authors of libraries, on choices that are ours, or on kernels for other devices.
+_LOGGERS = (
+    "torch.utils._pytree", "torch._inductor.utils", "torch.distributed.elastic.multiprocessing.redirects", "torchao",
+)  # fmt: skip
 
 
 def quiet_libraries() -> None:
