@@ -56,7 +56,7 @@ from study_extras import depths_picture, peak_picture, sizes_picture, with_exter
 
 ROOT = Path(__file__).parents[1]
 RATE = "train.optimizer."
-MAX_NAMED = 6
+MAX_NAMED = 3
 """Missing runs."""
 Studies, Results = dict[str, SavedStudy], dict[str, StudyResult]
 
@@ -171,7 +171,7 @@ def _software(about: dict[str, Any]) -> str:
 
 def _commands(name: str, saved: SavedStudy, incomplete: bool) -> list[str]:
     """Those that show the study, train it again where a file or one command line states it, and complete it."""
-    lines = [f"residua compare docs/results/{name}.json   # every table: by seed, outliers, peaks, memory"]
+    lines = [f"residua compare docs/results/{name}.json   # all tables"]
     stated = [command for command in dict.fromkeys(saved.commands) if ".toml" not in command]
     if (ROOT / "docs" / "results" / "studies" / f"{name}.toml").exists():
         lines.append(f"residua compare docs/results/studies/{name}.toml --data TEXT --out runs/{name}   # train it")

@@ -355,7 +355,7 @@ def validation_sentence(result: StudyResult) -> str:
     share = f"{result.validated_tokens:,} of the {result.dataset.validation_tokens:,} validation tokens"
     compared = by_loss(result.rows(result.sizes[-1]))
     unknown = bool(compared) and all(row.text_error is None for row in compared)
-    sampling = " The error from sampling this text is not known, since losses by document were not kept." * unknown
+    sampling = " The error from sampling this text is not known." * unknown
     fewer = result.curve_tokens is not None and result.curve_tokens < result.validated_tokens
     part = f" Curves and step-wise gains are on the first {result.curve_tokens or 0:,} of them." * fewer
     return f"Losses are measured on {share}.{part}{sampling}"

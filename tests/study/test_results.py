@@ -424,7 +424,7 @@ def test_losses_by_document_give_the_error_of_the_text(
     older = summarise(study, plan, out, {}, facts).result
     assert row(older, "mgr").loss.value != pytest.approx(2.9) and row(older, "mgr").text_error is None
     assert older.validated_tokens == 256
-    assert "The error from sampling this text is not known, since losses by document were not kept." in markdown(older)
+    assert "The error from sampling this text is not known." in markdown(older)
 
 
 @pytest.mark.usefixtures("no_page")
