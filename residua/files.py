@@ -27,8 +27,8 @@ _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 _ADVICE = {
     errno.ENOSPC: "make room on the disk",
     errno.EDQUOT: "make room in your quota",
-    errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.EROFS: "choose a folder that can be written to",
+    errno.EFBIG: "raise the file size limit (ulimit -f)",
+    errno.EROFS: "choose a writable folder",
     errno.EACCES: "choose a folder that you may write to",
     errno.EPERM: "choose a folder that you may write to",
     errno.ENOTDIR: "choose another folder",
@@ -39,7 +39,7 @@ _ADVICE = {
 _WRITES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # Errors of a disk, its permissions or a name, hardly of a mistake in a program.
 _OF_A_FILE = (*_WRITES, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ESTALE)
-GONE = "nothing of it is left"
+GONE = "the partial output was removed"
 
 
 class WriteError(OSError):
@@ -142,7 +142,7 @@ def write_atomically(path: Path, text: str, *, parents: bool = False) -> None:
     With `parents`, its folder is made; if the file cannot be written, it is removed again.
     """
     temporary = unfinished(path, unique=True)
-    with writing(path, "the file is as it was" if path.exists() else GONE), making(path.parent if parents else None):
+    with writing(path, "the file is unchanged" if path.exists() else GONE), making(path.parent if parents else None):
         try:
             temporary.write_text(text, encoding="utf-8")
             flush(temporary)
@@ -198,7 +198,7 @@ class AppendedFile:
 
     def write(self, piece: bytes) -> None:
         """Append a piece; readers see it at once."""
-        with writing(self.path, "what it held is intact"):
+        with writing(self.path, "its previous contents are intact"):
             before, left = os.fstat(self._file.fileno()).st_size, piece
             try:
                 while left:
@@ -281,8 +281,8 @@ def refuse_address(text: str) -> None:
     """Refuse an address such as s3://bucket/run: as a path it would be a local folder called `s3:`."""
     if re.match(r"[A-Za-z][\w+.-]+:/", text):
         raise UserError(
-            f"{text} is an address, and only files and folders of this machine are read and written: name a path "
-            "(of a mounted disk, for instance), and copy it from or to the address with another tool."
+            f"{text} is a URL, but Residua reads and writes only local files: give a path (of a mounted disk, "
+            "for example), and copy from or to the URL with another tool."
         )
 
 
@@ -291,14 +291,14 @@ def refuse_blocked(out: Path, option: str = "--out") -> None:
     refuse_address(str(out))
     nearest = next((path for path in (out, *out.parents) if path.exists() or path.is_symlink()), None)
     if nearest is not None and not nearest.is_dir():
-        blocked = "" if nearest == out else f", so {out} cannot be made"
+        blocked = "" if nearest == out else f", so {out} cannot be created"
         raise UserError(f"{nearest} is a file{blocked}: choose another {option}.")
 
 
 def refuse_used(out: Path, option: str = "--out") -> None:
     """Refuse non-empty folders, files and the working directory; `option` is what the person named it with."""
     if out.resolve() == Path.cwd():
-        raise UserError(f"{out} is the folder you are in: choose a new one for {option}.")
+        raise UserError(f"{out} is the working directory: choose a new folder for {option}.")
     refuse_blocked(out, option)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and is not an empty folder: choose another {option}.")

@@ -118,7 +118,7 @@ def require_memory(what: str, needed: int, advice: str, device: torch.device | N
     free = free_memory(device)
     if free is not None and needed > free:
         where = "the GPU" if device is not None and device.type == "cuda" else "this machine"
-        raise TooLarge(f"{what} {short_bytes(needed)} of memory, and {where} has {short_bytes(free)} free: {advice}.")
+        raise TooLarge(f"{what} {short_bytes(needed)} of memory, but {where} has {short_bytes(free)} free: {advice}.")
 
 
 def short_bytes(count: int) -> str:

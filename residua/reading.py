@@ -143,7 +143,7 @@ def read_text(path: Path, hint: Hint, *, limit: int = MAX_DOCUMENT_BYTES, empty:
 
 def _read_bytes(path: Path, hint: Hint, limit: int) -> bytes:
     if require_file(path, hint) > limit:
-        refuse(f"{path} is longer than {limit // MIB} MiB, too long for such a file", hint)
+        refuse(f"{path} is longer than {limit // MIB} MiB, which is too long for this kind of file", hint)
     try:
         return path.read_bytes()
     except OSError as error:
@@ -181,18 +181,18 @@ def inside(folder: Path, name: str) -> Path:
     pure = PurePosixPath(name)
     path = folder / name
     if len(name) > MAX_NAME_LETTERS:
-        raise ReadError(f"{folder} refers to {shown(name)}, a name of {len(name)} letters: choose a shorter one.")
+        raise ReadError(f"{folder} refers to {shown(name)}, a name of {len(name)} characters: choose a shorter one.")
     if not pure.parts or "\0" in name or pure.is_absolute() or ".." in pure.parts:
         raise ReadError(
-            f"{folder} refers to {shown(name)}, which is not a file inside it: put the file into the folder and name "
-            "it without / and .. at its beginning."
+            f"{folder} refers to {shown(name)}, which is not a file inside it: put the file into the folder and "
+            "give its path without a leading / or .."
         )
     try:
         home, target = folder.resolve(), Path(os.path.realpath(path))
     except (OSError, RuntimeError) as error:
-        raise ReadError(f"{path} cannot be followed ({reason(error)}): replace it by the file itself.") from None
+        raise ReadError(f"{path} cannot be followed ({reason(error)}): replace it with the file itself.") from None
     if not target.is_relative_to(home) and target.parent != _blobs(home):
-        raise ReadError(f"{path} is a link that leads out of its folder: replace it by a copy of {target}.")
+        raise ReadError(f"{path} is a link to a file outside its folder: replace it with a copy of {target}.")
     return path
 
 
@@ -230,7 +230,7 @@ def _check_sane(content: Any, where: Path | str, hint: Hint, *, lenient: bool = 
     for _ in range(MAX_NESTING):
         for value in level:
             if not lenient and isinstance(value, int) and not -(2**63) <= value < 2**64:
-                refuse(f"{where} holds the number {shown(value)}, which has more than 64 bits", hint)
+                refuse(f"{where} holds the number {shown(value)}, which does not fit in 64 bits", hint)
         level = [
             inner
             for value in level
@@ -316,7 +316,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if "int_max_str_digits" in str(error):
-        return "it holds a number with thousands of digits"
+        return "it contains a number with thousands of digits"
     return brief(next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip("."))
 
 

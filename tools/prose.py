@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import re
 import sys
@@ -47,6 +48,13 @@ HABITS = {
     r"\bso as to\b": 'say "to"',
     r"\bmends?\b|\bmended\b": 'say "fixes"',
     r"\blooks? for itself\b|\bfor want of\b": "say what is missing",
+    r"\b(?:is|are) missing here\b": 'say "is not supported"',
+    r"\bdo(?:es)? not go with\b": 'say "cannot be combined with"',
+    r"\b(?:is|are) made of\b": 'say "consists of" or "is computed from"',
+    r"\banew\b|\bany more\b": 'say "again", "no longer"',
+    r"\bwithout a word\b": 'say "silently"',
+    r"\blikeliest\b": 'say "most likely"',
+    r"\b(?:stays?|stayed|left|goe?s? over) as (?:it is|they are)\b": 'say "unchanged"',
 }
 STRING_OR_COMMENT = re.compile(
     r"""(?P<quotes>\"{3}|'{3})(?:\\.|.)*?(?P=quotes)|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<comment>\#[^\n]*)""",
@@ -102,7 +110,9 @@ def python(text: str) -> Iterator[tuple[int, str, bool]]:
             docstrings.add(id(node.value))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") >= 3:
             # equations and examples stand apart, indented; so do tables
-            kept = re.sub(r"^( {4,}|\|).*$", "", node.value, flags=re.M) if id(node) in docstrings else node.value
+            kept = node.value
+            if id(node) in docstrings:
+                kept = re.sub(r"^( {4,}|\|).*$", "", inspect.cleandoc(kept), flags=re.M)
             for paragraph in re.split(r"\n\s*\n", re.sub(r"`[^`\n]*`", "code", kept)):
                 yield node.lineno, paragraph.strip(), id(node) in docstrings
     for match in STRING_OR_COMMENT.finditer(text):

@@ -102,7 +102,7 @@ def print_curves(console: Console, config: RunConfig, device: torch.device, resu
     """The mean losses, the largest difference, and whether the fused runs agree to the last bit."""
     recipe = config.train
     console.print(
-        f"{recipe.steps} steps of {config.tokens_per_step:,} tokens, three runs from one start, "
+        f"{recipe.steps} steps of {config.tokens_per_step:,} tokens, three runs from the same weights, "
         f"precision {recipe.precision}, compile {recipe.compile}, determinism {recipe.determinism}"
     )
     table = new_table((), ("steps", "fused", "reference", "difference"))
@@ -112,12 +112,15 @@ def print_curves(console: Console, config: RunConfig, device: torch.device, resu
     console.print(table)
     worst = max(range(len(result.differences)), key=result.differences.__getitem__)
     console.print(
-        f"largest difference of a {WINDOW}-step mean: {result.differences[worst]:.5f} nats, in steps "
+        f"largest difference between {WINDOW}-step means: {result.differences[worst]:.5f} nats, in steps "
         f"{_steps(worst, recipe.steps)}"
     )
-    console.print(f"two fused runs: {'the same bits' if result.same_bits else 'different bits'}, losses and weights")
+    console.print(
+        f"two fused runs: losses and weights are "
+        f"{'identical bit for bit' if result.same_bits else 'not identical bit for bit'}"
+    )
     if device.type != "cuda":
-        console.print("No GPU: all three runs used the references, so this only shows that the command works.")
+        console.print("No GPU: all three runs used the references, so this shows only that the command works.")
 
 
 def _steps(window: int, steps: int) -> str:

@@ -86,8 +86,8 @@ def print_linear(console: Console, results: Sequence[LinearResult]) -> None:
         table.add_row(f"{row.tokens} × {row.inputs} → {row.outputs}", row.scheme, *_cells(row))
     console.print(table)
     console.print(
-        "plain: bf16 on a GPU, fp32 on a CPU. ×: speed-up over plain. with rounding: with the scales and rounding of "
-        "the input (compiled on a GPU). from simulation: relative distance to the simulated product.",
+        "plain: bf16 on a GPU, fp32 on a CPU. ×: speed-up over plain. with rounding: including scaling and "
+        "rounding of the input (compiled on a GPU). from simulation: relative distance to the simulated product.",
         soft_wrap=True,
     )
 

@@ -351,7 +351,7 @@ def print_prefill(console: Console, results: Sequence[PrefillResult]) -> None:
         )
     console.print(table)
     console.print(
-        "first token: from the prompts on the host to the first new tokens on the host. first call: with kernels that "
-        "are not loaded yet.",
+        "first token: from the prompts on the host to the first new tokens on the host. first call: before "
+        "any kernel is loaded.",
         soft_wrap=True,
     )

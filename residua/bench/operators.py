@@ -48,7 +48,7 @@ def implementations(device: torch.device, names: Sequence[str]) -> dict[str, Cal
             raise UserError(f"implementation {name!r} does not exist: choose from {', '.join(known)}.")
     usable = [name for name in names if name != "fused" or device.type == "cuda"]
     if not usable:
-        raise UserError("--implementations fused needs a GPU and there is none: choose reference or compiled.")
+        raise UserError("--implementations fused needs a GPU, and PyTorch sees none: choose reference or compiled.")
     return {name: known[name] for name in usable}
 
 

@@ -151,7 +151,8 @@ def plan(config: RunConfig, gpus: int, machine: Machine, *, engines: bool = Fals
     if not plans:
         raise ConfigError(
             f"no mesh of {gpus} GPUs divides train.accumulate = {config.train.accumulate} micro-batches and "
-            f"{config.model.layers} layers: use a number of GPUs that divides train.accumulate, or change it."
+            f"{config.model.layers} layers: use a number of GPUs that divides train.accumulate, or change "
+            "train.accumulate."
         )
     return sorted(plans, key=lambda p: (not p.fits, p.seconds))
 
@@ -277,7 +278,7 @@ def print_plans(
         table.add_row(*_cells(p, inner, experts))
     console.print(table)
     if len(plans) > rows:
-        console.print(f"and {len(plans) - rows} more, which --rows shows")
+        console.print(f"and {len(plans) - rows} more: show them with --rows")
     console.print(_next(plans[0], preset, machine), soft_wrap=True, markup=False)
 
 
@@ -302,7 +303,7 @@ def _next(p: MeshPlan, preset: Sequence[str], machine: Machine) -> str:
     if not p.fits:
         return "No mesh fits: lower train.micro_batch and raise train.accumulate, or set train.recompute=sublayers."
     nodes = ceil(p.ranks / machine.node)
-    where = "on one machine" if nodes == 1 else f"on each of {nodes} nodes, HOST being one of them (docs/scale.md)"
+    where = "on one machine" if nodes == 1 else f"on each of {nodes} nodes, where HOST is one of them (docs/scale.md)"
     return f"Next, {where}: {command(p, preset, nodes)}"
 
 

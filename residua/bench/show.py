@@ -157,10 +157,10 @@ def print_operators(console: Console, results: Sequence[OpResult]) -> None:
         if result.problem is not None:
             console.print(f"{result.case}, {result.implementation}: {result.problem}", soft_wrap=True, markup=False)
     console.print(
-        "both: forward and backward. MiB: the least traffic, with every input of a junction read once and every output "
-        "written once (kernels that evaluate several reads together may move less). "
-        "share: MiB per second as a share of the copy bandwidth; for cross-entropies, FLOP/s as a share of the "
-        "matrix product's. GiB: memory that both passes need on top of the inputs.",
+        "both: forward and backward. MiB: the minimum traffic, reading every input of a junction once and "
+        "writing every output once (kernels that evaluate several reads together may move less). share: MiB "
+        "per second as a share of the copy bandwidth; for cross-entropies, FLOP/s as a share of the "
+        "matrix product's. GiB: memory of both passes, in addition to the inputs.",
         soft_wrap=True,
     )
 

@@ -69,7 +69,7 @@ def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
     for text in compare or ["base"]:
         words = text.split()
         if not words:
-            raise ConfigError("--compare has an empty entry: separate variants by single commas.")
+            raise ConfigError("--compare has an empty entry: separate cases by single commas.")
         backend = ([word.removeprefix(BACKEND) for word in words if word.startswith(BACKEND)] or ["auto"])[-1]
         way = next((word.removeprefix(WAY) for word in words if word.startswith(WAY)), None)
         if way is not None and way not in WAYS:
@@ -77,7 +77,7 @@ def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
         with ops.backend(backend):
             pass  # refuse an unknown backend before anything is timed
         if any(word.startswith("train.device=") for word in words):
-            raise ConfigError("train.device is the same for all cases: give it after the preset.")
+            raise ConfigError("train.device applies to all cases: give it after the preset.")
         changes = variants.overrides([word for word in words if not word.startswith((BACKEND, WAY))], base.model)
         cases.append(Case(" ".join(words), base.override(changes), backend, way))
     return cases

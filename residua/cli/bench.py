@@ -1,4 +1,4 @@
-"""`residua bench`: speed and exactness of training steps, decoding and operators on this machine."""
+"""`residua bench`: speed and accuracy of training steps, decoding and operators on this machine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def step(
     compare: Annotated[
         list[str] | None,
         option(
-            "Time several variants in this run, with ratios to the first. A case is known variants, overrides "
-            "and backend=reference or parallel=shard, separated by spaces.",
+            "Time several cases in one run, with ratios to the first. A case combines variants, overrides and "
+            "backend=reference or parallel=shard, separated by spaces.",
             metavar="CASE,CASE,...",
         ),
     ] = None,
-    micro_batch: Annotated[int | None, option("Sequences at once.", default=FROM_PRESET, min=1)] = None,
-    sequence: Annotated[int | None, option("Tokens in a sequence.", default=FROM_PRESET, min=1)] = None,
-    accumulate: Annotated[int | None, option("Micro-batches in a step.", default=FROM_PRESET, min=1)] = None,
+    micro_batch: Annotated[int | None, option("Sequences per micro-batch.", default=FROM_PRESET, min=1)] = None,
+    sequence: Annotated[int | None, option("Tokens per sequence.", default=FROM_PRESET, min=1)] = None,
+    accumulate: Annotated[int | None, option("Micro-batches per step.", default=FROM_PRESET, min=1)] = None,
     compiled: Annotated[
         bool | None, option("Compile the model, as training does.", "--compile/--no-compile", default="on a GPU")
     ] = None,
@@ -48,8 +48,8 @@ def step(
     rounds: Annotated[
         int | None,
         option(
-            "Let the cases take turns this many times, --steps each: all are compiled first, side by side.",
-            default="one case after the other",
+            "Alternate between the cases for this many rounds of --steps each; all are compiled first, in parallel.",
+            default="one case at a time",
             min=1,
         ),
     ] = None,
@@ -100,7 +100,7 @@ def curve(
     data: Annotated[Path | None, option("A folder made by `residua data prepare`.", default=FROM_PRESET)] = None,
     out: Out = None,
 ) -> None:
-    """Train twice on the fused operators and once on the references: compare losses, and bits between repeats.
+    """Train twice with the fused operators and once with the references; compare losses, and check repeats bit for bit.
 
     \b
     residua bench curve mini-mgr
@@ -142,18 +142,18 @@ def decode(
     presets: Presets = None,
     compare: EachModelsVariants = "prenorm,block_attnres,mgr",
     batch: Annotated[
-        list[int] | None, option("Rows at once; may be given several times.", default="1 and 64", min=1)
+        list[int] | None, option("Rows per step; may be given several times.", default="1 and 64", min=1)
     ] = None,
-    filled: Annotated[int, option("Tokens of each row in the cache.", min=1)] = 512,
+    filled: Annotated[int, option("Tokens in the cache of each row.", min=1)] = 512,
     engine: Annotated[
         list[str] | None,
-        option("How a step runs; may be given several times.", default="auto", metavar="auto|eager|graph|compile"),
+        option("Engine for a step; may be given several times.", default="auto", metavar="auto|eager|graph|compile"),
     ] = None,
-    rounds: Annotated[int, option("Timed rounds of 8 steps of each.", min=1)] = 30,
+    rounds: Annotated[int, option("Timed rounds of 8 steps per case.", min=1)] = 30,
     device: Device = "auto",
     out: Out = None,
 ) -> None:
-    """Time a decoding step, one token per row, of several variants side by side.
+    """Time a decoding step of several variants, one token per row.
 
     \b
     residua bench decode
@@ -184,23 +184,23 @@ def prefill(
     presets: Presets = None,
     compare: EachModelsVariants = "prenorm,block_attnres,full_attnres,mgr",
     batch: Annotated[
-        list[int] | None, option("Prompts at once; may be given several times.", default="1 and 8", min=1)
+        list[int] | None, option("Prompts per batch; may be given several times.", default="1 and 8", min=1)
     ] = None,
     length: Annotated[
-        list[int] | None, option("Tokens of each prompt; may be given several times.", default="128 and 1024", min=1)
+        list[int] | None, option("Tokens per prompt; may be given several times.", default="128 and 1024", min=1)
     ] = None,
     engine: Annotated[
         list[str] | None,
-        option("How prompts are read; may be given several times.", default="auto", metavar="auto|eager|graph"),
+        option("Engine for the prefill; may be given several times.", default="auto", metavar="auto|eager|graph"),
     ] = None,
-    rounds: Annotated[int, option("Timed rounds of each.", min=1)] = 30,
+    rounds: Annotated[int, option("Timed rounds per case.", min=1)] = 30,
     peers: Annotated[
-        bool, option("Time transformers' Llama of the same shape, if installed.", "--peers/--no-peers")
+        bool, option("Also time the Llama of transformers at the same shape, if installed.", "--peers/--no-peers")
     ] = True,
     device: Device = "auto",
     out: Out = None,
 ) -> None:
-    """Time from prompts to the first token of several variants side by side, as `residua generate` reads prompts.
+    """Time the prefill of several variants, from the prompts to the first token, as `residua generate` runs it.
 
     \b
     residua bench prefill
@@ -228,22 +228,24 @@ def prefill(
 def operators(
     names: Annotated[
         list[str] | None,
-        argument("Operators, or `depth` for all junctions of a model.", default="all", metavar="[OPERATOR ...]"),
+        argument(
+            "Operators to time, or `depth` for all junctions of a model.", default="all", metavar="[OPERATOR ...]"
+        ),
     ] = None,
-    tokens: Annotated[int, option("Tokens at once.", min=1)] = 32_768,
+    tokens: Annotated[int, option("Tokens per call.", min=1)] = 32_768,
     width: Annotated[int, option("Channels.", min=1)] = 768,
-    streams: Annotated[int, option("Streams of multi_gate.", min=2)] = 4,
-    sources: Annotated[int, option("Sources of depth_attention.", min=1)] = 12,
-    sublayers: Annotated[int, option("Sublayers of `depth`.", min=4)] = 24,
-    vocabulary: Annotated[int, option("Vocabulary of the cross-entropies.", min=2)] = 50_304,
-    precision: Annotated[str, option("bfloat16 or float32.", default="bfloat16 on a GPU")] = "",
+    streams: Annotated[int, option("Number of streams for multi_gate.", min=2)] = 4,
+    sources: Annotated[int, option("Number of sources for depth_attention.", min=1)] = 12,
+    sublayers: Annotated[int, option("Number of sublayers for `depth`.", min=4)] = 24,
+    vocabulary: Annotated[int, option("Vocabulary size for the cross-entropies.", min=2)] = 50_304,
+    precision: Annotated[str, option("Type of the inputs: bfloat16 or float32.", default="bfloat16 on a GPU")] = "",
     implementations: Annotated[
-        str, option("Any of fused, reference and compiled (the reference under torch.compile).")
+        str, option("What to time: fused, reference, compiled (the reference under torch.compile).")
     ] = "fused,reference",
-    repeats: Annotated[int, option("Timed runs of each.", min=1)] = 50,
+    repeats: Annotated[int, option("Timed repetitions of each.", min=1)] = 50,
     out: Out = None,
 ) -> None:
-    """Time operators forward and backward, as a share of the device's limits, and the peers that are installed.
+    """Time the forward and backward passes of operators, as a share of the device's limits, and of installed peers.
 
     \b
     residua bench ops
@@ -263,13 +265,13 @@ def operators(
 @app.command()
 def fp8(
     sizes: Annotated[
-        str, option("Inputs and outputs of the linear layers.", metavar="IN:OUT,...")
+        str, option("Input and output widths of the linear layers.", metavar="IN:OUT,...")
     ] = "512:2048,1024:4096,2048:8192,4096:4096,4096:16384,8192:8192",
-    tokens: Annotated[int, option("Tokens at once.", min=1)] = 8192,
-    repeats: Annotated[int, option("Timed runs of each.", min=1)] = 50,
+    tokens: Annotated[int, option("Tokens per call.", min=1)] = 8192,
+    repeats: Annotated[int, option("Timed repetitions of each.", min=1)] = 50,
     out: Out = None,
 ) -> None:
-    """Time FP8 linear layers against bf16 by size, and compare them with the simulation.
+    """Time FP8 linear layers against bf16 at several sizes, and compare their results with the simulation.
 
     \b
     residua bench fp8
@@ -280,7 +282,7 @@ def fp8(
     except ValueError:
         widths = []
     if not widths or min(map(min, widths)) < 1:
-        raise UserError(f"--sizes {sizes} is not a list like 512:2048,4096:4096.")
+        raise UserError(f"--sizes {sizes} is not a list of shapes: write IN:OUT pairs, as in 512:2048,4096:4096.")
     from residua.bench import show
     from residua.bench.fp8 import bench_linear, print_linear
     from residua.machine import choose_device
@@ -298,25 +300,23 @@ def plan_run(
     preset: Preset,
     overrides: Overrides = None,
     gpus: Annotated[int, option("Number of devices.", min=1, max=1_000_000)] = 8,
-    memory: Annotated[float, option("GiB of one device.", min=1)] = 140,
-    flops: Annotated[
-        float, option("TFLOP/s that a step reaches: the MFU of `bench step` times the peak.", min=1)
-    ] = 500,
-    link: Annotated[float, option("GB/s that a device sends to others of its node.", min=1)] = 300,
+    memory: Annotated[float, option("Memory of one device, in GiB.", min=1)] = 140,
+    flops: Annotated[float, option("TFLOP/s reached in a step: the MFU of `bench step` times the peak.", min=1)] = 500,
+    link: Annotated[float, option("GB/s that a device sends within its node.", min=1)] = 300,
     between: Annotated[float, option("GB/s that a device sends to other nodes.", min=0.1)] = 50,
-    node: Annotated[int, option("Devices of one node.", min=1, max=1024)] = 8,
-    latency: Annotated[float, option("Microseconds until a message arrives.", min=0)] = 10,
-    host: Annotated[float, option("GiB of a node's own memory.", min=1)] = 2000,
+    node: Annotated[int, option("Devices per node.", min=1, max=1024)] = 8,
+    latency: Annotated[float, option("Latency of a message, in microseconds.", min=0)] = 10,
+    host: Annotated[float, option("Host memory of a node, in GiB.", min=1)] = 2000,
     bandwidth: Annotated[
-        float, option("GB/s of a copy in a device's memory, read and written bytes added.", min=1)
+        float, option("Copy bandwidth of a device's memory in GB/s, reads plus writes.", min=1)
     ] = 4250,
     torchtitan: Annotated[
-        bool, option("Also tensor and context parallelism, which torchtitan runs.", "--torchtitan")
+        bool, option("Include tensor and context parallelism, which need torchtitan.", "--torchtitan")
     ] = False,
-    rows: Annotated[int, option("Meshes to show.", min=1)] = 24,
+    rows: Annotated[int, option("How many meshes to show.", min=1)] = 24,
     out: Out = None,
 ) -> None:
-    """Estimate memory, bytes sent and step time for every mesh of a number of devices, without running anything.
+    """Estimate memory, traffic and step time for every mesh of the given devices, without running anything.
 
     \b
     residua bench plan mgr-l-block8 --gpus 8

@@ -38,29 +38,33 @@ def compare(
     what: Annotated[
         list[str] | None,
         argument(
-            "Names from --list, joined with + to combine them; the first is the baseline. Or one study file or "
-            "folder, or files of --results to show as one study.",
+            "Variants from --list, joined with + to combine them; the first is the baseline. Or a study file, a "
+            "study folder, or files written by --results, shown as one study.",
             metavar="VARIANT...|STUDY.toml|FOLDER|RESULTS.json...",
         ),
     ] = None,
     base: Annotated[str | None, option("The preset or run TOML that the variants change.", default="tiny")] = None,
     start: Annotated[
-        Path | None, option("Begin every variant with the weights of this run.", "--from", metavar="RUN")
+        Path | None, option("Initialize every variant with the weights of this run.", "--from", metavar="RUN")
     ] = None,
     seeds: Annotated[int | None, option("Seeds per variant.", default="3", min=1)] = None,
     data: Data = None,
-    out: Annotated[Path | None, option("The study's folder.", default="runs/NAME")] = None,
+    out: Annotated[Path | None, option("Folder of the study.", default="runs/NAME")] = None,
     results: Annotated[
         Path | None,
         option(
-            "Also keep the numbers in this file; if it exists, extend it, without training its runs again.",
+            "Also save the numbers in this file. If it exists, extend it without retraining its runs.",
             metavar="FILE.json",
         ),
     ] = None,
-    baseline: Annotated[str | None, option("Compare with this variant.", default="the first")] = None,
+    baseline: Annotated[str | None, option("The variant that others are compared with.", default="the first")] = None,
     match: Annotated[
         str | None,
-        option("Match parameters within 0.5 % by `ffn` width or `depth`; `flops`; or `none`.", default="ffn"),
+        option(
+            "Match parameters within 0.5 % by changing the `ffn` width or the `depth`, match `flops` instead, "
+            "or `none`.",
+            default="ffn",
+        ),
     ] = None,
     sizes: Annotated[
         str | None, option("Fit compute scaling over these presets or run TOMLs.", metavar="A,B,...")
@@ -71,30 +75,38 @@ def compare(
     ladder: Annotated[
         str | None,
         option(
-            "Also train the baseline with these shares of the steps, for gains in equivalent tokens.",
+            "Also train the baseline for these multiples of the steps, to state gains in equivalent tokens.",
             metavar="0.5,1,...",
         ),
     ] = None,
     time_alone: Annotated[
-        bool | None, option("Time every step alone; always with several workers.", "--time-alone")
+        bool | None,
+        option(
+            "Time each variant's step with no other run on the machine; always on with several workers.", "--time-alone"
+        ),
     ] = None,
     target: Annotated[
         float | None,
-        option("Race to this validation loss: tokens and seconds of each variant, and a test of them.", metavar="LOSS"),
+        option(
+            "Race to this validation loss: report and test the tokens and seconds that each variant needs.",
+            metavar="LOSS",
+        ),
     ] = None,
-    workers: Annotated[int | None, option("Runs at the same time.", default="1", min=1)] = None,
+    workers: Annotated[int | None, option("Runs to train at the same time.", default="1", min=1)] = None,
     threads: Annotated[
-        int | None, option("CPU threads of each run.", default="cores / workers, at most OMP_NUM_THREADS", min=1)
+        int | None, option("CPU threads per run.", default="cores / workers, at most OMP_NUM_THREADS", min=1)
     ] = None,
     quantize: Annotated[
         str | None,
-        option("Also measure each model's loss in low precision, as in fp8,nvfp4+smooth.", metavar="fp8,nvfp4,..."),
+        option(
+            "Also measure each model's loss in low precision, for example fp8,nvfp4+smooth.", metavar="fp8,nvfp4,..."
+        ),
     ] = None,
     calibration: Calibration = None,
     tasks: Annotated[
         str | None,
         option(
-            "Also score each model on tasks of lm-eval or of --task-dir, as `residua eval` does.",
+            "Also score each model on tasks from lm-eval or --task-dir, as `residua eval` does.",
             metavar="TASK,TASK,...",
         ),
     ] = None,
@@ -103,19 +115,25 @@ def compare(
     limit: Annotated[int | None, option("Questions per task.", default="all", min=1)] = None,
     tune: Tune = None,
     diagnose: Annotated[
-        bool | None, option("Also diagnose every trained model; each gets a page.", "--diagnose")
+        bool | None, option("Also diagnose every trained model and write a page for each.", "--diagnose")
     ] = None,
     change: Annotated[
         list[str] | None,
-        option("A change to every run, on top of the study's own.", "--set", metavar="SECTION.KEY=VALUE"),
+        option("A change to every run, added to those of the study.", "--set", metavar="SECTION.KEY=VALUE"),
     ] = None,
     demo: Annotated[
         bool,
-        option("Tiny models on the embedded corpus, in minutes; prenorm and block_attnres if unnamed.", "--demo"),
+        option(
+            "Train tiny models on the embedded corpus in minutes: prenorm and block_attnres unless variants are named.",
+            "--demo",
+        ),
     ] = False,
     plan: Annotated[
         bool,
-        option("Show the planned runs and stop; with --results, complete runs of --out are added to it.", "--plan"),
+        option(
+            "Show the planned runs and stop. With --results, first add the complete runs in --out to the file.",
+            "--plan",
+        ),
     ] = False,
     listing: Annotated[bool, option("List the known variants and stop.", "--list")] = False,
 ) -> None:
@@ -171,7 +189,7 @@ def compare(
 
 
 def _remembered(folder: Path, console: Console) -> Path | None:
-    """The results file that a folder's study was extended by; tells if it is used, or is gone."""
+    """The results file that the folder's study last used; prints whether it is used again or missing."""
     from rich.text import Text
 
     from residua.study.extend_study import linked_results
@@ -181,9 +199,9 @@ def _remembered(folder: Path, console: Console) -> Path | None:
         return None
     there = path.is_file()
     sentence = (
-        f"{folder} resumes with its results file {path}, as if --results named it."
+        f"{folder} resumes with its results file {path}, as if you had given it with --results."
         if there
-        else f"{path}, the results file of {folder}, is gone: runs that only it had are trained again."
+        else f"{path}, the results file of {folder}, is missing: runs recorded only there are trained again."
     )
     console.print(Text(f"• {sentence}"), soft_wrap=True)
     return path if there else None
@@ -198,7 +216,7 @@ def _show(files: list[Path], out: Path | None, console: Console, options: list[s
 
     if options:
         ignored = options[0].replace("_", "-")
-        raise UserError(f"{files[0]} holds results, which are only shown: --{ignored} has no effect.")
+        raise UserError(f"{files[0]} holds results, which can only be shown: --{ignored} has no effect.")
     if out is not None:
         refuse_used(out)
     print_study(console, show_saved(unite(files), out))
@@ -232,11 +250,11 @@ def _run_study(study: StudyConfig, out: Path, console: Console, plan_only: bool,
 def _scaling(sizes: str | None, tokens_per_parameter: float | None) -> dict[str, Any] | None:
     if sizes is None:
         if tokens_per_parameter is not None:
-            raise UserError("--tokens-per-parameter needs --sizes: it sets how long each size trains.")
+            raise UserError("--tokens-per-parameter needs --sizes: it sets the training length of each size.")
         return None
     names = split_names(sizes)
     if len(names) < 2:
-        raise UserError(f"--sizes {sizes} is too few to fit: name two sizes or more, as in tiny,mini.")
+        raise UserError(f"--sizes {sizes} is too few for a fit: name at least two sizes, as in tiny,mini.")
     if tokens_per_parameter is None:
         return {"sizes": names}
     if not 0 < tokens_per_parameter < math.inf:
@@ -263,4 +281,4 @@ def _list(console: Console) -> None:
     width = max(len(name) for name in KNOWN)
     for name, variant in KNOWN.items():
         console.print(f"{name:<{width}}  {variant.summary}")
-    console.print(f"{', '.join(NUMBERED)}: the same with another number N, such as block6", highlight=False)
+    console.print(f"{', '.join(NUMBERED)}: these take any number N, as in block6", highlight=False)

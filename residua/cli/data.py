@@ -29,8 +29,8 @@ Sources = Annotated[
         metavar="SOURCE",
     ),
 ]
-Field = Annotated[str, option("The field that holds the text in JSONL, parquet and datasets.")]
-SkipBad = Annotated[bool, option("Leave out lines and files that cannot be read, and say how many.", "--skip-bad")]
+Field = Annotated[str, option("Name of the field with the text in JSONL, Parquet and datasets.")]
+SkipBad = Annotated[bool, option("Skip lines and files that cannot be read, and report how many.", "--skip-bad")]
 Limit = Annotated[
     int | None, option("Stop after the document that reaches this many bytes of text.", "--max-bytes", min=1)
 ]
@@ -44,15 +44,15 @@ def _corpus(
     limit: int | None,
     skip_bad: bool,
 ) -> Corpus:
-    """The corpus of the options; says which files of folders are left out."""
+    """The corpus that the options describe; prints which files in folders are skipped."""
     from residua.data import DataError, open_corpus, standard_library
     from residua.data.readers import left_out_notice, links_notice
     from residua.report.plain import printable
 
     if holdout is not None and not 0 <= holdout < 1:
-        raise DataError(f"--holdout {holdout:g} is not a share of the text: use 0 or more, and less than 1.")
+        raise DataError(f"--holdout {holdout:g} is not a fraction of the text: use 0 or more, and less than 1.")
     if validation is not None and holdout:
-        raise DataError("--validation names the validation text, so --holdout holds nothing out: give one of the two")
+        raise DataError("--validation and --holdout both choose the validation text: give one of the two")
     if sources:
         corpus = open_corpus(
             sources, field=field, validation=validation, holdout=holdout, limit=limit, skip_bad=skip_bad
@@ -63,13 +63,13 @@ def _corpus(
         return corpus
     if validation is not None or holdout is not None or limit is not None or skip_bad:
         options = "--validation, --holdout, --max-bytes and --skip-bad"
-        raise DataError(f"{options} need a SOURCE: the built-in corpus has its own split")
+        raise DataError(f"{options} need a SOURCE, because the built-in corpus has a fixed split")
     return standard_library()
 
 
 @app.command()
 def prepare(
-    out: Annotated[Path, option("The folder to write; it must be new, empty, or hold this same dataset.")],
+    out: Annotated[Path, option("The folder to write: a new or empty one, or one with this same dataset.")],
     sources: Sources = None,
     tokenizer: Annotated[
         str | None,
@@ -85,14 +85,15 @@ def prepare(
     holdout: Annotated[
         float | None,
         option(
-            "Share of the text held out for validation, 0 for none.", default="0.01, 32 KiB at least, a tenth at most"
+            "Fraction of the text held out for validation; 0 for none.",
+            default="0.01, but at least 32 KiB and at most a tenth",
         ),
     ] = None,
     overlap: Annotated[
         str | None,
         option(
-            "Training documents that are validation text too, but for case, punctuation and white space: leave "
-            "them out of training, keep them, or end here.",
+            "Training documents that also occur in the validation text, ignoring case, punctuation and white "
+            "space: drop or keep them, or refuse to continue.",
             default="drop",
             metavar="[drop|keep|refuse]",
         ),
@@ -101,7 +102,7 @@ def prepare(
     limit: Limit = None,
     skip_bad: SkipBad = False,
     workers: Annotated[int | None, option("Tokenizer threads.", default="all cores", min=1)] = None,
-    shard_tokens: Annotated[int, option("Tokens in one shard file.", min=1)] = 100_000_000,
+    shard_tokens: Annotated[int, option("Tokens per shard file.", min=1)] = 100_000_000,
 ) -> None:
     """Tokenize text into a folder for `residua train --data`.
 
@@ -126,16 +127,14 @@ def prepare(
     if chosen.startswith(BPE):
         _tell_fewer(opened.vocab_size, size_of(chosen))
     if tokenizer is None and opened.split("train").tokens < 20 * opened.vocab_size:
-        typer.echo(
-            f"{opened.vocab_size:,} token ids are many for so little text: --tokenizer bpe:1024 would suit it better"
-        )
+        typer.echo(f"{opened.vocab_size:,} token ids are too many for so little text: consider --tokenizer bpe:1024")
     if (notice := opened.tiny_validation()) is not None:
         typer.echo(f"{notice}: raise --holdout, or give --validation SOURCE")
     folder = shlex.quote(str(out))
     if "validation" in opened.splits:
         typer.echo(f"\nnext: residua train tiny --data {folder} --out runs/first")
     else:
-        typer.echo("nothing is held out, and training needs it: for that, give --holdout or --validation SOURCE")
+        typer.echo("there is no validation split, and training needs one: give --holdout or --validation SOURCE")
         typer.echo(f"\nnext: residua eval RUN --data {folder} --split train")
 
 
@@ -162,7 +161,7 @@ def tokenizer(
     if out.exists():
         raise DataError(f"{out} exists: name another --out, or move it elsewhere.")
     if not out.parent.is_dir():
-        raise DataError(f"the folder {out.parent} for --out does not exist: make it first")
+        raise DataError(f"the folder {out.parent} for --out does not exist: create it first")
     corpus = _corpus(sources, field, None, 0.0 if sources else None, limit, skip_bad)
     with progress_bar(True) as bar:
         trained = train_tokenizer(corpus, vocab_size, bar)
@@ -178,7 +177,7 @@ def info(
     dataset: Annotated[Path, argument("A folder made by `residua data prepare`.", metavar="DIR")],
     sample: Annotated[int, option("Tokens of each split to show as text.", min=0)] = 120,
 ) -> None:
-    """Check every token of a dataset and show what is in it.
+    """Check every token of a dataset and show its contents.
 
     \b
     residua data info data/corpus
@@ -192,7 +191,7 @@ def info(
 
 
 def _tell_findings(opened: Dataset) -> None:
-    """Say which documents both splits share, and which lines and files were skipped."""
+    """Print which documents occur in both splits, and which lines and files were skipped."""
     from residua.data.overlap import overlap_notice
     from residua.reading import counted
     from residua.report.plain import printable
@@ -206,7 +205,7 @@ def _tell_findings(opened: Dataset) -> None:
 
 
 def _tell_fewer(size: int, target: int) -> None:
-    """Say when a BPE has fewer entries than asked for."""
+    """Report a BPE with fewer entries than requested."""
     if size < target:
         typer.echo(f"the vocabulary has {size:,} entries, fewer than {target:,}: the text has no more pairs to merge")
 

@@ -20,25 +20,25 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def diagnose(
     models: Annotated[
         list[Path],
-        argument("Run folders, exported ones or Hugging Face model folders, side by side.", metavar="MODEL..."),
+        argument("Folders to compare: runs, exports or Hugging Face models.", metavar="MODEL..."),
     ],
     text: Annotated[
         Path | None,
         option(
-            "What to show the models: a UTF-8 text file, or a folder made by `residua data prepare`.",
+            "Text to run the models on: a UTF-8 file, or a folder made by `residua data prepare`.",
             default="the run's own validation text",
         ),
     ] = None,
-    tokens: Annotated[int, option("How many tokens of the text; one sequence at least.", min=2)] = 8192,
-    length: Annotated[int | None, option("Tokens per sequence.", default="the context, 1024 at most", min=2)] = None,
-    out: Annotated[Path | None, option("Where the report goes.", default="the run's folder, or diagnosis/NAME")] = None,
+    tokens: Annotated[int, option("How many tokens of the text to use; at least one sequence.", min=2)] = 8192,
+    length: Annotated[int | None, option("Tokens per sequence.", default="the context, at most 1024", min=2)] = None,
+    out: Annotated[Path | None, option("Folder for the report.", default="the run's folder, or diagnosis/NAME")] = None,
     ablations: Annotated[
         str,
-        choice("What to remove: nothing, layers and sources, or heads too.", "--ablations", "none", "layers", "all"),
+        choice("What to ablate: nothing, layers and sources, or also heads.", "--ablations", "none", "layers", "all"),
     ] = "layers",
-    ablation_tokens: Annotated[int, option("Tokens that ablations are measured on.", min=2)] = 4096,
+    ablation_tokens: Annotated[int, option("Tokens on which ablations are measured.", min=2)] = 4096,
     maps: Annotated[
-        bool, option("Also draw tokens, dimensions and attention of every layer.", "--maps", default=False)
+        bool, option("Also draw maps of tokens, dimensions and attention for every layer.", "--maps", default=False)
     ] = False,
     device: Device = "auto",
     threads: Threads = None,
@@ -53,8 +53,9 @@ def diagnose(
     residua diagnose runs/tiny --ablations all
     residua diagnose runs/tiny --maps
 
-    Without --text: the first run's validation text; for folders of Hugging Face, the
-    embedded corpus. Writes diagnosis.json and report.html, and prints a summary in words.
+    Without --text, the text is the first run's validation text, or the embedded
+    corpus for Hugging Face folders. Writes diagnosis.json and report.html, and
+    prints a summary.
     """
     folder = out or _default_folder(models)
     import residua.diagnose as work
@@ -76,7 +77,7 @@ def diagnose(
 
 
 def _default_folder(models: list[Path]) -> Path:
-    """The report of a single run goes into the run's folder, where `residua compare` finds it."""
+    """The report on a single run goes into its folder, where `residua compare` finds it."""
     if len(models) == 1 and (models[0] / "config.toml").exists():
         return models[0]
     return Path("diagnosis") / "-".join(model.resolve().name for model in models)

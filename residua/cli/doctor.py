@@ -1,4 +1,4 @@
-"""`residua doctor`: list installed and missing packages, test this machine, and say how to fix it."""
+"""`residua doctor`: list installed and missing packages, test this machine, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def doctor(
     as_json: Annotated[bool, option("Print JSON, for a bug report or a script.", "--json")] = False,
     quick: Annotated[
-        bool, option("Only look: import no optional package and leave the self-test out.", "--quick")
+        bool, option("Only inspect: import no optional packages and skip the self-test.", "--quick")
     ] = False,
 ) -> None:
     """Check this installation: packages, the device, and every kernel against its reference.
@@ -33,8 +33,8 @@ def doctor(
     residua doctor --quick
     residua doctor --json > doctor.json
 
-    The first self-test on a GPU also compiles the kernels, in up to 8 processes, and takes longer. Exit status 1 if a
-    check fails.
+    The first self-test on a GPU takes longer, since it compiles the kernels in up to 8 processes. The exit status is 1
+    if a check fails.
     """
     from residua.doctor import findings as show
     from residua.report.terminal import ProgressBars, open_console
@@ -55,7 +55,7 @@ def doctor(
 
 
 def checks(quick: bool, bars: ProgressBars | None = None) -> list[tuple[str, Check]]:
-    """What is checked, in order; each imports what it needs when it runs."""
+    """The checks in order; each imports what it needs when it runs."""
     from residua.doctor import installed
 
     named: list[tuple[str, Check]] = [

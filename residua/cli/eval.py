@@ -37,18 +37,19 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command(name="eval")
 def evaluate(
-    model: Annotated[Path, argument("A run of `residua train`, or a folder of `residua export`.", metavar="RUN")],
+    model: Annotated[Path, argument("A folder written by `residua train` or `residua export`.", metavar="RUN")],
     data: Annotated[
         Path | None, option("A folder made by `residua data prepare`.", default="the run's own, if no --tasks")
     ] = None,
     split: Annotated[
-        str | None, option("Which split.", default="validation; of tasks: test, or else validation")
+        str | None,
+        option("Split to evaluate.", default="validation; for tasks test, or validation if there is no test split"),
     ] = None,
-    tokens: Annotated[int | None, option("Score this many tokens, in whole windows.", default="all", min=1)] = None,
+    tokens: Annotated[int | None, option("Tokens to score, rounded to whole windows.", default="all", min=1)] = None,
     tasks: Annotated[
         str | None,
         option(
-            "Tasks of lm-eval or of --task-dir; `exoformer` means the six of the ExoFormer paper.",
+            "Tasks from lm-eval or --task-dir; `exoformer` stands for the six tasks of the ExoFormer paper.",
             metavar="TASK,TASK,...",
         ),
     ] = None,
@@ -56,18 +57,18 @@ def evaluate(
     shots: Shots = None,
     limit: Annotated[int | None, option("Questions per task, spread over its subjects.", default="all", min=1)] = None,
     allow_code: Annotated[
-        bool, option("Let tasks such as mbpp run the programs that the model writes.", "--allow-code")
+        bool, option("Allow tasks such as mbpp to run programs written by the model.", "--allow-code")
     ] = False,
     checkpoint: Checkpoint = "last",
     batch_tokens: Annotated[
-        int | None, option("Tokens scored at once.", default="65,536 on a GPU, else 4,096", min=1)
+        int | None, option("Tokens scored per batch.", default="65,536 on a GPU, else 4,096", min=1)
     ] = None,
     device: Device = "auto",
     precision: Precision = "auto",
-    out: Annotated[Path | None, option("The JSON file of the results.", default="RUN/evaluations/TIME.json")] = None,
+    out: Annotated[Path | None, option("JSON file for the results.", default="RUN/evaluations/TIME.json")] = None,
     threads: Threads = None,
 ) -> None:
-    """Perplexity and bits per byte on prepared text, accuracy on tasks.
+    """Measure perplexity and bits per byte on prepared text, and accuracy on tasks.
 
     \b
     residua eval runs/tiny
@@ -76,7 +77,7 @@ def evaluate(
     residua eval runs/tiny --tasks arc_easy,lambada_openai
     residua eval runs/tiny --tasks mbpp --allow-code
 
-    Tasks without --task-dir are those of lm-evaluation-harness, which downloads its data
+    Without --task-dir, tasks come from lm-evaluation-harness, which downloads its data
     (pip install 'residua[eval]').
     """
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
@@ -148,7 +149,7 @@ def _text(
     from residua.storage.model_folder import open_text
 
     if data is None and not (folder / "config.toml").exists():
-        raise UserError(f"{folder} does not record its training text: give --data or --tasks.")
+        raise UserError(f"{folder} does not record the text that it was trained on: give --data or --tasks.")
     dataset, config = open_text(folder, model.config, data)
     return score_text(
         model, dataset, split=split or "validation", tokens=tokens, sequence=config.sequence,
@@ -157,10 +158,10 @@ def _text(
 
 
 def _known_tasks(names: list[str], allow_code: bool) -> Any:
-    """The tasks of lm-eval; refuses unknown and disallowed ones before the model is opened."""
+    """The tasks of lm-eval; unknown and disallowed tasks are refused before the model is loaded."""
     from residua.report.terminal import open_console
 
-    with open_console(stderr=True).status("reading lm-eval's list of tasks"):
+    with open_console(stderr=True).status("reading the task list of lm-eval"):
         from residua.evaluate.harness import find_tasks
 
         return find_tasks(names, allow_code=allow_code)[0]

@@ -21,19 +21,20 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
 @app.command()
 def generate(
-    model: Annotated[Path, argument("A run of `residua train`, or a folder of `residua export`.", metavar="RUN")],
+    model: Annotated[Path, argument("A folder written by `residua train` or `residua export`.", metavar="RUN")],
     prompt: Annotated[list[str] | None, option("A text to continue; several go in one batch.")] = None,
     file: Annotated[Path | None, option("A text file with one prompt per line.")] = None,
-    chat: Annotated[bool, option("Talk with the model, turn by turn.", "--chat")] = False,
+    chat: Annotated[bool, option("Chat with the model.", "--chat")] = False,
     tokens: Annotated[int, option("At most this many new tokens per prompt.", min=1)] = 128,
-    temperature: Annotated[float, option("0 is greedy: always the likeliest token.")] = 0.8,
-    top_k: Annotated[int | None, option("Draw from the k likeliest tokens.", default="all")] = None,
-    top_p: Annotated[float, option("Draw from the likeliest tokens that together reach this share.")] = 1.0,
-    seed: Annotated[int, option("The same seed gives the same text. Prompt i uses seed + i.")] = 0,
-    stop: Annotated[list[str] | None, option("End before this text; may be given several times.")] = None,
+    temperature: Annotated[float, option("0 is greedy: always the most likely token.")] = 0.8,
+    top_k: Annotated[int | None, option("Sample from the k most likely tokens.", default="all")] = None,
+    top_p: Annotated[float, option("Sample from the most likely tokens whose probabilities add up to this.")] = 1.0,
+    seed: Annotated[int, option("Seed of the sampling; prompt i uses seed + i.")] = 0,
+    stop: Annotated[list[str] | None, option("Stop before this text; may be given several times.")] = None,
     checkpoint: Checkpoint = "last",
     engine: Annotated[
-        str, option("How a step runs; auto: a CUDA graph on a GPU, else eager.", metavar="auto|eager|graph|compile")
+        str,
+        option("How a step runs; auto is a CUDA graph on a GPU, otherwise eager.", metavar="auto|eager|graph|compile"),
     ] = "auto",
     device: Device = "auto",
     precision: Precision = "auto",
@@ -73,9 +74,9 @@ def generate(
 def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[str]:
     sources = sum((bool(prompt), file is not None, chat))
     if sources > 1:
-        raise UserError("--prompt, --file and --chat exclude each other: give one of them.")
+        raise UserError("--prompt, --file and --chat cannot be combined: give one of them.")
     if not sources:
-        raise UserError("say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat.")
+        raise UserError("no prompt was given: use --prompt TEXT, --file PROMPTS.txt or --chat.")
     if file is None:
         return prompt or []
     if file.exists() and not file.is_file():
@@ -89,7 +90,7 @@ def _prompts(prompt: list[str] | None, file: Path | None, chat: bool) -> list[st
             f"{file} cannot be read ({error.strerror}): --file is a text file with one prompt per line."
         ) from None
     if not lines:
-        raise UserError(f"{file} holds no prompts: write one per line.")
+        raise UserError(f"{file} has no prompts: write one per line.")
     return lines
 
 
@@ -118,7 +119,7 @@ def _chat(generator: Generator, request: Request) -> None:
     from residua.report.plain import printable
 
     conversation = Conversation(generator, request)
-    typer.echo("Write and press Enter; an empty line or Ctrl-D ends the conversation.", err=True)
+    typer.echo("Type and press Enter; an empty line or Ctrl-D ends the chat.", err=True)
     for line in _lines():
         typer.echo("Model:", nl=False)
         try:

@@ -24,24 +24,27 @@ VERBS = {
     "train": ("residua.cli.train", "Pretrain a model on your text."),
     "watch": ("residua.cli.watch", "Watch runs and studies in a browser, on this machine only."),
     "compare": ("residua.cli.compare", "Does a depth architecture pay on your data, per step and per second?"),
-    "reproduce": ("residua.cli.reproduce", "A table or figure of a paper, the paper's number next to yours."),
+    "reproduce": (
+        "residua.cli.reproduce",
+        "Reproduce a table or figure of a paper, with the paper's numbers next to yours.",
+    ),
     "generate": ("residua.cli.generate", "Continue your text with a trained model, or chat with it."),
     "eval": ("residua.cli.eval", "Score a model: perplexity, bits per byte, multiple-choice tasks, lm-eval."),
-    "import": ("residua.cli.import_", "Make a run of a Hugging Face model: Llama, Qwen, OLMo, Gemma and others."),
+    "import": ("residua.cli.import_", "Convert a Hugging Face model to a run: Llama, Qwen, OLMo, Gemma and others."),
     "export": ("residua.cli.export", "Write a model as a Hugging Face folder that works without Residua."),
     "diagnose": (
         "residua.cli.diagnose",
         "Look inside a model: sinks, massive activations, dead layers, depth routing.",
     ),
     "quantize": ("residua.cli.quantize", "Quantize a model to FP8 or NVFP4, and measure what it costs."),
-    "data": ("residua.cli.data", "Prepare text: tokenizers and shards."),
+    "data": ("residua.cli.data", "Prepare text for training: tokenizers and shards."),
     "bench": ("residua.cli.bench", "Measure training steps and operators on this machine."),
     "doctor": ("residua.cli.doctor", "Check this installation, and every kernel against its reference."),
     "presets": ("residua.cli.presets", "List the models that come with Residua, or print one."),
 }
 
 
-# Seconds for rank 0 to get as far as the others: the first rank to end makes torchrun end all of them.
+# Seconds for rank 0 to reach the same error: torchrun ends all ranks when the first one ends.
 GRACE_SECONDS = 20.0
 TRACEBACK_OPTION = "--traceback"
 FREE_TEXT = ("--prompt", "--stop", "--matching")
@@ -90,17 +93,18 @@ def _show_version(requested: bool) -> None:
 def _residua(
     version: Annotated[bool, option("Print the version.", "--version", callback=_show_version, is_eager=True)] = False,
     traceback: Annotated[
-        bool, option(f"Anywhere in a command: show where an error was raised, as {TRACEBACK}=1 does.", TRACEBACK_OPTION)
+        bool,
+        option(f"Show where an error was raised, anywhere in a command; same as {TRACEBACK}=1.", TRACEBACK_OPTION),
     ] = False,
 ) -> None:
-    from residua.config.plugins import load_plugins  # `residua --help` does without it
+    from residua.config.plugins import load_plugins  # `residua --help` does not need it
 
     load_plugins()
 
 
 def main() -> None:
-    """Run a verb. A person's mistake, a full disk or memory ends in one sentence, anything else in a traceback."""
-    # Libraries start processes too (Inductor's compilers, spawned workers): none may import from the working folder.
+    """Run a verb. A user's mistake, a full disk or full memory ends in one sentence, anything else in a traceback."""
+    # Libraries start processes too (Inductor's compilers, spawned workers): none may import from the working directory.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     end_tidily()
     quiet_libraries()
@@ -118,7 +122,7 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):
             fail(error)
-        _leave_to_first_rank()  # an error of the arguments
+        _leave_to_first_rank()  # the arguments are wrong
         _show_usage(error)
         sys.exit(2)
     finally:
@@ -127,7 +131,7 @@ def main() -> None:
 
 
 def take_traceback(arguments: Sequence[str]) -> list[str]:
-    """Note a `--traceback`, wherever it stands, for this process and those that it starts; returns the others."""
+    """Remove `--traceback` from the arguments, and set it for this process and its children."""
     switches = [
         place
         for place, (before, argument) in enumerate(pairwise(["", *arguments]))
@@ -139,10 +143,10 @@ def take_traceback(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what would silently mean another place.
+    """Refuse arguments that would silently mean another place.
 
-    An empty argument, such as that of `--out "$UNSET"`, would be the working folder, and the address of `--out
-    s3://bucket/run` or `data.path=s3://bucket/text` a folder below it.
+    An empty argument, as in `--out "$UNSET"`, would be the working directory; an address, as in `--out s3://bucket/run`
+    or `data.path=s3://bucket/text`, would be a folder below it.
     """
     for before, argument in pairwise(["", *arguments]):
         option, value = argument.split("=", 1) if argument.startswith("--") and "=" in argument else (before, argument)
@@ -155,7 +159,7 @@ def refuse_arguments(arguments: Sequence[str]) -> None:
 
 
 def _flush_output() -> None:
-    """Write what is still to be printed; if its disk is full, drop it, or Python would end with a traceback."""
+    """Flush the output; drop it if its disk is full, where Python would end with a traceback."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             stream.flush()
@@ -164,17 +168,17 @@ def _flush_output() -> None:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Print why the command cannot go on and end the process: a mistake as one sentence, a bug with its traceback.
+    """Print why the command fails and end the process: a mistake as one sentence, a bug with its traceback.
 
-    Under torchrun many ranks find the same mistake: rank 0 prints it, then torchrun ends the others, which wait. A rank
-    that is still alive after GRACE_SECONDS found something that rank 0 did not (a missing GPU, a file that only its
-    machine lacks) and prints it; of several ranks on a machine the first does. A bug is printed by every rank at once.
+    Under torchrun, many ranks find the same mistake. Rank 0 prints it; the others wait until torchrun ends them. A rank
+    that is still alive after GRACE_SECONDS found an error that rank 0 did not (a missing GPU, a file missing on its
+    machine), and the first such rank of each machine prints it. Every rank prints a bug immediately.
     """
     try:
-        from residua.report.failure import describe, show  # a command that succeeds does without it
+        from residua.report.failure import describe, show  # a command that succeeds does not need it
 
         failure = describe(error)
-    except MemoryError:  # there is not even room to import it
+    except MemoryError:  # not enough memory even to import it
         os.write(2, b"residua: this machine ran out of memory: end other programs.\n")
         sys.exit(2)
     if not failure.bug:
@@ -184,13 +188,13 @@ def fail(error: Exception) -> NoReturn:
 
 
 def _show_usage(error: Any) -> None:
-    """Say what is wrong with the arguments, and where the right ones are; of a group without a verb, show its help."""
+    """Print what is wrong with the arguments and where to look; for a group without a verb, show its help."""
     message = error.format_message()
     if "\n" in message:
         error.show()
         return
     path = error.ctx.command_path if error.ctx else "residua"
-    complain(f"{message[0].lower()}{message[1:].rstrip('.')}: `{path} --help` shows what there is, with examples.")
+    complain(f"{message[0].lower()}{message[1:].rstrip('.')}: `{path} --help` shows all options, with examples.")
 
 
 def _leave_to_first_rank() -> None:

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 def option(help: str, *names: str, default: str | bool = True, **settings: Any) -> Any:
-    """An option of a command; `default` says what holds without it where its value does not."""
+    """An option of a command; `default` describes the default where the value itself does not."""
     return typer.Option(*names, help=help, show_default=default, **settings)
 
 
 def argument(help: str, default: str | bool = True, **settings: Any) -> Any:
-    """A word of a command that is not an option."""
+    """A positional argument of a command."""
     return typer.Argument(help=help, show_default=default, **settings)
 
 
 def choice(help: str, name: str, *choices: str) -> Any:
-    """An option with few values; others are refused."""
+    """An option that accepts only these values."""
 
     def check(value: str) -> str:
         require_choice(name, value, choices)
@@ -39,14 +39,14 @@ def choice(help: str, name: str, *choices: str) -> Any:
 
 
 def check_device(name: str) -> str:
-    """Refuse a device that does not exist, before anything is read; whether it is there, `choose_device` finds out."""
+    """Refuse an unknown device name before reading anything; `choose_device` checks whether the device is present."""
     if name not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device is {name!r}: choose auto, cpu or cuda.")
     return name
 
 
 def complete_preset(incomplete: str) -> list[str]:
-    """The presets that begin so, for the shell's completion."""
+    """The presets that begin with this text, for shell completion."""
     from residua.config import presets
 
     return [name for name in presets.names() if name.startswith(incomplete)]
@@ -56,17 +56,17 @@ Preset = Annotated[
     str, argument("A preset's name or a run's TOML file.", metavar="PRESET", autocompletion=complete_preset)
 ]
 Overrides = Annotated[list[str] | None, argument("Changes to the configuration.", metavar="[section.key=value ...]")]
-Checkpoint = Annotated[str, choice("Which checkpoint of a run.", "--checkpoint", "last", "best")]
-Device = Annotated[str, option("Where to compute.", metavar="auto|cpu|cuda", callback=check_device)]
-Precision = Annotated[str, option("Of the weights; auto: bfloat16 on a GPU.", metavar="auto|float32|bfloat16")]
+Checkpoint = Annotated[str, choice("Checkpoint of the run to use.", "--checkpoint", "last", "best")]
+Device = Annotated[str, option("Device to compute on.", metavar="auto|cpu|cuda", callback=check_device)]
+Precision = Annotated[str, option("Type of the weights; auto is bfloat16 on a GPU.", metavar="auto|float32|bfloat16")]
 Data = Annotated[Path | None, option("A folder made by `residua data prepare`.", default="the embedded corpus")]
 TaskDir = Annotated[Path | None, option("Local multiple-choice files, TASK.jsonl or .jsonl.xz.")]
 Shots = Annotated[int | None, option("Worked examples before each question.", default="the task's own", min=0)]
-Calibration = Annotated[int | None, option("Sequences that SmoothQuant calibrates on.", default="4096", min=1)]
+Calibration = Annotated[int | None, option("Sequences used to calibrate SmoothQuant.", default="4096", min=1)]
 Tune = Annotated[
     str | None,
     option(
-        "Try these multiples of each variant's learning rate on short runs, and train with the best.",
+        "Try these multiples of each variant's learning rate in short runs, and train with the best.",
         metavar="lr=0.5x,1x,...",
     ),
 ]
@@ -74,20 +74,20 @@ Threads = Annotated[int | None, option("CPU threads.", default="PyTorch's choice
 
 
 def say(console: Console, *lines: str) -> None:
-    """Print lines as they are: a path may hold anything, and must not be broken where the terminal ends."""
+    """Print lines unchanged: paths may contain markup, and must not be wrapped."""
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
 
 
 def complain(sentence: str) -> None:
-    """Print on standard error why the command ends, on one line: a path in it may hold a newline."""
+    """Print the error on one line of standard error, even if a path contains a newline."""
     from residua.report.failure import Failure, show
 
     show(Failure(sentence))
 
 
 def check_file(out: Path | None) -> Path | None:
-    """Refuse an --out that is a folder, or cannot be made, before anything is measured."""
+    """Refuse an --out that is a folder or cannot be written, before anything is measured."""
     if out is not None and out.is_dir():
         raise UserError(f"--out {out} is a folder: name the file to write.")
     if out is not None:
@@ -102,7 +102,7 @@ def require_choice(option: str, value: str, choices: Sequence[str]) -> None:
 
 
 def use_threads(threads: int | None) -> None:
-    """Limit PyTorch to this many CPU threads, if a number was given."""
+    """Limit PyTorch to this many CPU threads, if given."""
     if threads is not None:
         import torch
 
@@ -111,7 +111,7 @@ def use_threads(threads: int | None) -> None:
 
 @contextmanager
 def resumable_study() -> Iterator[None]:
-    """Train a study inside the block: if the disk is full say that runs are kept, if a signal stops it how to go on."""
+    """Train a study inside the block; on a full disk or a signal, say what was saved and how to continue."""
     from residua.files import keeping
     from residua.study.train_runs import StudyInterrupted
 
@@ -124,7 +124,7 @@ def resumable_study() -> Iterator[None]:
 
 
 def command_line() -> str:
-    """The command line, for the record: of absolute paths only the last part, which means something elsewhere."""
+    """The command line for the record; absolute paths are cut to their last part."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return shlex.join(["residua", *words])
 
@@ -141,5 +141,5 @@ def parse_tune(text: str | None) -> dict[str, list[str]] | None:
     key, _, multiples = text.partition("=")
     names = split_names(multiples)
     if key.strip() != "lr" or not names:
-        raise UserError(f"--tune {text} is not a search of the learning rate: write it as lr=0.5x,1x,2x.")
+        raise UserError(f"--tune {text} is not a list of learning rates: write it as lr=0.5x,1x,2x.")
     return {"lr": names}

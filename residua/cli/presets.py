@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from residua.config.run import RunConfig
 
-MIN_SUMMARY_WIDTH = 40  # the least width of the column of words
+MIN_SUMMARY_WIDTH = 40  # minimum width of the text column
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 @app.command()
 def presets(
     name: Annotated[str | None, argument("Print this preset as TOML.", autocompletion=complete_preset)] = None,
-    matching: Annotated[str, option("List only names that contain this.")] = "",
+    matching: Annotated[str, option("List only names that contain this text.")] = "",
 ) -> None:
     """List the models that come with Residua, or print one as TOML.
 
@@ -47,9 +47,9 @@ def show(name: str) -> None:
 
 
 def listing(matching: str) -> None:
-    """Print a table of the presets whose names contain `matching`: size, recipe, and a line on each.
+    """Print a table of the presets whose names contain `matching`: size, recipe, and a description.
 
-    Nothing here imports torch: sizes are kept in a file, and the list is there at once.
+    This does not import torch: sizes come from a file, so that the list appears instantly.
     """
     from residua.config import presets
     from residua.config.run import RunConfig
@@ -57,7 +57,7 @@ def listing(matching: str) -> None:
 
     chosen = [name for name in presets.names() if matching in name]
     if not chosen:
-        raise UserError(f"no preset's name contains {matching!r}: `residua presets` lists them all.")
+        raise UserError(f"no preset name contains {matching!r}: `residua presets` lists them all.")
     rows = []
     for name in chosen:
         size, run = presets.sizes()[name], RunConfig.find(name)
@@ -83,7 +83,7 @@ def recipe(run: RunConfig) -> str:
 
 
 def print_table(console: Console, rows: list[dict[str, str]]) -> None:
-    """The table; a narrow terminal gets fewer columns."""
+    """Print the table, with fewer columns on a narrow terminal."""
     from rich.table import Table
 
     names = list(rows[0])

@@ -1,4 +1,4 @@
-"""The process of a command: how signals end it, and which warnings of other libraries reach the screen."""
+"""The process of a command: how signals end it, and which library warnings are shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIBRARIES = (
     "transformers", "triton", "wandb",
 )  # fmt: skip
 _CATEGORIES = (DeprecationWarning, FutureWarning, PendingDeprecationWarning, RuntimeWarning, UserWarning)
-# Warnings that torch raises in C++ carry the name of the module that called it, which may be ours.
+# Warnings raised by torch in C++ carry the name of the calling module, which may be ours.
 _MESSAGES = ("mkldnn_matmul",)
 # Loggers that print advice to authors of libraries, on choices that are ours, or on kernels for other devices.
 _LOGGERS = (
@@ -27,9 +27,9 @@ _LOGGERS = (
 
 
 def quiet_libraries() -> None:
-    """Hide warnings that other libraries give about their own affairs; users of `residua` cannot act on them.
+    """Hide warnings of other libraries that users of `residua` cannot act on.
 
-    Not if the person asked for warnings: of Residua (RESIDUA_WARNINGS=1) or of Python (-W, PYTHONWARNINGS).
+    They are shown if the user asks for them with RESIDUA_WARNINGS=1, -W or PYTHONWARNINGS.
     """
     if os.environ.get(SHOW_WARNINGS) or sys.warnoptions:
         return
@@ -43,9 +43,9 @@ def quiet_libraries() -> None:
 
 
 def end_tidily() -> None:
-    """Let SIGTERM and SIGHUP unwind the program, so that it removes what is half written; the second one kills it.
+    """Let SIGTERM and SIGHUP unwind the program, so that it removes partial files; a second signal kills it.
 
-    Ranks of torchrun keep the default: one that waits inside a collective could not end.
+    Ranks of torchrun keep the default, since a rank waiting in a collective could not end.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or threading.current_thread() is not threading.main_thread():
         return
@@ -62,7 +62,7 @@ class Terminated(SystemExit):
         self.number = number
 
     def die(self) -> NoReturn:
-        """End by the signal, as the program that sent it expects."""
+        """Die of the signal, as its sender expects."""
         os.kill(os.getpid(), self.number)
         raise self
 

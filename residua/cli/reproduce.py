@@ -1,4 +1,4 @@
-"""`residua reproduce`: a table or figure of a paper as one command, the paper's number next to ours."""
+"""`residua reproduce`: a table or figure of a paper as one command, with the paper's numbers next to ours."""
 
 from __future__ import annotations
 
@@ -50,41 +50,47 @@ DEMO_OPTIONS = (
 def reproduce(
     entry: Annotated[str | None, argument("A table or figure, such as 004:table1.", metavar="ENTRY")] = None,
     scale: Annotated[
-        str | None, option("Share of the paper's parameters and tokens; 1 is its size.", default=SCALE, metavar="1/32")
+        str | None,
+        option("Fraction of the paper's parameters and tokens; 1 is full size.", default=SCALE, metavar="1/32"),
     ] = None,
     data: Data = None,
     out: Annotated[Path | None, option("The study's folder.", default="runs/ENTRY, of a demo runs/ENTRY-demo")] = None,
     sizes: Annotated[str | None, option("Sizes of the table to train.", default="all", metavar="A,B,...")] = None,
     rows: Annotated[
-        str | None, option("Rows to train; the baseline is always one.", default="all", metavar="A,B,...")
+        str | None, option("Which rows to train; the baseline is always included.", default="all", metavar="A,B,...")
     ] = None,
     seeds: Annotated[int | None, option("Seeds per row.", default="the entry's", min=1)] = None,
-    workers: Annotated[int, option("Runs at the same time.", min=1)] = 1,
-    threads: Annotated[int | None, option("CPU threads of each run.", default="cores / workers", min=1)] = None,
+    workers: Annotated[int, option("Runs to train at the same time.", min=1)] = 1,
+    threads: Annotated[int | None, option("CPU threads per run.", default="cores / workers", min=1)] = None,
     task_dir: Annotated[
         Path | None,
         option(
-            "Local files, TASK.jsonl or .jsonl.xz, of the tasks whose accuracies a table has.",
+            "Local files, TASK.jsonl or .jsonl.xz, for the tasks in the table.",
             default="lm-eval, if it is installed",
         ),
     ] = None,
     limit: Annotated[int | None, option("Questions per task.", default="all", min=1)] = None,
-    no_tasks: Annotated[bool, option("Measure no accuracies.", "--no-tasks")] = False,
+    no_tasks: Annotated[bool, option("Skip the accuracies on tasks.", "--no-tasks")] = False,
     calibration: Calibration = None,
     tune: Tune = None,
-    run: Annotated[list[Path] | None, option("Look inside this model instead of training.", metavar="FOLDER")] = None,
+    run: Annotated[list[Path] | None, option("Diagnose this model instead of training.", metavar="FOLDER")] = None,
     study: Annotated[
         Path | None,
-        option("Judge from this file of `residua compare --results` instead of training.", metavar="FILE.json"),
+        option(
+            "Judge the claims from this file, written by `residua compare --results`, instead of training.",
+            metavar="FILE.json",
+        ),
     ] = None,
-    change: Annotated[list[str] | None, option("A change to every run.", "--set", metavar="SECTION.KEY=VALUE")] = None,
-    results: Annotated[Path | None, option("Keep the numbers in this file, and extend it.", metavar="FILE")] = None,
+    change: Annotated[
+        list[str] | None, option("Change a configuration key in every run.", "--set", metavar="SECTION.KEY=VALUE")
+    ] = None,
+    results: Annotated[Path | None, option("Save the numbers in this file, or extend it.", metavar="FILE")] = None,
     demo: Annotated[
-        bool, option("Tiny models on a CPU, in minutes: how the page looks, and no evidence.", "--demo")
+        bool, option("Train tiny models on a CPU in minutes: a preview of the page, not evidence.", "--demo")
     ] = False,
-    plan: Annotated[bool, option("Show runs, tokens, FLOPs and hours, and stop.", "--plan")] = False,
+    plan: Annotated[bool, option("Show the runs, tokens, FLOPs and hours, and stop.", "--plan")] = False,
 ) -> None:
-    """See a table or figure of a paper on your machine, the paper's number next to yours.
+    """Reproduce a table or figure of a paper on your machine, with the paper's numbers next to yours.
 
     \b
     residua reproduce
@@ -97,7 +103,7 @@ def reproduce(
     residua reproduce 003:fig1 --run models/Qwen3-0.6B
     residua reproduce 004:table1 --study wiki.json --out runs/mgr-wiki
 
-    Without an entry, lists all of them with what they cost. Ctrl-C saves and stops; the same command continues.
+    Without an entry, lists all entries and their costs. Ctrl-C saves and stops; the same command continues.
     """
     from residua.report.terminal import open_console
     from residua.reproduce.request import Request
@@ -111,7 +117,7 @@ def reproduce(
         task_dir=None if task_dir is None else str(task_dir), limit=limit, no_tasks=no_tasks, tune=_multiples(tune),
         calibration=calibration, demo=demo,
     )  # fmt: skip
-    others = {"study": study, "run": run, "results": results, "plan": plan}  # a request has the options of a training
+    others = {"study": study, "run": run, "results": results, "plan": plan}  # a request with the options for training
     options = [*request.given(but=("scale",)), *(name for name, value in others.items() if value)]
     options += [] if scale is None else ["scale"]
     if entry is None:
@@ -125,15 +131,15 @@ def reproduce(
     if study is not None:
         from residua.reproduce.existing_study import reproduce_from
 
-        _refuse(options, ("study", "rows"), "--study takes numbers that exist and trains nothing: leave --{} out.")
+        _refuse(options, ("study", "rows"), "--study uses existing numbers and trains nothing: leave --{} out.")
         _tell(reproduce_from(entry, study, folder, console, request.rows), console)
         return
     from residua.reproduce import run_entry as work
 
     if demo:
-        _refuse(options, DEMO_OPTIONS, "--demo has a size of its own: leave --{} out.")
+        _refuse(options, DEMO_OPTIONS, "--demo sets its own size: leave --{} out.")
     if run:
-        _refuse(options, ("run",), "--run looks inside a model that exists and trains nothing: leave --{} out.")
+        _refuse(options, ("run",), "--run diagnoses an existing model and trains nothing: leave --{} out.")
         page = work.look_inside(entry, run, folder, console)
         say(console, f"Report: {page.resolve()}")
         return
@@ -144,7 +150,7 @@ def reproduce(
 
 
 def _refuse(options: Sequence[str], but: Sequence[str], sentence: str) -> None:
-    """Refuse options that would be ignored: those that were given, but for the ones that have a meaning here."""
+    """Refuse options that would be ignored."""
     ignored = next((name for name in options if name not in but), None)
     if ignored is not None:
         raise UserError(sentence.format(ignored))

@@ -26,20 +26,18 @@ def train(
     source: Annotated[
         str | None,
         argument(
-            "What to train: a name from `residua presets`, or a TOML file. Not needed with --resume.",
+            "A preset from `residua presets`, or a TOML file. Not needed with --resume.",
             metavar="PRESET|FILE.toml",
             autocompletion=complete_preset,
         ),
     ] = None,
     changes: Annotated[list[str] | None, argument("Changes to the configuration.", metavar="SECTION.KEY=VALUE")] = None,
     data: Data = None,
-    out: Annotated[Path | None, option("The run's folder.", default="runs/NAME")] = None,
-    start: Annotated[Path | None, option("Begin with the weights of this run.", "--from", metavar="RUN")] = None,
-    resume: Annotated[bool, option("Continue the run in --out from its last checkpoint.", "--resume")] = False,
+    out: Annotated[Path | None, option("Folder of the run.", default="runs/NAME")] = None,
+    start: Annotated[Path | None, option("Initialize with the weights of this run.", "--from", metavar="RUN")] = None,
+    resume: Annotated[bool, option("Resume the run in --out from its last checkpoint.", "--resume")] = False,
     threads: Threads = None,
-    watch: Annotated[
-        bool, option("Serve a live page of the run, on this machine only, while it trains.", "--watch")
-    ] = False,
+    watch: Annotated[bool, option("Serve a live page while the run trains, on this machine only.", "--watch")] = False,
 ) -> None:
     """Train a model on your text, or by default on the Python standard library.
 
@@ -52,9 +50,9 @@ def train(
     residua train --from runs/qwen3 model.topology=multi_gate --data data/wiki --out runs/mgr
     torchrun --nproc-per-node 8 --no-python residua train mgr-l-full parallel.shard=8
 
-    The model's vocabulary is that of the text, unless model.vocab_size is given.
-    Ctrl-C saves and stops. --resume continues from there, with the same bits on a CPU,
-    and on a GPU with train.determinism=exact.
+    The vocabulary size is that of the text, unless model.vocab_size is given. Ctrl-C saves and
+    stops. --resume continues from there: bit for bit on a CPU, and on a GPU with
+    train.determinism=exact.
     """
     overrides = list(changes or [])
     if source is not None and "=" in source:
@@ -64,7 +62,7 @@ def train(
         folder, config = _retrofit(start, source, overrides, data, out, resume)
     else:
         folder = out or _default_folder(source)
-        refuse_blocked(folder)  # before text is prepared
+        refuse_blocked(folder)  # before preparing text
         config = _configuration(source, folder, resume).override([*_data_change(data), *overrides])
         config = config.override(_vocabulary_change(config, source, overrides, folder, resume))
     with _page(folder) if watch and os.environ.get("RANK", "0") == "0" else nullcontext():
@@ -81,15 +79,15 @@ def _page(folder: Path) -> AbstractContextManager[None]:
 def _retrofit(
     start: Path, source: str | None, changes: list[str], data: Path | None, out: Path | None, resume: bool
 ) -> tuple[Path, RunConfig]:
-    """The folder and the configuration of a run that begins with the weights of another."""
+    """The folder and configuration of a run that starts from the weights of another."""
     from residua.config.run import RunConfig
     from residua.config.variants import with_eps
     from residua.storage.load import start_changes
 
     if source is not None:
-        raise UserError(f"--from takes the model and the recipe of {start}: leave {source} out.")
+        raise UserError(f"--from takes the model and the recipe from {start}: leave {source} out.")
     if resume:
-        raise UserError("a run that was started with --from is resumed without it: leave --from out.")
+        raise UserError("--from cannot be combined with --resume, which restores the weights: leave --from out.")
     if out is None:
         raise UserError("choose the new run's folder with --out.")
     base_file, begin = start_changes(start)
@@ -114,7 +112,7 @@ def _run(config: RunConfig, folder: Path, resume: bool, threads: int | None) -> 
 
 
 def _ranks(config: RunConfig, folder: Path) -> World | None:
-    """The processes of a run that asks for several; one process does without torch.distributed, seconds to import."""
+    """The processes of a distributed run; a single process avoids importing torch.distributed, which takes seconds."""
     if config.parallel.ranks == 1:
         return None
     from residua.distributed.world import open_world
@@ -123,13 +121,13 @@ def _ranks(config: RunConfig, folder: Path) -> World | None:
 
 
 def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
-    """The run's configuration: from the named source, or with --resume alone from the run's folder."""
+    """The run's configuration, from the named source or, with --resume alone, from the run's folder."""
     from residua.config.run import RunConfig
 
     if source is not None:
         return RunConfig.find(source)
     if not resume:
-        raise UserError("name what to train: a preset (`residua presets` lists them) or a TOML file.")
+        raise UserError("nothing to train was named: give a preset (`residua presets` lists them) or a TOML file.")
     from residua.storage.run import saved_config
 
     return saved_config(folder)
@@ -138,7 +136,7 @@ def _configuration(source: str | None, folder: Path, resume: bool) -> RunConfig:
 def _vocabulary_change(
     config: RunConfig, source: str | None, changes: list[str], folder: Path, resume: bool
 ) -> list[str]:
-    """The override that gives a model the vocabulary of its text, unless one is asked for or the run has begun."""
+    """The override that sets the vocabulary size of the text, unless it is given or the run has begun."""
     from residua.data.source import names_vocabulary, vocabulary
     from residua.storage.run import saved_config
 
@@ -149,19 +147,22 @@ def _vocabulary_change(
 
 def _default_folder(source: str | None) -> Path:
     if source is None:
-        raise UserError("name what to train (`residua presets` lists models), or the run to --resume by its --out.")
+        raise UserError(
+            "nothing to train was named: give a preset (`residua presets` lists them), or --resume "
+            "with the --out of a run."
+        )
     name = Path(source).stem
     if not is_plain_name(name):
-        raise UserError(f"{source!r} gives the run no plain name: choose its folder with --out.")
+        raise UserError(f"{source!r} has no name that could name the run's folder: choose one with --out.")
     return Path("runs") / name
 
 
 def _placed(config: RunConfig) -> RunConfig:
-    """The configuration with the whole path of its text, so that the run can be resumed and read from any folder."""
+    """The configuration with the absolute path of its text, so that the run can be resumed from any folder."""
     path = config.data.path
     return config if path is None or Path(path).is_absolute() else config.override(_data_change(Path(path)))
 
 
 def _data_change(data: Path | None) -> list[str]:
-    """--data as an override: absolute, and quoted, so that a folder called 2024 stays a string."""
+    """--data as an override: absolute and quoted, so that a folder called 2024 stays a string."""
     return [] if data is None else [f"data.path={toml_string(data.resolve())}"]

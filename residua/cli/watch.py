@@ -1,4 +1,4 @@
-"""`residua watch`: the growing page of runs and studies, on this machine only."""
+"""`residua watch`: a live page of runs and studies, on this machine only."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ app = typer.Typer(rich_markup_mode=None, add_completion=False)
 def watch(
     what: Annotated[
         list[Path] | None,
-        argument("Folders of runs or studies, or folders that hold some.", default="runs", metavar="RUN|STUDY..."),
+        argument("Run or study folders, or folders that contain them.", default="runs", metavar="RUN|STUDY..."),
     ] = None,
-    port: Annotated[int | None, option("Serve the page at this port.", default="a free one", min=1, max=65535)] = None,
+    port: Annotated[int | None, option("Port of the page.", default="a free one", min=1, max=65535)] = None,
 ) -> None:
-    """Watch runs under way, and finished ones, in a browser: curves, speed, ETA, the last messages.
+    """Watch running and finished runs in a browser: curves, speed, ETA and recent messages.
 
     \b
     residua watch runs/wiki
@@ -34,15 +34,15 @@ def watch(
     residua watch runs
     residua watch runs/study --port 8080
 
-    The page is served on this machine only, and nothing is sent anywhere. On another machine, open it through the
-    ssh line that is printed. Ctrl-C ends the page; runs do not notice.
+    The page is served on this machine only, and nothing is sent elsewhere. To open it from another machine, use the
+    printed ssh command. Ctrl-C ends the page and leaves the runs alone.
     """
     from residua.watch.run_list import check, find
     from residua.watch.server import how_to_open
 
     folders = what or [Path("runs")]
     if what is None and not folders[0].is_dir():
-        raise UserError("there is no folder runs here: name the run or the study to watch.")
+        raise UserError("there is no folder runs here: name a run or a study to watch.")
     check(folders)
     server = _open(folders, port)
     runs = len(find(folders))
@@ -61,7 +61,7 @@ def _open(folders: list[Path], port: int | None) -> Server:
     try:
         return Server(RunList(folders), port or 0)
     except OSError as error:
-        why = {errno.EADDRINUSE: "is in use", errno.EACCES: "needs more rights than you have"}
+        why = {errno.EADDRINUSE: "is in use", errno.EACCES: "needs more privileges than you have"}
         if port is None or error.errno not in why:
             raise
         raise UserError(f"port {port} {why[error.errno]}: choose another --port, or leave it out.") from None

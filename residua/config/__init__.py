@@ -1,1 +1,1 @@
-"""The settings that a person writes: choices, models, runs and presets. Nothing here imports torch."""
+"""User settings: choices, models, runs and presets. Nothing here imports torch."""

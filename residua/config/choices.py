@@ -1,4 +1,4 @@
-"""The tables of a model's configuration, told apart by `kind`. The class that a choice builds explains what it means.
+"""The tables of a model's configuration, told apart by `kind`. The class built from a choice documents its meaning.
 
 A topology says how sublayers talk along depth (`model/topology/`, docs/topologies.md), anchors say which projections
 later layers mix into their own (`model/anchors.py`), an order which layers run, and when: a layer may run several times
@@ -83,20 +83,20 @@ Pathway = Literal["q", "k", "v", "g"]
 
 
 Start = tuple[float, float]
-"""λ1 and λ2 at the start; with dynamic mixing, times γ."""
+"""Initial λ1 and λ2; dynamic mixing multiplies them by γ."""
 
 
 class AnchorChoice(Family):
-    """A choice of anchors: subclass it, with a `kind`, for anchors of your own (docs/extend.md)."""
+    """A choice of anchors. To add your own, subclass it with a `kind` (docs/extend.md)."""
 
     from_embedding: ClassVar[bool] = False
     """Whether the anchors are projections of the embedding; otherwise the first softmax layer writes them."""
 
     reads_tokens: ClassVar[bool] = False
-    """Whether the source or the layers look token ids up (`Context.tokens`)."""
+    """Whether the source or the layers look up token ids (`Context.tokens`)."""
 
     counts_layers: ClassVar[bool] = False
-    """Whether a layer reads anchors by the layer that wrote them, so that each must run once, in order."""
+    """Whether anchors are identified by the layer that wrote them, so that each layer must run once, in order."""
 
     rms_kernels: ClassVar[bool] = False
     """Whether layers mix in kernels that also norm queries and keys, by RMS over a head or not at all."""
@@ -108,22 +108,22 @@ class AnchorChoice(Family):
 
     @property
     def joins_heads(self) -> bool:
-        """Whether what one head mixes depends on others, so that ranks cannot divide the heads."""
+        """Whether the mixing of one head depends on others, so that heads cannot be divided among ranks."""
         return False
 
     def check(self, width: int, layers: int) -> None:
-        """Refuse settings that do not fit a model of this width with so many softmax layers."""
+        """Refuse settings that do not fit a model with this width and number of softmax layers."""
 
     def lender(self, layer: int) -> int:
-        """The softmax layer whose projections softmax layer `layer` takes in place of its own; both count from 0."""
+        """The softmax layer whose projections softmax layer `layer` uses instead of its own; both count from 0."""
         return layer
 
     def taken(self, layer: int) -> tuple[Pathway, ...]:
-        """The pathways that softmax layer `layer` takes from its lender: it has no projection and no cache for them."""
+        """The pathways that softmax layer `layer` shares with its lender; it has no projection or cache for them."""
         return ()
 
     def carried(self, layers: int) -> tuple[Pathway, ...]:
-        """The anchors that exist after so many softmax layers, by the pathway whose shape they have."""
+        """The anchors that exist after this many softmax layers, by the pathway whose shape they have."""
         return self.mixed if self.from_embedding or layers else ()
 
 
@@ -151,16 +151,16 @@ Mixing = Annotated[StaticMixing | DynamicMixing, Field(discriminator="kind")]
 
 
 class ResFormer(AnchorChoice):
-    """The first layer's values, raw, in every later layer."""
+    """Mix the first layer's values, not normalised, into those of every later layer."""
 
     rms_kernels: ClassVar[bool] = True
     training_only: ClassVar[tuple[str, ...]] = ("start",)
 
     kind: Literal["resformer"] = "resformer"
     granularity: Granularity = "scalar"
-    """The shape of λ1 and λ2: one per element, per head, or one."""
+    """Shape of λ1 and λ2: per element, per head, or a single number."""
     start: Start = (0.5, 0.5)
-    """λ1, of the first layer's values, and λ2, of the layer's own, at the start."""
+    """Initial λ1 of the first layer's values and λ2 of the layer's own."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -168,19 +168,19 @@ class ResFormer(AnchorChoice):
 
 
 class ProjectionAnchors(AnchorChoice):
-    """The keys that NuResFormer and ExoFormer share."""
+    """The keys shared by NuResFormer and ExoFormer."""
 
     rms_kernels: ClassVar[bool] = True
     training_only: ClassVar[tuple[str, ...]] = ("start",)
 
     pathways: tuple[Pathway, ...] = ("q", "k", "v", "g")
-    """The projections that are mixed: queries, keys, values, gate."""
+    """Projections to mix: queries, keys, values, gate."""
     granularity: Granularity = "elementwise"
-    """The shape of λ1 and λ2: one per element, per head, or one."""
+    """Shape of λ1 and λ2: per element, per head, or a single number."""
     norm: Literal["none", "qk", "all"] = "all"
-    """Which anchors are normed by RMS: none, those of queries and keys, or all."""
+    """Which anchors are normalised by RMS: none, those of queries and keys, or all."""
     start: Start = (0.5, 0.5)
-    """λ1, of the anchor, and λ2, of the layer's own projection, at the start."""
+    """Initial λ1 of the anchor and λ2 of the layer's own projection."""
     mixing: Mixing = StaticMixing()
 
     @property
@@ -191,19 +191,20 @@ class ProjectionAnchors(AnchorChoice):
     def _pathways_once(self) -> Self:
         if not self.pathways or len(set(self.pathways)) != len(self.pathways):
             raise UserError(
-                f"anchors.pathways = {list(self.pathways)} must name one or more of 'q', 'k', 'v', 'g', each once."
+                f"anchors.pathways = {list(self.pathways)} must contain one or more of 'q', 'k', 'v', 'g', "
+                "without repetition."
             )
         return self
 
 
 class NuResFormer(ProjectionAnchors):
-    """The first layer's projections, normalised, in every later layer."""
+    """Mix the first layer's projections, normalised, into those of every later layer."""
 
     kind: Literal["nuresformer"] = "nuresformer"
 
 
 class ExoFormer(ProjectionAnchors):
-    """Dedicated projections of the embedding, in every layer."""
+    """Mix dedicated projections of the embedding into those of every layer."""
 
     from_embedding: ClassVar[bool] = True
 
@@ -211,7 +212,7 @@ class ExoFormer(ProjectionAnchors):
 
 
 class GatedValue(AnchorChoice):
-    """The first layer's values, raw, in every later layer, as far as a gate per token and head lets them in."""
+    """Mix the first layer's values, not normalised, into those of every later layer, with a gate per token and head."""
 
     kind: Literal["gated_value"] = "gated_value"
     gate: Literal["relu", "sigmoid", "tanh", "softmax"] = "relu"
@@ -227,17 +228,17 @@ class GatedValue(AnchorChoice):
 
 
 class ValueEmbeddings(AnchorChoice):
-    """A learned vector of the token in the values of every so many layers, counted from the last, behind a gate."""
+    """Add a learned, gated vector of the token to the values of every `every`-th layer, counted from the last."""
 
     reads_tokens: ClassVar[bool] = True
 
     kind: Literal["value_embeddings"] = "value_embeddings"
     every: Positive = 2
-    """Every so many softmax layers have a table."""
+    """Distance between softmax layers with a table."""
     gate_channels: Positive = 12
-    """Channels of the layer's input that make the gate."""
+    """Channels of the layer's input from which the gate is computed."""
     gate_scale: float = Field(3.0, gt=0)
-    """The gate is at most this."""
+    """Upper bound of the gate."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -248,19 +249,16 @@ class ValueEmbeddings(AnchorChoice):
 
     def check(self, width: int, layers: int) -> None:
         if self.gate_channels > width:
-            raise UserError(
-                f"anchors.gate_channels = {self.gate_channels} is more than the {width} channels of width = {width}: "
-                "lower it."
-            )
+            raise UserError(f"anchors.gate_channels = {self.gate_channels} is more than width = {width}: lower it.")
 
 
 class SharedHeads(AnchorChoice):
-    """Keys and values of an earlier softmax layer, or values alone, in place of a layer's own."""
+    """Use keys and values, or only values, of an earlier softmax layer instead of the layer's own."""
 
     counts_layers: ClassVar[bool] = True
 
     shared: Literal["kv", "v"] = "kv"
-    """Keys and values, or values alone."""
+    """What is shared: keys and values, or only values."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -274,7 +272,7 @@ class SharedHeads(AnchorChoice):
 
 
 class CrossLayer(SharedHeads):
-    """Groups of `group` softmax layers share those of the group's first (CLA)."""
+    """Groups of `group` softmax layers share those of the first layer in the group (CLA)."""
 
     kind: Literal["cla"] = "cla"
     group: Positive = 2
@@ -284,7 +282,7 @@ class CrossLayer(SharedHeads):
 
 
 class HeadSource(SharedHeads):
-    """All softmax layers after `layer`, counted among softmax layers from 0, take those of `layer`."""
+    """All softmax layers after `layer`, counted among softmax layers from 0, use those of `layer`."""
 
     kind: Literal["kv_source"] = "kv_source"
     layer: Count = 0
@@ -295,19 +293,19 @@ class HeadSource(SharedHeads):
     def check(self, width: int, layers: int) -> None:
         if self.layer >= layers:
             raise UserError(
-                f"anchors.layer = {self.layer} is not one of the {layers} softmax layers: use at most {layers - 1}."
+                f"anchors.layer = {self.layer} is not one of the {layers} softmax layers: use 0 to {layers - 1}."
             )
 
 
 class Lime(AnchorChoice):
-    """Learned mixtures of the keys and values of all softmax layers so far, by head (LIMe)."""
+    """Learned mixtures, per head, of the keys and values of all softmax layers so far (LIMe)."""
 
     counts_layers: ClassVar[bool] = True
     training_only: ClassVar[tuple[str, ...]] = ("start",)
 
     kind: Literal["lime"] = "lime"
     start: Literal["random", "identity"] = "random"
-    """Weights at the start: random, or the layer's own keys and values alone."""
+    """Initial weights: random, or only the layer's own keys and values."""
 
     @property
     def mixed(self) -> tuple[Pathway, ...]:
@@ -322,7 +320,7 @@ class Lime(AnchorChoice):
 
 
 class DepthAttention(AnchorChoice):
-    """Values mixed by a softmax of the query over the keys of all softmax layers so far, for the same token."""
+    """Values mixed by attention of the query over the keys of all softmax layers so far, at the same token."""
 
     counts_layers: ClassVar[bool] = True
 
@@ -399,7 +397,7 @@ Order = Annotated[Sequential | Loop | Listed, Field(discriminator="kind")]
 
 
 class TiedHead(Frozen):
-    """The head is the embedding."""
+    """The head shares the matrix of the embedding."""
 
     kind: Literal["tied"] = "tied"
 
@@ -411,16 +409,16 @@ class UntiedHead(Frozen):
 
     kind: Literal["untied"] = "untied"
     init: Literal["normal", "zero"] = "normal"
-    """How its weights start."""
+    """Initialization of its weights."""
 
 
 Head = Annotated[TiedHead | UntiedHead, Field(discriminator="kind")]
 
 
 class Init(Frozen):
-    """Weights are normal with `std`; `output` says how each sublayer's last projection starts.
+    """Weights start normal with `std`; `output` chooses the start of each sublayer's last projection.
 
-    `scaled` divides its std by sqrt(2·layers) (GPT-2), `zero` starts every sublayer silent (ExoFormer).
+    `scaled` divides its std by sqrt(2·layers) (GPT-2); with `zero`, every sublayer starts with zero output (ExoFormer).
     """
 
     std: float = Field(0.02, gt=0)

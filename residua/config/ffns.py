@@ -1,4 +1,4 @@
-"""The choices of feed-forward, dense or a mixture of experts."""
+"""Choices of feed-forward: dense, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class DenseChoice(Frozen):
     experts: ClassVar[int] = 0
     top_k: ClassVar[int] = 0
     constant_weight: ClassVar[bool] = False
-    """Whether it has a router that the loss cannot teach."""
+    """Whether it has a router without a gradient from the loss."""
     gated: ClassVar[bool] = False
     """Whether one half of the hidden channels gates the other."""
     kept_hidden: ClassVar[int]
-    """Hidden tensors kept for the backward pass."""
+    """Hidden tensors stored for the backward pass."""
 
     kind: str
     hidden: Positive
@@ -31,7 +31,7 @@ class DenseChoice(Frozen):
     """Whether the projections have biases."""
 
     def kept(self, width: int) -> float:
-        """Elements per token kept for the backward pass."""
+        """Elements per token stored for the backward pass."""
         return 2 * width + self.kept_hidden * self.hidden
 
     def at(self, layer: int) -> Self:
@@ -39,10 +39,10 @@ class DenseChoice(Frozen):
         return self
 
     def check(self, layers: int) -> None:
-        """Raise ValueError, in a sentence, if a model of so many layers cannot have this feed-forward."""
+        """Raise a ValueError if a model with this many layers cannot have this feed-forward."""
 
     def mixtures(self, layers: int) -> int:
-        """How many of so many layers have experts."""
+        """How many of this many layers have experts."""
         return 0
 
 
@@ -110,13 +110,13 @@ DenseFFN = SwiGLU | GLU | GeGLU | ClampedSwiGLU | ReLU2 | GELU | TanhGELU
 
 
 class RouterChoice(Frozen):
-    """Weights of the chosen experts are times `scale`.
+    """Weights of the chosen experts are multiplied by `scale`.
 
-    Experts may stand in `groups`, in order: a token then chooses among those of its `top_groups` best groups.
+    Experts can be divided into `groups`, in order; a token then chooses among those in its `top_groups` best groups.
     """
 
     best_of_group: ClassVar[int]
-    """How many of a group's scores are summed to compare groups."""
+    """How many scores of a group are summed to compare groups."""
 
     scale: float = Field(1.0, gt=0)
     groups: Positive = 1
@@ -124,12 +124,12 @@ class RouterChoice(Frozen):
 
     @property
     def choice_of_groups(self) -> tuple[int, int, int] | None:
-        """The number of groups, of chosen ones, and of compared scores; None if no group is left out."""
+        """The number of groups, of chosen groups, and of compared scores; None if no group is excluded."""
         return None if self.groups == self.top_groups else (self.groups, self.top_groups, self.best_of_group)
 
 
 class SoftmaxRouter(RouterChoice):
-    """The softmax over all experts decides, for a group its largest value (DeepSeek-V2)."""
+    """Experts are chosen by the softmax over all of them, groups by their largest value (DeepSeek-V2)."""
 
     best_of_group: ClassVar[int] = 1
 
@@ -137,7 +137,9 @@ class SoftmaxRouter(RouterChoice):
 
 
 class SigmoidRouter(RouterChoice):
-    """A score per expert decides, plus a bias that `train.balance.bias_rate` moves; for a group, its two largest."""
+    """Experts are chosen by a score plus a bias that `train.balance.bias_rate` adjusts, groups by their two largest
+    scores.
+    """
 
     best_of_group: ClassVar[int] = 2
 
@@ -150,9 +152,9 @@ Router = Annotated[SoftmaxRouter | SigmoidRouter, Field(discriminator="kind")]
 class MoE(Frozen):
     """A mixture of `experts` feed-forwards of width `hidden`; a token visits `top_k` of them and the `shared` ones.
 
-    The weights of the chosen are scaled to sum to one, unless `normalize` is off (OLMoE). The first `dense_layers`
-    layers have no experts but one feed-forward of width `dense_hidden`, by default as wide as what a token visits
-    elsewhere.
+    The weights of the chosen experts are normalized to sum to one, unless `normalize` is off (OLMoE). The first
+    `dense_layers` layers have a single feed-forward of width `dense_hidden` instead, by default as wide as the active
+    experts of other layers.
     """
 
     mixture: ClassVar[bool] = True
@@ -165,11 +167,11 @@ class MoE(Frozen):
     router: Router = SoftmaxRouter()
     shared: Count = 1
     shared_gate: Literal["none", "sigmoid"] = "none"
-    """A sigmoid gate per token on the output of the shared ones."""
+    """A sigmoid gate per token on the output of the shared experts."""
     activation: Literal["swiglu", "glu", "clamped_swiglu", "relu2", "gelu"] = "swiglu"
     """The activation of every expert."""
     bias: bool = False
-    """Biases on the router and on every map of a feed-forward (gpt-oss)."""
+    """Whether the router and every map of a feed-forward have biases (gpt-oss)."""
     dense_layers: Count = 0
     dense_hidden: Positive | None = None
 
@@ -180,11 +182,11 @@ class MoE(Frozen):
 
     @property
     def constant_weight(self) -> bool:
-        """Whether the weight of a chosen expert is always the same, so that the loss cannot teach the router."""
+        """Whether the weight of a chosen expert is constant, so that the router gets no gradient from the loss."""
         return self.top_k == 1 and self.normalize
 
     def mixtures(self, layers: int) -> int:
-        """How many of so many layers have experts."""
+        """How many of this many layers have experts."""
         return layers - self.dense_layers
 
     def at(self, layer: int) -> DenseFFN | MoE:
@@ -198,7 +200,7 @@ class MoE(Frozen):
         return kinds[self.activation](hidden=hidden, bias=self.bias)
 
     def kept(self, width: int) -> float:
-        """Elements per token kept for the backward pass."""
+        """Elements per token stored for the backward pass."""
         visited = {"relu2": 1, "gelu": 1, "swiglu": 2, "glu": 2, "clamped_swiglu": 5}[self.activation]
         shared = {"relu2": 1, "gelu": 2, "swiglu": 3, "glu": 3, "clamped_swiglu": 5}[self.activation]
         return 2 * width + self.hidden * (self.top_k * visited + self.shared * shared)
@@ -211,32 +213,32 @@ class MoE(Frozen):
             size, rest = divmod(self.experts, groups[0])
             if rest or size < groups[2]:
                 raise UserError(
-                    f"ffn.router.groups = {groups[0]} does not divide ffn.experts = {self.experts} into groups of "
-                    f"{groups[2]} or more: choose another number."
+                    f"ffn.router.groups = {groups[0]} does not divide ffn.experts = {self.experts} into equal "
+                    f"groups of at least {groups[2]}: choose another number."
                 )
             if not self.top_k / size <= groups[1] < groups[0]:
                 raise UserError(
-                    f"ffn.router.top_groups = {groups[1]} must be less than ffn.router.groups = {groups[0]}, and give "
-                    f"ffn.top_k = {self.top_k} experts to choose: choose another number."
+                    f"ffn.router.top_groups = {groups[1]} must be less than ffn.router.groups = {groups[0]}, and "
+                    f"its groups must have at least ffn.top_k = {self.top_k} experts: choose another number."
                 )
         if self.shared_gate != "none" and not self.shared:
             raise UserError(
-                f"ffn.shared_gate = '{self.shared_gate}' has nothing to gate with ffn.shared = 0: "
-                "use ffn.shared_gate = 'none' or ffn.shared = 1."
+                f"ffn.shared_gate = '{self.shared_gate}' has no shared expert to gate (ffn.shared = 0): use "
+                "ffn.shared_gate = 'none' or ffn.shared = 1."
             )
         if self.dense_hidden is not None and not self.dense_layers:
             raise UserError(
-                f"ffn.dense_hidden = {self.dense_hidden} is the width of dense layers and ffn.dense_layers = 0: "
-                "set how many of the first layers are dense."
+                f"ffn.dense_hidden = {self.dense_hidden} is the width of dense layers, but ffn.dense_layers = 0: "
+                "set ffn.dense_layers to the number of dense layers."
             )
         return self
 
     def check(self, layers: int) -> None:
-        """Raise ValueError, in a sentence, if a model of so many layers cannot have this feed-forward."""
+        """Raise a ValueError if a model with this many layers cannot have this feed-forward."""
         if self.dense_layers >= layers:
             raise UserError(
-                f"ffn.dense_layers = {self.dense_layers} leaves layers = {layers} without experts: use fewer, or a "
-                f"dense ffn.kind such as '{self.activation}'."
+                f"ffn.dense_layers = {self.dense_layers} leaves no expert layers among layers = {layers}: use "
+                f"fewer, or a dense ffn.kind such as '{self.activation}'."
             )
 
 

@@ -1,4 +1,4 @@
-"""The choices of sequence mixer, the same in every layer or a hybrid of two."""
+"""Choices of sequence mixer: the same in every layer, or a hybrid of two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mixer(Frozen):
     takes_reads: ClassVar[bool] = False
     """Whether queries, keys and values can read different inputs."""
     attends: ClassVar[bool] = False
-    """Whether a token weighs all earlier ones in a softmax; otherwise it reads a state of fixed size."""
+    """Whether a token attends to all earlier tokens by softmax; otherwise it reads a state of fixed size."""
 
     @property
     def everywhere(self) -> SoftmaxAttention | None:
@@ -29,30 +29,30 @@ class Mixer(Frozen):
         return None
 
     def check(self, layers: int) -> None:
-        """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
+        """Raise a ValueError if a model with this many layers cannot have this attention."""
 
     def at(self, layer: int) -> Self:
         """The mixer of layer `layer`."""
         return self
 
     def head_counts(self) -> dict[str, int]:
-        """By key, how many heads there are that ranks could divide; empty if heads do not stand alone."""
+        """The number of heads that can be divided among ranks, by key; empty if heads are not independent."""
         return {}
 
     def score_width(self, width: int) -> float:
-        """Multiply-adds for each earlier token that a token sees, halved: a product with its key, one with its value.
+        """Half the multiply-adds per visible earlier token: a product with its key and one with its value.
 
         `width` is the model's. A state of fixed size costs no more than its projections.
         """
         return 0.0
 
     def turned(self, width: int) -> int:
-        """The elements of a head that rotary positions turn; 0 if the mixer has no such positions."""
+        """The elements of a head that rotary positions rotate; 0 without rotary positions."""
         return 0
 
 
 class FullHeads(Frozen):
-    """`head_dim`, `kv_heads` and `values` of layers without a window, where they differ from those of the others."""
+    """`head_dim`, `kv_heads` and `values` of layers without a window, where they differ from other layers."""
 
     head_dim: Positive | None = None
     kv_heads: Positive | None = None
@@ -62,13 +62,13 @@ class FullHeads(Frozen):
 class SoftmaxAttention(Mixer):
     """Causal softmax attention; `kv_heads` below `heads` is grouped-query attention.
 
-    `qk_norm` is over each head, over all heads together ("rms_all", OLMo 2), or the dynamic tanh ("dyt"), whose α
-    starts at `qk_alpha`; "rms_qkv" also norms values, without a gain. With `values = "keys"` the projection of keys,
-    before norm and rotation, gives the values too. `full` changes the heads of layers without a window (Gemma 4). With
-    `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in `window_layers`;
-    `local_rope_theta` is the base of rotary positions in those layers, which are not scaled there (Gemma 3). Heads of
-    `unturned_layers` have no positions (SmolLM 3). `bias` adds biases to queries, keys and values ("qkv"), or to the
-    output projection too ("all"). `own_value = "removed"` takes the direction of the token's own value out of a head's
+    `qk_norm` normalizes each head, all heads together ("rms_all", OLMo 2), or applies a dynamic tanh ("dyt"), whose α
+    starts at `qk_alpha`; "rms_qkv" also normalizes values, without a gain. With `values = "keys"`, the projection of
+    keys, before norm and rotation, also serves as values. `full` changes the heads of layers without a window (Gemma
+    4). With `window`, a token sees itself and the `window` − 1 tokens before it, in all layers or in `window_layers`;
+    `local_rope_theta` is the base of rotary positions in those layers, without `rope_scaling` (Gemma 3). Layers in
+    `unturned_layers` have no positions (SmolLM 3). `bias` adds biases to queries, keys and values ("qkv"), or also to
+    the output projection ("all"). `own_value = "removed"` removes the direction of the token's own value from a head's
     output (XSA).
     """
 
@@ -80,7 +80,7 @@ class SoftmaxAttention(Mixer):
     heads: Positive
     kv_heads: Positive | None = None
     head_dim: Positive | None = None
-    """Elements of a head; `width` / `heads` unless given."""
+    """Elements of a head; `width` / `heads` by default."""
     values: Literal["projected", "keys"] = "projected"
     full: FullHeads | None = None
     qk_norm: Literal["rms", "rms_all", "rms_qkv", "dyt", "none"] = "rms"
@@ -94,13 +94,13 @@ class SoftmaxAttention(Mixer):
     local_rope_theta: Annotated[float, Field(gt=0)] | None = None
     unturned_layers: tuple[int, ...] | None = None
     query_growth: QueryGrowth | None = None
-    """A factor on queries far into a long document (Ministral 3)."""
+    """A factor on queries late in a long document (Ministral 3)."""
     window: Positive | None = None
     window_layers: tuple[int, ...] | None = None
     softcap: Annotated[float, Field(gt=0)] | None = None
-    """A tanh keeps scores within ± this (Gemma 2)."""
+    """Bound of the scores, enforced by a tanh (Gemma 2)."""
     gate: Literal["none", "elementwise", "headwise"] = "none"
-    """A sigmoid gate on the output, for each element or each head (arXiv 2505.06708)."""
+    """A sigmoid gate on the output, per element or per head (arXiv 2505.06708)."""
     sink: Literal["none", "learned"] = "none"
     """A learned logit per head in the softmax, which lets a head attend to nothing."""
     own_value: Literal["kept", "removed"] = "kept"
@@ -129,21 +129,23 @@ class SoftmaxAttention(Mixer):
         return self.head_dim or width // self.heads
 
     def window_at(self, layer: int) -> int | None:
-        """The window of layer `layer`; None if its tokens see all earlier ones."""
+        """The window of layer `layer`; None if its tokens see all earlier tokens."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         for key in ("window_layers", "local_rope_theta", "full"):
             if getattr(self, key) is not None and self.window is None:
-                raise UserError(f"attention.{key} needs attention.window: the number of tokens that those layers see.")
+                raise UserError(
+                    f"attention.{key} needs attention.window: set it to the number of tokens that those layers see."
+                )
         _check_divides("kv_heads", self.kv_heads or 1, "heads", self.heads)
         if self.full is not None:
             _check_divides("full.kv_heads", self.full.kv_heads or 1, "heads", self.heads)
             if self.full.head_dim is not None and (self.local_rope_theta is None or self.unturned_layers is not None):
                 raise UserError(
                     f"attention.full.head_dim = {self.full.head_dim} needs rotary positions of two widths: set "
-                    "attention.local_rope_theta, and leave attention.unturned_layers out."
+                    "attention.local_rope_theta and remove attention.unturned_layers."
                 )
         return self
 
@@ -153,7 +155,7 @@ class GatedDeltaNet(Mixer):
 
     kind: Literal["gated_deltanet"] = "gated_deltanet"
     key_heads: Positive
-    """Heads of queries and keys; each serves several heads of values."""
+    """Heads of queries and keys; each serves one or more heads of values."""
     value_heads: Positive
     """Heads of values."""
     head_dim: Positive = 128
@@ -192,11 +194,11 @@ class KimiDelta(Mixer):
 
 
 class LatentAttention(Mixer):
-    """Softmax attention whose keys and values are made of one vector of `rank` elements per token, all that is cached.
+    """Softmax attention whose keys and values are computed from one cached vector of `rank` elements per token.
 
-    Heads have `head_dim` elements of their own, and keys `shared_dim` more that all heads share; values have
-    `value_dim` (default: `head_dim`). With `positions = "rotary"` the shared part, and no other, is turned. Queries are
-    made of a vector of `query_rank` elements if it is given.
+    Each head has `head_dim` elements, and `shared_dim` more key elements are shared by all heads; values have
+    `value_dim` (default: `head_dim`). `positions = "rotary"` rotates only the shared part. If `query_rank` is given,
+    queries are computed from a vector of so many elements.
     """
 
     attends: ClassVar[bool] = True
@@ -233,7 +235,7 @@ class LatentAttention(Mixer):
     def _shared_part_turns(self) -> Self:
         if self.positions == "rotary" and (self.shared_dim == 0 or self.shared_dim % 2):
             raise UserError(
-                f"attention.positions = 'rotary' turns pairs of the shared part and attention.shared_dim = "
+                f"attention.positions = 'rotary' rotates pairs of the shared part, but attention.shared_dim = "
                 f"{self.shared_dim}: use an even number above 0, or attention.positions = 'none'."
             )
         return self
@@ -244,7 +246,7 @@ LinearMixer = GatedDeltaNet | KimiDelta
 
 
 def _of_kind(kind: str) -> BeforeValidator:
-    """A table without a `kind` is of this one."""
+    """Give a table without a `kind` this kind."""
 
     def fill(value: object) -> object:
         return {"kind": kind, **value} if isinstance(value, dict) and "kind" not in value else value
@@ -253,7 +255,7 @@ def _of_kind(kind: str) -> BeforeValidator:
 
 
 class HybridAttention(Frozen):
-    """Linear attention, with softmax attention in the last of every `softmax_every` layers or in `softmax_layers`."""
+    """Linear attention, with softmax attention in every `softmax_every`-th layer or in `softmax_layers`."""
 
     softmax_path: ClassVar[str] = "attention.softmax"
     parts: ClassVar[tuple[str, ...]] = ("softmax", "linear")
@@ -270,17 +272,17 @@ class HybridAttention(Frozen):
         return None
 
     def check(self, layers: int) -> None:
-        """Raise ValueError, in a sentence, if a model of so many layers cannot have this attention."""
+        """Raise a ValueError if a model with this many layers cannot have this attention."""
         if self.softmax_layers is None:
             if self.softmax_every > layers:
                 raise UserError(
-                    f"attention.softmax_every = {self.softmax_every} leaves layers = {layers} without softmax "
-                    f"attention: use at most {layers}, or attention.kind = '{self.linear.kind}'."
+                    f"attention.softmax_every = {self.softmax_every} leaves none of layers = {layers} with "
+                    f"softmax attention: use at most {layers}, or attention.kind = '{self.linear.kind}'."
                 )
         elif not self.softmax_layers or not all(0 <= layer < layers for layer in self.softmax_layers):
             raise UserError(
-                f"attention.softmax_layers = {list(self.softmax_layers)} must name one or more of the layers 0 to "
-                f"{layers - 1}."
+                f"attention.softmax_layers = {list(self.softmax_layers)} must contain one or more of the layers "
+                f"0 to {layers - 1}."
             )
 
     def at(self, layer: int) -> SoftmaxMixer | LinearMixer:

@@ -1,4 +1,4 @@
-"""A model's configuration: immutable, checked once when built, equal after a round trip through TOML.
+"""A model's configuration: immutable, validated once when built, and unchanged by a round trip through TOML.
 
 This file imports no torch, so reading or listing configurations is instant.
 """
@@ -40,11 +40,11 @@ class ModelConfig(WholeConfig):
     """A decoder-only language model.
 
     `vocab_size` defaults to GPT-2's 50,257 padded to a multiple of 128; `context` is the training length. `placement`
-    says what sublayers norm: their input (pre-norm), their output (OLMo 2), or both (Gemma). Embedded tokens are
-    multiplied by `embed_scale`. `learned_positions` adds a learned vector for each place of a token in its document, as
-    in GPT-2; without rotary positions, all layers are in `attention.unturned_layers`. With `reader_eps = "sum"` the
-    norm of reader k has eps · c_k², for a topology that hands it c_k times the sum when it starts as a pre-norm model:
-    that start is then exact (docs/retrofit.md).
+    chooses what sublayers normalize: their input (pre-norm), their output (OLMo 2), or both (Gemma). Embedded tokens
+    are multiplied by `embed_scale`. `learned_positions` adds a learned vector for each position in a document, as in
+    GPT-2; for a model without rotary positions, list all layers in `attention.unturned_layers`. With `reader_eps =
+    "sum"`, the norm of reader k has eps · c_k², for a topology that gives it c_k times the sum when it starts as a
+    pre-norm model, so that this start is exact (docs/retrofit.md).
     """
 
     training_only: ClassVar[tuple[str, ...]] = ("context", "init")
@@ -52,7 +52,7 @@ class ModelConfig(WholeConfig):
     vocab_size: Positive = 50_304
     context: Positive = 1024
     layers: Layers
-    """Layers, each a sequence mixer and a feed-forward: two sublayers."""
+    """Number of layers; each has two sublayers, a sequence mixer and a feed-forward."""
     width: Positive
     """Channels of the residual stream."""
     attention: Attention
@@ -66,7 +66,7 @@ class ModelConfig(WholeConfig):
     head: Head = TiedHead()
     embed_scale: float = Field(1.0, gt=0)
     logit_softcap: Annotated[float, Field(gt=0)] | None = None
-    """A tanh keeps logits within ± this (Gemma 2)."""
+    """Bound of the logits, enforced by a tanh (Gemma 2)."""
     learned_positions: Positive | None = None
     init: Init = Init()
 
@@ -77,7 +77,7 @@ class ModelConfig(WholeConfig):
 
     @classmethod
     def from_toml(cls, path: str | Path) -> ModelConfig:
-        """Read a TOML file: the model's keys at its top, or under `[model]`."""
+        """Read a TOML file with the model's keys at the top level or under `[model]`."""
         data = read_toml(path)
         model = data.get("model", data)
         with of_file(path):
@@ -87,7 +87,7 @@ class ModelConfig(WholeConfig):
 
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
-        """One of the models that come with Residua: `residua presets` lists them."""
+        """A model that comes with Residua; `residua presets` lists them."""
         from residua.config import presets
 
         return cls(**presets.load(name)["model"])
@@ -98,7 +98,7 @@ class ModelConfig(WholeConfig):
 
     @property
     def executed(self) -> tuple[int, ...]:
-        """The layers that run, in order; one may run several times."""
+        """The layers in execution order; a layer may run several times."""
         return self.order.executed(self.layers)
 
     @property
@@ -108,7 +108,7 @@ class ModelConfig(WholeConfig):
 
     @property
     def sublayers(self) -> int:
-        """Executions of sublayers, which the topology counts."""
+        """The number of sublayer executions, which the topology counts."""
         return 2 * len(self.executed)
 
     @property
@@ -123,16 +123,16 @@ class ModelConfig(WholeConfig):
 
     @property
     def softmax(self) -> SoftmaxAttention | None:
-        """The softmax attention of the model's softmax layers; None if they have another kind or there are none.
+        """The softmax attention of the model's softmax layers; None if they use another kind or none exist.
 
-        Its heads are those of layers with a window, where those of others differ.
+        If layers with and without a window have different heads, these are the heads of layers with one.
         """
         parts = (self.attention, *(getattr(self.attention, part) for part in self.attention.parts))
         return next((mixer for mixer in parts if isinstance(mixer, SoftmaxAttention)), None)
 
     @property
     def latent(self) -> LatentAttention | None:
-        """The latent attention of the model's softmax layers; None if they have another kind or there are none."""
+        """The latent attention of the model's softmax layers; None if they use another kind or none exist."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, LatentAttention)), None)
 
     @property
@@ -142,7 +142,7 @@ class ModelConfig(WholeConfig):
 
     @property
     def borrowed(self) -> dict[int, tuple[int, tuple[str, ...]]]:
-        """For each layer that takes keys or values of an earlier one: that one, and the pathways it takes."""
+        """For each layer that uses keys or values of an earlier layer: that layer, and the shared pathways."""
         layers, anchors = self.softmax_layers, self.anchors
         takers = ((i, taken) for i in range(len(layers)) if (taken := anchors.taken(i)))
         return {layers[i]: (layers[anchors.lender(i)], taken) for i, taken in takers}
@@ -153,8 +153,8 @@ class ModelConfig(WholeConfig):
         self.ffn.check(self.layers)
         if self.learned_positions is not None and self.context > self.learned_positions:
             raise UserError(
-                f"context = {self.context} is more than learned_positions = {self.learned_positions}: every token "
-                "needs a place."
+                f"context = {self.context} is more than learned_positions = {self.learned_positions}: lower "
+                "context, or raise learned_positions."
             )
         _check_softmax(self)
         _check_anchors(self)
@@ -170,8 +170,9 @@ def _check_norms(config: ModelConfig) -> None:
     topology = config.topology
     if topology.norms_inputs and config.placement == "input" and type(config.norm) is not RMSNorm:
         raise UserError(
-            f"topology.kind = '{topology.kind}' norms the inputs of sublayers and head itself, so that norm.kind = "
-            f"'{config.norm.kind}' would do nothing: use norm.kind = 'rmsnorm', or placement = 'output' or 'both'."
+            f"topology.kind = '{topology.kind}' normalizes the inputs of the sublayers and the head itself, so "
+            f"norm.kind = '{config.norm.kind}' has no effect: use norm.kind = 'rmsnorm', or placement = 'output' "
+            "or 'both'."
         )
 
 
@@ -207,7 +208,7 @@ def _check_softmax(config: ModelConfig) -> None:
     _check_factors(config, softmax.rope_scaling, softmax.in_full.turned(config.width) // 2)
     for key, named in (("window_layers", softmax.window_layers), ("unturned_layers", softmax.unturned_layers)):
         if beyond := [layer for layer in named or () if not 0 <= layer < config.layers]:
-            raise UserError(f"{table}.{key} contains {beyond[0]}, and layers = {config.layers}: count layers from 0.")
+            raise UserError(f"{table}.{key} contains {beyond[0]}, but layers = {config.layers}: number layers from 0.")
 
 
 def _check_order(config: ModelConfig) -> None:
@@ -225,13 +226,13 @@ def _check_order(config: ModelConfig) -> None:
         return
     if config.ffn.mixture:
         raise UserError(
-            f"order.kind = '{config.order.kind}' runs a layer several times, and ffn.kind = 'moe' balances the experts "
-            "of a layer once: use a dense feed-forward."
+            f"order.kind = '{config.order.kind}' runs a layer several times, but ffn.kind = 'moe' balances its "
+            "experts once per step: use a dense feed-forward."
         )
     if config.reader_eps == "sum":
         raise UserError(
-            f"order.kind = '{config.order.kind}' runs a layer several times, and reader_eps = 'sum' needs another eps "
-            "each time: use reader_eps = 'norm'."
+            f"order.kind = '{config.order.kind}' runs a layer several times, but reader_eps = 'sum' needs a "
+            "different eps each time: use reader_eps = 'norm'."
         )
 
 
@@ -239,8 +240,8 @@ def _check_reads(config: ModelConfig) -> None:
     single = next((mixer for mixer in config.mixers if not mixer.takes_reads), None)
     if single is not None and len(config.topology.reads) > 1:
         raise UserError(
-            f"topology.kind = '{config.topology.kind}' gives queries, keys and values inputs of their own, and "
-            f"attention.kind = '{single.kind}' reads one: use softmax attention in every layer."
+            f"topology.kind = '{config.topology.kind}' gives queries, keys and values separate inputs, but "
+            f"attention.kind = '{single.kind}' takes a single one: use softmax attention in every layer."
         )
 
 
@@ -251,39 +252,39 @@ def _check_anchors(config: ModelConfig) -> None:
     anchors.check(config.width, len(config.softmax_layers))
     if config.latent is not None:
         raise UserError(
-            f"anchors.kind = '{anchors.kind}' mixes keys and values of heads, and latent attention ('mla') "
-            "has none: use anchors.kind = 'none', or softmax attention of kind = 'softmax'."
+            f"anchors.kind = '{anchors.kind}' mixes keys and values per head, but latent attention ('mla') has "
+            "none: use anchors.kind = 'none', or softmax attention of kind = 'softmax'."
         )
     if softmax is None:
         raise UserError(
-            f"anchors.kind = '{anchors.kind}' mixes softmax projections and attention.kind = "
+            f"anchors.kind = '{anchors.kind}' mixes softmax projections, but attention.kind = "
             f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
         )
     if softmax.full is not None or softmax.values == "keys":
         raise UserError(
-            f"anchors.kind = '{anchors.kind}' mixes heads of all softmax layers, and {table}.full or {table}.values "
-            "gives some layers other heads: use anchors.kind = 'none'."
+            f"anchors.kind = '{anchors.kind}' mixes the heads of all softmax layers, but {table}.full or "
+            f"{table}.values gives some layers different heads: use anchors.kind = 'none'."
         )
     if anchors.rms_kernels and softmax.qk_norm == "rms_all":
         raise UserError(
-            f"anchors.kind = '{anchors.kind}' mixes heads one by one and {table}."
-            "qk_norm = 'rms_all' norms them together: use anchors.kind = 'none', or qk_norm = 'rms' (with which a "
-            "trained model computes something else)."
+            f"anchors.kind = '{anchors.kind}' mixes heads one by one, but {table}."
+            "qk_norm = 'rms_all' normalizes them together: use anchors.kind = 'none', or qk_norm = 'rms' (which "
+            "changes what a trained model computes)."
         )
     if anchors.rms_kernels and softmax.qk_norm in ("dyt", "rms_qkv"):
         raise UserError(
-            f"anchors.kind = '{anchors.kind}' is followed by an RMS norm of queries and keys or by none, and "
+            f"anchors.kind = '{anchors.kind}' supports only an RMS norm of queries and keys or none, but "
             f"{table}.qk_norm = '{softmax.qk_norm}': use anchors.kind = 'none' or qk_norm = 'rms'."
         )
     if "g" in anchors.mixed and softmax.gate != "elementwise":
         raise UserError(
             f"anchors.pathways contains 'g' but {table}.gate = '{softmax.gate}': "
-            f"use {table}.gate = 'elementwise' or leave 'g' out of anchors.pathways."
+            f"use {table}.gate = 'elementwise' or remove 'g' from anchors.pathways."
         )
     if anchors.counts_layers and config.executed != tuple(range(config.layers)):
         raise UserError(
-            f"anchors.kind = '{anchors.kind}' reads keys and values by the layer that made them, and order.kind = "
-            f"'{config.order.kind}' runs layers in another order or twice: use order.kind = 'sequential'."
+            f"anchors.kind = '{anchors.kind}' refers to keys and values by their layer, but order.kind = "
+            f"'{config.order.kind}' reorders or repeats layers: use order.kind = 'sequential'."
         )
     if config.borrowed:
         _check_borrowed(config)
@@ -294,11 +295,11 @@ def _check_borrowed(config: ModelConfig) -> None:
     assert softmax is not None
     if len(config.topology.reads) > 1:
         raise UserError(
-            f"topology.kind = '{config.topology.kind}' gives keys and values inputs of their own, and layers that take "
-            f"those of others (anchors.kind = '{kind}') read none: use anchors.kind = 'none' or another topology."
+            f"topology.kind = '{config.topology.kind}' gives keys and values separate inputs, which layers that "
+            f"share those of others (anchors.kind = '{kind}') ignore: use anchors.kind = 'none' or another topology."
         )
     if "k" in config.anchors.mixed and softmax.local_rope_theta is not None:
         raise UserError(
-            f"anchors.kind = '{kind}' shares keys after their rotation, and {table}.local_rope_theta rotates those of "
-            "some layers otherwise: leave it out, or use anchors.shared = 'v'."
+            f"anchors.kind = '{kind}' shares keys after their rotation, but {table}.local_rope_theta rotates "
+            "some layers differently: leave it out, or use anchors.shared = 'v'."
         )

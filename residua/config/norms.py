@@ -1,4 +1,4 @@
-"""The choices of norm. Plugins add to them."""
+"""Choices of norm, which plugins can extend."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from residua.config.settings import Positive
 
 
 class NormChoice(Family):
-    """A choice of norm: subclass it, with a `kind`, for a norm of your own (docs/extend.md)."""
+    """A choice of norm. To add your own, subclass it with a `kind` (docs/extend.md)."""
 
     kept_widths: ClassVar[float] = 2.0
-    """Widths that one norm keeps for the backward pass, besides its input."""
+    """Widths that one norm stores for the backward pass, in addition to its input."""
 
 
 class RMSNorm(NormChoice):
@@ -36,7 +36,7 @@ class UnitRMSNorm(NormChoice):
 
 
 class LayerNorm(NormChoice):
-    """(x − mean(x)) / std(x) with a gain and a bias, a gain alone, or neither."""
+    """(x − mean(x)) / std(x) with a gain and a bias, only a gain, or neither."""
 
     kind: Literal["layernorm"] = "layernorm"
     eps: float = Field(1e-5, gt=0)
@@ -56,7 +56,7 @@ class PreAffine(NormChoice):
 
 
 class LowRankGate(NormChoice):
-    """The keys that GatedNorm and GatedDyT share: the gate on the normalised vector."""
+    """The keys shared by GatedNorm and GatedDyT: the gate on the normalised vector."""
 
     rank: Positive = 16
     """The rank of the gate."""

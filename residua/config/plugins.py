@@ -1,8 +1,8 @@
-"""Families of choices that a person can add to (topologies and norms, docs/extend.md), and the modules that do so.
+"""Families of choices that users can extend (topologies, anchors and norms, docs/extend.md), and plugin modules.
 
-Plugins are imported before a configuration is refused. They come from the environment variable RESIDUA_PLUGINS (names
-of modules, or paths of .py files, separated by commas) and from the entry points `residua.plugins` of installed
-packages. Nothing in a run folder names one: opening a stranger's folder must not run code.
+Plugins are imported before a configuration is refused. They come from the environment variable RESIDUA_PLUGINS
+(module names or paths of .py files, separated by commas) and from the entry points `residua.plugins` of installed
+packages. A run folder never names a plugin: opening an untrusted folder must not run code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP = "residua.plugins"
 
 _loaded: set[str] = set()
 _packages: set[str] = set()
-"""Modules that are plugins, or the packages that hold them; they stay known after a failed import."""
+"""Plugin modules, or the packages that contain them; kept after a failed import."""
 _files: dict[str, Path] = {}
 """Files that are plugins, by the names of their modules."""
 
@@ -37,7 +37,7 @@ _ADAPTERS: dict[type[Family], TypeAdapter[Any]] = {}
 
 
 class Family(Frozen):
-    """The root of a family: its direct subclasses collect members, each with a `kind` of its own."""
+    """The root of a family: its direct subclasses collect members, each with its own `kind`."""
 
     takes_plugins: ClassVar[bool] = True
 
@@ -63,12 +63,12 @@ class Family(Frozen):
 
     @classmethod
     def choose(cls, value: Any) -> Self:
-        """Validate a table with a `kind`; one that is not known yet may come from a plugin."""
+        """Validate a table with a `kind`; a kind that is still unknown may come from a plugin."""
         kind = value.get("kind") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in _MEMBERS[cls]:
             load_plugins()
         if cls not in _ADAPTERS:
-            union: Any = Union[tuple(_MEMBERS[cls].values())]  # noqa: UP007  # made of a tuple
+            union: Any = Union[tuple(_MEMBERS[cls].values())]  # noqa: UP007  # from a tuple
             tagged: Any = Annotated[union, Field(discriminator="kind")]
             _ADAPTERS[cls] = TypeAdapter(tagged)
         chosen: Self = _ADAPTERS[cls].validate_python(value)
@@ -80,7 +80,7 @@ class Family(Frozen):
 
 
 class Place(NamedTuple):
-    """A line of a plugin, and the error that came through it."""
+    """A line of a plugin, and the error that passed through it."""
 
     file: str
     line: int
@@ -93,7 +93,7 @@ class Place(NamedTuple):
 
 
 def load_plugins() -> None:
-    """Import every plugin that is not yet imported."""
+    """Import all plugins that are not imported yet."""
     for name in filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))):
         if name not in _loaded:
             file = name.endswith(".py")
@@ -127,10 +127,10 @@ def _load(key: str, module: str, what: str, load: Callable[[], object]) -> None:
 
 
 def _from_file(path: Path) -> None:
-    """Import a file as a module of its own name, so that its classes can be pickled and their source found."""
+    """Import a file under its own name, so that its classes can be pickled and their source found."""
     path = path.expanduser().resolve()
     if not path.stem.isidentifier():
-        raise ImportError(f"{path.stem!r} is not a name that Python can import: rename the file")
+        raise ImportError(f"{path.stem!r} is not a valid Python module name: rename the file")
     known = sys.modules.get(path.stem)
     if known is not None:
         if Path(getattr(known, "__file__", None) or "").resolve() != path:
@@ -149,7 +149,7 @@ def _from_file(path: Path) -> None:
 
 
 def plugin_place(error: BaseException, package: str | None = None) -> Place | None:
-    """The innermost line of a plugin that an error, or one that led to it, came through; None without a plugin.
+    """The innermost plugin line that an error, or one of its causes, passed through; None without a plugin.
 
     `package` names one that need not have come from RESIDUA_PLUGINS.
     """

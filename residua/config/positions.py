@@ -1,7 +1,7 @@
-"""The ways to stretch rotary positions beyond the length that a model was first trained at, told apart by `kind`.
+"""Ways to extend rotary positions beyond the original training length, distinguished by `kind`.
 
-The names and formulas are those of transformers' `rope_type`; `model/rope.py` computes them. A table holds every number
-that decides the angles, so that nothing depends on other keys.
+The names and formulas are those of transformers' `rope_type`; `model/rope.py` computes them. A table has every number
+that determines the angles, so that none depends on other keys.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class DynamicRope(Frozen):
 
     kind: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: Factor
-    """How many times as long sequences can be."""
+    """Factor by which sequences can be longer."""
     original_context: Positive
 
 
 class YarnRope(Frozen):
-    """YaRN (arXiv 2309.00071): low frequencies divided by `factor`, high ones kept, a ramp in between.
+    """YaRN (arXiv 2309.00071): low frequencies are divided by `factor`, high ones are kept, with a ramp in between.
 
     cos and sin are multiplied by `attention_factor`.
     """
@@ -41,14 +41,14 @@ class YarnRope(Frozen):
     kind: Literal["yarn"] = "yarn"
     factor: Factor
     original_context: Positive
-    """The length of the first training."""
+    """The original training length."""
     attention_factor: Factor = 1.0
     beta_fast: Factor = 32.0
-    """Turns within `original_context` above which a frequency is kept."""
+    """Rotations within `original_context` above which a frequency is kept."""
     beta_slow: Factor = 1.0
-    """Turns within `original_context` below which it is divided."""
+    """Rotations within `original_context` below which a frequency is divided."""
     truncate: bool = True
-    """Whether the ends of the ramp are whole pairs."""
+    """Whether the ends of the ramp are rounded to whole pairs."""
 
 
 class Llama3Rope(Frozen):
@@ -78,9 +78,9 @@ class LongRope(Frozen):
 
     kind: Literal["longrope"] = "longrope"
     short: tuple[Factor, ...]
-    """Divisors up to `original_context`, one for every two elements of a head."""
+    """Divisors up to `original_context`, one per pair of elements of a head."""
     long: tuple[Factor, ...]
-    """Divisors beyond it."""
+    """Divisors beyond `original_context`."""
     original_context: Positive
     attention_factor: Factor = 1.0
 
@@ -89,13 +89,13 @@ class LongRope(Frozen):
         if len(self.short) != len(self.long):
             raise UserError(
                 f"rope_scaling.short has {len(self.short)} factors and rope_scaling.long {len(self.long)}: "
-                "both need one for every two elements of a head."
+                "give both one factor per pair of elements of a head."
             )
         return self
 
 
 class ProportionalRope(Frozen):
-    """Only the first `share` of the pairs of a head turn; their frequencies are divided by `factor`."""
+    """Only the first `share` of a head's pairs rotate; their frequencies are divided by `factor`."""
 
     kind: Literal["proportional"] = "proportional"
     share: float = Field(gt=0, le=1)
@@ -103,7 +103,7 @@ class ProportionalRope(Frozen):
 
 
 class PartialRope(Frozen):
-    """Only the first `share` of the pairs of a head turn, with the frequencies of a head of that width (GPT-NeoX)."""
+    """Only the first `share` of a head's pairs rotate, with the frequencies of a head of that width (GPT-NeoX)."""
 
     kind: Literal["partial"] = "partial"
     share: float = Field(gt=0, le=1)
@@ -116,8 +116,10 @@ RopeScaling = Annotated[
 
 
 class QueryGrowth(Frozen):
-    """The query at position p of its document is times 1 + `beta` · ln(1 + ⌊p / original_context⌋) (Ministral 3)."""
+    """The query at position p of its document is multiplied by 1 + `beta` · ln(1 + ⌊p / original_context⌋) (Ministral
+    3).
+    """
 
     beta: float
     original_context: Positive
-    """The length of the first training, below which queries do not grow."""
+    """The original training length, below which queries do not grow."""

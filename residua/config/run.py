@@ -1,6 +1,7 @@
-"""The configuration of a run: model, data, training, parallelism. Written to the run's folder and read back from it.
+"""The configuration of a run: model, data, training and parallelism.
 
-This file imports no torch, so that `residua train` can refuse a wrong configuration at once.
+It is written to the run's folder and read back from it. This file does not import torch, so that `residua train` can
+refuse an invalid configuration immediately.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DecayRule = Literal["cautious", "plain"]
 
 
 class AdamW(Frozen):
-    """AdamW. As the optimizer of a whole model it applies weight decay to the hidden matrices only."""
+    """AdamW. As the optimizer of the whole model, it decays only the hidden matrices."""
 
     kind: Literal["adamw"] = "adamw"
     lr: Rate = 3e-3
@@ -46,9 +47,9 @@ class AdamW(Frozen):
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the two moments."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: Decay = 0.0
-    """Weight decay of the hidden matrices, if it is the optimizer of a whole model."""
+    """Weight decay of the hidden matrices, if this optimizes the whole model."""
     decay: DecayRule = "cautious"
     """Decay a weight always, or only where the update moves it towards zero (arXiv 2510.12402)."""
 
@@ -56,7 +57,7 @@ class AdamW(Frozen):
 class Muon(Frozen):
     """Muon with Polar Express for the hidden matrices, `rest` for everything else (embedding, head, gains, queries).
 
-    `embedding_decay` is the weight decay of embedding and head, by the rule `decay`; unless given it is that of `rest`.
+    `embedding_decay` is the weight decay of embedding and head, by the rule `decay`; the default is that of `rest`.
     """
 
     kind: Literal["muon"] = "muon"
@@ -75,18 +76,18 @@ Optimizer = Annotated[Muon | AdamW, Field(discriminator="kind")]
 
 
 class DataConfig(Frozen):
-    """The prepared text, or without `path` the embedded corpus, cut into tokens by `tokenizer`.
+    """The prepared text or, without `path`, the embedded corpus, tokenized by `tokenizer`.
 
-    `sequence` is the model's context unless given. `masking = "documents"` keeps attention inside each document.
-    `validation_tokens` bounds the fixed validation set, `limit` the training text: its first tokens, read again and
-    again.
+    `sequence` defaults to the model's context. `masking = "documents"` restricts attention to each document.
+    `validation_tokens` limits the size of the fixed validation set. `limit` restricts training to the first tokens of
+    the text, which are repeated.
     """
 
     path: str | None = None
     tokenizer: str = "bpe:1024"
     sequence: Positive | None = None
     seed: Seed = 0
-    """Decides the order of the training text."""
+    """Seed for the order of the training text."""
     masking: Literal["none", "documents"] = "none"
     validation_tokens: Positive = 262_144
     limit: Positive | None = None
@@ -95,10 +96,10 @@ class DataConfig(Frozen):
 class Balance(Frozen):
     """Load balancing of experts: `weight` · E·Σ f_e P_e + `router_z` · mean(lse²), summed over layers.
 
-    f_e and P_e are taken over the whole step, all its micro-batches and ranks. The gradient needs every f_e before the
-    first backward pass: `previous_step` uses those of the last step; `same_step` uses the step's own, which takes one
-    more forward pass over its micro-batches if there are several (`train/balance.py`). The bias of a sigmoid router
-    moves by `bias_rate` after each step, towards a fair load.
+    f_e and P_e cover the whole step: all micro-batches and ranks. The gradient needs every f_e before the first
+    backward pass: `previous_step` uses those of the last step; `same_step` uses those of the current step, which takes
+    one more forward pass over its micro-batches if there are several (`train/balance.py`). After each step, the bias of
+    a sigmoid router moves by `bias_rate` towards an equal load.
     """
 
     weight: Decay = 0.01
@@ -109,42 +110,41 @@ class Balance(Frozen):
 
 
 class LowPrecision(Frozen):
-    """Which matrices a low `train.precision` multiplies: those of these `sublayers` with `smallest` rows and columns.
+    """Which matrices use a low `train.precision`: those of these `sublayers` with at least `smallest` rows and columns.
 
-    The last layers, a share of them that is `spared`, stay as they are. Unless given, `smallest` is 1024 for `fp8` and
-    16 for emulations, and `spared` is 0.15 for NVFP4 and 0 for FP8. The range of a tensor in FP8 is its largest
-    magnitude in the last `history` steps.
+    The last layers, a fraction `spared` of all, stay in high precision. By default, `smallest` is 1024 for `fp8` and 16
+    for emulations, and `spared` is 0.15 for NVFP4 and 0 for FP8. The range of a tensor in FP8 is its largest magnitude
+    in the last `history` steps.
     """
 
     sublayers: Literal["all", "attention", "feed-forward"] = "all"
     """The sublayers whose matrices multiply in low precision."""
     smallest: Positive | None = None
-    """The fewest rows and columns of such a matrix."""
+    """Minimum number of rows and columns of such a matrix."""
     spared: float | None = Field(None, ge=0, le=1)
-    """The share of the last layers that stay as they are."""
+    """Fraction of layers, the last ones, that stay in high precision."""
     history: Positive = 16
-    """Steps whose largest magnitude is the range of a tensor in FP8."""
+    """Number of steps over which the range of a tensor in FP8 is measured."""
 
 
 LOW_PRECISIONS = ("fp8", "fp8_emulated", "nvfp4_emulated")
 
 
 class TrainConfig(Frozen):
-    """How to train: a step is `accumulate` micro-batches of `micro_batch` sequences each.
+    """How to train. A step has `accumulate` micro-batches of `micro_batch` sequences each.
 
-    `z_loss` and `balance` are trained on but not part of any reported loss. `auto` means: on a GPU compiled, with bf16
-    autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `compile = "layers"` compiles each
-    kind of sublayer once instead of the whole model, for a quick start of one process. `recompute = "sublayers"` saves
-    activation memory for a third more compute. `precision = "fp8"` multiplies large matrices in FP8, where the device
-    can; `fp8_emulated` and `nvfp4_emulated` round as such a device would, on any device and at no gain in speed. A run
+    `z_loss` and `balance` are minimized, but not part of any reported loss. `auto` means: on a GPU compiled, with bf16
+    autocast, each micro-batch replayed as a CUDA graph; on a CPU plain fp32. `compile = "layers"` compiles each kind of
+    sublayer once instead of the whole model, so that a single process starts sooner. `recompute = "sublayers"` saves
+    activation memory for a third more compute. `precision = "fp8"` multiplies large matrices in FP8 if the device
+    supports it; `fp8_emulated` and `nvfp4_emulated` emulate its rounding on any device, without a gain in speed. A run
     whose loss stays `divergence_margin` nats above its first loss for `divergence_patience` log lines in a row is
-    stopped. `keep` checkpoints stay on disk, and the best one. A CPU run
-    always repeats bit for bit; `determinism = "exact"` makes a GPU run do so too, at some cost in speed. `start` is a
-    run, or a folder of a Hugging Face model, whose weights the model begins with (`--from`). `telemetry` measures the
-    peaks, gates and mixtures of every layer every `telemetry_every` steps (default: about
-    twenty times in a run, and at least with every tenth log line), on at most
-    `telemetry_tokens` tokens of the validation text. `profile` lists steps to trace, each process into the run's
-    folder.
+    stopped. `keep` checkpoints stay on disk, and the best one. A CPU run always repeats bit for bit;
+    `determinism = "exact"` makes a GPU run do so too, at some cost in speed. `start` is a run or a Hugging Face model
+    folder that provides the initial weights (`--from`). `telemetry` measures the peaks, gates and mixtures of every
+    layer every `telemetry_every` steps (default: about twenty times in a run, and at least with every tenth log line),
+    on at most `telemetry_tokens` tokens of the validation text. `profile` lists steps to trace; each process writes its
+    traces into the run's folder.
     """
 
     start: str | None = None
@@ -153,19 +153,19 @@ class TrainConfig(Frozen):
     micro_batch: Positive = 8
     accumulate: Positive = 1
     seed: Seed = 0
-    """Decides how weights start."""
+    """Seed for the initial weights."""
     optimizer: Optimizer = Muon()
     schedule: Schedule = LinearDecay()
     clip_norm: float = Field(1.0, gt=0)
-    """The largest norm of a gradient."""
+    """Largest gradient norm; larger gradients are clipped."""
     z_loss: Decay = 1e-5
     balance: Balance = Balance()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
     precision: Literal["auto", "bfloat16", "float32", "fp8", "fp8_emulated", "nvfp4_emulated"] = "auto"
-    """The type of products; weights and optimizer stay in fp32."""
+    """Precision of matrix products; weights and optimizer state stay in fp32."""
     low_precision: LowPrecision = LowPrecision()
-    """Which products a low `precision` takes."""
+    """Which products use a low `precision`."""
     compile: Literal["auto", "on", "layers", "off"] = "auto"
     graphs: Literal["auto", "off"] = "auto"
     """Whether micro-batches are replayed as CUDA graphs."""
@@ -185,21 +185,21 @@ class TrainConfig(Frozen):
     telemetry_tokens: Positive = 1024
     profile: tuple[Positive, ...] = ()
     track: Literal["tensorboard", "wandb"] = "tensorboard"
-    """TensorBoard is written wherever it is installed; `wandb` adds Weights & Biases."""
+    """TensorBoard logs are written if it is installed; `wandb` adds Weights & Biases."""
 
     @model_validator(mode="after")
     def _warm_up_fits(self) -> Self:
         if self.schedule.warmup >= self.steps:
             raise UserError(
-                f"train.schedule.warmup = {self.schedule.warmup} is not shorter than train.steps = {self.steps}: "
-                "lower the one or raise the other."
+                f"train.schedule.warmup = {self.schedule.warmup} must be less than train.steps = {self.steps}: "
+                "lower the warmup or raise the steps."
             )
         return self
 
 
 SMALLEST_UNIT = 25_000_000
-"""The fewest parameters that FSDP2 gathers at a time. Every unit costs the host milliseconds, and the GPU must have
-that much work meanwhile."""
+"""Minimum number of parameters that FSDP2 gathers at a time. Each unit costs the host milliseconds, during which the
+GPU needs enough work."""
 
 
 class ParallelConfig(Frozen):
@@ -207,12 +207,12 @@ class ParallelConfig(Frozen):
 
     data: replicas of the model, each with its share of a step's micro-batches. shard: the number of shards of weights,
     gradients and optimizer state (FSDP2), gathered one `unit` at a time; each rank also has its own micro-batches.
-    experts: of the shard ranks, groups of so many divide the experts of mixtures among them and exchange tokens.
-    pipeline: ranks along depth, each with `stages_per_rank` slices of the layers (several for the interleaved
-    schedule). `split`: whether stages have equal work, the head included, or equal numbers of layers. `anchors`:
-    whether stages send ExoFormer's anchors on or recompute them from the embedding; `auto` chooses what sends fewer
-    bytes. A rank that is silent for `patience` seconds is considered dead and ends the run.
-    The number of ranks changes speed, not the batch or what is learned.
+    experts: groups of this many shard ranks divide the experts among themselves and exchange tokens. pipeline: ranks
+    along depth, each with `stages_per_rank` slices of the layers (several for the interleaved schedule). `split`:
+    whether stages have equal work, including the head, or equal numbers of layers. `anchors`: whether stages send
+    ExoFormer's anchors on or recompute them from the embedding; `auto` sends fewer bytes. A rank that is silent for
+    `patience` seconds is considered dead and ends the run. The number of ranks changes the speed, not the batch or the
+    result.
     """
 
     data: Positive = 1
@@ -248,7 +248,7 @@ class ParallelConfig(Frozen):
         return self.pipeline * self.stages_per_rank
 
     def command_on(self, nodes: int = 1) -> str:
-        """The command that starts such a run; on several nodes it is started on each, HOST being one of them."""
+        """The command that starts such a run; for several nodes, run it on each, where HOST is one of them."""
         if self.ranks == 1:
             return "residua train"
         meeting = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if nodes > 1 else ""
@@ -258,24 +258,24 @@ class ParallelConfig(Frozen):
     def _parts_fit(self) -> Self:
         if self.shard % self.experts:
             raise UserError(
-                f"parallel.experts = {self.experts} does not divide parallel.shard = {self.shard}, whose ranks share "
-                "the experts: use a divisor of it, or raise parallel.shard."
+                f"parallel.experts = {self.experts} does not divide parallel.shard = {self.shard}, whose ranks "
+                "hold the experts: use a divisor of it, or raise parallel.shard."
             )
         if self.experts > 1 and self.unit == "model":
             raise UserError(
-                f"parallel.experts = {self.experts} does not go with parallel.unit = 'model', which gathers every "
-                "expert: use parallel.unit = 'layer'."
+                f"parallel.experts = {self.experts} cannot be combined with parallel.unit = 'model', which "
+                "gathers every expert: use parallel.unit = 'layer'."
             )
         if (self.stages_per_rank > 1) != (self.schedule == "interleaved"):
             raise UserError(
-                f"parallel.stages_per_rank = {self.stages_per_rank} does not go with parallel.schedule = "
-                f"'{self.schedule}': the interleaved schedule has 2 or more stages per rank, the others have 1."
+                f"parallel.stages_per_rank = {self.stages_per_rank} does not fit parallel.schedule = "
+                f"'{self.schedule}': use at least 2 stages per rank for the interleaved schedule and 1 for the others."
             )
         return self
 
 
 class RunConfig(WholeConfig):
-    """Everything that decides a run. Sections of its TOML: `[model]`, `[data]`, `[train]`, `[parallel]`."""
+    """The complete configuration of a run. Sections of its TOML: `[model]`, `[data]`, `[train]`, `[parallel]`."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -284,7 +284,7 @@ class RunConfig(WholeConfig):
 
     @classmethod
     def from_toml(cls, path: str | Path) -> RunConfig:
-        """Read a run's TOML file; `extends = "PRESET"` at its top lays it over that preset."""
+        """Read a run's TOML file; `extends = "PRESET"` at the top level makes it override that preset."""
         data = read_toml(path)
         with of_file(path):
             tables = merge(presets.load(data.pop("extends")), data) if "extends" in data else data
@@ -305,11 +305,11 @@ class RunConfig(WholeConfig):
         for change in changes:
             section = override_key(change).partition(".")[0].strip()
             if section and section not in RunConfig.model_fields:
-                raise ConfigError(f"override {change!r} names no section: {self._place(change)}")
+                raise ConfigError(f"override {change!r} has no known section: {self._place(change)}")
         return RunConfig(**apply_overrides(self.model_dump(exclude_none=True), changes))
 
     def _place(self, change: str) -> str:
-        """Advice for a key without a section: the shallowest places that have it, or the nearest spelling."""
+        """Advice for a key without a section: the least nested keys of that name, or the nearest spelling."""
         key = override_key(change)
         first = key.partition(".")[0]
         keys = [path.split(".") for path in flat(self.model_dump())]
@@ -325,7 +325,7 @@ class RunConfig(WholeConfig):
         near = get_close_matches(key, spelt, n=1, cutoff=0.75)
         if near:
             return f"did you mean {spelt[near[0]]}?"
-        return "begin with model, data, train or parallel, as in train.steps=500."
+        return "start with model, data, train or parallel, as in train.steps=500."
 
     @model_validator(mode="after")
     def _mesh_fits(self) -> Self:
@@ -352,15 +352,16 @@ def check_mesh(config: RunConfig) -> None:
     accumulate, ranks = config.train.accumulate, config.parallel.batch_ranks
     if accumulate % ranks:
         raise UserError(
-            f"train.accumulate = {accumulate} micro-batches cannot be shared by parallel.data × parallel.shard = "
-            f"{ranks} ranks: use a multiple of {ranks} (for the same step, lower train.micro_batch as you raise it)."
+            f"train.accumulate = {accumulate} micro-batches cannot be divided among parallel.data × "
+            f"parallel.shard = {ranks} ranks: use a multiple of {ranks} (to keep the batch size, lower "
+            "train.micro_batch accordingly)."
         )
     _check_experts(config)
     _check_stages(config)
     _check_low_precision(config)
     if config.train.compile == "layers" and config.parallel.ranks > 1:
         raise UserError(
-            f"train.compile = 'layers' is for one process, and parallel asks for {config.parallel.ranks}: use "
+            f"train.compile = 'layers' supports one process, but parallel asks for {config.parallel.ranks}: use "
             "train.compile = 'auto' or 'on'."
         )
 
@@ -371,17 +372,18 @@ def _check_low_precision(config: RunConfig) -> None:
         return
     if recipe.compile == "layers":
         raise UserError(
-            f"train.precision = '{recipe.precision}' keeps ranges for each layer, and train.compile = 'layers' shares "
+            f"train.precision = '{recipe.precision}' keeps ranges per layer, but train.compile = 'layers' shares "
             "code between layers: use train.compile = 'auto' or 'on'."
         )
     if parallel.pipeline > 1:
         raise UserError(
-            f"train.precision = '{recipe.precision}' does not go with parallel.pipeline = {parallel.pipeline}: use "
+            f"train.precision = '{recipe.precision}' does not support parallel.pipeline = {parallel.pipeline}: use "
             "parallel.data or parallel.shard."
         )
     if recipe.precision == "nvfp4_emulated" and parallel.ranks > 1:
         raise UserError(
-            "train.precision = 'nvfp4_emulated' draws random numbers that only one process resumes: use one process."
+            "train.precision = 'nvfp4_emulated' uses random numbers that can be restored for one process only: "
+            "train with one process."
         )
 
 
@@ -391,18 +393,19 @@ def _check_experts(config: RunConfig) -> None:
         return
     if not ffn.mixture:
         raise UserError(
-            f"parallel.experts = {parallel.experts} does not go with model.ffn.kind = '{ffn.kind}', which has no "
+            f"parallel.experts = {parallel.experts} cannot be combined with model.ffn.kind = '{ffn.kind}', "
+            "which has no "
             "experts: use parallel.experts = 1."
         )
     if ffn.bias:
         raise UserError(
-            f"parallel.experts = {parallel.experts} divides the matrices of experts and not their biases (ffn.bias = "
-            "true): use parallel.experts = 1."
+            f"parallel.experts = {parallel.experts} divides the matrices of experts but not their biases "
+            "(ffn.bias = true): use parallel.experts = 1."
         )
     if ffn.experts % parallel.experts:
         raise UserError(
-            f"model.ffn.experts = {ffn.experts} cannot be shared equally by parallel.experts = {parallel.experts} "
-            "ranks: use a divisor."
+            f"model.ffn.experts = {ffn.experts} cannot be divided equally among parallel.experts = "
+            f"{parallel.experts} ranks: use a divisor."
         )
     for name, rows in {"model.ffn.hidden": ffn.hidden, "model.width": config.model.width}.items():
         if ffn.experts // parallel.experts * rows % parallel.slices:
@@ -416,8 +419,8 @@ def _check_repeats(config: RunConfig) -> None:
     parallel = config.parallel
     if config.model.repeats and parallel.shard > 1 and (parallel.unit == "layer" or parallel.pipeline > 1):
         raise UserError(
-            f"model.order.kind = '{config.model.order.kind}' runs a layer several times, and parallel.shard = "
-            f"{parallel.shard} gathers each layer for one run: set parallel.unit=model without a pipeline, or use "
+            f"model.order.kind = '{config.model.order.kind}' runs a layer several times, but parallel.shard = "
+            f"{parallel.shard} gathers each layer once: set parallel.unit=model without a pipeline, or use "
             "parallel.data."
         )
 
@@ -433,23 +436,24 @@ def _check_stages(config: RunConfig) -> None:
     flowing = config.train.accumulate // parallel.batch_ranks
     if parallel.schedule == "1f1b" and flowing < parallel.pipeline:
         raise UserError(
-            f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the 1f1b "
-            f"schedule needs at least parallel.pipeline = {parallel.pipeline}: raise train.accumulate."
+            f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, but the "
+            f"1f1b schedule needs at least parallel.pipeline = {parallel.pipeline}: raise train.accumulate."
         )
     if parallel.schedule == "interleaved" and flowing % parallel.pipeline:
         raise UserError(
-            f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, and the "
-            f"interleaved schedule needs a multiple of parallel.pipeline = {parallel.pipeline}."
+            f"train.accumulate = {config.train.accumulate} gives each pipeline {flowing} micro-batches, but the "
+            f"interleaved schedule needs a multiple of parallel.pipeline = {parallel.pipeline}: change "
+            "train.accumulate."
         )
 
 
 def settings(config: RunConfig, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Every key of a run with its value, `train.steps` → 1000, but for keys that begin with one of `without`."""
+    """Every key of a run with its value, `train.steps` → 1000, except keys that begin with one of `without`."""
     return {key: value for key, value in flat(config.model_dump()).items() if not key.startswith(without)}
 
 
 def differences(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two runs differ: `train.steps` → (old, new)."""
+    """The keys that differ between two runs: `train.steps` → (old, new)."""
     before, after = flat(old.model_dump()), flat(new.model_dump())
     keys = [*before, *(key for key in after if key not in before)]
     return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: which share of the peak rate each step uses."""
+"""Learning-rate schedules: the fraction of the peak rate at each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class WarmUp(Frozen):
-    """Common to all schedules: a linear rise over `warmup` steps, and `floor`, the share of the rate at the end."""
+    """Shared by all schedules: a linear rise over `warmup` steps, and `floor`, the final fraction of the rate."""
 
     warmup: Count = 100
     floor: Share = 0.1
@@ -25,7 +25,7 @@ class WarmUp(Frozen):
         return self.floor + (1 - self.floor) * self._remaining(step, steps)
 
     def shared_steps(self, steps: int) -> int:
-        """How many first steps of a run of `steps` steps have the same rates as in every longer run."""
+        """How many of the first of `steps` steps have the same rates as in every longer run."""
         return min(self.warmup, steps)
 
     def _remaining(self, step: int, steps: int) -> float:
@@ -36,7 +36,7 @@ class WarmUp(Frozen):
 class LinearDecay(WarmUp):
     """Constant, then linear decay to `floor` over the last `decay_share` of the run (ExoFormer, arXiv 2601.08131).
 
-    A warm-up that ends later than that delays the decay: it then falls from the peak over the steps that are left.
+    If the warm-up ends later than that, the decay starts after it and takes the remaining steps.
     """
 
     kind: Literal["linear_decay"] = "linear_decay"

@@ -22,26 +22,26 @@ class ConfigError(UserError):
     """An invalid configuration; the message is one sentence for the user."""
 
     problem: tuple[ValidationError, type[BaseModel]] | None = None
-    """The error behind it, so that a table around this one can name its keys in full."""
+    """The original error, so that an enclosing table can report full key names."""
 
 
 PLUGINS = "RESIDUA_PLUGINS"
-"""The environment variable that names a person's own modules (`residua.config.plugins`)."""
+"""The environment variable that names plugin modules (`residua.config.plugins`)."""
 
 
 class Frozen(BaseModel):
-    """A configuration table: immutable, and an unknown key is an error."""
+    """A configuration table: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     takes_plugins: ClassVar[bool] = False
-    """Whether plugins can add kinds to this one's."""
+    """Whether plugins can add kinds."""
     training_only: ClassVar[tuple[str, ...]] = ()
-    """Keys that decide where parameters start or how they are trained, not what the model computes from them."""
+    """Keys that affect initialization or training, but not what the model computes from its parameters."""
 
     @classmethod
     def alternatives(cls) -> list[type[Frozen]]:
-        """The tables that can stand where this one is asked for."""
+        """The tables allowed in place of this one."""
         return [cls]
 
     @model_validator(mode="before")
@@ -55,7 +55,7 @@ class Frozen(BaseModel):
 
 
 class WholeConfig(Frozen):
-    """The outermost table of a configuration: an error of pydantic becomes one sentence."""
+    """The outermost table of a configuration, which turns pydantic errors into one sentence."""
 
     def __init__(self, /, **data: Any) -> None:
         try:
@@ -69,7 +69,7 @@ class WholeConfig(Frozen):
 
 
 def function_changes(before: Frozen, after: Frozen, prefix: str = "") -> list[str]:
-    """The keys, such as `norm.rank`, in which two tables describe models that compute different functions."""
+    """The keys, such as `norm.rank`, that make the models of two tables compute different functions."""
     if type(before) is not type(after):
         return [f"{prefix}kind"]
     changes: list[str] = []
@@ -134,13 +134,13 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The tables of a TOML file."""
     if isinstance(path, str) and "\n" in path and "=" in path:
-        reading.refuse("the text of a TOML file stands where a path is expected", "write it to a file, and name that")
+        reading.refuse("expected a path, got the text of a TOML file", "write it to a file and give its path")
     return reading.read_toml(Path(path), "correct it or name another file")
 
 
 @contextmanager
 def of_file(path: str | Path) -> Iterator[None]:
-    """Name the file, or a key of it, in the errors of a configuration that was read from it."""
+    """Name the file, or a key in it, in errors of a configuration read from it."""
     try:
         yield
     except ConfigError as error:
@@ -207,7 +207,7 @@ def _plain(value: Any) -> Any:
 
 
 def refusal(error: ValidationError, model: type[BaseModel]) -> ConfigError:
-    """The error to raise for what pydantic found."""
+    """The error to raise for an error of pydantic."""
     refused = ConfigError(explain(error, model))
     refused.problem = (error, model)
     causes = (fault.get("ctx", {}).get("error") for fault in error.errors())
@@ -216,10 +216,10 @@ def refusal(error: ValidationError, model: type[BaseModel]) -> ConfigError:
 
 
 def explain(error: ValidationError, model: type[BaseModel], within: str = "") -> str:
-    """A problem that pydantic found as one sentence: the field, the value, the nearest valid choice.
+    """A pydantic problem as one sentence: the field, the value and the nearest valid choice.
 
-    It is the first one, but a missing key comes last: an unknown one may be that key, misspelt.
-    `within` is the table that holds this one, as in "model": a person typed `model.norm.kind`, not `norm.kind`.
+    It reports the first problem, and missing keys last, since an unknown key may be the missing one misspelt.
+    `within` is the enclosing table, such as "model": the user typed `model.norm.kind`, not `norm.kind`.
     """
     fault: Any = min(error.errors(), key=lambda fault: fault["type"] == "missing")
     context, (path, tables) = fault.get("ctx", {}), _followed(fault["loc"], model)
@@ -239,7 +239,7 @@ def explain(error: ValidationError, model: type[BaseModel], within: str = "") ->
             return f"{field} = {value} is not a known key: {advice}"
         case "union_tag_invalid":
             open_family = any(issubclass(table, Frozen) and table.takes_plugins for table in tables)
-            nor = f", and no module that {PLUGINS} names adds it" if open_family else ""
+            nor = f", and no module named in {PLUGINS} adds it" if open_family else ""
             tag, known = context["tag"], _words(context["expected_tags"])
             return f"{field}.kind = {reading.brief(repr(tag))} does not exist{nor}: {suggest(tag, known)}"
         case "union_tag_not_found":
@@ -254,7 +254,7 @@ def explain(error: ValidationError, model: type[BaseModel], within: str = "") ->
         case "tuple_type":
             return f"{field} = {value} should be a list."
         case _:
-            return f"{field} = {value} is refused: expected {reading.expected(fault)}."
+            return f"{field} = {value} is invalid: expected {reading.expected(fault)}."
 
 
 def _words(text: str) -> list[str]:
@@ -262,7 +262,7 @@ def _words(text: str) -> list[str]:
 
 
 def _with_full_keys(sentence: str, path: list[str], model: type[BaseModel], within: str) -> str:
-    """A sentence of ours, with its keys extended to their full path if the table is nested."""
+    """One of our error sentences, with keys extended to their full paths if the table is nested."""
     key = r"(?<![\w./\\'-])"  # not in the path of a file such as 'my/model.py'
     if len(path) >= 2:
         sentence = re.sub(rf"{key}{re.escape(path[0])}\.", f"{'.'.join(path)}.", sentence)
@@ -272,7 +272,7 @@ def _with_full_keys(sentence: str, path: list[str], model: type[BaseModel], with
 
 
 def suggest(word: str, known: Iterable[str], listed_by: str = "", likeness: float = 0.5) -> str:
-    """The end of a message about an unknown word: the nearest known one, or all of them, or what lists them."""
+    """The end of a message about an unknown word: the nearest known word, all words, or the command that lists them."""
     known = list(known)
     near = get_close_matches(word, known, n=1, cutoff=likeness)
     if near:
@@ -326,13 +326,13 @@ KEY_ALIASES = {
     "train.validate_every": "eval_every eval_interval eval_steps",
     "train.save_every": "checkpoint_every save_steps save_interval",
 }  # fmt: skip
-"""Keys of a run, and what other toolkits call them, for the advice about an unknown key."""
+"""Names that other toolkits give to keys of a run, for advice about unknown keys."""
 _BY_ALIAS = {word: key for key, words in KEY_ALIASES.items() for word in words.split()}
 _SECTIONS = {key.partition(".")[0] for key in KEY_ALIASES}
 
 
 def key_for_alias(key: str, known: Collection[str] = ()) -> str | None:
-    """The key that is meant by an unknown one.
+    """The key that an unknown key stands for.
 
     It is one of the `known` keys of the same table, or, for a key directly in a section such as `train.lr`, any.
     """

@@ -1,4 +1,4 @@
-"""The choices of topology: how sublayers talk along depth (docs/topologies.md). Plugins add to them."""
+"""Choices of topology: how sublayers communicate along depth (docs/topologies.md). Plugins can add more."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BASE_BIAS = -3.0  # the gate bias of that model
 
 
 class TopologyChoice(Family):
-    """A choice of topology: subclass it, with a `kind`, for a topology of your own (docs/extend.md)."""
+    """A choice of topology. To add your own, subclass it with a `kind` (docs/extend.md)."""
 
     norms_inputs: ClassVar[bool] = False
-    """Whether readers get their inputs normed: sublayers and head then have no norm of their own in front."""
+    """Whether the topology normalizes the inputs of readers; sublayers and head then have no input norm."""
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -28,14 +28,14 @@ class TopologyChoice(Family):
 
     @property
     def turned_layers(self) -> tuple[int, int, int] | None:
-        """Layers before a loop, layers in it, and its turns, if the topology needs such an order."""
+        """The layers before a loop, in the loop, and its turns, if the topology needs a loop."""
         return None
 
     def check(self, layers: int) -> None:
-        """Raise ValueError, in a sentence, if a model of so many layers cannot have this topology."""
+        """Raise a ValueError if a model with this many layers cannot have this topology."""
 
     def check_width(self, width: int) -> None:
-        """Raise ValueError, in a sentence, if a model of this width cannot have this topology."""
+        """Raise a ValueError if a model of this width cannot have this topology."""
 
 
 class Additive(TopologyChoice):
@@ -55,11 +55,11 @@ class Clipped(TopologyChoice):
 
     kind: Literal["clipped"] = "clipped"
     limit: float = Field(1000.0, gt=0)
-    """The largest absolute value that stays."""
+    """Values beyond ± this are clipped."""
 
 
 class LayerFactor(TopologyChoice):
-    """h ← s · (h + y) after every layer, h ← h + y inside it, with a learned number s for each layer (Gemma 4)."""
+    """h ← s · (h + y) after every layer, h ← h + y inside it, with a learned number s per layer (Gemma 4)."""
 
     kind: Literal["layer_factor"] = "layer_factor"
 
@@ -71,13 +71,13 @@ class ScaledSum(TopologyChoice):
 
     kind: Literal["scaled"] = "scaled"
     gain: Literal["elementwise", "scalar"] = "elementwise"
-    """One g per channel, or one for all."""
+    """One g per channel, or a single one."""
     start: float = 0.1
-    """g at the start."""
+    """Initial g."""
 
 
 class Laurel(TopologyChoice):
-    """LAuReL: h ← α y + β (h + B A h), with a map of rank `rank` for each sublayer."""
+    """LAuReL: h ← α y + β (h + B A h), with a map of rank `rank` per sublayer."""
 
     kind: Literal["laurel"] = "laurel"
     rank: Positive = 16
@@ -93,7 +93,7 @@ class LayerNormScaling(TopologyChoice):
 
 
 class Keel(TopologyChoice):
-    """KEEL: h ← N(α h + y) and a pre-norm; α is the number of sublayers unless given."""
+    """KEEL: h ← N(α h + y) and a pre-norm; α defaults to the number of sublayers."""
 
     kind: Literal["keel"] = "keel"
     alpha: float | None = Field(None, gt=0)
@@ -101,7 +101,7 @@ class Keel(TopologyChoice):
 
 
 class DeepNorm(TopologyChoice):
-    """DeepNorm: h ← N(α h + y) without a pre-norm; α is (2 · layers)^¼ unless given."""
+    """DeepNorm: h ← N(α h + y) without a pre-norm; α defaults to (2 · layers)^¼."""
 
     norms_inputs: ClassVar[bool] = True
 
@@ -111,7 +111,7 @@ class DeepNorm(TopologyChoice):
 
 
 class ResiDual(TopologyChoice):
-    """ResiDual: a normed stream that sublayers read, and a sum that the head reads as well."""
+    """ResiDual: a normalised stream that sublayers read, and a sum that the head also reads."""
 
     norms_inputs: ClassVar[bool] = True
 
@@ -119,31 +119,31 @@ class ResiDual(TopologyChoice):
 
 
 class ResidualScalars(TopologyChoice):
-    """h ← λ h + μ x0 in every layer or sublayer, h − b·h_mid at the end. `backout` is b at the start."""
+    """h ← λ h + μ x0 in every layer or sublayer, h − b·h_mid at the end. `backout` is the initial b."""
 
     training_only: ClassVar[tuple[str, ...]] = ("backout",)
 
     kind: Literal["x0"] = "x0"
     scalars: Literal["layer", "sublayer"] = "layer"
-    """Whether λ and μ belong to layers or to sublayers."""
+    """Whether λ and μ are per layer or per sublayer."""
     embedding: Literal["normed", "raw"] = "normed"
-    """Whether x0 is normed."""
+    """Whether x0 is normalised."""
     backout: float = 0.2
 
 
 class AttentionResidual(TopologyChoice):
-    """The keys that Full and Block Attention Residuals share: the switches of the paper's ablations."""
+    """The keys shared by Full and Block Attention Residuals: switches for the paper's ablations."""
 
     scale: float = Field(1.0, gt=0)
-    """Multiplies the logits."""
+    """Factor on the logits."""
     key_norm: Literal["rms", "none"] = "rms"
-    """How keys are normed."""
+    """Norm of the keys."""
     activation: Literal["softmax", "sigmoid"] = "softmax"
-    """Turns logits into weights."""
+    """Function from logits to weights."""
 
 
 class FullAttnRes(AttentionResidual):
-    """Every sublayer attends to every earlier output; `window` keeps the embedding and the last few only."""
+    """Every sublayer attends to all earlier outputs; `window` keeps only the embedding and the last few."""
 
     kind: Literal["full_attnres"] = "full_attnres"
     window: Positive | None = None
@@ -153,7 +153,7 @@ class InBlocks(AttentionResidual):
     """The key that both ways to divide sublayers into blocks share."""
 
     sublayers_per_block: Positive
-    """Sublayers whose outputs are summed into one source."""
+    """Sublayers per block; their outputs are summed into one source."""
 
     def check(self, layers: int) -> None:
         if self.sublayers_per_block > 2 * layers:
@@ -164,36 +164,37 @@ class InBlocks(AttentionResidual):
 
 
 class BlockAttnRes(InBlocks):
-    """Every sublayer attends to the finished blocks and the running sum of its own."""
+    """Every sublayer attends to the finished blocks and the running sum of the current block."""
 
     kind: Literal["block_attnres"] = "block_attnres"
 
 
 class BoundaryAttnRes(InBlocks):
-    """Attention over depth between blocks only, x + f(x) inside them: Block as an article describes it."""
+    """Attention over depth only between blocks, x + f(x) within them: Block as described in the authors' article."""
 
     kind: Literal["boundary_attnres"] = "boundary_attnres"
 
 
 class DeltaAttnRes(InBlocks):
-    """The residual sum, and added to every sublayer's input attention over depth; one sublayer per block is Full."""
+    """A residual sum, plus attention over depth in the input of every sublayer; one sublayer per block is Full."""
 
     kind: Literal["delta_attnres"] = "delta_attnres"
     sublayers_per_block: Positive = 1
-    """Sublayers whose outputs are summed into one source."""
+    """Sublayers per block; their outputs are summed into one source."""
 
 
 class Recompute(Frozen):
-    """Keep the streams once per `segment` junctions; the backward pass recomputes the others, exactly."""
+    """Store the streams once per `segment` junctions; the backward pass recomputes the others exactly."""
 
     kind: Literal["recompute"] = "recompute"
     segment: Positive = 2
 
 
 class Invert(Frozen):
-    """Compute streams backwards from later ones, approximately; only the last junction keeps its streams.
+    """Recompute streams approximately by inverting junctions in the backward pass; only the last junction stores its
+    streams.
 
-    For the `share` of (token, stream) pairs with the largest β the true values are kept.
+    The exact values are stored for the fraction `share` of (token, stream) pairs with the largest β.
     """
 
     kind: Literal["invert"] = "invert"
@@ -204,19 +205,19 @@ Memory = Annotated[Recompute | Invert, Field(discriminator="kind")]
 
 
 class MultiGate(TopologyChoice):
-    """Multi-Gate Residuals. `memory` says how training avoids storing most of the streams.
+    """Multi-Gate Residuals. `memory` chooses how training avoids storing most of the streams.
 
-    The gates start as open as a model of `base_depth` gated sublayers needs them, with a bias of `base_bias`, scaled
-    to the depth of this one. `bias_init` chooses the corrected or the printed formula for independent gates.
+    The initial gates are those of a model of `base_depth` gated sublayers with a bias of `base_bias`, scaled to the
+    depth of this model. `bias_init` chooses the corrected or the printed formula for independent gates.
     """
 
     training_only: ClassVar[tuple[str, ...]] = ("bias_init", "base_depth", "base_bias", "memory")
 
     kind: Literal["multi_gate"] = "multi_gate"
     streams: int = Field(4, ge=2, le=64)
-    """Copies of the residual stream."""
+    """Number of residual streams."""
     gate: Literal["competitive", "independent"] = "competitive"
-    """Whether streams compete for an output in a softmax, or each has a gate of its own."""
+    """Whether streams compete for an output by softmax, or each has an independent gate."""
     bias_init: Literal["corrected", "printed"] = "corrected"
     base_depth: Positive = BASE_DEPTH
     base_bias: float = Field(BASE_BIAS, ge=-20, le=20)
@@ -226,14 +227,14 @@ class MultiGate(TopologyChoice):
         lerping = lerping_sublayers(2 * layers, self.streams)
         if lerping < 1:
             raise UserError(
-                f"topology.streams = {self.streams} leaves no gated sublayer in layers = {layers}: the first "
-                f"{self.streams - 1} sublayers fill the streams; use at most {2 * layers} streams."
+                f"topology.streams = {self.streams} leaves no gated sublayers in layers = {layers}, since the "
+                f"first {self.streams - 1} sublayers fill the streams: use at most {2 * layers} streams."
             )
         gate_bias(self, lerping)
 
 
 def lerping_sublayers(sublayers: int, streams: int) -> int:
-    """Sublayers whose output is gated into the streams; the first `streams − 1` outputs become streams."""
+    """Number of sublayers whose output is gated into the streams; the first `streams − 1` outputs become streams."""
     return sublayers - (streams - 1)
 
 
@@ -254,7 +255,7 @@ def depth_bias(lerping: int, streams: int, base_depth: int = BASE_DEPTH, base_bi
 def gate_bias(config: MultiGate, lerping: int) -> tuple[float, ...]:
     """The initial biases of one junction: [forget, 0 … 0] for competitive gates, n equal ones for independent gates.
 
-    For independent gates the paper's formula, with its n, misses its own target, sqrt(21/L)·sigmoid(−3); with n = 1 it
+    For independent gates, the paper's formula with its n misses its own target, sqrt(21/L)·sigmoid(−3); with n = 1 it
     meets it. `corrected` uses n = 1, `printed` the paper's n.
     """
     n, base = config.streams, (config.base_depth, config.base_bias)
@@ -264,7 +265,7 @@ def gate_bias(config: MultiGate, lerping: int) -> tuple[float, ...]:
 
 
 class Highway(TopologyChoice):
-    """One gated stream; the gate is one number per token or one per channel."""
+    """One gated stream, with one gate per token or per channel."""
 
     kind: Literal["highway"] = "highway"
     gate: Literal["scalar", "elementwise"] = "scalar"
@@ -272,52 +273,52 @@ class Highway(TopologyChoice):
 
 
 class GatedResidual(TopologyChoice):
-    """n streams that readers gate by channel. `rank` is that of the gate, by default an eighth of the width."""
+    """n streams that readers gate per channel. `rank` is the rank of the gate, by default an eighth of the width."""
 
     norms_inputs: ClassVar[bool] = True
 
     kind: Literal["gated_residual"] = "gated_residual"
     streams: int = Field(4, ge=2, le=64)
-    """Copies of the residual stream."""
+    """Number of residual streams."""
     rank: Positive | None = None
 
 
 class HyperConnections(TopologyChoice):
-    """HC: n streams with free read and write weights, static or computed from the streams; `mix` says how they mix."""
+    """HC: n streams with unconstrained read and write weights, static or computed from the streams; `mix` chooses the
+    mixing.
+    """
 
     kind: Literal["hyper"] = "hyper"
     streams: Positive = 4
-    """Copies of the residual stream."""
+    """Number of residual streams."""
     weights: Literal["static", "dynamic"] = "dynamic"
     """Whether read and write weights depend on the streams."""
     mix: Literal["free", "identity", "cyclic"] = "free"
-    """How streams mix: a free matrix, not at all, or cyclic shifts."""
+    """How streams mix: an unconstrained matrix, not at all, or cyclic shifts."""
 
 
 class FracConnections(TopologyChoice):
-    """HC of the stream's slices: it is divided into `fractions`, and a sublayer reads, writes and mixes them."""
+    """HC over slices of a single stream, divided into `fractions` that each sublayer reads, writes and mixes."""
 
     kind: Literal["frac"] = "frac"
     fractions: Positive = 4
-    """Slices of the stream."""
+    """Number of slices of the stream."""
     weights: Literal["static", "dynamic"] = "dynamic"
-    """Parameters alone, or computed from the slices too."""
+    """Whether weights are only parameters, or also computed from the slices."""
 
     def check_width(self, width: int) -> None:
         if width % self.fractions:
-            raise UserError(
-                f"topology.fractions = {self.fractions} does not divide width = {width}: use a number that does."
-            )
+            raise UserError(f"topology.fractions = {self.fractions} does not divide width = {width}: use a divisor.")
 
 
 class SinglePassHyper(TopologyChoice):
-    """HC whose reads have weights from the streams before the last write."""
+    """HC whose read weights are computed from the streams before the last write."""
 
     kind: Literal["hyper_single_pass"] = "hyper_single_pass"
     streams: Positive = 4
-    """Copies of the residual stream."""
+    """Number of residual streams."""
     mix: Literal["free", "identity", "cyclic"] = "free"
-    """How streams mix: a free matrix, not at all, or cyclic shifts."""
+    """How streams mix: an unconstrained matrix, not at all, or cyclic shifts."""
 
     @property
     def weights(self) -> Literal["dynamic"]:
@@ -325,28 +326,28 @@ class SinglePassHyper(TopologyChoice):
 
 
 class ManifoldHyper(TopologyChoice):
-    """mHC: the mixing matrix is made doubly stochastic by Sinkhorn iterations."""
+    """mHC: Sinkhorn iterations make the mixing matrix doubly stochastic."""
 
     kind: Literal["mhc"] = "mhc"
     streams: Positive = 4
-    """Copies of the residual stream."""
+    """Number of residual streams."""
     iterations: Positive = 20
     """Sinkhorn iterations."""
 
 
 class ManifoldHyperLite(TopologyChoice):
-    """mHC-lite: the mixing matrix is a convex sum of the n! permutation matrices."""
+    """mHC-lite: the mixing matrix is a convex combination of the n! permutation matrices."""
 
     kind: Literal["mhc_lite"] = "mhc_lite"
     streams: Positive = 4
-    """Copies of the residual stream."""
+    """Number of residual streams."""
 
     @model_validator(mode="after")
     def _few_streams(self) -> Self:
         if self.streams > 4:
             raise UserError(
-                f"topology.kind = 'mhc_lite' sums over streams! permutations and topology.streams = {self.streams} "
-                "makes too many of them: use at most 4 streams, or topology.kind = 'mhc'."
+                f"topology.kind = 'mhc_lite' sums over all permutations of the streams, too many for "
+                f"topology.streams = {self.streams}: use at most 4 streams, or topology.kind = 'mhc'."
             )
         return self
 
@@ -362,8 +363,8 @@ class DenseFormer(TopologyChoice):
 class Mudd(TopologyChoice):
     """MUDD: queries, keys, values and the residual stream read mixtures of earlier layers, weighted for each token.
 
-    `ways` are the reads that are mixed. `layers` are those that mix, counted from 0, the final norm being layer L: all
-    but the first by default. `sources` keeps the embedding and so many of the newest outputs; all by default.
+    `ways` are the reads to mix. `layers` are the layers that mix, counted from 0, where layer L is the final norm; the
+    default is all but the first. `sources` keeps the embedding and this many of the newest outputs; the default is all.
     """
 
     kind: Literal["mudd"] = "mudd"
@@ -378,19 +379,19 @@ class Mudd(TopologyChoice):
     def check(self, layers: int) -> None:
         if not self.ways or len(set(self.ways)) != len(self.ways):
             raise UserError(
-                f"topology.ways = {list(self.ways)} must name one or more of 'q', 'k', 'v', 'r', each once."
+                f"topology.ways = {list(self.ways)} must contain one or more of 'q', 'k', 'v', 'r', without repetition."
             )
         if beyond := [layer for layer in self.layers or () if layer > layers]:
             raise UserError(
-                f"topology.layers names layer {beyond[0]} and the model has layers = {layers}: use numbers up to "
-                f"{layers}, which is the final norm."
+                f"topology.layers contains layer {beyond[0]}, but the model has layers = {layers}: use numbers "
+                f"up to {layers}, which is the final norm."
             )
 
 
 class DeepCross(TopologyChoice):
-    """DeepCrossAttention: queries, keys and values weigh what earlier layers added, channel by channel.
+    """DeepCrossAttention: queries, keys and values weight the outputs of earlier layers per channel.
 
-    `recent` keeps the embedding, so many of the newest layers, and the sum of those between them; all by default.
+    `recent` keeps the embedding, this many of the newest layers, and the sum of those in between; the default is all.
     """
 
     kind: Literal["dca"] = "dca"
@@ -402,9 +403,9 @@ class DeepCross(TopologyChoice):
 
 
 class Injection(TopologyChoice):
-    """Loops with injection: each turn begins with a decayed state and the prelude's output (Parcae).
+    """Loops with injection: each turn starts from a decayed state plus the prelude's output (Parcae).
 
-    `prelude`, `loop` and `turns` are those of `order.kind = "loop"`: layers before the loop, layers in it, its turns.
+    `prelude`, `loop` and `turns` match those of `order.kind = "loop"`: layers before the loop, layers in it, its turns.
     The decay starts at `decay`, the injected share at 1 − `decay`.
     """
 

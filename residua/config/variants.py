@@ -1,4 +1,4 @@
-"""Architectures by short name. A name stands for overrides of one aspect of a run, so names can be combined.
+"""Short names for architectures. A name stands for overrides of one aspect of a run, so names can be combined.
 
 `mgr+exoformer` is Multi-Gate Residuals with exogenous anchors. A name changes its own aspect (topology, anchors,
 norm or gate) and keeps the rest of the base configuration; `base` changes nothing.
@@ -23,7 +23,7 @@ from residua.reading import counted
 
 @dataclass(frozen=True)
 class Variant:
-    """The meaning of a name: one line for people, and its overrides, which may depend on the base model."""
+    """The meaning of a name: a one-line description, and its overrides, which may depend on the base model."""
 
     summary: str
     overrides: Callable[[ModelConfig], Sequence[str]]
@@ -138,8 +138,8 @@ def _base_softmax(model: ModelConfig) -> SoftmaxAttention:
     softmax = model.attention.everywhere
     if softmax is None:
         raise ConfigError(
-            f"variants 'linear', 'hybrid' and 'kimi' replace softmax attention and the base has attention.kind = "
-            f"'{model.attention.kind}': choose a base with attention.kind = 'softmax'."
+            f"variants 'linear', 'hybrid' and 'kimi' replace softmax attention, but the base has attention.kind "
+            f"= '{model.attention.kind}': choose a base with attention.kind = 'softmax'."
         )
     return softmax
 
@@ -147,7 +147,7 @@ def _base_softmax(model: ModelConfig) -> SoftmaxAttention:
 def _moe(model: ModelConfig) -> Sequence[str]:
     """Experts of a quarter of the base's width; three and a shared one are active, so tokens see the base's width."""
     if model.ffn.mixture:
-        raise ConfigError("variant 'moe' replaces a dense FFN and the base has ffn.kind = 'moe': use 'base'.")
+        raise ConfigError("variant 'moe' replaces a dense FFN, but the base already has ffn.kind = 'moe': use 'base'.")
     shape = f"hidden={max(1, model.ffn.hidden // 4)}, experts=16, top_k=3, shared=1"
     return [f"model.ffn={{kind='moe', activation='{model.ffn.kind}', {shape}}}"]
 
@@ -181,26 +181,24 @@ NUMBERED: dict[str, Callable[[int], Variant]] = {
     ),
     "clipN": lambda n: _topology(f"x + f(x), clipped at ±{n}", "clipped", f"limit={n}.0"),
 }
-"""Names that hold any number N from 1 on, such as `block6`."""
+"""Names with any number N from 1 upwards, such as `block6`."""
 
 KNOWN: dict[str, Variant] = {
-    "base": Variant("the base configuration as it is", lambda model: ()),
+    "base": Variant("the base configuration, unchanged", lambda model: ()),
     "prenorm": _topology("x + f(x)", "additive"),
-    "layer_scale": _topology("LayerScale: learned gains of 0.1 on outputs, by channel", "scaled"),
+    "layer_scale": _topology("LayerScale: learned gains on outputs, from 0.1, per channel", "scaled"),
     "rezero": _topology("ReZero: a learned factor on outputs, from 0", "scaled", "gain=scalar", "start=0"),
     "laurel": _topology("LAuReL: learned weights, and a low-rank map of the stream", "laurel"),
-    "lns": _topology("LayerNorm scaling: inputs of layer l divided by its root", "lns"),
+    "lns": _topology("LayerNorm scaling: inputs of layer l divided by √l", "lns"),
     "keel": _topology("KEEL: norms inside and outside the residual sum", "keel"),
     "deepnorm": _topology("DeepNorm: post-norm with a scaled stream", "deepnorm"),
     "resi_dual": _topology("ResiDual: a post-norm stream, and a sum for the head", "resi_dual"),
-    "x0": _topology("residual scalars, x0 injection and backout, by layer", "x0"),
-    "x0_sublayer": _topology("residual scalars, x0 injection and backout, by sublayer", "x0", "scalars=sublayer"),
+    "x0": _topology("residual scalars, x0 injection and backout, per layer", "x0"),
+    "x0_sublayer": _topology("residual scalars, x0 injection and backout, per sublayer", "x0", "scalars=sublayer"),
     "full_attnres": _topology("Full Attention Residuals", "full_attnres"),
     "block_attnres": _in_blocks("Block Attention Residuals, about 8 blocks"),
     **{f"block{count}": NUMBERED["blockN"](count) for count in (2, 4, 8, 16)},
-    "boundary_attnres": _in_blocks(
-        "attention over depth between about 8 blocks, x + f(x) inside them", "boundary_attnres"
-    ),
+    "boundary_attnres": _in_blocks("attention over depth between about 8 blocks, x + f(x) within", "boundary_attnres"),
     "delta_attnres": _topology("Delta Attention Residuals: added to the residual sum", "delta_attnres"),
     "delta_block_attnres": _in_blocks("Delta Attention Residuals, about 8 blocks", "delta_attnres"),
     "mgr": _topology("Multi-Gate Residuals, competitive, 4 streams", "multi_gate"),
@@ -219,29 +217,31 @@ KNOWN: dict[str, Variant] = {
     "mhc_lite": _topology("mHC-lite, 4 streams", "mhc_lite"),
     "denseformer": _topology("DenseFormer", "dense"),
     "mudd": _topology("MUDD: Q, K, V and the stream read mixtures of earlier layers", "mudd"),
-    "loop": Variant("the middle half of the layers run twice", lambda model: [_looped(model, 2)]),
-    "parcae": Variant("the middle half run twice, each turn with decay and injection", _parcae),
-    "dca": _topology("DeepCrossAttention: Q, K and V weigh earlier layers by channel", "dca"),
+    "loop": Variant("the middle half of the layers runs twice", lambda model: [_looped(model, 2)]),
+    "parcae": Variant("the middle half runs twice, each turn with decay and injection", _parcae),
+    "dca": _topology("DeepCrossAttention: Q, K and V weight earlier layers per channel", "dca"),
     "resformer": _anchors("value residual from the first layer", "resformer"),
     "gated_value": _anchors("value residual from the first layer, gated per token and head", "gated_value"),
-    "value_embeddings": _anchors("a vector of the token in every second layer's values", "value_embeddings"),
-    "lime": _anchors("LIMe: keys and values are mixtures of those of all layers so far", "lime"),
-    "depth_attention": _anchors("Depth-Attention: queries weigh values of all layers so far", "depth_attention"),
+    "value_embeddings": _anchors("value embeddings of the token in every second layer", "value_embeddings"),
+    "lime": _anchors("LIMe: keys and values mix those of all layers so far", "lime"),
+    "depth_attention": _anchors(
+        "Depth-Attention: queries attend to the values of all layers so far", "depth_attention"
+    ),
     "cla": _anchors("cross-layer attention: two layers share keys and values", "cla"),
-    "kv_source": Variant("layers of the upper half take keys and values of the middle one", _middle_source),
+    "kv_source": Variant("the upper half of the layers uses keys and values of the middle layer", _middle_source),
     "svformer": _anchors("SVFormer: all layers use the values of the first", "kv_source", "shared=v"),
-    "nuresformer": _anchors("first layer's projections as normalised anchors, with the gate they mix", "nuresformer"),
-    "exoformer": _anchors("projections of the embedding as anchors, with the gate they mix", "exoformer"),
+    "nuresformer": _anchors("projections of the first layer as normalised anchors, including the gate", "nuresformer"),
+    "exoformer": _anchors("projections of the embedding as anchors, including the gate", "exoformer"),
     "exoformer_dynamic": _anchors("ExoFormer with dynamic mixing, with the gate", "exoformer", "mixing.kind=dynamic"),
     **_anchor_rows(),
     "gated_attention": _softmax("sigmoid gate on the attention output", "gate=elementwise"),
-    "xsa": _softmax("attention outputs without the direction of the token's own value", "own_value=removed"),
+    "xsa": _softmax("attention outputs minus the direction of the token's own value", "own_value=removed"),
     "sink": _softmax("learned attention sink", "sink=learned"),
     "linear": Variant("linear attention (Gated DeltaNet)", lambda m: [f"model.attention={{{_linear_table(m)}}}"]),
-    "hybrid": Variant("linear attention, and softmax in one layer of four", _hybrid),
-    "kimi": Variant("Kimi Linear's mixers: delta attention, and latent attention in one layer of four", _kimi),
-    "moe": Variant("16 experts, 3 and a shared one active, as wide for a token as the base's FFN", _moe),
-    "glu": Variant("sigmoid GLU as feed-forward, as wide as the base's", _glu),
+    "hybrid": Variant("linear attention, with softmax in every fourth layer", _hybrid),
+    "kimi": Variant("Kimi Linear's mixers: delta attention, with latent attention in every fourth layer", _kimi),
+    "moe": Variant("16 experts, 3 and a shared one active per token, with the active width of the base's FFN", _moe),
+    "glu": Variant("sigmoid GLU as the feed-forward, with the base's width", _glu),
     "gatednorm": _norm("RMSNorm with a low-rank gate", "gatednorm"),
     "preaffine": _norm("gain before the norm", "preaffine"),
     "dyt": _norm("dynamic tanh instead of a norm", "dyt"),
@@ -251,7 +251,7 @@ KNOWN: dict[str, Variant] = {
 
 
 def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
-    """The overrides of a variant. An entry with `=` is an override itself; others are known names, joined with `+`."""
+    """The overrides of a variant. An entry with `=` is an override; others are known names, joined with `+`."""
     changes: list[str] = []
     parts: list[str] = []
     for entry in entries:
@@ -271,7 +271,7 @@ def overrides(entries: Sequence[str], model: ModelConfig) -> list[str]:
 
 
 def holds(config: RunConfig | ModelConfig, change: str) -> bool:
-    """Whether a configuration already has the value that an override would set."""
+    """Whether a configuration already has the value set by an override."""
     try:
         return config.override([change]) == config
     except ConfigError:
@@ -289,7 +289,7 @@ def _refuse_undoing(names: Sequence[str], model: ModelConfig) -> None:
         undone = next((change for change in named if not holds(model, change.removeprefix("model."))), None)
         if undone is not None:
             key = undone.partition("=")[0]
-            raise ConfigError(f"{name!r} and {last!r} both set {key}: a variant can have one of them.")
+            raise ConfigError(f"{name!r} and {last!r} both set {key}: combine only one of them.")
 
 
 def is_known(entry: str) -> bool:

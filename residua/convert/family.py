@@ -1,7 +1,7 @@
 """The declarations of a family of transformers' models, and the rules that follow from them.
 
 A family reads its config.json into Residua's tables (`tables`), writes it back (`keys`), and names the tensors that
-each of Residua's parameters is made of (`TOP`, `ATTENTION`, `FEED_FORWARD`): parts that Residua has fused are stacked
+each of Residua's parameters consists of (`TOP`, `ATTENTION`, `FEED_FORWARD`): parts that Residua has fused are stacked
 by rows. A family refuses, by name, mathematics that Residua lacks.
 """
 
@@ -93,7 +93,7 @@ FAMILIES: dict[str, type[Family]] = {}
 """Families by `model_type`."""
 
 MISSING = {
-    "bloom": ("distances in scores (ALiBi)", "gpt_neox"),
+    "bloom": ("position biases in the scores (ALiBi)", "gpt_neox"),
 }
 """Parts that Residua lacks for a `model_type`, and the nearest family."""
 
@@ -117,7 +117,7 @@ def find_family(model_type: object) -> Family:
         alike = [text] if text in FAMILIES else get_close_matches(str(model_type), FAMILIES, cutoff=0.5)
         nearest = near or next(iter(alike), "llama")
         why = "" if lacks is None else f", because Residua lacks {lacks}"
-        raise UserError(f"model_type = {model_type!r} is not a known family{why}: the nearest is {nearest!r}.")
+        raise UserError(f"model_type = {model_type!r} is not a supported family{why}: the nearest is {nearest!r}.")
     return FAMILIES[str(model_type)]()
 
 
@@ -142,7 +142,7 @@ class Rule:
 
     @property
     def exact(self) -> bool:
-        """Whether values go over as they are, so that they can keep their precision."""
+        """Whether values are copied unchanged, so that they can keep their precision."""
         return self.shift == 0 and self.scale == 1 and self.layout.exact
 
     def read(self, parts: list[Tensor]) -> Tensor:
@@ -156,13 +156,13 @@ class Rule:
         whole = parameter if self.exact else parameter.float() / self.scale - self.shift
         if not self.theirs:
             if not torch.equal(self.read([]), whole):
-                raise UserError(f"parameter {self.ours} has no place in this layout, and is not 1.")
+                raise UserError(f"parameter {self.ours} has no counterpart in this layout, and differs from 1.")
             return {}
         return dict(zip(self.theirs, self.layout.write(whole).split(self.rows), strict=True))
 
 
 def alike(name: str, *projections: str) -> Names:
-    """The weight and the bias of a projection, made of these."""
+    """The weight and the bias of a projection, built from these."""
     return {f"{name}.{suffix}": tuple(f"{each}.{suffix}" for each in projections) for suffix in ("weight", "bias")}
 
 
@@ -273,7 +273,7 @@ class Family:
         if known.get("rope_parameters") is None:  # null stands for the default there
             known["rope_parameters"] = self.DEFAULTS.get("rope_parameters")
         if known.get("quantization_config"):
-            raise UserError("its weights are quantized: import the model that they were made from.")
+            raise UserError("its weights are quantized: import the original model.")
         for key, neutral in {"is_causal": (True,), **self.UNKNOWN}.items():
             if known.get(key) is not None and known[key] not in neutral:
                 raise UserError(f"{key} = {known[key]!r} has no counterpart here.")
@@ -446,7 +446,7 @@ class Family:
             layout = self.layout(name, config, keys)
             parts = layout.rows(parameter, _parts(model, name, parameter), len(theirs))
             if len(theirs) != len(parts):
-                raise UserError(f"parameter {name} has no place in the {self.model_type} layout.")
+                raise UserError(f"parameter {name} has no counterpart in the {self.model_type} layout.")
             shift, scale = self.change(name, keys)
             yield Rule(name, tuple(parameter.shape), theirs, parts, shift, scale, layout)
 

@@ -172,7 +172,9 @@ class Gemma4(SandwichGemma):
             table = plain | stored.get(full[0], {})
             same = all(plain | stored.get(layer, {}) == table for layer in full)
             if not same or table.keys() != plain.keys() or stored.keys() - set(full):
-                raise UserError("per_layer_config changes more than heads in full_attention, which is missing here.")
+                raise UserError(
+                    "per_layer_config changes more than the heads of full_attention, which is not supported."
+                )
         return {"head_dim": table["head_dim"], "kv_heads": table["num_key_value_heads"], **values}
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:

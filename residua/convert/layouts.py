@@ -13,7 +13,7 @@ class Layout:
     """Tensors of theirs are the rows of a parameter of ours."""
 
     exact = True
-    """Whether values go over as they are."""
+    """Whether values are copied unchanged."""
 
     def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
         """The rows of each of `count` tensors; `parts` are those of the maps that are fused in the parameter.

@@ -183,7 +183,7 @@ class SharedExpert(Mixture):
         if rest or not shared:
             raise UserError(
                 f"shared_expert_intermediate_size = {keys['shared_expert_intermediate_size']} is not a multiple of "
-                f"{self.HIDDEN} = {keys[self.HIDDEN]}, which is missing here."
+                f"{self.HIDDEN} = {keys[self.HIDDEN]}, which is not supported."
             )
         return super().feed_forward(keys) | {"shared": shared, "shared_gate": "sigmoid"}
 

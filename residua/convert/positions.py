@@ -31,24 +31,24 @@ def read_positions(config: dict[str, Any], default_theta: float, *, partial: boo
     """The keys `rope_theta` and `rope_scaling` of an attention table; `partial` if heads may turn in part."""
     stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in stored.values()):
-        raise UserError("rope_parameters differ between layers, which this family does not have here.")
+        raise UserError("rope_parameters differ between layers, which is not supported for this family.")
     theta = stored.get("rope_theta", config.get("rope_theta", default_theta))
     kind = stored.get("rope_type", stored.get("type", "default"))
     share = stored.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1.0) and kind != "proportional":
         if not partial or kind != "default":
-            raise UserError(f"partial_rotary_factor = {share} with rope_type = {kind!r} is missing here.")
+            raise UserError(f"partial_rotary_factor = {share} with rope_type = {kind!r} is not supported.")
         return {"rope_theta": theta, "rope_scaling": {"kind": "partial", "share": share}}
     if kind == "default":
         return {"rope_theta": theta}
     if not isinstance(kind, str) or kind not in READERS:
-        raise UserError(f"rope_type = {kind!r} is missing here: known are default, {', '.join(READERS)}.")
+        raise UserError(f"rope_type = {kind!r} is not supported: known are default, {', '.join(READERS)}.")
     try:
         return {"rope_theta": theta, "rope_scaling": READERS[kind](stored, config)}
     except KeyError as error:
-        raise UserError(f"rope_type = {kind!r} needs {error.args[0]!r}, which config.json does not give.") from None
+        raise UserError(f"rope_type = {kind!r} needs {error.args[0]!r}, which config.json lacks.") from None
     except (TypeError, ValueError, ZeroDivisionError):
-        raise UserError(f"the numbers of rope_type = {kind!r} make no sense.") from None
+        raise UserError(f"the numbers of rope_type = {kind!r} are inconsistent.") from None
 
 
 def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def read_layered_positions(keys: dict[str, Any], default_theta: float, local_the
     sliding = plain | {"rope_parameters": by_layer[SLIDING], "rope_theta": local_theta}
     local = read_positions(sliding, local_theta)
     if "rope_scaling" in local:
-        raise UserError("rope_parameters scale the layers with a window, which is missing here.")
+        raise UserError("rope_parameters scale the layers with a window, which is not supported.")
     positions = read_positions(plain | {"rope_parameters": full}, default_theta)
     return positions | {"local_rope_theta": local["rope_theta"]}
 

@@ -58,9 +58,12 @@ class GatedHybrid(Family):
 
     def _delta(self, keys: dict[str, Any]) -> dict[str, Any]:
         if keys["linear_key_head_dim"] != keys["linear_value_head_dim"]:
-            raise UserError("linear_key_head_dim and linear_value_head_dim differ, which is missing here.")
+            raise UserError("linear_key_head_dim and linear_value_head_dim differ, which is not supported.")
         if keys["rms_norm_eps"] != DELTA_EPS:
-            raise UserError(f"rms_norm_eps = {keys['rms_norm_eps']}: the delta rule's output has {DELTA_EPS} here.")
+            raise UserError(
+                f"rms_norm_eps = {keys['rms_norm_eps']}: only {DELTA_EPS} is supported in the output norm of the "
+                "delta rule."
+            )
         return {
             "kind": "gated_deltanet",
             "key_heads": keys["linear_num_key_heads"],

@@ -337,9 +337,9 @@ def open_corpus(
     least = MIN_HELD_OUT_BYTES if holdout is None else 0
     holdout = HOLDOUT if holdout is None else holdout
     if not 0 <= holdout < 1:
-        raise DataError(f"holdout is {holdout}: the share held out for validation must be at least 0 and below 1")
+        raise DataError(f"holdout is {holdout}: the fraction held out for validation must be at least 0 and below 1")
     if limit is not None and limit < 1:
-        raise DataError(f"limit is {limit}: the bytes of text to read must be at least 1")
+        raise DataError(f"limit is {limit}: at least 1 byte of text must be read")
     names = tuple(str(source) for source in sources)
     left_out: list[Path] = []
     links: list[Path] = []

@@ -176,7 +176,7 @@ class Dataset:
         tokenizer = Tokenizer.load(self.path / TOKENIZER)
         if tokenizer.vocab_size != self.vocab_size:
             raise DataError(
-                f"{self.path / DESCRIPTION} says vocab_size = {self.vocab_size}, but its tokenizer has "
+                f"{self.path / DESCRIPTION} says vocab_size = {self.vocab_size}, but the tokenizer next to it has "
                 f"{tokenizer.vocab_size} ids: {AGAIN}"
             )
         return tokenizer
@@ -197,7 +197,7 @@ class Dataset:
         sources = read_json(file, Sources, AGAIN)
         documents = self.split(VALIDATION).documents
         if len(sources.documents) != documents or max(sources.documents) >= len(sources.names):
-            raise DataError(f"{file} does not fit the {counted(documents, 'validation document')}: {AGAIN}")
+            raise DataError(f"{file} does not match the {counted(documents, 'validation document')}: {AGAIN}")
         return sources
 
     def tiny_validation(self) -> str | None:
@@ -260,7 +260,7 @@ def read_description(path: Path) -> dict[str, Any]:
         )
     description = read_json(inside(path, DESCRIPTION), dict[str, Any], AGAIN)
     if description.get("format") != FORMAT:
-        raise DataError(f"{file} does not describe a dataset of Residua: name a folder made by residua data prepare")
+        raise DataError(f"{file} does not describe a Residua dataset: name a folder made by residua data prepare")
     if description.get("version") != FORMAT_VERSION:
         version = shown(description.get("version"))
         raise DataError(f"{file} has version {version}, this Residua reads {FORMAT_VERSION}: {AGAIN}")

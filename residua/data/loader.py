@@ -73,9 +73,9 @@ class Loader:
         _check_size(split, sequence, batch)
         tokens = split.tokens if limit is None else min(limit, split.tokens)
         if tokens <= sequence:
-            raise DataError(f"data.limit is {limit}: it must be above the {sequence} tokens of a sequence")
+            raise DataError(f"data.limit is {limit}: it must be more than the {sequence} tokens of a sequence")
         if not 0 <= rank < world:
-            raise DataError(f"rank is {rank} of {world}: it must be at least 0 and below the number of ranks")
+            raise DataError(f"rank is {rank} of {world}: it must be from 0 to the number of ranks minus 1")
         self.split, self.sequence, self.seed, self.prefetch = split, sequence, seed, prefetch
         self._source = _Source(split, Order(tokens, sequence, seed), batch, rank, world, segments)
         self._cursor = Cursor(0, 0)
@@ -213,7 +213,7 @@ def whole_text(split: Split, sequence: int, batch: int, segments: bool = False) 
     """All windows of a split in order from its first token, then what is left after them as a shorter one."""
     windows, rest = divmod(split.tokens - 1, sequence)
     if split.tokens < 2:
-        raise DataError(f"the {split.name} split holds {counted(split.tokens, 'token')}, and two are needed for a loss")
+        raise DataError(f"the {split.name} split holds {counted(split.tokens, 'token')}, but a loss needs at least two")
     if windows:
         yield from validation_batches(split, sequence, batch, segments=segments)
     if rest:
@@ -225,8 +225,9 @@ def _check_size(split: Split, sequence: int, batch: int) -> None:
         raise DataError(f"sequence is {sequence} and batch is {batch}: both must be at least 1")
     if split.tokens <= sequence:
         raise DataError(
-            f"the {split.name} split holds {counted(split.tokens, 'token')}, too few for a sequence of {sequence} and "
-            "its targets: shorten the sequence (data.sequence, or else model.context) or prepare more text"
+            f"the {split.name} split holds {counted(split.tokens, 'token')}, too few for one sequence of "
+            f"{sequence} tokens and its targets: shorten the sequence (data.sequence, or model.context if that "
+            "is unset) or prepare more text"
         )
 
 

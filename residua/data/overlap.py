@@ -1,4 +1,4 @@
-"""Documents of the validation text that are in the training text too: as they are, or but for case and punctuation.
+"""Documents of the validation text that are also in the training text: verbatim, or up to case and punctuation.
 
 Whole documents are compared by hashes, 24 bytes for each in a temporary file. A text that is part of another is not
 found.
@@ -92,21 +92,23 @@ def refuse_overlap(overlap: Overlap, documents: int) -> None:
     """Refuse splits that share documents."""
     if overlap.copies:
         raise ReadError(
-            f"{_shared(overlap, documents)}: leave them out of the training text with --overlap drop, or keep them "
-            "with --overlap keep."
+            f"{_shared(overlap, documents)}: remove them from the training text with --overlap drop, or keep "
+            "them with --overlap keep."
         )
 
 
 def overlap_notice(about: dict[str, Any] | None, documents: int) -> str:
     """What to say about the entry `overlap` of dataset.json; `documents` is the number of validation documents."""
     if about is None:
-        return "an older Residua prepared this, which did not look for validation text in the training text"
+        return (
+            "this was prepared by an older Residua, which did not check whether validation text is in the training text"
+        )
     overlap = Overlap(about["exact"], about["near"], about["copies"])
     if not overlap.copies:
         return "no validation document is in the training text"
     shared = _shared(overlap, documents)
     if about["rule"] == KEEP:
-        return f"{shared}, and stay there: the validation loss is not that of new text (--overlap drop leaves them out)"
+        return f"{shared} and were kept: the validation loss is not that of unseen text (--overlap drop removes them)"
     verb = "was" if overlap.copies == 1 else "were"
     dropped = f"{counted(overlap.copies, 'training document')} {verb} dropped from training"
     return f"{shared}; {dropped} (--overlap keep keeps them)"
@@ -117,5 +119,5 @@ def _shared(overlap: Overlap, documents: int) -> str:
     subject = f"{total:,} of {counted(documents, 'validation document')} {'is' if total == 1 else 'are'}"
     return (
         f"{subject} in the training text "
-        f"({overlap.exact:,} word for word, {overlap.near:,} but for case, punctuation and white space)"
+        f"({overlap.exact:,} verbatim, {overlap.near:,} up to case, punctuation and white space)"
     )

@@ -66,7 +66,7 @@ class PageHeader:
 
     def _byte(self) -> int:
         if self.length >= len(self._data):
-            raise EOFError("a page header that does not end")
+            raise EOFError("a page header without an end")
         self.length += 1
         return self._data[self.length - 1]
 
@@ -103,4 +103,4 @@ class PageHeader:
                         self._unsigned()
                     self._skip(inner & 15)
             case _:
-                raise ValueError(f"a page header with a part of kind {kind}")
+                raise ValueError(f"a page header with a field of unknown type {kind}")

@@ -44,7 +44,7 @@ def parts_of(
             files, others, outside = files_in(path)
             if not files:
                 known = ", ".join(sorted(FOUND_IN_FOLDERS))
-                notice = links_notice(outside) or f"no file in it ends in one of {known}; to read others, name them"
+                notice = links_notice(outside) or f"no file in it ends in {known}; to read other files, name them"
                 raise DataError(f"the folder {name} holds no text: {notice}")
             left_out += others
             links += outside
@@ -70,7 +70,7 @@ def _hub_part(name: str, field: str, split: str | None) -> Part:
     repository, config = parsed.groups()
     if config is None and Path(name).parent.is_dir():
         raise DataError(
-            f"there is no file or folder {name} (for a dataset of Hugging Face, since the folder {Path(name).parent} "
-            f"is here, write {name}:CONFIG)"
+            f"there is no file or folder {name} (there is a local folder {Path(name).parent}: for a Hugging Face "
+            f"dataset write {name}:CONFIG)"
         )
     return Part(name, None, lambda: read_hub(repository, config, field), split, field)

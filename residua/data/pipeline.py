@@ -124,7 +124,7 @@ def size_of(spec: str) -> int:
     """N of `bpe:N`."""
     digits = spec.removeprefix(BPE)
     if not digits.isdecimal():
-        raise DataError(f"tokenizer {spec!r}: write the vocabulary size after the colon, as in bpe:8192")
+        raise DataError(f"tokenizer {spec!r}: give the vocabulary size after the colon, as in bpe:8192")
     return int(digits)
 
 
@@ -276,7 +276,10 @@ def _check_splits(corpus: Corpus, splits: dict[str, SplitWriter]) -> None:
     source = ", ".join(corpus.names[:3]) + (", …" if len(corpus.names) > 3 else "")
     if not splits[TRAIN].documents:
         if splits[VALIDATION].documents == 1 and corpus.holdout:
-            raise DataError(f"{source} holds a single document: give --validation FILE, or --holdout 0 for none")
+            raise DataError(
+                f"{source} has a single document, so none can be held out: give --validation FILE, or --holdout 0 "
+                "for no validation split"
+            )
         raise DataError(f"there is no text to train on in {source}")
     wanted = corpus.holdout > 0 or any(part.split == VALIDATION for part in corpus.parts)
     if wanted and not splits[VALIDATION].documents:
@@ -294,7 +297,8 @@ def _treat_overlap(splits: dict[str, SplitWriter], rule: str) -> dict[str, Any]:
     if rule == DROP and overlap.copies:
         if overlap.copies == train.documents:
             raise DataError(
-                "every training document is validation text too: name other text, or keep them with --overlap keep"
+                "every training document is also in the validation text: name other text, or keep them with "
+                "--overlap keep"
             )
         splits[TRAIN] = train.without(validation)
     return {"overlap": {"rule": rule, **overlap._asdict()}}
@@ -344,7 +348,8 @@ def _same_dataset(out: Path, recipe: dict[str, Any], rule: str) -> Dataset | Non
         if description.get("recipe") == recipe and (not overlap.get("copies") or overlap.get("rule") == rule):
             return Dataset.open(out)
     raise DataError(
-        f"{out} already holds something made from other sources or settings: name another --out, or move it elsewhere"
+        f"{out} already has a dataset or other files from different sources or settings: name another --out, "
+        "or move it elsewhere"
     )
 
 

@@ -63,7 +63,7 @@ class Problems:
         kinds = ", ".join(f"{counted(n, unit)} {kind}" for (unit, kind), n in alike.items())
         hints = " or ".join(dict.fromkeys(problem.hint for problem in self.first.values()))
         summary = f"{total:,} problems{' or more' * more} in the text ({kinds})"
-        raise ReadError(f"{summary}: {listed}{unlisted}: {hints}, or leave all of them out with --skip-bad.")
+        raise ReadError(f"{summary}: {listed}{unlisted}: {hints}, or skip all of them with --skip-bad.")
 
     def summary(self) -> list[dict[str, Any]]:
         """Each kind of skipped line or file for dataset.json: its unit, its count, and the first.
@@ -78,5 +78,5 @@ class Problems:
 
 
 def _skipped(problem: Problem) -> str:
-    read = f": read up to document {problem.used:,}, the rest skipped" if problem.used else ""
+    read = f": read up to document {problem.used:,}, then skipped" if problem.used else ""
     return f"{problem.what}{read}"

@@ -56,7 +56,7 @@ PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
 # A `.json` in a folder is usually a settings file; one named by the user is read as JSON lines.
 FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
 MAX_NAMED_SUFFIXES = 4
-UNREADABLE = "restore it from a copy or leave it out"
+UNREADABLE = "restore it from a copy or remove it"
 CORRECT = "correct or remove it"
 MAX_PAGE_BYTES = 128 * MIB
 """Of a page of a parquet file, and of the values in a batch of rows."""
@@ -170,7 +170,10 @@ def links_notice(links: Sequence[Path]) -> str | None:
         return None
     verb = "it leads" if len(links) == 1 else "they lead"
     first = f"{links[0]} to {links[0].resolve()}"
-    return f"{counted(len(links), 'link')} left out because {verb} out of the folder ({first}): to read a file, name it"
+    return (
+        f"{counted(len(links), 'link')} skipped because {verb} out of the folder ({first}): to read such a "
+        "file, name it"
+    )
 
 
 def left_out_notice(files: Sequence[Path]) -> str | None:
@@ -182,9 +185,9 @@ def left_out_notice(files: Sequence[Path]) -> str | None:
     first = next(path for path in files if "".join(split_suffix(path)) == suffixes[0][0])
     pattern = f"{shlex.quote(str(first.parent))}/*{first.suffix and shlex.quote(first.suffix)}"
     return (
-        f"{counted(len(files), 'file')} left out because of the suffix "
-        f"({named}{', …' if len(suffixes) > MAX_NAMED_SUFFIXES else ''}): to read those that are text, name them, "
-        f"as in residua data prepare {pattern}"
+        f"{counted(len(files), 'file')} skipped because of the suffix "
+        f"({named}{', …' if len(suffixes) > MAX_NAMED_SUFFIXES else ''}): to read text files among them, "
+        f"name them, as in residua data prepare {pattern}"
     )
 
 
@@ -198,7 +201,7 @@ def read_file(path: Path, field: str) -> Documents:
     except (DataError, MemoryError):
         raise
     except UnicodeDecodeError as error:
-        hint = "convert it or leave it out"
+        hint = "convert it or remove it"
         yield Problem("file", "not UTF-8 text", f"{path} is not UTF-8 text ({error.reason})", hint, used), 0
     except Exception as error:  # each codec has its own error classes; all of them mean a faulty file
         yield Problem("file", "unreadable", f"cannot read {path} ({reason(error)})", UNREADABLE, used), 0
@@ -281,7 +284,7 @@ def _json_lines(lines: io.TextIOBase, path: Path, field: str) -> Iterator[Item]:
         where = f"{path}, line {number}"
         if len(line) == MAX_LINE_CHARACTERS and not line.endswith("\n"):
             long = f"longer than {MAX_LINE_CHARACTERS >> 20} million characters"
-            yield Problem("line", long, f"{where} is {long}", "divide its text into several documents")
+            yield Problem("line", long, f"{where} is {long}", "split it into several documents")
             while line and not line.endswith("\n"):
                 line = lines.readline(MAX_LINE_CHARACTERS)
         elif line := line.strip():
@@ -300,7 +303,7 @@ def _parsed(line: str, field: str, where: str, before: bool) -> Item:
 
 
 def _one_per_line(field: str) -> str:
-    return f"write one object per line, such as {json.dumps({field: 'some text'}, ensure_ascii=False)}, and no list"
+    return f"write one object per line, such as {json.dumps({field: 'some text'}, ensure_ascii=False)}, not a list"
 
 
 def _text_of(record: Any, field: str, where: str, before: bool = False, unit: str = "line") -> Item:
@@ -311,7 +314,7 @@ def _text_of(record: Any, field: str, where: str, before: bool = False, unit: st
     if not isinstance(record, dict):
         return Problem(unit, "not an object", f"{where} holds {shown(record)}, not an object", _one_per_line(field))
     if field not in record:
-        clause = f"{where} has no field {field!r}" + ", which the lines before it have" * before
+        clause = f"{where} has no field {field!r}" + ", which earlier lines have" * before
         named = f"name one of {', '.join(record)} with --field"
         return Problem(unit, f"without the field {field!r}", clause, named if record and not before else CORRECT)
     text = "" if record[field] is None else record[field]
@@ -336,7 +339,7 @@ def _parquet(path: Path, field: str) -> Documents:
         return
     page = largest_page(path, file.metadata, field)
     if page > MAX_PAGE_BYTES:
-        problem = f"{path} has a page of {page:,} bytes, and {MAX_PAGE_BYTES:,} are the most"
+        problem = f"{path} has a page of {page:,} bytes, but at most {MAX_PAGE_BYTES:,} are supported"
         yield Problem("file", "with too large a page", problem, "write it with smaller pages"), 0
         return
     size, rows, row = path.stat().st_size, max(1, file.metadata.num_rows), 0
@@ -354,7 +357,7 @@ def read_hub(name: str, config: str | None, field: str) -> Documents:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise missing("datasets", f"{name!r} is not a file or folder here; reading it from Hugging Face") from None
+        raise missing("datasets", f"{name!r} is not a local file or folder; reading it from Hugging Face") from None
     try:
         with _quiet("huggingface_hub"):
             rows = load_dataset(name, config, split="train", streaming=True)

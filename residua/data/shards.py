@@ -120,7 +120,7 @@ class Shard:
         if int(ids.max()) > self.largest:
             at = int(np.argmax(ids > self.largest))
             raise DataError(
-                f"shard {self.path} holds id {ids[at]} at token {low + at}, and the largest that was written is "
+                f"shard {self.path} holds id {ids[at]} at token {low + at}, but the largest id in its header is "
                 f"{self.largest}: the file is damaged, prepare the dataset again or restore it from a copy"
             )
         return ids
@@ -143,7 +143,7 @@ class Shard:
 
 def _parse(path: Path, header: bytes) -> tuple[int, int, int, int, str]:
     if header[: len(MAGIC)] != MAGIC:
-        raise DataError(f"{path} is not a shard of Residua: it does not begin with {MAGIC!r}")
+        raise DataError(f"{path} is not a Residua shard: it does not begin with {MAGIC!r}")
     if len(header) < HEADER_BYTES:
         raise DataError(f"shard {path} is truncated inside its header; prepare the dataset again")
     _, version, itemsize, tokens, documents, largest, tokenizer = FIELDS.unpack_from(header)

@@ -25,7 +25,7 @@ def open_data(config: RunConfig) -> Dataset:
 def check_vocabulary(config: RunConfig, dataset: Dataset) -> None:
     """Refuse text with tokens that the model does not know.
 
-    A new model has all ids of the tokenizer. One to start from may have fewer, if the text does without the others.
+    A new model has all ids of the tokenizer. An initial model may have fewer, if the others do not occur in the text.
     """
     known, start = config.model.vocab_size, config.train.start
     if start is None and dataset.vocab_size > known:
@@ -44,8 +44,8 @@ def find_data(config: RunConfig, *, progress: bool = True) -> Dataset:
         start = Path(config.train.start)  # an import may lack its tokenizer, and a BPE trained here means nothing to it
         if start.is_dir() and not inside(start, TOKENIZER).is_file():
             raise ConfigError(
-                f"{start} has no {TOKENIZER}, so the embedded corpus cannot be cut into its model's tokens: give "
-                "--data a folder that was prepared with the model's own tokenizer."
+                f"{start} has no {TOKENIZER}, so the embedded corpus cannot be tokenized for its model: give --data "
+                "a folder prepared with the model's own tokenizer."
             )
     return embedded(config.data.tokenizer, progress=progress)
 
@@ -73,7 +73,6 @@ def _prepared(path: Path) -> Dataset:
         missing = "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
         problem = f"is not a prepared dataset (it has no {DESCRIPTION})" if path.exists() else missing
         raise ConfigError(
-            f"{path} {problem}: if it was moved, give --data DIR; "
-            "if there is none yet, make one with residua data prepare."
+            f"{path} {problem}: if it was moved, give --data DIR; otherwise make one with residua data prepare."
         )
     return Dataset.open(path)

@@ -104,4 +104,4 @@ def embedded(tokenizer: str = "bpe:1024", *, progress: bool = False) -> Dataset:
         if not path.exists():
             raise
         problem = str(error).rstrip(".")
-        raise DataError(f"{problem}; this is the cached corpus: delete {path} to make it again") from error
+        raise DataError(f"{problem}; this is the cached corpus: delete {path} to rebuild it") from error

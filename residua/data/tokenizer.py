@@ -34,10 +34,10 @@ STATING = (SETTINGS, "special_tokens_map.json", "generation_config.json", "confi
 SOURCE = "source"
 """The folder of an imported run with what `export` gives back: config.json, the chat template, generation settings."""
 BYTE_VALUES = 256
-EXPECTED = "expected a tokenizer.json, or a folder with one or with vocab.json and merges.txt"
+EXPECTED = "expected a tokenizer.json, or a folder that contains it or vocab.json and merges.txt"
 IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")
 MAX_TRAINED_RUN = 256
-"""Characters without a word border that a BPE is trained on at once: its trainer takes quadratic time in them."""
+"""Longest word that a BPE is trained on, in characters: its trainer takes quadratic time in them."""
 ByteStrings = list[bytes]
 
 
@@ -76,8 +76,8 @@ class Tokenizer:
         """
         if not BYTE_VALUES < vocab_size <= MAX_IDS:
             raise DataError(
-                f"a BPE of {vocab_size} entries cannot be trained: 256 bytes and {END_OF_TEXT} need at least 257, and "
-                f"ids must be below {MAX_IDS:,}"
+                f"a BPE of {vocab_size} entries cannot be trained: use at least 257, for 256 bytes and "
+                f"{END_OF_TEXT}, and at most {MAX_IDS:,}"
             )
         backend = _byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
@@ -177,14 +177,14 @@ class Tokenizer:
     def require_known(self, ids: Iterable[int], vocab_size: int, holder: str, advice: str) -> None:
         """Raise `DataError` if a model with `vocab_size` ids does not know one of `ids`; the sentence names its token.
 
-        `holder` begins the sentence ("the prompt holds"), `advice` ends it.
+        `holder` begins the sentence ("the prompt contains"), `advice` ends it.
         """
         unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
         if unknown is None:
             return
         name = self.backend.id_to_token(unknown) if 0 <= unknown < self.vocab_size else None
         token = f"id {unknown}" if name is None else f"{name!r}, id {unknown}"
-        raise DataError(f"{holder} {token}, and the model knows ids below {vocab_size}: {advice}.")
+        raise DataError(f"{holder} {token}, but the model has ids below {vocab_size}: {advice}.")
 
     def require_model(self, vocab_size: int, folder: Path) -> None:
         """Raise `DataError` if this tokenizer, read from `folder`, cannot be that of a model with `vocab_size` ids.
@@ -194,11 +194,11 @@ class Tokenizer:
         """
         if self.vocab_size <= vocab_size:
             return
-        ends = "name the token that ends a text as eos_token in tokenizer_config.json"
+        ends = "name the end-of-text token as eos_token in tokenizer_config.json"
         self.require_known([self.end_of_text], vocab_size, f"by the tokenizer in {folder}, texts end in", ends)
         plain = set(self.backend.get_vocab(with_added_tokens=False).values())
         largest = max(plain - self.backend.get_added_tokens_decoder().keys(), default=0)
-        hint = "they do not belong together, use the model's own tokenizer"
+        hint = "they do not match, so use the model's own tokenizer"
         self.require_known([largest], vocab_size, f"the tokenizer in {folder} makes", hint)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -241,7 +241,7 @@ def hash_of(serialised: str, where: Path | str, stated: str | None = None) -> st
     Parts that do not affect our ids are left out, so GPT-2's two files and its `tokenizer.json` have the same hash.
     `stated` is the end of a text where the JSON does not tell it.
     """
-    hint = "put the tokenizer.json there that the data was prepared with"
+    hint = "put the tokenizer.json with which the data was prepared there"
     content = check(parse_json(serialised, where, hint, lenient=True), dict[str, Any], where, hint)
     relevant = {name: value for name, value in content.items() if name not in IRRELEVANT_TO_IDS}
     relevant |= {} if stated is None else {"end_of_text": stated}

@@ -88,7 +88,7 @@ def check_growth(backend: tokenizers.Tokenizer, growth: float, texts: Sequence[s
         for low in range(0, len(text), _SLICE_CHARACTERS):
             total += len(normalize(text[low : low + _SLICE_CHARACTERS]))
             if total > most:
-                raise DataError(f"the normalizer of {where} makes a text far longer than it is: {_CHANGE}")
+                raise DataError(f"the normalizer of {where} can make a text far longer: {_CHANGE}")
 
 
 def without_panic(encode: Callable[[], T], where: str) -> T:

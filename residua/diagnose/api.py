@@ -109,7 +109,7 @@ def diagnose_model(
     facts = {key: value for metric in metrics.values() for key, value in metric.facts()}
     skipped = [*subject.skipped, *(reason for metric in metrics.values() for reason in metric.skipped)]
     if ablations == "none":
-        skipped.append("Removal of layers, sources and heads: left out by --ablations none.")
+        skipped.append("Removal of layers, sources and heads: skipped because of --ablations none.")
     few = sample.first(ablation_tokens)
     plan = planned(subject, ablations, [k for metric in metrics.values() for k in metric.suspects()])
     ticks = iter(range(1, len(plan) + 1))
@@ -159,7 +159,10 @@ def _observe_batch(subject: Subject, tokens: Tensor, targets: Tensor, metrics: S
     device = next(subject.model.parameters()).device
     observation = subject.observe(tokens.to(device), targets.to(device))
     if not math.isfinite(observation.loss):
-        raise UserError(f"{subject.name} gives a loss of {observation.loss} on this text: its weights are broken.")
+        raise UserError(
+            f"{subject.name} gives a loss of {observation.loss} on this text, so its weights are broken: use "
+            "another copy or checkpoint."
+        )
     for metric in metrics:
         metric.add(observation)
     return observation.loss
@@ -181,12 +184,12 @@ def _device_name(subject: Subject) -> str:
 def write(diagnosis: Diagnosis, out: Path, trained: Trained = NOT_TRAINED) -> None:
     """Write both files of a diagnosis; `trained` is the telemetry of the models that are runs."""
     write_atomically(out / JSON, diagnosis.model_dump_json(indent=1), parents=True)
-    with keeping(f"{out / JSON} holds the numbers"):
+    with keeping(f"{out / JSON} has the numbers"):
         diagnosis_page(diagnosis, trained).write(out / PAGE)
 
 
 def _telemetry(folder: Path) -> list[dict[str, Any]]:
-    """What was measured while a run trained; nothing if that is not there, or damaged: a diagnosis does without."""
+    """What was measured while a run trained; empty if it is missing or damaged: a diagnosis does not need it."""
     try:
         return telemetry_of(read_metrics(folder / METRICS))
     except (ReadError, OSError):
@@ -205,7 +208,7 @@ def _check_out(out: Path, models: Sequence[Path]) -> None:
         raise UserError(f"{out / PAGE} was not written by a diagnosis: choose another folder with --out.")
     stranger = min((path.name for path in out.iterdir() if path.is_file()), default=None)
     if stranger is not None and out.resolve() not in [model.resolve() for model in models]:
-        raise UserError(f"{out} holds {stranger} and no diagnosis: choose another --out.")
+        raise UserError(f"{out} has {stranger} but no diagnosis: choose another --out.")
 
 
 class _Diagnosed(Shape):
@@ -225,8 +228,8 @@ def _check_own(out: Path, models: Sequence[Path]) -> None:
     again = len(before) == 1 and named == [out.resolve()]  # its own, also if the folder was moved since
     if not again and named != [Path(model.path).resolve() for model in before]:
         raise UserError(
-            f"{out} is a model's folder and holds a diagnosis of other models: choose another --out, or delete "
-            f"its {JSON} and {PAGE}."
+            f"{out} is a model folder with a diagnosis of other models: choose another --out, or delete its "
+            f"{JSON} and {PAGE}."
         )
 
 
@@ -270,6 +273,6 @@ def taps(model: Decoder, *patterns: str) -> Iterator[dict[str, Tensor]]:
     outside the block. Run one model in it: what another one publishes takes the same names.
     """
     if not isinstance(model, Decoder):
-        raise UserError(f"{type(model).__name__} publishes no taps: they are those of a Residua model (residua.build).")
+        raise UserError(f"{type(model).__name__} has no taps: only Residua models (residua.build) have them.")
     with published.record(_Chosen(patterns or ("*",))) as tensors:
         yield tensors

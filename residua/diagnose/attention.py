@@ -23,7 +23,7 @@ CORNER = 48
 
 @dataclass(frozen=True)
 class Scores:
-    """How attention scores are made of q and k.
+    """How attention scores are computed from q and k.
 
     scale: the factor on q·k; window: a query sees itself and the `window − 1` keys before it (None: all earlier ones);
     mask: [B or 1, H or 1, T, K], True where a query may look, or added to the scores if it is a float; without a mask,

@@ -91,12 +91,12 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
     except Exception as error:  # configuration, weights or architecture: transformers raises many kinds
         if "auto_map" in config:
             raise UserError(
-                f"{path} needs Python code of its own (auto_map in its config.json), and Residua runs no code from a "
-                "model folder: diagnose a model that transformers knows by itself."
+                f"{path} needs its own Python code (auto_map in its config.json), but Residua runs no code "
+                "from a model folder: diagnose a model that transformers supports without such code."
             ) from None
         raise UserError(f"{path} cannot be opened as a causal language model: {first_sentences(error)}") from None
     _require_all(path, model, loaded)
-    require_finite(dict(model.named_parameters()), path, "nothing could be measured, so use another copy of the model")
+    require_finite(dict(model.named_parameters()), path, "nothing can be measured, so use another copy of the model")
     return HuggingFaceSubject(model, path.name, unused=sorted(loaded["unexpected_keys"]))
 
 
@@ -123,7 +123,7 @@ def _check_files(path: Path) -> dict[str, Any]:
     check_links(path)
     config = read_json(path / "config.json", dict[str, Any], AGAIN, lenient=True)
     if (path / "adapter_config.json").exists():
-        raise UserError(f"{path} is an adapter, which names a model elsewhere: merge the two, diagnose the result.")
+        raise UserError(f"{path} is an adapter for a model elsewhere: merge the two and diagnose the result.")
     return config
 
 
@@ -195,7 +195,7 @@ def check_counts(config: Mapping[str, Any], file: Path, weights: Stored) -> None
             check_counts(value, file, weights)
         counts = "per_layer" not in key and any(word in key for word in COUNTS)
         if counts and isinstance(value, int) and value > weights.most_tensors:
-            refuse(f"{file} asks for {value:,} layers ({key}), and the files hold {weights.tensors:,} tensors", AGAIN)
+            refuse(f"{file} asks for {value:,} layers ({key}), but the files have {weights.tensors:,} tensors", AGAIN)
 
 
 def choose_dtype(folder: Path, config: Any, weights: Stored, device: torch.device) -> torch.dtype | str:
@@ -212,7 +212,7 @@ def choose_dtype(folder: Path, config: Any, weights: Stored, device: torch.devic
         return "auto"
     if parameters > 2 * weights.elements + SPARE_PARAMETERS:
         file = folder / "config.json"
-        refuse(f"{file} asks for {parameters:,} parameters, and the files hold {weights.elements:,}", AGAIN)
+        refuse(f"{file} asks for {parameters:,} parameters, but the files have {weights.elements:,}", AGAIN)
     free = machine.free_memory()
     if device.type == "cpu" and (free is None or 4 * parameters + buffers <= MAX_WEIGHTS_SHARE * free):
         return torch.float32

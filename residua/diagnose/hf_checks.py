@@ -44,8 +44,8 @@ def require_causal(model: Any, probe: Tensor) -> None:
     tolerance = CAUSAL_TOLERANCE if before.dtype in _EXACT else COARSE_CAUSAL_TOLERANCE
     if float((wide(after) - wide(before)).norm()) > tolerance * float(wide(before).norm()):
         raise UserError(
-            f"{type(model).__name__} also reads later tokens, so its next-token loss means nothing: diagnose a causal "
-            "language model."
+            f"{type(model).__name__} also attends to later tokens, so its next-token loss is meaningless: "
+            "diagnose a causal language model."
         )
 
 
@@ -128,24 +128,29 @@ def _unexplained(change: Tensor, outputs: Tensor) -> tuple[float, list[float]]:
 
 
 REASONS = {
-    "hidden attention": "Attention metrics of layers {layers}: they compute attention outside transformers' attention "
-    "interface, where it cannot be seen.",
-    "linear attention": "Attention metrics of layers {layers}: they are linear attention and have no softmax weights.",
-    "compressed keys": "Attention metrics of layers {layers}: they also attend to keys that stand for several tokens "
-    "each.",
-    "whole layers": "Sublayers: some layers have no part that returns the hidden width; each counts as one sublayer.",
-    "several runs": "Earlier runs of layers {layers}: they run up to {runs} times in each pass; all but removal is "
-    "measured in the last run.",
-    "own residual": "Removal of single sublayers: they add the residual themselves, so only whole layers are removed.",
-    "streams": "Comparison of sublayers with their layer: layers carry several streams, so what sublayers write is not "
-    "what a layer changes.",
-    "uncounted experts": "Expert load of layers {layers}: their experts are not given the numbers of the chosen ones, "
-    "so the choices cannot be counted.",
-    "wrong sublayers": "Sublayers of layers {layers}: what was found of them does not make up the states of their "
-    "layer{where}; each of these layers counts as one sublayer.",
-    "partial sublayers": "Part of layers {layers}: their sublayers' outputs do not add up to what the layer changes, "
-    "so part of it happens outside them; only removing whole layers measures that part.",
-    "unused tensors": "The folder's {tensors}: {model} has nothing of that name and runs without.",
+    "hidden attention": "Attention metrics of layers {layers}: they bypass transformers' attention interface, so their "
+    "attention cannot be observed.",
+    "linear attention": "Attention metrics of layers {layers}: they use linear attention, which has no softmax "
+    "weights.",
+    "compressed keys": "Attention metrics of layers {layers}: they also attend to keys that each represent several "
+    "tokens.",
+    "whole layers": "Sublayers: some layers have no submodule that returns the hidden width, so each counts as one "
+    "sublayer.",
+    "several runs": "Earlier runs of layers {layers}: they run up to {runs} times per pass; everything except removal "
+    "is measured in the last run.",
+    "own residual": "Removal of single sublayers: sublayers add the residual themselves, so only whole layers are "
+    "removed.",
+    "streams": "Comparison of sublayers with their layer: layers carry several streams, so sublayer outputs do not "
+    "add up to the change of a layer.",
+    "uncounted experts": "Expert load of layers {layers}: their experts do not receive the indices of the chosen "
+    "experts, so "
+    "choices cannot be counted.",
+    "wrong sublayers": "Sublayers of layers {layers}: the detected sublayers do not explain the states of their "
+    "layer{where}; so each of these layers counts as one sublayer.",
+    "partial sublayers": "Part of layers {layers}: their sublayers' outputs do not add up to the layer's change, "
+    "so part of "
+    "it happens elsewhere; only the removal of whole layers measures that part.",
+    "unused tensors": "The folder's {tensors}: {model} has no such parameters and runs without them.",
 }
 """Why something is not measured, by what stands in the way."""
 

@@ -231,13 +231,13 @@ def find_layers(model: nn.Module, probe: Tensor, width: int) -> tuple[list[Layer
     layers = [] if longest is None else list(longest)
     if any(id(layer) in run.paired for layer in layers):
         raise UserError(
-            f"{type(model).__name__} hands two states from layer to layer, as reversible layers do, so it has no "
-            "single residual stream: it cannot be diagnosed."
+            f"{type(model).__name__} passes two states from layer to layer, as reversible layers do, so it has "
+            "no single residual stream and cannot be diagnosed."
         )
     if not layers:
         raise UserError(
-            f"{type(model).__name__} has no list of layers that keeps the hidden width {width} and hands its states "
-            "from one layer to the next: it cannot be diagnosed."
+            f"{type(model).__name__} has no list of layers that pass states of hidden width {width} from one "
+            "to the next, so it cannot be diagnosed."
         )
     return [_layer(module, run) for module in layers], run.plain_norms, watch
 

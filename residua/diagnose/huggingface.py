@@ -80,7 +80,7 @@ class HuggingFaceSubject(Subject):
         config = model.config.get_text_config(decoder=True)
         if not hasattr(config, "hidden_size"):
             raise UserError(
-                f"{type(model).__name__} states no hidden width in its configuration: it cannot be diagnosed."
+                f"{type(model).__name__} has no hidden width in its configuration, so it cannot be diagnosed."
             )
         embedding = model.get_input_embeddings()
         self.width, self.vocabulary = int(config.hidden_size), int(embedding.weight.shape[0])
@@ -219,7 +219,7 @@ class HuggingFaceSubject(Subject):
         try:
             self._set_attention(self._interface)
         except (ValueError, KeyError, AttributeError, NotImplementedError) as error:
-            self._leave_attention(f"it keeps its own ({error})")
+            self._leave_attention(f"it refuses another one ({error})")
 
     def _set_attention(self, implementation: str | dict[str, str]) -> None:
         from transformers.utils import logging
@@ -237,7 +237,7 @@ class HuggingFaceSubject(Subject):
         self._set_attention(self._own_attention)
         self.calls = {}
         self.skipped.append(
-            f"Attention metrics: {type(self.model).__name__} is run with its own attention, since {reason}."
+            f"Attention metrics: {type(self.model).__name__} runs with its own attention, because {reason}."
         )
 
     def _find_layers(self, probe: Tensor) -> tuple[list[Layer], set[int]]:
@@ -251,7 +251,9 @@ class HuggingFaceSubject(Subject):
         self.calls = dict(watch.heads)
         if watch.unknown:
             names = ", ".join(sorted(watch.unknown))
-            self._leave_attention(f"its attention is given {names}, which Residua's attention function does not know")
+            self._leave_attention(
+                f"its attention receives {names}, which Residua's attention function does not support"
+            )
         elif not watch.calls:
             self._set_attention(self._own_attention)
         return decoder, plain_norms
@@ -290,14 +292,14 @@ class HuggingFaceSubject(Subject):
             self.skipped.append(reason("partial sublayers", checked.partial))
         if not observation.states:
             raise UserError(
-                f"{type(self.model).__name__} shows none of its states, which are not of shape [batch, length, "
-                f"{self.width}]: it cannot be diagnosed."
+                f"{type(self.model).__name__} has no states of shape [batch, length, {self.width}], so it "
+                "cannot be diagnosed."
             )
         self.scales = checked.scales
         return observation
 
     def _look_again(self, probe: Tensor, whole: Collection[int] = ()) -> tuple[Observation, Checked]:
-        """Make the sites anew and check them."""
+        """Rebuild the sites and check them."""
         self.carrying = set()
         self.sites, self._bodies = self._make_sites(whole)
         ends: dict[int, tuple[Tensor, Tensor]] = {}

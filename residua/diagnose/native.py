@@ -33,7 +33,7 @@ from residua.model.inference import InferenceDecoder
 from residua.model.taps import hooked
 from residua.reading import counted
 
-FILL = "fill phase: its output becomes a stream, which is zero instead of missing"
+FILL = "fill phase: its output becomes a stream, which is set to zero"
 
 
 class NativeSubject(Subject):
@@ -57,7 +57,7 @@ class NativeSubject(Subject):
         self._norms = [*(sublayer.norm for sublayer in model.executions), model.norm]
         self.gains = {k: gain for k, norm in enumerate(self._norms) if (gain := norm.gain()) is not None}
         self.skipped = [] if config.softmax_layers else [
-            "Attention metrics: no layer of this model has a softmax, so there are no attention weights to look at."
+            "Attention metrics: no layer of this model uses softmax attention, so there are no attention weights."
         ]  # fmt: skip
 
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:

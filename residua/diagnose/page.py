@@ -24,9 +24,9 @@ NAMED = 4
 SUMMARY_PLACE = 10
 """Metrics with a lower place are drawn above the summary: depth routing, which the tool is for."""
 NO_ROUTING = (
-    "Depth routing: nothing to show, since no depth weights were published. A Residua model that weighs what each "
-    "sublayer reads (Attention Residuals, MUDD, hyper-connections, Multi-Gate Residuals and others) has a map of its "
-    "weights here, and what each source is worth."
+    "Depth routing: nothing to show, because the model has no depth weights. For a Residua model that "
+    "weights the inputs of each sublayer (Attention Residuals, MUDD, hyper-connections, Multi-Gate Residuals and "
+    "others), this section shows its weights and the value of each source."
 )
 HEALTHY = "Healthy: a loss better than chance, no sinks, no massive activations and no dead layers."
 WIDE = 9
@@ -40,8 +40,8 @@ def diagnosis_page(diagnosis: Diagnosis, trained: Trained = NOT_TRAINED) -> Page
     add_findings(page.section("Findings", HEALTHY), models)
     picture = page.section(
         "Layer by layer",
-        "Healthy: bars that change smoothly from layer to layer. A dead layer writes nothing and costs nothing to "
-        "remove; a massive activation or a sink is a bar far longer than its neighbours.",
+        "Healthy: bars that change smoothly from layer to layer. A dead layer writes nothing, and removing "
+        "it costs nothing; a massive activation or a sink is a bar far longer than its neighbours.",
     )
     add_picture(picture, models)
     if not any(model.depth_weights for model in models):
@@ -86,7 +86,7 @@ def _lead(models: Models) -> str:
         shown.setdefault(_amount(m), []).append(m.name)
     each = "; ".join(f"{amount} for {joined(names)}" for amount, names in shown.items())
     text = f"{source}, {each}" if len(shown) > 1 else f"{_amount(models[0])} of {source}"
-    return f"What depth does in {'these models' if len(models) > 1 else 'this model'}: measured on {text}."
+    return f"The role of depth in {'these models' if len(models) > 1 else 'this model'}: measured on {text}."
 
 
 def _amount(model: Model) -> str:
@@ -97,7 +97,7 @@ def _amount(model: Model) -> str:
 
 def _summary(page: Page, models: Models) -> None:
     """One model in sentences, several in a table, or in two where one would be too wide."""
-    section = page.section("Summary", "The rest in brief. Healthy: numbers near those of models you trust.")
+    section = page.section("Summary", "The remaining numbers. Healthy: close to those of models you trust.")
     if len(models) > 1:
         columns, cells, filled = _columns(models[0]), [_cells(model) for model in models], _filled(models)
         most = math.ceil(len(filled) / math.ceil(len(filled) / WIDE))
@@ -121,9 +121,11 @@ def _summary(page: Page, models: Models) -> None:
 def _columns(model: Model) -> list[Column]:
     return [
         Column("parameters"),
-        Column("loss", "nats per token on the text of this page; comparable between models of one tokenizer only"),
+        Column(
+            "loss", "nats per token on the text of this page; comparable only between models with the same tokenizer"
+        ),
         *(column for metric in on_page(model) for column in metric.columns),
-        Column("findings", "how many things stand out"),
+        Column("findings", "number of findings"),
     ]
 
 
@@ -150,16 +152,16 @@ def _training(page: Page, models: Models, trained: Trained) -> None:
         if records:
             section = page.section(
                 "While it trained" if len(models) == 1 else f"While {m.name} trained",
-                "Healthy: peaks that level off, gates and depth weights that settle. A sudden growth of a peak often "
-                "comes before a divergence.",
+                "Healthy: peaks that level off, gates and depth weights that settle. Sudden growth of a peak "
+                "often precedes a divergence.",
             )
-            section.tabs(by_place(records), "A few places along depth; metrics.jsonl has all of them.")
+            section.tabs(by_place(records), "A few positions along depth; metrics.jsonl has all of them.")
             for sentence in said(records):
                 section.note(sentence)
 
 
 def _made(page: Page, models: Models) -> None:
-    section = page.section("How this was made", "The numbers behind this page are in diagnosis.json next to it.")
+    section = page.section("How this was made", "The numbers on this page are in diagnosis.json next to it.")
     for m in models:
         section.subheading(m.name)
         section.facts(
@@ -233,8 +235,8 @@ def add_picture(section: Section, models: Models) -> None:
     section.strips(
         [Track(track.title, track.scale, track.meaning) for track in tracks],
         strips,
-        "Layers from bottom to top. Red cells are findings, blue ones worth knowing; hatched ones were not measured or "
-        "do not exist." + (" All models share the scales." if len(models) > 1 else ""),
+        "Layers from bottom to top. Red cells are findings, blue cells are notes; hatched cells were not "
+        "measured or do not exist." + (" All models share the scales." if len(models) > 1 else ""),
     )
 
 

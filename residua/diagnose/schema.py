@@ -40,7 +40,7 @@ class Header(Frozen):
     seconds: float
     loss: float
     ablation_tokens: int
-    place: int | None = Field(None, description="of its variant in the study it belongs to: decides its colour")
+    place: int | None = Field(None, description="place of its variant in the study, which decides its colour")
 
 
 def _keys(metrics: Metrics) -> list[type[Frozen]]:
@@ -97,7 +97,7 @@ class Diagnosis(Frozen):
         model: Any = with_metrics(tuple(extra))
         models: Any = (list[model], Field(min_length=1))
         file = create_model("Diagnosis", __base__=cls, models=models) if extra else cls
-        return read_json(Path(path), file, f"it is not a diagnosis of version {VERSION}, diagnose the model again")
+        return read_json(Path(path), file, f"it is not a diagnosis of version {VERSION}, so diagnose the model again")
 
 
 __all__ = ["Diagnosis", "Finding", "ModelDiagnosis", "TextFacts", "with_metrics"]

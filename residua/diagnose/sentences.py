@@ -50,7 +50,7 @@ def _findings(model: Model) -> list[str]:
         shown = findings[: _PER_KIND if len(kinds) <= 2 else 1]
         lines += [sentence(finding.words) for finding in shown]
         if len(findings) > len(shown):
-            lines[-1] = f"{lines[-1][:-1]}; {len(findings) - len(shown)} more like it."
+            lines[-1] = f"{lines[-1][:-1]}; {len(findings) - len(shown)} more of this kind."
     return lines
 
 

@@ -94,7 +94,7 @@ class Prepared:
         self.name = f"{name} ({dataset.path}, {'validation' if part == VALIDATION else 'training'} part)"
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
-        """As the dataset was cut into tokens; for a model with another tokenizer, its documents are cut anew."""
+        """As the dataset was cut into tokens; for a model with another tokenizer, its documents are tokenized again."""
         same = tokenizer.hash == self.dataset.tokenizer_hash
         for low in range(0, self.split.tokens, _PIECE):
             high = min(low + _PIECE, self.split.tokens)
@@ -118,7 +118,7 @@ class Embedded:
         for part in standard_library().parts:
             if part.split == VALIDATION:
                 for document, _ in part.read():
-                    assert isinstance(document, str), "a module of Python is read whole"
+                    assert isinstance(document, str), "a Python module is read as a whole"
                     yield [*tokenizer.encode(document), tokenizer.end_of_text]
 
 
@@ -132,8 +132,8 @@ def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
             return Prepared(Dataset.open(text), "a dataset")
         if not text.is_file():
             raise UserError(
-                f"--text {text} is not a file of text nor a prepared dataset: name a UTF-8 text file, or a folder of "
-                "residua data prepare."
+                f"--text {text} is neither a text file nor a prepared dataset: name a UTF-8 text file, or a "
+                "folder made by residua data prepare."
             )
         return TextFile(text)
     run = next((folder for folder in folders if inside(folder, "config.toml").is_file()), None)
@@ -141,7 +141,7 @@ def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
     if run is None or path is None:
         return Embedded()
     if not (Path(path) / DESCRIPTION).is_file():
-        raise UserError(f"{path}, the text of {run}, is not there any more: name a text or a dataset with --text.")
+        raise UserError(f"{path}, the text of {run}, no longer exists: name a text or a dataset with --text.")
     return Prepared(Dataset.open(path), f"the text of {run.resolve().name}")
 
 

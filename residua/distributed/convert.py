@@ -35,7 +35,7 @@ def convert(run: Path, out: Path) -> Path:
     """Write the last checkpoint of a run, and the best, to a new run folder, each as model.safetensors and
     optimizer.safetensors. Returns the last."""
     if not run.is_dir():
-        raise UserError(f"{run} is not a folder: name a run.")
+        raise UserError(f"{run} is not a folder: name a run folder.")
     saved = require_checkpoints(run)
     config, last = saved_config(run), saved[-1]
     model = build_if_it_fits(config.model, run)
@@ -54,7 +54,7 @@ def require_checkpoints(run: Path) -> list[Checkpoint]:
     """The checkpoints of a run, oldest first; refuses a run without any."""
     saved = checkpoints(run)
     if not saved:
-        raise UserError(f"{run} holds no checkpoint: train it first.")
+        raise UserError(f"{run} has no checkpoint: train it first.")
     return saved
 
 

@@ -48,7 +48,7 @@ HURRIED_BEATS = 3 * MISSED_BEATS
 FAILURES = "failures"
 """The shared key: one line of JSON per failure, oldest first."""
 
-STORE_GONE = "the store that torchrun keeps is gone, and with it the machine of rank 0"
+STORE_GONE = "torchrun's store is gone, so the machine of rank 0 is probably down"
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Heartbeat:
         if sentence is not None:
             self._end(sentence, silent=not self.speaks)
         elif self._may_end:
-            self.fail("it was asked to end")
+            self.fail("it received a signal to end")
             os._exit(128 + signal.SIGTERM)
 
     def _notice_stall(self) -> None:
@@ -210,7 +210,7 @@ class Heartbeat:
         elif now - self._moved > self.stall:
             where, self._moved = self.record(), inf
             if self.rank == 0:
-                self._print(f"no step was finished in {self.stall:.0f} seconds after step {self.done}{where}")
+                self._print(f"no step finished within {self.stall:.0f} seconds after step {self.done}{where}")
 
     def _run(self) -> None:
         while not self._stopped.wait(BEAT_SECONDS):
@@ -228,7 +228,7 @@ class Heartbeat:
             ):  # the training thread has had its time
                 self._end(failure.sentence, silent=silent)
         elif time.monotonic() - self._last_heard > self.patience:
-            self._add_failure(self._watched, f"failed: it was silent for {self.patience:.0f} seconds")
+            self._add_failure(self._watched, f"failed: it sent nothing for {self.patience:.0f} seconds")
 
     def _look(self) -> tuple[str, Failure | None]:
         """The beat of the watched rank, empty if there was none yet, and the first failure, if there was any."""

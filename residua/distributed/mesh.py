@@ -100,7 +100,8 @@ class Processes:
             local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
             if local >= gpus:
                 raise ConfigError(
-                    f"process {local} of this machine has no GPU of its own, PyTorch sees {gpus}: start torchrun with "
+                    f"process {local} of this machine has no GPU for itself, since PyTorch sees {gpus}: start torchrun "
+                    "with "
                     f"--nproc-per-node {gpus} or fewer."
                 )
             device = torch.device("cuda", local)

@@ -114,18 +114,18 @@ class Probe:
         self.folder, self.rank, self.token = folder, rank, token
 
     def write(self) -> None:
-        with writing(self.folder, "the folder is as it was"):
+        with writing(self.folder, "the folder is unchanged"):
             self._path(self.rank).write_text(self.token, encoding="utf-8")
 
     def answer(self) -> dict[str, Any]:
         """Where this rank is, and why the folder here is not that of rank 0, if it is not."""
         place = {"rank": self.rank, "host": socket.gethostname(), "folder": str(self.folder.resolve())}
         if not self._finds(0):
-            return place | {"problem": "does not hold what rank 0 wrote there"}
+            return place | {"problem": "does not contain what rank 0 wrote there"}
         try:
             self.write()
         except OSError as error:
-            return place | {"problem": f"cannot be written to ({error.strerror})"}
+            return place | {"problem": f"cannot be written ({error.strerror})"}
         return place | {"problem": None}
 
     def missing(self, answers: list[dict[str, Any]]) -> str | None:
@@ -133,11 +133,12 @@ class Probe:
         for answer in answers[1:]:
             problem = answer["problem"]
             if problem is None and not self._finds(answer["rank"]):
-                problem = "holds files that rank 0 does not find"
+                problem = "contains files that rank 0 does not see"
             if problem is not None:
                 return (
                     f"the ranks do not share the run's folder: {answer['folder']} on {answer['host']} (rank "
-                    f"{answer['rank']}) {problem} ({answers[0]['folder']} on {answers[0]['host']}): give --out a path "
+                    f"{answer['rank']}) {problem} ({answers[0]['folder']} on {answers[0]['host']}): set --out "
+                    "to a path "
                     "on a disk that all nodes share, the same on every node."
                 )
         return None

@@ -76,8 +76,8 @@ class Ranks(World):
             if not lost_a_peer(error):
                 raise
             raise TrainingStopped(
-                f"the ranks could not connect ({reason(error)}), probably because one of them ended while they "
-                "started; nothing was written: start the same command again."
+                f"the ranks could not connect ({reason(error)}), probably because one of them ended while starting; "
+                "nothing was written: run the same command again."
             ) from None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -98,7 +98,7 @@ class Ranks(World):
                 self.processes.stop()
 
     def _leave_to_leader(self, code: int) -> NoReturn:
-        """End without a word, after rank 0: it prints why, and torchrun would end it if another rank ended first."""
+        """End silently, after rank 0: it prints why, and torchrun would end it if another rank ended first."""
         self.heartbeat.outlast(rank=0)
         raise SystemExit(code)
 
@@ -110,12 +110,12 @@ class Ranks(World):
             return
         sentence = self.heartbeat.who_died()
         if sentence is None:
-            sentence = f"a collective failed although all ranks are alive ({reason(error)}){self._record()}"
+            sentence = f"a collective failed, although all ranks are alive ({reason(error)}){self._record()}"
         elif self.leads and self.folder is not None:
             record_end(self.folder, "failed", sentence)
         if not self.heartbeat.speaks:  # another rank of this node does
             self._leave_to_leader(1) if self.heartbeat.explained else sys.exit(1)
-        left = what_is_left(self.folder) if self.folder is not None else "nothing had been saved"
+        left = what_is_left(self.folder) if self.folder is not None else "nothing was saved"
         raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
 
     def _record(self) -> str:
@@ -126,7 +126,10 @@ class Ranks(World):
 
     def _advice(self) -> str:
         by_hand = f"{self.command(self.config)} --resume --out {self.folder or 'RUN'}"
-        return f"torchrun --max-restarts resumes from the last checkpoint by itself, `{by_hand}` by hand"
+        return (
+            f"torchrun --max-restarts resumes from the last checkpoint automatically; to resume manually, run "
+            f"`{by_hand}`"
+        )
 
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
         self.folder = folder
@@ -251,8 +254,8 @@ def slow_ranks(seconds: Sequence[float], stages: Sequence[float], hosts: Sequenc
         for stages_here in set(stages)
     }
     return {
-        rank: f"rank {rank} on {hosts[rank]} computes slowly: {second / usual[stage]:.2f} × the median rank's time for "
-        "the same work; look at the clock, temperature and other processes of its device"
+        rank: f"rank {rank} on {hosts[rank]} is slow: {second / usual[stage]:.2f} × the median rank's time for the "
+        "same work; check the clock, the temperature and other processes of its device"
         for rank, (second, stage) in enumerate(zip(seconds, stages, strict=True))
         if second > SLOW_FACTOR * usual[stage] > 0
     }

@@ -100,10 +100,10 @@ def accelerator() -> Iterator[Finding]:
             yield Finding("device", f"GPU {index}", "ok", words)
         yield from _compiler()
     elif shutil.which("nvidia-smi") or Path("/dev/nvidia0").exists():
-        words = f"there is a GPU, and PyTorch {torch.__version__} does not use it"
+        words = f"there is a GPU, but PyTorch {torch.__version__} does not use it"
         yield Finding("device", "GPU", "note", words, "install a PyTorch for your CUDA: pytorch.org/get-started")
     else:
-        yield Finding("device", "GPU", "missing", "none: everything runs on the processor, without kernels")
+        yield Finding("device", "GPU", "missing", "none: everything runs on the CPU, without kernels")
 
 
 def _compiler() -> Iterator[Finding]:
@@ -111,7 +111,7 @@ def _compiler() -> Iterator[Finding]:
     compiler = next(filter(shutil.which, (os.environ.get("CC", ""), "gcc", "clang", "cc")), None)
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if compiler is None:
-        words = "none, and Triton needs one to launch its kernels"
+        words = "none, but Triton needs one to launch its kernels"
         yield Finding("device", "C compiler", "failed", words, "apt-get install gcc")
     elif not header.exists():
         words = f"{compiler}, but {header} is missing"
@@ -133,7 +133,7 @@ def requirements() -> list[Requirement]:
 def packages(needs: Sequence[Requirement], imported: bool = True) -> Iterator[Finding]:
     """One row for each package. `imported`: also import it, which shows whether it works, and takes some seconds."""
     if not needs:
-        words = "runs from a folder, without the list of what it needs"
+        words = "runs from a folder, without its list of requirements"
         yield Finding("packages", "residua", "note", words, "pip install -e . in its folder")
     for need in needs:
         if need.system in ("", platform.system()):
@@ -151,11 +151,11 @@ def _package(need: Requirement, look: Callable[[str], object]) -> Finding:
     if need.least and _numbers(version) < _numbers(need.least):
         return Finding(group, need.name, "failed", f"{version} is too old{purpose}", f"pip install -U '{need.wanted}'")
     if need.relation == "==" and version != need.least:
-        words = f"{version} is installed, and Residua works with {need.least}{purpose}"
+        words = f"{version} is installed, but Residua needs {need.least}{purpose}"
         return Finding(group, need.name, "note", words, f"pip install '{need.wanted}'")
     problem = "" if need.module in _NEEDS_GPU else _import_problem(need.module, look)
     if problem:
-        words = f"{version} is installed and does not work: {problem}"
+        words = f"{version} is installed, but does not work: {problem}"
         return Finding(group, need.name, "failed", words, f"pip install --force-reinstall '{need.wanted}'")
     return Finding(group, need.name, "ok", f"{version}{purpose}")
 

@@ -84,7 +84,7 @@ def check(name: str, operator: Operator[..., Any], case: Case, tolerance: float)
     def compare() -> tuple[float, float, str]:
         path = f"fused{case.note}" if case.is_fused(operator) else "PyTorch reference"
         ours = case.results(operator)
-        with backend("reference"):  # also for the operators that a reference is made of
+        with backend("reference"):  # also for operators inside a reference
             exact = case.results(operator.reference, torch.float64)
         return _error(ours, exact), tolerance, path
 
@@ -104,7 +104,7 @@ def _attempt(name: str, compare: Callable[[], tuple[float, float, str]]) -> Find
     return Finding("self-test", name, "failed", f"{words}: more than {tolerance:g}", _REPORT)
 
 
-_REPORT = "set residua.ops.backend('reference') to do without kernels, and report this with `residua doctor --json`"
+_REPORT = "set residua.ops.backend('reference') to run without kernels, and report this with `residua doctor --json`"
 
 
 def _error(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
@@ -206,6 +206,6 @@ def _distribute(waiting: Waiting, helper: subprocess.Popen[bytes]) -> None:
 
 
 def _died(name: str, status: int) -> Finding:
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    words = f"the process that made this check {how}"
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    words = f"the process of this check {how}"
     return Finding("self-test", name, "failed", words, "report this with `residua doctor --json`")

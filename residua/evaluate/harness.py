@@ -126,8 +126,8 @@ def find_tasks(
             )
         if not allow_code and runs_code(name, manager.task_index):
             raise UserError(
-                f"{name} runs the programs that the model writes, with your rights: use a container or a machine "
-                "without anything of value, and give --allow-code."
+                f"{name} runs programs written by the model, with your privileges: use a container or a machine "
+                "without valuable data, and give --allow-code."
             )
     return manager, wanted
 
@@ -184,7 +184,7 @@ def evaluate_with_harness(
                     confirm_run_unsafe_code=allow_code, **settings,
                 )  # fmt: skip
         except ConnectionError as error:
-            raise UserError(f"lm-eval could not download a task ({error}): --task-dir reads local files.") from None
+            raise UserError(f"lm-eval could not download a task ({error}): use --task-dir for local files.") from None
         assert report is not None
         n_shot = report.get("n-shot", {})
         for task, scores in report["results"].items():

@@ -97,7 +97,7 @@ def _premise(record: Record) -> Question:
 def _listed(record: Record) -> str:
     """The choices under their letters, a line each."""
     if len(record["choices"]) > len(ascii_uppercase):
-        raise UserError(f"it has {len(record['choices'])} choices, and letters for {len(ascii_uppercase)}")
+        raise UserError(f"it has {len(record['choices'])} choices, but at most {len(ascii_uppercase)} are supported")
     return "".join(f"{letter}. {choice}\n" for letter, choice in zip(ascii_uppercase, record["choices"], strict=False))
 
 

@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """Σ log p of a continuation's tokens in nats, and whether each was the likeliest."""
+    """Σ log p of a continuation's tokens in nats, and whether each was the most likely one."""
 
     log: float
     greedy: bool
@@ -50,7 +50,8 @@ class Likelihood(NamedTuple):
 
 class _Batch(NamedTuple):
     """Pairs that the device works on: their indices, and of each scored token its row, log p, and whether it is the
-    likeliest."""
+    most likely.
+    """
 
     indices: list[int]
     rows: Tensor
@@ -100,7 +101,7 @@ class Scorer:
         """
         known = self.model.config.vocab_size
         for pair in pairs:
-            self.tokenizer.require_known(chain(*pair), known, "a text to score holds", "leave it out")
+            self.tokenizer.require_known(chain(*pair), known, "a text to score contains", "leave it out")
         done = 0
         results: list[Likelihood | None] = [None] * len(pairs)
 
@@ -165,7 +166,7 @@ class Scorer:
         return [Likelihood(float(t), int(w) == 0) for t, w in zip(totals, wrong, strict=True)]
 
     def _log_probabilities(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """log p [N] of targets [N] after final states [N, C], and whether they are the likeliest."""
+        """log p [N] of targets [N] after final states [N, C], and whether they are the most likely ones."""
         logs, best = [], []
         for h, target in zip(hidden.split(POSITIONS), targets.split(POSITIONS), strict=True):
             log, likeliest = token_likelihoods(h, self.model.head_weight, target, self.model.config.logit_softcap)
@@ -211,7 +212,7 @@ class TextScore:
 
     @property
     def word_perplexity(self) -> float:
-        """e^(nats per word), which does not depend on the tokenizer; infinite as above, or without a word."""
+        """e^(nats per word), which does not depend on the tokenizer; infinite as above, or if there are no words."""
         return _exp(self.loss * self.tokens / self.words) if self.words else math.inf
 
     @property
@@ -275,7 +276,7 @@ def score_text(
     With `segments`, attention stays inside documents and the first token of a document is not scored, as in training
     with `data.masking = "documents"`.
     """
-    dataset.require_known(model.config.vocab_size, "prepare text without it, with the model's own tokenizer")
+    dataset.require_known(model.config.vocab_size, "prepare the text without it, using the model's own tokenizer")
     device = model.embed.weight.device
     sequence = sequence or model.config.context
     rows = max(1, (batch_tokens or (65_536 if device.type == "cuda" else 4096)) // sequence)

@@ -78,7 +78,7 @@ def open_tasks(
     """
     if not folder.is_dir():
         refuse_text(folder, "a folder with task files")
-        raise UserError(f"{folder} is not a folder: name one with task files such as piqa.jsonl.")
+        raise UserError(f"{folder} is not a folder: name one that contains task files such as piqa.jsonl.")
     files = {path.name.split(".")[0]: path for path in sorted(folder.iterdir()) if path.name.endswith(EXTENSIONS)}
     wanted = expand(names)
     for task, (name, _) in wanted.items():
@@ -149,8 +149,8 @@ class _Examples:
         if len(examples) < self.shots:
             have, about = counted(len(examples), "worked example"), f" about {subject}" if subject else ""
             raise UserError(
-                f"{self.path} has {have}{about} in its train split and {self.shots} were asked for: "
-                f"use --shots {len(examples)}."
+                f"{self.path} has {have}{about} in its train split, but --shots asks for {self.shots}: use --shots "
+                f"{len(examples)}."
             )
         return "".join(f"{_form(self.name, example, self.path).solved}\n\n" for example in examples)
 
@@ -195,7 +195,7 @@ class _Record(Shape):
 def _checked(record: Any, where: str) -> dict[str, Any]:
     """Check a question against the schema; an error names the line."""
     if isinstance(record, dict) and "text" in record and "choices" not in record:
-        refuse(f"{where} holds text, not a question", "prepare the file with residua data prepare and give --data")
+        refuse(f"{where} holds text, not a question", "prepare the file with residua data prepare and use --data")
     checked = check(record, _Record, where, _HINT)
     if not all(choice.strip() for choice in checked.choices):
         refuse(f"{where}: one of the choices is empty", _HINT)
@@ -209,7 +209,7 @@ def _form(name: str, record: Mapping[str, Any], path: Path) -> Question:
     try:
         return find_prompt(name).ask(record)
     except KeyError as lacking:
-        raise UserError(f"{path}: question {record.get('id', '?')} has no {lacking.args[0]}.") from None
+        raise UserError(f"{path}: question {record.get('id', '?')} has no field {lacking.args[0]}.") from None
     except UserError as error:
         refuse(f"{path}, question {record.get('id', '?')}: {error}", _HINT)
 

@@ -66,7 +66,7 @@ def export(
     if precision is not None and precision not in PRECISIONS:
         raise UserError(f"precision {precision} does not exist: choose {' or '.join(PRECISIONS)}.")
     if (run / "quantization.json").exists():
-        raise UserError(f"{run} is quantized, and exports are not: export the run that it was made from.")
+        raise UserError(f"{run} is quantized, but exports cannot be: export the run that it was made from.")
     metadata = card_metadata(run, (metadata or Metadata()).check())
     tokenizer = open_tokenizer(run)
     stored = open_stored(run, which)
@@ -107,7 +107,9 @@ def require_hub(repository: str) -> None:
     import huggingface_hub
 
     if not REPOSITORY.fullmatch(repository):
-        raise UserError(f"--push {repository} names no repository: write ORG/NAME with letters, digits, -, _ or dots.")
+        raise UserError(
+            f"--push {repository} is not a repository name: write ORG/NAME with letters, digits, -, _ or dots."
+        )
     if huggingface_hub.get_token() is None:
         raise UserError(
             f"--push {repository} needs a login at the Hugging Face Hub: run `hf auth login`, or set HF_TOKEN."
@@ -125,7 +127,7 @@ def push(folder: Path, repository: str, *, public: bool) -> str:
     except OSError as error:  # refused by the Hub, or not reached
         words = " ".join(str(error).split())
         raise UserError(
-            f"{repository} was not written ({words}): {folder} is complete, send it with "
-            f"`hf upload {repository} {folder} .`."
+            f"{repository} was not uploaded ({words}): {folder} is complete, so upload it with `hf upload "
+            f"{repository} {folder} .`."
         ) from None
     return str(address)

@@ -36,8 +36,10 @@ class KeyValues:
         """Attention of q [B, T, H, D] to the cached keys and to k, v [B, T, H_kv, D], which are added to the cache."""
         if self.host is None:
             return attend_cached(q, *self.extend(k, v, now), now, **scoring)
-        if any(each is not None for each in scoring.values()):  # hosts ignore them without a word
-            raise UserError("this attn_implementation has no learned sinks, windows or capped scores: use 'sdpa'.")
+        if any(each is not None for each in scoring.values()):  # hosts ignore them silently
+            raise UserError(
+                "this attn_implementation does not support learned sinks, windows or capped scores: use 'sdpa'."
+            )
         self.num_key_value_groups = q.shape[2] // k.shape[2]
         heads = (t.transpose(1, 2) for t in (q, k, v))
         y, _ = self.host(self, *heads, None, scaling=q.shape[-1] ** -0.5)
@@ -96,7 +98,7 @@ class Past:
     ) -> None:
         self.cache, self.tokens, self.mask, self.positions, self.host = cache, tokens, mask, positions, host
         if host is not None and (mask is not None or set(layer_types) != {"full_attention"}):
-            raise UserError("this attn_implementation takes softmax attention without padding only: use 'sdpa'.")
+            raise UserError("this attn_implementation supports only softmax attention without padding: use 'sdpa'.")
         self.length = 0 if cache is None else int(cache.get_seq_length())
         layers = [
             KeyValues(cache, layer, host, *borrowed.get(layer, ()))

@@ -1,4 +1,4 @@
-"""The Python files of an export: the modules that a model is made of, copied whole, with their imports rewritten.
+"""The Python files of an export: complete copies of the modules that a model uses, with their imports rewritten.
 
 Why whole modules: an exported folder must run without Residua, and people read it. A copy that differs from the
 library in its import lines only is easy to trust, and any valid module can be copied. Cutting out the definitions that
@@ -179,7 +179,7 @@ class Bundle:
         return module.split(".")[0] in self.bundled_packages or module == "pydantic" or modules.is_users(module)
 
     def place(self, importer: str, module: str, name: str | None) -> Place | None:
-        """Where `importer` finds `name` of a module, or the module itself; None if its import stays as it is."""
+        """Where `importer` finds `name` of a module, or the module itself; None if its import is unchanged."""
         if module == "pydantic":
             return Place(PLAIN, name) if name in OF_PYDANTIC else None
         if not self.travels(module):
@@ -255,6 +255,6 @@ class Bundle:
         return OPS_SOURCE.format(imports=imports, names=json.dumps(names), operators=operators)
 
     def _config(self) -> dict[str, Any]:
-        """The tables that copies name, and those that the configuration is made of."""
+        """The tables that copies name, and those in the configuration."""
         made_of = {type(t) for t in _tables(self.model.config) if _is_residuas(type(t).__module__)}
         return self.tables | {table.__name__: table for table in made_of}

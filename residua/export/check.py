@@ -1,4 +1,4 @@
-"""Before an export gets its name, its own code is run and compared with the model that it was made of."""
+"""Before an export gets its name, its own code is run and compared with the original model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def why_unchecked(model: Decoder) -> str | None:
     free = free_memory()
     if free is None or needed <= free:
         return None
-    return f"that needs {short_bytes(needed)} of memory, and this machine has {short_bytes(free)} free"
+    return f"that needs {short_bytes(needed)} of memory, but this machine has {short_bytes(free)} free"
 
 
 def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | None:
@@ -72,7 +72,7 @@ def _difference(exported: Callable[[Tensor], Any], model: Decoder, dtype: torch.
     model.train(was_training)
     if not torch.isfinite(expected).all():
         raise UserError(
-            "the model's own logits are not finite although its weights are, so its export could not be checked: "
+            "the model's own logits are not finite, although its weights are, so the export cannot be tested: "
             "some weights are too large; use another checkpoint."
         )
     logits = exported(tokens).logits.float()
@@ -91,7 +91,9 @@ def _build(folder: Path, modeling: ModuleType) -> Any:
     saved = {name: tensor for file in weight_files(folder, AGAIN) for name, tensor in read_tensors(file, AGAIN).items()}
     missing, unexpected = exported.load_state_dict(saved, strict=False)
     if unexpected or missing != (["lm_head.weight"] if config.tie_word_embeddings else []):
-        raise RuntimeError(f"the exported code lacks {unexpected} and asks for {missing}: this is a bug in the export.")
+        raise RuntimeError(
+            f"the exported code has no tensors {unexpected} and expects {missing}: this is a bug in the export."
+        )
     return exported
 
 

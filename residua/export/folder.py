@@ -221,7 +221,7 @@ def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, extras: Mapping[
         extras, TOKENIZER_CONFIG
     )
     settings.pop("auto_map", None)  # code that does not travel
-    # tokenizer.json is the whole truth: other classes of transformers make parts of it anew
+    # tokenizer.json is authoritative: other classes of transformers rebuild parts of it
     return {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
@@ -284,7 +284,9 @@ def _without_copies(rules: Iterable[Rule], read: Callable[[str], Tensor]) -> Ite
         if twin is rule:
             yield rule
         elif not torch.equal(read(twin.ours), read(rule.ours)):
-            raise UserError(f"{rule.theirs[0]} is one tensor there, and {twin.ours} and {rule.ours} differ here.")
+            raise UserError(
+                f"{rule.theirs[0]} is one tensor in that layout, but {twin.ours} and {rule.ours} differ in this model."
+            )
 
 
 def json_text(content: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Rewriting the imports of a module to files next to it. The rest of its text stays as it is."""
+"""Rewriting the imports of a module to files next to it. The rest of its text is unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Folder(Protocol):
         """Whether imports of a module are rewritten."""
 
     def place(self, importer: str, module: str, name: str | None) -> Place | None:
-        """Where `importer` finds `name` of a module, or with None the module; None if its import stays as it is."""
+        """Where `importer` finds `name` of a module, or with None the module; None if its import is unchanged."""
 
 
 class Edit(NamedTuple):
@@ -122,7 +122,7 @@ class _Rewriting:
         return Edit(start, self.starts[node.end_lineno - 1] + node.end_col_offset, new)
 
     def _from_import(self, node: ast.ImportFrom) -> list[str] | None:
-        """`from x import a, b as c`; None if it stays as it is."""
+        """`from x import a, b as c`; None if it is unchanged."""
         home = imported_from(self.module, node)
         names = {alias.asname or alias.name: alias.name for alias in node.names}
         if "*" in names and self.folder.travels(home):

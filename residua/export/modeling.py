@@ -32,13 +32,13 @@ from residua.ops._runtime.numeric import soft_cap
 def build_decoder(config: ResiduaConfig) -> nn.Module:
     """The installed Residua's decoder, which has kernels, or the one imported here; the head stays outside of it."""
     if config.residua is None:
-        raise UserError("the configuration has no 'residua' tables: make it with `residua export`.")
+        raise UserError("the configuration has no table 'residua': write it with `residua export`.")
     tables = config.residua | {"head": {"kind": "tied"}}
     if config.implementation not in ("auto", "library", "file"):
         raise UserError(f"implementation {config.implementation!r} does not exist: use 'auto', 'library' or 'file'.")
     library = None if config.implementation == "file" else _library()
     if library is None and config.implementation == "library":
-        raise UserError("implementation is 'library' and Residua is not installed: use 'auto' or 'file'.")
+        raise UserError("implementation is 'library', but Residua is not installed: use 'auto' or 'file'.")
     return Decoder(ModelConfig(**tables)) if library is None else library.build(library.ModelConfig(**tables))
 
 
@@ -191,7 +191,7 @@ def _host_attention(config: ResiduaConfig, settings: dict[str, Any]) -> Attentio
     if name in (None, "sdpa", "eager"):
         return None
     if (config.residua or {}).get("logit_softcap") is not None:  # hosts compute logits themselves
-        raise UserError(f"attn_implementation {name!r} does not go with capped logits: use 'sdpa'.")
+        raise UserError(f"attn_implementation {name!r} does not support capped logits: use 'sdpa'.")
     return partial(ALL_ATTENTION_FUNCTIONS[name], **settings)
 
 
@@ -297,7 +297,9 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As transformers does, which asks the model that is helped about its state, and not its assistant."""
         if self._is_stateful and getattr(generation_config, "is_assistant", False):
-            raise UserError("a model with linear attention cannot be an assistant: use one of softmax attention only.")
+            raise UserError(
+                "a model with linear attention cannot be an assistant model: use one with softmax attention only."
+            )
         generate: Any = super().generate  # type: ignore[misc]
         return generate(inputs, generation_config, **kwargs)
 

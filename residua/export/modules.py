@@ -23,9 +23,7 @@ def source(module: str) -> str:
     """The text of a module's file. Unless it is imported already, it is only found: it may need transformers."""
     path = _file(module)
     if module == "__main__" or path is None or path.suffix != ".py":
-        raise UserError(
-            f"module {module} cannot be exported: define the model's classes in a .py file that is imported."
-        )
+        raise UserError(f"module {module} cannot be exported: define the model's classes in an importable .py file.")
     return path.read_text(encoding="utf-8")
 
 
@@ -110,7 +108,7 @@ def attributes(tree: ast.AST) -> set[str]:
 
 
 def defines_parts(module: str) -> bool:
-    """Whether a module has classes that models are made of."""
+    """Whether a module defines classes used in models."""
     values = vars(import_module(module)).values()
     return any(isinstance(v, type) and issubclass(v, nn.Module) and v.__module__ == module for v in values)
 

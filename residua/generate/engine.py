@@ -39,7 +39,7 @@ def resolve_engine(name: str, device: torch.device, among: Sequence[str] = ENGIN
         return "graph" if device.type == "cuda" else "eager"
     if name == "graph" and device.type != "cuda":
         others = " or ".join(other for other in among if other not in ("auto", "graph"))
-        raise UserError(f"engine graph replays CUDA graphs and this device is a CPU: use {others}.")
+        raise UserError(f"engine graph replays CUDA graphs, but this device is a CPU: use {others}.")
     return name
 
 
@@ -51,8 +51,8 @@ def engine_for(model: Decoder, name: str) -> str:
     if name == "auto":
         return "eager"
     raise UserError(
-        f"engine {name} needs all experts in one product, which takes a GPU with Triton, widths that are multiples of "
-        "8, no biases and another activation than 'clamped_swiglu': use eager."
+        f"engine {name} needs all experts in one product, which requires a GPU with Triton, widths that are "
+        "multiples of 8, no biases and an activation other than 'clamped_swiglu': use eager."
     )
 
 

@@ -192,10 +192,10 @@ class Generator:
             raise UserError("the prompt is empty: give the model a text to continue.")
         if len(prompt) >= context:
             raise UserError(
-                f"the prompt has {counted(len(prompt), 'token')} and the model's context is {context}: "
-                f"shorten it to {context - 1} or fewer."
+                f"the prompt has {counted(len(prompt), 'token')} but the model's context is {context}: shorten it to "
+                f"at most {context - 1}."
             )
-        self.tokenizer.require_known(prompt, self.model.config.vocab_size, "the prompt holds", "leave it out")
+        self.tokenizer.require_known(prompt, self.model.config.vocab_size, "the prompt contains", "leave it out")
         return min(request.tokens, context - len(prompt))
 
     def _empty_cache(self, batch: int, capacity: int) -> Cache:

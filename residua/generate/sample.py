@@ -15,9 +15,9 @@ COLDEST = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy: always the likeliest token.
+    """How tokens are drawn. Temperature 0 is greedy: always the most likely token.
 
-    top_k keeps the k likeliest tokens; of these, top_p keeps the fewest whose probabilities reach p. Both apply after
+    top_k keeps the k most likely tokens; of these, top_p keeps the fewest whose probabilities reach p. Both apply after
     the temperature.
     """
 
@@ -30,15 +30,15 @@ class Sampling:
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature is {self.temperature}: use 0 (greedy) or a positive number.")
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top-k is {self.top_k}: keep at least 1 token.")
+            raise UserError(f"top-k is {self.top_k}: use at least 1.")
         if not 0 < self.top_p <= 1:
-            raise UserError(f"top-p is {self.top_p}: use a share above 0 and up to 1.")
+            raise UserError(f"top-p is {self.top_p}: use a number above 0 and at most 1.")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}: use a whole number from 0 to 2**63 - 1.")
 
     @property
     def greedy(self) -> bool:
-        """Whether to take the likeliest token. Also true if dividing by the temperature could overflow."""
+        """Whether to take the most likely token. Also true if dividing by the temperature could overflow."""
         return self.temperature < COLDEST
 
 

@@ -115,7 +115,7 @@ def _opening(source: ExoSource, attention: SoftmaxAttention, layers: Layers) -> 
 def _mixing(attention: SoftmaxAttention, mixed: str, gains: Mapping[str, Tensor]) -> Tensor:
     """A layer's row of `Vectors.mixing`: λ1 with the anchors' gains, λ2, and if there are γ, the rows of W2 and b.
 
-    Heads that are not mixed have λ1 = 0, and a λ2 that leaves them as they are, with γ = ½ where there are γ.
+    Heads that are not mixed have λ1 = 0, and a λ2 that leaves them unchanged, with γ = ½ where there are γ.
     """
     mix, like = attention.mix, attention.project.weight
     names, first, second = list(mix.sections), [], []

@@ -2,7 +2,7 @@
 
     Ŝ_k = λ1 ⊙ N(S_anc) + λ2 ⊙ S_k          for each pathway S of Q, K, V, G
 
-The anchors are normalised once, when they are written, because every layer reads the same ones.
+The anchors are normalised once, when they are written, because all layers read the same ones.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Projections = dict[str, Tensor]
 """Pathway name to [B, T, heads, head_dim]."""
 
 RotaryTable = tuple[Tensor, Tensor]
-"""cos and sin, as `Context.rotary` has them."""
+"""cos and sin, as in `Context.rotary`."""
 
 
 GRANULARITIES = ("scalar", "headwise", "elementwise")
-"""By the number of axes of a λ."""
+"""Granularity by the number of axes of λ."""
 
 
 class Gate(Protocol):
-    """Multiplies the output of attention [B, T, H, D] by its values, [B, T, H, D] or [B, T, H, 1]."""
+    """A gate on the attention output [B, T, H, D], with values [B, T, H, D] or [B, T, H, 1]."""
 
     def apply(self, y: Tensor, /) -> Tensor: ...
 
@@ -64,7 +64,7 @@ class SigmoidGate(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Queries [B, T, H, D], keys and values [B, T, H_kv, D], and the gate of what they make, if there is one."""
+    """Queries [B, T, H, D], keys and values [B, T, H_kv, D], and the output gate, if any."""
 
     q: Tensor
     k: Tensor
@@ -79,22 +79,22 @@ def _heads(own: Projections, gate: Gate | None = None) -> Heads:
 
 
 class QueryKeyNorm(nn.Module):
-    """What is applied to queries and keys [B, T, heads, head_dim] before their product."""
+    """Applied to queries and keys [B, T, heads, head_dim] before their product."""
 
     def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
-        """The queries, normed and rotated by position."""
+        """The queries, normalised and rotated by position."""
         raise NotImplementedError
 
     def turn_keys(self, k: Tensor, table: RotaryTable) -> Tensor:
-        """The keys, normed and rotated by position."""
+        """The keys, normalised and rotated by position."""
         raise NotImplementedError
 
     def norm_values(self, v: Tensor) -> Tensor:
-        """The values, as they are or normed."""
+        """The values, normalised if required."""
         return v
 
     def drop_keys(self) -> None:
-        """Keep no parameters for keys: the layer takes those of another, turned already."""
+        """Drop the parameters for keys: the layer uses another layer's keys, already rotated."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ class QueryKeyNorm(nn.Module):
 
     @property
     def gains(self) -> tuple[Tensor, Tensor] | None:
-        """Its gains per head, for kernels that compute it; None if it only rotates."""
-        raise NotImplementedError(f"{type(self).__name__} has no gain that all heads share")
+        """The gains per head, for kernels that compute it; None if it only rotates."""
+        raise NotImplementedError(f"{type(self).__name__} has no gain shared by all heads")
 
     @property
     def in_kernels(self) -> bool:
-        """Whether decoding kernels compute it."""
+        """Whether decoding kernels support it."""
         return False
 
 
@@ -125,14 +125,14 @@ class LayerPlace(NamedTuple):
 
 
 class Unmixed(nn.Module):
-    """A layer without anchors: splits the projection into heads, norms and rotates queries and keys."""
+    """A layer without anchors: splits the projection into heads, and normalises and rotates queries and keys."""
 
     pathways: tuple[str, ...] = ()
-    """What is mixed with an anchor, or becomes one."""
+    """Pathways that are mixed with an anchor or become one."""
     taken: tuple[str, ...] = ()
     """Pathways that an earlier layer projects for this one."""
     WHOLE = 1.0
-    """The λ2 that leaves a projection as it is."""
+    """The λ2 that leaves a projection unchanged."""
 
     def __init__(self, sections: ops.Sections) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Unmixed(nn.Module):
         table: RotaryTable,
         context: Context,
     ) -> tuple[Heads, Anchors]:
-        """The heads that attend, by the layer's fused projection [B, T, R] of x, and anchors for later layers."""
+        """The heads for attention, from the layer's fused projection [B, T, R] of x, and anchors for later layers."""
         own, anchors = self.mix(self.split(project(x)), x, anchors, context)
         if "v" not in self.taken:
             own["v"] = qk_norm.norm_values(own["v"] if "v" in own else own["k"])
@@ -158,9 +158,10 @@ class Unmixed(nn.Module):
         return _heads(own), anchors
 
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
-        """The layer's own projections with anchors mixed in, before QK-norm and rotation; and anchors for later layers.
+        """The layer's own projections with anchors mixed in, before QK-norm and rotation; and the anchors for later
+        layers.
 
-        A kind of anchors overrides this or `mix_turned`; one with kernels of its own may override `forward`.
+        A kind of anchors overrides this or `mix_turned`; one with its own kernels may override `forward`.
         """
         return own, anchors
 
@@ -169,16 +170,16 @@ class Unmixed(nn.Module):
         return own, anchors
 
     def publish(self, layer: int, x: Tensor) -> None:
-        """Tap what depends on the token (`model/taps.py`), for diagnoses."""
+        """Tap token-dependent values (`model/taps.py`) for diagnoses."""
 
     @property
     def plain(self) -> bool:
-        """Whether it neither mixes nor writes anchors."""
+        """Whether the layer neither mixes nor writes anchors."""
         return type(self) is Unmixed
 
     @property
     def only_values(self) -> bool:
-        """Whether it does nothing with anchors but make its values one, or mix them with such a one by static λ."""
+        """Whether anchors are only written from values, or mixed into values by static λ."""
         return self.plain
 
     @property
@@ -187,25 +188,25 @@ class Unmixed(nn.Module):
         return False
 
     def scales_of(self, pathway: str) -> tuple[Tensor, Tensor] | None:
-        """λ1 and λ2 [H, D] of heads that are mixed; None if they are not."""
+        """λ1 and λ2 [H, D] of mixed heads; None if they are not mixed."""
         return None
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """Of the network that makes γ, W1 and W2; none for a static mixture."""
+        """W1 and W2 of the network that computes γ; empty for static mixing."""
         return ()
 
     @property
     def network(self) -> tuple[Tensor, Tensor] | None:
-        """W2 [2·pathways, hidden] and b of the network that makes γ; None for a static mixture."""
+        """W2 [2·pathways, hidden] and b of the network that computes γ; None for static mixing."""
         return None
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
-        """Start as another layer's, pathway by pathway. One that was not mixed before gets nothing of its anchor."""
+        """Start as another layer's mixing, pathway by pathway. A pathway not mixed before gets none of its anchor."""
         return InitFidelity.EXACTLY if old.plain else InitFidelity.NOT
 
     def mixes(self, pathway: str) -> bool:
-        """Whether this pathway is mixed with an anchor, or becomes one."""
+        """Whether this pathway is mixed with an anchor or becomes one."""
         return pathway in self.pathways
 
     def readers(self) -> tuple[Tensor, ...]:
@@ -213,11 +214,13 @@ class Unmixed(nn.Module):
         return ()
 
     def divide_values(self) -> Callable[[Tensor], None] | None:
-        """How the values this layer attends to can be divided by channel; None if they cannot."""
+        """How to divide the values of this layer per channel; None if impossible."""
         return None
 
     def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        """λ1 and λ2 by pathway, times the means of `gamma` [..., 2·pathways] if given; empty if nothing is mixed."""
+        """λ1 and λ2 by pathway, multiplied by the means of `gamma` [..., 2·pathways] if given; empty if nothing is
+        mixed.
+        """
         return {}
 
     def split(self, projected: Tensor) -> Projections:
@@ -226,7 +229,7 @@ class Unmixed(nn.Module):
 
 
 class Write(Unmixed):
-    """The first layer of ResFormer and NuResFormer: mixes nothing, and its projections become the anchors."""
+    """The first layer of ResFormer and NuResFormer, whose projections become the anchors; it mixes nothing."""
 
     def __init__(self, sections: ops.Sections, pathways: tuple[str, ...], norm: str, shape: HeadShape) -> None:
         super().__init__(sections)
@@ -250,8 +253,8 @@ class Write(Unmixed):
 
 def _other_source() -> UserError:
     return UserError(
-        "model.anchors.kind: anchors of the embedding ('exoformer') cannot start as those of the first layer (such as "
-        "'resformer'), nor the other way round: keep the kind, or start from a run without anchors."
+        "model.anchors.kind: anchors of the embedding ('exoformer') cannot replace those of the first layer "
+        "(such as 'resformer'), or vice versa: keep the kind, or start from a run without anchors."
     )
 
 
@@ -259,7 +262,7 @@ class Mix(Unmixed):
     """Ŝ = λ1 ⊙ S_anc + λ2 ⊙ S on each pathway, λ per element, head or layer; `start` gives both, ½ in the paper."""
 
     HANDLES = 1
-    """Handles of a layer that shares the anchors' gradient pass."""
+    """Handles of a layer that shares the gradient pass of the anchors."""
 
     def __init__(
         self,
@@ -284,20 +287,20 @@ class Mix(Unmixed):
 
     @property
     def own_scale(self) -> nn.ParameterDict:
-        """λ2 by pathway, as far as it is not inside the projection."""
+        """λ2 by pathway, unless it is folded into the projection."""
         return self.current_scale
 
     def factors(self, x: Tensor) -> Tensor | None:
-        """γ [B, T, 2·pathways]; None for a static mixture."""
+        """γ [B, T, 2·pathways]; None for static mixing."""
         return None
 
     def stacked(self, weight: Tensor) -> Tensor:
-        """The folded weights, and below them W1 of the network that makes γ: all that reads x."""
+        """The folded weights, stacked on W1 of the network that computes γ: all matrices that read x."""
         first = [part.weight.to(weight.dtype) for part in self.projections[:1]]
         return torch.cat([self.folded(weight), *first]) if first else self.folded(weight)
 
     def folded(self, weight: Tensor) -> Tensor:
-        """diag(λ2) W for the weight W [R, C] of a fused projection; rows of pathways that are not mixed as they are."""
+        """diag(λ2) W for the weight W [R, C] of a fused projection; rows of unmixed pathways are unchanged."""
         ones = weight.new_ones((), dtype=wide(weight).dtype)
         scales = [per_head(self.current_scale[s] if s in self.pathways else ones) for s in self.sections]
         rows = [wide(s).expand(shape).flatten() for s, shape in zip(scales, self.sections.values(), strict=True)]
@@ -313,21 +316,21 @@ class Mix(Unmixed):
         return known and all(map(is_plain, self.projections)) and not any(map(is_watched, (self, *self.children())))
 
     def scales_of(self, pathway: str) -> tuple[Tensor, Tensor] | None:
-        """Without copying them."""
+        """The same, without copies."""
         if pathway not in self.pathways:
             return None
         first, second = per_head(self.anchor_scale[pathway]), per_head(self.own_scale[pathway])
         return first.expand(self.sections[pathway]), second.expand(self.sections[pathway])
 
     def _shares(self, anchors: Anchors) -> bool:
-        """Whether there are handles behind the anchors; the first are this layer's."""
+        """Whether handles follow the anchors; the first ones belong to this layer."""
         return len(anchors) > len(self.pathways)
 
     @torch.no_grad()
     def begin_as(self, old: Unmixed) -> InitFidelity:
-        """λ1 = 0 and λ2 = 1 for a pathway that was not mixed; with γ, which begins at ½, λ2 = 2.
+        """λ1 = 0 and λ2 = 1 for a pathway that was not mixed; with γ, which starts at ½, λ2 = 2.
 
-        A pathway that was mixed keeps its λ, repeated where they are finer now.
+        A pathway that was mixed keeps its λ, repeated where the granularity is finer now.
         """
         if isinstance(old, Write):
             raise _other_source()
@@ -343,7 +346,7 @@ class Mix(Unmixed):
         return InitFidelity.NOT if lost else InitFidelity.EXACTLY
 
     def both(self, old: Mix) -> list[str]:
-        """The pathways that both mix."""
+        """The pathways mixed by both."""
         return [pathway for pathway in self.pathways if pathway in old.pathways]
 
     def forward(
@@ -355,7 +358,7 @@ class Mix(Unmixed):
         table: RotaryTable,
         context: Context,
     ) -> tuple[Heads, Anchors]:
-        """With shared anchors (`Sharing`) λ2 is folded into the projection's weights."""
+        """With shared anchors (`Sharing`), λ2 is folded into the weights of the projection."""
         named, scales = dict(zip(self.pathways, anchors, strict=False)), dict(self.anchor_scale.items())
         if self._shares(anchors):
             first = len(self.pathways)
@@ -396,7 +399,7 @@ class Mix(Unmixed):
 
 
 class Modulation(nn.Module):
-    """γ = σ(GELU(x W1) W2 + b): one factor per λ and token. W2 and b start at zero, so that γ = ½ exactly."""
+    """γ = σ(GELU(x W1) W2 + b): one factor per λ and token. W2 and b start at zero, so that initially γ = ½ exactly."""
 
     def __init__(self, factors: int, width: int, hidden: int, *, std: float) -> None:
         super().__init__()
@@ -414,12 +417,12 @@ class Modulation(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, old: Modulation, rows: Sequence[tuple[int, int]]) -> None:
-        """Start as a narrower one, which has its second number where this one has the first of each of `rows`."""
+        """Start as a narrower network; `rows` are pairs of an output row here and the row there."""
         hidden = len(old.down.weight)
         if len(self.down.weight) < hidden:
             raise UserError(
-                f"model.anchors.mixing.hidden = {len(self.down.weight)} is less than the {hidden} of the model to "
-                f"start from, whose weights do not fit: use {hidden} or more."
+                f"model.anchors.mixing.hidden = {len(self.down.weight)} is less than the {hidden} of the initial "
+                f"model, whose weights do not fit: use at least {hidden}."
             )
         self.down.weight[:hidden] = old.down.weight
         for own, theirs in rows:
@@ -428,9 +431,9 @@ class Modulation(nn.Module):
 
 
 class DynamicMix(Mix):
-    """λ ⊙ γ instead of λ, with γ computed from the layer's normed input x, in the order q1, q2, k1, k2, …
+    """λ ⊙ γ instead of λ, with γ computed from the layer's normalised input x, in the order q1, q2, k1, k2, …
 
-    λ starts twice as large, so that with γ = ½ the mixture starts as the static one does.
+    λ starts twice as large, so that with γ = ½ the mixing starts like the static one.
     """
 
     WHOLE = 2.0
@@ -472,8 +475,8 @@ class DynamicMix(Mix):
 class FoldedMix(Mix):
     """Ŝ = λ1 ⊙ S_anc + W' x with W' = diag(λ2) W, for inference (`attention.fold_mixing`).
 
-    Mixing comes before QK-norm, rotation and the gate's sigmoid, so on every pathway the scale moves into W exactly,
-    but for rounding. A layer that writes the anchors keeps its W; a dynamic λ depends on the token and stays.
+    Mixing precedes QK-norm, rotation and the gate's sigmoid, so on every pathway the scale moves into W exactly, up to
+    rounding. A layer that writes the anchors keeps its W; a dynamic λ depends on the token and stays.
     """
 
     def __init__(self, mix: Mix) -> None:
@@ -488,9 +491,9 @@ class FoldedMix(Mix):
 
 
 def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
-    """How kernels mix a layer's own values [..., H_kv, D], None: not at all; and the anchors for later layers.
+    """How kernels mix a layer's own values [..., H_kv, D] (None: not at all), and the anchors for later layers.
 
-    For mixtures of nothing but values (`only_values`).
+    For layers that mix only values (`only_values`).
     """
     if isinstance(mix, Write):
         return None, (own,)
@@ -499,16 +502,16 @@ def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | No
 
 
 class Sharing(NamedTuple):
-    """The layers that mix the anchors, each with the projection that takes λ2 (`ops/mix_projection/shared`)."""
+    """The layers that mix the anchors, each with the projection that absorbs λ2 (`ops/mix_projection/shared`)."""
 
     readers: tuple[tuple[Mix, Projection], ...]
 
     def share(self, anchors: Anchors, source: Tensor | None = None, norm: AnchorNorm | None = None) -> Anchors:
-        """The anchors and the handles of each reader, by which one pass has all their gradients.
+        """The anchors and the handles of each reader, so that one pass computes all gradients.
 
-        `source` and `norm` are the fused projection that the anchors were made from, and how. There are no handles
-        where the anchors' gradient goes from layer to layer instead: outside of training, with sharded weights or some
-        on another device, with a hook on a mixture or a projection.
+        `source` and `norm` are the fused projection that the anchors come from, and its norm. There are no handles
+        where the anchors' gradient passes from layer to layer instead: outside of training, with weights that are
+        sharded or on several devices, or with a hook on a mixture or a projection.
         """
         watched = any(is_watched(part) for mix, _ in self.readers for part in (mix, *mix.children()))
         maps = [part for mix, own in self.readers for part in (own, *mix.projections)]
@@ -527,10 +530,10 @@ class Sharing(NamedTuple):
 
 
 def _repeated(old: Tensor, new: Tensor) -> Tensor:
-    """λ of one granularity in the shape of a finer one."""
+    """λ of one granularity, repeated to a finer shape."""
     if old.dim() > new.dim():
         raise UserError(
-            f"model.anchors.granularity = '{GRANULARITIES[new.dim()]}' has fewer λ than the model to start from: leave "
-            f"it at '{GRANULARITIES[old.dim()]}'."
+            f"model.anchors.granularity = '{GRANULARITIES[new.dim()]}' has fewer λ than the initial model: keep "
+            f"'{GRANULARITIES[old.dim()]}'."
         )
     return old.reshape((*old.shape, *(1,) * (new.dim() - old.dim()))).expand_as(new)

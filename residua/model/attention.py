@@ -312,7 +312,7 @@ class SoftmaxAttention(Body):
         """
         if not isinstance(old, SoftmaxAttention) or self._heads != old._heads:
             raise UserError(
-                "model.attention.heads, kv_heads or head_dim differ from the model to start from: keep them."
+                "model.attention.heads, kv_heads or head_dim differ from the initial model: keep its values."
             )
         ours, theirs = "g" in self.head_width, "g" in old.head_width
         new_gate, lost_gate = ours and not theirs, theirs and not ours
@@ -345,16 +345,16 @@ class SoftmaxAttention(Body):
             places["v"] = places["k"]
         if any(s not in places for s in self.head_width if s != "g"):
             raise UserError(
-                "the layers of the model to start from share keys or values, and cannot have their own again: keep "
-                "model.anchors, or start from another run."
+                "the layers of the initial model share keys or values, so they have no separate ones to continue "
+                "with: keep model.anchors, or start from another run."
             )
         rows = torch.cat([places[s] for s in self.head_width if s != "g"])
         if ours is None or theirs is None:
             return rows
         if ours < theirs:
             raise UserError(
-                "model.attention.gate = 'headwise' has one gate per head, and the model to start from one per element: "
-                "leave it at 'elementwise'."
+                "model.attention.gate = 'headwise' has one gate per head, but the initial model has one per "
+                "element: keep 'elementwise'."
             )
         return torch.cat([rows, places["g"].repeat_interleave(ours // theirs)])
 

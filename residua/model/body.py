@@ -44,7 +44,7 @@ class Body(nn.Module):
 
     def readers(self) -> tuple[Tensor, ...]:
         """Every matrix [R, C] that reads the input."""
-        raise NotImplementedError(f"{type(self).__name__} does not say which maps read its input")
+        raise NotImplementedError(f"{type(self).__name__} does not declare which maps read its input")
 
     def squared_relu_maps(self) -> tuple[Projection, Projection] | None:
         """W_up and W_out, if the body is y = W_out relu(W_up x)²."""

@@ -1,8 +1,8 @@
-"""`residua.build` and `residua.build_topology`, and the rules of docs/extend.md for what a plugin adds to them.
+"""`residua.build` and `residua.build_topology`, and the checks of plugin parts against the rules of docs/extend.md.
 
-A plugin's topology, anchors or norm is tried on a few tokens before a model with it is trained. Each rule that is
-broken would otherwise train, and give wrong numbers. The parts that come with Residua are not tried here but in the
-tests. The random numbers of the caller stay as they are.
+A plugin's topology, anchors or norm is run on a few tokens before training: a part that violates a rule would otherwise
+train and give wrong numbers. Residua's own parts are checked by the tests instead. The caller's random state is
+preserved.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from residua.reading import brief
 
 ROWS, TOKENS = 2, 4
 CHANGED = (0, 1)
-"""The row and the token that are changed, to see what else changes."""
+"""The row and the token that are changed, to see what depends on them."""
 LARGEST = 20_000_000
-"""Parameters of a part that is still tried: more would take more than a second."""
+"""Most parameters of a part that is checked: more would take over a second."""
 
 Outputs = Callable[[Any, Tensor], Iterator[tuple[str, Any]]]
 """Takes a part and random tensors [n, B, T, C]; yields each call and its result, which should be [B, T, C]."""
 
 
 class _Breach(Exception):
-    """A broken rule, and how to keep it."""
+    """A violated rule, and how to follow it."""
 
 
 def build(config: ModelConfig) -> Decoder:
-    """Build the model a configuration describes, initialised. A part of a plugin is tried first."""
+    """Build and initialise the model that a configuration describes. Parts of plugins are checked first."""
     if isinstance(config, ModelConfig):
         check_plugins(config)
     return build_decoder(config)
 
 
 def build_topology(config: choices.TopologyChoice | Mapping[str, Any], sublayers: int, width: int) -> Topology:
-    """The topology a configuration describes, for a model of `sublayers` sublayers.
+    """Build the topology that a configuration describes, for a model with `sublayers` sublayers.
 
-    A table is a configuration too: {"kind": "multi_gate", "streams": 4} is choices.MultiGate(streams=4).
+    A table is accepted too: {"kind": "multi_gate", "streams": 4} is choices.MultiGate(streams=4).
     """
     choice = config if isinstance(config, choices.TopologyChoice) else _chosen(dict(config))
     choice.check_width(width)
@@ -71,7 +71,7 @@ def _chosen(table: dict[str, Any]) -> choices.TopologyChoice:
 
 
 def check_plugins(config: ModelConfig) -> None:
-    """Refuse a part of a plugin that breaks a rule of docs/extend.md; an error of its own comes through."""
+    """Refuse a plugin part that violates a rule of docs/extend.md; its own errors propagate."""
     sublayers, width = config.sublayers, config.width
     topology = partial(build_chosen, config.topology, sublayers, width)
     norm = partial(build_norm, config.norm, width)
@@ -87,25 +87,25 @@ def check_plugins(config: ModelConfig) -> None:
             check_part(make, outputs, (sublayers + 1, ROWS, TOKENS, width))
         except _Breach as breach:
             whose = f"the {what} {choice.kind!r} of the plugin {plugin}"
-            raise ConfigError(f"{whose} breaks a rule of docs/extend.md: {breach}.") from None
+            raise ConfigError(f"{whose} violates a rule of docs/extend.md: {breach}.") from None
         except Exception as error:
             trial = f"the trial of the {what} {choice.kind!r} of the plugin {plugin}"
             if not torch.cuda.is_available():
-                error.add_note(f"This was {trial}, on the CPU and before training (docs/extend.md).")
+                error.add_note(f"This was found by {trial}, on the CPU before training (docs/extend.md).")
                 raise
             _warn(error, trial, plugin)
 
 
 def _warn(error: Exception, trial: str, plugin: str) -> None:
-    """Report the error of a part that may need a GPU: training shows whether it does."""
+    """Warn about an error of a part that may need a GPU: training will show."""
     place = plugin_place(error, plugin)
     where = "" if place is None else f" at {place}"
     words = brief(f"{type(error).__name__}: {error}")
-    warnings.warn(f"{trial} on the CPU ended in an error{where}: {words}; training continues.", stacklevel=4)
+    warnings.warn(f"{trial} on the CPU raised an error{where}: {words}; training continues.", stacklevel=4)
 
 
 def check_part(make: Callable[[], nn.Module], outputs: Outputs, shape: tuple[int, ...]) -> None:
-    """Build a part and try it on random tensors [n, B, T, C]; any error of the part comes through."""
+    """Build a part and run it on random tensors [n, B, T, C]; its own errors propagate."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in make().parameters())
@@ -114,7 +114,7 @@ def check_part(make: Callable[[], nn.Module], outputs: Outputs, shape: tuple[int
 
 
 class _Poisoned(TorchFunctionMode):
-    """New memory that nothing has filled yet holds NaN."""
+    """Fill new memory with NaN until it is initialised."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **(kwargs or {}))
@@ -125,22 +125,22 @@ class _Poisoned(TorchFunctionMode):
 
 
 def _filled(make: Callable[[], nn.Module]) -> nn.Module:
-    """The part, once `__init__` is seen to fill all of it, by itself or by `reset_parameters`."""
+    """The part, after checking that `__init__` or `reset_parameters` initialises all of it."""
     with _Poisoned():
         part = make()
     tensors = chain(part.named_parameters(), part.named_buffers())
     if names := ", ".join(name for name, tensor in tensors if tensor.isnan().any()):
         raise _Breach(
-            f"{names} is left unfilled: fill every parameter and buffer in the `reset_parameters` of the module that "
-            "has it, and end `__init__` with self.reset_parameters()"
+            f"{names} is not initialized: fill every parameter and buffer in `reset_parameters` of its module, "
+            "and end `__init__` with self.reset_parameters()"
         )
     return part
 
 
 def junctions(topology: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
-    """What a topology gives its readers for the embedding x[0] and the sublayers' outputs x[1], x[2], …"""
+    """The inputs of a topology's readers, for the embedding x[0] and sublayer outputs x[1], x[2], …"""
     ids = ((x[0].sum(-1) * 8).long() % 8,) if topology.reads_tokens else ()
-    h, state = _pair("open", topology.open(x[0].clone(), *ids))  # it may overwrite what it gets
+    h, state = _pair("open", topology.open(x[0].clone(), *ids))  # it may overwrite its inputs
     yield from (("open", read) for read in _reads(h))
     for k, y in enumerate(x[1:]):
         h, state = _pair("step", topology.step(k, y.clone(), state, *ids))
@@ -178,7 +178,7 @@ class _Anchored(nn.Module):
 
 
 def mixed_heads(anchored: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
-    """The heads that layers mix of x[1], x[2], … and the anchors; each [B, T, C], in pieces."""
+    """The heads that layers mix from x[1], x[2], … and the anchors; each [B, T, C], in pieces."""
     context = Context(None, None, tokens=(x[0].sum(-1) * 8).long() % 8)
     anchors = anchored.source.open(x[0].clone(), context)
     for mix, y in zip(anchored.layers, x[1:], strict=False):
@@ -205,31 +205,31 @@ def _described(value: Any) -> str:
 
 
 def _try(part: nn.Module, outputs: Outputs, shape: tuple[int, ...]) -> None:
-    """Run the part three times: twice the same, then with one token changed, which may change only that token."""
+    """Run the part three times: twice on equal inputs, then with one token changed, which may affect no other."""
     x, other = torch.randn(shape), torch.randn(shape)
     with torch.no_grad():
-        for parameter in part.parameters():  # a gate that starts at zero would hide what is behind it
+        for parameter in part.parameters():  # a gate that starts at zero would hide everything behind it
             parameter.add_(torch.rand_like(parameter) / 10)
     changed = x.clone()
     changed[:, *CHANGED] = other[:, *CHANGED]
     first, again, with_change = (_run(part, outputs, tensors) for tensors in (x, x, changed))
     if _differs(first, again).any():
         raise _Breach(
-            "two calls with the same tensors return different ones: compute from the tensors alone, and draw random "
-            "numbers with torch"
+            "two calls with the same tensors return different results: compute from the tensors alone, and draw "
+            "random numbers with torch"
         )
     moved = _differs(first, with_change)
     row, token = CHANGED
     moved[row, token] = False
     if moved[row].any():
         raise _Breach(
-            "what it returns at one token changes when another token of the sequence does, so a model could see the "
-            "tokens it should predict: compute each token from that token alone"
+            "its output at a token depends on other tokens of the sequence, so a model could see the tokens "
+            "that it predicts: compute each token from that token alone"
         )
     if moved.any():
         raise _Breach(
-            "what it returns for one sequence changes when another sequence of the batch does: compute each token from "
-            "that token alone"
+            "its output for a sequence depends on other sequences of the batch: compute each token from that "
+            "token alone"
         )
 
 

@@ -127,7 +127,8 @@ class Cache:
         """The positions of the next `length` tokens of each row; in row b the first counts[b] are real."""
         if not self.static and self.reach + length > self.capacity:
             raise UserError(
-                f"the cache holds {self.capacity} tokens and {self.reach} + {length} do not fit: build a larger one."
+                f"the cache has room for {self.capacity} tokens, but {self.reach} + {length} are needed: build a "
+                "larger one."
             )
         steps = torch.arange(length, device=self.lengths.device)
         positions = self.lengths[:, None] + steps

@@ -73,13 +73,13 @@ def check_inputs(
         )
     if readers and tokens.is_floating_point():
         raise UserError(
-            f"{' and '.join(readers)} {'reads' if len(readers) == 1 else 'read'} token ids, and the model was given "
-            "vectors: give it tokens [B, T]."
+            f"{' and '.join(readers)} {'reads' if len(readers) == 1 else 'read'} token ids, but the model was "
+            "called with vectors: pass tokens [B, T]."
         )
     if segments is not None and cache is not None:
         raise UserError(
-            "a cache continues one document in each row, so segments cannot be given with it: give each document a row "
-            "of its own, or leave the cache out."
+            "a cache continues one document per row, so segments cannot be used with it: give each document its "
+            "own row, or leave the cache out."
         )
 
 

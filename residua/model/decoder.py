@@ -43,7 +43,7 @@ from residua.ops._runtime.numeric import begins, soft_cap, working_dtype
 
 
 class Embedding(nn.Embedding):
-    """Token vectors [V, C], normal with `std`; zero if 0. `scale` multiplies the vectors that it returns."""
+    """Token vectors [V, C], initialised normal with `std`, or zero if 0; `scale` multiplies the output."""
 
     def __init__(self, vocabulary: int, width: int, *, std: float, scale: float = 1.0) -> None:
         # before nn.Embedding initialises itself; serving engines look for an `embed_scale`
@@ -94,7 +94,7 @@ class Places(nn.Embedding):
 
 
 class Sublayer(nn.Module):
-    """y = f(norm(h)): one attention or one feed-forward with its own pre-norm.
+    """y = f(norm(h)): an attention or a feed-forward with its own pre-norm.
 
     `after` is the norm of the output, if it has one: y = after(f(h)) (OLMo 2), y = after(f(norm(h))) (Gemma 3).
     """
@@ -107,7 +107,7 @@ class Sublayer(nn.Module):
         self.norm, self.body, self.after = cast(Norm, norm), cast(Body, body), after
 
     def forward(self, h: Input, anchors: Anchors, context: Context) -> tuple[Any, ...]:
-        """y and the anchors; a mixture of experts adds its `Routing`. Several reads are normed one by one."""
+        """Return y and the anchors; a mixture of experts adds its `Routing`. Each of several reads is normalised."""
         if isinstance(h, Reads):
             h = h._replace(r=h.q) if self.body.takes_reads else h.r
         y, anchors, *routing = self.body(map_reads(self.norm, h), anchors, context)
@@ -119,7 +119,7 @@ class Sublayer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model: tokens [B, T] in, logits [B, T, V] out.
 
-    Sublayers alternate attention and feed-forward. Between them the topology turns the output of one into the input of
+    Sublayers alternate attention and feed-forward. Between them, the topology turns the output of one into the input of
     the next.
     """
 
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
             self._scale_eps()
 
     def _scale_eps(self) -> None:
-        """Give the norm of each reader the eps with which c times the sum is normed as the sum is."""
+        """Set the eps of each reader's norm so that c times the sum is normalised exactly like the sum."""
         norms = [*(sublayer.norm for sublayer in self.executions), self.norm]
         factors = self.topology.initialization().factors(self.config.sublayers)
         for norm, factor in zip(norms, factors, strict=True):
@@ -148,11 +148,11 @@ class Decoder(nn.Module):
 
     @property
     def executions(self) -> list[Sublayer]:
-        """The sublayers in the order in which they run."""
+        """The sublayers in execution order."""
         return [cast(Sublayer, self.sublayers[j]) for j in self.order]
 
     def reset_parameters(self) -> None:
-        """Initialise every module in place, after a model built on the meta device was given memory."""
+        """Initialise every module in place, for a model built on the meta device that now has memory."""
         for part in self.children():
             reset(part)
 
@@ -163,13 +163,13 @@ class Decoder(nn.Module):
 
     @property
     def token_readers(self) -> list[str]:
-        """The settings whose parts look token ids up."""
+        """The settings whose parts look up token ids."""
         topology, anchors = self.config.topology, self.config.anchors
         parts = (("topology", topology, self.topology.reads_tokens), ("anchors", anchors, anchors.reads_tokens))
         return [f"model.{part}.kind = {choice.kind!r}" for part, choice, reads in parts if reads]
 
     def ids_of(self, tokens: Tensor) -> Tensor | None:
-        """`Context.tokens` for these tokens: None if no part reads them."""
+        """`Context.tokens` for these tokens; None if no part reads them."""
         return tokens if self.token_readers else None
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> Cache:
@@ -189,12 +189,13 @@ class Decoder(nn.Module):
     def hidden(
         self, tokens: Tensor, segments: Tensor | None = None, cache: Cache | None = None, counts: Tensor | None = None
     ) -> Tensor:
-        """The final normed state [B, T, C]; no mixer looks across documents, the runs of equal ids in segments [B, T].
+        """The final normalised state [B, T, C]. Mixers do not cross documents, which are runs of equal ids in segments
+        [B, T].
 
-        In place of tokens [B, T], vectors [B, T, C] may be given, as `embed` returns them.
-        With a cache the tokens follow the cached ones and are added to them; `counts` [B] is the number of real tokens
-        in each row, the rest is padding on the right. A sequence may come in one call or in several; a single one is
-        added to every row. A cache continues one document in each row: it cannot be given together with segments.
+        Instead of tokens [B, T], you may pass vectors [B, T, C], as returned by `embed`. With a cache, the tokens
+        follow the cached ones and are added to them; `counts` [B] is the number of real tokens per row, and the rest is
+        padding on the right. A sequence may be split over several calls; a single sequence is added to every row. A
+        cache continues one document per row, so it cannot be combined with segments.
         """
         return self._run(tokens, number_documents(segments), cache, counts)[0]
 
@@ -206,7 +207,7 @@ class Decoder(nn.Module):
         counts: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, list[Routing]]:
-        """`hidden`, and how each mixture of experts routed."""
+        """`hidden`, and the routing of each mixture of experts."""
         check_inputs(tokens, segments, cache, self.config.width, self.token_readers)
         now = None if cache is None else cache.now(tokens.shape[1], counts)
         if now is not None:
@@ -236,11 +237,11 @@ class Decoder(nn.Module):
         return self.norm(h), routed
 
     def _sharing(self) -> Sharing | None:
-        """The layers that mix the anchors, if one backward pass serves them all."""
+        """The layers that mix the anchors, if they share one backward pass."""
         own_way = len(self.config.topology.reads) > 1 or len(self.order) > len(self.sublayers)
         if not self.anchors.shares_gradient or not torch.is_grad_enabled() or own_way:
             return None
-        # Layers take their handles in turn: one that is wrapped, sharded or left out would take another's, or none.
+        # Layers take handles in order: a wrapped, sharded or skipped layer would get the wrong handle, or none.
         bodies = [sublayer.body for sublayer in self.sublayers if type(sublayer) is Sublayer]
         replaced = any("forward" in vars(part) for part in (*self.sublayers, *bodies))
         if replaced or len(bodies) < len(self.sublayers) or not all(isinstance(body, Body) for body in bodies):
@@ -272,30 +273,30 @@ class Decoder(nn.Module):
         segments: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Routing | None]:
-        """`losses` to be minimised together, and the routing of all mixtures of experts, stacked by layer, or None.
+        """`losses` for joint minimisation, and the routing of all mixtures of experts, stacked by layer, or None.
 
-        Only the gradient of cross-entropy + z-term is right, not of either alone (`ops.training_cross_entropy`).
-        `positions` [T] are the places of the tokens in their sequence, if they are not 0, 1, … Each id in
-        `segments` must be one run of its row, as a `Loader` gives them: this pass of training does not number them.
+        Only the gradient of their sum is correct, not that of either alone (`ops.training_cross_entropy`).
+        `positions` [T] are the positions of the tokens in their sequence, if they are not 0, 1, … Each id in `segments`
+        must be a single run in its row, as a `Loader` returns them: training does not renumber them.
         """
         h, routed = self._run(tokens, segments, positions=positions)
         cross_entropy, z = self.training_losses(h, targets, z_loss)
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
     def training_losses(self, h: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        """`losses` to be minimised together, from final states."""
+        """`losses` for joint minimisation, from final states."""
         cap = self.config.logit_softcap
         return ops.training_cross_entropy(h, self.head_weight, targets, z_loss=z_loss, softcap=cap)
 
     def loss(self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None) -> Tensor:
-        """Cross-entropy plus the z-term, which training minimises; with z_loss = 0 the pure cross-entropy."""
+        """The training loss: cross-entropy plus the z-term; with z_loss = 0, the pure cross-entropy."""
         cross_entropy, z, _ = self.routed_losses(tokens, targets, z_loss, number_documents(segments))
         return cross_entropy + z
 
     def _embedded(
         self, tokens: Tensor, segments: Tensor | None = None, now: Now | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """The embedded tokens; under autocast in low precision, because depth operators are bound by traffic."""
+        """The embedded tokens; in low precision under autocast, because depth operators are bound by memory traffic."""
         x: Tensor = tokens if tokens.is_floating_point() else self.embed(tokens)
         if self.places is not None:
             x = self.places(x, segments, now, positions)
@@ -308,7 +309,7 @@ class Decoder(nn.Module):
         now: Now | None = None,
         positions: Tensor | None = None,
     ) -> Context:
-        """The context that all sublayers share; override it to let them attend across ranks."""
+        """The context shared by all sublayers; override it to let them attend across ranks."""
         return Context(rotary, segments, now)
 
     def _rotary(
@@ -333,16 +334,16 @@ class Decoder(nn.Module):
 
 
 def build(config: ModelConfig) -> Decoder:
-    """Build the model a configuration describes, initialised."""
+    """Build and initialise the model that a configuration describes."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"build takes a ModelConfig, not {type(config).__name__}: ModelConfig.preset(NAME) makes one.")
     return Decoder(config)
 
 
 def build_parts(config: ModelConfig) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a decoder by name, initialised, in the order in which they draw their random numbers.
+    """The initialised parts of a decoder by name, in the order in which they draw random numbers.
 
-    Nothing here holds a part once the next is asked for, but the bodies of a layer are built together.
+    A part is released before the next one is built, except that the bodies of a layer are built together.
     """
     yield "embed", Embedding(config.vocab_size, config.width, std=config.init.std, scale=config.embed_scale)
     if config.learned_positions is not None:
@@ -365,7 +366,7 @@ def _layer_parts(config: ModelConfig, layer: int, std: float) -> Iterator[tuple[
 
 
 def build_sublayer(config: ModelConfig, body: Body) -> Sublayer:
-    """A body with its norms where the configuration places them."""
+    """A body with its norms, placed as configured."""
     unnormed = config.placement == "output" or config.topology.norms_inputs
     before = NoNorm() if unnormed else build_norm(config.norm, config.width)
     return Sublayer(before, body, None if config.placement == "input" else build_norm(config.norm, config.width))
@@ -381,7 +382,7 @@ def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[
 
 
 def place_of(config: ModelConfig, mixer: choices.SoftmaxAttention, layer: int) -> LayerPlace:
-    """Where a softmax layer is, and the heads that it projects itself."""
+    """The place of a softmax layer, and the heads that it projects itself."""
     layers = config.softmax_layers
     taken = config.anchors.taken(layers.index(layer))
     std, vocabulary = config.init.std, config.vocab_size
@@ -408,7 +409,7 @@ def build_anchor_source(config: ModelConfig) -> AnchorSource:
 
 
 def build_unembedding(config: ModelConfig) -> Embedding | None:
-    """The head's own matrix; None when it is tied to the embedding."""
+    """The head's matrix; None if it is tied to the embedding."""
     if isinstance(config.head, choices.TiedHead):
         return None
     std = {"normal": config.init.std, "zero": 0.0}[config.head.init]

@@ -1,4 +1,4 @@
-"""Changes of parameters that leave what a model computes as it is, or say how much of it they keep.
+"""Changes of parameters that preserve what a model computes, or report how closely.
 
 A part that starts as another (`begin_as`, for `retrofit`) says how well it keeps the function (`InitFidelity`).
 
@@ -48,7 +48,7 @@ def take_parameters(part: nn.Module, old: nn.Module, *, but: str | None = None) 
     ours = {name: own for name, own in part.state_dict().items() if name.partition(".")[0] != but}
     for name in sorted(ours | theirs):
         if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape:
-            raise WeightsMismatch(f"{name} of {type(part).__name__} does not fit the model to start from.")
+            raise WeightsMismatch(f"{name} of {type(part).__name__} does not fit the initial model.")
     part.load_state_dict(theirs, strict=False)
 
 

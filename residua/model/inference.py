@@ -131,7 +131,7 @@ def inference_topology(model: Decoder) -> InferenceTopology | None:
 class InferenceDecoder(Decoder):
     """A model rewritten to run without gradients; it shares every parameter. Change no weight afterwards.
 
-    Parts without a form for inference stay as they are. So does a sublayer that someone looks into, and then so do all
+    Parts without a form for inference stay unchanged. So does a sublayer that someone looks into, and then so do all
     junctions; also without `junctions`, where the topology may be changed. Sequences begin with their first token: all
     rows have the same positions. With `positions`, tokens that follow one by one look their rotary angles up in a table
     of as many, if that holds for every attention.
@@ -187,7 +187,7 @@ class Forward:
     """`model.hidden` of whole sequences without gradients, as fast as the device allows; change no weight afterwards.
 
     A batch of few tokens, whose kernels the host cannot launch as fast as the GPU runs them, is captured as a CUDA
-    graph when its shape comes a second time. On a CPU the model runs as it is.
+    graph when its shape comes a second time. On a CPU, the model runs unchanged.
 
     What it returns may be overwritten by the next call: use it before, or copy it.
     """
@@ -280,7 +280,9 @@ class Forward:
             torch.cuda.synchronize()
             self._refused = True
             reason = str(error).splitlines()[0]
-            warnings.warn(f"this model cannot be made a CUDA graph and runs without one: {reason}", stacklevel=3)
+            warnings.warn(
+                f"this model cannot be captured as a CUDA graph, so it runs without one: {reason}", stacklevel=3
+            )
             return None
         finally:
             if cache is not None:

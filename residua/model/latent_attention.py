@@ -1,4 +1,4 @@
-"""Multi-head latent attention: softmax attention whose keys and values are made of one small vector per token."""
+"""Multi-head latent attention: softmax attention whose keys and values are computed from one small vector per token."""
 
 from __future__ import annotations
 

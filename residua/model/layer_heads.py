@@ -1,4 +1,4 @@
-"""Keys and values that layers take from earlier ones: mixed (LIMe), attended to (Depth-Attention), or as they are."""
+"""Keys and values that layers take from earlier ones: mixed (LIMe), attended to (Depth-Attention), or unchanged."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     p = softmax(W_r x),   T = the k largest of p,   w_e = p_e / Σ_{j∈T} p_j
     y = Σ_{e∈T} w_e FFN_e(x) + FFN_shared(x)
 
-Softmax first, then top-k; the weights of the chosen experts are scaled to sum to one, or left as they are
+Softmax first, then top-k; the weights of the chosen experts are scaled to sum to one, or left unchanged
 (`normalize = false`: w_e = p_e). Routers compute in at least float32. No token is dropped.
 """
 

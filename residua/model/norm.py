@@ -29,7 +29,7 @@ class Norm(nn.Module):
         return None if weight is None else weight.detach()
 
     def gain_parts(self) -> dict[str, Tensor]:
-        """The factors [C] that the gain is made of, by the paper's name: λ on what it returns; empty if it has none."""
+        """The factors [C] whose product is the gain, by the paper's name: λ on the output; empty without factors."""
         gain = self.gain()
         return {} if gain is None else {"λ": gain}
 
@@ -40,7 +40,7 @@ class Norm(nn.Module):
     def divide(self, by: Tensor) -> None:
         """Divide the output channels by `by` [C] exactly, by changing parameters in place (SmoothQuant)."""
         raise UserError(
-            f"{type(self).__name__} does not say how its output can be divided by channel: give it a method divide(by)."
+            f"{type(self).__name__} does not define how to divide its output per channel: add a method divide(by)."
         )
 
     @property
@@ -68,7 +68,7 @@ class Norm(nn.Module):
 
 
 class NoNorm(Norm):
-    """The input as it is: sublayers that norm their output read the stream itself."""
+    """The unchanged input: sublayers that normalize their output read the stream itself."""
 
     fixed = True
 
@@ -246,13 +246,13 @@ class LowRankGate(nn.Module):
         rank = len(old.down)
         if len(self.down) < rank:
             raise UserError(
-                f"model.norm.rank = {len(self.down)} is less than the {rank} of the model to start from, whose gate "
-                f"does not fit: use {rank} or more."
+                f"model.norm.rank = {len(self.down)} is less than the {rank} of the initial model, whose gate does "
+                f"not fit: use at least {rank}."
             )
         if len(self.up) < len(old.up):
             raise UserError(
-                "model.norm.granularity = 'tensorwise' has one gate for all channels, and the model to start from one "
-                "for each: leave it at 'elementwise'."
+                "model.norm.granularity = 'tensorwise' has one gate for all channels, but the initial model has one "
+                "per channel: keep 'elementwise'."
             )
         self.down[:rank] = old.down
         nn.init.zeros_(self.up)

@@ -16,7 +16,7 @@ class RatedModule(nn.Module):
 
     def rate_factors(self) -> dict[str, float]:
         """A factor above 0 by name of a parameter, or of a list or dictionary of parameters; the rest have 1."""
-        raise NotImplementedError(f"{type(self).__name__} is a RatedModule and has no `rate_factors`")
+        raise NotImplementedError(f"{type(self).__name__} is a RatedModule but does not define `rate_factors`")
 
 
 def declared_factors(model: nn.Module) -> dict[str, float]:

@@ -85,8 +85,8 @@ class _Retrofit:
 
     def _refusal(self, keys: list[str]) -> UserError:
         changed = " and ".join(f"model.{key}{self._values(key)}" for key in keys)
-        do, them = ("does", "it as it is") if len(keys) == 1 else ("do", "them as they are")
-        return UserError(f"{changed} {do} not fit the weights to start from: leave {them}.")
+        do, them = ("does", "its value") if len(keys) == 1 else ("do", "their values")
+        return UserError(f"{changed} {do} not fit the initial weights: keep {them}.")
 
     def _values(self, key: str) -> str:
         """The value of a key, and the one before; nothing for whole tables."""
@@ -132,8 +132,8 @@ class _Retrofit:
             return max(sums, self._multiply_outputs(added.output_factors()))
         if not added.is_additive:
             raise UserError(
-                f"the model to start from has topology.kind = '{self.before.topology.kind}', and only one that adds up "
-                "its outputs ('additive') can be given another topology: keep it, or start from another run."
+                f"the initial model has topology.kind = '{self.before.topology.kind}', but only an additive topology "
+                "can be replaced by another: keep it, or start from another run."
             )
         fidelity = start.init_as_additive()
         if fidelity is not InitFidelity.UP_TO_EPS:

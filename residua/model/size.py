@@ -61,9 +61,7 @@ def shapes(config: ModelConfig) -> Decoder:
     except RuntimeError as error:
         if "overflow" not in str(error) and "size" not in str(error):
             raise
-        raise TooLarge(
-            "the model is too large for any machine: lower its width, its layers or its vocabulary."
-        ) from None
+        raise TooLarge("the model is too large for any machine: lower its width, layers or vocabulary.") from None
 
 
 def build_if_it_fits(config: ModelConfig, source: object) -> Decoder:

@@ -49,7 +49,7 @@ def find_layout(config: ModelConfig) -> Family:
     nearest = min(families, key=lambda family: len(misfits[family.model_type]))
     if lacking := misfits[nearest.model_type]:
         raise UserError(
-            f"--engine writes models of the shape of {', '.join(LAYOUTS)}, and this one has {lacking[0]}, which "
+            f"--engine writes models of the shape of {', '.join(LAYOUTS)}, but this one has {lacking[0]}, which "
             f"{nearest.model_type} models do not: leave --engine out."
         )
     return nearest
@@ -65,12 +65,12 @@ def require_served(model: Decoder, modules: Container[str], scheme: str) -> None
             continue
         if rule.shape[-1] % group:
             raise UserError(
-                f"--engine with {scheme} needs inputs of a multiple of {group} channels, and {name} has "
+                f"--engine with {scheme} needs input widths that are multiples of {group}, but {name} has "
                 f"{rule.shape[-1]}: use --scheme fp8-row, or leave --engine out."
             )
         if any(first % (tile.rows or 1) for first in accumulate(rule.rows[:-1])):
             raise UserError(
-                f"--engine with {scheme} would cut blocks of {tile.rows} rows, because {name} is made of parts with "
+                f"--engine with {scheme} would cut blocks of {tile.rows} rows, because {name} consists of parts with "
                 f"{', '.join(map(str, rule.rows))} rows: use --scheme fp8-row, or leave --engine out."
             )
 
@@ -100,7 +100,7 @@ def save_engine(
     about = {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization_config(scheme, low)}
     config = end_tokens(source) | keys | about
     copies = companions(source) | {"tokenizer.json": inside(source, "tokenizer.json")}
-    words = f"{len(low)} matrices and their inputs are in {scheme}, all else in {about['dtype']}."
+    words = f"{len(low)} matrices and their inputs are in {scheme}, everything else in {about['dtype']}."
     known = card_metadata(source, Metadata())
     card = model_card(model, out.name, Trained(source), form=ENGINE, metadata=known, about=words)
     write_folder(out, tensors, {CONFIG: as_json(config), CARD_FILE: card}, copies)

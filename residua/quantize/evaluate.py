@@ -254,7 +254,11 @@ def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: It
         for activation, value in zip(inputs(name, module), tensors, strict=True):
             peak = float(value.abs().max())
             if not math.isfinite(peak):
-                raise UserError(f"an input of {activation} is {peak}: the model overflows on its calibration text.")
+                raise UserError(
+                    f"an input of {activation} is {peak}: the model overflows on its calibration text, so use "
+                    "other text "
+                    "or weights."
+                )
             peaks[activation] = max(peaks[activation], peak)
 
     with hooked(lambda: [m.register_forward_pre_hook(partial(note, name)) for name, m in modules.items()]):

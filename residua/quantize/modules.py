@@ -194,7 +194,7 @@ def _reason(name: str, large: Container[str]) -> str:
     if name.startswith("topology."):
         return "depth operator"
     if module in large:
-        return "small and steers others" if _matches(module, STEERING) else "exempted"
+        return "small and controls others" if _matches(module, STEERING) else "exempted"
     table = name.startswith(("embed.", "unembed.")) or name.endswith(".table.weight")
     return "embedding or head" if table else "norm, gate, router or scale"
 

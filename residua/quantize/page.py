@@ -41,7 +41,7 @@ def _title(result: QuantizationResult) -> str:
     if abs(result.cost) < sentences.WORTH_MENTIONING:
         return f"{result.scheme} costs this model nothing"
     if result.cost < 0:
-        return f"{result.scheme} costs this model nothing: its loss falls by {-result.cost:.4f} nats"
+        return f"{result.scheme} costs this model nothing: the loss falls by {-result.cost:.4f} nats"
     return f"{result.scheme} costs {result.cost:.4f} nats per token"
 
 
@@ -56,7 +56,8 @@ def _verdict(page: Page, result: QuantizationResult) -> None:
         names = ", ".join(sentences.place(module.name) for module in odd[:NAMED])
         shown = f"{names}{f' and {len(odd) - NAMED} more' if len(odd) > NAMED else ''}"
         facts = {
-            "Stands out": shown or f"No module: none has {sentences.STANDS_OUT:g} times the median module's error.",
+            "Stands out": shown
+            or f"No module: none has {sentences.STANDS_OUT:g} times the error of the median module.",
             "All modules": sentences.total(result),
         }
         cards.append(Card("Where the error comes from", sentences.worst(result), facts, tone="bad" if odd else "good"))
@@ -100,7 +101,7 @@ def _picture(page: Page, result: QuantizationResult) -> None:
     """Every layer's modules from bottom to top; modules outside of the layers have rows of their own below."""
     section = page.section(
         "Layer by layer",
-        "Healthy: bars of one length. A red cell is a module whose error stands out; look at its largest channel.",
+        "Healthy: bars of similar length. A red cell is a module whose error stands out; look at its largest channel.",
     )
     parts = list(dict.fromkeys(part for m in result.modules if (part := _part(m))))
     highest = max(module.error for module in result.modules) or 1.0
@@ -157,8 +158,8 @@ def _channel(modules: Sequence[ModuleError], peak: float) -> Bar | None:
 def _modules(page: Page, result: QuantizationResult) -> None:
     section = page.section(
         "Error by module",
-        "Each module rounded alone, on its inputs in the exact model. Healthy: all alike. A module that stands out has "
-        "outlier channels in its input or in its weights.",
+        "Each module is rounded alone, on its inputs in the exact model. Healthy: similar errors. A module "
+        "that stands out has outlier channels in its input or weights.",
     )
     views = {
         "both": _along_depth(result, lambda module: module.error),
@@ -181,8 +182,8 @@ def _modules(page: Page, result: QuantizationResult) -> None:
     section.table(columns, [_row(module) for module in result.worst[:WORST_SHOWN]])
     if result.unsmoothed:
         section.note(
-            f"SmoothQuant did not reach the inputs of {', '.join(result.unsmoothed)}: "
-            f"{'no factor can be folded there.' if result.inside else 'without --inside it only smooths after norms.'}"
+            f"SmoothQuant did not smooth the inputs of {', '.join(result.unsmoothed)}: "
+            f"{'no factor can be folded there.' if result.inside else 'without --inside it smooths only after norms.'}"
         )
 
 
@@ -216,16 +217,17 @@ def _exempting(page: Page, result: QuantizationResult) -> None:
     if not result.probes:
         return
     section = page.section(
-        "What exempting a module would gain",
-        "The worst modules, each left in high precision in turn. If a gain is worth it, add the module to --exempt.",
+        "Gain from exempting a module",
+        "Each of the worst modules left in high precision in turn. If the gain is worth it, add the module "
+        "to --exempt.",
     )
-    columns = [Column("module", numeric=False), Column("loss"), Column("gain", "nats that exempting it saves")]
+    columns = [Column("module", numeric=False), Column("loss"), Column("gain", "nats saved by exempting it")]
     section.table(columns, [[p.module, f"{p.loss:.4f}", f"{p.gain:+.4f}"] for p in result.probes])
 
 
 def _kept(page: Page, result: QuantizationResult) -> None:
     section = page.section(
-        "What stays in high precision", "Small parts that cost little to keep, and all depth operators."
+        "What stays in high precision", "Small parts that cost little in high precision, and all depth operators."
     )
     for reason in sorted({tensor.reason for tensor in result.kept}):
         tensors = [tensor for tensor in result.kept if tensor.reason == reason]

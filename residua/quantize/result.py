@@ -20,7 +20,7 @@ class Outlier(Frozen):
     """An input channel of a projection that stands out."""
 
     channel: int
-    peak: float = Field(description="largest |x| over the tokens looked at")
+    peak: float = Field(description="largest |x| over the measured tokens")
     ratio: float = Field(description="peak over the median channel's")
     share: float = Field(description="its share of the squared error from rounding the activations")
 
@@ -72,14 +72,14 @@ class QuantizationResult(Frozen):
     device: str
     loss_before: float
     loss_folded: float | None = Field(
-        description="after folding alone, which changes nothing but rounding; null without SmoothQuant"
+        description="after folding alone, which changes only rounding; null without SmoothQuant"
     )
     loss_after: float
     loss_without_exemptions: float | None = Field(description="null when nothing was exempted")
     modules: tuple[ModuleError, ...] = Field(description="in the order of the forward pass")
     probes: tuple[Probe, ...]
     kept: tuple[UnquantizedTensor, ...]
-    unsmoothed: tuple[str, ...] = Field(description="quantized modules whose input could not be smoothed")
+    unsmoothed: tuple[str, ...] = Field(description="quantized modules whose inputs could not be smoothed")
     bytes_before: int
     bytes_after: int
 
@@ -143,7 +143,7 @@ def sentences(result: QuantizationResult) -> list[str]:
     if result.loss_without_exemptions is not None:
         gain = result.loss_without_exemptions - result.loss_after
         lines.append(
-            f"Exempting {', '.join(result.exempt)} lowered the loss by {gain:.4f} nats: without that it is "
+            f"Exempting {', '.join(result.exempt)} lowered the loss by {gain:.4f} nats: without the exemption it is "
             f"{result.loss_without_exemptions:.4f}, perplexity {perplexity(result.loss_without_exemptions):.3f}."
         )
     if result.loss_folded is not None:
@@ -206,11 +206,11 @@ def helps(result: QuantizationResult) -> list[str]:
         return lines
     odd = standing_out(result)
     if result.alpha is None and any(module.activation_error >= CLEAR * module.weight_error for module in odd):
-        lines.append("Not tried: SmoothQuant (--smooth 0.5), for the channels that stand out in these activations.")
+        lines.append("Not tried: SmoothQuant (--smooth 0.5), which helps with outlier channels in activations.")
     elif result.alpha is not None and not result.inside and any(m.name in result.unsmoothed for m in odd):
-        lines.append("Not tried: --inside, which smooths the inputs of each sublayer's last matrix too.")
+        lines.append("Not tried: --inside, which also smooths the input of each sublayer's last matrix.")
     if result.bits == "W4A4":
-        lines.append("Not tried: FP8 (--scheme fp8), which rounds less and needs about twice the memory.")
+        lines.append("Not tried: FP8 (--scheme fp8), which is more precise and needs about twice the memory.")
     return lines
 
 

@@ -58,7 +58,7 @@ def quantize(
         raise UserError("--inside extends SmoothQuant: use it with --smooth.")
     require_model(source)
     if is_quantized(source):
-        raise UserError(f"{source} is quantized already: name the run or the export it was made from.")
+        raise UserError(f"{source} is already quantized: name the original run or export.")
     files_to_copy(source)
     where = choose_device(device, "--device")
     decoder = load(source).to(where).eval()

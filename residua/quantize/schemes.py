@@ -68,8 +68,8 @@ class Scheme:
             return self.activation
         if scale is None:
             raise UserError(
-                f"{self.name} rounds inputs by scales from calibration: measure them with "
-                "residua.quantize.static_scales and give them as `scales`."
+                f"{self.name} rounds inputs with calibrated scales: measure them with residua.quantize.static_scales "
+                "and pass them as `scales`."
             )
         return partial(self.static, global_scale=scale)
 

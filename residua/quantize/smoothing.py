@@ -96,7 +96,7 @@ def edges(model: Decoder, *, inside: bool = True) -> list[Edge]:
     for k, sublayer in enumerate(cast(Iterable[Sublayer], model.sublayers)):
         body: Any = sublayer.body
         if not getattr(sublayer.norm, "fixed", False):  # a plugin's norm may be any module
-            divide = stated(sublayer.norm, "divide", "how its output can be divided by channel")
+            divide = stated(sublayer.norm, "divide", "how to divide its output per channel")
             pairs.append(Edge(f"sublayers.{k}.norm", readers(body), width, divide, body))
         if inside and hasattr(body, "inner_edges"):
             pairs += body.inner_edges(f"sublayers.{k}.body")
@@ -113,5 +113,5 @@ def stated(module: nn.Module, name: str, what: str) -> Any:
     """A method of a module; one that lacks it is refused by name."""
     method = getattr(module, name, None)
     if method is None:
-        raise UserError(f"{type(module).__name__} does not say {what}: give it a method {name}().")
+        raise UserError(f"{type(module).__name__} does not define {what}: add a method {name}().")
     return method

@@ -44,7 +44,7 @@ from residua.storage.hugging_face import COMPANIONS
 from residua.storage.tensors import WEIGHTS, fitting, read_tensors, require_finite, save_tensors
 
 MARK = "quantization.json"
-AGAIN = "the folder is damaged, quantize again"
+AGAIN = "the folder is damaged, so quantize again"
 COPIED = ("config.toml", "tokenizer.json", "tokenizer_config.json")
 VERSION = 1
 
@@ -60,7 +60,7 @@ def save_quantized(
     about: Mapping[str, Any],
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the folder: the matrices of `modules` from `weights`, everything else from `model` as it is.
+    """Write the folder: the matrices of `modules` from `weights`, everything else unchanged from `model`.
 
     `input_peaks` are the largest inputs by module, or by the stack that a matrix belongs to; `texts` are more files.
     """
@@ -164,7 +164,7 @@ def _multiply_in_fp8(
     install(model, real)
     slow = [name for name in modules if name not in real]
     if slow:
-        why = problems.get(slow[0], "only projections in an FP8 scheme and without bias have an FP8 product")
+        why = problems.get(slow[0], "FP8 products support only projections without bias in an FP8 scheme")
         warnings.warn(
             f"{len(slow)} of {len(modules)} modules only simulate FP8 products, among them {slow[0]}: {why}.",
             stacklevel=3,

@@ -113,7 +113,7 @@ def _sentence(error: BaseException, place: Place | None, bug: bool) -> str:
     words = brief(f"{type(first).__name__}: {first}".removesuffix(": "))
     if place is not None:
         return f"the plugin {place}: {words}"
-    return f"an error that Residua did not expect, {words}: please report it with its traceback"
+    return f"an unexpected error in Residua, {words}: please report it with its traceback"
 
 
 def _trace(error: BaseException) -> str:

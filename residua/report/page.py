@@ -92,8 +92,8 @@ def _asset(name: str) -> str:
     return files("residua.report").joinpath(name).read_text(encoding="utf-8")
 
 
-_ALONE = "Made by Residua. This page is one file and needs no network."
-_SERVED = "Served by Residua on the machine that holds these runs; it asks nothing of any other."
+_ALONE = "Made by Residua. This page is a single file and works offline."
+_SERVED = "Served by Residua on the machine with these runs; it contacts no other machine."
 _FRAME = """<!doctype html>
 <html lang="en">
 <head>

@@ -62,7 +62,7 @@ def markdown(text: str, *, begins: bool = False) -> str:
 
 
 class PlainConsole(Console):
-    """A console that prints text as it is: no markup, no emoji codes, no control characters inside it."""
+    """A console that prints text verbatim: no markup, no emoji codes, no control characters."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **settings)

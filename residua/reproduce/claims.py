@@ -77,7 +77,7 @@ class PaperNumber:
 
 def _place(value: float, estimate: Interval) -> str:
     if estimate.ends is None:
-        return "with one seed there is no interval to compare it with"
+        return "with one seed there is no interval for comparison"
     return "below our interval" if estimate.above(value) else "above our interval" if estimate.below(value) else INSIDE
 
 
@@ -100,7 +100,7 @@ class Verdict:
         word = f"direction {self.direction}"
         if self.magnitude is not None:
             word += f", magnitude {THAN_THE_PAPERS.get(self.magnitude, self.magnitude)}"
-        paper = f" The paper has {self.printed}." if self.printed else ""
+        paper = f" The paper reports {self.printed}." if self.printed else ""
         return f"{self.claim} ({self.size}): {word}. {self.found}.{paper}"
 
 

@@ -17,19 +17,23 @@ from residua.study.statistics import estimate
 from residua.study.tables import NONE
 
 LOOK_FOR = (
-    "Look at the verdicts, not at the absolute values: another text and another size give other losses, so claims are "
-    "about differences between rows. Direction and magnitude are judged apart: a cost that is real but ten times the "
-    "paper's has its direction confirmed and a larger magnitude. Not shown means that the interval holds no "
-    "difference, or that there is no interval."
+    "Look at the verdicts, not at absolute values: losses depend on text and size, so claims are about "
+    "differences between rows. Direction and magnitude are judged separately: for a cost that is real but ten "
+    "times the paper's, the direction is confirmed and the magnitude is larger. Not shown means that the interval "
+    "contains 0, or that there is no interval."
 )
 CLAIMS = [
     Column("claim of the paper", numeric=False),
     Column("size", numeric=False),
-    Column("direction", "confirmed: the whole interval is on the claim's side; contradicted: on the other", False),
+    Column(
+        "direction",
+        "confirmed: the whole interval agrees with the claim; contradicted: it lies on the other side",
+        False,
+    ),
     Column(
         "magnitude",
         f"agrees: the paper's number is inside our interval, or ours within {BAND:.0%} of the paper's effect; "
-        "larger, smaller, opposite: our effect against the paper's",
+        "larger, smaller, opposite: our effect compared with the paper's",
         False,
     ),
     Column("ours", numeric=False),

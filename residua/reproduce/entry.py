@@ -214,9 +214,9 @@ class Study(Frozen):
             if name not in MEASURES and name not in get_args(Gained):
                 raise UserError(f"{name!r} is not measured: choose one of {', '.join(MEASURES)}.")
         if not self.quantize and any(MEASURES[name].quantized for name in self.columns):
-            raise UserError("quantize is empty, and a column needs low precision: name a recipe, such as nvfp4.")
+            raise UserError("quantize is empty, but a column needs low precision: name a recipe, such as nvfp4.")
         if not self.tasks and any(MEASURES[name].tasked for name in self.columns):
-            raise UserError("tasks is empty, and a column needs accuracies: name tasks, such as exoformer.")
+            raise UserError("tasks is empty, but a column needs accuracies: name tasks, such as exoformer.")
         for claim in self.claims:
             stranger = next((name for name in claim.named if name not in rows), None)
             stranger = stranger or next((name for name in claim.sizes if name not in sizes), None)

@@ -41,7 +41,7 @@ RECIPE = (
     "train.optimizer.kind",
 )  # fmt: skip
 """Differences between the study's baseline and the paper's that the page names."""
-NOT_THERE, NOT_RUN = "not in this study", "without a complete run in this study"
+NOT_THERE, NOT_RUN = "not in this study", "without complete runs in this study"
 BY_WIDTH = ("model.ffn.hidden",)
 MATCHED = {"none": (), "ffn": BY_WIDTH, "flops": BY_WIDTH, "depth": (*BY_WIDTH, "model.layers")}
 """The keys that each kind of parameter matching changes."""
@@ -71,7 +71,7 @@ class Shared:
 
     def comparison(self, out: Path) -> Comparison:
         """The paper's section of the page in `out`."""
-        notes = tuple(f"About the entry, not about this study: {note}" for note in self.entry.notes)
+        notes = tuple(f"About the entry in general: {note}" for note in self.entry.notes)
         entry = self.entry.model_copy(update={"notes": (*self.notes, *notes)})
         return Comparison(self.name, entry, self.about, out, self.rows.variants, self.rows.absent)
 
@@ -85,14 +85,14 @@ def share(name: str, saved: SavedStudy, rows: Sequence[str] = ()) -> Shared:
     entry = selected(trained(name), Request(rows=tuple(rows)))
     if isinstance(entry, Inside) and not entry.claims:
         raise ConfigError(
-            f"{name} looks inside models, and the results of a study have none: name a model with --run FOLDER."
+            f"{name} diagnoses models, but the results of a study contain none: name a model with --run FOLDER."
         )
     matches = match_rows(entry, saved)
     _refuse_useless(name, entry, saved, matches)
     view = _renamed(saved, matches.variants, entry.baseline)
     paper = _paper_sizes(entry, saved)
     notes = [_size_sentence(paper), _recipe_sentence(view, paper), _name_sentence(matches)]
-    notes += [f"Rows that are missing: {by_reason(matches.absent)}."] if matches.absent else []
+    notes += [f"Missing rows: {by_reason(matches.absent)}."] if matches.absent else []
     resized, sentences = _resized(entry, paper, saved), tuple(note for note in notes if note)
     return Shared(name, resized, view, matches, _about(view), sentences)
 
@@ -213,7 +213,7 @@ def _about(view: SavedStudy) -> str:
     seeds = ", ".join(map(str, study.seeds))
     place = ", ".join(str(facts.get(key, f"{key} unknown")) for key in ("hardware", "software"))
     return (
-        f"Nothing was trained for this: the numbers are those of the study {study.name}, base {', '.join(sizes)}, "
+        f"Nothing was trained for this page: the numbers are from the study {study.name}, base {', '.join(sizes)}, "
         f"{facts['seen by a run']} a run, seeds {seeds}; {place}, commit {facts.get('commit', 'unknown')}."
     )
 
@@ -330,7 +330,7 @@ def _resolved(row: Row, reference: RunConfig) -> Iterator[RunConfig]:
     for entries in (row.variant, unmatched) if len(unmatched) < len(row.variant) else (unmatched,):
         try:
             yield reference.override(variants.overrides(entries, reference.model))
-        except ConfigError:  # this row cannot be made of the study's base
+        except ConfigError:  # this row cannot be built from the study's base
             continue
 
 

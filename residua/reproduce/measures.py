@@ -94,10 +94,10 @@ MEASURES: dict[str, Measure] = {
     ),
     "train_loss": Measure(
         "training loss", lambda run, out: run.train_loss,
-        "mean over the last 200 steps, but no more than a tenth of the run",
+        "mean over the last 200 steps, or the last tenth of a short run",
     ),
     "accuracy": Measure(
-        "accuracy", _accuracy(), "mean over the tasks of the metric that papers report, in %", digits=".2f",
+        "accuracy", _accuracy(), "mean over tasks of the metric that papers report, in %", digits=".2f",
         tasked=True, more_is_better=True,
     ),
     "nvfp4_accuracy": Measure(
@@ -114,7 +114,7 @@ MEASURES: dict[str, Measure] = {
     ),
     "last_peak": Measure(
         "peak activation by telemetry", _peak(lambda peaks: peaks.last),
-        "the largest value that any sublayer reads, on the few tokens that telemetry measures, after the last step",
+        "the largest value that any sublayer reads after the last step, on the few tokens used by telemetry",
         digits=".4g", ratio=True,
     ),
     "early_peak": Measure(
@@ -134,7 +134,7 @@ MEASURES: dict[str, Measure] = {
         "mean |h| over tokens and depth, largest dimension / median dimension", digits=".4g", ratio=True,
     ),
     "nvfp4_cost": Measure(
-        "cost of W4A4", _cost("nvfp4"), "loss after NVFP4 less the loss before", quantized=True
+        "cost of W4A4", _cost("nvfp4"), "loss after NVFP4 minus the loss before", quantized=True
     ),
     "nvfp4_smooth_cost": Measure(
         "cost of W4A4+SQ", _cost("nvfp4+smooth"), "the same after SmoothQuant", quantized=True

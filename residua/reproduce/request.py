@@ -39,8 +39,8 @@ class Request:
     def sentence(self) -> str:
         if self.demo:
             return (
-                "A demo: tiny models, a few steps and one seed on a CPU. It shows what the entry measures and how the "
-                "page looks; nothing follows for the paper's claims."
+                "A demo: tiny models, a few steps and one seed on a CPU. It shows what the entry measures and "
+                "what the page looks like; it says nothing about the paper's claims."
             )
         return sentence(self.scale)
 
@@ -57,7 +57,7 @@ def selected(entry: Study, request: Request) -> Study:
     baseline = entry.baseline or entry.rows[0].name
     rows = [row.name for row in entry.rows if row.name in rows or row.name == baseline]
     if len(rows) < 2 < 1 + len(entry.rows):
-        raise ConfigError("--rows leaves only the baseline: name at least one row to compare with it.")
+        raise ConfigError("--rows selects only the baseline: name at least one row to compare with it.")
     return entry.model_copy(
         update={
             "baseline": baseline,

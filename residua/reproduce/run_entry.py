@@ -87,11 +87,13 @@ def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
     line = (
         f"{counted(cost.runs, 'run')}, {count(cost.tokens)} tokens, {cost.flops:.2g} FLOPs: about "
         f"{duration(cost.flops / training_rate())} of training steps on this device, one run at a time; "
-        "validations and what is measured afterwards come on top."
+        "validation and the measurements afterwards take additional time."
     )
     console.print(Text(line), soft_wrap=True)
     longest = max(run.config.tokens for run in plan.runs) / plan.text_tokens
-    notes = [f"The longest run reads the text {longest:.1f} times: a longer text is better."] if longest > 1 else []
+    notes = (
+        [f"The longest run reads the text {longest:.1f} times: use a longer text if possible."] if longest > 1 else []
+    )
     for note in (*notes, *entry.notes):
         console.print(Text(f"• {note}"), soft_wrap=True)
 
@@ -122,7 +124,7 @@ def look_inside(name: str, runs: Sequence[Path], out: Path, console: Console) ->
 
     entry = load(name)
     if not isinstance(entry, Inside):
-        raise ConfigError(f"--run is for entries that look inside a model, and {name} does not: leave it out.")
+        raise ConfigError(f"--run is for entries that diagnose a model, but {name} does not: leave it out.")
     with ProgressBars(console) as bars:
         diagnose(list(runs), out, progress=bars.stages())
     console.print(Text(inside_sentence(name, entry)), soft_wrap=True)
@@ -141,7 +143,7 @@ def trained(name: str) -> Study:
     if isinstance(entry, Nothing):
         raise ConfigError(f"{name} cannot be reproduced: {entry.reason}. Nearest: {entry.nearest}.")
     if not entry.trains:
-        raise ConfigError(f"{name} looks at models that are not trained here: name their folders with --run FOLDER.")
+        raise ConfigError(f"{name} diagnoses existing models: name a model with --run FOLDER.")
     return entry
 
 
@@ -168,7 +170,7 @@ def print_list(console: Console, scale: Fraction) -> None:
     console.print()
     console.print(Text(sentence(scale)), soft_wrap=True)
     console.print(
-        "Next: residua reproduce ENTRY --demo trains tiny models in minutes; --plan has tokens, FLOPs and time.",
+        "Next: residua reproduce ENTRY --demo trains tiny models in minutes; --plan shows tokens, FLOPs and time.",
         soft_wrap=True,
     )
 

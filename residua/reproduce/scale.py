@@ -116,7 +116,7 @@ def sentence(scale: Fraction) -> str:
     if scale == 1:
         return "The paper's size: parameters and tokens as published."
     return (
-        f"Scale {scale}: about {float(scale):.3g} of the paper's parameters outside the embedding (the width is "
-        f"{MIN_WIDTH} at least) and of its tokens; compute falls with the square. Depth, context and learning rates "
-        "are the paper's."
+        f"Scale {scale}: about {float(scale):.3g} of the paper's parameters outside the embedding (with a "
+        f"width of at least {MIN_WIDTH}) and of its tokens; compute falls with the square. Depth, context and "
+        "learning rates are as in the paper."
     )

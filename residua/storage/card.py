@@ -29,10 +29,10 @@ from residua.version import __version__
 LONGEST_HEAD = 2**16
 NAME = r"[A-Za-z0-9][\w.-]*"
 FORMS = {
-    "license": (r"[a-z0-9][a-z0-9.+-]*", "the Hub's name of a license, such as apache-2.0"),
-    "base_model": (rf"{NAME}/{NAME}", "a model of the Hub, such as org/name"),
-    "datasets": (rf"{NAME}(/{NAME})?", "a dataset of the Hub, such as org/name"),
-    "language": (r"[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code", "the code of a language, such as en"),
+    "license": (r"[a-z0-9][a-z0-9.+-]*", "a license name of the Hub, such as apache-2.0"),
+    "base_model": (rf"{NAME}/{NAME}", "a model on the Hub, such as org/name"),
+    "datasets": (rf"{NAME}(/{NAME})?", "a dataset on the Hub, such as org/name"),
+    "language": (r"[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code", "a language code, such as en"),
 }
 """The form of each value, and its description."""
 
@@ -54,7 +54,7 @@ class Metadata(NamedTuple):
             form, meaning = FORMS[key]
             for value in values:
                 if not re.fullmatch(form, value, re.ASCII):
-                    raise UserError(f"--{OPTIONS.get(key, key)} {value} has another form: write {meaning}.")
+                    raise UserError(f"--{OPTIONS.get(key, key)} {value} is invalid: give {meaning}.")
         return self
 
     def lines(self) -> str:
@@ -78,7 +78,7 @@ class _Dataset(Shape):
 
 
 def describe_data(path: str | None) -> _Dataset:
-    """The description of a dataset, empty if it is not there any more."""
+    """The description of a dataset; empty if the dataset no longer exists."""
     if path is None or not (Path(path) / DESCRIPTION).is_file():
         return _Dataset()
     try:
@@ -187,7 +187,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("latent", "mla"): (("DeepSeek-V2", "2405.04434"),),
     ("router", "sigmoid_scores"): (("DeepSeek-V3 Technical Report", "2412.19437"),),
 }
-"""Titles and arXiv numbers of what a model is made of, by part and kind."""
+"""Titles and arXiv numbers of the papers behind a model's parts, by part and kind."""
 
 CARD = """---
 library_name: transformers
@@ -225,9 +225,9 @@ model = AutoModelForCausalLM.from_pretrained({quoted}{trust})
 
 {papers}
 """
-_OWN_CODE = """The Python files say in their first lines where they come from: those of Residua are under the Apache
-License 2.0, which is in LICENSE. They run without Residua. The weights have the licence that their owner gives them."""
-_NO_CODE = "transformers runs the model with its own code. The weights have the licence that their owner gives them."
+_OWN_CODE = """The first lines of each Python file name its origin. Those from Residua are under the Apache License 2.0,
+which is in LICENSE. They run without Residua. The license of the weights is up to their owner."""
+_NO_CODE = "transformers runs the model with its own code. The license of the weights is up to their owner."
 
 
 class Form(NamedTuple):
@@ -315,22 +315,22 @@ def _data(trained: Trained) -> str:
     config = RunConfig.from_toml(inside(run, "config.toml"))
     before = ""
     if inside(run, SOURCE).is_dir():
-        before = "The model was imported: the card of the original says what it was trained on."
+        before = "The model was imported: see the card of the original for its training data."
         if config.train.start is None:
             return before
     elif config.train.start is not None:
-        before = f"The model began with the weights of another run, {markdown(Path(config.train.start).name)}."
+        before = f"The model started from the weights of another run, {markdown(Path(config.train.start).name)}."
     data, step = config.data, _step(trained)
-    where = "Residua's embedded corpus, Python's standard library" if data.path is None else Path(data.path).name
+    where = "Residua's embedded corpus: the Python standard library" if data.path is None else Path(data.path).name
     lines = [f"- data: {markdown(where)}"]
     if sources := [markdown(source) for source in _sources(data.path)]:
         lines.append(f"- sources: {', '.join(sources[:MAX_ROWS])}{' and others' if len(sources) > MAX_ROWS else ''}")
     lines += [
-        f"- tokens of training: {step * config.tokens_per_step:,}, in {step:,} steps",
-        f"- tokens in a sequence: {config.sequence:,}",
+        f"- training tokens: {step * config.tokens_per_step:,}, in {step:,} steps",
+        f"- sequence length: {config.sequence:,}",
         f"- vocabulary: {config.model.vocab_size:,} tokens",
     ]
-    return (f"{before} Then it was trained here:\n\n" if before else "") + "\n".join(lines)
+    return (f"{before} It was then trained on:\n\n" if before else "") + "\n".join(lines)
 
 
 def _step(trained: Trained) -> int:

@@ -148,14 +148,14 @@ def elsewhere(checkpoint: Path) -> str:
     """How to go on if a checkpoint is damaged."""
     others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and whole(c.path)]
     if not others:
-        return "no other checkpoint is complete, so restore this one from a copy or train again"
-    return f"move {checkpoint} elsewhere to go on with {others[-1].path}, which is complete"
+        return "no other checkpoint is complete, so restore it from a copy or train again"
+    return f"move {checkpoint} elsewhere to continue with {others[-1].path}, which is complete"
 
 
 def not_saved(broken: list[str], run: Path) -> TrainingStopped:
     """The error for tensors that have become NaN or infinite."""
     what = broken[0] if len(broken) == 1 else f"{broken[0]} (the first of {len(broken)} tensors)"
-    return TrainingStopped(f"{what} is no longer finite and was not saved; {what_is_left(run)}.")
+    return TrainingStopped(f"{what} is no longer finite, so it was not saved; {what_is_left(run)}.")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ def _read_all(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file that holds exactly the expected names and shapes."""
     saved = read_tensors(inside(path.parent, path.name), lambda: elsewhere(path.parent))
     for name, tensor in expected.items():
-        fitting(path, name, saved.get(name), tensor, "it was written by another configuration than config.toml")
+        fitting(path, name, saved.get(name), tensor, "it was written with a different configuration than config.toml")
     surplus = sorted(saved.keys() - expected.keys())
     if surplus:
         raise UserError(f"{path} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")

@@ -141,8 +141,8 @@ def load_folder(folder: Path) -> Decoder:
     content = read_json(inside(folder, "config.json"), dict[str, Any], EXPORTED_AGAIN)
     if not isinstance(content.get("residua"), dict):
         raise UserError(
-            f"{path} describes a model of type {shown(content.get('model_type'))}: neither `residua export` "
-            "wrote it nor does `residua import` know this family (docs/import.md)."
+            f"{path} describes a model of type {shown(content.get('model_type'))}: `residua export` did not "
+            "write it, and `residua import` does not support this family (docs/import.md)."
         )
     try:
         config = Export().read(content)
@@ -155,7 +155,7 @@ def load_folder(folder: Path) -> Decoder:
         model = build_if_it_fits(config, folder)
     except ConfigError as error:
         raise UserError(f"{path} holds an invalid configuration: {error}") from None
-    hint = f"its config.json differs, {EXPORTED_AGAIN}"
+    hint = f"its config.json was changed, {EXPORTED_AGAIN}"
     for name, tensor in model_tensors(model).items():
         theirs = exported_name(name)
         with torch.no_grad():
@@ -263,7 +263,7 @@ class Source:
         if surplus:
             raise UserError(
                 f"{self.folder} cannot be imported: it holds tensor {surplus[0]!r}, which {self.family.model_type} "
-                "models do not have here."
+                "models do not have in Residua."
             )
 
     def dtype(self, rule: Rule) -> torch.dtype:
@@ -299,9 +299,9 @@ def import_folder(folder: Path, out: Path) -> Imported:
     """Write a run folder with one checkpoint, of step 0, in the precision of the folder's weights."""
     refuse_used(out)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: name one with a model of transformers, saved as safetensors.")
+        raise UserError(f"{folder} is not a folder: name a Hugging Face model folder with safetensors.")
     if (folder / "config.toml").exists():
-        raise UserError(f"{folder} is a run already: use it as it is.")
+        raise UserError(f"{folder} is already a run: use it directly.")
     source = Source(folder)
     entries = [Entry(rule.ours, source.dtype(rule), rule.shape) for rule in source.rules]
     has_tokenizer = inside(folder, "tokenizer.json").is_file()

@@ -42,14 +42,14 @@ from residua.storage.tensors import (
     stored_shapes,
 )
 
-DAMAGED = "the folder is damaged, make it again"
+DAMAGED = "the folder is damaged, so write it again"
 
 
 def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_nonfinite: bool = False) -> Decoder:
     """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set.
 
     A folder made by `residua export` holds one model; one made by `residua quantize` gives a model that computes in
-    that precision. A folder of transformers, of a family that Residua knows (docs/import.md), is opened as it is.
+    that precision. A folder of transformers, of a family that Residua knows (docs/import.md), is opened directly.
     Nothing in a folder is executed. Weights that are NaN or infinite are refused, unless `allow_nonfinite`.
     """
     folder = Path(folder)
@@ -78,7 +78,9 @@ def stored_config(folder: Path) -> ModelConfig:
     if is_family(folder) or is_export(folder):
         return Source(folder).config
     if not inside(folder, "config.toml").is_file():
-        raise UserError(f"{folder} is neither a run, an export nor a model of a known family: name one of them.")
+        raise UserError(
+            f"{folder} is not a run, an export or a Hugging Face model of a supported family: name one of these."
+        )
     return RunConfig.from_toml(inside(folder, "config.toml")).model
 
 
@@ -90,7 +92,7 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
     at = run.resolve()
     if not inside(at, "config.toml").is_file():
         if is_family(at) or is_export(at):
-            raise UserError(f"{run} is not a run: convert it with residua import {run} --out RUN, and name RUN.")
+            raise UserError(f"{run} is not a run: convert it with residua import {run} --out RUN, then name RUN.")
         raise UserError(f"{run} is not a run: name one, or convert a Hugging Face model with residua import.")
     config = RunConfig.from_toml(at / "config.toml")
     changes = [f"train.start={toml_string(at)}", f"model.vocab_size={config.model.vocab_size}"]
@@ -220,7 +222,7 @@ def _one_process(path: Path, model: Decoder) -> tuple[Read, dict[str, torch.dtyp
     held = stored_shapes(file, hint)
     expected = model_tensors(model)
     for name, tensor in expected.items():
-        fitting(file, name, held.get(name), tensor, "it was written by another configuration than config.toml")
+        fitting(file, name, held.get(name), tensor, "it was written with a different configuration than config.toml")
     if surplus := sorted(held.keys() - expected.keys()):
         raise UserError(f"{file} holds tensor {surplus[0]!r}, which the model of config.toml does not have.")
 

@@ -107,7 +107,7 @@ def open_text(folder: Path, model: ModelConfig, data: Path | None) -> tuple[Data
     if dataset.tokenizer_hash != known:
         text = "the embedded corpus" if config.data.path is None else dataset.path
         raise ConfigError(
-            f"{text} is in other tokens than those that the model in {folder} knows: name text with --data that was "
+            f"{text} was tokenized differently from the model in {folder}: name text with --data that was "
             f"prepared with --tokenizer {named}."
         )
     dataset.require_known(model.vocab_size, f"name text without it with --data, prepared with --tokenizer {named}")

@@ -38,7 +38,7 @@ LOCK = ".lock"
 _WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", SOURCE, "checkpoints", "profile",
             "tensorboard", "wandb-id")  # fmt: skip
 _ANOTHER = "choose another --out, or continue the run in it with --resume"
-_GO_ON = "move the file elsewhere to go on without it"
+_GO_ON = "move the file elsewhere to continue without it"
 # Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)
 # And those that it leaves before its first checkpoint.
@@ -68,7 +68,7 @@ class Run:
     def _take(self) -> int:
         """Lock the folder for this process."""
         busy = f"{self.folder} is in use by another process: wait for it, or choose another --out."
-        return lock(self.folder / LOCK, busy, "the folder is as it was")
+        return lock(self.folder / LOCK, busy, "the folder is unchanged")
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig, advice: str = _ANOTHER) -> Run:
@@ -132,7 +132,7 @@ class Run:
     def set_checkpoint_aside(self, checkpoint: Checkpoint) -> str:
         """Rename a checkpoint that is not finite, so that the run can save that step again; returns the new name."""
         names = (checkpoint.path.with_name(f"{checkpoint.path.name}-not-finite-{number}") for number in count(1))
-        with writing(checkpoint.path, "it is where it was"):
+        with writing(checkpoint.path, "nothing was moved"):
             return checkpoint.path.rename(next(name for name in names if not name.exists())).name
 
     def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
@@ -176,20 +176,20 @@ class Run:
         path = inside(self.folder, ENVIRONMENT)
         return [*read_json(path, _Environment, _GO_ON).sessions] if path.exists() else []
 
-    def keep_tokenizer(self, source: Path, anew: bool = False) -> None:
+    def keep_tokenizer(self, source: Path, fresh: bool = False) -> None:
         """Copy the dataset's tokenizer into the run, which then stays usable without the dataset.
 
-        `anew`: the run begins at step 1, maybe again and on another text, so a tokenizer that it has is replaced.
+        `fresh`: the run begins at step 1, perhaps again and on another text, so an existing tokenizer is replaced.
         """
         for name in ("tokenizer.json", SETTINGS):
             original, target = source.with_name(name), inside(self.folder, name)
-            if anew and not original.exists():
+            if fresh and not original.exists():
                 target.unlink(missing_ok=True)
-            if original.exists() and (anew or not target.exists()):
+            if original.exists() and (fresh or not target.exists()):
                 write_atomically(target, read_text(original, "prepare the data again"))
 
     def keep_companions(self, start: Path) -> None:
-        """Copy the companion files of the model to start from, so that exports of this run have them too."""
+        """Copy the companion files of the initial model, so that exports of this run have them too."""
         keep_companions(start, self.folder)
 
     def set_metrics_aside(self) -> str | None:
@@ -199,7 +199,7 @@ class Run:
         if not lost:
             return None
         names = (self.folder / f"metrics-lost-{number}.jsonl" for number in count(1))
-        with writing(path, "it is where it was"):
+        with writing(path, "nothing was moved"):
             backup = path.rename(next(name for name in names if not name.exists()))
         return (
             f"{self.folder} holds no checkpoint: starting again at step 1; the metrics up to step {lost[-1]['step']} "
@@ -214,7 +214,7 @@ class Run:
         """Make the folder of a shorter run that has the first `step` steps in common with this one.
 
         It then resumes like an interrupted run. `save` writes the checkpoint into the folder that it is given. A folder
-        that exists stays as it is.
+        that exists is unchanged.
         """
         if folder.exists():
             return
@@ -331,7 +331,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    hint = "correct or remove the line, or move the file elsewhere to go on without the old curves"
+    hint = "correct or remove the line, or move the file elsewhere to continue without the old curves"
     for where, record in read_json_lines(path, hint):
         kind = check(record, _Record, where, hint).kind
         check(record, _RECORDS.get(kind, _Record), where, hint)
@@ -354,12 +354,13 @@ def failed_early(folder: Path) -> bool:
 def saved_config(folder: Path) -> RunConfig:
     """The configuration a run folder was started with."""
     if not (folder / "config.toml").exists():
-        raise ConfigError(f"{folder} holds no run to resume: leave --resume out to start one there.")
+        raise ConfigError(f"{folder} has no run to resume: leave --resume out to start one there.")
     if find_reader(folder) is not None:
-        raise ConfigError(f"{folder} is a quantized model, which cannot be trained: resume the run it was made from.")
+        raise ConfigError(f"{folder} is a quantized model, which cannot be trained: resume the original run.")
     if inside(folder, SOURCE).is_dir() and not (folder / ENVIRONMENT).exists():
         raise ConfigError(
-            f"{folder} was imported and has no training to resume: train from it with --from {folder} --out NEW."
+            f"{folder} was imported, so it has no training to resume: start from its weights with --from "
+            f"{folder} --out NEW."
         )
     return RunConfig.from_toml(inside(folder, "config.toml"))
 
@@ -368,21 +369,22 @@ def _check_changes(folder: Path, old: RunConfig, new: RunConfig, changes: dict[s
     """Refuse to resume a run with changes to its text, weights, data order or optimizer state."""
     if old.data.path is not None and new.data.path is None:
         raise ConfigError(
-            f"{folder} was trained on {old.data.path}, and no text is named now: name only the run, as in residua "
-            f"train --resume --out {folder}, or its text too, with --data."
+            f"{folder} was trained on {old.data.path}, but this command names no text: name only the run, as in "
+            "residua "
+            f"train --resume --out {folder}, or name the text too, with --data."
         )
     for key, (before, after) in changes.items():
         if key == "data.tokenizer" and new.data.path is not None:
             continue  # its prepared text has its own, which checkpoints check
         if key.startswith(_FIXED):
             raise ConfigError(
-                f"{key} was {before!r} when {folder} was started and is {after!r} now: "
+                f"{key} was {before!r} when {folder} was started, but is {after!r} now: "
                 "resume with the old value, or start a new run in another --out."
             )
     if new.tokens_per_step != old.tokens_per_step:
         raise ConfigError(
-            f"a step of {folder} has {old.tokens_per_step} tokens and would have {new.tokens_per_step} now: "
-            "keep train.accumulate × train.micro_batch as it was, or start a new run in another --out."
+            f"a step of {folder} has {old.tokens_per_step} tokens, but would have {new.tokens_per_step} now: "
+            "keep train.accumulate × train.micro_batch unchanged, or start a new run in another --out."
         )
 
 

@@ -140,8 +140,8 @@ class _Writer(HuggingFaceStorageWriter):
                 names_by_file.setdefault(one.storage_data.relative_path, set()).add(one.index.fqn)
             for name, tensors in names_by_file.items():
                 if not _arrived(Path(self.path) / name, tensors):
-                    reason = f"{name}, which rank {rank} wrote, is not whole in the folder of rank 0, so the nodes do "
-                    raise OSError(errno.EIO, f"{reason}not share its disk any more")
+                    reason = f"{name}, which rank {rank} wrote, is incomplete in the folder of rank 0, so the nodes "
+                    raise OSError(errno.EIO, f"{reason}no longer share its disk")
 
 
 def _arrived(file: Path, tensors: set[str]) -> bool:
@@ -236,7 +236,7 @@ def _check_rows(source: Path, hint: Hint) -> None:
 
 def require_held(source: Path, metadata: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
     """Refuse a checkpoint that lacks tensors or rows of them, or holds them in other shapes, by its description."""
-    blame = "it was written by another configuration than config.toml."
+    blame = "it was written with a different configuration than config.toml."
     for name, tensor in expected.items():
         stored = metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata):

@@ -147,10 +147,12 @@ def _check_size_of_header(path: Path, hint: Hint) -> None:
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if LONGEST_HEADER < size <= path.stat().st_size:
-            refuse(f"{path} has a header of {size // MIB} MiB, and {LONGEST_HEADER // MIB} MiB are the most", hint)
+            refuse(
+                f"{path} has a header of {size // MIB} MiB, but at most {LONGEST_HEADER // MIB} MiB are supported", hint
+            )
         tensors = file.read(min(size, LONGEST_HEADER)).count(b'"data_offsets"')
     if tensors > MOST_TENSORS:
-        refuse(f"{path} holds {tensors:,} tensors, and {MOST_TENSORS:,} are the most", hint)
+        refuse(f"{path} holds {tensors:,} tensors, but at most {MOST_TENSORS:,} are supported", hint)
 
 
 def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -201,7 +203,7 @@ def overflowed(what: str, model: nn.Module) -> ValueError:
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 8
-FINITE = "use weights that are finite, and if they are, a wider type"
+FINITE = "use finite weights, or a wider type if they are finite"
 
 
 class Entry(NamedTuple):

@@ -367,7 +367,7 @@ def lacking(runs: Sequence[RunRecord], tasks: bool, recipes: Sequence[str]) -> d
 
 
 def text_error(ours: Runs, baseline: Runs) -> float | None:
-    """The standard error of the difference of losses from sampling text, its seeds taken as they are.
+    """The standard error of the difference of losses from sampling text, its seeds taken as given.
 
     Of document j with n_j tokens, d_j is the difference of the summed losses, averaged over seeds. With D = Σd / Σn the
     error is √(J/(J−1)·Σ(d_j − D·n_j)²) / Σn: documents are sampled, and the two models read the same ones. None if

@@ -110,7 +110,8 @@ class Scaling(Frozen):
     def _batch_has_a_budget(self) -> Self:
         if self.batch is not None and self.tokens_per_parameter is None:
             raise UserError(
-                f"scaling.batch = {self.batch:g} follows the budget of each size: set scaling.tokens_per_parameter too."
+                f"scaling.batch = {self.batch:g} depends on the budget of each size: also set "
+                "scaling.tokens_per_parameter."
             )
         return self
 
@@ -156,14 +157,16 @@ class Tune(Frozen):
             )
         if len(value) < 2:
             named = ", ".join(shown(entry) for entry in value) or "none"
-            raise UserError(f"the learning rates to try are too few ({named}): give two or more, as in 0.5x, 1x, 2x.")
+            raise UserError(
+                f"there are too few learning rates to try ({named}): give at least two, as in 0.5x, 1x, 2x."
+            )
         return tuple(_multiple(entry) for entry in value)
 
     @field_validator("lr")
     @classmethod
     def _rates_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if not _differ(value):
-            raise UserError(f"the learning rates to try are {list(value)}: use different positive multiples.")
+            raise UserError(f"the learning rates to try are {list(value)}: use distinct positive multiples.")
         return tuple(sorted(value))
 
 
@@ -249,7 +252,8 @@ class StudyConfig(WholeConfig):
             return value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_SEEDS:
             raise UserError(
-                f"seeds = {shown(value)} should be a list such as [0, 1, 2], or how many, from 1 to {MAX_SEEDS}."
+                f"seeds = {shown(value)} should be a list such as [0, 1, 2], or a number of seeds from 1 to "
+                f"{MAX_SEEDS}."
             )
         return tuple(range(value))
 
@@ -257,9 +261,9 @@ class StudyConfig(WholeConfig):
     @classmethod
     def _budgets_differ(cls, value: tuple[float, ...]) -> tuple[float, ...]:
         if not _differ(value):
-            raise UserError(f"ladder = {list(value)} must be different positive multiples, as in [0.5, 1, 1.5, 2].")
+            raise UserError(f"ladder = {list(value)} must be distinct positive multiples, as in [0.5, 1, 1.5, 2].")
         if value and set(value) == {1.0}:
-            raise UserError("ladder = [1] adds no budget to the study's own: name others, as in [0.5, 1, 1.5, 2].")
+            raise UserError("ladder = [1] adds no budget to that of the study: name others, as in [0.5, 1, 1.5, 2].")
         return tuple(sorted(value))
 
     @field_validator("quantize")
@@ -298,7 +302,9 @@ class StudyConfig(WholeConfig):
     @classmethod
     def _names_a_folder(cls, value: str) -> str:
         if not is_plain_name(value):
-            raise UserError(f"name = {value!r} names the folder of the study: use a plain name, without a path.")
+            raise UserError(
+                f"name = {value!r} must be a plain name, because it names the folder of the study: remove the path."
+            )
         return value
 
     @model_validator(mode="after")
@@ -309,19 +315,25 @@ class StudyConfig(WholeConfig):
             )
         for name in self.variants:
             if not _FILE_NAME.fullmatch(name):
-                raise UserError(f"variants.{name} names a folder: use letters, digits and any of '_', '.', '+', '-'.")
+                raise UserError(
+                    f"variants.{name} must be usable as a folder name: use letters, digits and any of '_', '.', "
+                    "'+', '-'."
+                )
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise UserError(f"seeds = {list(self.seeds)} must be one or more different numbers.")
+            raise UserError(f"seeds = {list(self.seeds)} must be one or more distinct numbers.")
         if self.tune is not None and self.tune.seed in self.seeds:
             raise UserError(
-                f"tune.seed = {self.tune.seed} is one of the study's seeds, whose runs the choice must not see: use "
-                "another."
+                f"tune.seed = {self.tune.seed} is one of the study's seeds, but learning rates must be chosen "
+                "on other runs: use another seed."
             )
         odd = next((size for size in self.sizes if not is_plain_name(Path(size).stem)), None)
         if odd is not None:
-            raise UserError(f"{odd!r} cannot name a folder, and sizes name folders too: rename the file.")
+            raise UserError(f"{odd!r} cannot be a folder name, but each size gets a folder: rename the file.")
         if len({Path(size).stem for size in self.sizes}) != len(self.sizes):
-            raise UserError(f"scaling.sizes = {list(self.sizes)} uses a name twice: sizes name folders too.")
+            raise UserError(
+                f"scaling.sizes = {list(self.sizes)} uses a name twice, but each size gets a folder: rename one of "
+                "the files."
+            )
         return self
 
 
@@ -383,7 +395,8 @@ def _nearest_width(name: str, model: ModelConfig, target: int, rule: MatchFFN | 
         if _off(_measured(candidate, rule), target) <= rule.tolerance:
             return candidate
     raise ConfigError(
-        f"variant {name!r} has {measured:,} {rule.unit} and cannot be brought within {100 * rule.tolerance:.3g} % of "
+        f"variant {name!r} has {measured:,} {rule.unit}, which cannot be brought within "
+        f"{100 * rule.tolerance:.3g} % of "
         f"the baseline's {target:,} by changing ffn.hidden = {hidden}: widen the base's ffn.hidden, or set match.kind "
         "to 'none'."
     )
@@ -394,7 +407,7 @@ def _hidden(model: ModelConfig, hidden: int) -> ModelConfig:
 
 
 FOR_FLOPS = " for equal FLOPs"
-NOT_COUNTED = " in token tables not counted"
+NOT_COUNTED = " in token tables excluded"
 
 
 def _change(before: ModelConfig, after: ModelConfig, rule: MatchFFN | MatchDepth | MatchFLOPs) -> str:

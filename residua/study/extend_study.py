@@ -99,8 +99,8 @@ class StudyRecords:
                 where = f"{run.folder}" if saved is None else f"{run.title} of {self.results}"
                 otherwise = "choose another --out" if saved is None else "name another file for --results"
                 raise ConfigError(
-                    f"{where} began with other weights than {start} holds now (fingerprint {began}, now {now}): "
-                    f"restore those weights, or {otherwise}."
+                    f"{where} started from weights that {start} no longer has (fingerprint {began}, now "
+                    f"{now}): restore those weights, or {otherwise}."
                 )
 
     def missing_weights(self) -> str:
@@ -111,7 +111,7 @@ class StudyRecords:
             return ""
         are = "run is" if len(self.left) == 1 else "runs are"
         return (
-            f"{missing} holds no weights to begin with, and {len(self.left)} {are} left to train: name the run that "
+            f"{missing} has no initial weights, but {len(self.left)} {are} left to train: name the run that "
             "has them with --from."
         )
 
@@ -137,9 +137,9 @@ class StudyRecords:
         old = sorted({run.environment.get("mathematics", MATHEMATICS) for run in self.known.values()} - {MATHEMATICS})
         if old:
             sentences.append(
-                f"{name} holds runs of mathematics version {', '.join(map(str, old))}, and this Residua has "
-                f"{MATHEMATICS}: the same configuration may compute something else. Name another file for --results to "
-                "train them again."
+                f"{name} has runs of mathematics version {', '.join(map(str, old))}, but this Residua has "
+                f"version {MATHEMATICS}: the same configuration may compute something else. Name another file "
+                "for --results to train them again."
             )
         return sentences
 
@@ -169,8 +169,8 @@ class StudyRecords:
             with lock_results(self.results):
                 join(part, plan, self.out, self.dataset, self.results).write()
         if not self.known and not runs:
-            return f"No run is complete, so {self.results} gets no numbers yet."
-        return f"{self.results} holds the numbers of {counted(len(self.known) + len(runs), 'complete run')}"
+            return f"No run is complete yet, so nothing was added to {self.results}."
+        return f"{self.results} has the numbers of {counted(len(self.known) + len(runs), 'complete run')}"
 
 
 def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
@@ -204,8 +204,8 @@ def join(
         return StudyRecords(study, plan, out, dataset, results, plan.runs, commands=(command,) if command else ())
     if saved.fingerprint != dataset.fingerprint:
         raise ConfigError(
-            f"{results} was trained on another text (fingerprint {saved.fingerprint}, here {dataset.fingerprint}): "
-            "name the folder of the same text, prepared in the same way, with --data, or another file for --results."
+            f"{results} was trained on different text (fingerprint {saved.fingerprint}, here {dataset.fingerprint}): "
+            "name the same text, prepared in the same way, with --data, or name another file for --results."
         )
     joined = _joined_config(results, saved.config, study)
     before = saved.plan(out, next(iter(plan.models.values())).config.data.path)
@@ -239,7 +239,10 @@ def _united(whole: SavedStudy, first: Path, other: SavedStudy, path: Path) -> Sa
         "confidence": (before.confidence, study.confidence),
     }.items():
         if values[0] != values[1]:
-            raise ConfigError(f"{first} has {key} = {values[0]} and {path} {values[1]}: only like studies are united.")
+            raise ConfigError(
+                f"{first} has {key} = {values[0]} and {path} {values[1]}: only studies with the same settings can "
+                "be merged."
+            )
     _check_models(first, *plans, there)
     known = {run.key: record for run, record in there.items()}
     added = []
@@ -320,14 +323,14 @@ def _joined_scaling(path: Path, before: StudyConfig, study: StudyConfig) -> dict
         if before.base == study.base:
             return None
         raise ConfigError(
-            f"{path} compares variants of {before.base} and this study those of {study.base}, which is another run: "
-            "begin with the same one, or name another file for --results."
+            f"{path} compares variants of {before.base}, but this study starts from {study.base}, a different "
+            "run: start from the same run, or name another file for --results."
         )
     rules = [s.scaling.tokens_per_parameter if s.scaling else None for s in (before, study)]
     if before.scaling is None or study.scaling is None or rules[0] != rules[1]:
         raise ConfigError(
-            f"{path} has the sizes {', '.join(before.sizes)} and this study {', '.join(study.sizes)}, not scaled in "
-            "the same way: use the same --base, --sizes and --tokens-per-parameter, or name another file for --results."
+            f"{path} has the sizes {', '.join(before.sizes)} and this study {', '.join(study.sizes)}, scaled "
+            "differently: use the same --base, --sizes and --tokens-per-parameter, or name another file for --results."
         )
     return {**study.scaling.model_dump(), "sizes": tuple(dict.fromkeys((*before.sizes, *study.sizes)))}
 
@@ -347,7 +350,7 @@ def _check_models(path: Path, before: StudyPlan, plan: StudyPlan, records: Mappi
         for name in {**old, **new}:
             if old.get(name) != new.get(name):
                 raise ConfigError(
-                    f"{path} has {key[1]} with {name} = {old.get(name)!r}, and this study needs {new.get(name)!r}: "
+                    f"{path} has {key[1]} with {name} = {old.get(name)!r}, but this study needs {new.get(name)!r}: "
                     "give the variant another name, or name another file for --results."
                 )
 
@@ -359,7 +362,7 @@ def _check_records(path: Path, known: Mapping[PlannedRun, RunRecord]) -> None:
             local = read_run(run.folder, run.config)
             if local.loss_curve != saved.loss_curve:
                 raise ConfigError(
-                    f"{run.folder} ends with a loss of {local.final_loss:.6f} and the same run in {path} with "
+                    f"{run.folder} ends with a loss of {local.final_loss:.6f}, but the same run in {path} with "
                     f"{saved.final_loss:.6f}: remove that folder, or name another file for --results."
                 )
 

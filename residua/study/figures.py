@@ -126,7 +126,7 @@ def looks_of(result: StudyResult) -> dict[str, theme.Look]:
 
 def _estimate(name: str, look: theme.Look, value: Interval) -> Estimate:
     low, high = ("…" if end is None else f"{end:+.4f}" for end in (value.low, value.high))
-    interval = "one seed, no interval" if value.ends is None else f"interval {low} to {high}"
+    interval = "one seed, so no interval" if value.ends is None else f"interval {low} to {high}"
     return Estimate(name, value.value, ends=value.ends, text=f"{value.value:+.4f}", detail=interval, **look)
 
 
@@ -148,7 +148,7 @@ def depth_weights(records: Records) -> dict[str, Figure]:
     for name, tables in _inspections(records, "depth_weights"):
         rows = [_mean_rows([table["mean"][r] for table in tables]) for r in range(len(tables[0]["mean"]))]
         readers = [*(str(k + 1) for k in tables[0]["readers"][:-1]), "head"]
-        figures[name] = _matrix(rows, readers, "source (0 is, or begins as, the embedding)", "mean weight")
+        figures[name] = _matrix(rows, readers, "source (0 is the embedding, or starts as it)", "mean weight")
     return figures
 
 
@@ -169,7 +169,7 @@ def expert_loads(records: Records) -> dict[str, Figure]:
         fair = [[[share * len(row["load"]) for share in row["load"]] for row in table] for table in tables]
         rows = [_mean_rows([table[r] for table in fair]) for r in range(len(tables[0]))]
         layers = [str(row["layer"]) for row in tables[0]]
-        figures[name] = _matrix(rows, layers, "expert", "load, 1 is fair", y_title="layer")
+        figures[name] = _matrix(rows, layers, "expert", "load, 1 is equal", y_title="layer")
     return figures
 
 
@@ -266,7 +266,7 @@ def _series(lines: dict[str, list[Points]], *, markers: bool, few: bool | None =
 
 
 def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:
-    """A range without the steep first tenth, so that the differences show. Double-click shows the whole curve."""
+    """A range without the steep first tenth, so that the differences show. Double-click to show the whole curve."""
     ends = [[v for v in line if v is not None] for line in values]
     if not ends or any(len(line) < 5 for line in ends):
         return None
@@ -332,9 +332,9 @@ def break_even(result: StudyResult, size: str | None = None) -> Scatter | None:
     points.insert(0, Point(result.baseline, 1.0, 1.0, **look[result.baseline]))
     (left, right), (low, high) = Scatter(points, (), "", "").ranges
     ends = [min(left, low), max(right, high)]
-    line = Line("breaks even: above it, a variant pays per second", ends, ends, dash="dash")
+    line = Line("break-even: above it, a variant pays per second", ends, ends, dash="dash")
     what = "equivalent tokens" if any(row.equivalent_tokens is not None for row in rows) else "step-wise gain"
-    return Scatter(points, [line], f"time of a step, × {result.baseline}'s", f"{what}, × {result.baseline}'s")
+    return Scatter(points, [line], f"step time, relative to {result.baseline}", f"{what}, × {result.baseline}'s")
 
 
 def picture(result: StudyResult) -> str | None:

@@ -102,7 +102,7 @@ class RunMeasurement:
                     except self.errors as problem:
                         tell(console, f"{run.title}{self.lost}", problem)
             except KeyboardInterrupt:
-                raise StudyInterrupted(f"Stopped while {self.stopped}: the same command continues.") from None
+                raise StudyInterrupted(f"Stopped while {self.stopped}: run the same command to continue.") from None
 
     def waits(self, run: PlannedRun) -> bool:
         """Whether a run can be measured and was not, or was trained further since."""
@@ -429,7 +429,7 @@ class DiagnosisMeasurement(RunMeasurement):
         left = self._lay_side_by_side([run for run in plan.compared if run.seed == self.study.seeds[0]])
         if left:
             who = ", ".join(f"{run.title} ({why})" for run, why in left.items())
-            console.print(outcome(f"the page of diagnoses side by side is without {who}", good=False))
+            console.print(outcome(f"the page that compares diagnoses lacks {who}", good=False))
 
     def waits(self, run: PlannedRun) -> bool:
         if not is_complete(run.folder, run.config):
@@ -452,7 +452,7 @@ class DiagnosisMeasurement(RunMeasurement):
         diagnosed = diagnosed.model_copy(update={"place": list(self.study.variants).index(run.variant)})
         write(Diagnosis(models=[diagnosed]), run.folder / AGAIN if again else run.folder)
         headline = "; ".join(finding.words for finding in diagnosed.findings[:2]) or "nothing stands out"
-        why = " (its own diagnosis is of another text; this is the study's)" if again else ""
+        why = " (this diagnosis uses the study's text, the run's own a different one)" if again else ""
         return f"{why}: {headline}"
 
     def _on_our_text(self, run: PlannedRun) -> ModelDiagnosis | None:
@@ -496,7 +496,7 @@ class DiagnosisMeasurement(RunMeasurement):
         for run in (run for run in runs if run not in left):
             diagnosis = self._on_our_text(run)
             if diagnosis is None:
-                left[run] = "it has no diagnosis on the study's text"
+                left[run] = "it was not diagnosed on the study's text"
             elif models and diagnosis.text != models[0].text:
                 left[run] = f"its sequences have {diagnosis.text.length} tokens, not {models[0].text.length}"
             else:

@@ -44,7 +44,7 @@ SORTED_BY = {
 """The column of each gain."""
 RACE_CAPTION = "Tokens × the seconds of a step timed alone; mean over runs. The dashed line is the target."
 TREND_CAPTION = (
-    "Dashed: the trend of each variant's gains, whose band opens to the interval at ten times the largest run."
+    "Dashed: the trend of each variant's gain; its band widens to the interval at ten times the largest run."
 )
 
 
@@ -138,7 +138,7 @@ def study_page(
         _side_table(page, result, table, figure=drawn, caption=_not_drawn(result, points).strip())
     _inside(page, records[result.sizes[-1]])
     _runs(page, result, out)
-    source = page.section("How this was made", "The same study file gives the same runs.")
+    source = page.section("How this was made", "The same study file reproduces the same runs.")
     with source.fold("The study file"):
         source.code(study.to_toml())
     every = [run for by_variant in records.values() for runs in by_variant.values() for run in runs]
@@ -178,7 +178,7 @@ def _verdict(section: Section, result: StudyResult) -> None:
             _table(section, result, size)
     rows = verdicts.by_gain(result.rows(result.sizes[-1]), result.baseline)
     sentences = [verdict(row, result) for row in rows if row.name != result.baseline]
-    with section.fold("Every variant in a sentence"):
+    with section.fold("Each variant in a sentence"):
         section.points(filter(None, [*sentences, verdicts.dataset_sentence(result)]))
 
 
@@ -190,13 +190,13 @@ def _pictures(section: Section, result: StudyResult) -> None:
     shown = []
     if rows:
         caption = (
-            f"The dashed line is {result.baseline}. An interval ({level}, paired by seed) that crosses it shows no "
-            f"difference; a hollow mark has none.{_not_drawn(result, [row.name for row in rows])}"
+            f"The dashed line is {result.baseline}. An interval ({level}, paired by seed) that crosses it "
+            f"shows no difference; hollow marks have no interval.{_not_drawn(result, [row.name for row in rows])}"
         )
         shown.append(Picture(figures.forest_of_losses(rows, result, height), f"Is the loss lower{size}?", caption))
     if (pays := figures.break_even(result)) is not None:
         caption = (
-            f"Above the dashed line a variant gains more from its tokens than its steps cost. Whiskers are {level} "
+            f"Above the dashed line, a variant gains more per token than its steps cost. Whiskers are {level} "
             f"intervals.{_not_drawn(result, [point.name for point in pays.points])}"
         )
         shown.append(Picture(_labelled(pays.figure(height, legend=False)), f"Is it worth its cost{size}?", caption))
@@ -208,7 +208,7 @@ def _not_drawn(result: StudyResult, drawn: Iterable[str], size: str | None = Non
     """A sentence that names the variants of a size that a figure leaves out; empty if it has all."""
     named = {*drawn, result.baseline}
     left = [row.name for row in result.rows(size or result.sizes[-1]) if row.name not in named]
-    return f" Not drawn, because their numbers cannot be stated: {', '.join(left)}." if left else ""
+    return f" Not drawn, because their speeds are not known well enough: {', '.join(left)}." if left else ""
 
 
 def _labelled(figure: Figure) -> Figure:
@@ -249,13 +249,13 @@ def _table(section: Section, result: StudyResult, size: str, explained: bool = F
 def _ladder(page: Page, result: StudyResult, ladder: LadderResult) -> None:
     section = page.section(
         f"Equivalent tokens{at_size(ladder.size, result)}",
-        f"How long {result.baseline} would have to train, with a full schedule of its own, to reach each variant's "
-        "loss. Trust points between its budgets; those beyond them rest on the fitted law.",
+        f"How long {result.baseline} would have to train, with a full schedule, to reach each variant's "
+        "loss. Trust points between its budgets; others extrapolate the fitted law.",
     )
     drawn = figures.ladder_scatter(result, ladder)
     section.figure(
         drawn.figure(),
-        f"Grey: {result.baseline} at its budgets, mean over seeds. Coloured: each variant where the law has its loss."
+        f"Grey: {result.baseline} at its budgets, mean over seeds. Coloured: each variant where the law gives its loss."
         f"{_not_drawn(result, [point.name for point in drawn.points], ladder.size)}",
     )
 
@@ -265,8 +265,8 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
         return
     section = page.section(
         f"Loss curves{at_size(size, result)}",
-        f"Below zero is better than {result.baseline} after the same tokens. A lead in tokens that vanishes against "
-        "seconds is paid for in speed. Healthy curves stay apart in the same order to the end.",
+        f"Below zero is better than {result.baseline} after the same tokens. A lead in tokens that vanishes "
+        "in seconds is cancelled by slower steps. Healthy curves stay apart in the same order to the end.",
     )
     stated = {row.name for row in result.rows(size) if row.name == result.baseline or speed_is_shown(row, result)}
     timed = {name: runs if name in stated else [] for name, runs in records.items()}
@@ -282,8 +282,8 @@ def _loss(page: Page, result: StudyResult, records: Records, size: str) -> None:
     spans = "the band spans all seeds" if len(records) <= figures.MAX_BANDS else "click a name to hide its curve"
     left = _not_drawn(result, [name for name, runs in records.items() if runs], size)
     slow = [name for name, runs in records.items() if runs and name not in stated]
-    left += f" Not drawn by seconds, since their speeds are not stated: {', '.join(slow)}." if slow else ""
-    section.tabs(views, f"Mean over seeds; {spans}. Double-click shows the whole curve.{left}")
+    left += f" Not drawn by seconds, because their speeds are not known well enough: {', '.join(slow)}." if slow else ""
+    section.tabs(views, f"Mean over seeds; {spans}. Double-click to show the whole curve.{left}")
 
 
 def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> None:
@@ -292,10 +292,10 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
         return
     section = page.section(
         f"Inside while training{at_size(size, result)}",
-        "Healthy: peaks that level off. A peak that grows to the end leaves less precision for all other values, and a "
-        "sudden growth often comes before a divergence.",
+        "Healthy: peaks that level off. A peak that keeps growing leaves less precision for all other "
+        "values, and sudden growth often precedes a divergence.",
     )
-    section.tabs(views, "Measured on the same few tokens every time; each run's metrics.jsonl has every layer.")
+    section.tabs(views, "Always measured on the same few tokens; each run's metrics.jsonl has every layer.")
     for run in (run for runs in records.values() for run in runs):
         for sentence in said(run.telemetry):
             section.note(f"{run.folder.name}: {sentence}")
@@ -347,14 +347,14 @@ def _inside(page: Page, records: Records) -> None:
          [figures.sublayer_curves(records, "gradient_rms", "RMS of the gradient")]),
         ("Depth weights",
          "Each row is a reader and sums to 1. Healthy: structure (a strong diagonal, a few far sources). A uniform "
-         "map has not learned to choose. A large weight alone does not prove importance: ablation does.",
+         "map has not learned to choose. A large weight does not prove importance: only ablation does.",
          [figures.depth_weights(records)]),
         ("Gate statistics",
          "Healthy: gates that differ between streams and layers. β near 0 everywhere writes nothing, near 1 "
          "forgets everything; an attention gate mostly below 0.2 has switched its head off.",
          [figures.gate_writes(records), figures.attention_gates(records)]),
         ("Expert load",
-         "How often each expert is chosen; 1 is its fair share. Healthy: all near 1. An expert near 0 is not used; "
+         "How often each expert is chosen; 1 is an equal share. Healthy: all near 1. An expert near 0 is unused; "
          "one far above 1 does the work of several.",
          [figures.expert_loads(records)]),
     ):  # fmt: skip
@@ -368,7 +368,7 @@ def _runs(page: Page, result: StudyResult, out: Path) -> None:
     section = page.section("Runs", "Every run of the study, with its folder; for failed runs, the reason.")
     inside = f"{SIDE_BY_SIDE}/{REPORT}"
     if (out / inside).exists():
-        section.facts({"diagnoses": Link("the variants side by side, first seed", inside)})
+        section.facts({"diagnoses": Link("comparison of the variants, first seed", inside)})
     for run in result.runs:
         if run.problem:
             section.note(f"{run.folder}: {run.problem}")

@@ -299,8 +299,8 @@ def _check_ladder(runs: tuple[PlannedRun, ...]) -> None:
             twin = seen.setdefault(key, run)
             if twin is not run:
                 raise ConfigError(
-                    f"ladder = {run.budget:g} and {twin.title} come to the same run: choose budgets further apart, or "
-                    "rename the variant."
+                    f"ladder = {run.budget:g} and {twin.title} have the same number of steps: choose budgets "
+                    "further apart, or rename the variant."
                 )
 
 
@@ -355,13 +355,13 @@ class TunedRate(Frozen):
         if self.law:
             return f"from {self.law}"
         if self.best.loss is None:
-            return "no trial completed, so the rate nearest to its own is used"
+            return "no trial completed, so the rate nearest to its default is used"
         if sum(trial.loss is not None for trial in self.trials) < 2:
             return "the only trial that completed"
         if self.chosen == max(trial.factor for trial in self.trials):
-            return "the largest that was tried: a larger one may be better"
+            return "the largest one tried: a larger one may be better"
         if self.chosen == min(trial.factor for trial in self.trials):
-            return "the smallest that was tried: a smaller one may be better"
+            return "the smallest one tried: a smaller one may be better"
         return ""
 
     def sentence(self, several_sizes: bool) -> str:

@@ -192,7 +192,7 @@ class Peaks(Frozen):
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         if not len(self.step) == len(self.peak) == len(self.sink_ratio) > 0:
-            raise UserError("step, peak and sink_ratio are lists of one length, and not empty.")
+            raise UserError("step, peak and sink_ratio must be non-empty lists of the same length.")
         return self
 
     @classmethod

@@ -95,26 +95,26 @@ class VariantResult(Frozen):
     name: str
     size: str
     overrides: tuple[str, ...]
-    matching: str = Field(description="changes of parameter matching; empty if none")
+    matching: str = Field(description="changes made by parameter matching; empty if none")
     parameters: int
     parameters_ratio: float
     flops_per_token: float
     loss: Interval | None = None
     bits_per_byte: Interval | None = None
     difference: Interval | None = None
-    text_error: float | None = Field(None, description="of the difference, from sampling text: paired by document")
+    text_error: float | None = Field(None, description="error of the difference from sampling text, paired by document")
     step_gain: Interval | None = None
     equivalent_tokens: Interval | None = Field(None, description="from the ladder: D'/D, the baseline's tokens / ours")
     extrapolated: bool = Field(False, description="D' lies outside the budgets of the ladder at this size")
     equivalent_corrected: Interval | None = Field(None, description="equivalent_tokens after Holm's correction")
     tokens_per_second: float | None = None
-    timing: StepTiming | None = Field(None, description="the step timed alone; throughput_ratio is then from it")
+    timing: StepTiming | None = Field(None, description="the step timed alone, which then gives throughput_ratio")
     throughput_ratio: Interval | None = None
-    wall_clock_gain: Interval | None = Field(None, description="null where the speeds do not allow to state it")
+    wall_clock_gain: Interval | None = Field(None, description="null where speeds are not known well enough")
     corrected: Interval | None = Field(None, description="wall_clock_gain with its interval after Holm's correction")
     difference_corrected: Interval | None = Field(None, description="difference, likewise")
     shrunk: Interval | None = Field(None, description="wall_clock_gain after partial pooling over the variants")
-    race: Race | None = Field(None, description="with a target: what it takes to reach that loss")
+    race: Race | None = Field(None, description="with a target: the cost of reaching that loss")
     memory_gib: float | None = None
     train_loss: Interval | None = Field(None, description="mean over the last 200 steps, at most a tenth of the run")
     outliers: OutlierMeans | None = None
@@ -164,7 +164,9 @@ class ProjectedGain(Frozen):
     tokens: Interval
     trend: Interval
     corrected: Interval | None = Field(None, description="tokens with its interval after Holm's correction")
-    seconds: Interval | None = Field(None, description="null where the speed of the largest size is not stated")
+    seconds: Interval | None = Field(
+        None, description="null where the speed at the largest size is not known well enough"
+    )
     seconds_corrected: Interval | None = None
 
 
@@ -199,17 +201,17 @@ class StudyResult(Frozen):
     seeds: tuple[int, ...]
     side_by_side: int = Field(description="runs that shared the machine while speeds were measured")
     dataset: DatasetFacts | None = None
-    validated_tokens: int | None = Field(None, description="validation tokens that last losses are measured on")
-    curve_tokens: int | None = Field(None, description="validation tokens of curves, and so of step-wise gains")
+    validated_tokens: int | None = Field(None, description="validation tokens for final losses")
+    curve_tokens: int | None = Field(None, description="validation tokens for curves and step-wise gains")
     target: float | None = Field(None, description="the validation loss of the race")
     variants: tuple[VariantResult, ...]
     ladder: tuple[LadderResult, ...] = ()
     scaling: tuple[ScalingResult, ...] = ()
     joint: JointLaw | None = Field(None, description="with several sizes and a ladder, the law of both")
     projected: tuple[ProjectedGain, ...] = ()
-    tuning: tuple[TunedRate, ...] = Field((), description="what the search of a learning rate tried, and chose")
+    tuning: tuple[TunedRate, ...] = Field((), description="what the learning rate search tried and chose")
     lacking: dict[str, tuple[str, ...]] = Field(
-        default_factory=dict, description="under tasks and quantize, the complete runs that were not so measured"
+        default_factory=dict, description="under tasks and quantize, the complete runs without that measurement"
     )
     runs: tuple[RunResult, ...]
 

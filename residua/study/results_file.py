@@ -45,7 +45,7 @@ from residua.train.result import FinalValidation
 NOWHERE = Path(os.devnull)
 """The folder of a study that has none: nothing is found in it."""
 FORMAT = "residua-study-results"
-HINT = "restore it, or make it again with --results"
+HINT = "restore it, or write it again with --results"
 POINTS = 60
 """Points of a training curve that are kept; validations are all kept."""
 ENVIRONMENT = (
@@ -121,7 +121,7 @@ class SavedRun(Frozen):
     accuracies: Accuracies | None = None
     quantized: QuantizedRun | None = None
     inspection: Inspection | None = None
-    final: FinalValidation | None = Field(None, description="the last validation, on all of the text, by document")
+    final: FinalValidation | None = Field(None, description="the last validation, on the whole text, by document")
 
 
 class SavedStudy(Frozen):
@@ -135,10 +135,10 @@ class SavedStudy(Frozen):
     dataset: DatasetFacts | None = None
     environments: tuple[dict[str, Any], ...] = ()
     models: tuple[SavedModel, ...]
-    tuning: tuple[TunedRate, ...] | None = Field(None, description="what a search of learning rates tried and chose")
-    tasks: Tasks | None = Field(None, description="what models were asked last, without the place of local files")
+    tuning: tuple[TunedRate, ...] | None = Field(None, description="what a learning rate search tried and chose")
+    tasks: Tasks | None = Field(None, description="the tasks of the last scoring, without paths of local files")
     runs: tuple[SavedRun, ...]
-    checksum: str = Field("", description="of models, runs, environments and text: finds a damaged file")
+    checksum: str = Field("", description="checksum of models, runs, environments and text, to detect a damaged file")
 
     @classmethod
     def read(cls, path: Path) -> SavedStudy:
@@ -146,7 +146,7 @@ class SavedStudy(Frozen):
         content = read_json(path, dict[str, Any], HINT)
         if "format" not in content and {"baseline", "confidence", "variants"} <= content.keys():
             refuse(
-                f"{path} is the summary in a study's folder, not a file of --results",
+                f"{path} is the summary in a study's folder, not a file written by --results",
                 f"make one with `residua compare {path.parent} --results FILE.json`",
             )
         if content.get("format") != FORMAT:
@@ -156,9 +156,9 @@ class SavedStudy(Frozen):
         saved = check(content, cls, path, HINT)
         try:
             saved._check(content)
-        except ConfigError as error:  # the file is as it was written
+        except ConfigError as error:  # the file is unchanged written
             refuse(
-                f"{path} holds a model that cannot be built here ({reason(error)})",
+                f"{path} has a model that cannot be built here ({reason(error)})",
                 "name its plugin, or update Residua",
             )
         except (ValueError, KeyError) as error:
@@ -261,14 +261,14 @@ class SavedStudy(Frozen):
         keys: set[object] = set()
         for run, saved in zip(plan.runs, self.runs, strict=True):
             if run.key in keys:
-                raise UserError(f"{run.title} is there twice")
+                raise UserError(f"{run.title} occurs twice")
             keys.add(run.key)
             if not saved.validation.step or saved.validation.step[-1] < saved.steps:
                 raise UserError(f"{run.title} was not validated at its last step")
             if saved.environment not in range(len(self.environments)):
-                raise UserError(f"{run.title} names an environment that is not there")
+                raise UserError(f"{run.title} refers to a missing environment")
             if saved.inspection is not None and not saved.inspection.fits(run.config):
-                raise UserError(f"{run.title} has the inspection of another model")
+                raise UserError(f"{run.title} has the inspection of a different model")
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

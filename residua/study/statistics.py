@@ -229,7 +229,7 @@ def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw:
     centre = mean(x) if x else 0.0
     spread = math.fsum((value - centre) ** 2 for value in x)
     if spread <= 1e-12:
-        raise UserError("a power law needs runs at two sizes at least: name more in scaling.sizes")
+        raise UserError("a power law needs runs of at least two sizes: name more in scaling.sizes")
     slope = math.fsum((a - centre) * b for a, b in zip(x, y, strict=True)) / spread
     log_scale = mean(y) - slope * centre
     residual = math.fsum((b - log_scale - slope * a) ** 2 for a, b in zip(x, y, strict=True))

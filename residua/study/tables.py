@@ -58,40 +58,40 @@ def _main_columns(result: StudyResult) -> list[_MainColumn]:
         on_text = f", on {result.validated_tokens:,} of {result.dataset.validation_tokens:,} validation tokens"
     several = any(sum(row.corrected is not None for row in result.rows(size)) > 1 for size in result.sizes)
     declared = [
-        _MainColumn("variant", "the architecture; the baseline is the one the others are compared with",
+        _MainColumn("variant", "the architecture; all others are compared with the baseline",
             lambda row: Value(row.name, "(baseline)" * (row.name == first))),
-        _MainColumn("parameters", "all parameters, including embedding and head, and the difference to the baseline",
+        _MainColumn("parameters", "all parameters, including embedding and head, and the difference from the baseline",
             lambda row: Value(count(row.parameters), "" if row.name == first else f"({row.parameters_ratio - 1:+.2%})",
                               row.parameters)),
         _MainColumn("validation loss", f"cross-entropy in nats per token after the last step{on_text}: mean over "
-            "seeds ± standard error, with n where it has fewer runs than the study has seeds. Lower is better",
+            "seeds ± standard error; n is given where runs are missing. Lower is better",
             lambda row: _loss(row.loss, seeds)),
         _MainColumn("bits/byte", "the same loss per byte of text, which does not depend on the tokenizer",
             lambda row: Value(NONE if row.bits_per_byte is None else f"{row.bits_per_byte.value:.4f}")),
         _MainColumn(f"Δ loss [{level}]", "loss minus the baseline's, paired by seed (same data order), with its "
             f"{level} Student-t interval. If it contains 0, no difference was shown",
             lambda row: _difference(row.difference), SAME),
-        _MainColumn(TEXT_ERROR, "the standard error of Δ loss from sampling validation text: the variant and the "
-            "baseline read the same documents, and are paired by them. The interval of Δ loss is of seeds alone",
+        _MainColumn(TEXT_ERROR, "standard error of Δ loss from sampling the validation text, paired by document. "
+            "The interval of Δ loss covers seeds only",
             lambda row: Value(NONE if row.text_error is None else f"± {row.text_error:.4f}", key=row.text_error),
             shown=any(row.text_error is not None for row in rows)),  # results of older versions lack it
-        _MainColumn(STEPWISE, "baseline tokens / our tokens to reach the same loss, the worse of the two final "
-            "losses. Above 1: the variant needs fewer tokens",
+        _MainColumn(STEPWISE, "baseline tokens / our tokens to reach the higher of the two final losses. Above 1: "
+            "the variant needs fewer tokens",
             lambda row: _ratio(row.step_gain), ONE),
-        _MainColumn(EQUIVALENT, "tokens that the baseline, trained with a full schedule of its own, needs for our loss "
-            "/ our tokens. From the fit L(D) = E + B·D^−b through the baseline's budgets; * lies outside them",
+        _MainColumn(EQUIVALENT, "tokens that the baseline, trained with a full schedule, needs for our loss / our "
+            "tokens. From the fit L(D) = E + B·D^−b to the baseline's budgets; * lies outside them",
             lambda row: _ratio(row.equivalent_tokens, "*" * row.extrapolated), ONE, shown=bool(result.ladder)),
         _MainColumn("throughput", f"our tokens per second / the baseline's, {how}",
             lambda row: _throughput(row, result)),
         _MainColumn("wall-clock gain", f"{EQUIVALENT if result.ladder else STEPWISE} × throughput: baseline seconds / "
             "our seconds to the same loss",
             lambda row: _per_second(row, result), ONE),
-        _MainColumn(PAYS, f"whether the wall-clock gain is clear of 1, and its {level} interval, after Holm's "
-            "correction for the number of variants compared. Without a ladder, three seeds are needed",
+        _MainColumn(PAYS, f"whether the wall-clock gain differs from 1, with its {level} interval after Holm's "
+            "correction for the number of variants compared. Without a ladder, this needs three seeds",
             _judged, ONE, shown=several),
         _MainColumn("memory", "peak memory of one run: GPU allocations, or the process's resident set on a CPU",
             lambda row: Value(NONE if row.memory_gib is None else f"{row.memory_gib:.2f} GiB")),
-        _MainColumn("training loss", "mean over the last 200 steps, but no more than a tenth of the run, in nats per "
+        _MainColumn("training loss", "mean over the last 200 steps, or the last tenth of a short run, in nats per "
             "token: mean over seeds ± standard error",
             lambda row: _loss(row.train_loss, seeds),
             shown=any(row.train_loss is not None for row in rows)),  # results of older versions lack it
@@ -141,15 +141,15 @@ def precision_table(result: StudyResult, size: str) -> DataTable | None:
     lows = [low for _, low in measured]
     return DataTable.of(
         LOW_PRECISION,
-        "The loss that low precision adds to each trained model. Healthy: little, with or without SmoothQuant. A large "
-        "peak or sink ratio means outliers, which leave fewer levels for all other values.",
+        "The loss added to each trained model by low precision. Healthy: little, with or without SmoothQuant. A "
+        "large peak or sink ratio means outliers, which leave fewer levels for all other values.",
         _named(name for name, _ in measured),
         (Column("peak activation", "the largest value that any sublayer reads; mean over seeds"),
          [Value(f"{low.peak_activation:.4g}") for low in lows]),
         (Column("residual-sink ratio", "mean |h| over tokens and depth, largest dimension / median dimension"),
          [Value(f"{low.sink_ratio:.4g}") for low in lows]),
-        (Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU), on the part of the "
-                "validation text that runs are validated on while they train"),
+        (Column("loss", "validation loss in high precision (bf16 on a GPU, fp32 on a CPU), on the validation text "
+            "used during training"),
          [_loss(low.loss) for low in lows]),
         *((Column(recipe, f"loss after {_describe_recipe(recipe)}, and the increase over high precision"),
            [_quantized(low.losses[recipe], low.costs[recipe]) for low in lows]) for recipe in lows[0].losses),
@@ -182,15 +182,15 @@ def joint_table(result: StudyResult) -> DataTable | None:
         "over sizes",
         joint_sentence(result),
         _named(names),
-        *((Column(Path(size).stem, f"{EQUIVALENT} at this size, from the law of all sizes, with {level}"),
+        *((Column(Path(size).stem, f"{EQUIVALENT} at this size, from the fit over all sizes, with {level}"),
            [_sized(at.get((name, size))) for name in names]) for size in result.sizes),
-        (Column("per tenfold compute", "the factor by which the gain changes with each tenfold compute, at the same "
-                "tokens per parameter; below 1 it shrinks"),
+        (Column("per tenfold compute", "the factor by which the gain changes per tenfold compute, at constant "
+            "tokens per parameter; below 1 it shrinks"),
          [_ratio(None if gain is None else gain.trend) for gain in gains]),
         (Column(tenfold, f"the gain at {PROJECTED:g} times the compute of the largest run, if that trend continues, "
                 f"with {level}"),
          [_ratio(None if gain is None else gain.corrected or gain.tokens) for gain in gains]),
-        (Column(f"per second {tenfold}", "the same × throughput at the largest size, which is not projected"),
+        (Column(f"per second {tenfold}", "the same × throughput at the largest size, which is not extrapolated"),
          [_ratio(None if gain is None else gain.seconds_corrected or gain.seconds) for gain in gains]),
     )  # fmt: skip
 
@@ -206,13 +206,13 @@ def scaling_table(result: StudyResult) -> DataTable | None:
     fits = result.scaling
     return DataTable.of(
         "compute scaling",
-        "If two lines are parallel, the advantage holds as models grow; if they meet, it disappears. Two sizes always "
-        "lie on a line: trust a fit over three or more.",
+        "If two lines are parallel, the advantage persists as models grow; if they meet, it vanishes. Two sizes "
+        "always lie on a line: trust a fit of three or more.",
         (VARIANT, [Value(fit.name, "(baseline)" * (fit.name == result.baseline)) for fit in fits]),
         (Column("L = A·C^−α", "least-squares fit of ln L on ln C over all runs; C in training FLOPs"),
          [Value(f"{fit.scale:.4g}·C^−{fit.exponent:.4f}") for fit in fits]),
         (Column("α", "how fast loss falls with compute"), [Value(f"{fit.exponent:.4f}") for fit in fits]),
-        (Column("fitted loss", "the fit at the baseline's largest compute"),
+        (Column("fitted loss", "the fit at the largest compute of the baseline"),
          [Value(f"{fit.scale * fit.at_compute**-fit.exponent:.4f}") for fit in fits]),
         (Column(f"compute advantage [{result.confidence * 100:g} %]",
                 "baseline's compute for that loss / ours. Above 1 saves compute"),
@@ -230,16 +230,16 @@ def race_table(result: StudyResult, size: str) -> DataTable | None:
         f"{RACE}{result.target:g}",
         race_sentence(result, size),
         _named(row.name for row in rows if row.race is not None),
-        (Column("reached", f"runs that reached a validation loss of {result.target:g} while they trained"),
+        (Column("reached", f"runs that reached a validation loss of {result.target:g} during training"),
          [Value(f"{race.reached} of {race.runs}") for race in races]),
-        (Column("tokens", f"training tokens to that loss: geometric mean over runs, with its {level} interval"),
+        (Column("tokens", f"training tokens to reach that loss: geometric mean over runs, with its {level} interval"),
          [_tokens(race.tokens) for race in races]),
         (Column("seconds", "tokens × seconds of a step timed alone"),
          [Value(NONE if race.seconds is None else f"{race.seconds.value:,.4g} s") for race in races]),
         (Column(f"seconds / {result.baseline}'s", f"with its {level} interval; below 1 is faster"),
          [_ratio(race.ratio) for race in races]),
-        (Column("p", "of Welch's one-sided t-test that it is faster, after Holm's correction for the variants "
-                f"compared; below {RACE_LEVEL:g} it is shown"),
+        (Column("p", "p-value of Welch's one-sided t-test that it is faster, after Holm's correction for the "
+                f"variants compared; significant below {RACE_LEVEL:g}"),
          [Value(NONE if race.adjusted is None else f"{race.adjusted:.2g}", key=race.adjusted) for race in races]),
     )  # fmt: skip
 
@@ -254,13 +254,13 @@ def _tokens(tokens: Interval | None) -> Value:
 def _sources(result: StudyResult, size: str) -> DataTable | None:
     rows = [row for row in result.rows(size) if row.sources]
     meaning = (
-        f"bits per byte on this source, mean over seeds, and the difference to {result.baseline} ± its standard error "
-        "over seeds"
+        f"bits per byte on this source, mean over seeds, and the difference from {result.baseline} ± its "
+        "standard error over seeds"
     )
     return DataTable.of(
         "bits per byte by source",
-        "The last validation divided by the sources that the text names. Lower is better; a gain that one source alone "
-        "carries may be one of that text.",
+        "The last validation, split by the sources of the text. Lower is better; a gain on only one source "
+        "may be specific to that text.",
         _named(row.name for row in rows),
         *(
             (Column(name, meaning), [_bits(row.sources.get(name)) for row in rows])
@@ -288,13 +288,13 @@ def _tasks(result: StudyResult, size: str) -> DataTable | None:
     changes = {row.name: row.tasks[name].difference for row in rows if name in row.tasks}
     difference = Column(
         f"Δ {name} [{level}]",
-        f"less that of {result.baseline}, in points, paired by seed, with its {level} Student-t interval. If it "
+        f"minus that of {result.baseline}, in points, paired by seed, with its {level} Student-t interval. If it "
         "contains 0, no difference was shown",
     )
     return DataTable.of(
         "tasks",
-        "Accuracy in %, as residua eval measures it: higher is better. Small models are near guessing on hard tasks; "
-        "differences there say nothing.",
+        "Accuracy in %, as residua eval measures it: higher is better. Small models are near guessing on "
+        "hard tasks, where differences mean nothing.",
         _named(row.name for row in rows),
         first,
         (difference, [SAME if row.name == result.baseline else _change(changes.get(row.name)) for row in rows]),
@@ -310,18 +310,21 @@ def _low_tasks(result: StudyResult, size: str) -> DataTable | None:
         columns += [
             (Column(recipe, f"mean over all tasks in % after {recipe}: mean over seeds ± standard error"),
              [_accuracy(low) for low in means]),
-            (Column(f"Δ {recipe} [{level}]", "less that of the same models in high precision, in points, with its "
+            (Column(f"Δ {recipe} [{level}]", "minus that of the same models in high precision, in points, with its "
                     f"{level} Student-t interval. If it contains 0, no change was shown"),
              [_change(None if low is None else low.change) for low in means]),
         ]  # fmt: skip
-    look_for = "The tasks' mean accuracy after quantization, in %. The changes are paired with the same models."
+    look_for = (
+        "Mean accuracy over tasks after quantization, in %. Changes are relative to the same models before "
+        "quantization."
+    )
     return DataTable.of("tasks in low precision", look_for, *columns)
 
 
 def _task_column(name: str, rows: Sequence[VariantResult]) -> Column:
     chance = next((row.tasks[name].chance for row in rows if name in row.tasks), None)
     guess = "" if chance is None else f"; guessing gives {100 * chance:.1f}"
-    what = "mean over all tasks" if name == MEAN else "share of right answers"
+    what = "mean over all tasks" if name == MEAN else "share of correct answers"
     return Column(name, f"{what} in %: mean over seeds ± standard error{guess}")
 
 
@@ -346,8 +349,8 @@ def _outliers(result: StudyResult, size: str) -> DataTable | None:
     floor = "" if uniform is None else f"; uniform attention would give {uniform:.4f}"
     return DataTable.of(
         "outliers",
-        "Activations of the trained models, after the last step. Large peaks and sink ratios cost in low precision; "
-        "much attention on the first token means that heads have nothing to look at.",
+        "Activations of the trained models, after the last step. Large peaks and sink ratios are costly in low "
+        "precision; much attention on the first token means that heads find nothing to attend to.",
         _named(name for name, _ in measured),
         (Column("peak activation", "the largest |h| that any sublayer reads on the validation text: mean over seeds ± "
                 "standard error"),
@@ -381,14 +384,14 @@ def peak_table(result: StudyResult, size: str, variants: Sequence[str] = ()) -> 
         return [_factor([change(*pair) for pair in of_seeds], result.confidence) for of_seeds in pairs]
 
     level = f"{result.confidence * 100:g} %"
-    over = "geometric mean over seeds, the smallest and the largest"
+    over = "geometric mean over seeds, with the smallest and the largest"
     return DataTable.of(
         PEAKS,
-        "The largest |h| of any layer, on the same few tokens every time. Healthy: peaks that level off.",
+        "The largest |h| of any layer, always on the same few tokens. Healthy: peaks that level off.",
         _named(peaks),
-        (Column(f"at {EARLY:.0%}", f"the largest |h| that a sublayer reads when a tenth of the steps was done: {over}"),
+        (Column(f"at {EARLY:.0%}", f"the largest |h| that a sublayer reads after a tenth of the steps: {over}"),
          map(_over_seeds, early)),
-        (Column(f"at {HALF:.0%}", f"the same at half of the steps: {over}"), map(_over_seeds, half)),
+        (Column(f"at {HALF:.0%}", f"the same after half of the steps: {over}"), map(_over_seeds, half)),
         (Column("at the end", f"the same after the last step: {over}"), map(_over_seeds, last)),
         (Column(f"growth [{level}]", f"at the end / at {EARLY:.0%}, paired by seed, with its {level} Student-t "
                 "interval of logarithms"), growth(early)),
@@ -429,15 +432,16 @@ def _rates(result: StudyResult, size: str) -> DataTable | None:
     ]
     return DataTable.of(
         RATES,
-        "Rates of this size were not searched: they follow the law of the smaller ones."
+        "Learning rates at this size were not searched: they follow the fit over smaller sizes."
         if rates[0].law
-        else f"Each variant's rate was chosen on runs of {rates[0].steps} steps with seed {rates[0].seed}, which no "
-        "other run has, and then fixed. A choice at either end of the list was perhaps not searched far enough.",
+        else f"Each variant's learning rate was chosen on runs of {rates[0].steps} steps with seed "
+            f"{rates[0].seed}, which no other run uses, and then fixed. If the choice is at either end of the list, a "
+            "wider search may find a better one.",
         _named(rate.variant for rate in rates),
         *((Column(f"{factor:g}× lr", "validation loss after the short run with this multiple"),
            [Value(losses.get(factor, NONE)) for losses in tried])
           for factor in sorted({trial.factor for rate in rates for trial in rate.trials if not rate.law})),
-        (Column("chosen", "the multiple of all the variant's runs, and the learning rate that it comes to"),
+        (Column("chosen", "the multiple used by all runs of the variant, and the resulting learning rate"),
          [Value(f"{rate.chosen:.3g}×", f"({rate.best.rate:g})", rate.chosen) for rate in rates]),
     )  # fmt: skip
 

@@ -186,9 +186,9 @@ def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console
         except KeyboardInterrupt:
             child.terminate()
             child.wait()
-            raise StudyInterrupted("Stopped while steps were timed alone: the same command continues.") from None
+            raise StudyInterrupted("Stopped while steps were timed alone: run the same command to continue.") from None
     if ending:
-        console.print(outcome(f"not every step could be timed alone (log: {log})", good=False))
+        console.print(outcome(f"some steps could not be timed alone (log: {log})", good=False))
 
 
 def _path(out: Path, title: str) -> Path:

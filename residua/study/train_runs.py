@@ -100,7 +100,7 @@ def undone_sentences(study: StudyConfig) -> list[str]:
     """One sentence for each `set` change that a variant overrides."""
     base = base_run(study, study.sizes[0])
     return [
-        f"--set {change} has no effect on {name}, which sets its own value."
+        f"--set {change} has no effect on {name}, which overrides it."
         for change in study.set
         if variants.holds(base, change)
         for name, entries in study.variants.items()
@@ -112,8 +112,8 @@ def undone_sentences(study: StudyConfig) -> list[str]:
 def same_sentences(study: StudyConfig, plan: StudyPlan) -> list[str]:
     """One sentence for each variant that matching turned into the baseline."""
     return [
-        f"{name}{f' at {size}' if len(study.sizes) > 1 else ''} is the same model as {study.baseline} after matching "
-        f"({model.matching}): use --match none to keep what it sets."
+        f"{name}{f' at {size}' if len(study.sizes) > 1 else ''} is the same model as {study.baseline} after "
+        f"matching ({model.matching}): use --match none to keep its settings."
         for (size, name), model in plan.models.items()
         if name != study.baseline and model.matching and model.config == plan.models[size, study.baseline].config
     ]
@@ -128,7 +128,8 @@ def left_out_sentences(study: StudyConfig, out: Path) -> list[str]:
         return []
     it = "it" if len(others) == 1 else "them"
     return [
-        f"{out} also holds {', '.join(others)}, which this study leaves out: name {it} too to have {it} on the page."
+        f"{out} also contains {', '.join(others)}, which this study leaves out: name {it} too to include "
+        f"{it} on the page."
     ]
 
 
@@ -145,8 +146,8 @@ def cost_sentences(plan: StudyPlan) -> list[str]:
     largest = max(run.config.tokens for run in plan.runs)
     if plan.ladder and largest > plan.text_tokens:
         sentences.append(
-            f"The largest budget reads the text {largest / plan.text_tokens:.1f} times. Repeated text teaches less "
-            "than new text, which favours the variants."
+            f"The largest budget reads the text {largest / plan.text_tokens:.1f} times. Repeated text teaches "
+            "the baseline less than new text, which favours the variants."
         )
     return sentences
 
@@ -169,7 +170,7 @@ def refuse_strangers(out: Path) -> None:
     others = sorted(path.name for path in out.iterdir() if path.name not in _BEGUN)
     for name in others:
         if not name.endswith(".toml") or name == "config.toml":  # the study file it is started from may lie there too
-            raise ConfigError(f"{out} holds {name}, which no study wrote: choose another --out.")
+            raise ConfigError(f"{out} contains {name}, which was not written by a study: choose another --out.")
 
 
 def check_folders(runs: Iterable[PlannedRun]) -> None:
@@ -186,7 +187,7 @@ def check_folders(runs: Iterable[PlannedRun]) -> None:
             del changed["train.start"]
         for key, (old, new) in changed.items():
             raise ConfigError(
-                f"{run.folder} holds a run with {key} = {old!r}, and this study needs {new!r}: "
+                f"{run.folder} has a run with {key} = {old!r}, but this study needs {new!r}: "
                 "choose another --out, or move that folder elsewhere."
             )
 
@@ -235,8 +236,8 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
                 pool.stop()
                 done = sum(is_complete(run.folder, run.config) for run in plan.runs)
                 raise StudyInterrupted(
-                    f"Stopped with {done} of {counted(len(plan.runs), 'run')} complete: "
-                    "the same command continues from here."
+                    f"Stopped with {done} of {counted(len(plan.runs), 'run')} complete: run the same command "
+                    "to continue."
                 ) from None
             except BaseException:
                 pool.stop()

@@ -23,7 +23,7 @@ GAINS = ("wall_clock_gain", "equivalent_tokens", "step_gain")
 MAX_FAILED_NAMES, MAX_RUN_NAMES = 4, 6
 """The answer names at most so many variants that failed, a sentence so many runs."""
 MAX_LADDER_MISFIT = 0.05
-"""In logarithms: by how much a ladder's law may miss the tokens of a budget without a word."""
+"""In logarithms: how far a ladder's law may miss the tokens of a budget without a warning."""
 RACE_LEVEL = 0.01
 """p below which a variant is shown to reach a target in fewer seconds."""
 MAX_SHOWN_RATIO = 1000.0
@@ -68,12 +68,12 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
     if change is None:
         return f"{who}: nothing to compare it with."
     if change.ends is None:
-        sure = f"{_direction(change.value)}, but n = 1 allows no interval and no claim"
+        sure = f"{_direction(change.value)}, but with n = 1 there is no interval and no claim"
     elif change.holds(0.0):
         level, (low, high) = f"{result.confidence * 100:g} %", change.ends
         ends = f"(Δ {change.value:+.4f}, {level} interval [{low:+.4f}, {high:+.4f}])"
         other = _gain_per_token(row)
-        sure = f"no difference shown seed by seed {ends}, but {other}" if other else f"no difference shown {ends}"
+        sure = f"no significant difference by seed {ends}, but {other}" if other else f"no difference shown {ends}"
     else:
         after = row.difference_corrected
         unclear = f"; {_not_clear(row, result)}" * (after is not None and after.holds(0.0))
@@ -89,7 +89,7 @@ def _direction(change: float) -> str:
 
 def _not_clear(row: VariantResult, result: StudyResult) -> str:
     compared = sum(other.difference_corrected is not None for other in result.rows(row.size))
-    return f"not clear of 0 after correction for {counted(compared, 'comparison')}"
+    return f"not significant after correction for {counted(compared, 'comparison')}"
 
 
 def _gain_per_token(row: VariantResult) -> str:
@@ -98,8 +98,8 @@ def _gain_per_token(row: VariantResult) -> str:
     if gain is None or gain.holds(1.0):
         return ""
     if row.equivalent_tokens is None:
-        return "one in the steps to the same loss is"
-    return "the ladder, which pools the noise of all its runs, shows one"
+        return "the gain in steps to the same loss is"
+    return "the ladder, which pools the noise of all its runs, shows a difference"
 
 
 def _gains(row: VariantResult, result: StudyResult) -> str:
@@ -114,7 +114,7 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
             f"{per_token}; its speed against {result.baseline} is not shown ({ends_of(ratio)}), nor a gain per second"
         )
     if ratio is None or seconds is None:
-        return f"{per_token}, and no speeds to compare"
+        return f"{per_token}, without speeds to compare"
     sentence = f"{per_token} at {ratio.value:.2f}× the speed of {result.baseline}, so {seconds.value:.2f}× per second"
     if seconds.ends is None:
         return sentence if row.difference is None or row.difference.low is None else f"{sentence}, without an interval"
@@ -133,7 +133,7 @@ def _gains(row: VariantResult, result: StudyResult) -> str:
 
 def _too_few(row: VariantResult) -> str:
     seeds = 0 if row.wall_clock_gain is None else row.wall_clock_gain.count
-    return f"{counted(seeds, 'seed')} without a ladder show no gain or loss (use --seeds 3 or --ladder)"
+    return f"{counted(seeds, 'seed')} without a ladder cannot show a gain or loss (use --seeds 3 or --ladder)"
 
 
 def _per_token(row: VariantResult, result: StudyResult) -> str:
@@ -143,8 +143,8 @@ def _per_token(row: VariantResult, result: StudyResult) -> str:
         if not seeds[0] & seeds[1]:
             return "no gain per step, since no seed completed in both"
         return (
-            "no gain per step, which needs two validations or more of each run (train.validate_every) and losses that "
-            "fall after the first"
+            "no gain per step, which needs at least two validations of each run (train.validate_every) and "
+            "losses that fall after the first"
         )
     laddered = row.equivalent_tokens is not None
     words = ["extrapolated"] * (laddered and row.extrapolated) + ([] if gain.ends is None else [ends_of(gain)])
@@ -169,7 +169,9 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
     best = _best(timed)
     at = at_size(best.size, result)
     per_second = f"{_seconds(best):.2f}× per second{at}"
-    which = f"the best of {len(timed)}" if _seconds(best) == max(map(_seconds, timed)) else "the best that is shown"
+    which = (
+        f"the best of {len(timed)}" if _seconds(best) == max(map(_seconds, timed)) else "the best significant variant"
+    )
     named = f"{which}, {best.name}," if len(timed) > 1 else best.name
     if pays(best):
         pooled = "" if best.shrunk is None else f"about {best.shrunk.value:.2f}× per second{at}"
@@ -193,9 +195,7 @@ def explanation(result: StudyResult) -> str:
         return ""
     gain, speed, seconds = best.equivalent_tokens or best.step_gain, best.throughput_ratio, best.wall_clock_gain
     if best.timing is not None and speed_problem(best, result) in ("busy", "scattered"):
-        return (
-            f"For a yes or a no, remove {TIMINGS}/ from the study's folder and repeat the command on an idle machine."
-        )
+        return f"For a yes or no, remove {TIMINGS}/ from the study's folder and repeat the command on an idle machine."
     if gain is None or speed is None or seconds is None:
         return ""
     facts = (
@@ -223,7 +223,7 @@ def _answer_of_race(rows: Sequence[VariantResult], result: StudyResult) -> tuple
 def _why_not_shown(row: VariantResult, result: StudyResult) -> str:
     gain, after = row.wall_clock_gain, row.corrected
     if gain is None or gain.ends is None:
-        return "but one seed allows no interval" if gain is None or gain.count < 2 else "without an interval"
+        return "but one seed gives no interval" if gain is None or gain.count < 2 else "without an interval"
     if says_nothing(gain) or gain.low is None or gain.high is None:
         return "but the interval is too wide to tell"
     if gain.holds(1.0):
@@ -233,7 +233,7 @@ def _why_not_shown(row: VariantResult, result: StudyResult) -> str:
     if after is not None and after.low is not None and after.high is not None and after.holds(1.0):
         compared = counted(comparisons(row.size, result), "comparison")
         return f"interval {after.low:.2f} to {after.high:.2f} after correction for {compared}"
-    return "but others are not measured well enough"
+    return "but other variants are not measured well enough"
 
 
 def _answer_by_loss(rows: Sequence[VariantResult], result: StudyResult) -> str:
@@ -260,9 +260,9 @@ def _answer_by_loss(rows: Sequence[VariantResult], result: StudyResult) -> str:
 def _why_no_speed(rows: Sequence[VariantResult], result: StudyResult) -> str:
     problems = {speed_problem(row, result) for row in rows} - {"unknown"}
     if not problems:
-        return "speeds are not known"
+        return "speeds are unknown"
     if "" in problems:
-        return "gains per second are not known"
+        return "gains per second are unknown"
     if "busy" in problems:
         return "speeds were timed while the machine was busy"
     if all(row.timing is not None for row in rows if row.throughput_ratio is not None):
@@ -343,7 +343,7 @@ def comparisons_sentence(result: StudyResult) -> str:
     pooled, low, high = best.shrunk, best.shrunk.low, best.shrunk.high
     around = f"({ends_of(pooled)})" if low is None or high is None else f"[{low:.2f}, {high:.2f}]"
     return (
-        f"{sentence} The best was chosen after looking; pooled with the others, {best.name} is "
+        f"{sentence} The best was selected after the fact; pooled with the others, {best.name} is "
         f"{pooled.value:.2f}× {around}."
     )
 
@@ -357,7 +357,7 @@ def validation_sentence(result: StudyResult) -> str:
     unknown = bool(compared) and all(row.text_error is None for row in compared)
     sampling = " The error from sampling this text is not known." * unknown
     fewer = result.curve_tokens is not None and result.curve_tokens < result.validated_tokens
-    part = f" Curves and step-wise gains are on the first {result.curve_tokens or 0:,} of them." * fewer
+    part = f" Curves and step-wise gains use the first {result.curve_tokens or 0:,} of them." * fewer
     return f"Losses are measured on {share}.{part}{sampling}"
 
 
@@ -371,8 +371,7 @@ def text_sentences(result: StudyResult) -> list[str]:
     if result.dataset is not None and losses and min(losses) > result.dataset.unigram_entropy:
         sentences.append(
             f"Every model{at_size(size, result)} does worse than predicting by token frequency alone "
-            f"({result.dataset.unigram_entropy:.4f} nats per token), so nothing follows from their differences: train "
-            "longer."
+            f"({result.dataset.unigram_entropy:.4f} nats per token), so their differences mean nothing: train longer."
         )
     return sentences
 
@@ -404,13 +403,13 @@ def side_by_side_sentence(result: StudyResult) -> str:
             ""
             if result.side_by_side < 2
             else (
-                f"{result.side_by_side} runs shared this machine, so they slowed each other down: measure speeds and "
-                "wall-clock gains with --time-alone before relying on them."
+                f"{result.side_by_side} runs shared this machine and slowed each other down: measure speeds "
+                "and wall-clock gains with --time-alone before relying on them."
             )
         )
     devices = ", ".join(sorted({timing.device for _, timing in timed}))
     rest = [row.name for row in result.variants if row.timing is None and row.throughput_ratio is not None]
-    but = f", but that of {', '.join(dict.fromkeys(rest))}, which is from training (--time-alone)" if rest else ""
+    but = f", except {', '.join(dict.fromkeys(rest))}, measured in training (--time-alone)" if rest else ""
     alone = f"Speeds are those of each variant's step timed alone, after its runs ({devices}){but}."
     busy = [sized_name(row, result) for row, timing in timed if timing.busy]
     if not busy:
@@ -426,8 +425,8 @@ def ladder_sentences(result: StudyResult) -> list[str]:
     """What to know about gains per token: that there is no ladder, or that its law misses the baseline's own losses."""
     if any(understated(row, result) for row in result.rows(result.sizes[-1])):
         return [
-            "Gains per second are from step-wise gains, on one schedule's curve: they understate what a lower loss is "
-            "worth. Use --ladder before concluding that a variant does not pay."
+            "Gains per second are from step-wise gains, read off the curve of a single schedule: they "
+            "understate the value of a lower loss. Use --ladder before concluding that a variant does not pay."
         ]
     return [sentence for ladder in result.ladder if (sentence := _misfit_sentence(ladder, result))]
 
@@ -444,14 +443,16 @@ def joint_sentence(result: StudyResult) -> str:
         by_size = f"{size.floor:.3f} + {size.scale:.4g}·N^−{size.exponent:.3f}"
         sentences.append(f"L = {by_size} + {by_tokens}, N parameters in matrices and head, D tokens.")
     else:
-        floors = "with a floor for each size: two sizes do not determine E + A·N^−a"
+        floors = "with one floor per size, since two sizes do not determine E + A·N^−a"
         sentences.append(f"L = E_N + {by_tokens}, {floors}.")
     if law := joint.compute:
-        sentences.append(f"Along its own budgets L = {law.floor:.3f} + {law.scale:.4g}·C^−{law.exponent:.3f}, C FLOPs.")
+        sentences.append(
+            f"For the budgets of one model, L = {law.floor:.3f} + {law.scale:.4g}·C^−{law.exponent:.3f}, C FLOPs."
+        )
     if one:
-        sentences.append(f"{', '.join(one)} has one budget, and takes the law of the others.")
+        sentences.append(f"{', '.join(one)} has one budget and uses the fit of the others.")
     if result.projected and len(joint.parameters) < 3:
-        sentences.append("Two sizes always lie on a line: nothing checks the trend of the projection.")
+        sentences.append("Two sizes always lie on a line, so the trend of the projection is unchecked.")
     return " ".join(sentences)
 
 
@@ -487,8 +488,8 @@ def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
         return ""
     return (
         f"The law of the ladder{at_size(ladder.size, result)} misses the losses of "
-        f"{result.baseline}: its run of {count(tokens)} tokens would be worth {worth:.2f}× its own tokens. Equivalent "
-        "tokens are off by as much; runs that are too short do not follow the law."
+        f"{result.baseline}: its run of {count(tokens)} tokens would be worth {worth:.2f}× its own tokens. "
+        "Equivalent tokens are off by a similar factor; very short runs do not follow the law."
     )
 
 
@@ -507,9 +508,9 @@ def matching_sentences(result: StudyResult) -> list[str]:
 def lacking_sentences(result: StudyResult) -> list[str]:
     """Which runs were not measured as others were, and how to do it."""
     return [
-        f"{LACKED[option]} are not complete for {', '.join(runs[:MAX_RUN_NAMES])}"
+        f"{LACKED[option]} are missing for {', '.join(runs[:MAX_RUN_NAMES])}"
         f"{f' and {len(runs) - MAX_RUN_NAMES} more' * (len(runs) > MAX_RUN_NAMES)}: "
-        f"--{option} measures them where their weights are."
+        f"--{option} measures them on a machine with their weights."
         for option, runs in result.lacking.items()
     ]
 
@@ -543,7 +544,8 @@ def study_sentences(result: StudyResult) -> list[str]:
         *(rate.sentence(len(result.sizes) > 1) for rate in result.tuning),
         *(verdict(row, result) for row in compared),
         comparisons_sentence(result),
-        f"Seeds differ ({unequal}): Δ loss is over those that a variant shares with {result.baseline}." * bool(unequal),
+        f"Seeds differ ({unequal}): Δ loss uses only those that a variant shares with "
+        f"{result.baseline}." * bool(unequal),
         side_by_side_sentence(result),
         *(race_sentence(result, size) for size in result.sizes),
         joint_sentence(result),

@@ -277,7 +277,7 @@ class WorkerPool:
     def _note(self, what: str, run: PlannedRun | None) -> None:
         """One line of logs/timeline.jsonl: when a run got how far."""
         line = {"seconds": round(time.monotonic() - self._begun, 2), "run": run.title if run else None, "event": what}
-        # a study does without it when the disk is full
+        # a study continues without it when the disk is full
         with suppress(OSError), (self.out / LOGS / "timeline.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

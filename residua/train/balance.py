@@ -143,12 +143,12 @@ class Balancer:
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state` returned."""
         if not state:
-            raise UserError("it has no balance of experts")
+            raise UserError("it has no expert balance")
         like = self._load
         load = like if state["load"] is None else like.new_tensor(state["load"])
         sums = Routing(*(like.new_tensor(part) for part in state["sums"]))
         if [part.shape for part in (load, *sums)] != [part.shape for part in (like, *self._sums)]:
-            raise UserError("the saved balance of experts belongs to another model")
+            raise UserError("the saved expert balance belongs to another model")
         self._load.copy_(load)
         self._sums, self._steps = sums, state["steps"]
 

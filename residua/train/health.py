@@ -97,7 +97,7 @@ class Watch:
             return None
         return (
             f"the run learns nothing: at step {step} the loss is {loss:.3f} and has not fallen for "
-            f"{counted(still, 'step')}, and token frequencies alone would give {known.unigram:.3f}"
+            f"{counted(still, 'step')}, while token frequencies alone give {known.unigram:.3f}"
         )
 
     def unlearned(self, steps: int, loss: float, known: Frequencies) -> str | None:

@@ -1,7 +1,7 @@
 """Training in low precision: which matrices multiply in FP8 or NVFP4, their ranges, and what telemetry sees of them.
 
 `ops/low_precision/product.py` has the mathematics. Masters, optimizer, norms, attention, depth operators, embedding and
-head stay as they are. A projection is changed by replacing its `forward`, so that kernels which would read its weight
+head stay unchanged. A projection is changed by replacing its `forward`, so that kernels which would read its weight
 directly step aside.
 
 The range of a tensor in FP8 is the largest magnitude of the last `history` steps, over all ranks. So it is known before
@@ -186,8 +186,8 @@ class LowPrecision:
         self.recipe, self.config = RECIPES[config.precision], config.low_precision
         if self.recipe.multiply is on_hardware and not multiplies(device):
             raise UserError(
-                f"train.precision = 'fp8' needs a device that multiplies FP8, and {device} with PyTorch "
-                f"{torch.__version__} does not: use train.precision = 'fp8_emulated', or 'bfloat16'."
+                f"train.precision = 'fp8' needs a device with FP8 products, which {device} with PyTorch "
+                f"{torch.__version__} lacks: use train.precision = 'fp8_emulated', or 'bfloat16'."
             )
         chosen = chosen_products(model, config)
         self.places = [place for place, _ in chosen]
@@ -300,7 +300,7 @@ class LowPrecision:
         """A line for the summary of a run."""
         smallest = self.config.smallest or self.recipe.smallest
         if not self.places:
-            return f"no product in {self.recipe.words}: no matrix has {smallest:,} rows and columns"
+            return f"no product in {self.recipe.words}: no matrix has at least {smallest:,} rows and columns"
         return f"{counted(len(self.places), 'product')} in {self.recipe.words}"
 
 

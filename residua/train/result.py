@@ -76,7 +76,7 @@ def collect_result(
     lines = [record for record in records if record["kind"] == "train"]
     if not validations or not lines:
         refuse(
-            f"{folder / METRICS} holds no training or no validation, so the run has no result",
+            f"{folder / METRICS} has no training or no validation record, so the run has no result",
             f"restore the file, or train longer with train.steps={2 * config.train.steps}",
         )
     # The first line covers the first step only, which includes compilation and warm-up.
@@ -101,19 +101,19 @@ def collect_result(
 
 def closing_words(result: Result, command: str) -> str:
     """What to print when a run has finished: its result and what to do next; `command` starts a run."""
-    frequencies = f"the frequencies of tokens alone, {result.unigram_entropy:.4f}"
+    frequencies = f"token frequencies alone, {result.unigram_entropy:.4f}"
     folder = shlex.quote(result.folder)
-    early = f"It is no better than {frequencies}: a model that has learned is below.\n"
+    early = f"It is not below the loss of {frequencies}: the model has learned nothing yet.\n"
     return (
         f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte, on "
         f"{counted(result.validation_tokens, 'token')}) after {counted(result.steps, 'step')}; "
         f"weights, curves and config are in {result.folder}.\n"
         f"{early * (result.validation_loss >= result.unigram_entropy)}"
-        "Next: try it, look inside it, or set it against another architecture with\n"
+        "Next: try it, look inside it, or compare it with another architecture:\n"
         f"  residua generate {folder} --prompt TEXT\n"
         f"  residua diagnose {folder}\n"
         f"  residua compare prenorm mgr --base {folder}/config.toml\n"
-        "or train it longer (the schedule then ends later, so the learning rate rises again) with\n"
+        "or train it longer (the longer schedule raises the learning rate again):\n"
         f"  {command} --resume --out {folder} train.steps={2 * result.steps}"
     )
 

@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 class Optional:
-    """A sink that a run does without: when it cannot be written, `tell` says so once, and nothing more goes to it.
+    """An optional sink: when it cannot be written, `tell` reports it once, and nothing more goes to it.
 
     `errors` are those that mean so: a library has its own besides those of the system. Raises the error of a closed
     pipe: the person who read the output has left.
@@ -65,7 +65,7 @@ class Optional:
             self._sink = None
             what = "{} ({})".format(*explain(error)) if isinstance(error, OSError) else reason(error)
             with suppress(OSError):  # what is printed may go to the same disk
-                self._tell(f"{self._name} is off from here on: {what}; the run and metrics.jsonl go on")
+                self._tell(f"{self._name} is off from now on: {what}; the run and metrics.jsonl continue")
 
 
 class TensorBoard:

@@ -65,16 +65,16 @@ def start_lines(config: RunConfig) -> Iterator[str]:
     why = ", ".join(f"{part}: {how.words}" for part, how in parts.items())
     how = "is not kept" if whole is InitFidelity.NOT else f"is kept {whole.words}"
     if whole is not InitFidelity.NOT and find_reader(Path(config.train.start)) is not None:
-        how += ", but for the quantization: its weights stay as rounded, activations are not rounded"
-    yield f"weights of {config.train.start}; what it computes {how}" + (f" ({why})" if why else "")
+        how += ", except for quantization: weights stay rounded, activations are no longer rounded"
+    yield f"weights from {config.train.start}; the function of the model {how}" + (f" ({why})" if why else "")
     ended, peak = _last_rate(Path(config.train.start)), config.train.optimizer.lr
     if ended is not None and ended < peak:
         yield (
-            f"its learning rate ended at {ended:g} and rises to {peak:g} again, which can cost more than new text "
-            "brings: a lower train.optimizer.lr keeps more of what it learned"
+            f"its learning rate ended at {ended:g} and rises to {peak:g} again, which can lose more than new text "
+            "gains: a lower train.optimizer.lr preserves more of what it learned"
         )
     if config.model.ffn.constant_weight:
-        yield "its routers get no gradient from the loss, with model.ffn.top_k = 1, only from train.balance"
+        yield "with model.ffn.top_k = 1, its routers get gradients only from train.balance, not from the loss"
 
 
 def _last_rate(folder: Path) -> float | None:
@@ -88,18 +88,18 @@ def _last_rate(folder: Path) -> float | None:
 def check_model(config: RunConfig) -> None:
     """Refuse a model that trains and gives wrong numbers: a router that learns nothing, a plugin that breaks a rule.
 
-    A router to start from (`train.start`) is taught already.
+    A router from initial weights (`train.start`) is already trained.
     """
     check_plugins(config.model)
     if config.train.start is None and config.model.ffn.constant_weight:
         raise ConfigError(
-            "model.ffn.top_k = 1 gives the one expert a constant weight, from which the router learns nothing: use "
+            "model.ffn.top_k = 1 gives the chosen expert a constant weight, so the router learns nothing: use "
             "model.ffn.top_k = 2 or model.ffn.normalize = false."
         )
 
 
 def check_tokenizer(config: RunConfig, dataset: Dataset) -> None:
-    """Refuse text that was cut into other tokens than the model to start from knows."""
+    """Refuse text that was tokenized differently from the initial model's."""
     if config.train.start is None:
         return
     folder = Path(config.train.start)
@@ -107,14 +107,14 @@ def check_tokenizer(config: RunConfig, dataset: Dataset) -> None:
         return
     if Tokenizer.load(folder).hash != dataset.tokenizer_hash:
         raise ConfigError(
-            f"{dataset.path} was prepared with another tokenizer than {folder} has: prepare it with "
+            f"{dataset.path} was prepared with a different tokenizer than {folder}: prepare it with "
             f"--tokenizer {folder / 'tokenizer.json'}."
         )
 
 
 @contextmanager
 def _explained(start: str) -> Iterator[None]:
-    """Let refusals name the run to start from."""
+    """Let refusals name the run with the initial weights."""
     try:
         yield
     except ConfigError:

@@ -75,7 +75,7 @@ def read_state(checkpoint: Checkpoint) -> RunState:
     state = checkpoint.read(RunState)
     if state.step != checkpoint.step:
         with fitting_state(checkpoint):
-            raise UserError(f"it is of step {state.step}")
+            raise UserError(f"it is from step {state.step}")
     return state
 
 
@@ -105,8 +105,8 @@ def check_text(run: Run, dataset: Dataset) -> None:
         before = saved_config(run.folder).data.path
         where = "" if before == run.config.data.path else f" ({before or 'the embedded corpus'})"
         raise ConfigError(
-            f"{dataset.path} is not the text that {run.folder} was trained on{where}: resume with that text, or begin "
-            f"a new run from its weights with --from {run.folder}."
+            f"{dataset.path} is not the text that {run.folder} was trained on{where}: resume with that text, or "
+            f"start a new run from its weights with --from {run.folder}."
         )
 
 

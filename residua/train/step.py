@@ -325,7 +325,7 @@ class Step:
                 ce, z, _ = self._forward(tokens, targets, segments)
                 torch.autograd.grad(ce + z, self.model.embed.weight)
         except Exception:
-            LOG.debug("the first step was not rehearsed: its kernels are compiled when launched", exc_info=True)
+            LOG.debug("the warm-up of the first step failed: its kernels are compiled when launched", exc_info=True)
 
     def _over_ranks(self, count: Tensor) -> Tensor:
         """The sum of a count over all processes that share the step."""

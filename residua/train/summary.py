@@ -49,7 +49,7 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
     tokens = recipe.steps * config.tokens_per_step
     turns = f", run as {len(model.executed)}" * model.repeats
     shape = f"{counted(model.layers, 'layer')} of width {model.width}{turns}, {model.topology.kind}"
-    active = f", {short(size.parameters - size.idle)} for any one token" if size.idle else ""
+    active = f", {short(size.parameters - size.idle)} active per token" if size.idle else ""
     yield "model", f"{shape}, {short(size.parameters)} parameters{active}"
     for group in build_optimizer(shapes(model), recipe.optimizer).param_groups:  # a rank may have a part of them
         yield "", _group_line(group)
@@ -75,12 +75,12 @@ def _vocabulary_line(model: int, text: int) -> str:
     """How the model's vocabulary relates to that of the text's tokenizer."""
     padded = padded_vocabulary(text)
     if text > model:
-        return f"{model:,} token ids; the tokenizer has {text - model:,} more, which the text does not use"
+        return f"{model:,} token ids; the tokenizer has {text - model:,} more, which do not occur in the text"
     if model == padded > text:
-        return f"{model:,} token ids: the {text:,} of the text, padded to a multiple of 128"
+        return f"{model:,} token ids: {text:,} in the text, padded to a multiple of 128"
     if model > padded:
-        return f"{model:,} token ids, of which the text has {text:,}: model.vocab_size={padded} would be enough"
-    return f"{model:,} token ids, of which the text has {text:,}"
+        return f"{model:,} token ids, {text:,} of them in the text: model.vocab_size={padded} is enough"
+    return f"{model:,} token ids, {text:,} of them in the text"
 
 
 def _group_line(group: dict[str, Any]) -> str:
@@ -125,7 +125,7 @@ def check_memory(config: RunConfig, device: torch.device) -> None:
     weights = 4 * sum(tensor.numel() for tensor in model_tensors(model).values())
     needed = 2 * weights + 4 * build_optimizer(model, config.train.optimizer).state_size()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    what = f"the model has {short(parameters)} parameters, and to train it needs at least"
+    what = f"the model has {short(parameters)} parameters, and training needs at least"
     advice = "choose a smaller model, or divide it over more devices with parallel.shard"
     ranks = config.parallel.ranks
     require_memory(what, needed // ranks, advice, device)
@@ -150,5 +150,5 @@ def check_disk(step: Step, folder: Path, keep: int) -> None:
         fewer = f", choose another --out, or lower train.keep = {keep}" if keep > 1 else " or choose another --out"
         raise ConfigError(
             f"the checkpoints of this run need {short_bytes(needed)} ({short_bytes(one)} each) and {folder} has "
-            f"{short_bytes(free)} free: make room{fewer}."
+            f"{short_bytes(free)} free: free some space{fewer}."
         )

@@ -199,8 +199,8 @@ class Growth:
         more = f", and {counted(others, 'other peak')} at least tenfold" if others else ""
         return (
             f"step {step}: the largest {self._name(*key)} grew {factor:.3g}-fold in {counted(step - then, 'step')}, "
-            f"from {low:.4g} to {peaks[key]:.4g}{more}: often the first sign of a divergence, so watch the loss and "
-            "lower train.optimizer.lr if it follows."
+            f"from {low:.4g} to {peaks[key]:.4g}{more}: often the first sign of a divergence, so watch the loss "
+            "and lower train.optimizer.lr if the loss grows too."
         )
 
     def _name(self, name: str, reader: int) -> str:
@@ -220,8 +220,8 @@ def _out_of_range(step: Step, done: int) -> list[str]:
     (k, name), others = most.place, len(beyond) - 1
     more = f", and {counted(others, 'other tensor')} exceeded theirs" if others else ""
     return [
-        f"step {done}: the {most.tensor} of {name} in {sublayer_name(k)} was {most.factor:.3g} times its FP8 range and "
-        f"was clamped{more}; a larger train.low_precision.history keeps wider ranges."
+        f"step {done}: the {most.tensor} of {name} in {sublayer_name(k)} was {most.factor:.3g} times its FP8 "
+        f"range and was clamped{more}: raise train.low_precision.history for wider ranges."
     ]
 
 
@@ -284,8 +284,8 @@ class Telemetry:
         size = len(new) * each * torch.finfo(step.precision).bits // 8
         which = f"sublayer {new[0]}" if len(new) == 1 else f"sublayers {', '.join(map(str, new))}"
         return (
-            f"step {done}: the gates after {which} overwrite more than inversion bears, so the streams there are kept "
-            f"from now on ({short_bytes(size)} more memory)."
+            f"step {done}: the gates after {which} overwrite too much for inversion, so the streams there are "
+            f"stored from now on ({short_bytes(size)} more memory)."
         )
 
 

@@ -129,7 +129,7 @@ def _series(shown: Records, figure: str, kind: Place, final: int) -> list[Curve]
 def range_map(records: Records) -> Figure | None:
     """For every input of a product in FP8, how near its largest value came to what its scale admits, step by step.
 
-    A cell above 1 was clamped. None for NVFP4, whose scales are made of the values themselves.
+    A cell above 1 was clamped. None for NVFP4, whose scales are computed from the values themselves.
     """
     shown = evenly(records, STEPS)
     tables = {figure: [record["figures"].get(figure, []) for record in shown] for figure in _figures(shown, "reach")}

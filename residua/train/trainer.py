@@ -170,7 +170,7 @@ class Trainer:
             self.skipped[checkpoint] = f"{broken[0]} is not finite" + f" (first of {len(broken)})" * (len(broken) > 1)
         if saved:
             raise ConfigError(
-                f"no checkpoint of {self.run.folder} is finite (in {saved[-1].path}, {self.skipped[saved[-1]]}): "
+                f"no checkpoint in {self.run.folder} is finite (in {saved[-1].path}, {self.skipped[saved[-1]]}): "
                 "start a new run in another --out."
             )
 
@@ -178,8 +178,8 @@ class Trainer:
         self.done = state.step
         if self.done > self.config.train.steps:
             raise ConfigError(
-                f"{self.run.folder} has done {self.done} steps and train.steps = {self.config.train.steps} is fewer: "
-                "ask for more, or start a new run in another --out."
+                f"{self.run.folder} has done {self.done} steps, more than train.steps = {self.config.train.steps}: "
+                "raise train.steps, or start a new run in another --out."
             )
         with fitting_state(checkpoint):
             self.loader.load_state_dict(state.loader.model_dump())
@@ -203,7 +203,7 @@ class Trainer:
         for checkpoint, reason in self.skipped.items():
             moved = self.run.set_checkpoint_aside(checkpoint)
             self._notify(f"skipped {checkpoint.path}: {reason}; it is now {moved}")
-        self.run.keep_tokenizer(self.dataset.path / "tokenizer.json", anew=self.done == 0)
+        self.run.keep_tokenizer(self.dataset.path / "tokenizer.json", fresh=self.done == 0)
         if self.config.train.start is not None:
             self.run.keep_companions(Path(self.config.train.start))
         if self.done == 0 and (notice := self.run.set_metrics_aside()):
@@ -218,7 +218,9 @@ class Trainer:
         if self.telemetry is not None and self.world.leads:
             self.telemetry.recall(read_metrics(self.run.folder / METRICS))
         elif self.telemetry is None and self.config.train.telemetry == "on":
-            self._notify("telemetry is off: it needs a process that has the whole model (parallel.shard, .pipeline)")
+            self._notify(
+                "telemetry is off: it needs the whole model in one process (parallel.shard = 1, parallel.pipeline = 1)"
+            )
         try:
             self.clock.start()
             if self.done == 0 and self.config.train.start is not None:
@@ -257,7 +259,7 @@ class Trainer:
         if last or self.done % recipe.validate_every == 0 or self.done % recipe.save_every == 0:
             self._validate()
         if last and self.watch.strikes:
-            self._stop_if("the run ended while its loss was above its start")
+            self._stop_if("the run ended with a loss above its first value")
         if last and had_fair_steps(recipe) and self.validation_loss is not None:
             # a run is not finished that had time to learn and whose losses say that it has not
             loss = min(self.loss, self.validation_loss)

@@ -46,7 +46,7 @@ class Turn:
         return self.answer()  # type: ignore[no-any-return]
 
     def end(self) -> dict[str, Any]:
-        """Memory and loss; nothing can be asked any more."""
+        """Memory and loss; the worker then accepts no more requests."""
         assert self.child.stdin is not None
         with suppress(BrokenPipeError):
             self.child.stdin.close()
@@ -58,7 +58,7 @@ class Turn:
             if line.startswith(ANSWER):
                 return json.loads(line.removeprefix(ANSWER))
         ending = self.child.wait()
-        reason = last_words(self.log.read_text(errors="replace")) or "it said nothing"
+        reason = last_words(self.log.read_text(errors="replace")) or "no error message"
         raise UserError(f"{self.title} could not be timed (exit status {ending}): {reason}")
 
 
@@ -73,7 +73,7 @@ def open_turn(title: str, command: Sequence[str], log: Path) -> Iterator[Turn]:
         yield Turn(title, child, log)
     finally:
         for pipe in (child.stdin, child.stdout):
-            with suppress(OSError):  # what was not read any more
+            with suppress(OSError):  # unread output
                 pipe.close()  # type: ignore[union-attr]
         with suppress(subprocess.TimeoutExpired):
             child.wait(PATIENCE)

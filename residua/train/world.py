@@ -59,8 +59,8 @@ class World:
         check_processes(config)
         if config.parallel.ranks > 1:
             raise ConfigError(
-                "parallel asks for several processes: pass `train` the world that "
-                "residua.distributed.world.open_world(config) returns."
+                "parallel asks for several processes: pass the result of "
+                "residua.distributed.world.open_world(config) to `train`."
             )
         return cls(choose_device(config.train.device, "train.device"))
 
@@ -151,7 +151,7 @@ def check_processes(config: RunConfig) -> None:
         sizes = " × ".join(f"{name} {getattr(config.parallel, name)}" for name in ("data", "shard", "pipeline"))
         were = "was" if started == 1 else "were"
         raise ConfigError(
-            f"parallel asks for {counted(needed, 'process', 'processes')} ({sizes}) and {started} {were} started: use "
+            f"parallel asks for {counted(needed, 'process', 'processes')} ({sizes}), but {started} {were} started: use "
             f"torchrun --nproc-per-node {needed}, or change parallel.data, parallel.shard and parallel.pipeline."
         )
 
@@ -174,7 +174,7 @@ class SharedWorld(World):
 
     Two runs have the same graph if they differ only in seeds, rates, schedule, length and how often they log and save.
     The second starts at once: its weights are built as in a process of its own and copied into the tensors that the
-    compiled code and the CUDA graphs use; optimizer, data order and random states start anew. So a run gives the same
+    compiled code and the CUDA graphs use; optimizer, data order and random states start again. So a run gives the same
     bits wherever it trains.
     """
 

@@ -92,7 +92,7 @@ class Follower:
             self._steps = self._read_steps()
         except FileNotFoundError:
             if self._identity is not None and not self.folder.exists():
-                self.problem = "its folder has vanished; what was read before is shown"
+                self.problem = "its folder was removed; showing what was read before"
         except ReadError as error:
             self.problem = str(error)
         except OSError as error:
@@ -114,7 +114,7 @@ class Follower:
             piece = file.read(PIECE)
         whole = piece.rfind(b"\n") + 1
         if not whole and len(piece) == PIECE:
-            raise ReadError(f"{path} has a line of more than {PIECE // 2**20} MiB")
+            raise ReadError(f"{path} has a line longer than {PIECE // 2**20} MiB")
         self._offset += whole
         for line in piece[:whole].splitlines():
             if line.strip():
@@ -324,7 +324,7 @@ def how_it_crashed(session: Mapping[str, Any], log: Sequence[str]) -> str:
         return last
     failed, process = session.get("failed"), session.get("process")
     if isinstance(failed, str):
-        return last or failed or "it left no reason"
+        return last or failed or "no reason was recorded"
     if isinstance(process, str):
         return f"its process has ended: {last or 'it left no reason'}" if has_ended(process) else ""
     return last if any(line.startswith("Traceback ") for line in log) else ""

@@ -54,9 +54,9 @@ def check(folders: Sequence[Path]) -> None:
     """Refuse a folder that does not exist, or holds neither a run nor a study."""
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder: name a run, a study, or a folder of them.")
+            raise UserError(f"{folder} is not a folder: name a run, a study, or a folder that contains some.")
         if not _inside(folder, "", 2):
-            raise UserError(f"{folder} holds no run and no study: name the --out of `residua train` or `compare`.")
+            raise UserError(f"{folder} contains no run or study: name the --out of `residua train` or `compare`.")
 
 
 def find(folders: Sequence[Path]) -> list[Place]:

@@ -167,13 +167,13 @@ class Handler(BaseHTTPRequestHandler):
         if self._host() not in _OWN_NAMES:
             self._refuse(403, "This page answers only to 127.0.0.1 and localhost.")
         elif not slash or not secrets.compare_digest(secret.encode(), self.server.key.encode()):
-            self._refuse(404, "Open the whole address that residua watch printed.")
+            self._refuse(404, "Open the full address printed by residua watch.")
         elif name == "":
             self._answer(200, "text/html", watch_page(self.server.watched, self.server.interval))
         elif name == "news.json":
             self._tell({key: values[0] for key, values in parse_qs(place.query).items()})
         else:
-            self._refuse(404, "There is no such page.")
+            self._refuse(404, "This page does not exist.")
 
     def _tell(self, query: dict[str, str]) -> None:
         """Send the news; the page gets our faults too, and keeps asking."""
@@ -217,16 +217,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 FIGURES = {
-    "loss": ("Training loss", "nats per token, smoothed over ten lines; the faint line is not smoothed"),
-    "validation": ("Validation loss", "nats per token, on the same text every time"),
+    "loss": ("Training loss", "nats per token, smoothed over ten log lines; the faint line is unsmoothed"),
+    "validation": ("Validation loss", "nats per token, always on the same text"),
     "tokens_per_second": ("Speed", "tokens per second"),
-    "grad_norm": ("Gradient norm", "before clipping; a jump often comes before the loss does"),
-    "peak": ("Peak |h|", "the largest value that any sublayer reads; tenfold growth often comes before a divergence"),
+    "grad_norm": ("Gradient norm", "before clipping; a jump often precedes one in the loss"),
+    "peak": ("Peak |h|", "the largest value that any sublayer reads; tenfold growth often precedes a divergence"),
     "sink_ratio": ("Residual-sink ratio", "mean |h| of the largest dimension over the median dimension's, worst layer"),
     "lr": ("Learning rate", "of the first group of parameters"),
     "memory_gib": ("Memory", "GiB, the peak so far"),
     "mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
-    "heaviest": ("Load of the experts", "of the heaviest and (dotted) the lightest; 1 is a fair share"),
+    "heaviest": ("Expert load", "the busiest expert and (dotted) the idlest; 1 is an equal share"),
 }
 """What is drawn: title and caption. A figure without any value is not shown."""
 
@@ -234,7 +234,7 @@ FIGURES = {
 def watch_page(watched: RunList, interval: float) -> str:
     """The page's HTML; it asks for news every `interval` seconds."""
     title = ", ".join(folder.resolve().name for folder in watched.folders)
-    page = Page(title, "Asking for the first numbers.")
+    page = Page(title, "Loading the first numbers.")
     now = page.section("Now")
     now.slot("now")
     now.slot("runs")

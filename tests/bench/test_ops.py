@@ -153,7 +153,7 @@ def test_a_depth_read_by_a_peer_is_the_same_depth(monkeypatch):
         (["multi_gat"], ["fused"], "", "does not exist"),
         ([], ["fast"], "", "does not exist"),
         ([], ["reference"], "float8", "does not exist"),
-        (["add_norm"], ["fused"], "", "needs a GPU and there is none: choose reference or compiled"),
+        (["add_norm"], ["fused"], "", "needs a GPU, and PyTorch sees none: choose reference or compiled"),
     ],
 )
 def test_a_suite_that_cannot_be_measured_is_refused(names, ways, precision, words):

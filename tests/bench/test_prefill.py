@@ -58,7 +58,7 @@ def test_llama_of_the_same_shape_is_timed_too(model):
 @pytest.mark.parametrize(
     ("engine", "words"),
     [
-        ("graph", "engine graph replays CUDA graphs and this device is a CPU: use eager."),
+        ("graph", "engine graph replays CUDA graphs, but this device is a CPU: use eager."),
         ("compile", "engine compile is for decoding: choose auto, eager or graph."),
     ],
 )

@@ -135,5 +135,5 @@ def test_a_case_that_dies_between_its_turns_is_named(base, monkeypatch):
 
 
 def test_all_cases_run_on_one_device(base):
-    with pytest.raises(ConfigError, match="the same for all cases"):
+    with pytest.raises(ConfigError, match="applies to all cases"):
         read_cases(base, ["prenorm", "mgr train.device=cpu"])

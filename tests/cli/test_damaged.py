@@ -37,7 +37,7 @@ def change(path: Path, edit: Callable[[dict], object]) -> None:  # type: ignore[
 def test_a_run_with_a_damaged_environment_is_not_resumed(run: Path, sentence: Say) -> None:
     change(run / "environment.json", lambda content: content.pop("sessions"))
     said = sentence("train", "--resume", "--out", run, "train.steps=5")
-    assert said == f"{run}/environment.json has no key sessions: move the file elsewhere to go on without it."
+    assert said == f"{run}/environment.json has no key sessions: move the file elsewhere to continue without it."
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_finished_run_without_metrics_has_no_result(run: Path, monkeypatch, ca
     (run / "metrics.jsonl").unlink()
     assert residua(monkeypatch, "train", "--resume", "--out", run) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"residua: {run}/metrics.jsonl holds no training or no validation, so the run has no result: "
+        f"residua: {run}/metrics.jsonl has no training or no validation record, so the run has no result: "
         "restore the file, or train longer with train.steps=8."
     )
     assert residua(monkeypatch, "train", "--resume", "--out", run, "train.steps=8") == 0
@@ -70,7 +70,7 @@ def test_a_finished_run_without_metrics_has_no_result(run: Path, monkeypatch, ca
     ("edit", "words"),
     [
         (lambda state: state["loader"].pop("epoch"), "state.json has no key loader.epoch"),
-        (lambda state: state.update(step=3), "state.json does not fit this run (it is of step 3)"),
+        (lambda state: state.update(step=3), "state.json does not fit this run (it is from step 3)"),
         (lambda state: state["loader"].update(position=10**6), "data position 1000000 is outside epoch 0"),
         (lambda state: state.update(rng={"cpu": "00ff"}), "input RNG state size to be 2)"),
         (lambda state: state.update(rng={}), "state.json has no key rng.cpu"),
@@ -82,7 +82,7 @@ def test_a_damaged_state_is_named(run: Path, sentence: Say, edit: Callable[[dict
     said = sentence("train", "--resume", "--out", run, "train.steps=5")
     assert words in said and str(path) in said
     shutil.copytree(path.parent, path.parent.with_name("step-2"))
-    advice = f"move {path.parent} elsewhere to go on with {path.parent.with_name('step-2')}, which is complete."
+    advice = f"move {path.parent} elsewhere to continue with {path.parent.with_name('step-2')}, which is complete."
     assert sentence("train", "--resume", "--out", run, "train.steps=5").endswith(advice)
 
 
@@ -91,7 +91,7 @@ def test_a_damaged_state_is_named(run: Path, sentence: Say, edit: Callable[[dict
     [
         (lambda d: d.update(splits=["train"]), "dataset.json: splits is a list of 1 entry, expected an object"),
         (lambda d: d["splits"]["train"].update(shards=["../secret"]), "refers to '../secret', which is not a file"),
-        (lambda d: d["splits"]["validation"].update(shards=["link.bin"]), "link.bin is a link that leads out of its"),
+        (lambda d: d["splits"]["validation"].update(shards=["link.bin"]), "link.bin is a link to a file outside its"),
     ],
 )  # fmt: skip
 def test_every_reader_of_a_dataset_refuses_it(
@@ -113,11 +113,11 @@ def test_every_reader_of_a_dataset_refuses_it(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("config.toml", "config.toml is a link that leads out of its folder: replace it by a copy of"),
-        ("tokenizer.json", "tokenizer.json is a link that leads out of its folder"),
-        ("checkpoints", "checkpoints is a link that leads out of its folder"),
-        ("checkpoints/step-4", "step-4 is a link that leads out of its folder"),
-        ("checkpoints/step-4/model.safetensors", "model.safetensors is a link that leads out of its folder"),
+        ("config.toml", "config.toml is a link to a file outside its folder: replace it with a copy of"),
+        ("tokenizer.json", "tokenizer.json is a link to a file outside its folder"),
+        ("checkpoints", "checkpoints is a link to a file outside its folder"),
+        ("checkpoints/step-4", "step-4 is a link to a file outside its folder"),
+        ("checkpoints/step-4/model.safetensors", "model.safetensors is a link to a file outside its folder"),
     ],
 )
 def test_every_reader_of_a_run_refuses_links_to_elsewhere(
@@ -141,7 +141,7 @@ def test_links_of_an_environment_and_metrics_are_not_followed(run: Path, sentenc
     for name in ("environment.json", "metrics.jsonl", "tensorboard"):
         (run / name).rename(tmp_path / name)
         (run / name).symlink_to(tmp_path / name)
-        assert f"{name} is a link that leads out" in sentence("train", "--resume", "--out", run, "train.steps=5")
+        assert f"{name} is a link to a file outside" in sentence("train", "--resume", "--out", run, "train.steps=5")
         (run / name).unlink()
         (tmp_path / name).rename(run / name)
 
@@ -165,9 +165,10 @@ def test_a_run_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, text:
         ("variants = 3", "variants = 3 should be a table or a list of names: `residua compare --list` shows them."),
         ("variants = [3]", "variants = a list of 1 entry should be a table or a list of names"),
         ("variants = {a = 3}", "variants.a = 3 should be a list."),
-        ("variants = ['mgr', 'prenorm']\nseeds = 0", "seeds = 0 should be a list such as [0, 1, 2], or how many"),
+        ("variants = ['mgr', 'prenorm']\nseeds = 0", "seeds = 0 should be a list such as [0, 1, 2], or a number of "
+            "seeds"),
         ("variants = ['mgr', 'prenorm']\nseeds = true", "seeds = True should be a list"),
-        ("variants = ['mgr', 'prenorm']\nseeds = ['a']", "seeds.0 = 'a' is refused"),
+        ("variants = ['mgr', 'prenorm']\nseeds = ['a']", "seeds.0 = 'a' is invalid"),
         ("variants = ['mgr', 'prenorm']\nmatch = 3", "match = 3 should be a table of keys."),
     ],
 )  # fmt: skip
@@ -181,7 +182,7 @@ def test_a_study_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, tex
     [
         (3, "weight_map.'model.norm.weight' is 3, expected a text"),
         ("../secret", "refers to '../secret', which is not a file inside it"),
-        ("link.safetensors", "link.safetensors is a link that leads out of its folder"),
+        ("link.safetensors", "link.safetensors is a link to a file outside its folder"),
         ("gone.safetensors", "gone.safetensors does not exist"),
     ],
 )
@@ -219,8 +220,8 @@ def test_every_reader_of_an_index_refuses_outward_names(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": []}, "model_type = [] is not a known family"),
-        ({"rope_parameters": {"rope_type": []}}, "rope_type = [] is missing here"),
+        ({"model_type": []}, "model_type = [] is not a supported family"),
+        ({"rope_parameters": {"rope_type": []}}, "rope_type = [] is not supported"),
         ({"hidden_size": "16"}, "config.json: hidden_size is '16', expected a whole number"),
         ({"hidden_size": 10**30}, "config.json: hidden_size is 10000000"),
     ],

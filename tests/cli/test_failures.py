@@ -302,7 +302,7 @@ def test_switch_after_a_prompt_is_the_prompt(monkeypatch) -> None:
 def test_only_mistakes_and_full_disks_do_without_traceback(error: Exception, bug: bool) -> None:
     failure = describe(error)
     assert failure.bug == bug == bool(failure.trace)
-    assert failure.sentence.startswith("an error that Residua did not expect, ") == bug
+    assert failure.sentence.startswith("an unexpected error in Residua, ") == bug
 
 
 def fail_with(error: str) -> None:
@@ -328,7 +328,7 @@ def test_other_commands_end_as_verbs_do(plugin: Path, run: Path, tmp_path: Path,
             convert.main()
         return capsys.readouterr().err
 
-    assert converted(tmp_path / "none") == f"residua: {tmp_path / 'none'} is not a folder: name a run.\n"
+    assert converted(tmp_path / "none") == f"residua: {tmp_path / 'none'} is not a folder: name a run folder.\n"
     broken = RunConfig.from_toml(run / "config.toml").override(planted("reset_parameters"))
     monkeypatch.setattr(convert, "saved_config", lambda run: broken)
     check(converted(run), plugin, "reset_parameters", "ValueError")

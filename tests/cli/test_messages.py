@@ -13,7 +13,7 @@ from tests.cli.conftest import Say
 from tests.trained import residua
 
 HUGE = "99999999999999999999999"
-ADDRESS = "residua: s3://b/x is an address, and only files and folders of this machine are read and written"
+ADDRESS = "residua: s3://b/x is a URL, but Residua reads and writes only local files"
 
 
 @pytest.fixture
@@ -32,16 +32,16 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("train tiny --out nowhere model.attention.gate=elementwse",
          "residua: model.attention.gate = 'elementwse' is not a choice: did you mean 'elementwise'?\n"),
         ("train tiny --out nowhere model.topology=ful_attnres",
-         "residua: model.topology.kind = 'ful_attnres' does not exist, and no module that RESIDUA_PLUGINS names "
+         "residua: model.topology.kind = 'ful_attnres' does not exist, and no module named in RESIDUA_PLUGINS "
          "adds it: did you mean 'full_attnres'?\n"),
         ("train tiny model.norm.kind=x", "residua: model.norm.kind = 'x' does not exist"),
-        ("train tiny model.width=-1", "residua: model.width = -1 is refused"),
-        ("train tiny model.layers=true", "residua: model.layers = True is refused: expected a whole number"),
-        ("train tiny train.steps=true", "residua: train.steps = True is refused: expected a whole number"),
+        ("train tiny model.width=-1", "residua: model.width = -1 is invalid"),
+        ("train tiny model.layers=true", "residua: model.layers = True is invalid: expected a whole number"),
+        ("train tiny train.steps=true", "residua: train.steps = True is invalid: expected a whole number"),
         ("train tiny model.attention.heads=3",
          "residua: model.attention.heads = 3 does not divide model.width = 128: choose one of 1, 2, 4, 8, 16, 32, "
          "64, 128 or set model.attention.head_dim."),
-        ("train tiny model.layers=99999999", "residua: model.layers = 99999999 is refused: expected"),
+        ("train tiny model.layers=99999999", "residua: model.layers = 99999999 is invalid: expected"),
         ("train tiny model.topology.streams=8", "residua: model.topology.streams = 8 is not a known key"),
         ("train tiny model.topology={kind='injection',prelude=1,loop=1,turns=2}",
          "residua: model.topology.kind = 'injection' has prelude = 1, loop = 1 and turns = 2, which is not "
@@ -51,16 +51,16 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("trian tiny", "residua: there is no command 'trian': did you mean 'train'?"),
         ("zzz", "residua: there is no command 'zzz': choose one of 'train',"),
         (f"train tiny train.seed={HUGE}",
-         f"residua: train.seed = {HUGE} is refused: expected less than 9223372036854775808."),
-        (f"train tiny data.seed={HUGE}", f"residua: data.seed = {HUGE} is refused: expected"),
-        (f"train tiny model.width={HUGE}", f"residua: model.width = {HUGE} is refused: expected"),
-        (f"train tiny train.micro_batch={HUGE}", f"residua: train.micro_batch = {HUGE} is refused"),
+         f"residua: train.seed = {HUGE} is invalid: expected less than 9223372036854775808."),
+        (f"train tiny data.seed={HUGE}", f"residua: data.seed = {HUGE} is invalid: expected"),
+        (f"train tiny model.width={HUGE}", f"residua: model.width = {HUGE} is invalid: expected"),
+        (f"train tiny train.micro_batch={HUGE}", f"residua: train.micro_batch = {HUGE} is invalid"),
         ("train tiny =3", "residua: override '=3' is not of the form section.key=value."),
         ("train tiny model=3", "residua: model = 3 should be a table of keys."),
-        ("train tiny steps=3", "residua: override 'steps=3' names no section: write train.steps=3."),
+        ("train tiny steps=3", "residua: override 'steps=3' has no known section: write train.steps=3."),
         ("train folder", "residua: 'folder' is neither a preset (`residua presets` lists them) nor a .toml file."),
         ("train tiny --out file", "residua: file is a file: choose another --out."),
-        ("train tiny --out file/x", "residua: file is a file, so file/x cannot be made: choose another --out."),
+        ("train tiny --out file/x", "residua: file is a file, so file/x cannot be created: choose another --out."),
         ("train tiny --out _EMPTY_", "residua: --out is empty: give it a value or leave it out."),
         ("train tiny --out=", "residua: --out is empty"),
         ("train _EMPTY_", "residua: an argument is empty"),
@@ -72,20 +72,20 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("train --from s3://b/x --out new", ADDRESS),
         ("quantize s3://b/x --out q", ADDRESS),
         (f"train tiny --threads {HUGE}", "residua: invalid value for '--threads'"),
-        ("train tiny --nonsense", "residua: no such option: --nonsense: `residua train --help` shows what there is"),
+        ("train tiny --nonsense", "residua: no such option: --nonsense: `residua train --help` shows all options"),
         ("quantize nowhere --out q", "residua: nowhere is not a folder: name a run of `residua train`"),
         ("quantize folder --out q", "residua: folder holds no model: name a run of `residua train`"),
         ("data info folder --sample -1", "residua: invalid value for '--sample'"),
         ("data prepare folder --out p --workers 0", "residua: invalid value for '--workers'"),
         ("data prepare folder --out p --shard-tokens 0", "residua: invalid value for '--shard-tokens'"),
         ("data prepare folder --out p --max-bytes -4", "residua: invalid value for '--max-bytes'"),
-        ("data prepare folder --out p --holdout 2", "residua: --holdout 2 is not a share of the text"),
-        ("data prepare folder --out p --holdout nan", "residua: --holdout nan is not a share of the text"),
+        ("data prepare folder --out p --holdout 2", "residua: --holdout 2 is not a fraction of the text"),
+        ("data prepare folder --out p --holdout nan", "residua: --holdout nan is not a fraction of the text"),
         ("data prepare folder --out p --tokenizer _EMPTY_", "residua: --tokenizer is empty"),
         (f"data tokenizer --vocab-size {HUGE} --out t.json", "residua: invalid value for '--vocab-size'"),
         ("compare prenorm mgr --out file/x",
-         "residua: file is a file, so file/x cannot be made: choose another --out."),
-        ("compare prenorm mgr --sizes tiny", "residua: --sizes tiny is too few to fit: name two sizes or more"),
+         "residua: file is a file, so file/x cannot be created: choose another --out."),
+        ("compare prenorm mgr --sizes tiny", "residua: --sizes tiny is too few for a fit: name at least two sizes"),
         ("compare prenorm mgr --sizes tiny,mini --tokens-per-parameter 0",
          "residua: --tokens-per-parameter 0 must be above 0"),
         ("compare prenorm mgr --quantize _EMPTY_", "residua: --quantize is empty"),
@@ -93,8 +93,8 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("bench step tiny --micro-batch 0", "residua: invalid value for '--micro-batch'"),
         ("bench step tiny --out folder", "residua: --out folder is a folder: name the file to write."),
         ("bench step tiny --out file/x", "residua: file is a file: choose another --out."),
-        ("bench fp8 --sizes 0:0", "residua: --sizes 0:0 is not a list like 512:2048,4096:4096."),
-        ("bench fp8 --sizes -1:3", "residua: --sizes -1:3 is not a list like"),
+        ("bench fp8 --sizes 0:0", "residua: --sizes 0:0 is not a list of shapes: write IN:OUT pairs"),
+        ("bench fp8 --sizes -1:3", "residua: --sizes -1:3 is not a list of shapes"),
         (f"bench plan tiny --gpus {HUGE}", "residua: invalid value for '--gpus'"),
     ],
 )  # fmt: skip

@@ -139,7 +139,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "pathway twice": (
         ["anchors={kind='exoformer', pathways=['q', 'q']}"],
-        ["anchors.pathways = ['q', 'q']", "each once"],
+        ["anchors.pathways = ['q', 'q']", "without repetition"],
     ),
     "no pathway": (["anchors={kind='exoformer', pathways=[]}"], ["anchors.pathways = []"]),
     "too small": (["layers=0"], ["layers = 0", "1 or more"]),
@@ -246,5 +246,5 @@ def test_a_config_error_is_a_value_error() -> None:
 
 @pytest.mark.parametrize("kind", [ModelConfig, RunConfig, StudyConfig])
 def test_text_of_a_file_in_place_of_its_path_is_refused(kind: Any) -> None:
-    with pytest.raises(ValueError, match=r"^the text of a TOML file stands where a path is expected: write it to a f"):
+    with pytest.raises(ValueError, match=r"^expected a path, got the text of a TOML file: write it to a f"):
         kind.from_toml(RunConfig.find("tiny").to_toml())

@@ -55,7 +55,7 @@ def test_the_shortest_run_has_a_rate() -> None:
 
 
 def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"train\.schedule\.warmup = 10 is not shorter than train\.steps = 10"):
+    with pytest.raises(ValueError, match=r"train\.schedule\.warmup = 10 must be less than train\.steps = 10"):
         TrainConfig(steps=10, schedule=LinearDecay(warmup=10))
 
 

@@ -365,28 +365,28 @@ def test_kimi_preset_has_the_parameters_of_transformers_model() -> None:
 SHORT = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [2.0]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "relu"}, "hidden_act = 'relu'"),
-    ("llama", {"rope_scaling": {"rope_type": "axial"}}, "rope_type = 'axial' is missing here"),
+    ("llama", {"rope_scaling": {"rope_type": "axial"}}, "rope_type = 'axial' is not supported"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "needs 'factor'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, "attention_out_bias without attention_bias"),
     ("qwen2_moe", {"shared_expert_intermediate_size": 25}, "shared_expert_intermediate_size = 25"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized"),
-    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "rope_type = 'yarn' make no sense"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": "four"}}, "rope_type = 'yarn' are inconsistent"),
     ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type = 'yarn' needs 'factor'"),
-    ("llama", {"is_causal": False}, "is_causal = False has no counterpart here"),
+    ("llama", {"is_causal": False}, "is_causal = False is not supported"),
     ("mistral", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("qwen2", {"layer_types": ["full_attention"] * 2}, "layer_types has 2 entries for 3 layers"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 3 layers"),
     ("kimi_linear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entry for 3 layers"),
-    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 has no counterpart here"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
-    ("gemma4_text", {}, "hidden_size_per_layer_input = 256 has no counterpart here"),
+    ("gemma4_text", {}, "hidden_size_per_layer_input = 256 is not supported"),
     ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers = 2"),
     ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block = True"),
     (
         "gemma4_text",
         {"hidden_size_per_layer_input": 0, "num_key_value_heads": 2, "per_layer_config": {"0": {"head_dim": 8}}},
-        "per_layer_config changes more than heads in full_attention",
+        "per_layer_config changes more than the heads of full_attention",
     ),
     ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
@@ -401,10 +401,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ("phi", {"qk_layernorm": True}, "qk_layernorm = True"),
-    ("starcoder2", {"hidden_act": "silu"}, "a plain feed-forward with it is missing here"),
+    ("starcoder2", {"hidden_act": "silu"}, "a plain feed-forward with it is not supported"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
-    ("bloom", {}, "because Residua lacks distances in scores (ALiBi): the nearest is 'gpt_neox'"),
-    ("gemma3", {}, "model_type = 'gemma3' is not a known family: the nearest is 'gemma3_text'"),
+    ("bloom", {}, "because Residua lacks position biases in the scores (ALiBi): the nearest is 'gpt_neox'"),
+    ("gemma3", {}, "model_type = 'gemma3' is not a supported family: the nearest is 'gemma3_text'"),
     (None, {}, "model_type = None"),
 ]
 
@@ -447,9 +447,17 @@ def test_keys_that_make_no_sense_are_refused(keys: dict[str, Any], message: str,
 @pytest.mark.parametrize(
     ("layout", "tables", "message"),
     [
-        ("qwen3", {"topology": {"kind": "multi_gate", "streams": 2}}, "topology.kind = 'multi_gate' has no place"),
-        ("qwen3", {"topology": {"kind": "highway"}, "reader_eps": "sum"}, "topology.kind = 'highway' has no place"),
-        ("llama", {}, "attention.qk_norm = 'rms' has no place in the llama layout"),
+        (
+            "qwen3",
+            {"topology": {"kind": "multi_gate", "streams": 2}},
+            "topology.kind = 'multi_gate' has no counterpart",
+        ),
+        (
+            "qwen3",
+            {"topology": {"kind": "highway"}, "reader_eps": "sum"},
+            "topology.kind = 'highway' has no counterpart",
+        ),
+        ("llama", {}, "attention.qk_norm = 'rms' has no counterpart in the llama layout"),
         ("qwen3", {"norm": {"kind": "gatednorm"}}, "norm.kind = 'gatednorm'"),
         ("qwen3", {"norm": {"kind": "rmsnorm", "eps": 1e-5}}, "attention.qk_eps = 1e-06"),
         ("mixtral", {"attention": {"kind": "softmax", "heads": 2, "qk_norm": "none"}}, "ffn.kind = 'swiglu'"),
@@ -499,5 +507,5 @@ def test_export_takes_the_layout_and_refuses_an_unknown_one(tmp_path: Path) -> N
     import_folder(tmp_path / "hf", tmp_path / "run")
     Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
     assert export(tmp_path / "run", tmp_path / "out", layout="llama").difference is not None
-    with pytest.raises(ValueError, match="model_type = 'lama' is not a known family"):
+    with pytest.raises(ValueError, match="model_type = 'lama' is not a supported family"):
         export(tmp_path / "run", tmp_path / "other", layout="lama")

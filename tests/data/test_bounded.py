@@ -96,7 +96,7 @@ def test_long_line_of_json_is_skipped_and_the_next_one_read(tmp_path: Path) -> N
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one"}}\n{long}\n{{"text": "two"}}\n')
     assert [d.text for d in open_corpus([path], holdout=0, skip_bad=True).documents()] == ["two", "one"]
-    with pytest.raises(DataError, match="line 2 is longer than 16 million characters: divide its text"):
+    with pytest.raises(DataError, match="line 2 is longer than 16 million characters: split it"):
         list(open_corpus([path], holdout=0).documents())
 
 

@@ -72,14 +72,14 @@ def test_embedded_corpus_knows_its_vocabulary_unprepared(tmp_path: Path) -> None
 
 def test_vocabulary_too_large_for_the_text_is_reported(jsonl: Path, tmp_path: Path) -> None:
     printed = run("prepare", jsonl, "--out", tmp_path / "out", "--workers", "1")
-    assert "token ids are many for so little text: --tokenizer bpe:1024 would suit it better" in printed
+    assert "token ids are too many for so little text: consider --tokenizer bpe:1024" in printed
 
 
 def test_tiny_validation_text_is_reported(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a few words\n" * 1000)
     printed = run("prepare", tmp_path / "text.txt", "--out", tmp_path / "a", "--tokenizer", "bytes")
     assert "validation is tiny (1,2" in printed and "raise --holdout, or give --validation SOURCE" in printed
-    assert "token ids are many" not in printed
+    assert "token ids are too many" not in printed
     assert "1 document " in printed and "1 shard\n" in printed
     (tmp_path / "text.txt").write_text("a few words\n" * 20_000)
     printed = run("prepare", tmp_path / "text.txt", "--out", tmp_path / "b", "--tokenizer", "bytes")
@@ -100,10 +100,10 @@ def test_skipped_files_are_reported_and_read_when_named(tmp_path: Path, monkeypa
         (folder / name).write_text(f"text of {name}")
     options = ("--tokenizer", "bytes", "--holdout", "0", "--out")
     printed = run("prepare", folder, *options, tmp_path / "a")
-    left_out = "7 files left out because of the suffix (.c, no suffix, .h, .tar.gz, …): to read those that are text, "
+    left_out = "7 files skipped because of the suffix (.c, no suffix, .h, .tar.gz, …): to read text files among them, "
     assert f"{left_out}name them, as in residua data prepare 'my code'/*.c\n" in printed
     printed = run("prepare", folder, folder / "b.c", folder / "c.c", *options, tmp_path / "b")
-    assert "5 files left out because of the suffix (no suffix, .h, .tar.gz, .json, …)" in printed
+    assert "5 files skipped because of the suffix (no suffix, .h, .tar.gz, .json, …)" in printed
     assert Dataset.open(tmp_path / "b").split("train").documents == 3
     assert "left out" not in run("prepare", folder / "a.txt", *options, tmp_path / "c")
 
@@ -157,7 +157,10 @@ def test_options_that_exclude_each_other_are_refused(jsonl: Path, tmp_path: Path
     (tmp_path / "v.txt").write_text("held")
     for arguments, words in (
         (("--holdout", "0.1"), "need a SOURCE"),
-        ((jsonl, "--validation", tmp_path / "v.txt", "--holdout", "0.1"), "so --holdout holds nothing out"),
+        (
+            (jsonl, "--validation", tmp_path / "v.txt", "--holdout", "0.1"),
+            "--validation and --holdout both choose the validation text",
+        ),
     ):
         with pytest.raises(DataError, match=words):
             run("prepare", *arguments, "--out", tmp_path / "out")
@@ -174,7 +177,7 @@ def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, mon
     for source, validation in ((held, tmp_path / held), ("folder", held), ("folder", "link.txt"), (held, "folder")):
         out = f"out-{source}-{validation}".replace("/", "-")
         printed = run("prepare", "other.txt", source, "--validation", validation, "--tokenizer", "bytes", "--out", out)
-        assert "in the training text (1 word for word, 0 but for case" in printed
+        assert "in the training text (1 verbatim, 0 up to case" in printed
         assert "; 1 training document was dropped from training (--overlap keep keeps them)\n" in printed
     printed = run("prepare", "other.txt", "--validation", "folder", "--tokenizer", "bytes", "--out", "out")
     assert "no validation document is in the training text\n" in printed
@@ -195,7 +198,7 @@ def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypa
     assert refusal.startswith("6 problems in the text (2 lines not valid JSON, 1 line whose field 'text' is not text, ")
     places = ("line 2 is", "line 3: field", "line 4 has", "line 5 is", "b.txt is not UTF-8", "c.txt.gz (Not a gzip")
     assert [place for place in places if place not in refusal] == []
-    assert refusal.endswith("or leave all of them out with --skip-bad.") and not Path("out").exists()
+    assert refusal.endswith("or skip all of them with --skip-bad.") and not Path("out").exists()
     printed = run("prepare", "messy", "--skip-bad", *options)
     assert Dataset.open("out").split("train").documents == 3
     assert "2 lines skipped (not valid JSON), the first: messy/a.jsonl, line 2 is not valid JSON (" in printed
@@ -216,7 +219,7 @@ def test_file_faulty_in_the_middle_is_said_to_be_partly_used(tmp_path: Path, mon
     printed = run("prepare", "half.jsonl", "none.txt", "--skip-bad", *options)
     used = Dataset.open("out").split("train").documents
     assert 0 < used <= 20
-    first = f"half.jsonl is not UTF-8 text (invalid start byte): read up to document {used}, the rest skipped"
+    first = f"half.jsonl is not UTF-8 text (invalid start byte): read up to document {used}, then skipped"
     assert f"1 file partly skipped (not UTF-8 text), the first: {first}\n" in printed
     assert "1 file skipped (not UTF-8 text), the first: none.txt is not UTF-8 text (invalid start byte)\n" in printed
     part, whole = Dataset.open("out").description["skipped"]
@@ -233,7 +236,7 @@ def test_links_out_of_a_folder_are_left_out_and_named(tmp_path: Path, monkeypatc
         run("prepare", "folder", *options, "a")
     Path("folder/text.txt").write_text("text")
     Path("folder/inner.txt").symlink_to("text.txt")
-    assert "1 link left out because it leads out of the folder" in run("prepare", "folder", *options, "b")
+    assert "1 link skipped because it leads out of the folder" in run("prepare", "folder", *options, "b")
     assert Dataset.open("b").split("train").bytes == 8
     assert "left out" not in run("prepare", "folder", "secret.txt", *options, "c")
     assert Dataset.open("c").split("train").bytes == 14

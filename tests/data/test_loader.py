@@ -188,7 +188,7 @@ def test_error_while_working_ahead_reaches_the_caller(split: Split, monkeypatch)
 
 
 def test_sizes_that_cannot_be_are_refused(split: Split) -> None:
-    with pytest.raises(DataError, match=f"holds {split.tokens:,} tokens, too few for a sequence of {split.tokens}"):
+    with pytest.raises(DataError, match=f"holds {split.tokens:,} tokens, too few for one sequence of {split.tokens}"):
         Loader(split, split.tokens, 1)
     assert next(Loader(split, split.tokens - 1, 1)).tokens.shape == (1, split.tokens - 1)
     with pytest.raises(DataError, match="batch is 0"):

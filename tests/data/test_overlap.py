@@ -44,10 +44,10 @@ def test_copies_of_validation_text_are_dropped_and_counted(tmp_path: Path, monke
     kept = made(leaky, "kept", "keep")
     assert kept.split("train").documents == 119 and kept.description["overlap"]["copies"] == 9
     said = overlap_notice(kept.description["overlap"], 10)
-    assert said.startswith("8 of 10 validation documents are in the training text (3 word for word, 5 but for case")
+    assert said.startswith("8 of 10 validation documents are in the training text (3 verbatim, 5 up to case")
     with pytest.raises(DataError, match=r"8 of 10 validation documents .* with --overlap drop, or keep them with"):
         made(leaky, "refused", "refuse")
-    with pytest.raises(DataError, match="other sources or settings"):
+    with pytest.raises(DataError, match="different sources or settings"):
         made(leaky, "kept", "drop")
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["clean", "dropped", "kept"]
 
@@ -68,7 +68,7 @@ def test_near_copies_of_held_out_documents_are_dropped(tmp_path: Path) -> None:
 
 def test_nothing_left_to_train_on_is_refused(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS[:2])
-    with pytest.raises(DataError, match=r"every training document is validation text too: .* --overlap keep"):
+    with pytest.raises(DataError, match=r"every training document is also in the validation text: .* --overlap keep"):
         prepare(open_corpus([source], validation=source), tmp_path / "out", "bytes", overlap="drop")
     with pytest.raises(DataError, match="overlap is 'ignore': choose drop, keep or refuse"):
         prepare(open_corpus([source]), tmp_path / "out", "bytes", overlap="ignore")

@@ -86,11 +86,11 @@ def test_other_content_is_never_overwritten(jsonl: Path, tmp_path: Path) -> None
         (jsonl, out, "bpe:300"),
         (other, tmp_path / "new", "bytes"),
     ):
-        with pytest.raises(DataError, match="made from other sources or settings"):
+        with pytest.raises(DataError, match="from different sources or settings"):
             prepare(open_corpus([source]), folder, tokenizer)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(DataError, match="already holds something"):
+    with pytest.raises(DataError, match="already has a dataset"):
         prepare(open_corpus([jsonl]), tmp_path / "mine", "bytes")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
@@ -116,7 +116,9 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(jsonl: Path, tmp_path: Pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ShardWriter, "add", add)
-    with pytest.raises(OSError, match=r"could not write .*out: No space left on device; nothing of it is left"):
+    with pytest.raises(
+        OSError, match=r"could not write .*out: No space left on device; the partial output was " r"removed"
+    ):
         prepare(open_corpus([jsonl]), tmp_path / "out", "bytes")
     assert list(tmp_path.iterdir()) == []
 
@@ -140,7 +142,7 @@ def test_slower_of_two_processes_takes_the_dataset_of_the_faster(jsonl: Path, tm
     [
         ([" ", "\n"], 0.1, "no text to train on"),
         ([], 0.0, "no text to train on"),
-        (["alone"], 0.1, "holds a single document: give --validation FILE"),
+        (["alone"], 0.1, "has a single document, so none can be held out: give --validation FILE"),
     ],
 )
 def test_empty_corpus_is_refused(tmp_path: Path, texts: list[str], holdout: float, message: str) -> None:
@@ -161,7 +163,7 @@ def test_dataset_without_validation_says_so(tmp_path: Path, jsonl: Path) -> None
 
 @pytest.mark.parametrize("tokenizer", ["bpe:", "bpe:many", "bpe:100"])
 def test_tokenizer_sizes_that_cannot_be_are_refused(tmp_path: Path, jsonl: Path, tokenizer: str) -> None:
-    with pytest.raises(DataError, match=r"write the vocabulary size|at least 257"):
+    with pytest.raises(DataError, match=r"give the vocabulary size|at least 257"):
         prepare(open_corpus([jsonl]), tmp_path / "out", tokenizer)
 
 

@@ -157,7 +157,7 @@ def test_long_text_is_cut_at_blank_lines_and_nothing_is_lost() -> None:
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line 2 is not valid JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no field 'text': name one of body with --field"),
         ("a.jsonl", b"{}\n", r"line 1 has no field 'text': correct or remove it\.$"),
-        ("a.jsonl", b'{"text": "x"}\n\n{"body": "y"}\n', r"line 3 has no field .* lines before it have: correct"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"body": "y"}\n', r"line 3 has no field .* earlier lines have: correct"),
         ("a.jsonl", b'{"text": 3}\n', r"line 1: field 'text' holds int, not text"),
         ("a.json", b'[{"text": "x"}, {"text": "y"}]\n', r"line 1 holds a list of 2 entries, .*: write one object"),
         ("a.json", b'[\n  {"text": "x"}\n]\n', r"line 1 is not valid JSON .*: write one object per line, such as"),

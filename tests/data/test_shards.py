@@ -49,7 +49,7 @@ def test_unfinished_shard_does_not_open(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "a.bin", np.dtype("<u2"), HASH)
     writer.add(np.array([1, 2, 3]))
     writer.file.close()
-    with pytest.raises(DataError, match="not a shard of Residua"):
+    with pytest.raises(DataError, match="not a Residua shard"):
         Shard(tmp_path / "a.bin")
 
 
@@ -71,7 +71,7 @@ def test_damaged_shard_is_refused(tmp_path: Path, damage: Callable[[bytes], byte
 @pytest.mark.parametrize(
     ("position", "value", "words"),
     [
-        (0, b"RESIDUE\0", "not a shard of Residua"),
+        (0, b"RESIDUE\0", "not a Residua shard"),
         (8, struct.pack("<I", 99), "format version 99, this Residua reads 1"),
         (12, struct.pack("<I", 3), "claims 8 tokens of 3 bytes"),
         (12, struct.pack("<I", 4), "truncated"),
@@ -113,9 +113,12 @@ def one_token_more(folder: Path) -> None:
         (one_token_more, r"train shards in .* hold"),
         (lambda at: change_description(at, dtype="uint32"), "holds uint16, dataset.json says uint32"),
         (lambda at: change_description(at, vocab_size=50), "outside the vocabulary of 50"),
-        (lambda at: change_description(at, vocab_size=300), "says vocab_size = 300, but its tokenizer has 257 ids"),
+        (
+            lambda at: change_description(at, vocab_size=300),
+            "says vocab_size = 300, but the tokenizer next to it has 257 ids",
+        ),
         (lambda at: change_description(at, version=7), "has version 7"),
-        (lambda at: change_description(at, format="other"), "does not describe a dataset"),
+        (lambda at: change_description(at, format="other"), "does not describe a Residua dataset"),
         (lambda at: change_description(at, splits={"train": {}}), r"dataset\.json has no key splits\.train\.tokens"),
         (lambda at: change_description(at, splits=["train"]), "splits is a list of 1 entry, expected an object"),
         (lambda at: (at / "dataset.json").write_text("{"), r"dataset\.json is not valid JSON .*: prepare the data"),
@@ -139,7 +142,7 @@ def test_id_above_all_that_were_written_is_named_when_read(copy: Path) -> None:
     ids.flush()
     split = Dataset.open(copy).split("train")
     split.read(0, first + 5)
-    sentence = r"train-00001\.bin holds id 257 at token 5, and the largest that was written is 256: the file is"
+    sentence = r"train-00001\.bin holds id 257 at token 5, but the largest id in its header is 256: the file is"
     for read in (lambda: split.read(first - 3, 20), lambda: split.counts(257)):
         with pytest.raises(DataError, match=sentence):
             read()

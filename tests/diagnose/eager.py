@@ -135,7 +135,7 @@ def is_map(y: Any, tokens: Tensor) -> bool:
 
 
 def is_choice(y: Any, tokens: Tensor) -> bool:
-    """Whether a tensor holds the numbers of k chosen experts for every token."""
+    """Whether a tensor has the numbers of k chosen experts for every token."""
     if not isinstance(y, Tensor) or y.dtype != torch.int64 or y.dim() < 2:
         return False
     return y.numel() == tokens.numel() * y.shape[-1]

@@ -70,7 +70,7 @@ def report(
         "dimensions": _dimensions(outlier),
         "attention": [_attention(layer, layer in sinks) for layer in range(layers)],
         "ablations": _ablations(layers, dead) if removal else [],
-        "skipped": [] if removal else ["Removal of layers, sources and heads: left out by --ablations none."],
+        "skipped": [] if removal else ["Removal of layers, sources and heads: skipped because of --ablations none."],
     }
     if routing:
         facts["depth_weights"] = [_reader(k, sites) for k in range(1, 2 * layers + 1)]

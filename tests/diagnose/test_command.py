@@ -96,7 +96,7 @@ def test_a_run_without_softmax_layers_says_so(text: Path, tmp_path: Path) -> Non
     mixer = {"kind": "gated_deltanet", "key_heads": 2, "value_heads": 2, "head_dim": 8}
     run = write_run(tmp_path / "linear", attention=mixer)
     made = diagnose([run], tmp_path / "out", text=text, tokens=64).models[0]
-    assert made.attention == [] and "no layer of this model has a softmax" in made.skipped[0]
+    assert made.attention == [] and "no layer of this model uses softmax attention" in made.skipped[0]
     assert made.sites[0].kind == "linear attention"
 
 
@@ -150,7 +150,7 @@ FOREIGN = {
     "pickled": ({"model_type": "llama"}, "pytorch_model.bin", rf"model\.safetensors does not exist: {AGAIN}\.$"),
     "with code": (
         {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}},
-        "model.safetensors", r"needs Python code of its own .* Residua runs no code from a model folder",
+        "model.safetensors", r"needs its own Python code .* Residua runs no code from a model folder",
     ),
 }  # fmt: skip
 
@@ -200,7 +200,7 @@ def test_a_page_of_another_command_is_not_replaced(run: Path, text: Path) -> Non
 
 
 def test_files_of_other_things_get_no_diagnosis_among_them(run: Path, text: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds text\.txt and no diagnosis: choose another --out"):
+    with pytest.raises(ValueError, match=r"has text\.txt but no diagnosis: choose another --out"):
         diagnose([run], text.parent, text=text, tokens=64)
     assert not (text.parent / "diagnosis.json").exists()
 
@@ -216,7 +216,7 @@ def test_a_runs_own_diagnosis_is_not_replaced_by_another_models(run: Path, text:
     diagnose([run], run, text=text, tokens=64, ablations="none")
     own = (run / "diagnosis.json").read_bytes()
     for models in ([other], [run, other]):
-        with pytest.raises(ValueError, match=r"run is a model's folder and holds a diagnosis of other models: choose"):
+        with pytest.raises(ValueError, match=r"run is a model folder with a diagnosis of other models: choose"):
             diagnose(models, run, text=text, tokens=64, ablations="none")
     assert (run / "diagnosis.json").read_bytes() == own
     moved = run.rename(tmp_path / "moved")
@@ -286,5 +286,5 @@ def test_a_dataset_without_validation_shows_its_training_part(run: Path, tmp_pat
 def test_a_text_that_was_moved_away_is_asked_for(run: Path, lesson: Dataset) -> None:
     with_data(run, lesson)
     lesson.path.rename(lesson.path.with_name("elsewhere"))
-    with pytest.raises(ValueError, match=r"the text of .*run, is not there any more: name a text or a dataset"):
+    with pytest.raises(ValueError, match=r"the text of .*run, no longer exists: name a text or a dataset"):
         diagnose([run], run, tokens=64)

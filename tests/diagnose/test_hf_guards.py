@@ -52,7 +52,7 @@ def test_a_model_that_reads_later_tokens_is_refused() -> None:
     import transformers
 
     config = architectures.configuration("bert")
-    with pytest.raises(ValueError, match=r"^BertLMHeadModel also reads later tokens, so its next-token loss means"):
+    with pytest.raises(ValueError, match=r"^BertLMHeadModel also attends to later tokens, so its next-token loss is"):
         HuggingFaceSubject(transformers.AutoModelForCausalLM.from_config(config), "encoder")
     config.is_decoder = True
     assert HuggingFaceSubject(transformers.AutoModelForCausalLM.from_config(config), "decoder").layers == 2
@@ -132,7 +132,7 @@ def test_learned_sink_is_reported_instead_of_token_sinks() -> None:
             layer.self_attn.sinks.fill_(5.0)
     made = diagnose_model(HuggingFaceSubject(model, "gpt_oss"), random_text(), ablations="none")
     assert named(made) == {("learned_sink", (("layers", (0, 1)),))}
-    assert any("learned sink takes a sink's share" in line for line in made.summary)
+    assert any("learned sink takes as much attention" in line for line in made.summary)
     assert "attention sink on a token," in absent(made) and "attention sink," not in absent(made)
 
 

@@ -123,7 +123,7 @@ def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
     save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors", {"format": "pt"})
     made = diagnose([folder], tmp_path / "out", tokens=64, length=32, ablations="none", device="cpu").models[0]
     assert f", without tensors {name.format('A')!r} and 1 more of its folder. Loss" in made.summary[0]
-    said = f"The folder's tensors {name.format('A')!r}, {name.format('B')!r}: LlamaForCausalLM has nothing of that name"
+    said = f"The folder's tensors {name.format('A')!r}, {name.format('B')!r}: LlamaForCausalLM has no such parameters"
     assert sum(reason.startswith(said) for reason in made.skipped) == 1
     assert not any("inv_freq" in words for words in (*made.summary, *made.skipped))
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
@@ -131,14 +131,14 @@ def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
 
 
 HOSTILE = {
-    "vocabulary": ("llama", {"vocab_size": 150_000_000}, r"asks for 9,600,0\d\d,\d\d\d parameters, and the files hold"),
+    "vocabulary": ("llama", {"vocab_size": 150_000_000}, r"asks for 9,600,0\d\d,\d\d\d parameters, but the files have"),
     "layers": ("llama", {"num_hidden_layers": 10**7}, r"asks for 10,000,000 layers \(num_hidden_layers\), and .* 21"),
     "more layers": ("llama", {"num_hidden_layers": 10**12, "hidden_size": 0}, "asks for 1,000,000,000,000 layers"),
     "layers by another name": ("gpt2", {"n_layer": 10**9}, r"asks for 1,000,000,000 layers \(n_layer\)"),
     "some layers": ("llama", {"num_hidden_layers": 1000}, "asks for more than 1,084 tensors, and the folder's files"),
-    "heads": ("llama", {"num_attention_heads": 10**6, "hidden_size": 10**6}, "asks for .* parameters, and the files"),
-    "experts": ("mixtral", {"num_local_experts": 10**9}, "asks for .* parameters, and the files hold"),
-    "positions": ("gpt2", {"n_positions": 10**9}, "asks for .* parameters, and the files hold"),
+    "heads": ("llama", {"num_attention_heads": 10**6, "hidden_size": 10**6}, "asks for .* parameters, but the files"),
+    "experts": ("mixtral", {"num_local_experts": 10**9}, "asks for .* parameters, but the files have"),
+    "positions": ("gpt2", {"n_positions": 10**9}, "asks for .* parameters, but the files have"),
     "width": ("llama", {"intermediate_size": 10**30}, "cannot be opened as a causal language model"),
     "negative": ("llama", {"hidden_size": -5}, "cannot be opened as a causal language model"),
     "words": ("llama", {"num_hidden_layers": "many"}, "cannot be opened as a causal language model"),
@@ -218,7 +218,7 @@ def test_a_folder_of_an_engine_is_diagnosed_in_its_own_dtype(tmp_path: Path) -> 
     made = diagnose([served], tmp_path / "out", tokens=64, device="cpu").models[0]
     assert len(made.sites) == 4 and sum(a.kind == "layer" for a in made.ablations) == 2
     assert not any(s.gradient_rms for s in made.sites) and "without" not in made.description
-    assert sum(reason.startswith("Gradients: no weight") for reason in made.skipped) == 1
+    assert sum(reason.startswith("Gradients: no sublayer weight") for reason in made.skipped) == 1
 
 
 def test_a_hybrid_says_which_layers_have_no_attention_weights() -> None:

@@ -24,7 +24,7 @@ from tests.diagnose import reports
 from tests.diagnose.reports import report
 
 SECTIONS = (
-    "Findings", "Layer by layer", "Depth weights", "Summary", "What removal costs", "Attention sinks",
+    "Findings", "Layer by layer", "Depth weights", "Summary", "Cost of removal", "Attention sinks",
     "Attention entropy", "Attention map", "Attention map, layer by layer", "Residual sinks", "Tokens and dimensions",
     "Tokens and dimensions, layer by layer", "Norm weights", "Massive activations", "Largest outputs",
     "Magnitude per sublayer", "Gradient per sublayer", "Token and layer similarity", "Streams", "Write gates",
@@ -73,7 +73,7 @@ def test_every_section_says_what_healthy_looks_like() -> None:
         assert "ealthy" in re.sub(r"<script.*?</script>", "", part, flags=re.S)
     plain = html_of(report(layers=2, removal=False))  # has no empty sections
     titles = set(re.findall(r"<h2[^>]*>(.*?)</h2>", plain))
-    assert not {"Depth weights", "Streams", "Attention gates", "Anchor mixing", "What removal costs"} & titles
+    assert not {"Depth weights", "Streams", "Attention gates", "Anchor mixing", "Cost of removal"} & titles
     assert plain.index('class="strips') < plain.index("Depth routing: nothing to show") < plain.index('id="summary"')
 
 
@@ -267,7 +267,7 @@ def test_a_loss_at_chance_level_is_the_first_finding() -> None:
     html = top_of(made)
     first, words = next(iter(cards(html).items()))
     assert first == "Chance level loss" and GREEN not in html
-    for guess in ("same probability (10.3735)", "how often each token occurs (7.1000)", "Train the model, or check"):
+    for guess in ("same probability (10.3735)", "token frequencies (7.1000)", "Train the model, or check"):
         assert guess in words
     assert title([made]).startswith("Inside random: a chance level loss")
 
@@ -309,7 +309,7 @@ def test_a_removal_that_helps_goes_to_the_other_side_of_zero() -> None:
     (track,) = Removal.tracks([removed(0.5, -0.5, 0.0)])
     bars = track.cells[0]
     assert bars[0].lengths[0] == -bars[1].lengths[0] > 0 and bars[2].lengths == (0.0,)
-    assert {bar.zero for bar in bars.values()} == {0.5} and "left of it the loss falls" in track.meaning
+    assert {bar.zero for bar in bars.values()} == {0.5} and "to the left that it falls" in track.meaning
     assert [bars[n].text for n in range(3)] == ["+0.5", "−0.5", "0"]
     (track,) = Removal.tracks([removed(0.5, 0.2)])
     assert {bar.zero for bar in track.cells[0].values()} == {None} and "falls" not in track.meaning

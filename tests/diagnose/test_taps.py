@@ -36,5 +36,5 @@ def test_tapped_tensors_keep_their_graph() -> None:
 
 
 def test_a_model_without_taps_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear publishes no taps"), residua.diagnose.taps(nn.Linear(2, 2)):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Linear has no taps"), residua.diagnose.taps(nn.Linear(2, 2)):  # type: ignore[arg-type]
         pass

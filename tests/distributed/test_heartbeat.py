@@ -149,7 +149,7 @@ def test_a_silent_rank_is_named_once_on_each_node(job: Any, silent: int, nodes: 
     assert len(said) == nodes
     for line in said:
         assert line.startswith(f"residua: rank {silent} (process ")
-        assert line.endswith("failed: it was silent for 10 seconds, last heard of after step 7; do this.")
+        assert line.endswith("failed: it sent nothing for 10 seconds, last heard of after step 7; do this.")
 
 
 @pytest.mark.parametrize("dead", [{2, 3}, {0, 1}, {4, 0}, {1, 3}, {0, 1, 2, 3}])
@@ -250,7 +250,7 @@ def test_without_a_store_every_rank_says_so_and_ends(job: Any, capsys: Any) -> N
     simulated = job(2)
     simulated.store.lost = True
     assert simulated.seconds_until_an_end() == 1
-    assert capsys.readouterr().err.count("residua: the store that torchrun keeps is gone") == 2
+    assert capsys.readouterr().err.count("residua: torchrun's store is gone") == 2
 
 
 def test_a_rank_that_finished_or_failed_does_not_need_the_store(job: Any) -> None:
@@ -274,7 +274,7 @@ def test_after_a_failed_collective_the_living_are_not_accused(job: Any) -> None:
     simulated = job(3)
     assert simulated.alive.pop(0).who_died() is None
     simulated.store.lost = True
-    assert simulated.alive.pop(1).who_died().startswith("the store that torchrun keeps is gone")
+    assert simulated.alive.pop(1).who_died().startswith("torchrun's store is gone")
 
 
 def test_after_a_failed_collective_a_reason_is_found_at_once(job: Any) -> None:

@@ -91,13 +91,13 @@ def test_a_probe_finds_ranks_that_see_or_write_other_files(tmp_path: Path, monke
     probes = [nodes.Probe(tmp_path / ("other" if rank == 2 else "run"), rank, "token") for rank in range(4)]
     probes[0].write()
     answers = [probe.answer() for probe in probes]
-    assert [answer["problem"] for answer in answers] == [None, None, "does not hold what rank 0 wrote there", None]
+    assert [answer["problem"] for answer in answers] == [None, None, "does not contain what rank 0 wrote there", None]
     assert probes[0].missing(answers[:2]) is None
     sentence = probes[0].missing(answers)
     assert sentence is not None and f"{tmp_path}/other on" in sentence and "(rank 2) does not hold" in sentence
     probes[3].remove()
     sentence = probes[0].missing([*answers[:2], answers[3]])
-    assert sentence is not None and "(rank 3) holds files that rank 0 does not find" in sentence
+    assert sentence is not None and "(rank 3) contains files that rank 0 does not see" in sentence
     for probe in probes:
         probe.remove()
     assert not list((tmp_path / "run").iterdir())
@@ -109,7 +109,7 @@ HOSTS = ["node-a", "node-a", "node-b", "node-b"]
 def test_a_rank_is_slow_compared_with_the_median_for_its_work() -> None:
     assert slow_ranks([1.0, 1.1, 1.0, 1.2], [0] * 4, HOSTS) == {}
     found = slow_ranks([1.0, 1.0, 1.0, 2.0], [0] * 4, HOSTS)
-    assert list(found) == [3] and found[3].startswith("rank 3 on node-b computes slowly: 2.00 × the median rank's time")
+    assert list(found) == [3] and found[3].startswith("rank 3 on node-b is slow: 2.00 × the median rank's time")
     assert list(slow_ranks([1.0, 2.0], [0, 0], HOSTS)) == [1]
     assert slow_ranks([0.0, 0.0], [0, 0], HOSTS) == {}
 

@@ -19,13 +19,13 @@ from tests.distributed.cases import MODELS, run_config
 from tests.distributed.launch import environment, torchrun
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "batch": ({"data": 3}, "train.accumulate = 4 micro-batches cannot be shared by"),
+    "batch": ({"data": 3}, "train.accumulate = 4 micro-batches cannot be divided among"),
     "shards": ({"shard": 8}, "use a multiple of 8"),
     "layers": ({"pipeline": 5, "schedule": "gpipe"}, "5 stages are more than the 4 layers"),
     "flow": ({"pipeline": 2, "data": 4}, "the 1f1b schedule needs at least parallel.pipeline = 2"),
     "rounds": ({"pipeline": 2, "data": 4, "schedule": "interleaved", "stages_per_rank": 2},
                "the interleaved schedule needs a multiple of parallel.pipeline = 2"),
-    "stages": ({"pipeline": 2, "stages_per_rank": 2}, "the interleaved schedule has 2 or more stages per rank"),
+    "stages": ({"pipeline": 2, "stages_per_rank": 2}, "use at least 2 stages per rank for the interleaved"),
     "kind": ({"schedule": "1f1c"}, "did you mean '1f1b'?"),
 }  # fmt: skip
 
@@ -39,10 +39,10 @@ def test_a_mesh_that_does_not_fit_the_run_is_refused(name: str) -> None:
 
 WRONG_EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "shards": ("moe", {"shard": 2, "experts": 4}, "parallel.experts = 4 does not divide parallel.shard = 2"),
-    "unit": ("moe", {"shard": 2, "experts": 2, "unit": "model"}, "does not go with parallel.unit = 'model'"),
-    "dense": ("additive", {"shard": 2, "experts": 2}, "does not go with model.ffn.kind = 'swiglu'"),
-    "shares": ("three", {"shard": 2, "experts": 2}, "model.ffn.experts = 3 cannot be shared equally by parallel"),
-    "biases": ("biased", {"shard": 3, "experts": 3}, "divides the matrices of experts and not their biases"),
+    "unit": ("moe", {"shard": 2, "experts": 2, "unit": "model"}, "cannot be combined with parallel.unit = 'model'"),
+    "dense": ("additive", {"shard": 2, "experts": 2}, "cannot be combined with model.ffn.kind = 'swiglu'"),
+    "shares": ("three", {"shard": 2, "experts": 2}, "model.ffn.experts = 3 cannot be divided equally among parallel"),
+    "biases": ("biased", {"shard": 3, "experts": 3}, "divides the matrices of experts but not their biases"),
     "slices": ("three", {"shard": 9, "experts": 3}, "model.ffn.hidden = 8 rows each, cannot be sharded equally"),
 }
 
@@ -62,7 +62,7 @@ def test_processes_and_a_mesh_that_differ_are_refused(monkeypatch: pytest.Monkey
     for size, parallel, start, words in (
         ("", {"shard": 2}, open_world, r"asks for 2 processes .* and 1 was started: use torchrun"),
         ("4", {}, open_world, r"asks for 1 process .* and 4 were started"),
-        ("2", {"shard": 2}, World.alone, r"pass `train` the world that residua\.distributed\.world\.open_world"),
+        ("2", {"shard": 2}, World.alone, r"pass the result of residua\.distributed\.world\.open_world"),
     ):
         if size:
             monkeypatch.setenv("WORLD_SIZE", size)
@@ -79,7 +79,7 @@ def test_processes_and_a_mesh_that_differ_are_refused(monkeypatch: pytest.Monkey
         (["parallel.shard=2"], "residua: parallel asks for 2 processes (data 1 × shard 2 × pipeline 1) and 3"),
         pytest.param(
             ["parallel.shard=5"],
-            "residua: train.accumulate = 4 micro-batches cannot be shared by",
+            "residua: train.accumulate = 4 micro-batches cannot be divided among",
             marks=pytest.mark.nightly,
         ),
     ],
@@ -114,8 +114,8 @@ def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: py
     monkeypatch.setattr(command, "GRACE_SECONDS", 0)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        command.fail(ConfigError("process 1 of this machine has no GPU of its own."))
-    assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU of its own.\n"
+        command.fail(ConfigError("process 1 of this machine has no GPU for itself."))
+    assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU for itself.\n"
 
 
 def test_rank_that_ends_while_connecting_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_rank_that_ends_while_connecting_is_one_sentence(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Processes, "start", fail)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    words = r"could not connect \(Gloo .* refused\), probably .* start the same"
+    words = r"could not connect \(Gloo .* refused\), probably .* run the same"
     with pytest.raises(TrainingStopped, match=words) as stop:
         open_world(run_config("additive", {"data": 2}))
     assert "\n" not in str(stop.value)

@@ -152,8 +152,8 @@ def test_rank_that_hangs_is_named_and_ends_the_others_in_time(ranks: Ranks) -> N
     ranks.start(2, "parallel.data=2", "parallel.patience=600", dies=dies, beat=0.25)
     said = ranks.started[0].wait()
     assert ranks.codes[0] == 1, said
-    assert re.search(r"residua: rank 1 \(.*\) failed: it was silent for 2 seconds", said), said
-    assert f"`torchrun --nproc-per-node 2 --no-python residua train --resume --out {ranks.run}` by hand" in said
+    assert re.search(r"residua: rank 1 \(.*\) failed: it sent nothing for 2 seconds", said), said
+    assert f"manually, run `torchrun --nproc-per-node 2 --no-python residua train --resume --out {ranks.run}`" in said
     assert ranks.saved()[-1] == 2
     measured = [record["step"] for record in ranks.records("telemetry")]
     assert measured[:2] == [1, 2] and "telemetry is off" not in said  # the leader measures, the other waits

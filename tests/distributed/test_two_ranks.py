@@ -206,11 +206,12 @@ def test_run_says_what_it_sent_and_what_the_formulas_give(traces: Traces) -> Non
     """A block is 3 KiB per step. 7 are sent, 15 by sending at every hop, 12 and 10 (no embedding) by the formulas."""
     said = {name: bytes(traces[name]["notice"].tolist()).decode() for name in ("full-interleaved", "additive-1f1b")}
     assert said == {
-        "full-interleaved": "pipeline sent 0.0205 MiB forward and 0.0205 MiB backward in a step; every tensor at every "
-        "hop would be 0.0439 MiB; the formulas of arXiv 2603.15031, for blocks without the embedding: naive 0.0352 "
+        "full-interleaved": "pipeline sent 0.0205 MiB forward and 0.0205 MiB backward per step; sending every "
+        "tensor at every hop would be 0.0439 MiB; formulas of arXiv 2603.15031, for blocks without the "
+        "embedding: naive 0.0352 "
         "MiB, cached 0.0293 MiB.",
-        "additive-1f1b": "pipeline sent 0.00293 MiB forward and 0.00293 MiB backward in a step; every tensor at every "
-        "hop would be 0.00293 MiB.",
+        "additive-1f1b": "pipeline sent 0.00293 MiB forward and 0.00293 MiB backward per step; sending every "
+        "tensor at every hop would be 0.00293 MiB.",
     }
 
 

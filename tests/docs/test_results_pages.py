@@ -130,7 +130,7 @@ def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType,
     ours = "-0.0999 [-0.1001, -0.0997]"  # by hand: ± 4.303 · 1e-4 / √3
     assert rows["Full AttnRes outperforms pre-norm"].endswith(f"| confirmed | larger | {ours} | -0.0374 |")
     assert "| contradicted |" in rows["At n=4 competitive MGR outperforms Full AttnRes"]
-    lacking = "| not shown | not shown | without a complete run in this study | -0.0295 |"
+    lacking = "| not shown | not shown | without complete runs in this study | -0.0295 |"
     assert rows["mHC-lite outperforms pre-norm"].endswith(lacking)
     assert "- The paper's values next to ours: tiny is nearest to the paper's S.\n" in text
     readme.write_text(text)

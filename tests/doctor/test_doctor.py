@@ -94,7 +94,7 @@ def test_slow_checks_start_first_and_findings_keep_order(tmp_path: Path) -> None
 def test_dead_helper_fails_its_check_and_parent_does_the_rest(tmp_path: Path) -> None:
     a, b, c, d = beside("os.kill(os.getpid(), signal.SIGKILL)", "c", tmp_path, 1)
     assert (a.words, b.words, d.words) == ("this process", "this process", "a helper")
-    assert c.state == "failed" and c.words == "the process that made this check was ended by SIGKILL"
+    assert c.state == "failed" and c.words == "the process of this check was killed by SIGKILL"
 
 
 def test_helpers_end_with_the_self_test(tmp_path: Path) -> None:

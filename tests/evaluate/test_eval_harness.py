@@ -192,7 +192,7 @@ def test_tasks_that_run_code_need_to_be_allowed(tmp_path: Path) -> None:
 
     manager = writers(tmp_path)
     for name in ("coder", "coder_again", "coders", "everything"):
-        with pytest.raises(ValueError, match=rf"^{name} runs the programs that the model writes.*give --allow-code\.$"):
+        with pytest.raises(ValueError, match=rf"^{name} runs programs written by the model.*give --allow-code\.$"):
             find_tasks([name], manager)
         assert find_tasks([name], manager, allow_code=True)[1] == [name]
     assert find_tasks(["writer"], manager)[1] == ["writer"]
@@ -253,7 +253,7 @@ def test_code_is_refused_before_the_model_is_opened(
     manager = writers(tmp_path)
     monkeypatch.setattr(harness, "TaskManager", lambda: manager)
     assert residua(monkeypatch, "eval", "nowhere", "--tasks", "coder") == 2
-    assert "residua: coder runs the programs that the model writes" in capsys.readouterr().err
+    assert "residua: coder runs programs written by the model" in capsys.readouterr().err
     assert residua(monkeypatch, "eval", "nowhere", "--tasks", "coder", "--allow-code") == 2
     assert "residua: nowhere is not a folder" in capsys.readouterr().err
 

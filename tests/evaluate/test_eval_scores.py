@@ -278,7 +278,7 @@ def test_exoformer_is_six_tasks_and_their_mean(tmp_path: Path) -> None:
         ('{"choices": ["a"], "answer": 0, "split": "train"}', "has no test or validation split, only train."),
         (
             '{"choices": ["a"], "answer": 0}',
-            "has 0 worked examples in its train split and 1 were asked for: use --shots 0.",
+            "has 0 worked examples in its train split, but --shots asks for 1: use --shots 0.",
         ),
     ],
 )
@@ -326,7 +326,7 @@ def test_task_that_a_folder_lacks_is_refused_with_a_hint(
 
 def test_too_few_worked_examples_name_the_shots_that_there_are(tmp_path: Path) -> None:
     path = write_task(tmp_path, "mine", shots=1)
-    found = "has 1 worked example in its train split and 5 were asked for: use --shots 1."
+    found = "has 1 worked example in its train split, but --shots asks for 5: use --shots 1."
     with pytest.raises(ValueError, match=re.escape(found)):
         read_task("mine", path, shots=5)
     assert read_task("mine", path, shots=1).shots == 1

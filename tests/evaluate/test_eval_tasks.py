@@ -67,7 +67,7 @@ def test_shared_examples_serve_every_subject(tmp_path: Path) -> None:
     task = read_task("mmlu", write(tmp_path / "a.jsonl", [question("law", "test", 0), shared]), shots=1)
     assert "law 7?" in task.questions[0].contexts[0]
     lacking = write(tmp_path / "b.jsonl", [question("law", "test", 0), question("anatomy", "train", 1)])
-    with pytest.raises(ValueError, match=r"has 0 worked examples about law in its train split and 2 were asked for"):
+    with pytest.raises(ValueError, match=r"has 0 worked examples about law in its train split, but --shots asks for 2"):
         read_task("mmlu", lacking, shots=2)
 
 
@@ -87,7 +87,7 @@ def test_shots_are_the_groups_own_or_none_unless_given(tmp_path: Path) -> None:
     ("task", "change", "message"),
     [
         ("copa", {"context": "It rained.", "question": "why"}, "question is 'why', expected cause or effect"),
-        ("mmlu", {"choices": ["x"] * 27}, "it has 27 choices, and letters for 26"),
+        ("mmlu", {"choices": ["x"] * 27}, "it has 27 choices, but at most 26 are supported"),
         ("mmlu", {"subject": ["law"]}, "subject is a list of 1 entry"),
         ("mine", {"question": None}, "question is null, expected a text"),
         ("winogrande", {"context": None}, "context is null, expected a text"),
@@ -116,7 +116,7 @@ def test_text_where_something_else_is_expected_leads_to_data(
         ("RUN", "--tasks", "book", "--task-dir", tmp_path): f"{book} is text, not a file with questions: prepare",
         ("RUN", "--tasks", "book", "--task-dir", book): f"{book} is text, not a folder with task files: prepare",
         ("RUN", "--tasks", "corpus", "--task-dir", tmp_path): f"{tmp_path / 'corpus.jsonl'}, line 1 holds text, not a "
-        "question: prepare the file with residua data prepare and give --data.",
+        "question: prepare the file with residua data prepare and use --data.",
     }
     for arguments, sentence in cases.items():
         assert residua(monkeypatch, "eval", *arguments) == 2

@@ -78,7 +78,7 @@ def test_a_method_of_a_table_finds_the_modules_that_it_uses():
     made: dict[str, Any] = {}
     exec(source, made)
     made["MultiGate"]().check(layers=12)
-    with pytest.raises(ValueError, match="leaves no gated sublayer"):
+    with pytest.raises(ValueError, match="leaves no gated sublayers"):
         made["MultiGate"](streams=8).check(layers=2)
 
 

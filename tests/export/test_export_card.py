@@ -77,7 +77,7 @@ def test_card_has_data_losses_loading_papers_and_no_path(
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert 'tags:\n- "residua"\n- "multi_gate"\n---' in card
     assert 'AutoModelForCausalLM.from_pretrained("me/tiny", trust_remote_code=True)' in card
-    assert "- data: data\n- sources: texts\n- tokens of training: 512, in 4 steps" in card
+    assert "- data: data\n- sources: texts\n- training tokens: 512, in 4 steps" in card
     assert "| step | loss | bits per byte |" in card and "\n| 4 | " in card
     assert "Multi-Gate Residuals, [arXiv:2605.23259]" in card and "arXiv:2601.22966" in card
     assert "2603.15031" not in card and str(run.parent) not in card
@@ -97,11 +97,11 @@ def test_a_layout_has_a_card_without_code_and_may_be_public(client: Hub, tmp_pat
     ("arguments", "token", "sentence"),
     [
         (("--push", "me/tiny"), None, "--push me/tiny needs a login at the Hugging Face Hub: run `hf auth login`"),
-        (("--push", "tiny"), "one", "--push tiny names no repository: write ORG/NAME with"),
-        (("--push", "me/ti ny"), "one", "--push me/ti ny names no repository: write ORG/NAME with"),
-        (("--language", "English"), "one", "--language English has another form: write the code of a language"),
-        (("--dataset", "../mine"), "one", "--dataset ../mine has another form: write a dataset of the Hub"),
-        (("--public",), "one", "--public says who may see what is pushed: name the repository"),
+        (("--push", "tiny"), "one", "--push tiny is not a repository name: write ORG/NAME with"),
+        (("--push", "me/ti ny"), "one", "--push me/ti ny is not a repository name: write ORG/NAME with"),
+        (("--language", "English"), "one", "--language English is invalid: give a language code"),
+        (("--dataset", "../mine"), "one", "--dataset ../mine is invalid: give a dataset on the Hub"),
+        (("--public",), "one", "--public needs --push: name the repository"),
     ],
 )
 def test_impossible_push_is_refused_before_writing(
@@ -141,8 +141,8 @@ def test_card_names_the_data_after_the_starting_model(run: Path, tmp_path: Path,
     if imported:
         (continued / "source").mkdir()
     card = model_card(build(small(layers=1)), "mine", Trained(continued))
-    assert ("The model was imported" if imported else "the weights of another run, base. Then it was trained") in card
-    assert "- data: data\n- sources: texts\n- tokens of training: 512, in 4 steps" in card and "/home/me" not in card
+    assert ("The model was imported" if imported else "the weights of another run, base. It was then trained") in card
+    assert "- data: data\n- sources: texts\n- training tokens: 512, in 4 steps" in card and "/home/me" not in card
 
 
 def test_a_model_without_a_run_has_a_card_too() -> None:

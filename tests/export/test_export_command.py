@@ -50,7 +50,9 @@ def test_without_transformers_the_folder_is_written_and_not_run(
         monkeypatch.delitem(sys.modules, f"residua.export.{name}", raising=False)
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out) == 0
-    assert "Its code was not run: install transformers (residua[hf]) to check it." in capsys.readouterr().out
+    assert (
+        "The exported code was not tested: install transformers (residua[hf]) to check it." in capsys.readouterr().out
+    )
     assert code_of(out) == code_of(exported)
 
 

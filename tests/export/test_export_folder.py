@@ -94,7 +94,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(folder, model):
 
 def test_the_current_folder_is_refused_though_it_is_empty(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="is the folder you are in"):
+    with pytest.raises(ValueError, match="is the working directory"):
         write_folder(model, Tokenizer.bytes(), Path("."), check=False)
 
 
@@ -142,7 +142,7 @@ def test_tensors_that_do_not_fit_are_named_in_one_sentence(folder, damage, sente
     ("name", "content", "sentence"),
     [
         ("config.json", "{", "config.json is not valid JSON .*: export or download the folder again"),
-        ("config.json", '{"model_type": "bert"}', "model of type 'bert': neither `residua export` wrote it nor does"),
+        ("config.json", '{"model_type": "bert"}', "model of type 'bert': `residua export` did not write it, and"),
         ("config.json", '{"model_type": "residua", "residua": {"layers": 0}}', "layers = 0 is refused"),
         ("model.safetensors", "nonsense", "model.safetensors cannot be read"),
     ],

@@ -284,5 +284,7 @@ def test_class_of_the_running_script_is_refused(tmp_path: Path) -> None:
     model = trained_like(bytes_config(small(layers=1)))
     here = type("Here", (Additive,), {"__module__": "__main__"})
     model.topology = here(model.config.topology, model.config.sublayers, model.config.width)
-    with pytest.raises(ValueError, match=r"__main__ cannot be exported: define the model's classes in a \.py file"):
+    with pytest.raises(
+        ValueError, match=r"__main__ cannot be exported: define the model's classes in an importable \.py file"
+    ):
         write_folder(model, Tokenizer.bytes(), tmp_path / "out")

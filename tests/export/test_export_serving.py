@@ -124,8 +124,11 @@ def test_engine_that_replaces_layers_gets_the_same_logits(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"attention": {"kind": "softmax", "heads": 2, "window": 3}}, "no learned sinks, windows or capped scores"),
-        ({"logit_softcap": 3.0}, "does not go with capped logits"),
+        (
+            {"attention": {"kind": "softmax", "heads": 2, "window": 3}},
+            "not support learned sinks, windows or capped scores",
+        ),
+        ({"logit_softcap": 3.0}, "does not support capped logits"),
     ],
 )
 def test_parts_that_the_engine_would_ignore_are_refused(tables: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -85,7 +85,9 @@ def test_a_full_cache_refuses_more_tokens_in_one_sentence() -> None:
     model = residua.build(small())
     cache = model.new_cache(1, 4)
     model.hidden(torch.zeros(1, 3, dtype=torch.int64), cache=cache)
-    with pytest.raises(ValueError, match=r"the cache holds 4 tokens and 3 \+ 2 do not fit: build a larger one\."):
+    with pytest.raises(
+        ValueError, match=r"the cache has room for 4 tokens, but 3 \+ 2 are needed: build a larger " r"one\."
+    ):
         model.hidden(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
 
 

@@ -91,11 +91,11 @@ def test_conversation_continues_until_an_empty_line(first: str, generate: Genera
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--prompt", "a", "--chat"), "--prompt, --file and --chat exclude each other: give one of them."),
-        ((), "say what to continue: give one of --prompt TEXT, --file PROMPTS.txt or --chat."),
+        (("--prompt", "a", "--chat"), "--prompt, --file and --chat cannot be combined: give one of them."),
+        ((), "no prompt was given: use --prompt TEXT, --file PROMPTS.txt or --chat."),
         (("--prompt", ""), "the prompt is empty: give the model a text to continue."),
-        (("--prompt", "x" * 40), "the prompt has 40 tokens and the model's context is 32: shorten it to 31 or fewer."),
-        (("--prompt", "a", "--top-p", "2"), "top-p is 2.0: use a share above 0 and up to 1."),
+        (("--prompt", "x" * 40), "the prompt has 40 tokens, but the model's context is 32: shorten it to at most 31."),
+        (("--prompt", "a", "--top-p", "2"), "top-p is 2.0: use a number above 0 and at most 1."),
         (("--prompt", "a", "--seed", str(2**64)), f"seed is {2**64}: use a whole number from 0 to 2**63 - 1."),
         (("--prompt", "a", "--prompt", ""), "the prompt is empty: give the model a text to continue."),
         (("--prompt", "a", "--engine", "fast"), "engine fast does not exist: choose auto, eager, graph or compile."),

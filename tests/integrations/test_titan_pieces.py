@@ -145,7 +145,7 @@ LOOP = "model.order={kind='loop', prelude=1, coda=1, turns=2}"
     ("preset", "change", "words"),
     [
         ("tiny-moe", "train.balance.load=same_step", r"same_step.*torchtitan"),
-        ("tiny", LOOP, r"order.kind = 'loop' runs a layer several times, and torchtitan.*use `residua train`\.$"),
+        ("tiny", LOOP, r"order.kind = 'loop' runs a layer several times, but torchtitan.*use `residua train`\.$"),
     ],
 )
 def test_runs_that_the_trainer_has_no_place_for_are_refused(preset: str, change: str, words: str) -> None:

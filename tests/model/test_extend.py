@@ -142,7 +142,7 @@ def test_ids_reach_recomputed_and_compiled_layers(reader: Decoder) -> None:
 
 def test_vectors_are_refused_where_ids_are_read(reader: Decoder) -> None:
     tokens, _ = tokens_and_targets()
-    with pytest.raises(UserError, match=r"model.topology.kind = 'token_gain' reads token ids, .* give it tokens"):
+    with pytest.raises(UserError, match=r"model.topology.kind = 'token_gain' reads token ids, .* pass tokens"):
         reader(reader.embed(tokens))
 
 
@@ -176,7 +176,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPat
     )
     reasons = {
         "no_such_module": "ModuleNotFoundError", broken: "ZeroDivisionError", taken: "already imported",
-        ends: "ends here", dashed: "not a name that Python can import", tmp_path / "nowhere.py": "No such file",
+        ends: "ends here", dashed: "not a valid Python module name", tmp_path / "nowhere.py": "No such file",
         clash: "clash.Own has kind = 'additive', which residua.config.topologies.Additive already has",
     }  # fmt: skip
     for name, reason in reasons.items():

@@ -237,7 +237,7 @@ def test_gated_residual_without_maps_is_the_normed_sum() -> None:
 
 
 def test_slices_that_do_not_divide_the_width_are_refused() -> None:
-    words = r"topology.fractions = 3 does not divide width = 16: use a number that does\.$"
+    words = r"topology.fractions = 3 does not divide width = 16: use a divisor\.$"
     with pytest.raises(ConfigError, match=words):
         small(topology={"kind": "frac", "fractions": 3})
     with pytest.raises(UserError, match=words):
@@ -245,7 +245,7 @@ def test_slices_that_do_not_divide_the_width_are_refused() -> None:
 
 
 def test_norms_that_nothing_would_use_are_refused() -> None:
-    with pytest.raises(ConfigError, match="norms the inputs of sublayers and head itself"):
+    with pytest.raises(ConfigError, match="normalizes the inputs of the sublayers and the head itself"):
         small(topology={"kind": "gated_residual"}, norm={"kind": "dyt"})
     model = residua.build(small(topology={"kind": "gated_residual"}, norm={"kind": "dyt"}, placement="both"))
     assert type(model.norm) is NoNorm and type(model.sublayers[0].after) is DyT

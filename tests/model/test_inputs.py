@@ -75,7 +75,7 @@ def test_documents_and_a_cache_cannot_be_given_together(mixer: str) -> None:
     model = random_model(mixer)
     tokens, _ = tokens_and_targets(batch=1)
     for run in (model, model.hidden):
-        with pytest.raises(ValueError, match="a cache continues one document in each row, so segments cannot be given"):
+        with pytest.raises(ValueError, match="a cache continues one document per row, so segments cannot be used"):
             run(tokens, RETURNS, model.new_cache(1, 6))
 
 

@@ -83,8 +83,8 @@ def test_shared_heads_have_no_parameters_and_no_cache(name: str) -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"anchors": {"kind": "kv_source", "layer": 3}}, "not one of the 3 softmax layers: use at most 2"),
-        ({"anchors": SHARED["cla"], "topology": {"kind": "mudd"}}, "'mudd' gives keys and values inputs"),
+        ({"anchors": {"kind": "kv_source", "layer": 3}}, "not one of the 3 softmax layers: use 0 to 2"),
+        ({"anchors": SHARED["cla"], "topology": {"kind": "mudd"}}, "'mudd' gives keys and values separate inputs"),
         ({"anchors": SHARED["cla"], "order": TWICE}, "order.kind = 'listed'"),
         ({"anchors": IDENTITY, "order": TWICE}, "'lime' reads keys and values by the layer that made them"),
         ({"anchors": {"kind": "depth_attention"}, "order": LOOP}, r"order\.kind = 'loop'"),

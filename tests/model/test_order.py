@@ -95,7 +95,7 @@ def test_orders_name_their_layers() -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"order": LOOP | {"prelude": 2}}, "leave no layer to loop"),
+        ({"order": LOOP | {"prelude": 2}}, "leave no layers to loop"),
         ({"order": {"kind": "listed", "layers": [0, 1]}}, "leaves out layer 2"),
         ({"order": {"kind": "listed", "layers": [0, 1, 2, 3]}}, "names layer 3"),
         ({"order": LOOP, "ffn": {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}}, "ffn.kind = 'moe'"),
@@ -113,7 +113,7 @@ def test_orders_that_cannot_be_are_refused(tables: dict[str, Any], words: str) -
 
 
 def test_shards_of_single_layers_are_refused_for_loops() -> None:
-    with pytest.raises(ConfigError, match=r"gathers each layer for one run: set parallel.unit=model"):
+    with pytest.raises(ConfigError, match=r"gathers each layer once: set parallel.unit=model"):
         RunConfig(model=small(order=LOOP).model_dump(), train={"accumulate": 2}, parallel={"shard": 2})
 
 

@@ -1,4 +1,5 @@
-"""A plugin that breaks a rule of docs/extend.md is refused before it trains, and one that keeps them is left alone."""
+"""A plugin that violates a rule of docs/extend.md is refused before it trains, and one that keeps them is left "
+"alone."""
 
 from __future__ import annotations
 
@@ -149,20 +150,22 @@ FAULTS = {
     "nested": "`step` returns a tuple with a tuple as the state: return a flat tuple of tensors",
     "no state": "`step` returns a tensor of shape .*: return the next input and the state",
     "shape": r"`step` returns a tensor of shape \(2, 3, 16\) for a tensor of shape \(2, 4, 16\)",
-    "parameter": "gain is left unfilled: fill every parameter and buffer",
-    "half a buffer": "scale is left unfilled: fill every parameter and buffer",
-    "init": r"gain, gate, scale is left unfilled: .* end `__init__` with self.reset_parameters\(\)",
-    "future": "changes when another token of the sequence does",
-    "past": "changes when another token of the sequence does",
-    "rows": "changes when another sequence of the batch does",
-    "calls": "two calls with the same tensors return different ones",
+    "parameter": "gain is not initialized: fill every parameter and buffer",
+    "half a buffer": "scale is not initialized: fill every parameter and buffer",
+    "init": r"gain, gate, scale is not initialized: .* end `__init__` with self.reset_parameters\(\)",
+    "future": "depends on other tokens of the sequence",
+    "past": "depends on other tokens of the sequence",
+    "rows": "depends on other sequences of the batch",
+    "calls": "two calls with the same tensors return different results",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_topology_that_breaks_a_rule_is_refused(fault: str) -> None:
     config = small(topology=own(fault))
-    sentence = rf"^the topology 'own' of the plugin {__name__} breaks a rule of docs/extend.md: .*{FAULTS[fault]}.*\.$"
+    sentence = (
+        rf"^the topology 'own' of the plugin {__name__} violates a rule of docs/extend.md: .*{FAULTS[fault]}.*\.$"
+    )
     for refused in (lambda: residua.build(config), lambda: check_model(RunConfig(model=config))):
         with pytest.raises(ConfigError, match=sentence):
             refused()
@@ -276,7 +279,7 @@ def test_train_and_compare_refuse_before_they_write(tmp_path: Path, monkeypatch:
     config = train_run(tmp_path, topology=own("")) / "config.toml"
     leaking = "model.topology.fault=future"
     assert run_verb(monkeypatch, "train", config, leaking, "--out", tmp_path / "out") == 2
-    assert "changes when another token" in capsys.readouterr().err
+    assert "depends on other tokens" in capsys.readouterr().err
     how = ("--base", config, "--match", "none", "--set", leaking, "--out", tmp_path / "out")
     assert run_verb(monkeypatch, "compare", "base", "prenorm", *how) == 2
     assert "residua: variant 'base': the topology 'own' of the plugin" in capsys.readouterr().err

@@ -75,9 +75,9 @@ def test_learned_positions_begin_anew_in_each_document() -> None:
 def test_more_tokens_than_learned_positions_are_refused() -> None:
     model, tokens = build(small(learned_positions=8)), torch.zeros(1, 9, dtype=torch.int64)
     for call in (lambda: model(tokens), lambda: model.new_cache(1, 9)):
-        with pytest.raises(UserError, match="learned_positions = 8 and no place for 9 tokens"):
+        with pytest.raises(UserError, match="learned_positions = 8 but got 9 tokens"):
             call()
-    with pytest.raises(UserError, match="ranks that divide its tokens"):
+    with pytest.raises(UserError, match="where ranks divide sequences"):
         model.routed_losses(tokens[:, :4], tokens[:, :4], positions=SOME)
     with pytest.raises(UserError, match="context = 8 is more than learned_positions = 7"):
         small(learned_positions=7)

@@ -109,13 +109,13 @@ def test_several_reads_are_compiled_as_one_graph(name: str) -> None:
 @pytest.mark.parametrize("attention", sorted(ONE_READ))
 def test_attention_that_takes_one_read_is_refused_by_name(attention: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"topology.kind = 'mudd' gives .* attention.kind = '\w+' reads one: use softmax"
+        ConfigError, match=r"topology.kind = 'mudd' gives .* attention.kind = '\w+' takes a single one: use softmax"
     ):
         small(layers=4, attention=ATTENTIONS[attention], topology={"kind": "mudd"})
     small(layers=4, attention=ATTENTIONS[attention], topology={"kind": "mudd", "ways": ["r"]})
 
 
 def test_ways_and_layers_that_do_not_exist_are_refused() -> None:
-    for keys, words in (({"ways": []}, "must name one or more"), ({"layers": [4]}, "layer 4 and the model has")):
+    for keys, words in (({"ways": []}, "must contain one or more"), ({"layers": [4]}, "layer 4, but the model has")):
         with pytest.raises(ConfigError, match=words):
             small(topology={"kind": "mudd", **keys})

@@ -202,8 +202,8 @@ def test_a_model_of_the_same_shape_takes_everything_over() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 32}, r"model.width = 32 \(it was 16\) does not fit the weights"),
-        ({"ffn": {"kind": "swiglu", "hidden": 32}}, "model.ffn does not fit the weights"),
+        ({"width": 32}, r"model.width = 32 \(it was 16\) does not fit the initial weights"),
+        ({"ffn": {"kind": "swiglu", "hidden": 32}}, "model.ffn does not fit the initial weights"),
         ({"attention": {"heads": 2}}, "attention.heads, kv_heads or head_dim differ"),
         ({"placement": "output"}, r"model.placement = 'output' \(it was 'input'\) does not"),
     ],
@@ -226,7 +226,7 @@ def test_the_eps_of_readers_is_part_of_the_function() -> None:
 
 def test_only_a_sum_can_be_given_another_topology() -> None:
     old = residua.build(configured("plain", {"topology": {"kind": "highway"}}))
-    with pytest.raises(ValueError, match="'highway', and only one that adds up"):
+    with pytest.raises(ValueError, match="'highway', but only an additive"):
         retrofit(residua.build(configured("plain", {"topology": {"kind": "dense"}})), old)
 
 

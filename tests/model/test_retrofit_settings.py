@@ -269,7 +269,7 @@ def test_weights_that_do_not_fit_name_the_settings() -> None:
         retrofit(residua.build(after), residua.build(before))
     assert str(refusal.value) == (
         "model.topology.streams = 3 (it was 2) and model.topology.weights = 'dynamic' (it was 'static') do not fit the "
-        "weights to start from: leave them as they are."
+        "initial weights: keep their values."
     )
 
 

@@ -58,5 +58,5 @@ def test_a_probe_is_found() -> None:
 
 
 def test_a_topology_that_states_a_fact_by_an_old_name_is_refused() -> None:
-    with pytest.raises(UserError, match=r"Old states source_name, which nothing reads: .* `source_names`"):
+    with pytest.raises(UserError, match=r"Old states source_name, which has no effect: .* `source_names`"):
         type("Old", (Topology,), {"source_name": lambda *_: "stream"})

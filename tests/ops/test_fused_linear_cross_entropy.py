@@ -226,7 +226,7 @@ def test_a_second_derivative_is_refused(operator):
     hidden.requires_grad_()
     loss, z = operator(hidden, weight, targets, z_loss=Z)
     (g,) = torch.autograd.grad(loss + z, hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="has no second derivative: compute it inside"):
+    with pytest.raises(RuntimeError, match="has no second derivative: call it inside"):
         (loss + z + g.square().sum()).backward()
 
 

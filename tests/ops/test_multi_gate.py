@@ -82,7 +82,7 @@ def test_gates_at_one_replace_every_stream_by_the_update() -> None:
 
 def test_an_update_or_bias_of_the_wrong_shape_is_refused() -> None:
     j = junction(4, 7, competitive=True)
-    with pytest.raises(ValueError, match="without their axis N"):
+    with pytest.raises(ValueError, match="without axis N"):
         ops.multi_gate(**{**j, "update": random(2, 3, 8)})
     with pytest.raises(ValueError, match=r"gate_bias has shape \(5,\), independent gates over 4 streams need \(4,\)"):
         ops.multi_gate(**j, competitive=False)

@@ -203,7 +203,10 @@ def test_casting_a_model_leaves_rounded_weights_on_their_grid() -> None:
 @pytest.mark.slow
 def test_what_does_not_multiply_in_fp8_is_said(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("residua.quantize.run.results", lambda result: {})
-    for scheme, why in (("nvfp4", "only projections in an FP8 scheme"), ("fp8", "no block-wise FP8 product on cpu")):
+    for scheme, why in (
+        ("nvfp4", "FP8 products support only projections without bias"),
+        ("fp8", "no block-wise FP8 product on cpu"),
+    ):
         if scheme == "fp8" and find_product("block", CPU) is not None:
             continue
         quantize(run, tmp_path / scheme, scheme=scheme, probes=0, device="cpu")

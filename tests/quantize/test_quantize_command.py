@@ -129,7 +129,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(run: Path, tmp_path: Path) ->
         assert not (tmp_path / "q").exists()
     assert (tmp_path / "full" / "x").read_text() == "mine"
     quantize(run, tmp_path / "q", probes=0)
-    with pytest.raises(ValueError, match="is quantized already"):
+    with pytest.raises(ValueError, match="is already quantized"):
         quantize(tmp_path / "q", tmp_path / "again")
 
 

@@ -174,8 +174,8 @@ def test_rows_keep_the_scales_of_the_whole() -> None:
 @pytest.mark.parametrize(
     ("scheme", "changes", "exempt", "sentence"),
     [
-        ("fp8-group", NARROW, (), "inputs of a multiple of 128 channels, and sublayers.0.body.project has 96"),
-        ("nvfp4", ODD, (), "inputs of a multiple of 16 channels, and sublayers.0.body.project has 120"),
+        ("fp8-group", NARROW, (), "input widths that are multiples of 128, but sublayers.0.body.project has 96"),
+        ("nvfp4", ODD, (), "input widths that are multiples of 16, but sublayers.0.body.project has 120"),
         ("fp8", GROUPED, (), "would cut blocks of 128 rows, because sublayers.0.body.project .* 128, 64, 64"),
         ("fp8", {"ffn": {"kind": "swiglu", "hidden": 192}}, (), "cut blocks .* sublayers.1.body.gate_up .* 192, 192"),
         ("fp8-row", GROUPED | {"width": 96}, (), None),

@@ -137,11 +137,11 @@ def test_silent_channels_keep_a_factor_of_one() -> None:
 
 
 def test_a_norm_or_a_body_that_says_nothing_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="LayerNorm does not say"):
-        stated(torch.nn.LayerNorm(4), "divide", "how its output can be divided by channel")
-    with pytest.raises(ValueError, match="Norm does not say"):
+    with pytest.raises(ValueError, match="LayerNorm does not define"):
+        stated(torch.nn.LayerNorm(4), "divide", "how to divide its output per channel")
+    with pytest.raises(ValueError, match="Norm does not define"):
         Norm().divide(torch.ones(4))
-    with pytest.raises(ValueError, match="Identity does not say"):
+    with pytest.raises(ValueError, match="Identity does not define"):
         readers(torch.nn.Identity())
 
 

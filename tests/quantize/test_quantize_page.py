@@ -50,14 +50,14 @@ def test_only_modules_that_stand_out_are_red() -> None:
     assert row == "layer 4" and html.count('<td class="is-bad"') == 1
     healthy = quantization_page(report(12)).html()
     assert 'class="is-bad"' not in healthy and 'class="card is-bad"' not in healthy
-    assert "No module: none has 2 times the median module" in unescape(healthy)
+    assert "No module: none has 2 times the error of the median module" in unescape(healthy)
 
 
 def test_a_cost_below_a_thousandth_of_a_nat_is_called_nothing() -> None:
     titles = {cost: quantization_page(report(2, cost=cost)).title for cost in (0.0004, -0.02, 0.05)}
     assert titles == {
         0.0004: "nvfp4 costs this model nothing",
-        -0.02: "nvfp4 costs this model nothing: its loss falls by 0.0200 nats",
+        -0.02: "nvfp4 costs this model nothing: the loss falls by 0.0200 nats",
         0.05: "nvfp4 costs 0.0500 nats per token",
     }
 

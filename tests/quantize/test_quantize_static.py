@@ -76,7 +76,7 @@ def test_scales_are_the_largest_inputs_of_the_calibration_text() -> None:
 
 def test_without_scales_a_static_scheme_is_refused() -> None:
     model = residua.build(small())
-    with pytest.raises(ValueError, match="nvfp4-static rounds inputs by scales from calibration: measure them with"):
+    with pytest.raises(ValueError, match="nvfp4-static rounds inputs with calibrated scales: measure them with"):
         quantize_model(model, STATIC)
     quantize_model(model, STATIC, scales=static_scales(model, STATIC, batches(1)))
     assert "nvfp4-static" in repr(model.sublayers[0].body.project)
@@ -164,4 +164,4 @@ def test_an_engines_folder_says_whose_loss_was_measured(
     assert residua(monkeypatch, "quantize", "run", *arguments) == 0
     printed = capsys.readouterr().out
     assert f"For serving engines: {tmp_path / 'served'}" in printed
-    assert ("--scheme nvfp4-static measures the loss that they serve" in printed) == (scheme == "nvfp4")
+    assert ("--scheme nvfp4-static measures the loss that they will have" in printed) == (scheme == "nvfp4")

@@ -98,7 +98,7 @@ def test_page_and_table_show_paper_values_next_to_ours(made: tuple[Comparison, S
         assert "Paper, 004:table1: Table 1" in text
         assert "2.9066" in text and "1.9010" in text  # Full AttnRes: the paper's loss and ours
         assert "direction" in text and "magnitude" in text and "larger" in text
-        assert "contradicted" in text and "another text and another size" in text
+        assert "contradicted" in text and "losses depend on text and size" in text
     assert page.index("Paper, 004:table1") < page.index(">Verdict<")
 
 

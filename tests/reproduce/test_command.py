@@ -43,18 +43,18 @@ def test_plan_says_runs_tokens_flops_hours_and_writes_nothing(dataset: Dataset, 
     [
         (["004:table9"], "there is no entry '004:table9': did you mean"),
         (["004:table2"], "cannot be reproduced: a list of hyper-parameters. Nearest: the presets"),
-        (["003:fig1"], "name their folders with --run FOLDER"),
-        (["004:table1", "--run", "runs/x"], "--run is for entries that look inside a model"),
+        (["003:fig1"], "name a model with --run FOLDER"),
+        (["004:table1", "--run", "runs/x"], "--run is for entries that diagnose a model"),
         (
             ["004:fig2", "--run", "runs/x", "--data", "data/x"],
-            "--run looks inside a model that exists and trains nothing: leave --data out.",
+            "--run diagnoses an existing model and trains nothing: leave --data out.",
         ),
         (["004:fig2", "--run", "runs/x", "--seeds", "3"], "leave --seeds out"),
         (["004:fig2", "--run", "runs/x", "--scale", "1/32"], "leave --scale out"),
         (["004:fig2", "--run", "runs/x", "--plan"], "leave --plan out"),
         (["--data", "data/x"], "--data needs an entry, such as 004:table1"),
         (["004:table1", "--scale", "3"], "--scale 3 is not a number above 0 and at most 1"),
-        (["004:table1", "--demo", "--scale", "1"], "--demo has a size of its own: leave --scale out."),
+        (["004:table1", "--demo", "--scale", "1"], "--demo sets its own size: leave --scale out."),
         (["--demo"], "--demo needs an entry, such as 004:table1"),
         (["004:table1", "--sizes", "XL"], "--sizes XL is not in this entry: choose from S, M, L"),
     ],
@@ -99,7 +99,7 @@ def test_demo_trains_small_models_apart_and_decides_nothing(dataset: Dataset, tm
     arguments += [word for change in quick for word in ("--set", change)]
     result = runner.invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert "nothing follows for the paper's claims" in (out / "results.md").read_text("utf-8")
+    assert "it says nothing about the paper's claims" in (out / "results.md").read_text("utf-8")
     assert "direction confirmed" not in result.output and "direction not shown" in result.output
     runs = json.loads((out / "results.json").read_text("utf-8"))["runs"]
     assert [(run["size"], run["seed"], run["status"]) for run in runs] == [("mgr-s-prenorm", 0, "complete")] * 2
@@ -150,7 +150,7 @@ def conducted(name: str, dataset: Dataset, folder: Path, *more: str) -> Path:
     ("name", "rows", "shown"),
     [
         ("000:table1", ["--rows", "resformer"], ["14.79", "49.65"]),  # with accuracies
-        ("001:fig5", [], ["What removal costs"]),  # inside a model
+        ("001:fig5", [], ["Cost of removal"]),  # inside a model
         ("003:fig3", ["--rows", "glu"], ["6000", "1.975"]),  # with outliers
     ],
 )

@@ -233,7 +233,7 @@ def test_the_page_says_whose_numbers_they_are(tmp_path: Path) -> None:
             ["004:table1"],
             "with prenorm, and the study pretended has no such variant",
         ),
-        (MGR, ["004:fig2"], "looks inside models, and the results of a study have none"),
+        (MGR, ["004:fig2"], "diagnoses models, but the results of a study contain none"),
         (MGR, ["004:table2"], "cannot be reproduced: a list of hyper-parameters"),
         (MGR, ["004:table1", "--rows", "mgr9"], "--rows mgr9 is not in this entry"),
         (MGR, ["004:table1", "--seeds", "3"], "trains nothing: leave --seeds out"),

@@ -130,7 +130,9 @@ def cut(file: Path) -> None:
 def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: RunConfig, name: str) -> None:
     last, earlier = run / "checkpoints" / "step-6", run / "checkpoints" / "step-4"
     cut(last / name)
-    sentence = rf"{last / name} cannot be read .*: move {last} elsewhere to go on with {earlier}, which is complete\.$"
+    sentence = (
+        rf"{last / name} cannot be read .*: move {last} elsewhere to continue with {earlier}, which is " r"complete\.$"
+    )
     with pytest.raises(ValueError, match=sentence):
         train(config, run, resume=True, console=QUIET)
     if name == "model.safetensors":
@@ -144,7 +146,7 @@ def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: Run
 def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
     for checkpoint in checkpoints(run):
         cut(checkpoint.path / "model.safetensors")
-    words = r"cannot be read .*: no other checkpoint is complete, so restore this one from a copy or train again\.$"
+    words = r"cannot be read .*: no other checkpoint is complete, so restore it from a copy or train again\.$"
     with pytest.raises(ValueError, match=words):
         load(run)
     shutil.rmtree(run / "checkpoints")
@@ -169,7 +171,7 @@ def test_a_list_of_rows_that_makes_no_sense_is_named(tmp_path: Path, rows: str, 
         load_shards(shards.parent, torch.nn.Linear(2, 2))
     (shards / "shard-1.safetensors").rename(tmp_path / "elsewhere")
     (shards / "shard-1.safetensors").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"shard-1\.safetensors is a link that leads out of its folder"):
+    with pytest.raises(ValueError, match=r"shard-1\.safetensors is a link to a file outside its folder"):
         load_shards(shards.parent, torch.nn.Linear(2, 2))
 
 

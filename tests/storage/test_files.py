@@ -115,13 +115,13 @@ def test_used_folders_and_the_working_directory_are_refused(tmp_path: Path, monk
         refuse_used(tmp_path, "--engine")
     with pytest.raises(ValueError, match="file is a file: choose another --engine"):
         refuse_used(tmp_path / "file", "--engine")
-    with pytest.raises(ValueError, match=r"file is a file, so .*file/inside cannot be made: choose another --out"):
+    with pytest.raises(ValueError, match=r"file is a file, so .*file/inside cannot be created: choose another --out"):
         refuse_used(tmp_path / "file" / "inside")
     (tmp_path / "empty").mkdir()
     refuse_used(tmp_path / "empty")
     refuse_used(tmp_path / "new")
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(ValueError, match="is the folder you are in: choose a new one for --out"):
+    with pytest.raises(ValueError, match="is the working directory: choose a new folder for --out"):
         refuse_used(Path())
 
 
@@ -142,8 +142,8 @@ def test_headers_that_take_long_are_refused_unread(tmp_path, read: Callable[[Pat
     monkeypatch.setattr("residua.storage.tensors.load_file", lambda *_, **__: pytest.fail("opened"))
     empty = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
     many = "{" + ",".join(f'"{number}":{empty}' for number in range(100_001)) + "}"
-    words = r"many\.safetensors holds 100,001 tensors, and 100,000 are the most: restore it"
+    words = r"many\.safetensors holds 100,001 tensors, but at most 100,000 are supported: restore it"
     with pytest.raises(ReadError, match=words):
         read(header_only(tmp_path / "many.safetensors", many.encode()), "restore it")
-    with pytest.raises(ReadError, match="has a header of 33 MiB, and 32 MiB are the most"):
+    with pytest.raises(ReadError, match="has a header of 33 MiB, but at most 32 MiB are supported"):
         read(header_only(tmp_path / "long.safetensors", b" " * (33 << 20)), "restore it")

@@ -168,7 +168,7 @@ def test_run_without_a_finite_checkpoint_is_not_resumed(lab: Lab, stopped: Path)
     for step in (2, 4, 6):
         spoil(stopped / f"checkpoints/step-{step}/model.safetensors", "norm.weight")
     before = sorted(stopped.rglob("*"))
-    lab.refuse(r"no checkpoint of .*run is finite .*norm\.weight is not finite", "train.steps=8", resume=True)
+    lab.refuse(r"no checkpoint in .*run is finite .*norm\.weight is not finite", "train.steps=8", resume=True)
     assert sorted(stopped.rglob("*")) == before
     with pytest.raises(ValueError, match=r"step-6: weight norm\.weight is not finite"):
         convert(stopped, stopped / "converted")
@@ -181,6 +181,6 @@ def test_optimizer_state_that_is_not_finite_is_not_saved(lab: Lab, monkeypatch: 
         momenta[0].view(-1)[0] = math.nan if done == 4 else momenta[0].view(-1)[0]
 
     after_each_step(monkeypatch, spoil_state)
-    sentence = r"/momentum is no longer finite and was not saved; .* is .*step-2"
+    sentence = r"/momentum is no longer finite, so it was not saved; .* is .*step-2"
     lab.refuse(sentence, error=TrainingStopped)
     assert lab.saved() == [2]

@@ -76,9 +76,9 @@ def test_weights_keep_their_precision(folder: Path, tmp_path: Path) -> None:
 
 def test_a_run_is_not_imported_and_a_missing_folder_is_named(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "run")
-    with pytest.raises(ValueError, match=f"{tmp_path / 'run'} is a run already: use it as it is"):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'run'} is already a run: use it directly"):
         import_folder(tmp_path / "run", tmp_path / "again")
-    with pytest.raises(ValueError, match=f"{tmp_path / 'lost'} is not a folder: name one with a model"):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'lost'} is not a folder: name a Hugging Face model folder"):
         import_folder(tmp_path / "lost", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -199,7 +199,7 @@ def test_tokenizer_that_the_model_cannot_use_is_refused_first(content, folder, t
     if content is not None:
         (folder / "tokenizer.json").write_text(content)
     result = CliRunner().invoke(app, ["import", str(folder), "--out", str(tmp_path / "run")])
-    why = "cannot load a tokenizer from" if content else "name the token that ends a text as eos_token"
+    why = "cannot load a tokenizer from" if content else "name the end-of-text token as eos_token"
     assert isinstance(result.exception, ValueError) and why in str(result.exception)
     assert not (tmp_path / "run").exists()
 

@@ -19,7 +19,7 @@ from tests.trained import residua
 
 pytest.importorskip("transformers")
 WORDS = "The quick brown fox jumps over the lazy dog. " * 60
-UNKNOWN = "holds '<extra>', id 258, and the model knows ids below 257: "
+UNKNOWN = "holds '<extra>', id 258, but the model has ids below 257: "
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_every_command_takes_such_a_model(folder: Path, run: Path, tmp_path: Pat
     do("quantize", run, "--data", data, "--out", tmp_path / "low")
     changes = ["model.topology=dense", "train.steps=2", "train.schedule.warmup=1", "train.device=cpu"]
     printed = do("train", "--from", run, *changes, "--data", data, "--out", tmp_path / "new")
-    assert "257 token ids; the tokenizer has 2 more, which the text does not use\n" in printed
+    assert "257 token ids; the tokenizer has 2 more, which do not occur in the text\n" in printed
     do("export", run, "--out", tmp_path / "back", "--layout", "gemma3_text")
     for model in (folder, run, tmp_path / "low", tmp_path / "new", tmp_path / "back"):
         do("generate", model, "--prompt", "<image_soft_token>", "--tokens", 2)
@@ -109,8 +109,11 @@ def test_prepared_text_may_know_but_not_hold_unknown_ids(run: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"added": ["<eos>"], "end": "<eos>"}, "texts end in '<eos>', id 257, .*: name the token .* as eos_token"),
-        ({"vocab": ["plain"], "end": "<|endoftext|>"}, "makes 'plain', id 257, .*: they do not belong together"),
+        (
+            {"added": ["<eos>"], "end": "<eos>"},
+            "texts end in '<eos>', id 257, .*: name the end-of-text token as eos_token",
+        ),
+        ({"vocab": ["plain"], "end": "<|endoftext|>"}, "makes 'plain', id 257, .*: they do not match"),
     ],
     ids=["end", "plain"],
 )

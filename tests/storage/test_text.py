@@ -60,11 +60,15 @@ def test_text_in_other_tokens_is_refused_whatever_the_vocabulary(imported: Path,
     model = residua.load(imported).config
     for size in (280, 400):
         other = prepare(open_corpus([corpus], validation=corpus), tmp_path / str(size), f"bpe:{size}", workers=1).path
-        with pytest.raises(ConfigError, match=f"^{other} is in other tokens than .*: name text with --data that was"):
+        with pytest.raises(
+            ConfigError, match=f"^{other} was tokenized differently from .*: name text with --data that was"
+        ):
             open_text(imported, model, other)
     (imported / "source" / "chat_template.jinja").unlink()
     (imported / "source").rmdir()  # as folders were quantized before
-    with pytest.raises(ConfigError, match=r"^the embedded corpus is in other tokens .* --tokenizer .*tokenizer\.json"):
+    with pytest.raises(
+        ConfigError, match=r"^the embedded corpus was tokenized differently .* --tokenizer .*tokenizer\.json"
+    ):
         open_text(imported, model, None)
 
 
@@ -105,8 +109,8 @@ def test_import_without_a_tokenizer_needs_text_in_its_tokens(imported: Path, cor
     config = RunConfig(model=small(vocab_size=2048, context=16))  # has room for the default tokens
     (imported / "config.toml").write_text(config.to_toml())
     assert refused() == (
-        f"residua: {imported} has no tokenizer.json, so the embedded corpus cannot be cut into its model's tokens: "
-        "give --data a folder that was prepared with the model's own tokenizer.\n"
+        f"residua: {imported} has no tokenizer.json, so the embedded corpus cannot be tokenized for its "
+        "model: give --data a folder prepared with the model's own tokenizer.\n"
     )
     assert not (tmp_path / "cache").exists()
 
@@ -122,6 +126,6 @@ def test_import_without_a_tokenizer_takes_text_that_is_named(imported: Path, cor
 def test_text_in_other_tokens_than_the_start_is_refused_first(imported: Path, corpus: Path, tmp_path, refused) -> None:
     data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bpe:260", workers=1)
     assert refused("--data", data.path) == (
-        f"residua: {data.path} was prepared with another tokenizer than {imported} has: prepare it with "
+        f"residua: {data.path} was prepared with a different tokenizer than {imported}: prepare it with "
         f"--tokenizer {imported}/tokenizer.json.\n"
     )

@@ -44,8 +44,8 @@ def test_a_plan_says_what_matching_changes_and_trains_nothing(dataset: Dataset, 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "name two variants or more"),
-        (["prenorm"], "name two variants or more"),
+        ([], "name at least two variants"),
+        (["prenorm"], "name at least two variants"),
         (["prenorm", "mrg"], "^'mrg' is not a known variant: did you mean 'mgr'"),
         (["prenorm", "mgr+mrg"], r"^variant 'mgr\+mrg': 'mrg' is not a known variant"),
         (["prenorm", "prenorm"], "variants names 'prenorm' twice"),
@@ -53,21 +53,21 @@ def test_a_plan_says_what_matching_changes_and_trains_nothing(dataset: Dataset, 
         (["prenorm", "mgr", "--match", "width"], r"match\.kind = 'width' does not exist"),
         (["prenorm", "mgr", "--base", "tinny"], "tiny"),
         (["prenorm", "mgr", "--tokens-per-parameter", "20"], "needs --sizes"),
-        (["--demo", "mgr"], "name two variants or more"),
-        (["--demo", "study.toml"], "^--demo is a study of its own: give either --demo or study.toml"),
+        (["--demo", "mgr"], "name at least two variants"),
+        (["--demo", "study.toml"], "^--demo is a complete study: give either --demo or study.toml"),
         (["tiny", "prenorm"], "^'tiny' is a preset, not a variant: `residua compare --base tiny`"),
         (["prenorm,", "mgr"],
-         "^'prenorm,' holds a comma: separate variants by spaces, as in `residua compare prenorm mgr`"),
+         "^'prenorm,' contains a comma: separate variants by spaces, as in `residua compare prenorm mgr`"),
         (["prenorm,mgr"], "separate variants by spaces, as in `residua compare prenorm mgr`"),
         (["res/c.json", "prenorm"], r"^res/c\.json is a file, not a variant: name a results file with --results res/c"),
-        (["runs/wiki", "prenorm"], "^runs/wiki is a path, not a variant: name a study's folder alone"),
-        (["runs/nowhere"], "^runs/nowhere is not a folder: name the folder of a study"),
+        (["runs/wiki", "prenorm"], "^runs/wiki is a path, not a variant: give either a study folder or variants"),
+        (["runs/nowhere"], "^runs/nowhere is not a folder: name a study folder"),
         (["prenorm", "mgr", "--data", "nope"], "^nope does not exist: name a folder made by residua data prepare"),
         (["missing.toml"], r"missing\.toml does not exist"),
-        (["prenorm", "study.toml"], "a whole study"),
+        (["prenorm", "study.toml"], "a complete study"),
         (["prenorm", "mgr", "--tune", "lr=0.5x"],
-         r"^the learning rates to try are too few \('0\.5x'\): give two or more, as in 0\.5x, 1x, 2x\.$"),
-        (["prenorm", "mgr", "--tune", "0.5x,2x"], "is not a search of the learning rate: write it as lr=0.5x,1x,2x.$"),
+         r"^there are too few learning rates to try \('0\.5x'\): give at least two, as in 0\.5x, 1x, 2x\.$"),
+        (["prenorm", "mgr", "--tune", "0.5x,2x"], "is not a list of learning rates: write it as lr=0.5x,1x,2x.$"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: str, dataset: Dataset) -> None:
@@ -86,8 +86,12 @@ def test_options_go_over_a_study_file(dataset: Dataset, tmp_path: Path) -> None:
     [
         ('extends = "tiny"\n[train]\nsteps = 4\n', [], "configures a run, not a study: .* mgr --base .*nano"),
         (RunConfig.find("tiny").to_toml(), [], "nano.toml configures a run, not a study"),
-        ('extends = "x.toml"\nvariants = ["prenorm", "mgr"]\n', [], "a study extends nothing: write base = 'x.toml'"),
-        ('extends = "x.toml"\n', ["prenorm", "mgr", "--base"], "'x.toml' is a file, where only a preset can stand"),
+        (
+            'extends = "x.toml"\nvariants = ["prenorm", "mgr"]\n',
+            [],
+            "a study has no key 'extends': write base = 'x.toml'",
+        ),
+        ('extends = "x.toml"\n', ["prenorm", "mgr", "--base"], "'x.toml' is a file, but only a preset can be extended"),
     ],
 )
 def test_run_config_is_distinguished_from_a_study_file(
@@ -105,7 +109,7 @@ def test_study_folder_among_variants_is_recognised(
     for name in ("mine", "mgr"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "study.toml").write_text('variants = ["prenorm", "mgr"]\n')
-    alone = "mine is the folder of a study, not a variant: name it alone, without variants."
+    alone = "mine is a study folder, not a variant: give either the folder or variants."
     assert refusal("mine", "prenorm", "--plan") == alone
     planned = printed("prenorm", "mgr", "--data", dataset.path, "--plan")
     assert "= 6 runs" in planned  # of the variant, not of the folder with its name
@@ -119,7 +123,10 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
     (tmp_path / stranger).write_text("its own")
     (tmp_path / "report.html").write_text("its own page")
     arguments = ["prenorm", "mgr", "--seeds", 1, *SET_SMALL, "--data", dataset.path, "--out", tmp_path, *plan]
-    assert refusal(*arguments) == f"{tmp_path} holds {stranger}, which no study wrote: choose another --out."
+    assert (
+        refusal(*arguments)
+        == f"{tmp_path} contains {stranger}, which was not written by a study: choose another --out."
+    )
     assert {path.name for path in tmp_path.iterdir()} == {stranger, "report.html"}
     assert (tmp_path / "report.html").read_text() == "its own page"
 
@@ -127,7 +134,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
 def test_change_undone_by_a_variant_is_reported(dataset: Dataset) -> None:
     changes = ["--set", "model.topology.kind=additive", "--set", "train.steps=100"]
     shown = printed("prenorm", "mgr", *changes, "--data", dataset.path, "--plan")
-    assert "--set model.topology.kind=additive has no effect on mgr, which sets its own value." in shown
+    assert "--set model.topology.kind=additive has no effect on mgr, which overrides it." in shown
     assert "train.steps=100 does not" not in shown and "for prenorm" not in shown
 
 
@@ -140,10 +147,10 @@ def test_variants_that_a_study_leaves_out_are_named(study: StudyConfig, dataset:
         arguments = [*variants, "--seeds", 1, *SET_SMALL, "--data", dataset.path, "--out", out, "--plan"]
         return " ".join(printed(*arguments).split())
 
-    told = f"{out} also holds mgr, which this study leaves out: name it too to have it on the page."
+    told = f"{out} also contains mgr, which this study leaves out: name it too to include it on the page."
     assert told in planned("prenorm", "mgr+exoformer")
-    assert "also holds mgr, mgr+exoformer, which" in planned("prenorm", "resformer")
-    assert "also holds" not in planned("prenorm", "mgr", "mgr+exoformer", "resformer")
+    assert "also contains mgr, mgr+exoformer, which" in planned("prenorm", "resformer")
+    assert "also contains" not in planned("prenorm", "mgr", "mgr+exoformer", "resformer")
 
 
 def test_a_study_with_a_failed_run_says_why_on_standard_error(

@@ -33,13 +33,13 @@ def test_names_become_variants_and_the_first_is_the_baseline() -> None:
         ({"baseline": "hc"}, "baseline = 'hc' is not one of the variants"),
         ({"seeds": [1, 1]}, "seeds"),
         ({"seeds": 0}, "seeds"),
-        ({"variants": {"../up": ["mgr"]}}, "names a folder"),
+        ({"variants": {"../up": ["mgr"]}}, "must be usable as a folder name"),
         ({"match": {"kind": "width"}}, "match.kind = 'width' does not exist"),
         ({"scaling": {"sizes": ["tiny"]}}, "scaling.sizes"),
         ({"scaling": {"sizes": ["tiny", "x/tiny.toml"]}}, "uses a name twice"),
-        ({"scaling": {"sizes": ["tiny", "x/...toml"]}}, "cannot name a folder"),
+        ({"scaling": {"sizes": ["tiny", "x/...toml"]}}, "cannot be a folder name"),
         ({"workres": 2}, "did you mean 'workers'"),
-        *(({"name": n}, "use a plain name, without a path") for n in ("../../x", "/tmp/x", "..", "", "a\\b", "a\nb")),
+        *(({"name": n}, "must be a plain name") for n in ("../../x", "/tmp/x", "..", "", "a\\b", "a\nb")),
     ],
 )
 def test_a_mistake_is_named_in_one_sentence(changes: dict[str, object], sentence: str) -> None:

@@ -113,7 +113,7 @@ def test_the_page_is_on_the_text_of_the_study(
     both = Diagnosis.read(out / "diagnosis" / "diagnosis.json").models
     assert [model.name for model in both] == ["prenorm", "mgr"]
     assert {model.text.source for model in both} == {f"the validation text of {dataset.path.name}"}
-    assert "(its own diagnosis is of another text; this is the study's): " in said and "is without" not in said
+    assert "(this diagnosis uses the study's text, the run's own a different one):  " in said and "lacks" not in said
 
     before = (folder / "diagnosis" / "diagnosis.json").stat()
     measure(asked, plan, dataset, out)
@@ -124,6 +124,6 @@ def test_who_is_not_on_the_page_is_named(asked: StudyConfig, plan: StudyPlan, da
     lost, broken = (run for run in plan.runs if run.seed == 0)
     (lost.folder / "metrics.jsonl").unlink()
     (broken.folder / "checkpoints" / "step-10" / "model.safetensors").unlink()
-    why = "no complete run in this folder), mgr-seed0 (it has no diagnosis on the study's text)"
-    told = f"✗ the page of diagnoses side by side is without prenorm-seed0 ({why}"
+    why = "no complete run in this folder), mgr-seed0 (it was not diagnosed on the study's text)"
+    told = f"✗ the page that compares diagnoses lacks prenorm-seed0 ({why}"
     assert told in measure(asked, plan, dataset, out)

@@ -78,7 +78,7 @@ def test_tables_are_free_unless_they_are_counted() -> None:
     assert size.flops_per_token - plain.flops_per_token == 6 * (size.parameters - size.tables - plain.parameters)
     matched = match("value_embeddings", variant, plain.parameters, MatchFFN())
     assert matched.model == variant
-    assert matched.change == f"{size.tables:,} in token tables not counted"
+    assert matched.change == f"{size.tables:,} in token tables excluded"
     counted = match("value_embeddings", variant, plain.parameters, MatchFFN(tables="counted", tolerance=0.01))
     assert counted.model.ffn.hidden < base.ffn.hidden and abs(counted.parameters / plain.parameters - 1) <= 0.01
 

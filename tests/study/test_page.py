@@ -65,7 +65,7 @@ def without(status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
         (lambda: pretended(3, best=1.01), "unsure",
          "Not shown: the best of 2, block_attnres, is 1.01× per second, interval 0.98 to 1.04"),
         (lambda: pretended(3, seeds=1, best=1.50), "unsure",
-         "Not shown: the best of 2, block_attnres, is 1.50× per second, but one seed allows no interval"),
+         "Not shown: the best of 2, block_attnres, is 1.50× per second, but one seed gives no interval"),
         # several seeds without an interval: one of three runs may have a speed, or the ladder two budgets
         (lambda: changed(pretended(2).result, wall_clock_gain=Interval(value=1.2, count=3)), "unsure",
          "Not shown: block_attnres is 1.20× per second, without an interval"),
@@ -79,16 +79,17 @@ def without(status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
          "Not shown: the best of 2, block_attnres, is 0.95× per second, but others gain per step: use --ladder"),
         (lambda: last_row(pretended(3, best=0.95).result,
                           wall_clock_gain=Interval(value=0.9, count=3, error=0.05, low=0.7, high=1.1)), "unsure",
-         "Not shown: the best of 2, block_attnres, is 0.95× per second, but others are not measured well enough"),
+         "Not shown: the best of 2, block_attnres, is 0.95× per second, but other variants are not measured well "
+         "enough"),
         # without speeds the title speaks of loss, and without runs of none
         (lambda: changed(pretended(3).result, **UNKNOWN), "unsure",
-         "Not shown: speeds are not known; block_attnres has the lowest loss, -0.0450 against prenorm"),
+         "Not shown: speeds are unknown; block_attnres has the lowest loss, -0.0450 against prenorm"),
         (lambda: scattered(WIDE), "unsure", f"Not shown: speeds scatter too much (use --time-alone); {NOT_LOWER}"),
         (lambda: concluded(scattered(WIDE).model_copy(update={"side_by_side": 4})), "unsure",
          f"Not shown: speeds were not measured alone (use --time-alone); {NOT_LOWER}"),
         (lambda: changed(scattered(WIDE), timing=ALONE), "unsure", f"Not shown: speeds scatter too much; {NOT_LOWER}"),
         (lambda: changed(scattered(WIDE), throughput_ratio=Interval(value=0.8, count=3, low=0.79, high=0.81),
-                         wall_clock_gain=None), "unsure", f"Not shown: gains per second are not known; {NOT_LOWER}"),
+                         wall_clock_gain=None), "unsure", f"Not shown: gains per second are unknown; {NOT_LOWER}"),
         (lambda: scattered(CLEAR), "unsure", f"Not shown: speeds scatter too much (use --time-alone); {LOWER}"),
         (lambda: scattered(Interval(value=-0.0433, count=1)), "unsure",
          f"Not shown: speeds scatter too much (use --time-alone); {LOWER}, one seed"),
@@ -130,7 +131,7 @@ def test_the_page_explains_its_answer_in_one_sentence(best: float, words: str, t
 
 def test_an_answer_without_seconds_says_how_to_get_one_or_nothing(tmp_path: Path) -> None:
     busy = explanation(changed(pretended(2).result, timing=ALONE.model_copy(update={"p90": 0.2})))
-    assert busy.startswith("For a yes or a no, remove timings/ from the study's folder")
+    assert busy.startswith("For a yes or no, remove timings/ from the study's folder")
     unknown = pretended(2)
     unknown = replace(unknown, result=changed(unknown.result, **UNKNOWN))
     assert explanation(unknown.result) == explanation(without("missing", lambda run: True)) == ""
@@ -142,13 +143,13 @@ def test_what_is_shown_goes_before_a_larger_gain_that_is_not() -> None:
     first, second, third = result.variants
     wide = second.model_copy(update={"wall_clock_gain": Interval(value=1.39, count=3, low=0.9, high=1.6)})
     gains = with_rows(result, (first, wide, third))
-    title = f"Yes: the best that is shown, mgr, is {third.wall_clock_gain.value:.2f}× per second"
+    title = f"Yes: the best significant variant, mgr, is {third.wall_clock_gain.value:.2f}× per second"
     assert (answer(gains), best_row(gains)) == (("good", title), gains.variants[2])
 
     first, second, third = (silent := changed(pretended(3).result, **UNKNOWN)).variants
     wide = second.model_copy(update={"difference": Interval(value=-0.06, count=3, error=0.03, low=-0.2, high=0.1)})
     losses = with_rows(silent, (first, wide, third))
-    title = "Not shown: speeds are not known; mgr has a lower loss, -0.0318 against prenorm"
+    title = "Not shown: speeds are unknown; mgr has a lower loss, -0.0318 against prenorm"
     assert (answer(losses)[1], best_row(losses)) == (title, losses.variants[2])
     rows = by_gain(pretended(6).result.variants, "prenorm")
     assert [row.name for row in rows][:3] == ["block_attnres", "mgr", "prenorm"]  # the baseline at one
@@ -159,11 +160,11 @@ def test_a_gain_that_only_the_ladder_shows_is_said() -> None:
     result = changed(pretended(2, best=1.21).result, difference=unsure)
     told = verdict(result.variants[1], result)
     assert told.startswith(
-        "block_attnres: no difference shown seed by seed (Δ -0.0200, 95 % interval [-0.0500, +0.0100]), "
-        "but the ladder, which pools the noise of all its runs, shows one; worth 1.28× the tokens ("
+        "block_attnres: no significant difference by seed (Δ -0.0200, 95 % interval [-0.0500, +0.0100]), "
+        "but the ladder, which pools the noise of all its runs, shows a difference; worth 1.28× the tokens ("
     )
     steps = changed(pretended(2, best=1.21, ladder=False).result, difference=unsure)
-    assert "), but one in the steps to the same loss is; 1.19× per step (" in verdict(steps.variants[1], steps)
+    assert "), but the gain in steps to the same loss is; 1.19× per step (" in verdict(steps.variants[1], steps)
     neither = changed(result, equivalent_tokens=Interval(value=1.02, count=2, low=0.95, high=1.1))
     assert "block_attnres: no difference shown (Δ -0.0200, " in verdict(neither.variants[1], neither)
 
@@ -189,7 +190,7 @@ def test_with_several_sizes_terminal_and_page_name_the_size(tmp_path: Path) -> N
     assert " at mini: " not in markdown(pretend.result)
     assert answer(result)[1].startswith("Yes: block_attnres is 1.06× per second at mini")
     silent = changed(result, **UNKNOWN)
-    assert answer(silent)[1].startswith("Not shown at mini: speeds are not known; ")
+    assert answer(silent)[1].startswith("Not shown at mini: speeds are unknown; ")
 
 
 def timed(result: StudyResult, busy: str, spread: float) -> StudyResult:
@@ -231,8 +232,8 @@ def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
         name = line.removeprefix("| ").partition(" |")[0]
         assert name not in silent or f"{gains[name].value:.2f}×" not in line
     assert len(silent) == 2 or by_gain(result.variants, "prenorm")[-1].name == silent[0]
-    assert ("Not drawn, because their numbers cannot be stated: block_attnres." in html) == (len(silent) == 1)
-    assert f"Not drawn by seconds, since their speeds are not stated: {', '.join(silent)}." in html
+    assert ("Not drawn, because their speeds are not known well enough: block_attnres." in html) == (len(silent) == 1)
+    assert f"Not drawn by seconds, because their speeds are not known well enough: {', '.join(silent)}." in html
     assert ("validation, by seconds" in html) == (len(silent) == 1)
     assert "busy" not in markdown(timed(pretend.result, busy, 0.49))
 
@@ -258,7 +259,7 @@ def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
     lead = replace(made, result=unequal).page(tmp_path).lead
     assert "block_attnres, mgr against prenorm, 3 seeds (mgr: 2 of 3 seeds), the same tokens" in lead
     text = markdown(unequal)
-    assert "- Seeds differ (mgr: 2 of 3 seeds): Δ loss is over those that a variant shares with prenorm." in text
+    assert "- Seeds differ (mgr: 2 of 3 seeds): Δ loss uses only those that a variant shares with prenorm." in text
     shown = {row.name: cells(row, unequal)[2].joined() for row in unequal.variants}
     assert shown["mgr"] == "3.3810 ± 0.0031 (n=2)" and "n=" not in shown["prenorm"]
 
@@ -313,7 +314,7 @@ def test_verdict_is_not_yes_when_correction_removes_the_gain() -> None:
 def test_yes_needs_three_seeds_or_a_ladder(seeds: int, ladder: bool, tone: Tone) -> None:
     result = pretended(2, seeds=seeds, ladder=ladder, best=1.29).result
     assert answer(result)[0] == tone
-    few = "2 seeds without a ladder show no gain or loss (use --seeds 3 or --ladder)"
+    few = "2 seeds without a ladder cannot show a gain or loss (use --seeds 3 or --ladder)"
     assert (few in answer(result)[1]) == (few in verdict(result.variants[1], result)) == (tone == "unsure")
 
 
@@ -365,7 +366,7 @@ def test_difference_curves_are_paired_by_seed() -> None:
 
 def test_what_repeats_the_table_is_folded(tmp_path: Path) -> None:
     html = pretended(3).page(tmp_path).html()
-    for folded in ("Every variant in a sentence", "9 of 9 runs are complete", "The study file"):
+    for folded in ("Each variant in a sentence", "9 of 9 runs are complete", "The study file"):
         assert f"<summary>{folded}</summary>" in html
     assert html.index("<summary>The study file</summary>") < html.index("[variants]") < html.rindex("</details>")
 

@@ -58,7 +58,7 @@ def test_batch_and_warmup_grow_with_the_budget(study: StudyConfig, dataset: Data
     for config, wanted in zip((small, large), tokens, strict=True):
         assert config.train.steps * config.tokens_per_step == pytest.approx(wanted, rel=0.01)
         assert config.train.schedule.warmup == round(0.1 * config.train.steps)
-    with pytest.raises(ConfigError, match=r"set scaling\.tokens_per_parameter too"):
+    with pytest.raises(ConfigError, match=r"also set scaling\.tokens_per_parameter"):
         changed(study, scaling={"sizes": ["tiny", "mini"], "batch": 0.5})
 
 
@@ -77,11 +77,11 @@ def test_a_folder_of_another_configuration_is_refused_by_name(plan: StudyPlan, d
     folder, config = plan.runs[3].folder, plan.runs[3].config
     folder.mkdir(parents=True)
     for change, words in (
-        ("train.steps=77", r"train.steps = 77, and this study needs 10"),
-        ("data.path='/elsewhere'", r"data.path = '/elsewhere', and this study needs"),
+        ("train.steps=77", r"train.steps = 77, but this study needs 10"),
+        ("data.path='/elsewhere'", r"data.path = '/elsewhere', but this study needs"),
     ):
         (folder / "config.toml").write_text(config.override([change]).to_toml())
-        with pytest.raises(ConfigError, match=rf"{folder} holds a run with {words}"):
+        with pytest.raises(ConfigError, match=rf"{folder} has a run with {words}"):
             check_folders(plan.runs)
     (folder / "checkpoints" / "step-5").mkdir(parents=True)  # a text that was moved is known by its fingerprint
     (folder / "environment.json").write_text(json.dumps({"text": "0123456789abcdef", "sessions": []}))
@@ -145,11 +145,11 @@ def test_a_ladder_adds_runs_of_the_baseline_and_changes_none(study: StudyConfig,
 @pytest.mark.parametrize(
     ("budgets", "sentence"),
     [
-        ((0.2, 1.0), r"ladder = 0\.2: train\.schedule\.warmup = 2 is not shorter than train\.steps = 2"),
-        ((1.0, 1.01), r"ladder = 1 and prenorm-1\.01x-seed0 come to the same run"),
+        ((0.2, 1.0), r"ladder = 0\.2: train\.schedule\.warmup = 2 must be less than train\.steps = 2"),
+        ((1.0, 1.01), r"ladder = 1 and prenorm-1\.01x-seed0 have the same number of steps"),
         ((1.0,), "adds no budget"),
-        ((0.5, -1.0), "different positive multiples"),
-        ((0.5, 0.5), "different positive multiples"),
+        ((0.5, -1.0), "distinct positive multiples"),
+        ((0.5, 0.5), "distinct positive multiples"),
     ],
 )
 def test_a_ladder_that_cannot_be_trained_is_refused(
@@ -182,6 +182,6 @@ def test_a_plan_names_variants_that_match_the_baseline(study: StudyConfig, datas
     log = Console(record=True, width=300, file=io.StringIO())
     preview(wider, out, log)
     said = [line for line in log.export_text().splitlines() if "the same model" in line]
-    assert said == [f"• {told}: use --match none to keep what it sets."]
+    assert said == [f"• {told}: use --match none to keep its settings."]
     free = changed(wider, match={"kind": "none"})
     assert same_sentences(free, make_plan(free, out, dataset)) == []

@@ -214,7 +214,7 @@ def between(value: float, low: float | None = None, high: float | None = None, c
 
 SCATTERED = {"throughput_ratio": between(1.1, 0.2, 6.0)}
 WORTH = {"equivalent_tokens": between(1.06, 0.94, 1.21), **SCATTERED}
-SAME = "mgr: the same loss to four digits, but n = 1 allows no interval and no claim; "
+SAME = "mgr: the same loss to four digits, but with n = 1 there is no interval and no claim; "
 FEW = "run (train.validate_every) and losses that fall after the first."
 
 
@@ -222,7 +222,7 @@ FEW = "run (train.validate_every) and losses that fall after the first."
     ("name", "keys", "begins", "ends"),
     [
         ("block_attnres", {}, "block_attnres: lower loss by 0.1000 (n = 2)", ""),
-        ("block_attnres", {"difference": between(-0.1)}, "block_attnres: lower loss by 0.1000, but n = 1 ", ""),
+        ("block_attnres", {"difference": between(-0.1)}, "block_attnres: lower loss by 0.1000, but with n = 1 ", ""),
         ("block_attnres", {"difference": between(-0.1, -0.3, 0.1)}, "block_attnres: no difference shown", ""),
         ("mgr", {"difference": Interval(value=0.0, count=1)}, SAME, ""),
         ("mgr", {"difference": Interval(value=-0.00004, count=1)}, SAME, ""),
@@ -231,7 +231,7 @@ FEW = "run (train.validate_every) and losses that fall after the first."
         ("mgr", {**SCATTERED, "step_gain": between(1.06, 0.94, 1.21)}, "", "; 1.06× per step (interval 0.94 to 1.21)"),
         ("mgr", {**SCATTERED, "step_gain": between(1.06, 1e-3, 1100)}, "", "; 1.06× per step (interval too wide); its"),
         ("mgr", {"equivalent_tokens": between(1.21, count=2), "throughput_ratio": None, "wall_clock_gain": None}, "",
-         "; worth 1.21× the tokens, and no speeds to compare."),
+         "; worth 1.21× the tokens, without speeds to compare."),
         ("block_attnres", {"step_gain": None, "wall_clock_gain": None}, "block_attnres: lower loss by 0.1000 (", FEW),
         ("block_attnres", {"difference": None}, "block_attnres: nothing to compare it with.", ""),
         # five runs at a time once gave GatedNorm 1.56× the baseline's speed, interval 0.08 to 30, and a verdict
@@ -365,7 +365,7 @@ def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfi
     assert block.wall_clock_gain.value == pytest.approx(0.9 * 10 / 9.5)
     assert "at 0.90× the speed of prenorm" in verdict(block, result)
     alone = "Speeds are those of each variant's step timed alone, after its runs (H200)"
-    from_training = "but that of mgr, exoformer, which is from training (--time-alone)."
+    from_training = "except mgr, exoformer, measured in training (--time-alone)."
     assert f"{alone}, {from_training}" in markdown(result)
     everywhere = {("tiny", name): {"H200": timed(900)} for name in OFFSET}
     assert f"{alone}.\n" in markdown(collect(several, plan, records, {}, None, everywhere))
@@ -419,7 +419,7 @@ def test_losses_by_document_give_the_error_of_the_text(
     assert "## bits per byte by source" in text and "| mgr | 1.1050 (-0.1000 ± 0.0000) |" in text
     assert f"on 100 of the {facts.validation_tokens:,} validation tokens.\n" in text and "| ± 0.0163 |" in text
     less = markdown(result.model_copy(update={"curve_tokens": 64}))
-    assert result.curve_tokens == 256 and "Curves and step-wise gains are on the first 64 of them." in less
+    assert result.curve_tokens == 256 and "Curves and step-wise gains use the first 64 of them." in less
     (plan.runs[0].folder / "validation.json").unlink()  # one run of an older version: all are on the part that it read
     older = summarise(study, plan, out, {}, facts).result
     assert row(older, "mgr").loss.value != pytest.approx(2.9) and row(older, "mgr").text_error is None

@@ -176,7 +176,7 @@ def kept(made_once: Path, trainer: Trainer, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"set": ["train.optimizer.lr=0.5"]}, r"prenorm with train\.optimizer\.lr = 0\.02, and this study needs 0\.5"),
+        ({"set": ["train.optimizer.lr=0.5"]}, r"prenorm with train\.optimizer\.lr = 0\.02, but this study needs 0\.5"),
         ({"baseline": "mgr"}, "baseline = 'prenorm' and this study 'mgr'"),
         (
             {"variants": {"prenorm": ["prenorm"], "mgr": ["mgr", "model.topology.streams=2"]}},
@@ -185,7 +185,7 @@ def kept(made_once: Path, trainer: Trainer, tmp_path: Path) -> Path:
         ({"match": {"kind": "none"}}, r"has match\.kind = 'ffn' and this study 'none': use the same"),
         ({"match": {"kind": "ffn", "tolerance": 0.01}}, r"has match\.tolerance = 0\.005 and this study 0\.01: use"),
         ({"tune": {"lr": [0.5, 1]}}, r"has tune\.lr = none and this study "),
-        ({"scaling": {"sizes": ["tiny", "mini"]}}, "not scaled in the same way"),
+        ({"scaling": {"sizes": ["tiny", "mini"]}}, "scaled differently"),
     ],
 )
 def test_a_study_that_contradicts_the_file_is_refused(
@@ -213,7 +213,7 @@ def test_another_text_is_refused(chosen: Choose, kept: Path, tmp_path: Path) -> 
     other = prepare(open_corpus([tmp_path / "text"], holdout=0.4), tmp_path / "other", "bytes")
     shutil.copytree(other.path, tmp_path / "elsewhere")
     assert Dataset.open(tmp_path / "elsewhere").fingerprint == other.fingerprint, "it ignores the place"
-    with pytest.raises(ConfigError, match=r"another text .* with --data, or another file for --results"):
+    with pytest.raises(ConfigError, match=r"different text .* with --data, or name another file for --results"):
         compare(chosen("mgr", data=str(other.path)), tmp_path / "b", kept)
 
 
@@ -225,7 +225,7 @@ def test_another_version_of_the_mathematics_is_said(
     run_study(chosen("mgr", seeds=[0, 1]), tmp_path / "second", console, kept)
     shown = console.export_text()
     assert "4 runs of x.json will not be trained again" in shown
-    assert "mathematics version 1, and this Residua has 7" in shown
+    assert "mathematics version 1, but this Residua has version 7" in shown
 
 
 @pytest.mark.parametrize(
@@ -262,10 +262,10 @@ ONE_SUBLAYER = Inspection.rounded({"sublayers": [{"sublayer": 0, "output_rms": 1
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"environment": 5}, "names an environment"),
-        ({"seed": 0}, "is there twice"),
+        ({"environment": 5}, "refers to a missing environment"),
+        ({"seed": 0}, "occurs twice"),
         ({"steps": 11}, "was not validated at its last step"),
-        ({"inspection": ONE_SUBLAYER}, "has the inspection of another model"),
+        ({"inspection": ONE_SUBLAYER}, "has the inspection of a different model"),
     ],
 )
 def test_a_file_whose_parts_do_not_fit_is_refused(kept: Path, change: dict[str, Any], words: str) -> None:
@@ -345,7 +345,7 @@ def test_a_plan_keeps_runs_of_the_folder_and_trains_nothing(
     arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", tmp_path / "again.json", "--plan")
     said = " ".join(printed(*arguments).split())
     assert "4 of 6 runs are complete; 2 left to train. " in said
-    assert "again.json holds the numbers of 4 complete runs" in said
+    assert "again.json has the numbers of 4 complete runs" in said
     assert "4 of 4 runs are complete; none left to train." in printed(tmp_path / "first", "--plan")
     elsewhere = printed(tmp_path / "more.toml", "--out", tmp_path / "new", "--results", kept, "--seeds", 1, "--plan")
     assert "2 of 2 runs are complete" in elsewhere, "the file has them"
@@ -359,10 +359,10 @@ def test_a_plan_adds_complete_runs_to_a_file_alone(chosen: Choose, kept: Path, t
     before = kept.read_text()
     (tmp_path / "more.toml").write_text(chosen("mgr", "block_attnres", seeds=5, ladder=[1, 2]).to_toml())
     arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", kept, "--plan")
-    assert "x.json holds the numbers of 4 complete runs" in " ".join(printed(*arguments).split())
+    assert "x.json has the numbers of 4 complete runs" in " ".join(printed(*arguments).split())
     assert kept.read_text() == before
     compare(chosen("mgr", "block_attnres", seeds=[0]), tmp_path / "first", tmp_path / "other.json")
-    assert "x.json holds the numbers of 5 complete runs" in " ".join(printed(*arguments).split())
+    assert "x.json has the numbers of 5 complete runs" in " ".join(printed(*arguments).split())
     after, first = SavedStudy.read(kept), SavedStudy(**json.loads(before))
     assert list(after.config.variants) == ["prenorm", "mgr", "block_attnres"]
     assert (after.config.seeds, after.config.ladder) == ((0, 1), ()) and after.commands == first.commands
@@ -379,7 +379,7 @@ def test_two_studies_do_not_write_the_same_file_at_once(
             compare(chosen("block_attnres"), tmp_path / "third", kept)
         (tmp_path / "first.toml").write_text(chosen("mgr").to_toml())
         arguments = (tmp_path / "first.toml", "--out", tmp_path / "first", "--results", kept, "--plan")
-        assert "holds the numbers of 4 complete runs" in " ".join(printed(*arguments).split()), "a plan only reads"
+        assert "has the numbers of 4 complete runs" in " ".join(printed(*arguments).split()), "a plan only reads"
         return trainer(*given)
 
     monkeypatch.setattr("residua.study.run_study.run_plan", meanwhile)
@@ -409,7 +409,7 @@ def test_runs_of_another_configuration_are_not_filed(
 ) -> None:
     (tmp_path / "other.toml").write_text(chosen("mgr", set=(*SMALL, "train.optimizer.lr=0.5")).to_toml())
     said = refusal(tmp_path / "other.toml", "--out", tmp_path / "first", "--results", tmp_path / "false.json", *plan)
-    assert "prenorm-seed0 holds a run with train.optimizer.lr = 0.02, and this study needs 0.5" in said
+    assert "prenorm-seed0 has a run with train.optimizer.lr = 0.02, but this study needs 0.5" in said
     assert not (tmp_path / "false.json").exists()
 
 

@@ -32,7 +32,7 @@ def extended(trainer: Trainer, dataset: Dataset, tmp_path: Path) -> Path:
 
 def test_folder_resumes_with_its_results_file_and_says_so(extended: Path, trainer: Trainer) -> None:
     shown = printed(extended)
-    assert "runs/second resumes with its results file kept/x.json, as if --results named it." in shown
+    assert "runs/second resumes with its results file kept/x.json, as if you had given it with --results." in shown
     assert trainer.trained == []
     assert set(SavedStudy.read(Path("kept/x.json")).config.variants) == {"prenorm", "mgr", "exoformer"}
     assert "mgr" in shown
@@ -49,7 +49,9 @@ def test_the_folder_and_the_file_can_move_together(extended: Path, trainer: Trai
 def test_runs_of_a_results_file_that_is_gone_are_trained(extended: Path, trainer: Trainer) -> None:
     Path("kept/x.json").unlink()
     shown = printed(extended)
-    assert "kept/x.json, the results file of runs/second, is gone: runs that only it had are trained again." in shown
+    assert (
+        "kept/x.json, the results file of runs/second, is missing: runs recorded only there are trained again." in shown
+    )
     assert trainer.trained == ["prenorm-seed0"]
 
 

@@ -83,7 +83,7 @@ def test_ctrl_c_while_tasks_are_scored_says_how_to_go_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TaskMeasurement, "measure_run", interrupted)
-    with pytest.raises(StudyInterrupted, match="the same command continues"):
+    with pytest.raises(StudyInterrupted, match="run the same command to continue"):
         TaskMeasurement(open_questions(asked)).measure(StudyPlan({}, (trained,)), QUIET)
 
 
@@ -160,7 +160,7 @@ def test_what_is_missing_or_changed_is_scored(
     assert again(asked) == ["shapes"], "a study that was stopped goes on with the next task"
     assert again(asked) == []
     write_questions(Path(asked.folder), "shapes", 9)
-    assert again(asked) == ["shapes"], "other questions"
+    assert again(asked) == ["shapes"], "different questions"
     assert again(asked.model_copy(update={"shots": 2})) == ["colours", "shapes"]
     later = (trained.folder / ACCURACIES).stat().st_mtime + 60
     os.utime(trained.folder / INSPECTION, (later, later))
@@ -322,5 +322,5 @@ def test_harness_tasks_have_the_shots_of_their_group(monkeypatch: pytest.MonkeyP
     assert harness.seen[6:] == [(["arc_easy"], 3, None), (["gsm8k"], 3, None)]
     found = accuracies(trained)
     assert found.wanted == ("arc_easy", "gsm8k") and "gsm8k" not in found.tasks
-    with pytest.raises(ValueError, match="mbpp runs the programs that the model writes, which a study does not do"):
+    with pytest.raises(ValueError, match="mbpp runs programs written by the model, which a study does not allow"):
         open_questions(Tasks(names=("arc_easy", "mbpp")))

@@ -80,11 +80,11 @@ def test_the_page_has_a_section_for_each_that_was_measured(tmp_path: Path) -> No
     page = study_page(made.study, result, {"mini": {}}, tmp_path).html()
     for title in ("Tasks", "Outliers", "Learning rates", "training loss"):
         assert f">{title}<" in page
-    for shown in ("62.50", "123", "3.3333", "3.2100", "failed", "with seed 1000, which no other run has"):
+    for shown in ("62.50", "123", "3.3333", "3.2100", "failed", "with seed 1000, which no other run uses"):
         assert shown in page
     assert "learning rate 0.02, 1× its own." in page
 
 
 def test_with_several_sizes_a_sentence_names_its_own() -> None:
     rate = choose("S", "mgr", [Trial(factor=f, rate=f, loss=f) for f in (0.5, 1.0)], 1000, 9, "")
-    assert rate.sentence(True).startswith("mgr (S): learning rate 0.5, 0.5× its own; the smallest that was tried")
+    assert rate.sentence(True).startswith("mgr (S): learning rate 0.5, 0.5× its own; the smallest one tried")

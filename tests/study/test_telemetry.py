@@ -61,7 +61,7 @@ def test_peaks_are_the_largest_of_all_layers_by_step() -> None:
     many = [{"step": i, "figures": {"peak": [float(i)], "sink_ratio": [2.0]}} for i in range(1000)]
     kept = Peaks.of(many)
     assert kept is not None and len(kept.step) == 60 and (kept.step[0], kept.step[-1]) == (0, 999)
-    with pytest.raises(ValueError, match="lists of one length"):
+    with pytest.raises(ValueError, match="non-empty lists of the same length"):
         Peaks(step=(1, 2), peak=(1.0,), sink_ratio=(1.0, 1.0))
 
 

@@ -305,5 +305,5 @@ def test_ctrl_c_while_timing_says_how_to_go_on(
     plan = make_plan(chosen(), out, dataset)
     write_all(plan, straight)
     monkeypatch.setattr(timing.subprocess, "Popen", Interrupted)
-    with pytest.raises(StudyInterrupted, match="the same command continues"):
+    with pytest.raises(StudyInterrupted, match="run the same command to continue"):
         TimingMeasurement(chosen(), out).measure(plan, Console(quiet=True))

@@ -95,7 +95,7 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
 
     # The same folder for a different study is refused, and nothing in it changes.
     other = two(study, data=str(dataset.path), set=(*study.set, "train.steps=12"))
-    with pytest.raises(ConfigError, match=r"train\.steps = 10, and this study needs 12"):
+    with pytest.raises(ConfigError, match=r"train\.steps = 10, but this study needs 12"):
         run_study(other, out, Console(quiet=True))
     assert losses(plan) == before
 
@@ -189,7 +189,7 @@ def test_ctrl_c_saves_every_run_and_the_same_command_resumes(
         first.send_signal(signal.SIGINT)
         assert first.wait() == 130
         errors.seek(0)
-        assert b"the same command continues" in errors.read()
+        assert b"run the same command to continue" in errors.read()
     (out / "wanted.toml").unlink()
     assert "1 variant × 1 seed" in printed(out, "--plan"), "the folder is enough to go on"
     monkeypatch.delenv("RESIDUA_PLUGINS")

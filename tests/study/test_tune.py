@@ -71,7 +71,7 @@ def test_what_was_tried_is_in_the_files_of_the_study(chosen: Choose, trainer: Tr
     assert mgr["trials"][2]["loss"] < mgr["trials"][1]["loss"] and mgr["trials"][0]["loss"] is None
     table = (out / "results.md").read_text()
     assert "## learning rates" in table and "| failed |" in table
-    assert ", 2× its own; the largest that was tried" in table and "a larger one may be better" in table
+    assert ", 2× its own; the largest one tried" in table and "a larger one may be better" in table
     assert StudyConfig.from_toml(out / "study.toml").tune == Tune(lr=(0.5, 1.0, 2.0))
 
 
@@ -201,10 +201,10 @@ def test_trials_are_compared_on_the_text_that_all_read(chosen: Choose, out: Path
     ("tune", "sentence"),
     [
         ({"lr": [0.5, 1], "seed": 1}, "tune.seed = 1 is one of the study's seeds"),
-        ({"lr": [1, 1]}, "use different positive multiples"),
+        ({"lr": [1, 1]}, "use distinct positive multiples"),
         ({"lr": ["fastx", 1]}, "^the learning rates to try contain .fastx.: write multiples as 0.5x, 1x, 2x"),
         ({"lr": 2}, "give a list of multiples"),
-        ({"lr": [2]}, "give two or more, as in 0.5x, 1x, 2x"),
+        ({"lr": [2]}, "give at least two, as in 0.5x, 1x, 2x"),
         ({"lr": ["fast", "1x"]}, "^the learning rates to try contain .fast.: write multiples as 0.5x, 1x, 2x"),
     ],
 )

@@ -81,7 +81,7 @@ def test_weights_that_changed_are_refused_in_a_folder(
     compare(begin(old), tmp_path / "study")
     save_weights(old, 20, 2.0)
     assert compare(begin(old), tmp_path / "study").runs[0].status == "complete", "it is shown"
-    with pytest.raises(ConfigError, match=f"base-seed0 began with other weights than {old} holds now .* --out"):
+    with pytest.raises(ConfigError, match=f"base-seed0 started from weights that {old} no longer has .* --out"):
         compare(begin(old, "mgr"), tmp_path / "study")
     assert trainer.trained == ["base-seed0"]
 
@@ -92,7 +92,7 @@ def test_weights_that_changed_are_refused_in_a_results_file(old: Path, tmp_path:
     assert str(tmp_path) not in kept.read_text() and [row.size for row in result.variants] == ["old.toml"]
     assert SavedStudy.read(kept).environments[0][START] == weights_fingerprint(old)
     save_weights(old, 20, 2.0)
-    with pytest.raises(ConfigError, match=r"base-seed0 of .*x\.json began with other weights .* for --results"):
+    with pytest.raises(ConfigError, match=r"base-seed0 of .*x\.json started from weights .* for --results"):
         compare(begin(old, "mgr"), tmp_path / "other", kept)
 
 
@@ -147,7 +147,7 @@ def test_a_plan_and_a_study_notice_weights_that_are_not_there(
 ) -> None:
     study = begin(old, "mgr")
     shutil.rmtree(old / "checkpoints")
-    told = f"{old} holds no weights to begin with, and 2 runs are left to train: name the run that has them with --from"
+    told = f"{old} has no initial weights, but 2 runs are left to train: name the run that has them with --from"
     console = Console(record=True, width=400)
     preview(study, tmp_path / "study", console)
     assert told in console.export_text()

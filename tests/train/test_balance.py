@@ -289,6 +289,6 @@ def test_run_logs_the_load_of_every_expert_and_shows_its_spread(mixture: RunConf
         assert len(line["load"]) == 2 and all(sum(layer) == pytest.approx(1, abs=1e-3) for layer in line["load"])
         assert line["lightest"] <= 1 <= line["heaviest"]
         assert line["balance"] > 0.9 and line["router_z"] > 0
-    assert "experts" in lab.printed and "for any one token" in lab.printed
+    assert "experts" in lab.printed and "active per token" in lab.printed
     inspection = (tmp_path / "run" / "inspection.json").read_text()
     assert '"experts"' in inspection

@@ -58,7 +58,7 @@ def test_a_file_without_a_name_does_not_choose_the_folder(call: Call, file: str,
     monkeypatch.chdir(tmp_path)
     Path(file).rename(tmp_path / "...toml")
     code, output = call("...toml")
-    assert code == 2 and "choose its folder with --out" in output
+    assert code == 2 and "choose one with --out" in output
 
 
 @pytest.mark.slow
@@ -115,9 +115,9 @@ def test_relative_path_of_an_old_run_is_in_the_working_folder(call, data, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "name what to train"),
-        (["--out", "x"], "name what to train"),
-        (["--resume", "--out", "x"], "x holds no run to resume"),
+        ([], "nothing to train was named"),
+        (["--out", "x"], "nothing to train was named"),
+        (["--resume", "--out", "x"], "x has no run to resume"),
         (["tinny"], "preset 'tinny' does not exist: did you mean 'tiny'?"),
         (["nowhere.toml"], "nowhere.toml does not exist"),
         (["tiny", "--data", "nowhere"], "nowhere does not exist: if it was moved"),
@@ -145,11 +145,11 @@ def test_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, data
     code, output = call("tiny", "--data", data, "--out", tmp_path / "a", *SMALL)
     assert code == 0 and vocabulary(tmp_path / "a") == 384
     assert f"residua compare prenorm mgr --base {tmp_path / 'a'}/config.toml\n" in output
-    assert "384 token ids: the 257 of the text, padded to a multiple of 128\n" in output
+    assert "384 token ids: 257 in the text, padded to a multiple of 128\n" in output
     assert "validation is tiny (" in output and "1 layer of width 16" in output and "CPU with 1 thread," in output
     code, output = call("tiny", "--data", data, "--out", tmp_path / "b", *SMALL, "model.vocab_size=640")
     assert code == 0 and vocabulary(tmp_path / "b") == 640
-    assert "640 token ids, of which the text has 257: model.vocab_size=384 would be enough\n" in output
+    assert "640 token ids, 257 of them in the text: model.vocab_size=384 is enough\n" in output
 
 
 def test_vocabulary_of_a_file_is_kept_that_of_its_preset_is_not(call: Call, data, tmp_path) -> None:

@@ -58,7 +58,7 @@ def test_small_maps_that_control_others_stay(config: RunConfig) -> None:
 
 def test_default_of_fp8_leaves_small_models_alone_and_says_so(lab: Lab) -> None:
     lab.train("train.precision=fp8", "train.steps=3")
-    assert "no product in FP8: no matrix has 1,024 rows and columns" in lab.printed
+    assert "no product in FP8: no matrix has at least 1,024 rows and columns" in lab.printed
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_emulated"])
@@ -237,7 +237,7 @@ def test_device_without_fp8_products_is_refused(lab: Lab, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(low_precision, "on_hardware", missing)
     monkeypatch.setitem(RECIPES, "fp8", RECIPES["fp8"].__class__("FP8", 1024, 0.0, missing))
-    lab.refuse("train.precision = 'fp8' needs a device that multiplies FP8", "train.precision=fp8")
+    lab.refuse("train.precision = 'fp8' needs a device with FP8 products", "train.precision=fp8")
 
 
 def test_model_without_low_precision_has_none(config: RunConfig) -> None:

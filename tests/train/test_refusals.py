@@ -68,7 +68,7 @@ def test_one_bad_log_line_is_forgiven() -> None:
 def test_folder_with_something_in_it_is_refused(lab: Lab) -> None:
     (lab / "run").mkdir()
     (lab / "run" / "thesis.tex").write_text("years of work")
-    lab.refuse("holds no run to resume", resume=True, out="nowhere")
+    lab.refuse("has no run to resume", resume=True, out="nowhere")
     lab.refuse(r"run is not empty: choose another --out, or .* --resume")
     assert files(lab / "run") == {"thesis.tex": b"years of work"}
 
@@ -78,7 +78,7 @@ def test_quantized_folder_is_not_resumed(lab: Lab) -> None:
     (lab / "run" / "config.toml").write_text(lab.config.to_toml())
     (lab / "run" / "quantization.json").write_text("{}")
     before = files(lab.folder)
-    lab.refuse("is a quantized model, which cannot be trained: resume the run it was made", resume=True)
+    lab.refuse("is a quantized model, which cannot be trained: resume the original run", resume=True)
     assert files(lab.folder) == before
 
 
@@ -115,9 +115,9 @@ def test_folder_in_use_is_refused(lab: Lab) -> None:
         ("model.layers=3", r"model\.layers was 2 .* is 3 now"),
         ("data.seed=1", r"data\.seed was 0"),
         ("data.sequence=8", r"data\.sequence was None .* is 8 now"),
-        ("train.micro_batch=4", r"64 tokens and would have 128 now: keep train\.accumulate × train\.micro_batch"),
+        ("train.micro_batch=4", r"64 tokens, but would have 128 now: keep train\.accumulate × train\.micro_batch"),
         ("train.optimizer.kind=adamw", r"train\.optimizer\.kind was 'muon'"),
-        ("train.steps=3", r"has done \d+ steps and train\.steps = 3 is fewer"),
+        ("train.steps=3", r"has done \d+ steps, more than train\.steps = 3"),
     ],
 )
 def test_what_shapes_a_run_cannot_change_when_it_is_resumed(trained: Lab, change: str, named: str) -> None:
@@ -192,7 +192,7 @@ def test_resuming_on_another_text_is_refused(begun: Lab, text: str, validation: 
     other = prepared(begun / "other", text, validation)
     assert begun.refuse(None, f"data.path='{other}'", resume=True) == (
         f"{other} is not the text that {run} was trained on ({begun.config.data.path}): resume with that text, or "
-        f"begin a new run from its weights with --from {run}."
+        f"start a new run from its weights with --from {run}."
     )
     assert files(run) == before
 
@@ -235,7 +235,7 @@ def test_run_on_prepared_text_resumes_on_no_embedded_corpus(begun: Lab, monkeypa
     monkeypatch.setattr("residua.train.world.find_data", lambda config: pytest.fail("text was opened"))
     data = begun.config.data.model_copy(update={"path": None})
     begun.config = begun.config.model_copy(update={"data": data})
-    sentence = r"run was trained on .*data, and no text is named now: name only the run, as"
+    sentence = r"run was trained on .*data, but this command names no text: name only the run, as"
     begun.refuse(sentence, "model.layers=3", resume=True)
 
 
@@ -243,7 +243,7 @@ def test_disk_too_small_is_refused_before_training(lab: Lab, monkeypatch: pytest
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 1000))
     lab.refuse(r"need .* [KMG]iB .* lower train\.keep = 2")
-    lab.refuse(r"free: make room or choose another --out\.$", "train.keep=1")
+    lab.refuse(r"free: free some space or choose another --out\.$", "train.keep=1")
     assert files(lab / "run") == {}
 
 

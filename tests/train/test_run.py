@@ -124,8 +124,8 @@ def test_failing_wandb_prints_one_line_and_the_run_continues(lab: Lab, monkeypat
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=fail))
     lab.train("train.track=wandb")
-    told = "Weights & Biases is off from here on: api key not configured (no-tty). call wandb.login; the run and "
-    assert f"{told}metrics.jsonl go on\n" in lab.printed and "Finished" in lab.printed
+    told = "Weights & Biases is off from now on: api key not configured (no-tty). call wandb.login; the run and "
+    assert f"{told}metrics.jsonl continue\n" in lab.printed and "Finished" in lab.printed
 
 
 def test_inspection_shows_what_a_model_has(config: RunConfig) -> None:
@@ -217,21 +217,21 @@ def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig
         ("train.optimizer.rest.learning_rate=3", r"train\.optimizer\.rest\.learning_rate = 3 .*: did you mean 'lr'\?$"),
         ("model.topology.depth=3", r"model\.topology\.depth = 3 is not a known key: (?!did you mean 'model)"),
         ("model.attention={kind='gated_deltanet',heads=2}", r"heads = 2 is not a known key: (?!did you mean 'model)"),
-        ("batch_size = 4", r"'batch_size = 4' names no section: did you mean train\.micro_batch\?$"),
+        ("batch_size = 4", r"'batch_size = 4' has no known section: did you mean train\.micro_batch\?$"),
         ("model.n_heads=3", r"model\.n_heads = 3 is not a known key: did you mean 'model\.attention\.heads'\?$"),
         ("data.bath=4", r"data\.bath = 4 is not a known key: did you mean 'path'\?$"),
         ("data.colour=4", r"data\.colour = 4 is not a known key: choose one of 'path', "),
-        ("batch_size=4", r"'batch_size=4' names no section: did you mean train\.micro_batch\?$"),
+        ("batch_size=4", r"'batch_size=4' has no known section: did you mean train\.micro_batch\?$"),
         ("train.optimizer.kind=mion", r"train\.optimizer\.kind = 'mion' does not exist: did you mean 'muon'"),
-        ("steps=3", r"'steps=3' names no section: write train\.steps=3\.$"),
-        ("topology=full_attnres", r"names no section: write model\.topology=full_attnres\.$"),
-        ("seed=1", r"names no section: write data\.seed=1 or train\.seed=1\.$"),
-        ("momentum=0.9", r"names no section: write train\.optimizer\.momentum=0\.9\.$"),
-        ("optimizer.lr=1", r"names no section: write train\.optimizer\.lr=1\.$"),
-        ("topology.streams=4", r"names no section: write model\.topology\.streams=4\.$"),
-        ("topolgy=full_attnres", r"names no section: did you mean model\.topology\?$"),
-        ("trian.steps=3", r"names no section: did you mean train\.steps\?$"),
-        ("zzzzzz=3", r"names no section: begin with model, data, train or parallel, as in train\.steps=500\.$"),
+        ("steps=3", r"'steps=3' has no known section: write train\.steps=3\.$"),
+        ("topology=full_attnres", r"has no known section: write model\.topology=full_attnres\.$"),
+        ("seed=1", r"has no known section: write data\.seed=1 or train\.seed=1\.$"),
+        ("momentum=0.9", r"has no known section: write train\.optimizer\.momentum=0\.9\.$"),
+        ("optimizer.lr=1", r"has no known section: write train\.optimizer\.lr=1\.$"),
+        ("topology.streams=4", r"has no known section: write model\.topology\.streams=4\.$"),
+        ("topolgy=full_attnres", r"has no known section: did you mean model\.topology\?$"),
+        ("trian.steps=3", r"has no known section: did you mean train\.steps\?$"),
+        ("zzzzzz=3", r"has no known section: start with model, data, train or parallel, as in train\.steps=500\.$"),
         ("train.optimizer.lr=-1", r"train\.optimizer\.lr = -1"),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_run_begins_where_the_other_ended(old: Path, tmp_path: Path, monkeypat
     losses = validations(tmp_path / "new")
     assert sorted(losses) == [0, 2, 4]
     assert losses[0] == pytest.approx(validations(old)[4], abs=2e-6)
-    assert "what it computes is kept" in capsys.readouterr().out
+    assert "the function of the model is kept" in capsys.readouterr().out
     config = saved_config(tmp_path / "new")
     assert config.train.start == str(old.resolve()) and config.model.norm.eps == 1e-5
 
@@ -58,7 +58,7 @@ def test_a_run_begins_where_the_other_ended(old: Path, tmp_path: Path, monkeypat
 def test_start_from_a_quantized_model_does_not_claim_to_be_exact(old: Path, data: Path, tmp_path: Path) -> None:
     quantize(old, tmp_path / "q", scheme="fp8-row", calibration=1, probes=0)
     (line, *_) = start_lines(of(data).override([f"train.start={tmp_path / 'q'}"]))
-    assert "kept exactly, but for the quantization" in line
+    assert "kept exactly, except for quantization" in line
 
 
 @pytest.mark.parametrize(("rate", "said"), [(0.01, True), (1e-5, False)])
@@ -100,15 +100,19 @@ def test_what_is_kept_is_known_without_the_weights(old: Path, data: Path) -> Non
     assert not list(start_lines(of(data)))
     changes = ["model.topology.kind=boundary_attnres", "model.topology.sublayers_per_block=1"]
     line, _ = start_lines(of(data).override([f"train.start='{old}'", *changes]))
-    assert line.endswith("what it computes is not kept (topology.kind: not)")
+    assert line.endswith("the function of the model is not kept (topology.kind: not)")
 
 
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (["norm.kind=gatednorm"], "norm.activation=tanh", "what it computes is not kept (norm.activation: not)"),
+        (
+            ["norm.kind=gatednorm"],
+            "norm.activation=tanh",
+            "the function of the model is not kept (norm.activation: not)",
+        ),
         (["anchors.kind=exoformer", "attention.gate=elementwise"], "anchors.norm=none", "not kept (anchors.norm: not)"),
-        (["norm.kind=gatednorm"], "norm.rank=17", "what it computes is kept exactly"),
+        (["norm.kind=gatednorm"], "norm.rank=17", "the function of the model is kept exactly"),
     ],
 )
 def test_start_line_names_the_settings_that_are_not_kept(tmp_path, data: Path, before: list[str], after, said) -> None:
@@ -135,7 +139,7 @@ def test_mistakes_are_refused_before_anything_is_written(old: Path, tmp_path: Pa
     (tmp_path / "text.txt").write_text("some other text " * 400)
     text = tmp_path / "text.txt"
     prepare(open_corpus([text], validation=text), tmp_path / "d", "bpe:260", workers=1)
-    with pytest.raises(ConfigError, match=r"prepared with another tokenizer .*: prepare it with --tokenizer"):
+    with pytest.raises(ConfigError, match=r"prepared with a different tokenizer .*: prepare it with --tokenizer"):
         train(config.override([f"data.path='{tmp_path / 'd'}'"]), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
@@ -160,7 +164,7 @@ def test_an_imported_run_is_trained_from_not_resumed(tmp_path: Path, monkeypatch
     (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages }}")
     import_folder(tmp_path / "hf", tmp_path / "run")
     assert residua(monkeypatch, "train", "--resume", "--out", tmp_path / "run") == 2
-    assert "was imported and has no training to resume" in capsys.readouterr().err
+    assert "was imported, so it has no training to resume" in capsys.readouterr().err
     changes = ["model.topology=multi_gate", "model.norm=gatednorm", "train.steps=2", "train.schedule.warmup=1"]
     options = ["--data", data, "--out", tmp_path / "new"]
     assert residua(monkeypatch, "train", "--from", tmp_path / "run", *changes, "train.device=cpu", *options) == 0
@@ -193,7 +197,7 @@ def test_imported_router_with_one_expert_stays_unless_balanced(tmp_path, monkeyp
     for weight, moved in ((0.0, False), (0.01, True)):
         balance, out = f"train.balance={{weight={weight}, router_z=0.0}}", tmp_path / f"new-{weight}"
         assert residua(monkeypatch, "train", *options, balance, "train.device=cpu", "--out", out) == 0
-        assert "get no gradient from the loss, with model.ffn.top_k = 1" in capsys.readouterr().out
+        assert "with model.ffn.top_k = 1, its routers get gradients only from train.balance" in capsys.readouterr().out
         after = load(out).state_dict()
         assert not torch.equal(after["embed.weight"], before["embed.weight"])
         routers = [name for name in before if name.endswith("router.weight")]

@@ -225,9 +225,9 @@ def test_junction_that_inversion_does_not_bear_keeps_its_streams(lab: Lab, monke
     lab.config = lab.config.override([mgr, "train.telemetry=on", "train.steps=4"])
     whole, cut = lab / "whole", lab / "cut"
     lab.train(out="whole")
-    (line,) = [line for line in lab.printed.splitlines() if "inversion bears" in line]
+    (line,) = [line for line in lab.printed.splitlines() if "too much for inversion" in line]
     assert line == (
-        "step 1: the gates after sublayer 1 overwrite more than inversion bears, so the streams there are kept from "
+        "step 1: the gates after sublayer 1 overwrite too much for inversion, so the streams there are stored from "
         "now on (0.0 MiB more memory)."
     )
     assert [record["kept"] for record in telemetry(whole)] == [[1]] * 3
@@ -237,7 +237,7 @@ def test_junction_that_inversion_does_not_bear_keeps_its_streams(lab: Lab, monke
     kept: list[tuple[int, ...]] = []
     after_each_step(monkeypatch, lambda step, done: kept.append(step.model.topology.recovery().kept))
     lab.resume(out="cut")
-    assert "inversion bears" not in lab.printed
+    assert "too much for inversion" not in lab.printed
     assert set(kept) == {(1,)} and telemetry(cut) == telemetry(whole)
     ended = [load_file(checkpoints(folder)[-1].path / "model.safetensors") for folder in (whole, cut)]
     assert all(torch.equal(tensor, ended[1][name]) for name, tensor in ended[0].items())

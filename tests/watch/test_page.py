@@ -44,7 +44,7 @@ def test_the_page_grows_while_a_run_does(browser: Browser, tmp_path: Path) -> No
         seen.until("document.title === 'run has finished'")
         seen.until("!document.getElementById('live-heaviest').closest('figure').hidden")
         run.rename(tmp_path / "elsewhere")
-        seen.until("document.querySelector('main').innerText.includes('its folder has vanished')")
+        seen.until("document.querySelector('main').innerText.includes('its folder was removed')")
         assert seen.page.evaluate(points("validation")) == 20
         for name, unit in (("tokens", 1000 * 4096), ("time", 1000 * 0.031 * 1.1 / 60), ("steps", 1000)):
             seen.page.click(f".axis button:text-is('{name}')")

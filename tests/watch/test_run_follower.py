@@ -139,11 +139,11 @@ def test_a_run_is_training_quiet_or_finished(tmp_path: Path) -> None:
 def test_run_ended_by_its_losses_is_stopped_and_says_why(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1000)
     write_result(run, 500)  # of the session before
-    session = {"started": "2026-11-01T00:00:00+00:00", "stopped": "the loss was above its start"}
+    session = {"started": "2026-11-01T00:00:00+00:00", "stopped": "a loss above its first value"}
     (run / "environment.json").write_text(json.dumps({"sessions": [session]}))
     follower = follow(run)
     assert follower.state(os.stat(run / "metrics.jsonl").st_mtime) == "stopped"
-    assert follower.messages()[0] == "the loss was above its start" and "finished" not in follower.messages()
+    assert follower.messages()[0] == "a loss above its first value" and "finished" not in follower.messages()
     write_run(tmp_path / "other", 1000, finished=True)
     assert RunList([tmp_path]).news()["title"].endswith(": 0 training, 1 of 2 finished, 1 stopped")
 
@@ -252,7 +252,7 @@ def test_runs_studies_and_folders_of_both_are_found(tmp_path: Path) -> None:
     assert [place.name for place in find([tmp_path / "later"])] == ["later"]
 
 
-@pytest.mark.parametrize(("name", "reason"), [("nowhere", "is not a folder"), ("empty", "holds no run and no study")])
+@pytest.mark.parametrize(("name", "reason"), [("nowhere", "is not a folder"), ("empty", "contains no run or study")])
 def test_a_folder_without_runs_is_refused_in_a_sentence(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"{name} {reason}: "):

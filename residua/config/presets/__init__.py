@@ -25,7 +25,7 @@ SIZES = _FOLDER / "sizes.json"
 
 
 class Size(Shape):
-    """Parameters of a preset's model, those in experts that a token does not visit, and training FLOPs per token."""
+    """Parameters of a preset's model, those in experts that a token does not use, and training FLOPs per token."""
 
     parameters: Count
     idle: Count
@@ -67,7 +67,7 @@ def load(name: Any) -> dict[str, Any]:
     if not isinstance(name, str):
         raise ConfigError(f"extends = {shown(name)} should be the name of a preset: `residua presets` lists them.")
     if name.endswith(".toml") and name not in names():
-        raise ConfigError(f"{name!r} is a file, where only a preset can stand: `residua presets` lists them.")
+        raise ConfigError(f"{name!r} is a file, but only a preset can be extended: `residua presets` lists them.")
     if name not in names():
         near = get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else "`residua presets` lists them."

@@ -110,8 +110,8 @@ class Anchors(Metric):
             ),
             Part(
                 tabs_each(models, _maps),
-                "Stripes are channels, or whole heads, with a habit of their own. Colours of the ratio leave out "
-                "the 2 % of channels at either end.",
+                "Stripes are channels, or whole heads, that differ from the rest. The colour scale of the "
+                "ratio excludes 2 % of the channels at either end.",
                 "Channel by channel",
             ),
         )

@@ -69,19 +69,19 @@ class Attention(Metric):
             what = ", ".join(dict.fromkeys(token(s.text, s.token) for s in sinks))
             strongest = max((s.attention for s in sinks), default=SINK)
             remedy = (
-                "Heads park attention on it, often an end of text or a line break. A gate "
-                "(model.attention.gate=elementwise) or a learned sink (model.attention.sink=learned) gives them "
-                "another place."
+                "Heads park attention on it; it is often an end of text or a line break. A gate "
+                "(model.attention.gate=elementwise) or a learned sink (model.attention.sink=learned) removes the need."
             )
         else:
             positions = [f.where["position"] for f in findings]
             what = ", ".join("the first token" if p == 0 else f"position {p}" for p in positions)
             strongest = max((_strongest(a, positions) for a in model.attention if a.layer in layers), default=SINK)
             remedy = (
-                "Harmless for the loss itself, but sinks come with outliers that cost in low precision. To avoid them, "
-                "train with a gate (model.attention.gate=elementwise) or a learned sink (model.attention.sink=learned)."
+                "Harmless for the loss itself, but sinks come with outliers that are costly in low precision. "
+                "To avoid them, train with a gate (model.attention.gate=elementwise) or a learned sink "
+                "(model.attention.sink=learned)."
             )
-        measured = f"up to {percent(strongest)} of attention, where {percent(SINK)} counts"
+        measured = f"up to {percent(strongest)} of attention, above the threshold of {percent(SINK)}"
         return Explained(f"{what}, in {listed('layer', layers)}", sureness(measured, strongest / SINK, model), remedy)
 
     @classmethod
@@ -90,8 +90,8 @@ class Attention(Metric):
             LayerTrack(
                 "sink",
                 "0 to 100 %",
-                "Attention to the first token, or to another sink: the strongest head above, the mean of all heads "
-                "below. The line is what uniform attention would give.",
+                "Attention to the first token, or to another sink: strongest head above, mean of all heads "
+                "below. The line is uniform attention.",
                 [_sinks(model) for model in models],
             )
         ]
@@ -135,7 +135,7 @@ class Attention(Metric):
         yield Topic(
             "Attention sinks",
             "How much attention goes to the first token. Healthy: near the dotted line, which uniform attention would "
-            "give; far above it, heads park attention there because they have nothing to look at.",
+            "give; far above it, heads park attention there because they find nothing to attend to.",
             Part(
                 {"first token": first, "share of sink heads": rate, "learned sink": learned},
                 "A sink head gives the first token more than 0.3 of its attention on average.",
@@ -147,15 +147,15 @@ class Attention(Metric):
             ),
             Part(
                 Table([Column("token", numeric=False), Column("layer"), Column("attention"), Column("uniform")], rows),
-                heading="Tokens that are sinks wherever they stand",
+                heading="Tokens that are sinks at any position",
             ),
         )
         floor = over("attention", "uniform_entropy")
         entropy = by_layer(models, over("attention", "entropy"), "entropy (nats)", floor=floor)
         yield Topic(
             "Attention entropy",
-            "How widely a query looks. Healthy: between zero (one token only) and the dotted line (all alike), and "
-            "different from layer to layer.",
+            "How widely a query attends. Healthy: between zero (a single token) and the dotted line (all "
+            "tokens equally), and different from layer to layer.",
             Part(entropy),
         )
 
@@ -243,7 +243,7 @@ def _token_sinks(sinks: Sequence[TokenSink]) -> list[Finding]:
             Finding(
                 kind="sink_token",
                 where={"token": number, "layers": [sink.layer for sink in same]},
-                words=f"token {token(strongest.text, number)} is an attention sink wherever it stands, in "
+                words=f"token {token(strongest.text, number)} is an attention sink at any position, in "
                 f"{listed('layer', [sink.layer for sink in same])}: {percent(strongest.attention)} of layer "
                 f"{strongest.layer}'s attention, uniform {percent(strongest.uniform)}",
             )
@@ -282,7 +282,7 @@ class LearnedSink(Metric):
             Finding(
                 kind="learned_sink",
                 where={"layers": layers},
-                words=f"the learned sink takes a sink's share of attention in {listed('layer', layers)}: "
+                words=f"the learned sink takes as much attention as a sink in {listed('layer', layers)}: "
                 f"{percent(strongest.learned_sink)} of layer {strongest.layer}'s",
             )
         ]
@@ -292,6 +292,6 @@ class LearnedSink(Metric):
         strongest = max(a.learned_sink for a in model.attention)
         return Explained(
             listed("layer", learned_sinks(model.attention)),
-            sureness(f"up to {percent(strongest)}, where {percent(SINK)} counts", strongest / SINK, model),
-            "Nothing: this is what a learned sink is for. Heads park attention there instead of on a token.",
+            sureness(f"up to {percent(strongest)}, above the threshold of {percent(SINK)}", strongest / SINK, model),
+            "Nothing: this is the purpose of a learned sink. Heads park attention there instead of on a token.",
         )

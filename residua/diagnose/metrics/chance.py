@@ -50,9 +50,9 @@ class Chance(Metric):
         above = model.loss - min(model.uniform_loss, model.frequency_loss)
         return Explained(
             "the whole model",
-            sureness(f"{above:.4f} nats above the better guess", CLEAR if above > NEAR else 1.0, model),
-            "Train the model, or check that weights, tokenizer and text belong together. Until then every other number "
-            "describes a model that predicts nothing.",
+            sureness(f"{above:.4f} nats above the better baseline", CLEAR if above > NEAR else 1.0, model),
+            "Train the model, or check that weights, tokenizer and text match. Until then, all other numbers "
+            "describe a model that predicts nothing.",
         )
 
     @classmethod
@@ -60,8 +60,8 @@ class Chance(Metric):
         if model.uniform_loss is not None:
             yield Sentence(
                 90,
-                f"Guessing by the frequencies of tokens alone would give a loss of {model.frequency_loss:.4f} nats, "
-                f"guessing all tokens alike {model.uniform_loss:.4f}.",
+                f"Guessing by token frequencies alone would give a loss of {model.frequency_loss:.4f} nats, "
+                f"guessing uniformly {model.uniform_loss:.4f}.",
             )
 
 
@@ -70,7 +70,7 @@ def chance_level(model: Model) -> list[Finding]:
     if model.uniform_loss is None or model.loss < min(model.uniform_loss, model.frequency_loss):
         return []
     uniform = f"giving every token the same probability ({model.uniform_loss:.4f})"
-    frequencies = f"knowing only how often each token occurs ({model.frequency_loss:.4f})"
+    frequencies = f"knowing only token frequencies ({model.frequency_loss:.4f})"
     worse = [
         guess
         for guess, loss in ((uniform, model.uniform_loss), (frequencies, model.frequency_loss))

@@ -53,7 +53,7 @@ class DepthWeights(Metric):
 
     keys = DepthWeightKeys
     kinds = ("depth_routing",)
-    columns = (Column("uniform depth", "loss change in nats if every reader weighed all sources alike"),)
+    columns = (Column("uniform depth", "loss change in nats if every reader weighted all sources equally"),)
     file_place, page_place = 60, 5
 
     def add(self, observation: Observation) -> None:
@@ -111,7 +111,7 @@ class DepthWeights(Metric):
             "; ".join(f"{r.name} ← {r.sources[_best(r)]}" for r in readers[:SHOWN])
             + (f"; and {len(readers) - SHOWN} more" if len(readers) > SHOWN else ""),
             sure,
-            "Nothing to repair. Where uniform weights cost nothing, the choice is not worth what it costs in time.",
+            "Nothing to repair. Where uniform weights cost nothing, learned weights are not worth their time.",
         )
 
     @classmethod
@@ -121,8 +121,8 @@ class DepthWeights(Metric):
             LayerTrack(
                 "reads",
                 "first source to last",
-                "Depth weights of the layer's readers, attention above and feed-forward below: the darker, the more is "
-                "read from that source. The number is the largest weight."
+                "Depth weights of the layer's readers, attention above and feed-forward below: darker means "
+                "that more is read from that source. The number is the largest weight."
                 + (f" {FACTORS} They are marked ×, and the darkest is the model's largest." if factors else ""),
                 [_reads(model) for model in models],
             )
@@ -149,24 +149,24 @@ class DepthWeights(Metric):
         ]
         yield Topic(
             "Depth weights",
-            "Who reads what. Healthy: structure, such as a strong diagonal and a few far sources; a uniform map has "
-            "not learned to choose.",
+            "Which reader uses which source. Healthy: structure, such as a strong diagonal and a few distant "
+            "sources; a uniform map has not learned to choose.",
             Part(tab_each(models, _map), "Mean over tokens. Each row is one reader."),
             *map(Part, remarks),
             Part(
                 tab_each(models, lambda m: _block_map(m.depth_blocks) if m.depth_blocks else None),
                 "Each row is the mean over tokens and over the readers of one block. Where every output is a "
-                "source, rows are layers, and the weights on the two outputs of a layer are added. A block's weight "
-                "on itself is that on its sum so far; the first reader of a block has none yet, which counts as 0. "
-                "The model's first sublayer reads the embedding alone.",
+                "source, rows are layers, and the weights on the two outputs of a layer are added. A block's "
+                "weight on itself is the weight on its sum so far; its first reader has no such sum, which counts "
+                "as 0. The first sublayer of the model reads only the embedding.",
                 "Block by block",
             ),
             Part(
                 _costs(models),
-                "Routing mass is not importance: this is the loss change when a source is taken away from every "
-                "reader, or when a reader's weights are made uniform. Healthy: sources with large weights cost "
-                "something.",
-                "What the weights are worth",
+                "Routing mass is not importance: this is the loss change when a source is hidden from every "
+                "reader, or when a reader's weights are made uniform. Healthy: removing sources with large weights "
+                "costs something.",
+                "Value of the weights",
             ),
         )
 
@@ -204,7 +204,7 @@ def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationF
     return findings
 
 
-FACTORS = "Weights that do not add up to 1 are factors on the sources, not shares of what is read."
+FACTORS = "Weights that do not add up to 1 are factors on the sources, not shares of the input."
 
 
 def are_shares(readers: Sequence[ReaderFacts]) -> bool:

@@ -120,13 +120,13 @@ class Dimensions(Metric):
         return Explained(
             f"{listed('dimension', numbers)} of {model.width}, over all states",
             sureness(
-                f"{short(least.ratio)}× the median, where {FAR:g}× counts, in {percent(least.share)} of tokens, where "
-                f"{percent(MOST_TOKENS)} counts",
+                f"{short(least.ratio)}× the median (threshold {FAR:g}×) in {percent(least.share)} of tokens "
+                f"(threshold {percent(MOST_TOKENS)})",
                 least.ratio / FAR,
                 model,
             ),
-            "Quantize with SmoothQuant (residua quantize --smooth 0.5), which folds such scales away. To avoid it, "
-            "train with another norm (model.norm.kind=preaffine or gatednorm).",
+            "Quantize with SmoothQuant (residua quantize --smooth 0.5), which folds such scales into the "
+            "weights. To avoid it, train with another norm (model.norm.kind=preaffine or gatednorm).",
         )
 
     @classmethod
@@ -148,7 +148,7 @@ class Dimensions(Metric):
         columns = [
             Column("dimension"),
             Column("× median", "mean |h| over that of the median dimension"),
-            Column("far above in", "share of tokens in which it exceeds 8 times the token's median |h|"),
+            Column("far above in", "share of tokens where it exceeds 8 times the token's median |h|"),
             Column("norm gain", "mean |gain| over all norms, and the median dimension's"),
         ]
         rows: list[list[Cell]] = [
@@ -158,12 +158,13 @@ class Dimensions(Metric):
         ]
         yield Topic(
             "Residual sinks",
-            "Dimensions that are large in nearly every token. Healthy: a flat line near 1. A few dimensions far above "
-            "the rest, with a small norm gain to undo it, rescale all the others and make the model hard to quantize.",
+            "Dimensions that are large in nearly every token. Healthy: a flat line near 1. A few dimensions "
+            "far above the rest, with a small norm gain that undoes them, rescale all others and make the model "
+            "hard to quantize.",
             Part(_sizes(models), "Mean |h| over tokens and sublayers, the largest dimensions first."),
             Part(
                 _gains(models),
-                "Healthy: a cloud. Points to the lower right are sinks whose norm shuts them out.",
+                "Healthy: a cloud. Points at the lower right are sinks that the norm suppresses.",
             ),
             Part(Table(columns, rows)),
         )
@@ -273,14 +274,13 @@ class Norms(Metric):
         factors = dict.fromkeys(n.factor for m in models for n in m.norms)
         yield Topic(
             "Norm weights",
-            "λ multiplies what a norm returns, λ1 of PreAffine what it reads. Healthy: near 1 everywhere. A dimension "
-            "with a tiny λ in every norm is a residual sink that is shut out again; with a large λ1 and a small λ, "
-            "PreAffine rescales by a parameter instead of an outlier.",
+            "λ multiplies the output of a norm, λ1 of PreAffine its input. Healthy: near 1 everywhere. A "
+            "dimension with a tiny λ in every norm is a residual sink that the norms suppress; with a large λ1 and "
+            "a small λ, PreAffine rescales by a parameter instead of an outlier.",
             Part({title: curve for factor in factors for title, curve in _extents(models, factor).items()}),
             Part(
                 tabs_each(models, _factor_maps),
-                "One row for each norm: the dimensions with the smallest factor of any norm, then those with the "
-                "largest.",
+                "One row per norm: the dimensions with the smallest factors of any norm, then those with the largest.",
                 "The dimensions furthest from 1",
             ),
         )

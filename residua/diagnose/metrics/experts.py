@@ -48,15 +48,15 @@ class Experts(Metric):
             unused = sum(load == 0 for load in loads)
             beside = f"; {unused} of {len(loads)} are never chosen" if unused else ""
             yield Sentence(
-                40, f"Experts carry {min(loads):.2f} to {max(loads):.2f} times their fair share of the tokens{beside}."
+                40, f"Experts carry {min(loads):.2f} to {max(loads):.2f} times an equal share of the tokens{beside}."
             )
 
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
         yield Topic(
             "Expert load",
-            "How often each expert is chosen, 1 being its fair share. Healthy: all near 1 over enough text. An "
-            "expert near 0 is not used; one far above 1 does the work of several.",
+            "How often each expert is chosen; 1 is an equal share. Healthy: all near 1 over enough text. An "
+            "expert near 0 is unused; one far above 1 does the work of several.",
             Part(tab_each(models, lambda m: _map(m.experts) if m.experts else None)),
         )
 
@@ -67,4 +67,4 @@ def _map(experts: list[ExpertFacts]) -> Figure:
     layers = [str(e.layer) for e in experts]
     bounds, count = (0.0, max(max(row) for row in loads)), max(map(len, loads))
     rows = [padded(row, count) for row in loads]
-    return heatmap(rows, numbers(count), layers, "expert", "layer", "load, 1 is fair", bounds=bounds)
+    return heatmap(rows, numbers(count), layers, "expert", "layer", "load, 1 is equal", bounds=bounds)

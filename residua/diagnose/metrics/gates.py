@@ -187,9 +187,9 @@ class NormGates(Metric):
         }
         yield Topic(
             "Norm gates",
-            "y is what a norm would return without its gate. Healthy: the gate falls with |y|, so that it takes "
-            "outliers out; a flat line is a gate that does not look at the size.",
-            Part(views, "Over tokens and channels of all norms, and norm by norm."),
+            "y is the output of a norm without its gate. Healthy: the gate falls with |y|, so that it "
+            "suppresses outliers; a flat line is a gate that ignores magnitude.",
+            Part(views, "Over tokens and channels of all norms together, and for each norm."),
         )
 
 
@@ -291,13 +291,13 @@ class WriteGates(Metric):
     def topics(cls, models: Models) -> Iterable[Topic]:
         yield Topic(
             "Write gates",
-            "β is the share of a stream that a sublayer's output replaces. Healthy: spread out; all near 0 writes "
-            "nothing, all near 1 forgets everything.",
+            "β is the fraction of a stream that a sublayer's output replaces. Healthy: spread out; all near 0 "
+            "writes nothing, all near 1 forgets everything.",
             Part(
                 tab_each(models, _boxes),
                 "Quartiles of β over tokens and streams, whiskers to the last value within 1.5 interquartile "
-                "ranges, the mean dashed; a ring is the largest value. Where the ring is near 1, a backward pass "
-                "by inversion is not accurate.",
+                "ranges, mean dashed, ring at the largest value. Where the ring is near 1, a backward pass by "
+                "inversion is inaccurate.",
             ),
             Part(
                 tab_each(models, _histogram),
@@ -306,7 +306,7 @@ class WriteGates(Metric):
             ),
             Part(
                 tabs_each(models, _by_stream),
-                "Healthy: streams differ; a column near 0 is a stream that nobody writes.",
+                "Healthy: streams differ; a column near 0 is a stream that nothing is written to.",
                 "Stream by stream",
             ),
         )

@@ -79,7 +79,7 @@ class AttentionMaps(Metric):
     def topics(cls, models: Models) -> Iterable[Topic]:
         yield Topic(
             "Attention map",
-            f"Mean attention of the first {CORNER} tokens to each other, over heads and softmax layers. Healthy: "
+            f"Mean attention among the first {CORNER} tokens, over heads and softmax layers. Healthy: "
             "weight spread along each row, or near the diagonal. A dark column is an attention sink. residua "
             "diagnose --maps draws every layer.",
             Part(tab_each(models, lambda m: m.attention_map and _attention_map(m, m.attention_map.values))),
@@ -105,7 +105,7 @@ class AttentionLayerMaps(AttentionMaps):
     def topics(cls, models: Models) -> Iterable[Topic]:
         yield Topic(
             "Attention map, layer by layer",
-            "The same for each softmax layer, the mean over its heads. Healthy: as above.",
+            "The same for each softmax layer, averaged over its heads. Healthy: as above.",
             Part(tabs_each(models, _attention_layers)),
         )
 
@@ -222,8 +222,9 @@ class TokenMaps(Metric):
         yield Topic(
             "Tokens and dimensions",
             f"Mean |h| over depth of the first {TOKENS} tokens in the {DIMENSIONS} largest dimensions, largest "
-            "first. Healthy: an even field. A stripe downward is a residual sink, a single dark cell a massive "
-            "activation; the largest 1 % of the cells share a colour. residua diagnose --maps draws every layer.",
+            "first. Healthy: an even field. A vertical stripe is a residual sink, a single dark cell a "
+            "massive activation; the largest 1 % of the cells share a colour. residua diagnose --maps draws every "
+            "layer.",
             Part(tab_each(models, lambda m: m.token_map and _token_map(m.token_map, m.token_map.values))),
         )
 
@@ -249,7 +250,7 @@ class LayerMaps(TokenMaps):
         maps = tabs_each(models, lambda m: {one.name: _token_map(m.token_map, one.values) for one in m.layer_maps})
         yield Topic(
             "Tokens and dimensions, layer by layer",
-            "The same for what each layer reads. Healthy: an even field at every depth.",
+            "The same for the input of each layer. Healthy: an even field at every depth.",
             Part(maps),
         )
 

@@ -63,7 +63,7 @@ class Outputs(Metric):
             a = most.largest[0]
             yield Sentence(
                 85,
-                f"The largest single output is {a.value:.4g}, that of {model.sites[most.site].name} in dimension "
+                f"The largest single output is {a.value:.4g}, from {model.sites[most.site].name} in dimension "
                 f"{a.dimension} at token {token(a.text, a.token)}.",
             )
 
@@ -83,8 +83,8 @@ class Outputs(Metric):
         yield Topic(
             "Largest outputs",
             "The three largest |y| that each layer's attention and feed-forward write, and the three largest |h| of "
-            "the state after them. Healthy: three lines close together and a flat course; a first line far above the "
-            "second is one value that a sublayer writes on purpose, and a plateau is one that stays.",
+            "the state after them. Healthy: three flat lines close together. A first line far above the "
+            "second is a single value that a sublayer writes on purpose; a plateau is one that persists.",
             Part(views, "Solid, dashed and dotted: the largest, second and third."),
         )
 

@@ -109,12 +109,14 @@ class Removal(Metric):
     def tracks(cls, models: Models) -> Sequence[LayerTrack]:
         removed = [a for m in models for a in m.ablations if a.kind == "layer"]
         high, falls = max([1.0, *(abs(a.change) for a in removed)]), any(map(_lowers, removed))
-        sides = " Right of the line the loss rises without the layer, left of it the loss falls." if falls else ""
+        sides = (
+            " Bars to the right mean that the loss rises without the layer, to the left that it falls." if falls else ""
+        )
         return [
             LayerTrack(
                 "removal",
                 f"log, {'±' if falls else ''}{NO_CHANGE:g} to {short(high)} nats",
-                "How much the loss changes without the layer; an empty bar is a layer that does nothing for the "
+                "How much the loss changes without the layer; an empty bar is a layer without effect on the "
                 f"loss.{sides}",
                 [_removed(model, high, 0.5 if falls else None) for model in models],
             )
@@ -142,16 +144,15 @@ class Removal(Metric):
             return
         filling = {model.name: [a.index for a in model.ablations if a.kind == "layer" and a.note] for model in models}
         remarks = [
-            f"{name}: {listed('layer', indices)} cannot be left out (fill phase: their outputs become the streams). "
-            "They write zeros, and the figure of perplexities leaves them out."
+            f"{name}: {listed('layer', indices)} cannot be removed (fill phase: their outputs become the "
+            "streams). They write zeros instead, and the perplexity figure omits them."
             for name, indices in filling.items()
             if indices
         ]
         yield Topic(
-            "What removal costs",
-            "Loss change on the same tokens when a part is removed. Healthy: every layer costs something, the first "
-            "ones most; a bar at zero is a layer the model does not use, one below zero a layer it would be better "
-            "without.",
+            "Cost of removal",
+            "Loss change on the same tokens when a part is removed. Healthy: every layer costs something, the "
+            "first ones most; a bar at zero is a layer that the model does not use, one below zero a layer that hurts.",
             Part(
                 {"loss": layers, "perplexity": _perplexities(models)},
                 f"Measured on {max(m.ablation_tokens for m in models):,} tokens.",
@@ -159,8 +160,8 @@ class Removal(Metric):
             *map(Part, remarks),
             Part(
                 _several_costs(models),
-                "Layers in the middle of the model, removed together. Healthy: the cost grows with every layer; a "
-                "flat line is a stretch of layers that the model hardly uses.",
+                "Layers in the middle of the model, removed together. Healthy: the cost grows with every "
+                "layer; a flat line is a range of layers that the model hardly uses.",
                 "Several layers at once",
             ),
             Part(

@@ -191,7 +191,7 @@ class States(Metric):
                 min(ratio / MASSIVE_RATIO, a.value / MASSIVE),
                 model,
             ),
-            "Expect low precision to cost more; residua quantize measures it. To avoid it, train with a gate "
+            "Expect a higher cost in low precision; residua quantize measures it. To avoid it, train with a gate "
             "(model.attention.gate=elementwise) or a gated norm (model.norm.kind=gatednorm).",
         )
 
@@ -202,8 +202,9 @@ class States(Metric):
             LayerTrack(
                 "largest |h|",
                 f"log, 1 to {short(high)}×",
-                f"The largest |h| that the layer reads, over the median |h|. The line is {MASSIVE_RATIO:,.0f}×: beyond "
-                f"it, and above {MASSIVE:g}, an activation is massive.",
+                f"The largest |h| that the layer reads, divided by the median |h|. The line is "
+                f"{MASSIVE_RATIO:,.0f}×: an "
+                f"activation beyond it is massive if it is also above {MASSIVE:g}.",
                 [_peaks(model, high) for model in models],
             )
         ]
@@ -215,7 +216,7 @@ class States(Metric):
             least = min(known, key=lambda s: s.core_features or 0)
             yield Sentence(
                 70,
-                f"99 % of the variance needs {least.core_features} of {model.width} dimensions at the narrowest, "
+                f"99 % of the variance needs {least.core_features} of {model.width} dimensions at the minimum, "
                 f"before {least.name}; tokens of a sequence are {model.states[-1].token_similarity:.2f} alike at the "
                 "end (mean cosine).",
             )
@@ -249,8 +250,8 @@ class States(Metric):
         columns = [Column(title) for title in ("|h|", "dimension", "sequence", "position")]
         yield Topic(
             "Massive activations",
-            "The largest single |h| before each sublayer, and the median for comparison. Healthy: within two orders of "
-            "magnitude; a thousand times the median, at one or two tokens, is a massive activation.",
+            "The largest single |h| before each sublayer, with the median for comparison. Healthy: within two "
+            "orders of magnitude; a thousand times the median at one or two tokens is a massive activation.",
             Part(largest),
             Part(Table([Column("read by", numeric=False), *columns, Column("token", numeric=False)], rows)),
         )
@@ -378,8 +379,8 @@ class Similarity(Metric):
         mixed = [m.name for m in models if m.state_name != "residual stream"]
         yield Topic(
             "Token and layer similarity",
-            "Healthy: tokens stay different (similarity well below 1), the embedding is slowly left behind, and many "
-            "dimensions are used.",
+            "Healthy: tokens stay different (similarity well below 1), states move slowly away from the "
+            "embedding, and many dimensions are used.",
             Part(
                 {
                     "token similarity": curve("token_similarity", "mean cosine of two tokens"),
@@ -389,8 +390,8 @@ class Similarity(Metric):
             ),
             Part(
                 tab_each(models, lambda m: _pairs(m, m.similarity, "cosine", 1.0)),
-                "Cosine between what two sublayers read, token by token. Healthy: fades away from the diagonal; a "
-                "solid block is a run of layers that hardly change anything.",
+                "Cosine between the inputs of two sublayers, token by token. Healthy: fades away from the "
+                "diagonal; a solid block is a range of layers that hardly change anything.",
                 "State by state",
             ),
             Part(
@@ -399,12 +400,12 @@ class Similarity(Metric):
             ),
             Part(
                 tab_each(models, lambda m: layers_later(m, _distance(m))),
-                "The same between what is read after layer ℓ and n layers later, as Gromov et al. draw it. Healthy: "
-                "a map that does not fade to the right; deep layers near zero hardly change anything.",
+                "The same between the states after layer ℓ and n layers later, as in Gromov et al. Healthy: a "
+                "map that does not fade to the right; deep layers near zero hardly change anything.",
             ),
             Part(
-                f"{', '.join(mixed)}: there is no single residual stream; a state is what a sublayer reads, mixed "
-                "anew each time."
+                f"{', '.join(mixed)}: there is no single residual stream; a state is the input of a sublayer, "
+                "mixed differently each time."
                 if mixed
                 else None
             ),

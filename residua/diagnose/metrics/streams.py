@@ -123,7 +123,7 @@ class Streams(Metric):
             f"The largest value of a stream is {max(most.largest):.4g}, in stream "
             f"{most.largest.index(max(most.largest))} as read by {_reader(model, most.reader)}; "
             + (
-                f"{listed('stream', still)} {'stands' if len(still) == 1 else 'stand'} still."
+                f"{listed('stream', still)} {'does' if len(still) == 1 else 'do'} not change."
                 if still
                 else f"every stream turns by {min(turns.values()):.2f} of a half turn or more."
             ),
@@ -135,24 +135,25 @@ class Streams(Metric):
         alike = by_layer(models, similarity, "mean cosine between streams", x="as read by")
         yield Topic(
             "Streams",
-            "Each stream apart. Healthy: streams turn at different speeds and stay different from each other.",
+            "Each stream on its own. Healthy: streams turn at different speeds and stay different from each other.",
             Part(
                 tab_each(models, _turned),
-                "Angular distance of each stream to itself one sublayer earlier; zero is a stream nobody writes.",
+                "Angular distance of each stream to itself one sublayer earlier; zero is a stream that "
+                "nothing is written to.",
             ),
-            Part(alike, "Healthy: well below 1; equal streams are one stream kept n times."),
+            Part(alike, "Healthy: well below 1; equal streams are one stream stored n times."),
             Part(
                 tabs_each(models, _maps),
                 "Angular distance arccos(cos)/π between a stream after layer ℓ and the same stream n layers later. "
-                "Healthy: boundaries at different depths in different streams; a map near zero is a stream that "
-                "stands still.",
-                "How far each stream turns",
+                "Healthy: boundaries at different depths in different streams; a map near zero is a stream "
+                "that does not change.",
+                "Rotation of each stream",
             ),
             Part(
                 tabs_each(models, _sizes),
                 "Largest |s| over all tokens and channels, after each sublayer. Healthy: flat; a stream far above "
                 "the others carries massive activations.",
-                "How large each stream gets",
+                "Magnitude of each stream",
             ),
         )
 

@@ -138,7 +138,7 @@ class Sublayers(Metric):
                 subject.loss(tokens, targets).backward()
             squares = {site.index: _squares(subject, site) for site in subject.sites}
             if not any(count for _, count in squares.values()):
-                self.skipped.append("Gradients: no weight of any sublayer takes one (quantized weights do not).")
+                self.skipped.append("Gradients: no sublayer weight has one (quantized weights do not).")
             return squares
         except Exception as error:  # the model's own code may refuse in any way
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -160,18 +160,20 @@ class Sublayers(Metric):
             where = listed("layer", [layer_of(f) for f in findings])
             removed = [changes.get(("layer", layer_of(f))) for f in findings]
             remedy = (
-                "Leave it out: the model computes the same in less time. If it should work, look at its gradient; "
-                "train longer, with a longer warmup or a lower learning rate."
+                "Remove it: the model computes the same in less time. If it should contribute, check its "
+                "gradient, and train longer, with a longer warmup or a lower learning rate."
             )
         else:
             where = ", ".join(model.sites[sublayer_of(f)].name for f in findings)
             removed = [changes.get(("sublayer", sublayer_of(f))) for f in findings]
-            remedy = "Compare its gradient below with its neighbours': a sublayer without gradient never learns."
+            remedy = (
+                "Compare its gradient below with that of its neighbours: a sublayer without a gradient never learns."
+            )
         known = [abs(change) for change in removed if change is not None]
         sure = (
             f"Certain: removal changes the loss by at most {max(known):.4f} nats, on {model.ablation_tokens:,} tokens."
             if known
-            else f"Likely: below {percent(SILENT)} of what it reads. Nothing was removed to confirm it (--ablations)."
+            else f"Likely: its output is below {percent(SILENT)} of its input. Confirm it by removal (--ablations)."
         )
         return Explained(where, sure, remedy)
 
@@ -182,7 +184,7 @@ class Sublayers(Metric):
             LayerTrack(
                 "writes",
                 f"log, 0.001 to {short(high)}",
-                "RMS of the output over RMS of what is read: attention above, feed-forward below.",
+                "RMS of the output divided by RMS of the input: attention above, feed-forward below.",
                 [_written(model, high) for model in models],
             )
         ]
@@ -224,12 +226,12 @@ class Sublayers(Metric):
         }
         yield Topic(
             "Magnitude per sublayer",
-            "Healthy: outputs of the same order from first to last. A steep climb means late layers must shout over a "
-            "growing stream; an output far below what it is added to changes nothing.",
+            "Healthy: outputs of the same order from first to last. A steep climb means that late layers need "
+            "larger and larger outputs to change a growing stream; an output far below its stream changes nothing.",
             Part(
                 sizes,
-                "The output of a layer is the sum of what its sublayers write. The state after it is what the next "
-                "layer reads, after the last layer the final norm.",
+                "The output of a layer is the sum of its sublayers' outputs. The state after it is the input "
+                "of the next layer or, after the last layer, of the final norm.",
             ),
         )
         gradients = {
@@ -238,9 +240,9 @@ class Sublayers(Metric):
         }
         yield Topic(
             "Gradient per sublayer",
-            "RMS of the loss gradient over each sublayer's parameters. Healthy: a flat line; a first layer far "
-            "above the rest means depth is trained unevenly.",
-            Part(gradients, "By layer: over the parameters of all its sublayers together."),
+            "RMS of the loss gradient over each sublayer's parameters. Healthy: a flat line; a first layer "
+            "far above the rest means that layers train at very different rates.",
+            Part(gradients, "By layer: over the parameters of all sublayers of a layer."),
         )
 
 
@@ -303,7 +305,7 @@ def _written(model: Model, high: float) -> dict[int, Bar]:
             lengths = tuple(None if s.relative_rms is None else on_log(s.relative_rms, SILENT, high) for s in sites)
             text = "dead" if layer in dead else short(max(s.relative_rms for s in known))
             shown = ", ".join(f"{s.name} {s.relative_rms:.3g}" for s in known)
-            bars[layer] = Bar(lengths, text, flag="bad" if words else "", words=words or f"{shown} of what it reads")
+            bars[layer] = Bar(lengths, text, flag="bad" if words else "", words=words or f"{shown} of its input")
     return bars
 
 
@@ -334,4 +336,4 @@ def _dead_layers(sites: Sequence[SiteFacts], ablations: Sequence[AblationFacts])
 def _dead(name: str, sites: Sequence[SiteFacts], change: float | None) -> str:
     relative = max(map(_relative, sites))
     removed = "" if change is None else f", and removing it changes the loss by {change:+.4f}"
-    return f"{name} is dead: its output is {percent(relative)} of what it reads{removed}"
+    return f"{name} is dead: its output is {percent(relative)} of its input{removed}"

@@ -125,15 +125,15 @@ class PipelinedStep(RankedStep):
         pipelines = self.flowing * self.ranks
         every = plan_routes([list(items) for items in self.part.boundaries], self.parallel.pipeline, "naive")
         words = (
-            f"pipeline sent {mib(sent['forward'])} forward and {mib(sent['backward'])} backward in a step; every "
-            f"tensor at every hop would be {mib(sum(hop_bytes(self.part.boundaries, every)) * pipelines)}"
+            f"pipeline sent {mib(sent['forward'])} forward and {mib(sent['backward'])} backward per step; "
+            f"sending every tensor at every hop would be {mib(sum(hop_bytes(self.part.boundaries, every)) * pipelines)}"
         )
         micro = self.config.train.micro_batch * self.config.sequence * self.config.model.width
         expected = formulas(self.blocks, self.parallel, micro * self.element_bytes)
         if expected is None:
             return words + "."
         return (
-            f"{words}; the formulas of arXiv 2603.15031, for blocks without the embedding: naive "
+            f"{words}; formulas of arXiv 2603.15031, for blocks without the embedding: naive "
             f"{mib(expected.naive * pipelines)}, cached {mib(expected.cached * pipelines)}."
         )
 

@@ -62,7 +62,7 @@ class _Names(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if not any(module == known and re.fullmatch(names, name) for known, names in self.ALLOWED):
-            raise ReadError(f"it names {module}.{name}, which a checkpoint does not consist of")
+            raise ReadError(f"it refers to {module}.{name}, which is not part of a checkpoint")
         return super().find_class(module, name)
 
 

@@ -3,7 +3,7 @@
 Tensor parallelism: every rank has some heads and hidden channels of each layer, and some tokens between layers. Its
 model is a decoder with fewer heads and narrower feed-forwards (`narrow`). Its fused projections hold its rows of every
 part: of Q, K, V and G, of gate and up. Between the layers it has T/N tokens of each sequence, so norms, depth
-connections, mixtures of experts, embedding and head stay as they are (sequence parallelism). A layer gathers the tokens
+connections, mixtures of experts, embedding and head stay unchanged (sequence parallelism). A layer gathers the tokens
 before its first projection, and its last one sums over the ranks what each needs (`communicate`):
 
     x [B, T/N, C] → gather → x [B, T, C] → heads of this rank → y [B, T, C] → sum, scatter → y [B, T/N, C]
@@ -59,8 +59,8 @@ def narrow(model: ModelConfig, ranks: int) -> ModelConfig:
         return model
     if model.anchors.joins_heads:
         raise ConfigError(
-            f"{TENSOR} {ranks} divides heads among ranks, and model.anchors.kind = '{model.anchors.kind}' with these "
-            "settings mixes across heads: use data_parallel_shard_degree."
+            f"{TENSOR} {ranks} divides heads among ranks, but model.anchors.kind = '{model.anchors.kind}' with "
+            "these settings mixes across heads: use data_parallel_shard_degree."
         )
     ffn = model.ffn
     if not ffn.mixture:
@@ -80,18 +80,18 @@ def _narrow_mixer(mixer: Any, width: int, ranks: int) -> Any:
         return mixer.model_copy(update={n: _narrow_mixer(getattr(mixer, n), width, ranks) for n in mixer.parts})
     if not mixer.head_counts():
         raise ConfigError(
-            f"{TENSOR} {ranks} divides the heads of softmax attention and Gated DeltaNet, and model.attention.kind = "
-            f"'{mixer.kind}' has none that stand alone: use data_parallel_shard_degree."
+            f"{TENSOR} {ranks} divides the heads of softmax attention and Gated DeltaNet, but "
+            f"model.attention.kind = '{mixer.kind}' has no independent heads: use data_parallel_shard_degree."
         )
     if getattr(mixer, "full", None) is not None:
         raise ConfigError(
-            f"{TENSOR} {ranks} divides the heads of every layer alike, and attention.full gives some layers others: "
-            "use data_parallel_shard_degree."
+            f"{TENSOR} {ranks} divides the heads of every layer in the same way, but attention.full gives some "
+            "layers different heads: use data_parallel_shard_degree."
         )
     if getattr(mixer, "qk_norm", "none") == "rms_all":
         raise ConfigError(
-            f"{TENSOR} {ranks} divides heads among ranks, and attention.qk_norm = 'rms_all' norms all of them "
-            "together: use data_parallel_shard_degree."
+            f"{TENSOR} {ranks} divides heads among ranks, but attention.qk_norm = 'rms_all' normalizes all of "
+            "them together: use data_parallel_shard_degree."
         )
     _refuse_bias("attention.bias = 'all'", getattr(mixer, "bias", "none") == "all", ranks)
     head_dim = mixer.turned(width) or mixer.head_dim  # which would follow from the number of heads
@@ -107,7 +107,7 @@ def _share(key: str, count: int, ranks: int, flag: str = TENSOR) -> int:
 def _refuse_bias(key: str, biased: bool, ranks: int) -> None:
     if biased:
         raise ConfigError(
-            f"{TENSOR} {ranks} sums outputs over ranks, which would add the bias of {key} on each of them: use "
+            f"{TENSOR} {ranks} sums outputs over ranks, which would add the bias of {key} once per rank: use "
             "data_parallel_shard_degree."
         )
 

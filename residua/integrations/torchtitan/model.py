@@ -138,7 +138,7 @@ class ResiduaModel(Decoder, BaseModel):
         return Context(rotary, segments, now, across=Across(positions, self.grid.context))
 
     def verify_module_protocol(self) -> None:
-        """torchtitan's own models are made of its modules; Residua's of plain PyTorch's."""
+        """torchtitan's own models use its modules; Residua's use those of PyTorch."""
 
 
 class OwnNames(StateDictAdapter):

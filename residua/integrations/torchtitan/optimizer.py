@@ -182,6 +182,6 @@ class DividedOptimizer(RankedOptimizer):
     def _check(self, rows: int, shards: int) -> None:
         if rows % shards:
             raise ConfigError(
-                f"train.optimizer.kind = 'muon' on tensor-parallel ranks needs rows that "
-                f"--parallelism.data_parallel_shard_degree {shards} divides, and a matrix has {rows}: use a divisor."
+                f"train.optimizer.kind = 'muon' on tensor-parallel ranks needs row counts divisible by "
+                f"--parallelism.data_parallel_shard_degree {shards}, but a matrix has {rows}: use a divisor."
             )

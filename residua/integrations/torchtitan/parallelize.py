@@ -245,8 +245,8 @@ def stages_per_rank(run: RunConfig, parallelism: Any) -> int:
     count = max(2, run.parallel.stages_per_rank)
     if count * ranks > layers:
         raise ConfigError(
-            f"--parallelism.pipeline_parallel_schedule Interleaved1F1B on {ranks} ranks needs {count * ranks} layers "
-            f"or more, and the model has {layers}: use 1F1B or fewer ranks."
+            f"--parallelism.pipeline_parallel_schedule Interleaved1F1B on {ranks} ranks needs {count * ranks} "
+            f"layers or more, but the model has {layers}: use 1F1B or fewer ranks."
         )
     return count
 

@@ -35,8 +35,8 @@ def refuse_run(run: RunConfig) -> None:
     recipe = run.train
     if run.model.repeats:
         raise ConfigError(
-            f"model.order.kind = '{run.model.order.kind}' runs a layer several times, and torchtitan's stages and "
-            "shards hold each once: use `residua train`."
+            f"model.order.kind = '{run.model.order.kind}' runs a layer several times, but torchtitan's stages "
+            "and shards hold each layer once: use `residua train`."
         )
     if run.model.ffn.mixture and recipe.balance.load == "same_step":
         raise ConfigError(
@@ -45,8 +45,8 @@ def refuse_run(run: RunConfig) -> None:
         )
     if recipe.compile == "layers":
         raise ConfigError(
-            "train.compile = 'layers' is for one process of `residua train`, and torchtitan compiles the model or its "
-            "layers as its mesh needs: set train.compile=auto."
+            "train.compile = 'layers' is for a single process of `residua train`, while torchtitan compiles "
+            "the model or its layers itself: set train.compile=auto."
         )
     if run.parallel.transport != "cached" and run.parallel.pipeline == 1:
         raise ConfigError("parallel.transport is for a pipeline: set parallel.pipeline, or leave it out.")
@@ -60,7 +60,8 @@ def refuse_engine(config: Any, run: RunConfig) -> None:
     _refuse_features(config)
     if config.training.steps < 1 and not config.lr_scheduler.total_steps:
         raise ConfigError(
-            f"--training.steps {config.training.steps} gives Residua's schedule no length: train at least one step."
+            f"--training.steps {config.training.steps} leaves Residua's schedule without steps: train at least "
+            "one step."
         )
     if run.model.context < config.training.seq_len:
         raise ConfigError(
@@ -73,8 +74,8 @@ def _refuse_mesh(config: Any, run: RunConfig) -> None:
     parallelism = config.parallelism
     if parallelism.spmd_backend != "partial_dtensor":
         raise ConfigError(
-            f"--parallelism.spmd_backend {parallelism.spmd_backend} rewrites torchtitan's own modules, and Residua's "
-            "are plain PyTorch: leave it at partial_dtensor."
+            f"--parallelism.spmd_backend {parallelism.spmd_backend} rewrites torchtitan's own modules, but "
+            "Residua's are plain PyTorch: use partial_dtensor."
         )
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
     if tensor > 1:
@@ -95,23 +96,24 @@ def _refuse_tensor(config: Any, run: RunConfig) -> None:
     narrow(run.model, degree)
     if run.model.anchors.reads_tokens:
         raise ConfigError(
-            f"--parallelism.tensor_parallel_degree {degree} gives a rank the ids of its own tokens, and attention with "
-            f"model.anchors.kind = {run.model.anchors.kind!r} looks up those of all: divide the model in another way."
+            f"--parallelism.tensor_parallel_degree {degree} gives a rank the ids of its own tokens, but attention with "
+            f"model.anchors.kind = {run.model.anchors.kind!r} looks up those of all tokens: shard the model in "
+            "another way."
         )
     if not config.parallelism.enable_sequence_parallel:
         raise ConfigError(
-            f"--parallelism.tensor_parallel_degree {degree} without enable_sequence_parallel would keep the state of "
-            "Residua's topology whole on every rank: leave it on."
+            f"--parallelism.tensor_parallel_degree {degree} without enable_sequence_parallel would replicate "
+            "the state of Residua's topology on every rank: leave it on."
         )
     if config.parallelism.expert_parallel_degree > 1:
         raise ConfigError(
-            f"--parallelism.tensor_parallel_degree {degree} does not go with expert_parallel_degree: Residua's experts "
-            "are divided among the ranks of data_parallel_shard_degree; use one of the two."
+            f"--parallelism.tensor_parallel_degree {degree} cannot be combined with expert_parallel_degree, "
+            "since Residua divides experts among the ranks of data_parallel_shard_degree: use one of the two."
         )
     if getattr(config.checkpoint, "async_mode", "disabled") != "disabled":
         raise ConfigError(
-            f"--parallelism.tensor_parallel_degree {degree} does not go with --checkpoint.async_mode "
-            f"{config.checkpoint.async_mode}, which cannot copy the pieces of Residua's projections: use disabled."
+            f"--parallelism.tensor_parallel_degree {degree} cannot be combined with --checkpoint.async_mode "
+            f"{config.checkpoint.async_mode}, which cannot copy the shards of Residua's projections: use disabled."
         )
 
 
@@ -124,8 +126,8 @@ def _refuse_pipeline(parallelism: Any) -> None:
         )
     if parallelism.module_fqns_per_model_part or parallelism.pipeline_parallel_schedule_csv:
         raise ConfigError(
-            "--parallelism.module_fqns_per_model_part and pipeline_parallel_schedule_csv name torchtitan's own layers; "
-            "Residua divides its layers itself: leave them out."
+            "--parallelism.module_fqns_per_model_part and pipeline_parallel_schedule_csv name torchtitan's "
+            "own layers, but Residua splits its layers itself: leave them out."
         )
 
 
@@ -133,12 +135,12 @@ def _refuse_features(config: Any) -> None:
     policy = type(config.activation_checkpoint).__qualname__
     if policy.startswith("SelectiveAC"):
         raise ConfigError(
-            "selective activation checkpointing looks for torchtitan's own layers, and Residua recomputes whole "
-            "sublayers: choose activation-checkpoint:full or none."
+            "selective activation checkpointing looks for torchtitan's own layers, but Residua recomputes "
+            "whole sublayers: choose activation-checkpoint:full or none."
         )
     if config.compile.enable and config.compile.backend != "inductor":
         raise ConfigError(
-            f"--compile.backend {config.compile.backend}: Residua's graph rewrites need inductor; leave it out."
+            f"--compile.backend {config.compile.backend}: Residua's graph rewrites need inductor: leave it out."
         )
     if config.validator.enable:
         raise ConfigError(
@@ -150,10 +152,10 @@ def _refuse_features(config: Any) -> None:
             "--checkpoint.create_seed_checkpoint is not needed: a Residua run starts with the same weights on any mesh."
         )
     if config.training.enable_cpu_offload:
-        raise ConfigError("--training.enable_cpu_offload does not go with Residua's Muon: leave it out.")
+        raise ConfigError("--training.enable_cpu_offload does not work with Residua's Muon: leave it out.")
 
     if config.training.dtype != "float32":
         raise ConfigError(
-            f"--training.dtype {config.training.dtype} would train rounded weights, and Residua's optimizer keeps them "
-            "in float32: use --training.mixed_precision_param."
+            f"--training.dtype {config.training.dtype} would round the weights, but Residua's optimizer keeps "
+            "them in float32: use --training.mixed_precision_param."
         )

@@ -294,10 +294,10 @@ class NoTokenizer(BaseTokenizer):
         super().__init__()
 
     def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        raise NotImplementedError("the text of a run is prepared: it is read as tokens")
+        raise NotImplementedError("a run reads prepared tokens, so it has no text to tokenize")
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise NotImplementedError("the text of a run is prepared: it is read as tokens")
+        raise NotImplementedError("a run reads prepared tokens, so it has no text to tokenize")
 
     def get_vocab_size(self) -> int:
-        raise NotImplementedError("the model knows its vocabulary")
+        raise NotImplementedError("the model has its own vocabulary")

@@ -1,4 +1,4 @@
-"""How sublayers talk to each other along depth: one file per family, all used through `open` and `step`."""
+"""How sublayers communicate along depth: one file per family, all used through `open` and `step`."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ TOPOLOGIES: dict[type[choices.TopologyChoice], Callable[..., Topology]] = {
 
 
 def register_topology(choice: type[choices.TopologyChoice], topology: Callable[..., Topology]) -> None:
-    """Make `topology.kind = …` of a configuration build `topology(config, sublayers, width)`; see docs/extend.md."""
+    """Register the class that a choice with `topology.kind = …` builds, as `topology(config, sublayers, width)`; see
+    docs/extend.md.
+    """
     choices.TopologyChoice.join(choice)
     TOPOLOGIES[choice] = topology
 
 
 def build_topology(config: choices.TopologyChoice, sublayers: int, width: int) -> Topology:
-    """The topology a configuration describes, for a model of `sublayers` sublayers."""
+    """Build the topology that a configuration describes, for a model with `sublayers` sublayers."""
     topology = TOPOLOGIES[type(config)](config, sublayers, width)
     refuse_moved(type(topology).__name__, vars(topology))
     return topology

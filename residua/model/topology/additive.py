@@ -44,8 +44,8 @@ class Additive(Topology):
 
 
 class Parallel(Additive):
-    """h_{l+1} = h_l + A(h_l) + F(h_l): both sublayers of a layer read what the layer before it left (GPT-J;
-    arXiv 2204.06745). Each has a norm of its own; a model with one norm for both has the same gain twice.
+    """h_{l+1} = h_l + A(h_l) + F(h_l): both sublayers of a layer read the output of the previous layer (GPT-J;
+    arXiv 2204.06745). Each has its own norm; a model with one norm for both has the same gain twice.
 
     The state is h_l, and within a layer also h_l + A(h_l).
     """
@@ -61,7 +61,7 @@ class Parallel(Additive):
 class LayerFactor(Additive):
     """h_{l+1} = s_l · (h_l + A + F): a learned number per layer, 1 at the start (Gemma 4).
 
-    A norm in front of every reader takes the product of all s out, but they weigh earlier layers against later ones.
+    A norm in front of every reader cancels the product of all s, but s weights earlier layers against later ones.
     """
 
     def __init__(self, config: choices.LayerFactor, sublayers: int, width: int) -> None:
@@ -91,12 +91,12 @@ class LayerFactor(Additive):
         return InitFidelity.EXACTLY
 
     def ablations(self) -> Ablations:
-        """A layer without either sublayer has no factor, as if it did not exist."""
+        """A layer with neither sublayer has no factor, as if it did not exist."""
         return Ablations(without_writes=lambda ks: junctions_skipped(self, [k for k in ks if k ^ 1 in ks]))
 
 
 class Clipped(Additive):
-    """h_{k+1} = clip(h_k + y_k, ±limit): outliers cut off by force (arXiv 2601.22966, rows 10–14)."""
+    """h_{k+1} = clip(h_k + y_k, ±limit): outliers are clipped (arXiv 2601.22966, rows 10–14)."""
 
     def __init__(self, config: choices.Clipped, sublayers: int, width: int) -> None:
         super().__init__(config, sublayers, width)
@@ -107,5 +107,5 @@ class Clipped(Additive):
         return h, (h,)
 
     def initialization(self) -> Initialization:
-        """It starts as a sum exactly where no element of the sum exceeds the limit."""
+        """Equal to a sum where no element of the sum exceeds the limit."""
         return Initialization(init_as_additive=lambda: InitFidelity.NEARLY)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Read(nn.Module):
     """One read over the sources: a_i = softmax_i( scale · w · (g ⊙ RMS(v_i)) ), h = Σ a_i v_i; values are raw.
 
-    w starts at zero, so the read starts as the plain average.
+    w starts at zero, so that the read starts as the plain average.
     """
 
     def __init__(self, config: choices.AttentionResidual, index: int, width: int) -> None:
@@ -61,7 +61,9 @@ class Read(nn.Module):
 
 
 def begin_reads(topology: BlockAttnRes | BoundaryAttnRes, old: Topology) -> bool:
-    """Give a topology the reads of another, each query divided by what `scale` grew; whether they weigh as before."""
+    """Copy the reads of another topology, with queries divided by the growth of `scale`; return whether weights are
+    unchanged.
+    """
     take_parameters(topology, old)
     same = True
     for new, theirs in zip(cast("list[Read]", topology.reads), cast("list[Read]", old.reads), strict=True):
@@ -72,13 +74,13 @@ def begin_reads(topology: BlockAttnRes | BoundaryAttnRes, old: Topology) -> bool
 
 
 class BlockAttnRes(Topology):
-    """Sublayers in blocks of S; sources are the embedding b_0, the finished blocks and the current block's running sum.
+    """Sublayers in blocks of S. Sources are the embedding b_0, the finished blocks and the current block's running sum.
 
     b_n = Σ of block n's outputs, from zero. The first sublayer of a block reads [b_0 … b_{n−1}], each later one also
     the partial sum so far; the last read, before the head, sees every block. A finished block and a partial sum are
     both the newest source, so the state is the tuple of sources, and a new block appends to it.
 
-    The first sublayer has one source, whose softmax is 1 for any query: it reads the embedding and has no query.
+    The first sublayer has a single source, with weight 1 for any query: it reads the embedding and has no query.
     """
 
     def __init__(self, config: choices.AttentionResidual, sublayers: int, width: int) -> None:
@@ -135,7 +137,7 @@ class BlockAttnRes(Topology):
         return [weigh(len(sources)) for sources in self.plan.sees]
 
     def _init_as_additive(self) -> InitFidelity:
-        """Queries of zero weigh all sources alike: a reader gets the sum, divided by their number.
+        """Queries of zero weight all sources equally: a reader gets the sum divided by their number.
 
         Not if a window hides sources.
         """
@@ -144,7 +146,7 @@ class BlockAttnRes(Topology):
         return InitFidelity.NOT if self.block_size is None else InitFidelity.UP_TO_EPS
 
     def _begin_as(self, old: BlockAttnRes) -> InitFidelity:
-        """Another `scale` goes into the queries. Kept if every read sees the sources that it saw."""
+        """A different `scale` moves into the queries. The function is preserved if every read sees the same sources."""
         same = begin_reads(self, old) and (self.plan.sees, self.plan.grows) == (old.plan.sees, old.plan.grows)
         return InitFidelity.EXACTLY if same else InitFidelity.NOT
 
@@ -158,12 +160,12 @@ class BlockAttnRes(Topology):
 
     @property
     def _plain(self) -> bool:
-        """Whether kernels compute its reads."""
+        """Whether kernels support its reads."""
         softmax = self.config.key_norm == "rms" and self.config.activation == "softmax"
         return softmax and type(self) in (BlockAttnRes, FullAttnRes)
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """The bytes that the plan of grouped reads and gradients moves; pipeline stages read one by one."""
+        """The bytes moved by the plan of grouped reads and gradients; pipeline stages read one at a time."""
         pairs = zip(self.plan.sees, self.plan.grows[1:], strict=False)
         return Costs(
             self._floor,
@@ -227,12 +229,12 @@ def block_names(size: int) -> SourceNames:
 
 
 def _equal_weights(reads: Sequence[Read]) -> AbstractContextManager[None]:
-    """A query of zero scores all sources alike."""
+    """A query of zero scores all sources equally."""
     return parameters_set([read.query for read in reads], torch.zeros_like)
 
 
 class FullAttnRes(BlockAttnRes):
-    """Every output is a source of its own: blocks of one sublayer.
+    """Every output is a source: blocks of one sublayer.
 
     With a window, a read sees the embedding and the last `window` outputs.
     """
@@ -258,7 +260,7 @@ class FullAttnRes(BlockAttnRes):
 
 
 def output_names(plan: ReadPlan, sublayers: Sequence[str]) -> SourceNames:
-    """The embedding and single outputs. A block is a Transformer layer: attention and feed-forward."""
+    """The embedding and single outputs. For diagnoses, a block is a Transformer layer: attention and feed-forward."""
 
     def source(reader: int, source: int) -> str:
         number = plan.sees[reader - 1][source]
@@ -271,14 +273,14 @@ def output_names(plan: ReadPlan, sublayers: Sequence[str]) -> SourceNames:
 
 
 class BoundaryAttnRes(Topology):
-    """Block as an article describes it: attention over depth between blocks only, x + f(x) inside them.
+    """Block as described in the authors' article: attention over depth only between blocks, x + f(x) within them.
 
     Block n starts from h_n, the first from the embedding x. Each sublayer adds its output, h ← h + y, and at the end of
     the block B_n = h. The next block starts from a read of [x, B_1 … B_n]. The final norm reads the last block's h.
 
-    The authors' pseudocode (`BlockAttnRes`) differs: every sublayer reads over depth, not the first of a block only; a
-    block's sum starts from zero, so that it holds its own outputs and not what the block started from; and there is a
-    read before the head. The article's code also weighs normalised values; here values are raw, as in the paper.
+    The authors' pseudocode (`BlockAttnRes`) differs: every sublayer reads over depth, not only the first of a block; a
+    block's sum starts from zero, so that it contains only the block's outputs, not its initial state; and there is a
+    read before the head. The article's code also weights normalised values; here values are raw, as in the paper.
     """
 
     def __init__(self, config: choices.BoundaryAttnRes, sublayers: int, width: int) -> None:
@@ -303,7 +305,7 @@ class BoundaryAttnRes(Topology):
         return Initialization(begin_as=self._begin_as)
 
     def _begin_as(self, old: BoundaryAttnRes) -> InitFidelity:
-        """Another `scale` goes into the queries."""
+        """A different `scale` moves into the queries."""
         same = begin_reads(self, old) and (not self.reads or self.block_size == old.block_size)
         return InitFidelity.EXACTLY if same else InitFidelity.NOT
 

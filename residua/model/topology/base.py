@@ -1,4 +1,4 @@
-"""The depth protocol: `open` and `step` are all a model calls; the rest are facts that tools ask a topology for."""
+"""The depth protocol: a model calls only `open` and `step`; everything else is information for tools."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from residua.model.topology.inference import InferenceTopology
 
 State = tuple[Tensor, ...]
-"""Tensors only: compilation, activation checkpointing and pipeline stages carry it."""
+"""Only tensors: compilation, activation checkpointing and pipeline stages carry it."""
 
 Items = dict[str, Tensor]
-"""Tensors that cross a stage boundary, by name, in the order they are sent."""
+"""Tensors that cross a stage boundary, by name, in sending order."""
 
 MOVED = {
     "costs": "floor step_rows kept_widths bandwidth_share",
@@ -37,32 +37,32 @@ MOVED = {
     "initialization": "begin_as_sum sum_factors begin_as output_gain adds",
     "inference": "fused normed",
 }
-"""Names that plugins of Residua 0.1 may state, by the method whose object has them now."""
+"""Names used by plugins for Residua 0.1, by the method whose object has them now."""
 
 
 def refuse_moved(name: str, stated: Mapping[str, Any]) -> None:
-    """Refuse what a topology states under names that nothing reads any more."""
+    """Refuse attributes of a topology whose names are obsolete."""
     for method, names in MOVED.items():
         if moved := [each for each in names.split() if each in stated]:
             raise UserError(
-                f"{name} states {', '.join(moved)}, which nothing reads: return it in the object of `{method}` "
+                f"{name} states {', '.join(moved)}, which has no effect: return it in the object of `{method}` "
                 "(docs/extend.md)."
             )
 
 
 class Topology(nn.Module):
-    """How sublayers talk along depth. One per model; owns the parameters of its junctions.
+    """How sublayers communicate along depth. One per model; owns the parameters of its junctions.
 
-    `open` and `step` are pure functions of their tensors and token-local: what happens at one position depends on
-    that position alone, so decoding needs no depth cache. Every other method has a default that is right for any
-    topology; override one where you know better.
+    `open` and `step` are pure functions of their tensors and token-local: the result at a position depends only on that
+    position, so decoding needs no depth cache. Every other method has a default that is correct for any topology;
+    override it where you know more.
 
-    Readers count what reads the depth state: reader k is sublayer k, the last reader is the final norm. The junction
-    after sublayer k makes the input of reader k+1.
+    Readers are the consumers of the depth state: reader k is sublayer k, the last reader is the final norm. The
+    junction after sublayer k computes the input of reader k+1.
     """
 
     reads_tokens = False
-    """Whether `open` and `step` take the ids [B, T] of the tokens as one more argument, their last."""
+    """Whether `open` and `step` take the token ids [B, T] as an additional last argument."""
 
     def __init_subclass__(cls, **keys: Any) -> None:
         super().__init_subclass__(**keys)
@@ -75,7 +75,7 @@ class Topology(nn.Module):
     def open(self, x: Tensor) -> tuple[Input, State]:
         """Turn the embedding [B, T, C] into the first sublayer's input and the state.
 
-        An input may be several `Reads`, where the projections of attention read different mixtures.
+        An input may be several `Reads`, if the projections of attention read different mixtures.
         """
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Topology(nn.Module):
         """Turn the output of sublayer k into the input of sublayer k+1 (after the last: of the final norm)."""
 
     def initialization(self) -> Initialization:
-        """How a new model starts, and how this topology starts as another."""
+        """How a new model starts, and how this topology can start as another."""
         return Initialization()
 
     def boundary(self) -> Boundary:
@@ -91,16 +91,16 @@ class Topology(nn.Module):
         return Boundary(self)
 
     def recovery(self) -> Recovery | None:
-        """How the backward pass recovers states that the forward pass did not keep; None if it recovers none."""
+        """How the backward pass recovers states that the forward pass did not store; None if it recovers none."""
         return None
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """The junctions' cost in training, by default found by running them on tensors without memory."""
+        """The cost of the junctions in training, by default found by running them on tensors without memory."""
         floor = trace_rows(self, sublayers, width)
         return Costs(lambda: floor, floor.total, floor.forward / sublayers - 1)
 
     def source_names(self, sublayers: Sequence[str]) -> SourceNames:
-        """How diagnoses call what readers weigh; `sublayers` are the names of those."""
+        """Names for diagnoses of the sources that readers weight; `sublayers` are the names of the sublayers."""
         return SourceNames()
 
     def ablations(self) -> Ablations:
@@ -108,30 +108,30 @@ class Topology(nn.Module):
         return Ablations()
 
     def inference(self, norms: Sequence[RMSNorm]) -> InferenceTopology | None:
-        """The same topology with norms[k] applied to the input of reader k, for prompts and decoding without gradients.
+        """This topology with norms[k] applied to the input of reader k, for prefill and decoding without gradients.
 
-        All `norms` are plain RMSNorms. Parameters may be prepared once: they do not change afterwards. By default None:
-        the junctions run as they are, and the norms after them.
+        All `norms` are plain RMSNorms. Parameters may be prepared once, since they do not change afterwards. The
+        default is None: the junctions run unchanged, followed by the norms.
         """
         return None
 
 
 @dataclass(frozen=True)
 class Initialization:
-    """How a topology and the model around it start, also where they start as another model (`retrofit`).
+    """How a topology and the model around it start, including a start as another model (`retrofit`).
 
     output_gain: factor on the initial std of every sublayer's output projection. is_additive: whether every reader gets
     the sum of the embedding and all outputs so far, so that others can start as this one.
 
     init_as_additive(): start as such a model, by changing parameters in place. EXACTLY: every reader gets the sum.
-    UP_TO_EPS: a positive multiple of it, `sum_factors`, which a norm in front of every reader takes out. By default the
-    topology starts as in a new model. sum_factors: what readers 0, 1, … then get of the sum; None if all get the whole.
+    UP_TO_EPS: a positive multiple of it, `sum_factors`, which a norm in front of every reader cancels. By default, the
+    topology starts as in a new model. sum_factors: the multiples for readers 0, 1, …; None if all get the sum itself.
 
-    output_factors(): by what the outputs are to be multiplied so that every reader gets a multiple of their sum; None
-    if nothing makes a sum of the topology.
+    output_factors(): factors for the outputs such that every reader gets a multiple of their sum; None if no factors
+    make the topology a sum.
 
     begin_as(old): start as a topology of the same kind with other settings, by changing parameters in place. None: it
-    takes the other's parameters, if they fit, and the function is not kept.
+    copies the other's parameters if they fit, without preserving the function.
     """
 
     output_gain: float = 1.0
@@ -142,14 +142,14 @@ class Initialization:
     begin_as: Callable[[Any], InitFidelity] | None = None
 
     def factors(self, sublayers: int) -> Sequence[float]:
-        """`sum_factors`, spelled out."""
+        """`sum_factors` as explicit numbers."""
         return [1.0] * (sublayers + 1) if self.sum_factors is None else self.sum_factors
 
 
 class Recovery:
-    """Junctions that recover what they read from what they wrote, in the backward pass.
+    """Junctions that recover their inputs from their outputs in the backward pass.
 
-    kept: sublayers after which the junction keeps it instead, because it would recover it inexactly.
+    kept: sublayers after which the junction stores its input instead, because recovery would be inexact.
     """
 
     def __init__(self, streams: int) -> None:
@@ -157,7 +157,7 @@ class Recovery:
         self.kept: tuple[int, ...] = ()
 
     def amplification(self, k: int, beta: Tensor) -> Tensor | None:
-        """By how much the junction after sublayer k amplifies rounding; None if it recovers nothing, or exactly.
+        """How much the junction after sublayer k amplifies rounding; None if it recovers nothing, or exactly.
 
         `beta` [B, T, n] are its write gates.
         """
@@ -169,16 +169,16 @@ class Recovery:
 
 
 class Boundary:
-    """How a model is cut along depth: the names and tensors that cross from one slice of sublayers to the next.
+    """How a model is split along depth: the names and tensors that cross from one slice of sublayers to the next.
 
-    Every tensor that crosses has a name of its own. A tensor that no longer changes keeps its name at all later
-    boundaries (a finished block of Attention Residuals, the embedding), so a rank knows that it already has it.
+    Every tensor that crosses has a unique name. A tensor that no longer changes (a finished block of Attention
+    Residuals, the embedding) keeps its name at all later boundaries, so that a rank knows that it already has it.
 
     This default sends the whole state, and the next sublayer's input unless it is the state.
     """
 
     plain = True
-    """Whether the state inside a slice consists of ordinary tensors, to which only gradients come back."""
+    """Whether the state inside a slice consists of ordinary tensors, which receive only gradients."""
 
     blocks: float | None = None
     """Blocks in the traffic formulas of Attention Residuals; None if they do not apply."""
@@ -187,18 +187,18 @@ class Boundary:
         self.topology = topology
 
     def begin(self, x: Tensor, *ids: Tensor) -> tuple[Input, State]:
-        """Turn the embedding into the first sublayer's input and a state that can be cut.
+        """Turn the embedding into the first sublayer's input and a state that can be split.
 
-        `ids` are the tokens of a topology that reads them; every stage is given them.
+        `ids` are the tokens, for a topology that reads them; every stage receives them.
         """
         return self.topology.open(x, *ids)
 
     def after(self, k: int, y: Tensor, state: State, *ids: Tensor) -> State:
-        """The state after sublayer k, without what is computed only for the next input."""
+        """The state after sublayer k, without tensors needed only for the next input."""
         return self.topology.step(k, y, state, *ids)[1]
 
     def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
-        """End a slice: turn the output y of its last sublayer k into what crosses."""
+        """End a slice: turn the output y of its last sublayer k into the tensors that cross."""
         h, state = self._end(k, y, state, *ids)
         items = {f"state.{k}.{i}": tensor for i, tensor in enumerate(self._plain(state))}
         if isinstance(h, Reads):  # views: each tensor that crosses has one name
@@ -213,7 +213,7 @@ class Boundary:
         return items.get(f"input.{k}", state[0]), state
 
     def embedding(self) -> str | None:
-        """The name under which the embedding crosses anyway."""
+        """The name under which the embedding crosses, if it does."""
         return None
 
     def _end(self, k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Input, State]:
@@ -246,14 +246,14 @@ class KeptBoundary(Boundary):
 
 
 # `torch.utils.checkpoint` with `use_reentrant=True` follows the tensors that it is given and that it returns, but none
-# inside a tuple: to autograd those are constants. A state that comes out in a tuple would train wrongly without a word.
+# inside a tuple: to autograd those are constants. A state returned in a tuple would silently train wrongly.
 
 _FORWARD = CheckpointFunction.forward.__code__
 _MADE_IN = "_residua_made_in"
 
 
 def keeps_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`open` or `step`, which raises an error if a reentrant checkpoint cuts its tensors off."""
+    """Wrap `open` or `step` to raise an error if a reentrant checkpoint detaches its tensors."""
 
     @wraps(method)
     def call(self: Any, *given: Any, **options: Any) -> Any:
@@ -265,8 +265,8 @@ def keeps_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
         followed = () if frame is None else frame.f_locals["args"]
         if any(_is_cut_off(tensor, made_in, followed) for tensor in tensors):
             raise UserError(
-                "the state of a topology goes through a reentrant checkpoint in a tuple, where it gets no gradient: "
-                "pass and return its tensors one by one, or use use_reentrant=False (docs/use-in-your-model.md)."
+                "a reentrant checkpoint drops the gradients of a topology's state, because the state is a tuple: "
+                "pass and return its tensors one by one, or set use_reentrant=False (docs/use-in-your-model.md)."
             )
         returned = method(self, *given, **options)
         if made_in is not None:

@@ -1,4 +1,4 @@
-"""Facts of a topology for the tools: its junctions' cost, its sources' names, parts that can be switched off."""
+"""Facts about a topology for tools: the cost of its junctions, names of its sources, parts that can be ablated."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def stream_rows(n: int) -> Rows:
 
 
 def pool_rows(n: int) -> Rows:
-    """A read of n streams that stay as they are: s → h; s, ds, dh → ds, with the read's gradient added."""
+    """A read of n streams that do not change: s → h; s, ds, dh → ds, with the read's gradient added."""
     return Rows(n + 1, 3 * n + 1)
 
 
@@ -87,7 +87,7 @@ def read_rows(sources: int) -> Rows:
 
 
 def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
-    """The rows of a topology that states none, found by running it on tensors without memory.
+    """The rows of a topology that declares none, found by running it on tensors without memory.
 
     A junction reads the state and y once, and writes once what is new in the next state and input. Backward it reads
     the same tensors and the gradients of what it wrote, and writes the gradients of what it read.
@@ -127,12 +127,12 @@ class SourceNames:
 
 
 def _unsupported(*_: object) -> AbstractContextManager[Any]:
-    raise NotImplementedError("the topology states nothing that could be removed so")
+    raise NotImplementedError("the topology declares nothing that can be removed this way")
 
 
 @dataclass(frozen=True)
 class Ablations:
-    """The parts that `diagnose` can switch off; each context lasts for a `with` block.
+    """The parts that `diagnose` can ablate; each context lasts for a `with` block.
 
     sources: for readers 1, 2, …, the numbers of the sources they see; empty if no source can be removed.
     without_source(positions): reader k+1 does not see its source at positions[k]; an only source stays.
@@ -200,7 +200,7 @@ def reads_changed(topology: Topology, change: Change) -> Iterator[None]:
     def step(k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
         with taps.record() as seen:
             h, after = plain(k, y, state, *ids)
-        assert isinstance(h, Tensor), "reads of several ways are not changed so"
+        assert isinstance(h, Tensor), "separate reads for Q, K and V cannot be changed this way"
         return change(k, h, seen), after
 
     object.__setattr__(topology, "step", step)

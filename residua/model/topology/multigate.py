@@ -114,8 +114,8 @@ class MultiGate(Topology):
         if isinstance(memory, choices.Invert):
             if reentrant_checkpoint((y, *state)):
                 raise UserError(
-                    "topology.memory.kind = 'invert' computes streams backwards from junction to junction, which a "
-                    "reentrant checkpoint cuts: use use_reentrant=False, or topology.memory.kind = 'recompute'."
+                    "topology.memory.kind = 'invert' recomputes streams backwards from junction to junction, which a "
+                    "reentrant checkpoint interrupts: set use_reentrant=False, or topology.memory.kind = 'recompute'."
                 )
             return ops.multi_gate_inverted(state, y, *weights, competitive=competitive, last=last, share=memory.share)
         return ops.multi_gate_chain(state, y, *weights, competitive=competitive, segment=memory.segment)

@@ -76,7 +76,7 @@ class LayerReads(Topology):
         return h, (h.r if isinstance(h, Reads) else h, *sources)
 
     def names(self, k: int) -> list[str]:
-        """Names of what `advance` leaves after sublayer k. An output of a layer does not change any more."""
+        """Names of what `advance` leaves after sublayer k. The output of a layer no longer changes."""
         sources = [f"output.{s.start}" if len(s) == 1 else f"sum.{s.stop}" for s in self.spans((k + 1) // 2)]
         if k % 2:
             return sources

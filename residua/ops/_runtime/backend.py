@@ -82,8 +82,8 @@ class Operator(Generic[P, R]):
             return self.fused(*args, **kwargs)
         if _choice == "triton":
             raise ValueError(
-                f"backend 'triton' has no fused {self.__name__} for these inputs: "
-                "use backend('auto') or backend('reference')."
+                f"backend 'triton' has no fused kernel of {self.__name__} for these inputs: use backend('auto') or "
+                "backend('reference')."
             )
         return self.reference(*args, **kwargs)
 

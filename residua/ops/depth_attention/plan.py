@@ -35,7 +35,7 @@ class Step(NamedTuple):
     """
 
     newest: int
-    """The value of source k, or of another source if nothing needs that one any more."""
+    """The value of source k, or of another source if that one is no longer needed."""
     onward: list[int]
     """The values of the sources to which source k+1 passes a gradient; score, rstd and handle follow each."""
     pending: int
@@ -49,11 +49,11 @@ class Step(NamedTuple):
     stats: list[int]
     """The handles for (lse, δ), of the same sources."""
     unchanged: list[tuple[int, int]]
-    """Ranges of the state that stay as they are."""
+    """Ranges of the state that do not change."""
 
 
 class ReadPlan:
-    """Which sources each read sees. Source 0 is the embedding, source k+1 is made of the output of sublayer k.
+    """Which sources each read sees. Source 0 is the embedding, source k+1 is computed from the output of sublayer k.
 
     sees: for each read, its sources in ascending order; the readers of a source must be consecutive.
     grows: for each source, whether it is the sum of the source before and a new output (a block's running sum).

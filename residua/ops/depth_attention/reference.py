@@ -60,7 +60,7 @@ def _no_rstd(v: Tensor, eps: float) -> Tensor:
 
 def _checked(sources: Sequence[Tensor], query: Tensor) -> Sequence[Tensor]:
     if len(sources) == 0:
-        raise ValueError("depth_attention needs at least one source, got none.")
+        raise ValueError("depth_attention needs at least one source.")
     for i, v in enumerate(sources):
         if v.shape != sources[0].shape:
             raise ValueError(

@@ -83,7 +83,7 @@ def _tile(tiles_ptr, order_ptr, tile, ROWS: tl.constexpr, ORDERED: tl.constexpr)
 
 @triton.jit
 def _sigmoid_of(b_z, ACT: tl.constexpr):
-    """The sigmoid that an activation other than relu² and gelu is made of."""
+    """The sigmoid inside an activation other than relu² and gelu."""
     if ACT == "geglu":
         b_z = (b_z + b_z * b_z * b_z * CUBIC) * 2 * ROOT_2_PI
     return tl.sigmoid(b_z)

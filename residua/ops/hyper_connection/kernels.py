@@ -29,7 +29,7 @@ step, with later tiles, not measured alone. With x = gain ⊙ h·r the norm's ou
 u·X'_i, u·h = Σ_i pre_i u·X'_i, and what it needs, g_h·X'_i = r u·X'_i − p h·X'_i. `spread` makes h again from the rows
 that it reads anyway: h = Σ_j (Σ_i pre_i mix_ij) X_j + (Σ_i pre_i post_i) y.
 So a junction of n streams moves 3n + 2 rows forward and 5n + 5 backward; with a separate norm it is 3n + 4 and 5n + 8.
-Forward, h is made of X' as it is stored, rounded, and is not rounded itself; the backward pass makes it, and u·X'_i, of
+Forward, h is computed from X' as stored, rounded, and is not rounded itself; the backward pass makes it, and u·X'_i, of
 X' before it was rounded.
 """
 

@@ -351,7 +351,7 @@ def _refuse_second(gradients: Sequence[Tensor | None]) -> None:
     """Only a second derivative reaches what is kept for the backward pass."""
     if any(g is not None for g in gradients):
         raise RuntimeError(
-            "the fused cross-entropy has no second derivative: compute it inside residua.ops.backend('reference')."
+            "the fused cross-entropy has no second derivative: call it inside residua.ops.backend('reference')."
         )
 
 

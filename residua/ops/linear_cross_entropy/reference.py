@@ -37,7 +37,8 @@ def linear_cross_entropy(
 def token_likelihoods(
     hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log p [N] of targets [N] after final states [N, C], in at least float32, and whether each is the likeliest token.
+    """log p [N] of targets [N] after final states [N, C], in at least float32, and whether each is the most likely
+    token.
 
     weight [V, C] is the head's. Has no gradient.
     """

@@ -91,5 +91,5 @@ class Mixing(NamedTuple):
 
 
 def per_head(scale: Tensor) -> Tensor:
-    """[H] as [H, 1], to broadcast over head_dim; other shapes as they are."""
+    """[H] as [H, 1], to broadcast over head_dim; other shapes unchanged."""
     return scale[:, None] if scale.dim() == 1 else scale

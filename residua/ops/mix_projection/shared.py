@@ -19,7 +19,7 @@ projection), then C(1 + 2/L), where `autograd.py` moves 6C. A gate is mixed wher
 6C backward with attention's output and its gradient. All dm_l are alive until the end; each takes the
 place of its layer's s_l, which is freed then, so the peak does not rise (and not where s_l would be recomputed).
 
-γ that depend on the token leave this as it is, m_l = γ1_l λ1_l ⊙ a + γ2_l x W'_lᵀ. The gradient of the projection is
+γ that depend on the token leave this unchanged, m_l = γ1_l λ1_l ⊙ a + γ2_l x W'_lᵀ. The gradient of the projection is
 γ2_l dm_l, and the last pass multiplies it by γ1_l/γ2_l. Only dγ needs more: V, which has no norm, reads its own
 projection and the anchor again (2C). γ is made from h = W1 x
 (`reference.factors`), whose gradient goes into the same rows as that of the projection, E columns behind it. So the

@@ -10,8 +10,9 @@ Streams are rounded when they are stored, and division by 1 − β amplifies tha
 ε √m Π 1/(1 − β). Where β is large, s cannot be recovered, so the true s is kept for the `share` of all (token, stream)
 pairs with the largest β, a fixed number. For the others, 1 − β is at least FLOOR.
 
-A junction that is called with `last` keeps its streams and passes the true ones on, so that the error starts anew below
-it. `junctions_to_keep` says which junctions should, by the gates that they have (telemetry while training does so).
+A junction that is called with `last` keeps its streams and passes the true ones on, so that the error starts again
+below it. `junctions_to_keep` says which junctions should, by the gates that they have (telemetry while training does
+so).
 
 A file of its own: it serves both backends, the plain one and `autograd.py`.
 """
@@ -61,7 +62,7 @@ def junctions_to_keep(amplified: Mapping[int, float], kept: Collection[int], eps
 
 
 def _exceeding(amplified: Mapping[int, float], kept: Collection[int], most: float) -> list[int]:
-    """Backwards along the chain, the junctions at which the product exceeds `most`; each starts it anew."""
+    """Backwards along the chain, the junctions at which the product exceeds `most`; each resets it."""
     chosen, product = [], 1.0
     for k in sorted(amplified, reverse=True):
         product *= amplified[k]
@@ -171,8 +172,8 @@ class _Inverted(torch.autograd.Function):
             streams = rest[0] if ctx.count == 1 else torch.stack(rest, -2)
         elif after is None:
             raise RuntimeError(
-                "multi_gate_inverted: the junction after this one took no part in the backward pass, so its streams "
-                "are not known: call the last junction of a chain with last=True."
+                "multi_gate_inverted: the next junction took no part in the backward pass, so its streams are "
+                "unknown: call the last junction of a chain with last=True."
             )
         else:
             where, rows = rest

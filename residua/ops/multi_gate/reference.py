@@ -71,7 +71,7 @@ def check(shape: Sequence[int], update: Tensor, gate_bias: Tensor, competitive: 
     if update.shape != (*lead, width):
         raise ValueError(
             f"multi_gate: update has shape {tuple(update.shape)}, streams {tuple(shape)}: "
-            "expected the streams' shape without their axis N."
+            "expected the shape of the streams without axis N."
         )
     if gate_bias.shape != (n + competitive,):
         kind = "competitive" if competitive else "independent"

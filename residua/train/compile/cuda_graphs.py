@@ -98,7 +98,9 @@ class GraphedPass:
             for parameter, gradient in zip(self._parameters, previous, strict=True):
                 parameter.grad = gradient
             reason = str(error).splitlines()[0]
-            warnings.warn(f"this step cannot be made a CUDA graph and runs without one: {reason}", stacklevel=2)
+            warnings.warn(
+                f"this step cannot be captured as a CUDA graph, so it runs without one: {reason}", stacklevel=2
+            )
             return None
         gradients = [parameter.grad for parameter in self._parameters]
         self._graphs[first] = _Graph(graph, static, outputs, gradients)

@@ -101,7 +101,7 @@ def _plain(sublayer: nn.Module) -> Callable[..., Any]:
 
 
 def compile_sublayers(model: Decoder) -> None:
-    """Replace the forward pass of every sublayer by compiled code; modules, weights and names stay as they are."""
+    """Replace the forward pass of every sublayer by compiled code; modules, weights and names are unchanged."""
     allow_recompiling(len(model.sublayers))
     model.anchors.shares_gradient = False
     shared: dict[str, Callable[..., Any]] = {}
