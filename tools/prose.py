@@ -114,7 +114,8 @@ def python(text: str) -> Iterator[tuple[int, str, bool]]:
             if id(node) in docstrings:
                 kept = re.sub(r"^( {4,}|\|).*$", "", inspect.cleandoc(kept), flags=re.M)
             for paragraph in re.split(r"\n\s*\n", re.sub(r"`[^`\n]*`", "code", kept)):
-                yield node.lineno, paragraph.strip(), id(node) in docstrings
+                if not paragraph.startswith("\b"):  # commands in a help text
+                    yield node.lineno, paragraph.strip(), id(node) in docstrings
     for match in STRING_OR_COMMENT.finditer(text):
         if match["comment"]:
             yield text.count("\n", 0, match.start()) + 1, match["comment"].lstrip("# "), False

@@ -57,7 +57,7 @@ class Facts:
     """Facts that all divisions of a run share.
 
     depth: bytes that junctions move per token when the model is not cut. per_layer, once: elements kept per token for
-    the backward pass (`activation_widths`). crossing: what would cross after each sublayer.
+    the backward pass (`activation_widths`). crossing: the elements that would cross after each sublayer.
     """
 
     size: Size

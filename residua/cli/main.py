@@ -171,8 +171,8 @@ def fail(error: Exception) -> NoReturn:
     """Print why the command fails and end the process: a mistake as one sentence, a bug with its traceback.
 
     Under torchrun, many ranks find the same mistake. Rank 0 prints it; the others wait until torchrun ends them. A rank
-    that is still alive after GRACE_SECONDS found an error that rank 0 did not (a missing GPU, a file missing on its
-    machine), and the first such rank of each machine prints it. Every rank prints a bug immediately.
+    that is still alive after GRACE_SECONDS found an error that rank 0 did not, such as a missing GPU or file. The first
+    such rank of each machine prints it. Every rank prints a bug immediately.
     """
     try:
         from residua.report.failure import describe, show  # a command that succeeds does not need it

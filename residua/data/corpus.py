@@ -75,9 +75,9 @@ class Corpus:
     def documents(self, problems: Problems | None = None) -> Iterator[Document]:
         """All documents that are not blank, each with its split; counts skipped lines and files in `problems`.
 
-        A document is held out if its hash is below the share. If the documents are few and this gives less than half or
-        more than twice the share of the text, whole documents in order of their hash are held out as long as they fit,
-        and if that is less than half of it, the end of the next one.
+        A document is held out if its hash is below the share. With few documents, this may give less than half or more
+        than twice the share of the text. Then whole documents are held out in the order of their hashes as long as they
+        fit. If that is less than half of the share, the end of the next one is added.
         """
         hashed = self._hashed(problems)
         if not self.holdout:

@@ -270,7 +270,7 @@ def taps(model: Decoder, *patterns: str) -> Iterator[dict[str, Tensor]]:
     seen["depth.3.weights"]                        # [B, T, sources]
 
     Without patterns everything is kept. Tensors keep their graph; nothing is recorded, and nothing extra computed,
-    outside the block. Run one model in it: what another one publishes takes the same names.
+    outside the block. Run only one model in it, since another one would use the same names.
     """
     if not isinstance(model, Decoder):
         raise UserError(f"{type(model).__name__} has no taps: only Residua models (residua.build) have them.")

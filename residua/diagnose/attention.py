@@ -44,10 +44,10 @@ class Scores:
 class AttentionSums:
     """Sums over the queries of one layer, A the attention weights of one sequence and head, K keys (one per token).
 
-    received [B, H, K]: Σ_i A_ik, what key k receives; uniform [B, K]: the same if every query attended equally to all
-    it can see; seen_by [B, K]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik in nats;
-    uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink; corner [H, i, k]:
-    A itself of the first sequence's first CORNER queries and keys.
+    received [B, H, K]: Σ_i A_ik, the mass that key k receives; uniform [B, K]: the same if every query attended equally
+    to all keys that it can see; seen_by [B, K]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik
+    in nats; uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink; corner
+    [H, i, k]: A itself of the first sequence's first CORNER queries and keys.
     """
 
     received: Tensor

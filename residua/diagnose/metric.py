@@ -70,7 +70,7 @@ class Metric:
     The class methods read a finished `ModelDiagnosis`, which may come from a file.
 
     keys: the keys it adds to a model in diagnosis.json, with their types. kinds: the kinds of findings it makes.
-    defect: what the summary calls absent when there are no such findings; empty if a healthy model may have them.
+    defect: the name by which the summary reports their absence; empty if a healthy model may have them.
     columns: its columns in the table that compares several models. file_place, page_place: its place among the keys
     and on the page, lowest first. on_request: it is measured only if maps are asked for (`--maps`).
     """

@@ -40,13 +40,12 @@ class Site:
 class Observation:
     """One forward pass over a few sequences. Fields that a model lacks stay empty.
 
-    tokens [B, T]; loss: mean nats per target.
-    By site, and at `len(sites)` for the final norm: states [B, T, C], what it reads before its norm; weights
-    [B, T, sources] and streams [B, T, n, C], from which that is mixed.
-    By site: outputs [B, T, C]; betas [B, T, n], the gates of its write.
-    By layer: attention, already summed; gates [B, T, heads, ·], after the sigmoid; loads [E], the share of the choices
-    that each expert got; value_gates [B, T, kv_heads], how much of another value is added to the layer's own. By layer
-    and pathway: gammas [B, T, 2], the factors on λ1 and λ2 of dynamic mixing.
+    tokens [B, T]; loss: mean nats per target. By site, and at `len(sites)` for the final norm: states [B, T, C], its
+    input before the norm; weights [B, T, sources] and streams [B, T, n, C], from which that is mixed. By site: outputs
+    [B, T, C]; betas [B, T, n], the gates of its write. By layer: attention, already summed; gates [B, T, heads, ·],
+    after the sigmoid; loads [E], the share of the choices that each expert got; value_gates [B, T, kv_heads], how much
+    of another value is added to the layer's own. By layer and pathway: gammas [B, T, 2], the factors on λ1 and λ2 of
+    dynamic mixing.
     """
 
     tokens: Tensor
@@ -115,9 +114,9 @@ class AnchorScales:
 class Subject(ABC):
     """A model under diagnosis.
 
-    description: what it is, in words; state_name: what `states` are, "residual stream" or, for models whose sublayers
-    read mixtures of many, "sublayer input"; gains: by site, the gain of its norm [C], the final norm's at
-    `len(sites)`; skipped: what could not be measured and why.
+    description: what it is, in words; state_name: the meaning of `states`, "residual stream" or, for models whose
+    sublayers read mixtures of many, "sublayer input"; gains: by site, the gain of its norm [C], the final norm's at
+    `len(sites)`; skipped: the measurements that were impossible, and why.
     """
 
     name: str

@@ -11,8 +11,8 @@ class ResiduaConfig(PreTrainedConfig):
     """`residua` holds the whole configuration, in Residua's own tables; the other keys of config.json repeat what other
     libraries look for.
 
-    `implementation` says whose code runs: `library` is the installed Residua, which has kernels, `file` the code beside
-    this file, and `auto` the library if it is installed.
+    `implementation` says whose code runs: `library` is the installed Residua, which has kernels, `file` the code next
+    to this file, and `auto` the library if it is installed.
     """
 
     model_type = "residua"

@@ -368,8 +368,8 @@ class SoftmaxAttention(Body):
     def attends_to_all(self) -> bool:
         """Whether decoding kernels compute how heads attend to the whole cache.
 
-        QK-norm is the kernels', angles do not depend on the length, there is no window, queries do not grow, scores are
-        not capped, outputs keep their own values, and those are projected.
+        This requires a QK-norm that kernels support, angles independent of the length, no window, queries that do not
+        grow, and uncapped scores. Outputs must keep their own values, and values must be projected.
         """
         whole = self.window is None and self.softcap is None and self.growth is None and not self.removes_own
         return self.qk_norm.in_kernels and self.steady and whole and "v" in self.head_width

@@ -28,12 +28,12 @@ In training a handle follows for each layer that has yet to mix them (`anchors.S
 class Context(NamedTuple):
     """Everything a sublayer gets in addition to its input.
 
-    rotary: cos and sin [T, head_dim/2], or [B, T, head_dim/2] while decoding, in float32, followed by those of layers
-    with a window if they differ, by the positions [T] or [B, T] if queries grow with them, and last by cos and sin of
-    layers without positions; None for a model without softmax attention. segments: [B, T], the number of each
-    token's document in its row; None if each sequence is one document. now, cache: while decoding, positions of tokens
-    and what this sublayer keeps of earlier tokens (`model/cache.py`). across: attends in place of `attend` if other
-    ranks have the other tokens of the sequences; segments then has all tokens, and rotary those of this rank.
+    rotary: cos and sin [T, head_dim/2], or [B, T, head_dim/2] while decoding, in float32; None for a model without
+    softmax attention. They are followed by those of layers with a window if these differ, and by the positions [T] or
+    [B, T] if queries grow with them. Last come cos and sin of layers without positions. segments: [B, T], the number of
+    each token's document in its row; None if each sequence is one document. now, cache: while decoding, positions of
+    tokens and what this sublayer keeps of earlier tokens (`model/cache.py`). across: attends in place of `attend` if
+    other ranks have the other tokens of the sequences; segments then has all tokens, and rotary those of this rank.
     caches: `cache` of every sublayer. sharing: the layers that mix the anchors, if one gradient pass serves them.
     tokens: the ids [B, T] of the tokens, if the topology or the anchors read them (`reads_tokens`).
     """

@@ -276,8 +276,8 @@ class Decoder(nn.Module):
         """`losses` for joint minimisation, and the routing of all mixtures of experts, stacked by layer, or None.
 
         Only the gradient of their sum is correct, not that of either alone (`ops.training_cross_entropy`).
-        `positions` [T] are the positions of the tokens in their sequence, if they are not 0, 1, … Each id in `segments`
-        must be a single run in its row, as a `Loader` returns them: training does not renumber them.
+        `positions` [T] are the positions of the tokens in their sequence, if they are not 0, 1, 2 and so on. Each id in
+        `segments` must be a single run in its row, as a `Loader` returns them: training does not renumber them.
         """
         h, routed = self._run(tokens, segments, positions=positions)
         cross_entropy, z = self.training_losses(h, targets, z_loss)

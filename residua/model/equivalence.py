@@ -24,8 +24,8 @@ from residua.model.projection import BiasedProjection, Projection
 class InitFidelity(IntEnum):
     """From best to worst, so that the worst of several parts is their maximum.
 
-    UP_TO_EPS: what differs is a positive factor on the input of a norm that takes it out but for its eps. NEARLY: the
-    part says in its docstring what differs. NOT: the function changes; weights that fit are taken all the same.
+    UP_TO_EPS: only a positive factor on the input of a norm differs, which the norm cancels up to its eps. NEARLY: the
+    part's docstring names the difference. NOT: the function changes; weights that fit are copied all the same.
     """
 
     EXACTLY = 0

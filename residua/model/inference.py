@@ -186,10 +186,10 @@ class _Graph(NamedTuple):
 class Forward:
     """`model.hidden` of whole sequences without gradients, as fast as the device allows; change no weight afterwards.
 
-    A batch of few tokens, whose kernels the host cannot launch as fast as the GPU runs them, is captured as a CUDA
-    graph when its shape comes a second time. On a CPU, the model runs unchanged.
+    A small batch, whose kernels the GPU runs faster than the host can launch them, is captured as a CUDA graph when its
+    shape occurs a second time. On a CPU, the model runs unchanged.
 
-    What it returns may be overwritten by the next call: use it before, or copy it.
+    The next call may overwrite the result: use it before, or copy it.
     """
 
     def __init__(self, model: Decoder) -> None:

@@ -105,7 +105,7 @@ class SigmoidRouter(Router):
 
         s = σ(W x),   T = the k largest of s + b,   w_e = scale · s_e / Σ_{j∈T} s_j
 
-    b has no gradient and is no part of the weights. After each step it moves by a fixed rate, up for experts with less
+    b has no gradient and does not enter the weights. After each step it moves by a fixed rate, up for experts with less
     than the fair share of the step's choices and down for those with more. It is a buffer: checkpoints hold it.
     """
 

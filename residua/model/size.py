@@ -26,7 +26,7 @@ class Size:
 
     `embedding` counts learned positions, too. `head` is the head's own matrix, 0 when tied. `depth` counts the
     topology, `anchors` the anchor projections, their norms and the λ of every layer. `idle` is the part of `ffn` in
-    experts that a token does not visit, `tables` the part of `depth` and `anchors`, and of `embedding` with a tied
+    experts that a token does not use. `tables` is the part of `depth` and `anchors`, and of `embedding` with a tied
     head, that tokens look up without a product.
     """
 

@@ -60,8 +60,8 @@ class QuantizedRun(Frozen):
 class Outliers(Frozen):
     """outliers.json of a run: `peak_activation` and `sink_ratio` as in QuantizedRun, on the whole validation set.
 
-    `attention_sink` is the mean attention to the first token over softmax layers, on `tokens` tokens of it, beside what
-    uniform attention would give; null for a model without softmax attention.
+    `attention_sink` is the mean attention to the first token over softmax layers, on `tokens` tokens of it, next to
+    that of uniform attention; null for a model without softmax attention.
     """
 
     peak_activation: float

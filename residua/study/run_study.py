@@ -49,10 +49,10 @@ def run_study(
 ) -> Outcome:
     """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`.
 
-    The numbers are also kept in the file `results`, after every run. If it exists, the study extends it: runs in it are
-    not trained again. No other study may write it meanwhile, and `out` remembers where it is. `command` is recorded
-    there. `supplement` adds to the page and to results.md. What an earlier study in `out` measured in low precision or
-    on tasks is kept, and so are the learning rates that it chose.
+    The numbers are also saved in the file `results` after every run. If it exists, the study extends it: runs in it are
+    not trained again. No other study may write it meanwhile, and `out` records its path. `command` is recorded there.
+    `supplement` adds to the page and to results.md. Measurements in low precision and on tasks by an earlier study in
+    `out` are kept, and so are its learning rates.
     """
     with lock_results(results):
         study = settle(study, out, results)

@@ -508,7 +508,7 @@ def _throughput(row: VariantResult, result: StudyResult) -> Value:
 def print_study(console: Console, result: StudyResult) -> None:
     """Table, verdicts and warnings on a terminal, and last the answer.
 
-    With a ladder, the gain that it replaces can go too. What the correction makes of a gain is in its sentence as well.
+    With a ladder, the gain that it replaces can be dropped too. The corrected gain is also in its sentence.
     """
     for table in study_tables(result):
         laddered = any(column.title == EQUIVALENT for column in table.columns)

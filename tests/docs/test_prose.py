@@ -33,9 +33,10 @@ def test_docstrings_comments_and_messages_are_read(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     source = (
         '"""A file that is no module."""\n\nx = 1  # beside the point\nraise ValueError(f"{x} is no valid number")\n'
+        'def f():\n    """Add.\n\n    A row beside it.\n    """\n'
     )
     (tmp_path / "code.py").write_text(source)
-    assert sorted(finding.line for finding in prose.findings(tmp_path / "code.py")) == [1, 3, 4]
+    assert sorted(finding.line for finding in prose.findings(tmp_path / "code.py")) == [1, 3, 4, 6]
 
 
 NAV = """nav:

@@ -27,8 +27,8 @@ INSIDE = 0.02
 
 class AnchorFacts(Frozen):
     """λ of projection mixing: means by head of the parameters λ1 (anchor) and λ2 (current), and the share of |λ1| below
-    1e-3. What acts is λγ: `gamma` has the means of γ1 and γ2 over tokens (null if the mixture is static, γ = 1), the
-    channels λ1·γ1 and λ2·γ2, and `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these. Of gated
+    1e-3. The factor applied is λγ. `gamma` has the means of γ1 and γ2 over tokens (null for static mixing, γ = 1), and
+    the channels λ1·γ1 and λ2·γ2. `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these. Of gated
     values, λ1 is the mean of the gate over tokens, and `near_zero` its share of tokens and heads."""
 
     layer: int

@@ -174,7 +174,7 @@ class DepthWeights(Metric):
 def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
     """Readers that learned to take most of their input from one source: more than half-way from uniform to all.
 
-    Where weights are factors, their sizes are compared. A source that the topology starts from is no finding.
+    Where weights are factors, their sizes are compared. A source that the topology starts from is not reported.
     """
     uniform = {a.index: a.change for a in ablations if a.kind == "uniform"}
     shares = are_shares(readers)

@@ -54,8 +54,8 @@ class StreamKeys(Frozen):
 
 
 class Streams(Metric):
-    """Means over all tokens of angles arccos(cos(s_i(l), s_i(m)))/π for every stream i and two readers l and m, and of
-    the cosine between two streams of one reader; max |s_i| over all tokens and channels."""
+    """Means over all tokens of angles arccos(cos(s_i(l), s_i(m)))/π for every stream i and two readers l and m. Also
+    the mean cosine between two streams of one reader, and max |s_i| over all tokens and channels."""
 
     keys = StreamKeys
     file_place, page_place = 75, 80

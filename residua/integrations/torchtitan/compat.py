@@ -31,7 +31,7 @@ def prepare() -> None:
 def _use_cpu() -> None:
     """Train on the CPU with gloo: without an accelerator torchtitan assumes a GPU.
 
-    Its modules have imported the device by name, so each of them is told.
+    Its modules have imported the device by name, so it is replaced in each of them.
     """
     device: Any = SimpleNamespace(
         device_count=lambda: 1,

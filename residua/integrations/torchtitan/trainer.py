@@ -42,7 +42,7 @@ from residua.train.balance import Balancer
 class ResiduaLoss(BaseLoss):
     """The loss of `residua train`: cross-entropy, z-term, balance of experts. It reports the cross-entropy alone.
 
-    The losses that come in are means over this rank's targets; what goes out are its parts of the means over the step.
+    Incoming losses are means over this rank's targets; outgoing ones are its parts of the means over the step.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -171,8 +171,8 @@ class Recovery:
 class Boundary:
     """How a model is split along depth: the names and tensors that cross from one slice of sublayers to the next.
 
-    Every tensor that crosses has a unique name. A tensor that no longer changes (a finished block of Attention
-    Residuals, the embedding) keeps its name at all later boundaries, so that a rank knows that it already has it.
+    Every tensor that crosses has a unique name. A tensor that no longer changes, such as a finished block of Attention
+    Residuals or the embedding, keeps its name at all later boundaries: a rank then knows that it already has it.
 
     This default sends the whole state, and the next sublayer's input unless it is the state.
     """

@@ -111,11 +111,11 @@ def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
 
 @dataclass(frozen=True)
 class SourceNames:
-    """How diagnoses call what a reader weighs.
+    """Names for diagnoses of the sources that a reader weights.
 
-    one_stream: whether a sublayer's input is the one residual stream, and not a mixture of several. source: what the
-    source-th of a reader's depth weights belongs to. initial: the only source that a reader of an untrained model
-    reads; None if it reads all alike. block_of_reader: the block that sublayer `reader` is in; None if depth weights
+    one_stream: whether a sublayer's input is the one residual stream, and not a mixture of several. source: the name of
+    the source that a reader's depth weight belongs to. initial: the only source that a reader of an untrained model
+    reads; None if it reads all equally. block_of_reader: the block that sublayer `reader` is in; None if depth weights
     have no view by block. block_of_source: the block that a reader's source belongs to, or "embedding".
     """
 

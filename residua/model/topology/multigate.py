@@ -78,9 +78,9 @@ class MultiGate(Topology):
         z_i = w1 · RMS(s_i)/√C + b_i,   β = exp(z_i)/(Σ_j exp(z_j) + exp(b_0))  or  sigmoid(z_i)
         s'_i = s_i + β_i (f − s_i),     h = Σ softmax_i( w2 · RMS(s'_i)/√C ) s'_i
 
-    Fill phase: stream 1 is the embedding and the first n − 1 outputs become the others. (n copies of the embedding
-    would stay identical for ever.) The state is the tuple of streams until the first gated write, then [B, T, n, C],
-    followed by tensors of the operator's own, if any.
+    Fill phase: stream 1 is the embedding, and the first n − 1 outputs become the other streams, since n copies of the
+    embedding would stay identical. The state is the tuple of streams until the first gated write, then [B, T, n, C],
+    followed by tensors of the operator, if any.
     """
 
     def __init__(self, config: choices.MultiGate, sublayers: int, width: int) -> None:
@@ -133,9 +133,9 @@ class MultiGate(Topology):
     def _init_as_additive(self) -> InitFidelity:
         """The streams' mean stays a multiple of the sum if the j-th gated write has β = 1/(n + j) for every stream.
 
-        After the fill phase the n streams add up to the sum S. Writing y with β keeps Σ s' = (1 − β) Σ s + n β y, and
-        with Σ s = c S this is a multiple of S + y if (1 − β) c = n β: β_j = 1/(n + j), c_j = n/(n + j). The pools
-        weigh all streams alike, so that a reader gets S/(n + j).
+        After the fill phase the n streams add up to the sum S. Writing y with β gives Σ s' = (1 − β) Σ s + n β y. With
+        Σ s = c S, this is a multiple of S + y if (1 − β) c = n β. Hence β_j = 1/(n + j) and c_j = n/(n + j). The pools
+        weight all streams equally, so that a reader gets S/(n + j).
         """
         n = self.fill + 1
         for pool in self.pools:

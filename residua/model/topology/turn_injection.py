@@ -21,7 +21,7 @@ class Injection(Topology):
 
         h_{t+1} = Ā ⊙ h_t + B̄ ⊙ e + R(Ā ⊙ h_t + B̄ ⊙ e)
 
-    where R is everything that the layers of the loop add, one after the other. Ā = exp(−Δ exp(a)) is in (0, 1),
+    where R is everything that the layers of the loop add in sequence. Ā = exp(−Δ exp(a)) is in (0, 1),
     B̄ = Δ b, Δ = exp(d); a, b and d are vectors [C], the same in all turns. Layers after the loop add to h. In the
     authors' code b is a matrix, h_0 is random, and so is the number of turns (docs/reference/topology-notes.md).
 

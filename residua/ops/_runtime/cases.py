@@ -30,7 +30,7 @@ class Case:
 
     `only`: the one output that counts, where others differ between paths. `moved` are the least rows of tokens ×
     width that the case must move, forward and backward. `in_place`: the argument that is written to, and counts as an
-    output. `note`: what the fused path needs, for a person.
+    output. `note`: the requirements of the fused path, in words.
     """
 
     args: Sequence[Any]

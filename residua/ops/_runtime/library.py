@@ -99,7 +99,8 @@ def differentiate(operator: Any, backward: Callable[..., Any], save: Callable[..
 def compile_ahead(forward: Callable[[], object]) -> None:
     """Call `forward` without its kernels, then launch each operator's kernels in a thread of its own.
 
-    What the kernels compute is thrown away. `forward` should be small: the tensors of all calls are kept until the end.
+    The results of the kernels are discarded. `forward` should be small: the tensors of all calls are kept until the
+    end.
     """
     with dry_run() as calls:
         forward()

@@ -97,8 +97,8 @@ def through_decays(
         dk = rows + columns,   dG = q ⊙ dq + k ⊙ (rows − columns),   P_ij = exp(G_i − G_j) for j < i
 
     At each level a token is a row or a column, so that one product with D + Dᵀ makes the rows of some and the columns
-    of the others. dG is computed from the rounded factors of the products: what a pair adds to i, it takes from j
-    exactly.
+    of the others. dG is computed from the rounded factors of the products: each pair adds to i exactly as much as it
+    subtracts from j.
     """
     dtype = b_dkk.dtype
     for level in tl.range(0, 6, num_stages=1):  # unrolled, all masked factors would be held at once

@@ -268,8 +268,8 @@ def mixer(
 ) -> Iterator[list[Tensor]]:  # fmt: skip
     """y and the last state; then what backward needs: q, k, v, o and what the delta rule keeps.
 
-    Apart, the gate's gradient would be copied beside those of q, k and v, and the gradients of a key head, one for each
-    value head that it serves, would be added in a pass of their own.
+    As separate operators, the gate's gradient would be copied next to those of q, k and v. The gradients of a key head,
+    one for each value head that it serves, would need a separate pass to be added.
     """
     q, k, v = convolution_launch.empty_heads(projected, convolution, key_heads, g.shape[-1])
     o, last, *saved = rule = _empty_rule(k, v, g, keep)

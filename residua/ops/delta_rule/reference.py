@@ -77,18 +77,18 @@ def gated_delta(
         S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   α_t = exp(g_t),   o_t = S_tᵀ q_t
 
     q, k [B, T, H_k, K], v [B, T, H, V] with H a multiple of H_k; log decay g ≤ 0 and share beta [B, T, H]; keys of unit
-    length keep the state bounded. The first token continues `state` [B, H, K, V] (zero if None), and a token whose
-    entry of `segments` [B, T] differs from the one before begins a document, with an empty state.
-    Returns o [B, T, H, V] in v's dtype and the last state in at least float32.
+    length keep the state bounded. The first token continues `state` [B, H, K, V] (zero if None). A token whose entry of
+    `segments` [B, T] differs from the previous one begins a document, with an empty state. Returns o [B, T, H, V] in
+    v's dtype and the last state in at least float32.
 
-    Inside a chunk that meets the state S, with G_i = Σ_{j≤i} g_j, within_ij = exp(G_i − G_j) for j ≤ i and
-    enter_i = exp(G_i) (both 0 where a document begins in between), the loop's u solves a unit triangular system:
+    Let G_i = Σ_{j≤i} g_j, within_ij = exp(G_i − G_j) for j ≤ i and enter_i = exp(G_i), both 0 where a document begins
+    in between. Inside a chunk that starts from the state S, the loop's u solves a unit triangular system:
 
         u_i + β_i Σ_{j<i} within_ij (k_i·k_j) u_j = β_i (v_i − enter_i Sᵀk_i)   ⇒   U = Ū − W S
         o_i = enter_i Sᵀq_i + Σ_{j≤i} within_ij (q_i·k_j) u_j
         S'  = enter_last S + Σ_j within_last,j k_j u_jᵀ = M S + N
 
-    Ū, W, M and N of all chunks come at once, then the states one after the other, then all outputs.
+    Ū, W, M and N of all chunks are computed at once, then the states sequentially, then all outputs.
     """
     check_shapes(q, k, v, g, beta, per_channel=False)
     return in_chunks(_PerHead, q, k, v, g[..., None], beta, segments, state)
@@ -252,8 +252,10 @@ class PerChannel:
 
 
 def _same_document(first: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
-    """Whether token i is in the document of an earlier token j of its chunk (or is j), visible [B, 1, N, 64, 64], and
-    whether in that of the state that its chunk meets, met [B, 1, N, 64]. first [B, T] marks beginnings of documents.
+    """visible [B, 1, N, 64, 64]: whether token i is in the document of token j ≤ i of its chunk.
+
+    met [B, 1, N, 64]: whether it is in the document of the state from which its chunk starts. first [B, T] marks the
+    first tokens of documents.
     """
     document = pad(first, (0, chunks * CHUNK - first.shape[1])).cumsum(1).unflatten(1, (chunks, CHUNK))[:, None]
     before = pad(document[:, :, :-1, -1:], (0, 0, 1, 0))

@@ -44,10 +44,10 @@ def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
 def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State:
     """Begin with source 0; queries [reads, C] fp32 are the u_l of every read.
 
-    The state is u, u in the form that the scores of bf16 sources take, the chain that collects du, the partial results
-    of a group of reads, and then for every source that is still needed: its detached value, scores and rstd; a handle
-    for a later source, if that passes a gradient to this one; and for each of its own later readers the handle whose
-    gradient is dh, then those for (lse, δ).
+    The state is u, u in the form for scores of bf16 sources, the chain that collects du, and the partial results of a
+    group of reads. For every source that is still needed follow: its detached value, scores and rstd; a handle for a
+    later source, if that passes a gradient to this one; and for each of its later readers the handle whose gradient is
+    dh, then those for (lse, δ).
     """
     u = queries.detach().contiguous()
     value = x.detach().contiguous()

@@ -86,8 +86,8 @@ def block_slopes_kernel(
     C: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr, SOURCES: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """What the scores' gradient needs, from `block_backward_kernel`'s dots: slope_il = rstd_i a_il (dots_il − δ_l) as
-    dz [SOURCES, count, pitch], zero beyond the tokens, and pull_i = rstd_i/C Σ_l slope_il z_il.
+    """Inputs of the scores' gradient, from the dots of `block_backward_kernel`: slope_il = rstd_i a_il (dots_il − δ_l)
+    as dz [SOURCES, count, pitch], zero beyond the tokens, and pull_i = rstd_i/C Σ_l slope_il z_il.
 
     A program has all the sources of its tokens: it reads what is adjacent in a and dots, and Triton transposes it for
     dz, which is contiguous along the tokens.

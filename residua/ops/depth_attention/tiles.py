@@ -105,7 +105,7 @@ def product_tile(
     """For kernels that are matrix products between tokens and readers, CHUNKS of them.
 
     With 64 readers per product, Triton emits asynchronous products that still read a buffer while its pipeline loads
-    the next tile into it (a source used both in a product and elsewhere gets one buffer too few). With 32 it does not.
+    the next tile into it: a source used both in a product and elsewhere gets one buffer too few. With 32 it does not.
     The sums of all chunks stay in registers: where there is no `room` for them, tiles are smaller.
     """
     chunks = cdiv(readers, CHUNK)

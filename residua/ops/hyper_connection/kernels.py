@@ -178,7 +178,7 @@ def write_kernel(
 ):  # fmt: skip
     """X', z before the norm and ‖X'‖², SUMS numbers for each token; without a projection h, with pre the bias.
 
-    GIVEN: pre is read, not written, and sums are z itself, with rstd beside it; norms of each stream only.
+    GIVEN: pre is read, not written, and sums are z itself, next to rstd; norms of each stream only.
 
     φ [PARTS, K, ...] comes in the streams' dtype; two parts: rounded, and what rounding took from it, so that z is not
     rounded. A row of the product has RANK columns for each of them.

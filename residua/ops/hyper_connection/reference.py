@@ -33,8 +33,8 @@ def hyper_step(
         none: pre_i = bias_i                                                  z [..., 0]
 
     streams X [..., N, C], update y [..., C]; post [..., N] and mix [..., N, N] (out, in), or the same for every token;
-    bias [N], scale []. Returns h, X' and z, in float32 as the weights are; what of z belongs to the next write is the
-    caller's.
+    bias [N], scale []. Returns h, X' and z, in float32 like the weights; the caller uses the part of z for the next
+    write.
     """
     X = (mix @ wide(streams) + post[..., None] * wide(update)[..., None, :]).to(update.dtype)
     z = project(X, phi, norm, eps)

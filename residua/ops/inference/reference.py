@@ -187,7 +187,7 @@ def turn_heads(
 ) -> tuple[Tensor, Tensor]:
     """Queries [B, T, H, D] and keys [B, T, H_kv, D], normed and rotated, from a projection [B, T, R].
 
-    It begins with the queries and goes on with the keys. gains [D] of both, None: no norm; cos, sin [T, D/2].
+    It has the queries first, then the keys. gains [D] of both, None: no norm; cos, sin [T, D/2].
     """
     width = 2 * cos.shape[-1]
     first, second = heads * width, (heads + kv_heads) * width

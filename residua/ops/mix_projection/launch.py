@@ -297,8 +297,8 @@ def folded_backward(
     plan: Sequence[int],
     eps: float,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """With λ2 inside the projection, write the gradients dm [B, T, R] of all sections but the gate and d_gamma
-    [B, T, F] of γ, from dy, those of these sections' heads. Returns the gradients of the gains [G, D].
+    """With λ2 inside the projection, write the gradients dm [B, T, R] of all sections except the gate, and d_gamma [B,
+    T, F] of γ. They come from dy, the gradients of these sections' heads. Returns the gradients of the gains [G, D].
 
     With `hidden` [B, T, E] and `up` [F, E], γ is made from these (`reference.factors`). The gradient of `hidden` is
     written behind that of the projection, [B, T, R + E]; those of `up` and its bias, side by side [F, E + 1], are

@@ -101,8 +101,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Every P-th token, P the number of programs. Letters as in the closed form of the gradients:
 
-    A = dq·r'/√C,  B = −dq·(w2·s')·r'³/(C√C),  G = g_s' + a·g_h + A·w2 + B·s'
-    g_f = Σ β·G,   g_s = (1−β)·G + D·w1 + E·s,   D = dz·r/√C,  E = −dz·(w1·s)·r³/(C√C)
+        A = dq·r'/√C,  B = −dq·(w2·s')·r'³/(C√C),  G = g_s' + a·g_h + A·w2 + B·s'
+        g_f = Σ β·G,   g_s = (1−β)·G + D·w1 + E·s,   D = dz·r/√C,  E = −dz·(w1·s)·r³/(C√C)
 
     The gradients of w1, w2 and the biases are summed in registers; each program writes one row of `partial`.
     NORMED: from the gradient of x in the place of h's; a row of `partial` ends with the gradient of the gain.

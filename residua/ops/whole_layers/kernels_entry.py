@@ -345,8 +345,8 @@ def prepare(
     M: tl.constexpr, C: tl.constexpr, JUNCTION: tl.constexpr, N: tl.constexpr, SIZE: tl.constexpr,
     COMPETITIVE: tl.constexpr, SPARE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """What junction J needs of the state alone: program `spare` of SPARE has a share of every row's sources, or all
-    streams of its own rows."""
+    """The part of junction J that depends only on the state: program `spare` of SPARE has a share of every row's
+    sources, or all streams of its own rows."""
     query_ptr = vectors_ptr + J * (3 * C) + C
     if JUNCTION == "read":
         for m in range(M):

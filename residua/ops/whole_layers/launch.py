@@ -154,8 +154,8 @@ def line(width: int) -> int:
 class Layers:
     """The layers of a model and their final norm, for one cache. Keeps the state between phases, and what it points to.
 
-    Write the embedded tokens [M, C] to `y` and the anchors of all heads, if they are mixed, to `anchor`, then call it
-    with the number of tokens in each row's cache.
+    Write the embedded tokens [M, C] to `y` and the anchors of all heads, if mixed, to `anchor`. Then call it with the
+    number of tokens in each row's cache.
     """
 
     def __init__(self, shape: Shape, layers: Sequence[Layer], vectors: Vectors) -> None:
