@@ -268,7 +268,7 @@ class Family:
         return False
 
     def read(self, keys: Mapping[str, Any]) -> ModelConfig:
-        """The configuration that a config.json describes; raises ValueError with what is missing here."""
+        """The configuration that a config.json describes; raises ValueError with what is not supported."""
         known = self.DEFAULTS | self.spelled(dict(keys))
         if known.get("rope_parameters") is None:  # null stands for the default there
             known["rope_parameters"] = self.DEFAULTS.get("rope_parameters")
@@ -329,7 +329,7 @@ class Family:
         if name not in self.ACTS:
             form = "plain" if self.ACTS is PLAIN else "gated"
             raise UserError(
-                f"hidden_act = {name!r}: a {form} feed-forward with it is missing here ({', '.join(self.ACTS)})."
+                f"hidden_act = {name!r}: a {form} feed-forward with it is not supported ({', '.join(self.ACTS)})."
             )
         return self.ACTS[name]
 
@@ -353,7 +353,7 @@ class Family:
         layers = range(keys["num_hidden_layers"])
         types = given or [self.OTHER if self.slides(layer, keys) else FULL for layer in layers]
         if unknown := set(types) - {FULL, self.OTHER}:
-            raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is missing here.")
+            raise UserError(f"layer_types contains {sorted(unknown)[0]!r}, a kind of layer that is not supported.")
         return list(types)
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:

@@ -260,7 +260,7 @@ class SigmoidMixture(Mixture):
             return int(keys["first_k_dense_replace"])
         dense = types.count("dense")
         if types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-            raise UserError("mlp_layer_types has a dense layer after one with experts, which is missing here.")
+            raise UserError("mlp_layer_types has a dense layer after one with experts, which is not supported.")
         return int(dense)
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
