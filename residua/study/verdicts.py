@@ -73,7 +73,7 @@ def verdict(row: VariantResult, result: StudyResult) -> str:
         level, (low, high) = f"{result.confidence * 100:g} %", change.ends
         ends = f"(Δ {change.value:+.4f}, {level} interval [{low:+.4f}, {high:+.4f}])"
         other = _gain_per_token(row)
-        sure = f"no significant difference by seed {ends}, but {other}" if other else f"no difference shown {ends}"
+        sure = f"no difference shown across seeds {ends}, but {other}" if other else f"no difference shown {ends}"
     else:
         after = row.difference_corrected
         unclear = f"; {_not_clear(row, result)}" * (after is not None and after.holds(0.0))

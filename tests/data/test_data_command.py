@@ -38,7 +38,7 @@ def test_info_checks_every_token(jsonl: Path, tmp_path: Path) -> None:
     with shard.path.open("r+b") as file:
         file.seek(128 + 2 * (shard.tokens - 1))
         file.write(b"\xff\xff")
-    with pytest.raises(DataError, match=rf"holds id 65535 at token {shard.tokens - 1}, and the largest"):
+    with pytest.raises(DataError, match=rf"holds id 65535 at token {shard.tokens - 1}, but the largest"):
         run("info", tmp_path / "out")
 
 
@@ -105,7 +105,7 @@ def test_skipped_files_are_reported_and_read_when_named(tmp_path: Path, monkeypa
     printed = run("prepare", folder, folder / "b.c", folder / "c.c", *options, tmp_path / "b")
     assert "5 files skipped because of the suffix (no suffix, .h, .tar.gz, .json, …)" in printed
     assert Dataset.open(tmp_path / "b").split("train").documents == 3
-    assert "left out" not in run("prepare", folder / "a.txt", *options, tmp_path / "c")
+    assert "skipped because" not in run("prepare", folder / "a.txt", *options, tmp_path / "c")
 
 
 def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_links_out_of_a_folder_are_left_out_and_named(tmp_path: Path, monkeypatc
     Path("folder/inner.txt").symlink_to("text.txt")
     assert "1 link skipped because it leads out of the folder" in run("prepare", "folder", *options, "b")
     assert Dataset.open("b").split("train").bytes == 8
-    assert "left out" not in run("prepare", "folder", "secret.txt", *options, "c")
+    assert "skipped because" not in run("prepare", "folder", "secret.txt", *options, "c")
     assert Dataset.open("c").split("train").bytes == 14
 
 

@@ -141,7 +141,7 @@ def test_a_limit_reads_the_first_tokens_again_and_again(split: Split) -> None:
     beginning = split.read(0, limit).tolist()
     assert all(any(beginning[i : i + SEQUENCE] == row.tolist() for i in range(limit)) for row in seen)
     assert loader.epoch >= 4 and loader.state_dict()["tokens"] == limit
-    with pytest.raises(DataError, match=r"data\.limit is 3: it must be above"):
+    with pytest.raises(DataError, match=r"data\.limit is 3: it must be more than"):
         Loader(split, SEQUENCE, 5, limit=3)
 
 

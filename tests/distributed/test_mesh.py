@@ -94,7 +94,7 @@ def test_a_probe_finds_ranks_that_see_or_write_other_files(tmp_path: Path, monke
     assert [answer["problem"] for answer in answers] == [None, None, "does not contain what rank 0 wrote there", None]
     assert probes[0].missing(answers[:2]) is None
     sentence = probes[0].missing(answers)
-    assert sentence is not None and f"{tmp_path}/other on" in sentence and "(rank 2) does not hold" in sentence
+    assert sentence is not None and f"{tmp_path}/other on" in sentence and "(rank 2) does not contain" in sentence
     probes[3].remove()
     sentence = probes[0].missing([*answers[:2], answers[3]])
     assert sentence is not None and "(rank 3) contains files that rank 0 does not see" in sentence

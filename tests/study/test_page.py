@@ -160,7 +160,7 @@ def test_a_gain_that_only_the_ladder_shows_is_said() -> None:
     result = changed(pretended(2, best=1.21).result, difference=unsure)
     told = verdict(result.variants[1], result)
     assert told.startswith(
-        "block_attnres: no significant difference by seed (Δ -0.0200, 95 % interval [-0.0500, +0.0100]), "
+        "block_attnres: no difference shown across seeds (Δ -0.0200, 95 % interval [-0.0500, +0.0100]), "
         "but the ladder, which pools the noise of all its runs, shows a difference; worth 1.28× the tokens ("
     )
     steps = changed(pretended(2, best=1.21, ladder=False).result, difference=unsure)
