@@ -71,7 +71,7 @@ def _chosen(table: dict[str, Any]) -> choices.TopologyChoice:
 
 
 def check_plugins(config: ModelConfig) -> None:
-    """Refuse a plugin part that violates a rule of docs/extend.md; its own errors propagate."""
+    """Refuse a plugin part that breaks a rule of docs/extend.md; its own errors propagate."""
     sublayers, width = config.sublayers, config.width
     topology = partial(build_chosen, config.topology, sublayers, width)
     norm = partial(build_norm, config.norm, width)
@@ -87,7 +87,7 @@ def check_plugins(config: ModelConfig) -> None:
             check_part(make, outputs, (sublayers + 1, ROWS, TOKENS, width))
         except _Breach as breach:
             whose = f"the {what} {choice.kind!r} of the plugin {plugin}"
-            raise ConfigError(f"{whose} violates a rule of docs/extend.md: {breach}.") from None
+            raise ConfigError(f"{whose} breaks a rule of docs/extend.md: {breach}.") from None
         except Exception as error:
             trial = f"the trial of the {what} {choice.kind!r} of the plugin {plugin}"
             if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Load balancing of experts over a whole step: the loss does not depend on how micro-batches and ranks divide it.
+"""Load balancing of experts over a whole step, independent of its division into micro-batches and ranks.
 
 Per layer the loss is L = E · Σ_e f_e P_e: f_e is the share of the step's choices that fell on expert e, a count without
 gradient, and P_e the mean router probability over the step's tokens (arXiv 2501.11873). With f given, L is linear
@@ -42,12 +42,12 @@ class Spread:
 
     @property
     def heaviest(self) -> float:
-        """The load of the busiest expert in any layer; 1 is a fair share."""
+        """The load of the busiest expert in any layer; 1 is an equal share."""
         return max(max(layer) * len(layer) for layer in self.load)
 
     @property
     def lightest(self) -> float:
-        """The load of the least used expert in any layer; 1 is a fair share."""
+        """The load of the least used expert in any layer; 1 is an equal share."""
         return min(min(layer) * len(layer) for layer in self.load)
 
     def record(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Balancer:
         return share.to(dtype) * (self.config.weight * balance + self.config.router_z * routing.z.sum())
 
     def end(self) -> None:
-        """After a step's last backward pass: complete its statistics, and correct the routers by them."""
+        """After a step's last backward pass: complete its statistics and update the router biases."""
         step = Routing(*(self._summed(part) for part in self._step))
         self._load.copy_(step.load)
         for i, router in self._routers.items():
@@ -120,7 +120,7 @@ class Balancer:
             part.zero_()
 
     def restart(self) -> None:
-        """Begin another run: forget all statistics."""
+        """Start another run: reset all statistics."""
         self._load.fill_(1 / self._load.shape[-1])
         for part in self._step:
             part.zero_()
@@ -137,11 +137,11 @@ class Balancer:
         self._steps = 0
 
     def state(self) -> dict[str, Any]:
-        """The state for a resumed run, as plain numbers that read back exactly."""
+        """The state for a resumed run, as numbers that are restored exactly."""
         return {"load": self._load.tolist(), "sums": [part.tolist() for part in self._sums], "steps": self._steps}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state that `state` returned."""
+        """Continue from a state returned by `state`."""
         if not state:
             raise UserError("it has no expert balance")
         like = self._load

@@ -1,4 +1,4 @@
-"""The environment of a run: version and commit of the code, Python, libraries, hardware."""
+"""The environment of a run: version and commit of the code, Python, libraries and hardware."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 from residua.version import MATHEMATICS, __version__
 
 TEXT = "text"
-"""Where a run's environment has the fingerprint of its text."""
+"""Key of the fingerprint of the text in a run's environment."""
 START = "start"
-"""Where a run's environment has the fingerprint of the weights that it began with (`train.start`)."""
+"""Key of the fingerprint of the initial weights (`train.start`) in a run's environment."""
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
 def code_commit() -> str | None:
     """The git commit this package runs from, with `+changes` where the tree differs; None outside a checkout.
 
-    Asked once a process, which runs the code that it has loaded, however the tree changes.
+    Computed once per process, which runs the code that it has loaded even if the tree changes.
     """
     package = Path(__file__).parents[1]
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:

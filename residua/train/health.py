@@ -1,4 +1,4 @@
-"""When a run stops: a loss that is not finite, has diverged or is no better than token frequencies, or a signal."""
+"""When a run stops: on a signal, or if its loss is not finite, has diverged or is no better than token frequencies."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Interrupted(TrainingStopped):
 
 
 MIN_SKEW_NATS = 0.5
-"""Nats between guessing and knowing how often tokens occur, from which on a loss is judged by them."""
+"""Minimum gap in nats between guessing and token frequencies for which losses are compared with them."""
 FAIR_STEPS = 10.0
-"""Steps at the full learning rate after which a healthy loss has begun to fall."""
+"""Steps at the full learning rate by which a healthy loss starts to fall."""
 MAX_STILL_STEPS, MAX_STILL_LINES = 500, 5
 """Steps after warm-up, and log lines, without a fall that end a run whose loss token frequencies alone would give."""
 MIN_FALL_NATS = 0.01
-"""Nats that count as a fall of the loss."""
+"""Minimum decrease of the loss in nats that counts as a fall."""
 MIN_LEARNED_SHARE = 0.05
 """Of the way from guessing to token frequencies: a loss that has not come so far has learned nothing."""
 SAMPLED_TOKENS = 1 << 20
-"""Training tokens that are counted."""
+"""Training tokens from which frequencies are counted."""
 MAX_RISE_NATS = 0.5
 """Nats above its lowest value at which a loss no better than token frequencies means that the model was lost."""
 
@@ -46,7 +46,7 @@ class Frequencies:
     """Losses to judge a run by, in nats per token: `guessing` any token, and knowing `unigram` frequencies only.
 
     On text with common and rare tokens, a healthy model is below `unigram` after some hundred steps. A run at a huge
-    learning rate sits at `guessing` for ever: its norms keep activations finite, so the loss does not explode.
+    learning rate stays at `guessing`: its norms keep activations finite, so the loss does not explode.
     """
 
     guessing: float
@@ -55,14 +55,14 @@ class Frequencies:
 
     @property
     def telling(self) -> bool:
-        """Whether the text tells a run that learns from one that does not: random tokens do not."""
+        """Whether the text can show that a run learns; random tokens cannot."""
         return self.guessing - self.unigram >= MIN_SKEW_NATS
 
 
 def token_frequencies(config: RunConfig, dataset: Dataset, tokens: int | None = None) -> Frequencies:
     """The losses of guessing and of token frequencies on the validation set, from a sample of the training text.
 
-    `tokens`: on so many of the validation text instead.
+    `tokens`: use this many tokens of the validation text instead.
     """
     unigram = unigram_entropy(dataset, limit_tokens=tokens or config.data.validation_tokens, sample=SAMPLED_TOKENS)
     return Frequencies(math.log(config.model.vocab_size), unigram, config.train.schedule.warmup)
@@ -121,7 +121,7 @@ class Watch:
         return self.first_loss is not None and loss > self.first_loss + self.margin
 
     def check(self, step: int, loss: float, grad_norm: float) -> str | None:
-        """None, or the reason to stop."""
+        """The reason to stop, or None."""
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {grad_norm}"
             return f"by step {step} {what}"

@@ -1,4 +1,4 @@
-"""Training in low precision: which matrices multiply in FP8 or NVFP4, their ranges, and what telemetry sees of them.
+"""Training in low precision: which matrices multiply in FP8 or NVFP4, their ranges, and their telemetry.
 
 `ops/low_precision/product.py` has the mathematics. Masters, optimizer, norms, attention, depth operators, embedding and
 head stay unchanged. A projection is changed by replacing its `forward`, so that kernels which would read its weight
@@ -323,12 +323,12 @@ def chosen_products(model: Decoder, config: TrainConfig) -> list[tuple[tuple[int
 def build_low_precision(
     model: Decoder, config: TrainConfig, device: torch.device, whole: bool = True
 ) -> LowPrecision | None:
-    """The low precision that `train.precision` asks for, put into the model; None for bf16 and float32."""
+    """Install the low precision of `train.precision` in the model; None for bf16 and float32."""
     return LowPrecision(model, config, device, whole) if config.precision in RECIPES else None
 
 
 def multiplies(device: torch.device) -> bool:
-    """Whether a device multiplies FP8 codes as the simulation does."""
+    """Whether FP8 products of a device match the simulation."""
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(32, 64, generator=generator).to(device) for _ in range(2)]
     a, b = (encode(matrix, matrix.new_tensor(2**-6)) for matrix in matrices)

@@ -232,7 +232,7 @@ def test_links_out_of_a_folder_are_left_out_and_named(tmp_path: Path, monkeypatc
     Path("folder").mkdir()
     Path("folder/link.txt").symlink_to(tmp_path / "secret.txt")
     options = ("--tokenizer", "bytes", "--holdout", "0", "--out")
-    with pytest.raises(DataError, match=r"the folder folder holds no text: 1 link left out .*\(folder/link\.txt to /"):
+    with pytest.raises(DataError, match=r"the folder folder holds no text: 1 link skipped .*\(folder/link\.txt to /"):
         run("prepare", "folder", *options, "a")
     Path("folder/text.txt").write_text("text")
     Path("folder/inner.txt").symlink_to("text.txt")

@@ -1,4 +1,4 @@
-"""A plugin that violates a rule of docs/extend.md is refused before it trains, and one that keeps them is left "
+"""A plugin that breaks a rule of docs/extend.md is refused before it trains, and one that keeps them is left "
 "alone."""
 
 from __future__ import annotations
@@ -163,9 +163,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_topology_that_breaks_a_rule_is_refused(fault: str) -> None:
     config = small(topology=own(fault))
-    sentence = (
-        rf"^the topology 'own' of the plugin {__name__} violates a rule of docs/extend.md: .*{FAULTS[fault]}.*\.$"
-    )
+    sentence = rf"^the topology 'own' of the plugin {__name__} breaks a rule of docs/extend.md: .*{FAULTS[fault]}.*\.$"
     for refused in (lambda: residua.build(config), lambda: check_model(RunConfig(model=config))):
         with pytest.raises(ConfigError, match=sentence):
             refused()

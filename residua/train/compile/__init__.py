@@ -1,1 +1,1 @@
-"""The training step made fast from outside the model: working copies, graph rewrites, CUDA graphs, shared layers."""
+"""Speed-ups of the training step outside the model: working copies, graph rewrites, CUDA graphs, shared layers."""

@@ -1,4 +1,4 @@
-"""CUDA graphs of a micro-batch's forward and backward pass: the host launches one graph, not a thousand kernels.
+"""CUDA graphs of a micro-batch's forward and backward pass: the host launches one graph instead of a thousand kernels.
 
 Two graphs are captured after a few ordinary passes, when everything is compiled. The graph of a step's first
 micro-batch writes the gradients; the other one adds to them. Gradients of working copies are zeroed before the step, so
@@ -21,7 +21,7 @@ WARM_UP = 2
 
 Inputs = tuple[Tensor | None, ...]
 Pass = Callable[..., tuple[Tensor, Tensor]]
-"""Takes the tensors of a micro-batch, leaves gradients in the parameters and returns cross-entropy and z-term."""
+"""Takes the tensors of a micro-batch, writes gradients to the parameters and returns cross-entropy and z-term."""
 
 
 class _Graph(NamedTuple):

@@ -28,7 +28,7 @@ class LayeredCopies(WorkingCopies):
     """Working copies for compiled sublayers: their gradients are summed inside the sublayer's compiled code."""
 
     active: ClassVar[LayeredCopies | None] = None
-    """The copies that the model is being called on at the moment."""
+    """The copies with which the model is currently called."""
 
     def run(self, module: nn.Module, prefix: str, *args: Any, **settings: Any) -> Any:
         before, LayeredCopies.active = LayeredCopies.active, self
