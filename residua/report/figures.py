@@ -271,9 +271,9 @@ class Estimate:
     symbol: str = "circle"
 
 
-def forest(rows: Sequence[Estimate], x_title: str, *, reference: float = 0.0, height: int | None = None) -> Figure:
-    """The first row at the top, names above their lines, a dashed line at `reference`; wide intervals end in arrows."""
-    low, high = span([*(row.value for row in rows), reference], [row.ends for row in rows], reach=3.0)
+def forest(rows: Sequence[Estimate], x_title: str, *, height: int | None = None) -> Figure:
+    """The first row at the top, names above their lines, a dashed line at 0; wide intervals end in arrows."""
+    low, high = span([*(row.value for row in rows), 0.0], [row.ends for row in rows], reach=3.0)
     traces: list[dict[str, Any]] = []
     for place, row in enumerate(rows):
         ends = None if row.ends is None else (max(row.ends[0], low), min(row.ends[1], high))
@@ -309,7 +309,7 @@ def forest(rows: Sequence[Estimate], x_title: str, *, reference: float = 0.0, he
         traces, x_title, "", height or height_of(len(rows)), x={"range": [low, high]},
         y={"range": [len(rows) - 0.5, -0.85], **bare}, annotations=labels, margin={"l": 12, "r": 12, "t": 8, "b": 46},
     )  # fmt: skip
-    figure.add_vline(x=reference, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dash"})
+    figure.add_vline(x=0.0, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dash"})
     return figure
 
 

@@ -242,9 +242,7 @@ def write_tensors(
                 file.write(flat.view(torch.uint8).numpy().data)
 
 
-def write_shards(
-    folder: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], limit: int, source: str | Path = "the model"
-) -> None:
+def write_shards(folder: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], limit: int) -> None:
     """Write model.safetensors, or if it would have more than `limit` bytes, several files and their index.
 
     A tensor with more bytes has a file of its own. As in `write_tensors`, one tensor is in memory at a time.
@@ -262,7 +260,7 @@ def write_shards(
         names = [WEIGHTS]
     rest = iter(tensors)
     for name, shard in zip(names, shards, strict=True):
-        write_tensors(folder / name, shard, islice(rest, len(shard)), source)
+        write_tensors(folder / name, shard, islice(rest, len(shard)))
     if len(shards) > 1:
         places = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         index = {"metadata": {"total_size": sum(entry.bytes for entry in entries)}, "weight_map": places}

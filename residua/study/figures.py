@@ -314,12 +314,12 @@ def _seed(run: RunRecord) -> str:
     return run.folder.name.rpartition("-")[2]
 
 
-def break_even(result: StudyResult, size: str | None = None) -> Scatter | None:
-    """Cost of a step against token gain, at one size (default: the last); above the line a variant pays per second.
+def break_even(result: StudyResult) -> Scatter | None:
+    """Cost of a step against token gain, at the last size; above the line a variant pays per second.
 
     None if no variant has both a gain and a speed.
     """
-    rows, look = result.rows(size or result.sizes[-1]), looks_of(result)
+    rows, look = result.rows(result.sizes[-1]), looks_of(result)
     points = [
         Point(row.name, 1 / row.throughput_ratio.value, gain.value, y_ends=gain.ends, **look[row.name],
               x_ends=None if (speeds := row.throughput_ratio.ends) is None else (1 / speeds[1], 1 / speeds[0]))

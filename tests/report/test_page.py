@@ -165,7 +165,9 @@ def test_a_legend_names_each_series_once() -> None:
 
 
 def test_an_estimate_without_an_interval_is_hollow() -> None:
-    figure = forest([Estimate("a", 1.0, "#2f7ed8", (0.1, math.inf)), Estimate("b", 0.9, "#d9641c")], "x", reference=1.0)
+    figure = forest([Estimate("a", 0.0, "#2f7ed8", (-0.9, math.inf)), Estimate("b", -0.1, "#d9641c")], "x")
     line, a, b = figure.data
-    assert 0.5 < line.x[0] < 0.8 and 1.0 < line.x[1] < 1.5 and line.marker.symbol == ("triangle-left", "triangle-right")
+    assert (
+        -0.5 < line.x[0] < -0.2 and 0.0 < line.x[1] < 0.5 and line.marker.symbol == ("triangle-left", "triangle-right")
+    )
     assert (a.marker.symbol, b.marker.symbol) == ("circle", "circle-open")

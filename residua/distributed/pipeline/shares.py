@@ -52,17 +52,12 @@ class Share:
         return vocabulary * self.head.start // self.pieces, vocabulary * self.head.stop // self.pieces
 
 
-def shares_of(
-    config: RunConfig, work: Work | None = None, *, stages: int | None = None, pieces: int = HEAD_PIECES
-) -> list[Share]:
-    """The shares of the stages of a run.
-
-    `work` is that of its model, if it is known; `stages` and `pieces` of the head may be others than its own.
-    """
+def shares_of(config: RunConfig, work: Work | None = None, *, stages: int | None = None) -> list[Share]:
+    """The shares of the stages of a run; `work` is that of its model, if known, `stages` may be others than its own."""
     stages = stages or config.parallel.stages
     if config.parallel.split == "layers":
         return share_layers(len(config.model.executed), stages)
-    return share_work(work or work_of(config), stages, min(pieces, config.model.vocab_size))
+    return share_work(work or work_of(config), stages, min(HEAD_PIECES, config.model.vocab_size))
 
 
 def work_of(config: RunConfig) -> Work:
