@@ -43,8 +43,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show `a|b` of a table's cell as GitHub does, without the backslash that keeps the cell whole."""
-    return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|"), html)
+    """Show `a|b` of a table's cell as GitHub does, without the backslash; a line may break after the bar."""
+    return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace("\\|", "|<wbr>"), html)
 
 
 def relink(markdown: str, source: str, page: str) -> str:
