@@ -249,7 +249,6 @@ def _check_anchors(config: ModelConfig) -> None:
     anchors, softmax, table = config.anchors, config.softmax, config.attention.softmax_path
     if not anchors.mixed:
         return
-    anchors.check(config.width, len(config.softmax_layers))
     if config.latent is not None:
         raise UserError(
             f"anchors.kind = '{anchors.kind}' mixes keys and values per head, but latent attention ('mla') has "
@@ -260,6 +259,7 @@ def _check_anchors(config: ModelConfig) -> None:
             f"anchors.kind = '{anchors.kind}' mixes softmax projections, but attention.kind = "
             f"'{config.attention.kind}' has none: use anchors.kind = 'none' or attention.kind = 'softmax'."
         )
+    anchors.check(config.width, len(config.softmax_layers))
     if softmax.full is not None or softmax.values == "keys":
         raise UserError(
             f"anchors.kind = '{anchors.kind}' mixes the heads of all softmax layers, but {table}.full or "

@@ -183,6 +183,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
         ["attention={kind='gated_deltanet', key_heads=1, value_heads=2}", "anchors=resformer"],
         ["anchors.kind = 'resformer'", "attention.kind = 'gated_deltanet'"],
     ),
+    "a source of keys in linear attention": (
+        ["attention={kind='gated_deltanet', key_heads=1, value_heads=2}", "anchors=kv_source"],
+        ["anchors.kind = 'kv_source'", "attention.kind = 'gated_deltanet'"],
+    ),
     "a gate to mix where there is none": (
         ["anchors=exoformer"],
         ["anchors.pathways", "'g'", "attention.gate = 'none'", "attention.gate = 'elementwise'"],
