@@ -1,6 +1,7 @@
 # `make test` and `make demo` do all their set-up themselves, on a fresh machine too.
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
@@ -13,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # (tests/conftest.py)
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: test check nightly fast demo lint types map results entries reference scale sizes docs release setup browser clean
+.PHONY: test check nightly floor tests fast demo lint types map results entries reference scale sizes docs release setup browser clean
 
 test: setup browser  ## everything CI checks; lint and types side by side, since each takes one core
 	$(MAKE) --no-print-directory -j 2 lint types
@@ -24,6 +25,12 @@ check: setup  ## lint, types and the fast tests, side by side
 
 nightly: setup browser $(DOCS)  ## every test, also the exhaustive grids
 	$(PYTEST)
+
+floor:  ## the tests of `make test` on the oldest torch, Triton and transformers that we take
+	$(MAKE) --no-print-directory VENV=.venv-floor CONSTRAINTS=constraints-floor.txt tests
+
+tests: setup browser  ## what `make test` runs after lint and types
+	$(PYTEST) -m "not nightly"
 
 fast: setup
 	$(PYTEST) -n 2 -m "not slow and not nightly"
@@ -73,14 +80,14 @@ sizes: setup  ## count the parameters of every preset for `residua presets`
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt requirements-titan.txt
+$(READY): pyproject.toml $(CONSTRAINTS) requirements-titan.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[dev]'
 	$(BIN)/pip install -q --no-deps -r requirements-titan.txt
 	touch $@
 
 $(DOCS): $(READY)
-	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[docs]'
 	touch $@
 
 browser:  ## the report's pages are opened in Chromium; without one those tests skip and say so
@@ -89,4 +96,4 @@ browser:  ## the report's pages are opened in Chromium; without one those tests 
 	  || echo "no Chromium and no way to install it here: the page tests will skip"
 
 clean:
-	rm -rf $(VENV) build runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-floor build runs .pytest_cache .mypy_cache .ruff_cache
