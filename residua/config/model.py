@@ -43,7 +43,7 @@ class ModelConfig(WholeConfig):
     chooses what sublayers normalize: their input (pre-norm), their output (OLMo 2), or both (Gemma). Embedded tokens
     are multiplied by `embed_scale`. `learned_positions` adds a learned vector for each position in a document, as in
     GPT-2; for a model without rotary positions, list all layers in `attention.unturned_layers`. With `reader_eps =
-    "sum"`, the norm of reader k has eps · c_k². This makes the start of a pre-norm model exact for a topology that
+    "sum"`, the norm of reader k has eps · c_k²; this makes the start of a pre-norm model exact for a topology that
     gives reader k a multiple c_k of the sum (docs/retrofit.md).
     """
 

@@ -192,7 +192,7 @@ class Generator:
             raise UserError("the prompt is empty: give the model a text to continue.")
         if len(prompt) >= context:
             raise UserError(
-                f"the prompt has {counted(len(prompt), 'token')} but the model's context is {context}: shorten it to "
+                f"the prompt has {counted(len(prompt), 'token')}, but the model's context is {context}: shorten it to "
                 f"at most {context - 1}."
             )
         self.tokenizer.require_known(prompt, self.model.config.vocab_size, "the prompt contains", "leave it out")
