@@ -173,6 +173,8 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
         f"the best of {len(timed)}" if _seconds(best) == max(map(_seconds, timed)) else "the best significant variant"
     )
     named = f"{which}, {best.name}," if len(timed) > 1 else best.name
+    if pays(best) and (failed := _failed_seeds(best, result)):
+        return "unsure", f"Not shown: {named} is {per_second}, but {failed}"
     if pays(best):
         pooled = "" if best.shrunk is None else f"about {best.shrunk.value:.2f}× per second{at}"
         return "good", f"Yes: {named} is {pooled or per_second}"
@@ -202,6 +204,8 @@ def explanation(result: StudyResult) -> str:
         f"For the same loss{at_size(best.size, result)} {best.name} needs {1 / gain.value:.2f}× the tokens of "
         f"{result.baseline}, and each takes {1 / speed.value:.2f}× the time"
     )
+    if failed := _failed_seeds(best, result):
+        return f"{facts}; {failed}, and those left may be the lucky ones."
     if tone == "unsure":
         return f"{facts}; a yes needs a whole interval above 1, a no needs it below."
     side = "above" if tone == "good" else "below"
@@ -285,6 +289,13 @@ def _no_answer(rows: Sequence[VariantResult], result: StudyResult) -> str:
         who = ", ".join(failed) if len(failed) <= MAX_FAILED_NAMES else f"{len(failed)} variants"
         return f"No answer: {who} failed"
     return f"No answer: no variant completed a seed that {result.baseline} completed"
+
+
+def _failed_seeds(row: VariantResult, result: StudyResult) -> str:
+    """How many seeds of a variant failed, for instance since the loss was not finite; empty if none did."""
+    runs = [run for run in result.runs if (run.size, run.variant, run.budget) == (row.size, row.name, 1.0)]
+    failed = sum(run.status == "failed" for run in runs)
+    return f"{failed} of its {counted(len(runs), 'seed')} failed" if failed else ""
 
 
 def best_row(result: StudyResult) -> VariantResult | None:

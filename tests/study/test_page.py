@@ -138,6 +138,16 @@ def test_an_answer_without_seconds_says_how_to_get_one_or_nothing(tmp_path: Path
     assert unknown.page(tmp_path).lead.startswith(f"{unknown.result.name}: ")
 
 
+def test_a_variant_with_a_failed_seed_gets_no_yes() -> None:
+    made = pretended(2, best=1.3).result
+    assert answer(made)[0] == "good"
+    last = made.runs[-1].model_copy(update={"status": "failed", "problem": "the loss was not finite"})
+    assert (last.variant, last.budget) == ("block_attnres", 1.0)
+    tone, title = answer(lucky := made.model_copy(update={"runs": (*made.runs[:-1], last)}))
+    assert tone == "unsure" and title.endswith("but 1 of its 3 seeds failed")
+    assert explanation(lucky).endswith("; 1 of its 3 seeds failed, and those left may be the lucky ones.")
+
+
 def test_what_is_shown_goes_before_a_larger_gain_that_is_not() -> None:
     result = pretended(3, best=1.3).result
     first, second, third = result.variants
