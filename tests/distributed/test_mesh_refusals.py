@@ -60,8 +60,8 @@ def test_experts_that_the_ranks_cannot_share_are_refused(name: str, monkeypatch:
 def test_processes_and_a_mesh_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     for size, parallel, start, words in (
-        ("", {"shard": 2}, open_world, r"asks for 2 processes .* and 1 was started: use torchrun"),
-        ("4", {}, open_world, r"asks for 1 process .* and 4 were started"),
+        ("", {"shard": 2}, open_world, r"asks for 2 processes .* but 1 was started: use torchrun"),
+        ("4", {}, open_world, r"asks for 1 process .* but 4 were started"),
         ("2", {"shard": 2}, World.alone, r"pass the result of residua\.distributed\.world\.open_world"),
     ):
         if size:
@@ -76,7 +76,7 @@ def test_processes_and_a_mesh_that_differ_are_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (["parallel.shard=2"], "residua: parallel asks for 2 processes (data 1 × shard 2 × pipeline 1) and 3"),
+        (["parallel.shard=2"], "residua: parallel asks for 2 processes (data 1 × shard 2 × pipeline 1), but 3"),
         pytest.param(
             ["parallel.shard=5"],
             "residua: train.accumulate = 4 micro-batches cannot be divided among",

@@ -143,7 +143,7 @@ def test_tensors_that_do_not_fit_are_named_in_one_sentence(folder, damage, sente
     [
         ("config.json", "{", "config.json is not valid JSON .*: export or download the folder again"),
         ("config.json", '{"model_type": "bert"}', "model of type 'bert': `residua export` did not write it, and"),
-        ("config.json", '{"model_type": "residua", "residua": {"layers": 0}}', "layers = 0 is refused"),
+        ("config.json", '{"model_type": "residua", "residua": {"layers": 0}}', "layers = 0 is invalid"),
         ("model.safetensors", "nonsense", "model.safetensors cannot be read"),
     ],
 )
