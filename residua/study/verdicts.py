@@ -288,6 +288,8 @@ def _no_answer(rows: Sequence[VariantResult], result: StudyResult) -> str:
     if failed:
         who = ", ".join(failed) if len(failed) <= MAX_FAILED_NAMES else f"{len(failed)} variants"
         return f"No answer: {who} failed"
+    if not rows:
+        return f"No comparison: {result.baseline} is the only variant"
     return f"No answer: no variant completed a seed that {result.baseline} completed"
 
 
