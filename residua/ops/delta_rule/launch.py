@@ -36,7 +36,7 @@ class BlockPlan(NamedTuple):
 
 
 CHUNKS, CHANNEL_CHUNKS = BlockPlan(32, warps=2), BlockPlan(32)
-GRADIENTS, CHANNEL_GRADIENTS = BlockPlan(32, stages=2), BlockPlan(32)
+GRADIENTS, CHANNEL_GRADIENTS = BlockPlan(32, stages=2), BlockPlan(32, warps=8)
 STEP = BlockPlan(32)
 PRODUCT_WARPS, PRODUCT_BACKWARD_WARPS = 8, 4
 """Of the products with a decay per channel: the quickest of 2, 4 and 8 on an H200, with heads of 128."""
@@ -189,7 +189,7 @@ def _launch_backward(
     s, channels = Sizes.of(k, v), by_channel is not None
     q, k, v, d_o = (dense_last(x) for x in (q, k, v, d_o))
     d_states, dr = torch.empty_like(states), v.new_empty((s.rows, s.length, s.value_width))
-    plan, gradient_plan = scan_plan(v), CHANNEL_GRADIENTS if channels else GRADIENTS
+    plan = scan_plan(v)
     overlap, totals, _ = by_channel or (reads, rates, reads)
     scanned, q_in, k_in, k_out = _scanned(s, q, k, by_channel)
     with device_guard(v):
@@ -198,10 +198,22 @@ def _launch_backward(
             dr, d_state, d_states, *scanned.arguments(q_in, k_in, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
             LAST=d_last is not None, STATE=from_state, CHANNELS=channels, **plan.settings(s.value_width),
         )  # fmt: skip
-        kernels_backward.gradient_kernel[(s.rows * s.chunks,)](
-            q, k, v, d_o, reads, rates, states, u, d_states, dr, overlap, totals, *gradients,
-            *s.arguments(q, k, v, d_o), K=s.key_width, V=s.value_width, C=CHUNK, CHANNELS=channels,
-            **gradient_plan.settings(s.key_width),
+        if by_channel is None:
+            kernels_backward.gradient_kernel[(s.rows * s.chunks,)](
+                q, k, v, d_o, reads, rates, states, u, d_states, dr, *gradients, *s.arguments(q, k, v, d_o),
+                K=s.key_width, V=s.value_width, C=CHUNK, **GRADIENTS.settings(s.key_width),
+            )  # fmt: skip
+            return
+        dq, dk, dv, dg, dbeta = gradients
+        pairs, diagonal = v.new_empty((s.rows * s.chunks, 2, CHUNK, CHUNK)), torch.empty_like(rates[0])
+        kernels_backward.channel_pairs_kernel[(s.rows * s.chunks,)](
+            v, d_o, rates, u, dr, overlap, dv, dbeta, pairs, diagonal, *s.arguments(v, d_o),
+            V=s.value_width, C=CHUNK,
+        )  # fmt: skip
+        kernels_backward.channel_gradient_kernel[(s.rows * s.chunks,)](
+            q, k, d_o, rates, states, u, d_states, dr, pairs, diagonal, totals, dq, dk, dg, dbeta,
+            *s.arguments(q, k, d_o), K=s.key_width, V=s.value_width, C=CHUNK,
+            **CHANNEL_GRADIENTS.settings(s.key_width),
         )  # fmt: skip
 
 
