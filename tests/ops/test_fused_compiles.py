@@ -20,7 +20,7 @@ def compiler() -> Path | None:
     return tool if tool is not None and tool.exists() else None
 
 
-@pytest.mark.timeout(3600)  # compiles 154 kernels where Triton has not cached them
+@pytest.mark.timeout(3600)  # compiles some 150 kernels where Triton has not cached them
 @pytest.mark.skipif(compiler() is None, reason="needs a Triton with its NVIDIA backend and ptxas")
 def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
     # a fresh process: this one has replaced Triton's compiler by its interpreter
