@@ -365,8 +365,8 @@ class Loop(OrderChoice):
         looped = range(self.prelude, layers - self.coda)
         if not looped:
             raise UserError(
-                f"order.prelude = {self.prelude} and order.coda = {self.coda} leave no layer to loop of layers = "
-                f"{layers}: lower one of them."
+                f"order.prelude = {self.prelude} and order.coda = {self.coda} leave no layers to loop in layers "
+                f"= {layers}: lower one of them."
             )
         if len(looped) * self.turns > MAX_EXECUTIONS:
             raise UserError(

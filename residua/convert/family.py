@@ -276,7 +276,7 @@ class Family:
             raise UserError("its weights are quantized: import the original model.")
         for key, neutral in {"is_causal": (True,), **self.UNKNOWN}.items():
             if known.get(key) is not None and known[key] not in neutral:
-                raise UserError(f"{key} = {known[key]!r} has no counterpart here.")
+                raise UserError(f"{key} = {known[key]!r} is not supported.")
         for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
             types = known.get(key)
             if types is not None and len(types) != known["num_hidden_layers"]:
@@ -403,7 +403,7 @@ class Family:
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """The config.json of a model; raises ValueError with the first key of ours that the layout cannot hold."""
         if misfits := self.misfits(config):
-            raise UserError(f"{misfits[0]} has no place in the {self.model_type} layout.")
+            raise UserError(f"{misfits[0]} has no counterpart in the {self.model_type} layout.")
         return self.own_keys(config)
 
     def misfits(self, config: ModelConfig) -> list[str]:

@@ -109,7 +109,7 @@ class SeedOss(Llama):
 
     def attention(self, keys: dict[str, Any]) -> dict[str, Any]:
         if keys.get("attention_out_bias") and not keys["attention_bias"]:
-            raise UserError("attention_out_bias without attention_bias has no counterpart here.")
+            raise UserError("attention_out_bias without attention_bias is not supported.")
         only_in = keys["attention_bias"] and not keys.get("attention_out_bias")
         return super().attention(keys) | ({"bias": "qkv"} if only_in else {})
 

@@ -229,7 +229,7 @@ class Dataset:
         """
         if self.vocab_size > vocab_size:
             largest = max(split.largest for split in self.splits.values())
-            self.tokenizer.require_known([largest], vocab_size, f"{self.path} holds", advice)
+            self.tokenizer.require_known([largest], vocab_size, f"{self.path} contains", advice)
             self.tokenizer.require_model(vocab_size, self.path)
 
 

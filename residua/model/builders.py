@@ -91,7 +91,7 @@ def check_plugins(config: ModelConfig) -> None:
         except Exception as error:
             trial = f"the trial of the {what} {choice.kind!r} of the plugin {plugin}"
             if not torch.cuda.is_available():
-                error.add_note(f"This was found by {trial}, on the CPU before training (docs/extend.md).")
+                error.add_note(f"This was {trial}, on the CPU before training (docs/extend.md).")
                 raise
             _warn(error, trial, plugin)
 

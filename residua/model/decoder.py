@@ -71,9 +71,7 @@ class Places(nn.Embedding):
     def check(self, tokens: int) -> None:
         """Refuse more tokens than there are places."""
         if tokens > len(self.weight):
-            raise UserError(
-                f"the model has learned_positions = {len(self.weight)} and no place for {tokens} tokens: use fewer."
-            )
+            raise UserError(f"the model has learned_positions = {len(self.weight)} but got {tokens} tokens: use fewer.")
 
     def forward(  # type: ignore[override]
         self, x: Tensor, segments: Tensor | None = None, now: Now | None = None, positions: Tensor | None = None
@@ -81,8 +79,8 @@ class Places(nn.Embedding):
         """Add them to x [B, T, C]; the other arguments are those of `Decoder._run`."""
         if positions is not None:
             raise UserError(
-                "learned_positions count the tokens of a document, and ranks that divide its tokens do not see all of "
-                "them: divide the model in another way."
+                "learned_positions count the tokens of a document, which is not possible where ranks divide sequences: "
+                "divide the model in another way."
             )
         self.check(x.shape[1])
         places = torch.arange(x.shape[1], device=x.device)

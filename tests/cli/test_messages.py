@@ -28,7 +28,7 @@ def here(monkeypatch, tmp_path: Path) -> None:
     ("line", "sentence"),
     [
         ("presets tinny", "residua: preset 'tinny' does not exist: did you mean 'tiny'?\n"),
-        ("presets --matching zzz", "residua: no preset's name contains 'zzz': `residua presets` lists them all.\n"),
+        ("presets --matching zzz", "residua: no preset name contains 'zzz': `residua presets` lists them all.\n"),
         ("train tiny --out nowhere model.attention.gate=elementwse",
          "residua: model.attention.gate = 'elementwse' is not a choice: did you mean 'elementwise'?\n"),
         ("train tiny --out nowhere model.topology=ful_attnres",
@@ -46,7 +46,7 @@ def here(monkeypatch, tmp_path: Path) -> None:
         ("train tiny model.topology={kind='injection',prelude=1,loop=1,turns=2}",
          "residua: model.topology.kind = 'injection' has prelude = 1, loop = 1 and turns = 2, which is not "
          "model.order.kind = 'sequential': set model.order={kind='loop', prelude=1, coda=2, turns=2}."),
-        ("export run", "residua: missing option '--out': `residua export --help` shows what there is, with examples."),
+        ("export run", "residua: missing option '--out': `residua export --help` shows all options, with examples."),
         ("reproduce zzz", "residua: there is no entry 'zzz': `residua reproduce` lists them."),
         ("trian tiny", "residua: there is no command 'trian': did you mean 'train'?"),
         ("zzz", "residua: there is no command 'zzz': choose one of 'train',"),

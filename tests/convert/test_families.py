@@ -155,7 +155,7 @@ CHANGES: list[dict[str, Any]] = [
     {"norm": {"kind": "gatednorm", "rank": 4}},
     {"anchors": {"kind": "resformer"}},
 ]
-EXPLAINED = ("topology.kind = 'parallel'", "mixes heads", "mixes keys and values")
+EXPLAINED = ("topology.kind = 'parallel'", "mixes heads", "mixes the heads", "mixes keys and values")
 
 
 @pytest.mark.slow
@@ -393,7 +393,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
     ("kimi_linear", {"n_group": 3, "topk_group": 2}, "ffn.router.groups = 3 does not divide ffn.experts = 4"),
-    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True has no counterpart here"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
     ("deepseek_v3", LATENT | {"rope_scaling": SHORT}, "short has 1 factor"),
     ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope = False"),
     ("kimi_linear", {"mlp_layer_types": ["dense", "sparse", "dense"]}, "mlp_layer_types has a dense layer after"),

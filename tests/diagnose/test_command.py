@@ -112,7 +112,7 @@ MISTAKES = {
     "no model": (lambda run, text: (run / "config.toml").unlink(), "is not a model folder"),
     "no tokenizer": (lambda run, text: (run / "tokenizer.json").unlink(), "has no tokenizer"),
     "short text": (lambda run, text: text.write_text("too short"), "gives 9 tokens, too few for one sequence of 32"),
-    "no text": (lambda run, text: text.unlink(), "is not a file"),
+    "no text": (lambda run, text: text.unlink(), "is neither a text file nor a prepared dataset"),
     "binary text": (lambda run, text: text.write_bytes(b"\xff\xfe\x00"), "is not UTF-8 text"),
     "broken weights": (lambda run, text: spoil(run), "weight norm.weight is not finite"),
 }

@@ -132,7 +132,7 @@ def test_without_a_network_local_files_are_named(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(harness, "simple_evaluate", unreachable)
     scorer = Scorer(model(), TOKENIZER)
-    with pytest.raises(ValueError, match=r"could not download a task \(Couldn.t reach the Hub\): --task-dir"):
+    with pytest.raises(ValueError, match=r"could not download a task \(Couldn.t reach the Hub\): use --task-dir"):
         harness.evaluate_with_harness(
             scorer, Generator(scorer.model, TOKENIZER), ["mine"], shots=0, limit=1,
             task_manager=SimpleNamespace(all_tasks=["mine"], task_index={}),

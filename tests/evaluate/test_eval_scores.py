@@ -294,7 +294,7 @@ def test_a_bad_task_file_is_refused_in_one_sentence(tmp_path: Path, content: str
 def test_a_question_that_asks_nothing_is_refused(task: str, lacking: str, tmp_path: Path) -> None:
     path = tmp_path / f"{task}.jsonl"
     path.write_text('{"id": 7, "choices": ["a", "b"], "answer": 0}\n')
-    with pytest.raises(ValueError, match=f"question 7 has no {lacking}"):
+    with pytest.raises(ValueError, match=f"question 7 has no field {lacking}"):
         read_task(task, path, shots=0)
 
 

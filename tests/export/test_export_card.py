@@ -128,7 +128,7 @@ def test_failed_push_leaves_the_folder_and_says_how_to_send(
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out, "--push", "me/tiny") == 2
     said = capsys.readouterr().err
-    assert "me/tiny was not written (403 Forbidden you have no right to write here)" in said
+    assert "me/tiny was not uploaded (403 Forbidden you have no right to write here)" in said
     assert f"`hf upload me/tiny {out} .`" in said and said.count("\n") == 1
     assert (out / "model.safetensors").is_file()
 

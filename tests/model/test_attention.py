@@ -389,7 +389,7 @@ def test_value_embeddings_start_like_values_and_reach_the_last() -> None:
     assert [isinstance(mix, ValueEmbedding) for mix in mixes] == [True, False, True, False, True]
     assert float(mixes[4].table.weight.std()) == pytest.approx(0.05, rel=0.1)
     assert float(mixes[4].gate(torch.zeros(1, 1, 16)).mean()) == 1.5  # 3 σ(0)
-    with pytest.raises(ConfigError, match=r"gate_channels = 17 is more than the 16 channels"):
+    with pytest.raises(ConfigError, match=r"gate_channels = 17 is more than width = 16"):
         small(anchors={"kind": "value_embeddings", "gate_channels": 17})
 
 

@@ -147,7 +147,7 @@ def test_decoding_kernels_leave_values_of_another_width_alone() -> None:
     """Keys and values may have the same strides: the kernel would read values as wide as keys."""
     keys = torch.randn(2, 5, 2, 12)
     values, until = torch.randn(2, 5, 2, 12)[..., :6], torch.tensor([4, 2])
-    with ops.backend("triton"), pytest.raises(ValueError, match="no fused decode_attention"):
+    with ops.backend("triton"), pytest.raises(ValueError, match="no fused kernel of decode_attention"):
         decode_attention(torch.randn(2, 2, 12), keys, values, until)
 
 

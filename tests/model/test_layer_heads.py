@@ -86,7 +86,7 @@ def test_shared_heads_have_no_parameters_and_no_cache(name: str) -> None:
         ({"anchors": {"kind": "kv_source", "layer": 3}}, "not one of the 3 softmax layers: use 0 to 2"),
         ({"anchors": SHARED["cla"], "topology": {"kind": "mudd"}}, "'mudd' gives keys and values separate inputs"),
         ({"anchors": SHARED["cla"], "order": TWICE}, "order.kind = 'listed'"),
-        ({"anchors": IDENTITY, "order": TWICE}, "'lime' reads keys and values by the layer that made them"),
+        ({"anchors": IDENTITY, "order": TWICE}, "'lime' refers to keys and values by their layer"),
         ({"anchors": {"kind": "depth_attention"}, "order": LOOP}, r"order\.kind = 'loop'"),
         (
             {"anchors": SHARED["cla"], "attention": TWO_BASES},

@@ -61,7 +61,7 @@ def test_an_unknown_name_is_refused_and_changes_nothing() -> None:
 
 def test_triton_refuses_an_operator_without_a_fused_path() -> None:
     plain = Operator(double)
-    with ops.backend("triton"), pytest.raises(ValueError, match="no fused double for these inputs"):
+    with ops.backend("triton"), pytest.raises(ValueError, match="no fused kernel of double for these inputs"):
         plain(torch.ones(2))
     with ops.backend("auto"):
         assert plain(torch.ones(2)).sum() == 4
@@ -147,12 +147,12 @@ def test_forward_mode_derivatives_come_from_the_reference() -> None:
     assert expected.abs().max() > 0.1
     with ops.backend("triton"):
         assert ops.rms_norm.fuses(x, weight=weight, eps=1e-6)
-        with pytest.raises(ValueError, match="has no fused rms_norm for these inputs"):
+        with pytest.raises(ValueError, match="has no fused kernel of rms_norm for these inputs"):
             torch.func.jvp(norm, (x,), (tangent,))
 
 
 @pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 def test_forward_mode_through_the_cross_entropy_is_refused_too() -> None:
     hidden, weight, targets = torch.randn(3, 16), torch.randn(9, 16), torch.tensor([1, 0, 8])
-    with ops.backend("triton"), pytest.raises(ValueError, match="has no fused linear_cross_entropy"):
+    with ops.backend("triton"), pytest.raises(ValueError, match="has no fused kernel of linear_cross_entropy"):
         torch.func.jvp(lambda h: ops.linear_cross_entropy(h, weight, targets)[0], (hidden,), (hidden,))

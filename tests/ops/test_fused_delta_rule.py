@@ -200,7 +200,7 @@ def test_a_step_continues_the_rule_and_overwrites_its_state(key_heads: int, widt
 def test_what_has_no_kernel_runs_on_the_reference() -> None:
     arguments = {name: x.detach() for name, x in single(7, widths=(16, 24)).items()}
     ops.gated_delta(**arguments)
-    with ops.backend("triton"), pytest.raises(ValueError, match="no fused gated_delta"):
+    with ops.backend("triton"), pytest.raises(ValueError, match="no fused kernel of gated_delta"):
         ops.gated_delta(**arguments)
 
 

@@ -84,7 +84,7 @@ def test_compiles_into_one_graph():
 def test_other_gates_are_left_to_the_reference(change):
     x, weight, down, up = drawn(2, 8, 2)
     up, settings = (up[:1], {}) if change == "tensorwise" else (up, {"activation": "tanh"})
-    with ops.backend("triton"), pytest.raises(ValueError, match="has no fused gated_norm"):
+    with ops.backend("triton"), pytest.raises(ValueError, match="has no fused kernel of gated_norm"):
         ops.gated_norm(x, weight, down, up, **settings)
 
 

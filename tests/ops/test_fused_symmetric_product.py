@@ -116,7 +116,7 @@ def test_small_matrices_and_other_dtypes_stay_with_torch():
     small, wide = torch.empty(1, SMALLEST - 1, 8, dtype=torch.bfloat16), torch.empty(1, SMALLEST, 8)
     with backend("auto"):
         assert not symmetric_product.fuses(small) and not symmetric_product.fuses(wide)
-    with backend("triton"), pytest.raises(ValueError, match="no fused symmetric_product"):
+    with backend("triton"), pytest.raises(ValueError, match="no fused kernel of symmetric_product"):
         symmetric_product(torch.empty(1, 4, 4, dtype=torch.float64))
 
 

@@ -113,7 +113,7 @@ def test_the_page_is_on_the_text_of_the_study(
     both = Diagnosis.read(out / "diagnosis" / "diagnosis.json").models
     assert [model.name for model in both] == ["prenorm", "mgr"]
     assert {model.text.source for model in both} == {f"the validation text of {dataset.path.name}"}
-    assert "(this diagnosis uses the study's text, the run's own a different one):  " in said and "lacks" not in said
+    assert "(this diagnosis uses the study's text, the run's own a different one): " in said and "lacks" not in said
 
     before = (folder / "diagnosis" / "diagnosis.json").stat()
     measure(asked, plan, dataset, out)

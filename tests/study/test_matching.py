@@ -56,7 +56,7 @@ def test_a_variant_that_fits_or_is_not_matched_is_left_alone() -> None:
 
 def test_what_cannot_be_matched_is_refused_with_a_sentence() -> None:
     base = ModelConfig.preset("tiny").override(["ffn.hidden=8"])
-    with pytest.raises(ConfigError, match=r"variant 'exoformer' has [\d,]+ parameters and cannot be brought within"):
+    with pytest.raises(ConfigError, match=r"variant 'exoformer' has [\d,]+ parameters, which cannot be brought within"):
         match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
     with pytest.raises(ConfigError, match=r"cannot be brought within 0\.0001 % of"):
         match("other", base, measure(base).parameters + 17, MatchFFN(tolerance=1e-6))

@@ -58,7 +58,7 @@ def test_a_renamed_base_extends_results_and_another_is_refused(
     copy.write_text(RunConfig.find("tiny").to_toml())
     other = settle(study_of(copy), tmp_path / "fresh", kept)
     plan = make_plan(other, out, dataset)
-    with pytest.raises(ConfigError, match=r"variants of nano\.toml but this study starts from copy\.toml, a diffe"):
+    with pytest.raises(ConfigError, match=r"variants of nano\.toml, but this study starts from copy\.toml, a diffe"):
         join(other, plan, out, dataset, kept)
 
 

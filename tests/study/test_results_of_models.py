@@ -131,7 +131,7 @@ def test_tasks_can_be_asked_later_and_others_are_kept(machine: Machine) -> None:
 def test_accuracies_of_other_questions_are_not_mixed(machine: Machine) -> None:
     machine.compare("first", seeds=1, tasks=machine.ask())
     before = machine.results.read_text()
-    with pytest.raises(ConfigError, match="has colours of prenorm-seed0 with different questions or worked examples"):
+    with pytest.raises(ConfigError, match="has colours of prenorm-seed0 with other questions or worked examples"):
         machine.compare("second", seeds=2, tasks=machine.ask(shots=2))
     assert machine.results.read_text() == before and machine.trainer.trained == ["prenorm-seed0"]
 

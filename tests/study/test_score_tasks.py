@@ -322,5 +322,5 @@ def test_harness_tasks_have_the_shots_of_their_group(monkeypatch: pytest.MonkeyP
     assert harness.seen[6:] == [(["arc_easy"], 3, None), (["gsm8k"], 3, None)]
     found = accuracies(trained)
     assert found.wanted == ("arc_easy", "gsm8k") and "gsm8k" not in found.tasks
-    with pytest.raises(ValueError, match="mbpp runs programs written by the model, which a study does not allow"):
+    with pytest.raises(ValueError, match="mbpp runs the programs that the model writes, which a study does not do"):
         open_questions(Tasks(names=("arc_easy", "mbpp")))

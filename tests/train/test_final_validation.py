@@ -103,7 +103,7 @@ def test_bits_per_byte_are_kept_by_source(tmp_path: Path) -> None:
     (dataset.path / SOURCES).unlink()  # as prepared by an older version
     assert Dataset.open(dataset.path).sources is None
     (dataset.path / SOURCES).write_text('{"names": ["a"], "documents": [0]}')
-    with pytest.raises(DataError, match="does not fit the 6 validation documents"):
+    with pytest.raises(DataError, match="does not match the 6 validation documents"):
         assert Dataset.open(dataset.path).sources
 
 

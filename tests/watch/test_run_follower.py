@@ -94,7 +94,7 @@ def test_a_vanished_folder_keeps_its_curves_and_says_so(tmp_path: Path) -> None:
     run.rename(tmp_path / "elsewhere")
     assert follower.refresh()
     assert follower.state(0.0) == "gone" and follower.step == 200
-    assert "vanished" in follower.messages()[0]
+    assert "was removed" in follower.messages()[0]
     (tmp_path / "elsewhere").rename(run)
     follower.refresh()
     assert follower.state(os.stat(run / "metrics.jsonl").st_mtime) == "training"
