@@ -165,7 +165,7 @@ def sample(
             "with --text, or lower --length."
         )
     advice = "name text without it with --text, or put the model's own tokenizer.json into its folder"
-    tokenizer.require_known([*prefix, *ids], vocabulary, f"in the model's tokens, {text.name} holds", advice)
+    tokenizer.require_known([*prefix, *ids], vocabulary, f"in the model's tokens, {text.name} contains", advice)
     rows = torch.tensor(ids[: count * body]).view(count, body)
     rows = torch.cat([torch.tensor(prefix, dtype=rows.dtype).expand(count, -1), rows], 1)
     facts = TextFacts(source=text.name, tokens=count * length, sequences=count, length=length, prefix=prefix)
