@@ -1,4 +1,4 @@
-"""See inside a model: sinks, massive activations, dead layers, depth routing, and what removing things costs."""
+"""Look inside a model: sinks, massive activations, dead layers, depth routing, and the cost of removing parts."""
 
 from residua.diagnose.api import diagnose, diagnose_model, taps
 from residua.diagnose.metric import Finding, Metric, Sentence

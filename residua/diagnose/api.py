@@ -36,7 +36,7 @@ Device = Literal["auto", "cpu", "cuda"]
 JSON, PAGE = "diagnosis.json", "report.html"
 TOKENS_AT_ONCE = 2048
 SCORED_ON_GPU = 16_384
-"""The same for passes that record nothing, where the host would not keep a GPU busy with fewer."""
+"""Tokens per GPU pass when nothing is recorded; with fewer, the host could not keep the GPU busy."""
 ABLATION_TOKENS = 4096
 
 Progress = Callable[[str, int, int], None]
@@ -58,9 +58,8 @@ def diagnose(
 ) -> Diagnosis:
     """Diagnose model folders on the same text and write `diagnosis.json` and `report.html` to `out`.
 
-    `text` is a text file or a prepared dataset; without it, the validation text of the first run.
-    `extra` are metrics of your own, measured and shown besides those of this package. `maps` adds a map of tokens and
-    dimensions for every layer.
+    `text` is a text file or a prepared dataset; the default is the validation text of the first run. `extra` adds your
+    own metrics to those of this package. `maps` adds a map of tokens and dimensions for every layer.
     """
     paths = [Path(model) for model in models]
     names = _names(paths)
@@ -98,9 +97,9 @@ def diagnose_model(
     maps: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> ModelDiagnosis:
-    """Measure one model on one sample of text, with the metrics of this package and `extra` ones.
+    """Measure one model on one sample of text, with this package's metrics and those in `extra`.
 
-    `maps` adds the metrics that are measured on request.
+    `maps` adds the metrics that are only measured on request.
     """
     start = time.monotonic()
     schema = with_metrics(tuple(extra))
@@ -145,7 +144,7 @@ def diagnose_model(
 
 
 def _observe(subject: Subject, sample: Sample, metrics: Sequence[Metric], progress: Progress) -> float:
-    """Show the model the whole sample, a batch at a time; its mean loss."""
+    """Run the model on the whole sample in batches and return its mean loss."""
     batches = list(sample.batches(TOKENS_AT_ONCE))
     total = 0.0
     for done, (tokens, targets) in enumerate(batches):
@@ -155,7 +154,8 @@ def _observe(subject: Subject, sample: Sample, metrics: Sequence[Metric], progre
 
 
 def _observe_batch(subject: Subject, tokens: Tensor, targets: Tensor, metrics: Sequence[Metric]) -> float:
-    """The loss of one batch. A function of its own: an observation is large and must be freed before the next."""
+    """Return the loss of one batch. This is a separate function so that each large observation is freed before the
+    next."""
     device = next(subject.model.parameters()).device
     observation = subject.observe(tokens.to(device), targets.to(device))
     if not math.isfinite(observation.loss):
@@ -182,14 +182,15 @@ def _device_name(subject: Subject) -> str:
 
 
 def write(diagnosis: Diagnosis, out: Path, trained: Trained = NOT_TRAINED) -> None:
-    """Write both files of a diagnosis; `trained` is the telemetry of the models that are runs."""
+    """Write both files of a diagnosis; `trained` holds the training telemetry of the models that are runs."""
     write_atomically(out / JSON, diagnosis.model_dump_json(indent=1), parents=True)
     with keeping(f"{out / JSON} has the numbers"):
         diagnosis_page(diagnosis, trained).write(out / PAGE)
 
 
 def _telemetry(folder: Path) -> list[dict[str, Any]]:
-    """What was measured while a run trained; empty if it is missing or damaged: a diagnosis does not need it."""
+    """Read a run's training telemetry. If it is missing or damaged, return an empty list: a diagnosis does not need
+    it."""
     try:
         return telemetry_of(read_metrics(folder / METRICS))
     except (ReadError, OSError):
@@ -197,7 +198,7 @@ def _telemetry(folder: Path) -> list[dict[str, Any]]:
 
 
 def _check_out(out: Path, models: Sequence[Path]) -> None:
-    """Refuse to replace another command's page or another model's own diagnosis, or to write among unrelated files."""
+    """Refuse to overwrite another command's page or another model's diagnosis, or to write among unrelated files."""
     refuse_blocked(out)
     if (out / JSON).exists():
         _check_own(out, models)
@@ -220,12 +221,12 @@ class _Before(Shape):
 
 
 def _check_own(out: Path, models: Sequence[Path]) -> None:
-    """Refuse to replace the diagnosis in a model's own folder by one of other models."""
+    """Refuse to replace the diagnosis in a model's folder with one of other models."""
     if not is_model_folder(out):
         return
     before = read_json(out / JSON, _Before, "remove it, or choose another --out", lenient=True).models
     named = [model.resolve() for model in models]
-    again = len(before) == 1 and named == [out.resolve()]  # its own, also if the folder was moved since
+    again = len(before) == 1 and named == [out.resolve()]  # the same model, even if its folder was moved since
     if not again and named != [Path(model.path).resolve() for model in before]:
         raise UserError(
             f"{out} is a model folder with a diagnosis of other models: choose another --out, or delete its "
@@ -234,9 +235,9 @@ def _check_own(out: Path, models: Sequence[Path]) -> None:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many parent folders in front as make each differ from all others.
+    """Shorten each folder's path to its last parts that make it unique.
 
-    A folder that is named twice gets numbers.
+    If a folder is given twice, its names are numbered.
     """
     parts = [path.resolve().parts for path in paths]
     names = [str(Path(*tail[-_depth(tail, set(parts)) :])) for tail in parts]
@@ -245,12 +246,12 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _depth(path: tuple[str, ...], parts: Collection[tuple[str, ...]]) -> int:
-    """How many of the last parts of a path no other path ends in."""
+    """Return the smallest number of trailing parts that no other path ends in."""
     return next(n for n in range(1, len(path) + 1) if sum(other[-n:] == path[-n:] for other in parts) == 1)
 
 
 class _Chosen(dict[str, Tensor]):
-    """Keeps the names that match one of the patterns."""
+    """Stores only the names that match one of the patterns."""
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         super().__init__()
@@ -263,14 +264,14 @@ class _Chosen(dict[str, Tensor]):
 
 @contextmanager
 def taps(model: Decoder, *patterns: str) -> Iterator[dict[str, Tensor]]:
-    """Record what a Residua model publishes in the forward passes inside the block, by name (docs/taps.md).
+    """Record the tensors that a Residua model publishes during forward passes inside the block, by name (docs/taps.md).
 
     with residua.diagnose.taps(model, "depth.*.weights") as seen:
         model(tokens)
     seen["depth.3.weights"]                        # [B, T, sources]
 
-    Without patterns everything is kept. Tensors keep their graph; nothing is recorded, and nothing extra computed,
-    outside the block. Run only one model in it, since another one would use the same names.
+    Without patterns, everything is recorded. Tensors keep their autograd graph. Outside the block, nothing is recorded
+    and nothing extra is computed. Run only one model inside it, since a second one would use the same names.
     """
     if not isinstance(model, Decoder):
         raise UserError(f"{type(model).__name__} has no taps: only Residua models (residua.build) have them.")

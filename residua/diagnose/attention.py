@@ -1,7 +1,7 @@
-"""Sums over the attention weights of softmax layers, block by block: a whole T×T map of all heads never exists.
+"""Sums over the attention weights of softmax layers, block by block; the full T×T map of all heads is never stored.
 
-Both adapters pass queries and keys as attention uses them, normed and rotated. Each block of queries sees all keys; its
-softmax is added to the sums and dropped, so memory is heads × block × T for any number of layers and sequences.
+Both adapters pass queries and keys as attention uses them, after norm and rotation. Each block of queries sees all
+keys. Its softmax is added to the sums and freed, so memory is heads × block × T for any number of layers and sequences.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from residua.config.settings import Frozen
 from residua.ops._runtime.numeric import soft_cap, wide
 
 BLOCK_ELEMENTS = 1 << 24
-"""Scores held at once: 64 MiB in float32."""
+"""Scores in memory at once: 64 MiB in float32."""
 CORNER = 48
-"""Queries and keys whose weights are kept one by one."""
+"""The number of first queries and keys whose individual weights are stored."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Scores:
     scale: the factor on q·k; window: a query sees itself and the `window − 1` keys before it (None: all earlier ones);
     mask: [B or 1, H or 1, T, K], True where a query may look, or added to the scores if it is a float; without a mask,
     causal: no query sees later keys; softcap: s ← c·tanh(s/c); bias: [B or 1, H or 1, T, K], added to the scores; sink:
-    [H], one logit per head in the softmax's denominator.
+    [H], one extra logit per head in the softmax's denominator.
     """
 
     scale: float
@@ -42,12 +42,13 @@ class Scores:
 
 @dataclass(frozen=True)
 class AttentionSums:
-    """Sums over the queries of one layer, A the attention weights of one sequence and head, K keys (one per token).
+    """Sums over the queries of one layer. A: the attention weights of one sequence and head; K: the number of keys
+    (tokens).
 
     received [B, H, K]: Σ_i A_ik, the mass that key k receives; uniform [B, K]: the same if every query attended equally
-    to all keys that it can see; seen_by [B, K]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik
-    in nats; uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink; corner
-    [H, i, k]: A itself of the first sequence's first CORNER queries and keys.
+    to all keys it can see; seen_by [B, K]: how many queries can see key k; entropy [B, H]: Σ_i −Σ_k A_ik ln A_ik in
+    nats; uniform_entropy [B]: Σ_i ln(keys i can see); outside [B, H]: Σ_i of the mass on the learned sink; corner [H,
+    i, k]: A for the first CORNER queries and keys of the first sequence.
     """
 
     received: Tensor
@@ -60,12 +61,12 @@ class AttentionSums:
 
 
 def attention_sums(q: Tensor, k: Tensor, how: Scores) -> AttentionSums:
-    """The sums of one layer; q [B, H, T, D], k [B, H_kv, K, D]."""
+    """Return the sums of one layer; q [B, H, T, D], k [B, H_kv, K, D]."""
     return _pass_over(q, k, None, how)[0]
 
 
 def attend_and_sum(q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, AttentionSums]:
-    """Attention's own output [B, H, T, D_v] and its sums, in one pass over the blocks."""
+    """Return the attention output [B, H, T, D_v] and the sums, in one pass over the blocks."""
     sums, blocks = _pass_over(q, k, v, how)
     return torch.cat(blocks, 2), sums
 
@@ -130,7 +131,7 @@ def _scores(products: Tensor, rows: slice, how: Scores) -> tuple[Tensor, Tensor]
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights, their logarithms, and the mass [B, H] that went to the learned sink."""
+    """Return the weights, their logarithms, and the mass [B, H] on the learned sink."""
     total = scores.logsumexp(-1, keepdim=True)
     if sink is not None:
         total = torch.logaddexp(total, wide(sink).to(scores.dtype)[:, None, None].expand_as(total))
@@ -141,7 +142,7 @@ def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor, Tenso
 
 
 def merged(parts: Sequence[AttentionSums]) -> AttentionSums:
-    """The heads of several attentions that one layer runs, as if they were one; the floors are those of the first."""
+    """Merge the heads of several attention modules in one layer; uniform floors are taken from the first module."""
     if len(parts) == 1:
         return parts[0]
     return replace(
@@ -156,7 +157,7 @@ def merged(parts: Sequence[AttentionSums]) -> AttentionSums:
 SINK = 0.3
 """A head has a sink at key k when its mean attention to k exceeds this (Gu et al., arXiv 2410.10781)."""
 FLOORS = 3.0
-"""… and also this many times the uniform floor, which in short sequences is itself high."""
+"""It must also exceed the uniform floor this many times, because the floor is high in short sequences."""
 AGREED = 0.9
 SHOWN = 3
 
@@ -169,7 +170,7 @@ class HeadFacts(Frozen):
 
 
 class PositionFacts(Frozen):
-    """One key position: mean over heads, sequences and the queries that see it; share of heads above 0.3."""
+    """One key position: mean attention over heads, sequences and the queries that see it; share of heads above 0.3."""
 
     position: int
     attention: float
@@ -178,7 +179,7 @@ class PositionFacts(Frozen):
 
 
 class AttentionFacts(Frozen):
-    """One softmax layer, each number with its value under uniform attention."""
+    """One softmax layer: each number, with its value under uniform attention."""
 
     layer: int
     first_token: float
@@ -192,7 +193,7 @@ class AttentionFacts(Frozen):
 
 
 class TokenSink(Frozen):
-    """A token id that draws attention wherever it stands (first position not counted): share of a layer's attention."""
+    """A token id that attracts attention at any position except the first: its share of the layer's attention."""
 
     layer: int
     token: int
@@ -202,12 +203,12 @@ class TokenSink(Frozen):
 
 
 def learned_sinks(attention: Sequence[AttentionFacts]) -> list[int]:
-    """The layers whose learned sink takes more than a sink's share of attention."""
+    """Return the layers whose learned sink takes more than `SINK` of the attention."""
     return [layer.layer for layer in attention if layer.learned_sink > SINK]
 
 
 class LayerSums:
-    """One layer. With A the weights of a sequence and head of T queries:
+    """The sums of one layer. With A the weights of one sequence and head, and T queries:
 
     first token: mean over heads and queries of A_i0; its floor under uniform attention is H_T/T for plain causal
     attention. α_k: mean of A_ik over the queries that see k. Sink rate: share of heads and sequences with α_0 > 0.3.
@@ -256,7 +257,7 @@ class LayerSums:
         )
 
     def _positions(self) -> list[PositionFacts]:
-        """The keys with the largest α, of those that at least half of the queries see."""
+        """Return the keys with the largest α, among those that at least half of the queries see."""
         alpha = self.alpha.mean(0)[: max(1, self.length // 2)] / self.sequences
         order = alpha.topk(min(SHOWN, len(alpha))).indices.tolist()
         return [
@@ -270,10 +271,10 @@ class LayerSums:
         ]
 
     def sink_heads(self) -> dict[int, list[int]]:
-        """Positions at which some heads have a sink over all sequences, with those heads.
+        """Return the positions at which heads have a sink on average over all sequences, with those heads.
 
-        Positions after the first count only where four sequences or more, and nearly all, agree: a few cannot tell a
-        position from the token that happens to stand there.
+        A position after the first counts only if there are at least four sequences and nearly all agree. With fewer, a
+        position cannot be distinguished from the token that happens to be there.
         """
         alpha = self.alpha[:, : max(1, self.length // 2)] / self.sequences
         floor = self.floor[: alpha.shape[1]] / self.sequences
@@ -283,7 +284,7 @@ class LayerSums:
         return {k: sink[:, k].nonzero().flatten().tolist() for k in sink.any(0).nonzero().flatten().tolist()}
 
     def token_sinks(self, layer: int, text_of: Callable[[int], str]) -> list[TokenSink]:
-        """Token ids that take more than 0.3 of the layer's attention in any place but the first."""
+        """Return the token ids that take more than 0.3 of the layer's attention at positions after the first."""
         queries = self.sequences * self.length
         share, floor = self.by_token / queries, self.uniform_by_token / queries
         ids = ((share > SINK) & (share > FLOORS * floor)).nonzero().flatten().tolist()

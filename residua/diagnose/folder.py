@@ -1,8 +1,8 @@
-"""Open a model folder for diagnosis: a run, an exported one, or a local Hugging Face model.
+"""Open a model folder for diagnosis: a run, an exported run, or a local Hugging Face model.
 
-transformers builds whatever a config.json names, and fills what the files lack with random numbers. So a model is first
-built without memory (on PyTorch's meta device), and the building ends as soon as there are more parts than the folder's
-files could fill.
+transformers builds whatever config.json asks for, and initialises missing tensors with random numbers. So we first
+build the model on PyTorch's meta device, which allocates no memory. We stop as soon as it has more parts than the
+folder's files could fill.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from residua.storage.tensors import DTYPES, open_tensors, require_finite, weight
 
 
 def open_subject(path: Path, device: torch.device) -> Subject:
-    """The model in a folder, on the device and ready for diagnosis; its weights must be finite."""
+    """Open the model in a folder on the device, ready for diagnosis; its weights must be finite."""
     check_folder(path)
     if (path / "config.toml").exists() or is_export(path):
         return _run(path, device)
@@ -42,7 +42,7 @@ def open_subject(path: Path, device: torch.device) -> Subject:
 
 
 def check_folder(path: Path) -> None:
-    """Refuse a folder without a model or without a tokenizer, or with an endless config.json. No model is opened."""
+    """Refuse a folder without a model or tokenizer, or with an oversized config.json. This opens no model."""
     if not path.exists():
         raise UserError(f"{path} does not exist: name a run folder or a local Hugging Face model folder.")
     if not is_model_folder(path):
@@ -56,7 +56,7 @@ def check_folder(path: Path) -> None:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether a folder is a run's or a model's own."""
+    """Return whether a folder holds a run or a model."""
     return any((path / name).exists() for name in ("config.toml", "config.json"))
 
 
@@ -84,7 +84,7 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
         )  # fmt: skip
         model, loaded = opened
         model.to(device)
-        with torch.no_grad():  # with numbers that do not fit each other, a model fails only when it runs
+        with torch.no_grad():  # inconsistent sizes in a configuration only fail when the model runs
             model(input_ids=torch.zeros(1, PROBE_LENGTH, dtype=torch.int64, device=device), use_cache=False)
     except UserError:
         raise
@@ -101,9 +101,9 @@ def _hugging_face(path: Path, device: torch.device) -> HuggingFaceSubject:
 
 
 def _require_all(path: Path, model: Any, loaded: dict[str, Any]) -> None:
-    """Refuse missing tensors and other shapes: transformers would fill them with random numbers.
+    """Refuse missing or wrongly shaped tensors: transformers would fill them with random numbers.
 
-    Tied heads are not missing, nor is what a model computes for itself and does not save.
+    Tied heads do not count as missing, nor do buffers that a model computes and does not save.
     """
     advice = "diagnose a folder with all weights of a causal language model"
     for name, shape, expected in loaded["mismatched_keys"]:
@@ -116,9 +116,9 @@ def _require_all(path: Path, model: Any, loaded: dict[str, Any]) -> None:
 
 
 def _check_files(path: Path) -> dict[str, Any]:
-    """The content of config.json.
+    """Return the content of config.json.
 
-    Refuses missing or damaged files, and names and links that lead out of the folder: transformers would follow them.
+    Refuses missing or damaged files, and paths and links that lead out of the folder: transformers would follow them.
     """
     check_links(path)
     config = read_json(path / "config.json", dict[str, Any], AGAIN, lenient=True)
@@ -128,7 +128,8 @@ def _check_files(path: Path) -> dict[str, Any]:
 
 
 def first_sentences(error: Exception, most: int = 240) -> str:
-    """The message of a library, on one line: its first sentence, and others that end within `most` characters."""
+    """Return a library's message on one line: its first sentence, and further ones while they fit in `most`
+    characters."""
     first, *more = re.split(r"(?<=[.!?]) ", " ".join(str(error).split()) or type(error).__name__)
     for sentence in more:
         if len(first) + len(sentence) >= most:
@@ -138,16 +139,16 @@ def first_sentences(error: Exception, most: int = 240) -> str:
 
 
 LONGEST_CONFIG = 16 * MIB
-"""Real ones have some KiB."""
+"""Real configurations have a few KiB."""
 COUNTS = ("layer", "depth", "blocks")
-"""Keys with one of these words in their name are numbers of layers: transformers makes lists of that length."""
+"""Keys that contain one of these words are numbers of layers: transformers builds lists of that length."""
 SPARE_TENSORS, SPARE_MODULES, SPARE_PARAMETERS = 1_000, 10_000, 1_000_000
-"""Allowance beyond a few times the contents of the files; a model that lacks tensors is refused later."""
+"""Tolerance on top of a small multiple of the files' contents; a model that lacks tensors is refused later."""
 MOST_TENSORS = 200_000
 MAX_WEIGHTS_SHARE = 0.8
-"""The share of free memory that weights may take in float32; the rest is for states and sums."""
+"""The share of free memory that float32 weights may take; the rest is for states and sums."""
 QUARTER = 4
-"""Packed weights have two bits or more: at least a quarter of a byte each."""
+"""Packed weights have at least two bits, so a byte holds at most this many."""
 
 
 @dataclass(frozen=True)
@@ -158,16 +159,16 @@ class Stored:
     elements: int
     bytes: int
     dtype: torch.dtype
-    """Of most elements."""
+    """The dtype of most elements."""
 
     @property
     def most_tensors(self) -> int:
-        """More tensors than this cannot be filled from the files, however a family splits them."""
+        """The most tensors that can be filled from the files, however a family splits them."""
         return min(4 * self.tensors + SPARE_TENSORS, MOST_TENSORS)
 
 
 def stored(files: list[Path]) -> Stored:
-    """Read the headers of the files."""
+    """Read the headers of safetensors files."""
     tensors, elements = 0, Counter[str]()
     for file in files:
         with open_tensors(file, AGAIN) as content:
@@ -181,7 +182,7 @@ def stored(files: list[Path]) -> Stored:
 
 
 def check_length(folder: Path) -> None:
-    """Refuse configurations that are too long to be real, before anybody reads them."""
+    """Refuse configurations that are too long to be real, before they are parsed."""
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         if path.exists() and require_file(path, AGAIN) > LONGEST_CONFIG:
@@ -189,7 +190,7 @@ def check_length(folder: Path) -> None:
 
 
 def check_counts(config: Mapping[str, Any], file: Path, weights: Stored) -> None:
-    """Refuse more layers than the files hold tensors for; tables in tables too."""
+    """Refuse configurations, nested ones included, with more layers than the files hold tensors for."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             check_counts(value, file, weights)
@@ -199,10 +200,12 @@ def check_counts(config: Mapping[str, Any], file: Path, weights: Stored) -> None
 
 
 def choose_dtype(folder: Path, config: Any, weights: Stored, device: torch.device) -> torch.dtype | str:
-    """The precision to load a model in. Refuses one that does not fit into memory, or that the files cannot fill.
+    """Choose the precision to load a model in. Refuses models that do not fit into memory or that the files cannot
+    fill.
 
-    `config` is transformers' own. On a CPU weights become float32, which rounds less and is faster there, unless only
-    their own precision fits into memory; on a GPU they keep it. Quantized ones are left to transformers ("auto").
+    `config` is transformers' object. On a CPU, weights become float32, which rounds less and is faster there, if they
+    fit into memory that way. Otherwise, and on a GPU, they keep their stored precision. Quantized ones are left to
+    transformers ("auto").
     """
     parameters, buffers = _count(folder, config, weights)
     advice = "end other programs, or use a machine with more memory"
@@ -223,7 +226,7 @@ def choose_dtype(folder: Path, config: Any, weights: Stored, device: torch.devic
 
 
 def _count(folder: Path, config: Any, weights: Stored) -> tuple[int, int]:
-    """Parameters, shared ones once, and the bytes of buffers."""
+    """Count parameters, shared ones once, and the bytes of buffers."""
     from transformers import AutoModelForCausalLM
 
     with _bounded(folder, weights), torch.device("meta"):
@@ -234,7 +237,7 @@ def _count(folder: Path, config: Any, weights: Stored) -> tuple[int, int]:
 
 @contextmanager
 def _bounded(folder: Path, weights: Stored) -> Iterator[None]:
-    """Inside the block, modules are built only up to what the files could fill."""
+    """Inside the block, stop building modules when there are more than the files could fill."""
     parts: Counter[str] = Counter()
 
     def count(kind: str, most: int) -> None:

@@ -1,6 +1,6 @@
-"""Guards: findings about a Hugging Face model are compared with the model's own behaviour before they are reported.
+"""Guards: check our reading of a Hugging Face model against the model's own behaviour before reporting findings.
 
-Sentences name everything that cannot be measured: `skipped` in diagnosis.json and on the page.
+Everything that cannot be measured is explained under `skipped`, in diagnosis.json and on the page.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from residua.ops._runtime.numeric import wide
 
 _EXACT = (torch.float32, torch.float64)
 LOSS_TOLERANCE, COARSE_LOSS_TOLERANCE = 2e-4, 2e-2
-"""Mean |difference| of the tokens' losses that rounding explains, over the mean loss: in float32, and in 16 bits."""
+"""Mean |difference| of token losses, relative to the mean loss, that rounding can explain: in float32, and in 16
+bits."""
 SUM_TOLERANCE, COARSE_SUM_TOLERANCE = 1e-3, 5e-2
-"""The same for states: the part of a layer's change that its sublayers' outputs leave unexplained."""
+"""The same for states: the fraction of a layer's change that its sublayers' outputs do not explain."""
 CAUSAL_TOLERANCE, COARSE_CAUSAL_TOLERANCE = 1e-4, 1e-2
-"""The same for the logits of earlier tokens when the last one changes; most causal models keep every bit."""
+"""The same for earlier tokens' logits when the last token changes; in most causal models they are bit-identical."""
 
 NOT_ADDED = 1e-2
-"""A part whose output is added with a smaller factor than this writes nothing."""
+"""A part whose output is added with a factor smaller than this counts as writing nothing."""
 
 
 def same_losses(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two runs of one model, token by token, differ by rounding only."""
+    """Return whether the per-token losses of two runs of one model differ by rounding only."""
     tolerance = LOSS_TOLERANCE if dtype in _EXACT else COARSE_LOSS_TOLERANCE
     return bool((ours - theirs).abs().mean() <= tolerance * theirs.mean().clamp(min=1))
 
 
 @torch.no_grad()
 def require_causal(model: Any, probe: Tensor) -> None:
-    """Refuse a model whose logits depend on later tokens, as an encoder's do: it sees the token that it predicts."""
+    """Refuse a model whose logits depend on later tokens, as an encoder's do: it sees the tokens that it predicts."""
     changed = probe.clone()
     changed[:, -1] = probe[:, -2]
     before, after = (model(input_ids=tokens, use_cache=False).logits[:, :-1] for tokens in (probe, changed))
@@ -51,13 +52,13 @@ def require_causal(model: Any, probe: Tensor) -> None:
 
 @dataclass
 class Checked:
-    """The layers' own inputs and outputs, compared with their sublayers.
+    """The result of comparing the inputs and outputs of layers with those of their sublayers.
 
-    wrong: layers whose sublayers' states are not what the layer was given plus what earlier sublayers wrote; unread: of
-    these, where already the first state is not the layer's input; partial: layers that change more than their
-    sublayers' outputs say; scales: by sublayer, the factor with which its output is added, where that is not 1;
-    returning: sublayers whose output is the layer's own, so that they have added the residual themselves; inner: parts
-    whose output is never added, so that they only prepare what another part reads, as a gated norm does.
+    wrong: layers in which some sublayer's state is not the layer's input plus earlier sublayers' outputs; unread: those
+    of them whose first state is not even the layer's input; partial: layers whose change their sublayers' outputs do
+    not fully explain; scales: by sublayer, the factor on its output, where it is not 1; returning: sublayers that
+    return the layer's output, and so add the residual themselves; inner: parts whose output is never added and only
+    prepares another part's input, as in a gated norm.
     """
 
     wrong: list[int] = field(default_factory=list)
@@ -69,7 +70,7 @@ class Checked:
 
 
 def check_layers(observation: Observation, sites: Sequence[Site], ends: Mapping[int, tuple[Tensor, Tensor]]) -> Checked:
-    """Compare the states and outputs of one pass with what each layer was given and returned."""
+    """Compare the states and outputs of one pass with each layer's input and output."""
     result = Checked()
     for layer, (start, returned) in ends.items():
         indices = [site.index for site in sites if site.layer == layer and site.kind != "layer"]
@@ -119,7 +120,7 @@ def _exactly(x: Tensor) -> Tensor:
 
 
 def _unexplained(change: Tensor, outputs: Tensor) -> tuple[float, list[float]]:
-    """How much of a change no weighted sum of the outputs gives, and the weights of the nearest sum."""
+    """Return the norm of the change that no weighted sum of the outputs explains, and the least-squares weights."""
     weights = torch.zeros(outputs.shape[1], dtype=outputs.dtype)
     written = outputs.norm(dim=0) > 0
     if bool(written.any()):
@@ -152,11 +153,11 @@ REASONS = {
     "it happens elsewhere; only the removal of whole layers measures that part.",
     "unused tensors": "The folder's {tensors}: {model} has no such parameters and runs without them.",
 }
-"""Why something is not measured, by what stands in the way."""
+"""Why something is not measured, by the obstacle."""
 
 
 def reason(kind: str, layers: Collection[int] = (), **more: object) -> str:
-    """A sentence of `REASONS` about these layers."""
+    """Fill in a sentence of `REASONS` for these layers."""
     return REASONS[kind].format(layers=listed(layers), **more)
 
 
@@ -168,8 +169,8 @@ def not_measured(
     before: Sequence[str],
     carrying: bool,
 ) -> list[str]:
-    """Why a model's structure prevents measurements. `blind` are the layers without attention weights, `before` the
-    reasons known already; `carrying`: some sublayers add the residual themselves."""
+    """Explain which measurements a model's structure prevents. `blind`: the layers without attention weights; `before`:
+    the reasons already known; `carrying`: whether some sublayers add the residual themselves."""
     explained = any(known.startswith("Attention") for known in before)
     again = {n: layer.runs for n, layer in enumerate(decoder) if layer.runs > 1}
     places: dict[str, Collection[int] | bool] = {
@@ -187,13 +188,13 @@ def not_measured(
 
 
 def tensors(names: Sequence[str], most: int) -> str:
-    """`tensor 'a'`, `tensors 'a', 'b'`; of more than `most`, `tensors 'a', 'b' and 5 more`."""
+    """`tensor 'a'`, `tensors 'a', 'b'`; for more than `most`, `tensors 'a', 'b' and 5 more`."""
     shown = ", ".join(map(repr, names[:most]))
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"tensor{'' if len(names) == 1 else 's'} {shown}{more}"
 
 
 def listed(layers: Collection[int]) -> str:
-    """`0, 1, 2, 4`; of more than twelve the first, the last and how many."""
+    """`0, 1, 2, 4`; for more than twelve, the first, the last and the count."""
     unique = sorted(set(layers))
     return ", ".join(map(str, unique)) if len(unique) <= 12 else f"{unique[0]} to {unique[-1]} ({len(unique)} of them)"

@@ -15,13 +15,13 @@ from residua.diagnose.observe import Observation, Site, first
 
 
 class Recorder:
-    """Finds what each body reads and writes by following tensors through its layer.
+    """Finds the input and output of each sublayer body by following tensors through its layer.
 
-    If a body is given the output of a norm, its state is the input of that norm. In a layer that norms after its
-    bodies, a body's state is its own input, and its output is that of the norm. What is recorded is a copy, since some
-    layers add to a sublayer's output in place. `returning` are the ids of bodies that return the layer's next state and
-    not what they add to it. `ends` keeps what each layer was given and returned, if it is asked for.
-    A layer that runs several times in one pass leaves what it did the last time.
+    If a body reads the output of a norm, its state is the input of that norm. In a layer that norms after its bodies, a
+    body's state is its own input, and its output is that of the norm. Tensors are copied, since some layers add to a
+    sublayer's output in place. `returning` holds the ids of bodies that return the layer's next state instead of the
+    change to it. `ends`, if given, receives the input and output of each layer. If a layer runs several times in one
+    pass, the last run is recorded.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Recorder:
         self.state: Tensor | None = None
 
     def attach(self) -> list[Any]:
-        """Attach all hooks; returns their handles."""
+        """Attach all hooks and return their handles."""
         handles: list[Any] = []
         for n, layer in enumerate(self.decoder):
             handles.append(layer.module.register_forward_pre_hook(partial(self._enter, n), with_kwargs=True))
@@ -91,7 +91,8 @@ class Recorder:
             self.observation.streams[after] = streams.clone()
 
     def _keep_attention(self, layer: int) -> None:
-        """The sums of all heads that ran in the layer; of a module that was called more than once, the first call's."""
+        """Store the sums of all heads that ran in the layer; if a module was called more than once, those of its first
+        call."""
         calls = {key: sums for key, sums in reversed(self.watch.calls[self.calls :])}
         known = [sums for sums in reversed(calls.values()) if sums is not None]
         if calls and len(known) < len(calls):
@@ -100,7 +101,7 @@ class Recorder:
             self.observation.attention[layer] = merged(known)
 
     def _norm(self, layer: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        """Note what a norm, or a part that only prepares what another reads, was given and returned."""
+        """Note the input and output of a norm, or of a part that only prepares another part's input."""
         read, y = main_input(args, named, self.width), first(output)
         x, written = self._state(read), self._state(y)
         if self.layer != layer or x is None or written is None:
@@ -112,7 +113,7 @@ class Recorder:
             self.state = x
 
     def _origin(self, x: Any) -> Any:
-        """The tensor itself, or what the norm that returned it was given."""
+        """Return the input of the norm that returned this tensor, or the tensor itself if no norm did."""
         return self.normed[id(x)][1] if id(x) in self.normed else x
 
     def _body(self, site: Site, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -131,7 +132,8 @@ class Recorder:
                 self._carried(y, written)
 
     def _carried(self, tensor: Any, state: Tensor) -> None:
-        """A body whose output is the next state has added the residual itself: record the difference as its output."""
+        """If a body's output is the next state, it has added the residual itself: record the difference as its
+        output."""
         site = self.handed[id(tensor)][1] if id(tensor) in self.handed else None
         if site is not None and site in self.observation.states:
             self.observation.outputs[site] = state - self.observation.states[site]
@@ -139,11 +141,11 @@ class Recorder:
 
 
 class ExpertCounter:
-    """Counts, in one layer, how often each expert is chosen.
+    """Counts how often each expert of one layer is chosen.
 
-    transformers calls a mixture's experts with the tokens, the numbers of the chosen experts [tokens, k] and their
-    weights. The experts are a module with parameters [E, ·, ·], or a list of E modules. Where they are called otherwise
-    (Llama 4), the router's scores [tokens, E] tell, if they are zero for all experts that are not chosen.
+    transformers calls a mixture's experts with the tokens, the indices of the chosen experts [tokens, k] and their
+    weights. The experts are a module with parameters [E, ·, ·], or a list of E modules. For models with other calls
+    (Llama 4), we use the router's scores [tokens, E], if they are zero for all experts that are not chosen.
     """
 
     def __init__(self, layer: int, module: nn.Module, observation: Observation) -> None:
@@ -153,7 +155,7 @@ class ExpertCounter:
         self.routers = [part for part in parts if not isinstance(part, nn.ModuleList)]
 
     def attach(self, runs: Callable[[int], bool]) -> list[Any]:
-        """Attach the hooks; they count while `runs(layer)` is true, since several layers may share a module."""
+        """Attach the hooks. They count only while `runs(layer)` is true, since several layers may share a module."""
 
         def count(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
             chosen = choices([*args, *named.values()], self.observation.tokens.numel())
@@ -171,7 +173,7 @@ class ExpertCounter:
 
 
 def mixtures(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """The modules inside that hold several experts, and how many each holds."""
+    """Yield the submodules that hold several experts, with the number of experts."""
     for part in module.modules():
         counts = [p.shape[0] for p in part.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
         if isinstance(part, nn.ModuleList):
@@ -182,7 +184,7 @@ def mixtures(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
 
 
 def choices(values: list[Any], tokens: int) -> Tensor | None:
-    """The numbers of the chosen experts among a call's arguments; None if there are none."""
+    """Find the indices of the chosen experts among a call's arguments; None if there are none."""
     for x in values:
         if not isinstance(x, Tensor) or x.dtype not in (torch.int64, torch.int32) or x.dim() < 2:
             continue
@@ -192,7 +194,8 @@ def choices(values: list[Any], tokens: int) -> Tensor | None:
 
 
 def scored(scores: Any, tokens: int, experts: set[int]) -> Tensor | None:
-    """[tokens, E], true where a router's score is not zero, if every token has as many chosen experts, and not all."""
+    """[tokens, E], true where a router's score is not zero; None unless every token has the same number, less than
+    E."""
     if (
         not isinstance(scores, Tensor)
         or scores.dim() != 2
@@ -206,6 +209,6 @@ def scored(scores: Any, tokens: int, experts: set[int]) -> Tensor | None:
 
 
 def load(chosen: Tensor, experts: int) -> Tensor:
-    """[E], the share of the choices that each expert got."""
+    """Return the share of the choices that each expert received, [E]."""
     counts = torch.bincount(chosen.flatten().long().clamp(min=0), minlength=experts)[:experts].double()
     return counts / counts.sum().clamp(min=1)

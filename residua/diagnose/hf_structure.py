@@ -1,6 +1,6 @@
 """The structure of a Hugging Face decoder, found by running it once: layers, sublayers, norms and their gains.
 
-The attention function that runs in place of the model's own keeps the sums of its weights.
+Our attention function replaces the model's own and sums its weights.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from residua.model.taps import hooked
 from residua.ops._runtime.numeric import rms, wide
 
 INTERFACE, DENSE_MASKS = "residua_diagnose", "residua_diagnose_dense_masks"
-"""Two names of one function. Under the second, models without SDPA get the masks that they make for eager attention."""
+"""Two names for one function. Under the second, models without SDPA build the masks of eager attention."""
 _USED = {"s_aux", "sliding_window", "softcap", "is_causal", "position_bias", "indices"}
 _NOT_SCORES = {"position_ids", "position_embeddings", "cache_position", "attention_mask"}
-"""Tensors that models hand to every attention function and that change no score."""
+"""Tensors that models pass to every attention function and that affect no score."""
 
 
 @dataclass
 class Watch:
-    """Record of the attention function: its calls in order, the heads of each module, and unknown arguments."""
+    """Record of the attention function's calls in order, the heads of each module, and unknown arguments."""
 
     calls: list[tuple[int, AttentionSums | None]] = field(default_factory=list)
     heads: dict[int, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query [B, H, T, D], key and value [B, H_kv, K, D]; returns [B, T, H, D].
 
-    Sums are kept where each key is a token (K = T); compressed or cached keys are attended to and not counted.
+    Sums are recorded if each key is a token (K = T); compressed or cached keys are attended to but not counted.
     """
     sink = options.get("s_aux")
     causal = options.get("is_causal")
@@ -81,7 +81,7 @@ def attention(
 
 
 def _chosen(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | None:
-    """The mask without the keys that sparse attention did not choose; indices [B, T, top] of the chosen ones."""
+    """Hide the keys that sparse attention did not choose from the mask; `indices` [B, T, top] are the chosen ones."""
     if indices is None:
         return mask
     visible = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
@@ -93,7 +93,7 @@ def _chosen(mask: Tensor | None, indices: Tensor | None, keys: int) -> Tensor | 
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """Keep what the attention function sees inside the block."""
+    """Record the calls of the attention function inside the block."""
     global _watch
     _watch = Watch()
     try:
@@ -104,7 +104,7 @@ def watching() -> Iterator[Watch]:
 
 @contextmanager
 def without_head(module: nn.Module, head: int) -> Iterator[None]:
-    """Inside the block one head of the module gives zero."""
+    """Inside the block, set the output of one head of the module to zero."""
     global _silent
     _silent = (id(module), head)
     try:
@@ -114,13 +114,14 @@ def without_head(module: nn.Module, head: int) -> Iterator[None]:
 
 
 _NORM_COSINE, _NORM_SIZE = 0.9999, (0.5, 1.05)
-"""A part without parameters is a norm if its output points where its input does (or that less its mean), so large."""
+"""A part without parameters is a norm if its output's cosine with its input, centred or not, exceeds the first number
+and the output's RMS is in the range."""
 MOST_STREAMS = 16
 
 
 @dataclass
 class Layer:
-    """One decoder layer: its module, the bodies of its sublayers in the order they run, its norms, its runs per pass.
+    """One decoder layer: its module, the bodies of its sublayers in execution order, its norms, and its runs per pass.
 
     prepared: by a body's id, the parts that prepare its input, such as a gated norm, and belong to its sublayer.
     """
@@ -133,11 +134,11 @@ class Layer:
 
     @property
     def inner(self) -> list[nn.Module]:
-        """Parts that only prepare what a body reads."""
+        """Parts that only prepare the input of a body."""
         return [part for parts in self.prepared.values() for part in parts]
 
     def join(self, part: nn.Module) -> None:
-        """Count a body as part of the next one, for which it prepares the input."""
+        """Merge a body into the next one, whose input it prepares."""
         place = next(n for n, body in enumerate(self.bodies) if body is part)
         following = self.bodies[place + 1]
         parts = [*self.prepared.pop(id(part), []), part]
@@ -146,7 +147,7 @@ class Layer:
 
 
 def main_input(args: tuple[Any, ...], named: dict[str, Any], width: int | None = None) -> Any:
-    """The main input of a module: the first tensor of this width, its first argument, or `hidden_states`."""
+    """Find the main input of a module: the first tensor of this width, its first argument, or `hidden_states`."""
     if width is not None:
         everything = [*args, *([named["hidden_states"]] if "hidden_states" in named else []), *named.values()]
         for x in everything:
@@ -156,7 +157,7 @@ def main_input(args: tuple[Any, ...], named: dict[str, Any], width: int | None =
 
 
 def as_state(x: Any, tokens: Tensor, width: int) -> Tensor | None:
-    """A state or output as [B, T, C], also if its tokens stand in one row [B·T, C]; None if it is none."""
+    """View a state or output, [B, T, C] or [B·T, C], as [B, T, C]; None if x has neither shape."""
     if not isinstance(x, Tensor) or x.shape[-1:] != (width,):
         return None
     if x.dim() == 2 and x.shape[0] == tokens.numel():
@@ -165,7 +166,7 @@ def as_state(x: Any, tokens: Tensor, width: int) -> Tensor | None:
 
 
 def as_streams(y: Any, tokens: Tensor, width: int) -> Tensor | None:
-    """The streams [B, T, n, C] of a layer that carries several, stored so, as [n, B, T, C] or as [B, T, n·C]."""
+    """View the streams of a multi-stream layer, [B, T, n, C], [n, B, T, C] or [B, T, n·C], as [B, T, n, C]."""
     if not isinstance(y, Tensor) or y.dim() not in (3, 4):
         return None
     x: Tensor = y
@@ -179,7 +180,8 @@ def as_streams(y: Any, tokens: Tensor, width: int) -> Tensor | None:
 
 
 class _Probe:
-    """Facts about every module from one short run: does it keep the width, how often does it run, is it a norm."""
+    """Facts about every module from one short run: whether it keeps the width, how often it runs, whether it is a
+    norm."""
 
     def __init__(self, model: nn.Module, tokens: Tensor, width: int) -> None:
         self.tokens, self.width = tokens, width
@@ -215,14 +217,14 @@ class _Probe:
             self.plain_norms.add(id(module))
 
     def chained(self, layers: nn.ModuleList) -> bool:
-        """Whether some layer is given what the layer before it returned."""
+        """Return whether some layer's input is the output of the layer before it."""
         ends = [self.ends[id(layer)] for layer in layers]
         pairs = [(before[1], after[0]) for before, after in pairwise(ends)]
         return len(ends) == 1 or any(isinstance(x, Tensor) and torch.equal(y, x) for y, x in pairs)
 
 
 def find_layers(model: nn.Module, probe: Tensor, width: int) -> tuple[list[Layer], set[int], Watch]:
-    """The decoder layers, the norms without parameters, and what the attention function saw."""
+    """Find the decoder layers, the norms without parameters, and the calls of the attention function."""
     run = _Probe(model, probe, width)
     with torch.no_grad(), hooked(on_each(list(model.modules()), run.note, with_kwargs=True)), watching() as watch:
         model(input_ids=probe, use_cache=False)
@@ -251,7 +253,7 @@ def _layer(module: nn.Module, run: _Probe) -> Layer:
 
 
 def _parts(module: nn.Module, run: _Probe) -> list[nn.Module]:
-    """Its children; in place of a container that is not called itself, such as a list, those of the container."""
+    """Return a module's children; a container that is never called, such as a list, is replaced by its own children."""
     return [
         part
         for child in module.children()
@@ -260,13 +262,13 @@ def _parts(module: nn.Module, run: _Probe) -> list[nn.Module]:
 
 
 def is_norm(module: nn.Module, width: int) -> bool:
-    """Whether it has one gain per dimension. A norm may hold more, such as the matrices of a small gate."""
+    """Return whether a module has one gain per dimension. It may hold more, such as the matrices of a small gate."""
     gain = getattr(module, "weight", None)
     return isinstance(gain, Tensor) and tuple(gain.shape) == (width,) and not isinstance(module, nn.Linear)
 
 
 def _norms(x: Tensor, y: Tensor) -> bool:
-    """Whether y is x, or x less its mean, brought to size 1 token by token; zeros, as of padding, stay zeros."""
+    """Return whether y is x, centred or not, scaled to size 1 per token; zeros, as from padding, stay zeros."""
     if x.shape != y.shape or x is y or not x.is_floating_point():
         return False
     x, y = wide(x).double().flatten(0, -2), wide(y).double().flatten(0, -2)
@@ -281,14 +283,14 @@ def _norms(x: Tensor, y: Tensor) -> bool:
 
 
 def looks_like_attention(body: nn.Module) -> bool:
-    """Whether it has projections called as those of attention are."""
+    """Return whether a body has projections with names usual in attention."""
     names = {name.rpartition(".")[2] for name, _ in body.named_modules()}
     fused = {"query_key_value", "qkv_proj", "c_attn", "Wqkv", "attn_qkv"}
     return bool(names & fused) or (bool(names & {"q_proj", "query"}) and bool(names & {"k_proj", "key"}))
 
 
 def has_experts(body: nn.Module) -> bool:
-    """Whether it has a list of equal modules, or parameters with an axis for experts."""
+    """Return whether a body has a list of modules of one type, or parameters with an expert axis."""
     lists = (m for m in body.modules() if isinstance(m, nn.ModuleList))
     repeated = any(len(m) > 1 and len({type(x) for x in m}) == 1 for m in lists)
     return repeated or any(p.dim() == 3 and p.shape[0] > 1 for p in body.parameters())
@@ -302,9 +304,9 @@ def acting_gains(
     sites: Sequence[Site],
     probe: Tensor,
 ) -> dict[int, Tensor]:
-    """By site, the factor that the norm before it applies to each dimension; the final norm's at `len(sites)`.
+    """Measure, by site, the factor that its norm applies to each dimension; the final norm's is at `len(sites)`.
 
-    It is found by regressing the norm's output on x/RMS(x), so gains stored as 1 + w, or scaled, come out as they act.
+    We regress the norm's output on x/RMS(x), so gains that are stored as 1 + w, or scaled, are reported as applied.
     """
     gains: dict[int, Tensor] = {}
     normed: dict[int, tuple[Tensor, Tensor]] = {}

@@ -1,10 +1,10 @@
-"""Hugging Face causal language models under diagnosis. Their parts are found by structure, not by a list of names.
+"""Diagnosis of Hugging Face causal language models. We find their parts by structure, not by a list of names.
 
-The decoder layers are the longest list of modules whose outputs keep the hidden width and go from one to the next. The
-sublayers of a layer are its parts that hold matrices and return that width; a norm has one gain per dimension, or acts
-as a norm. Softmax attention is replaced, through transformers' attention interface, by a function that returns the same
-output and keeps sums of the weights. All of it is checked against the model itself (hf_checks.py): what does not fit is
-left out, and `skipped` says so.
+The decoder layers are the longest list of modules that keep the hidden width and feed each other. The sublayers of a
+layer are its parts that hold matrices and return that width. A norm has one gain per dimension, or acts as a norm.
+Through transformers' attention interface, we replace softmax attention with a function that returns the same output and
+sums the weights. We check all of this against the model itself (hf_checks.py); whatever does not match is left out and
+listed in `skipped`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _RECURRENT = ("A_log", "dt_bias")
 class HuggingFaceSubject(Subject):
     """A `PreTrainedModel` with a language-modelling head; see `Subject`.
 
-    `unused` are tensors of its folder that it does not have.
+    `unused` lists the tensors in its folder that the model does not use.
     """
 
     state_name = "residual stream"
@@ -164,7 +164,7 @@ class HuggingFaceSubject(Subject):
         return [ablation for kind in kinds for ablation in by_kind.get(kind, [])]
 
     def _head_ablations(self) -> list[Ablation]:
-        """One for each head; where a layer has several attentions, their heads are counted on."""
+        """One ablation per head; if a layer has several attention modules, their heads are numbered consecutively."""
         ablations: list[Ablation] = []
         before: Counter[int] = Counter()
         for layer, module, heads in self._attention_modules():
@@ -176,14 +176,14 @@ class HuggingFaceSubject(Subject):
         return ablations
 
     def _losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy of every target, in nats."""
+        """Return the cross-entropy of every target, in nats."""
         logits = self.model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
         rows = max(1, LOGITS_AT_ONCE // logits.shape[-1])
         parts = zip(logits.split(rows), targets.flatten().split(rows), strict=True)
         return torch.cat([cross_entropy(wide(z), t, reduction="none") for z, t in parts])
 
     def _own_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The same with the attention that the model came with."""
+        """Return the same with the model's original attention."""
         self._set_attention(self._own_attention)
         with torch.no_grad():
             losses = self._losses(tokens, targets)
@@ -193,7 +193,7 @@ class HuggingFaceSubject(Subject):
     def _record(
         self, tokens: Tensor, targets: Tensor, ends: dict[int, tuple[Tensor, Tensor]] | None = None
     ) -> tuple[Observation, Tensor]:
-        """One pass with hooks: their observation, and the loss of every target."""
+        """Run one pass with hooks; return the observation and the loss of every target."""
         observation = Observation(tokens)
         with torch.no_grad(), watching() as watch:
             parts = (self.decoder, self.sites, self._bodies, self.width)
@@ -208,7 +208,7 @@ class HuggingFaceSubject(Subject):
         return observation, losses
 
     def _install(self) -> None:
-        """Let the model use our attention function, if it uses the interface."""
+        """Switch the model to our attention function, if it uses the interface."""
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import eager_mask, sdpa_mask
 
@@ -233,7 +233,7 @@ class HuggingFaceSubject(Subject):
             logging.set_verbosity(level)
 
     def _leave_attention(self, reason: str) -> None:
-        """Go back to the model's own attention and measure none."""
+        """Restore the model's own attention and skip its measurements."""
         self._set_attention(self._own_attention)
         self.calls = {}
         self.skipped.append(
@@ -259,7 +259,7 @@ class HuggingFaceSubject(Subject):
         return decoder, plain_norms
 
     def _make_sites(self, whole: Collection[int] = ()) -> tuple[list[Site], list[nn.Module]]:
-        """The sublayers of all layers; layers without any, and those in `whole`, count as one."""
+        """Return the sublayers of all layers; layers without any, and those in `whole`, count as one sublayer."""
         sites: list[Site] = []
         bodies: list[nn.Module] = []
         for n, layer in enumerate(self.decoder):
@@ -272,9 +272,9 @@ class HuggingFaceSubject(Subject):
         return sites, bodies
 
     def _check_sublayers(self, probe: Tensor) -> Observation:
-        """Look at the layers once; where sublayers do not fit, the layer counts as one."""
+        """Check all layers in one pass; a layer whose sublayers do not match counts as one sublayer."""
         observation, checked = self._look_again(probe)
-        if observation.streams:  # between streams a part that hands its output to the next one has added no residual
+        if observation.streams:  # with streams, a part whose output is the next part's input has added no residual
             pairs = (s for s, t in pairwise(self.sites) if s.layer == t.layer)
             checked.inner = [s.index for s in pairs if s.index in self.carrying]
         if checked.inner:
@@ -299,7 +299,7 @@ class HuggingFaceSubject(Subject):
         return observation
 
     def _look_again(self, probe: Tensor, whole: Collection[int] = ()) -> tuple[Observation, Checked]:
-        """Rebuild the sites and check them."""
+        """Rebuild the sites and check them again."""
         self.carrying = set()
         self.sites, self._bodies = self._make_sites(whole)
         ends: dict[int, tuple[Tensor, Tensor]] = {}
@@ -317,7 +317,7 @@ class HuggingFaceSubject(Subject):
         return "mixture of experts" if has_experts(body) else "feed-forward"
 
     def _attention_modules(self) -> list[tuple[int, nn.Module, int]]:
-        """Layer, module and heads of every attention that one layer has for itself."""
+        """Return layer, module and heads of every attention module that is not shared between layers."""
         candidates = [
             (n, module, self.calls[id(module)])
             for n, layer in enumerate(self.decoder)
@@ -328,7 +328,7 @@ class HuggingFaceSubject(Subject):
         return [(n, module, heads) for n, module, heads in candidates if uses[id(module)] == 1]
 
     def _final_norm(self, plain_norms: set[int]) -> nn.Module | None:
-        """The last norm of the hidden width that is not inside a layer."""
+        """Return the last norm of the hidden width outside all layers."""
         inside = {id(module) for layer in self.decoder for module in layer.module.modules()}
         outside = [
             m for m in self.model.modules() if id(m) not in inside and (is_norm(m, self.width) or id(m) in plain_norms)
@@ -341,7 +341,8 @@ def _size(part: nn.Module) -> int:
 
 
 def _implementations(config: Any) -> dict[str, str]:
-    """The attention that a model and its parts (text, vision) use, by the names of their configurations."""
+    """Return the attention implementations of a model and its parts (text, vision), by the names of their
+    configurations."""
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}}
     used = {name: getattr(part, "_attn_implementation", None) for name, part in ({"": config} | parts).items()}
     return {name: implementation for name, implementation in used.items() if implementation is not None}

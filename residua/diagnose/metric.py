@@ -1,4 +1,4 @@
-"""The base of all metrics, from running sums to a section of the page, and the sums that metrics share."""
+"""The base class of all metrics, from running sums to a section of the page, and sums that metrics share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = 1000
 
 
 class Finding(Frozen, from_attributes=True):
-    """Something a person should know. `where` are the numbers that name it: dimension, layer, token, reader."""
+    """Something the user should know. `where` holds the numbers that locate it: dimension, layer, token, reader."""
 
     kind: str
     where: dict[str, int | list[int]]
@@ -30,7 +30,7 @@ class Finding(Frozen, from_attributes=True):
 
 
 class NoKeys(Frozen):
-    """For a metric that adds nothing to diagnosis.json."""
+    """The keys of a metric that adds nothing to diagnosis.json."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Explained:
-    """The text of a card for findings of one kind, besides their words: place, certainty, remedy."""
+    """The text that a card adds to the findings of one kind: place, certainty, remedy."""
 
     where: str
     sure: str = ""
@@ -52,7 +52,7 @@ class Explained:
 
 @dataclass(frozen=True)
 class LayerTrack:
-    """A column in the picture of the model: title, scale in words, meaning, and for each model its cells by layer.
+    """A column in the picture of the models: title, scale in words, meaning, and each model's cells by layer.
 
     The final norm counts as layer `model.layers`.
     """
@@ -64,15 +64,15 @@ class LayerTrack:
 
 
 class Metric:
-    """One thing that is measured. An instance measures one model; class methods show what was measured.
+    """A metric. An instance measures one model; class methods present the results.
 
-    The order of calls: `add` for every batch, `facts`, `suspects`; then layers are removed one by one; then `findings`.
+    The order of calls: `add` for every batch, `facts`, `suspects`; then each layer is removed in turn; then `findings`.
     The class methods read a finished `ModelDiagnosis`, which may come from a file.
 
-    keys: the keys it adds to a model in diagnosis.json, with their types. kinds: the kinds of findings it makes.
-    defect: the name by which the summary reports their absence; empty if a healthy model may have them.
-    columns: its columns in the table that compares several models. file_place, page_place: its place among the keys
-    and on the page, lowest first. on_request: it is measured only if maps are asked for (`--maps`).
+    keys: the keys it adds to a model in diagnosis.json, with their types. kinds: the kinds of findings it reports.
+    defect: the name by which the summary reports their absence; empty if a healthy model may have them. columns: its
+    columns in the table that compares several models. file_place, page_place: its place among the keys and on the page,
+    lowest first. on_request: whether it is measured only with `--maps`.
     """
 
     keys: ClassVar[type[Frozen]] = NoKeys
@@ -85,37 +85,37 @@ class Metric:
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         self.subject, self.sample = subject, sample
-        self.skipped: list[str] = []  # what could not be measured, and why
-        self.means: dict[Any, Mean] = defaultdict(Mean)  # by layer, sublayer or what the metric chooses
+        self.skipped: list[str] = []  # measurements that were impossible, and why
+        self.means: dict[Any, Mean] = defaultdict(Mean)  # by layer, sublayer, or any other key
 
     def add(self, observation: Observation) -> None:
-        """Add one batch to the running sums; keep them on the device, where `float` would make the host wait."""
+        """Add one batch to the running sums. Keep them on the device: `float` would make the host wait."""
 
     def facts(self) -> Frozen:
         """The values of `keys`."""
         return self.keys()
 
     def suspects(self) -> Sequence[int]:
-        """Sublayers that may be dead: each is removed by itself even if the budget removes only whole layers."""
+        """Sublayers that may be dead: each is removed individually, even if the budget only removes whole layers."""
         return ()
 
     def findings(self, model: Model) -> list[Finding]:
-        """The findings to report. `model` has the facts of all metrics, and the costs of removal."""
+        """The findings to report. `model` holds the facts of all metrics and the costs of removal."""
         return []
 
     @classmethod
     def absence(cls, model: Model) -> str:
-        """The defect that the summary calls absent if there are no such findings; empty if it was not measured."""
+        """The defect that the summary reports as absent without such findings; empty if it was not measured."""
         return cls.defect
 
     @classmethod
     def explain(cls, model: Model, findings: Sequence[Finding]) -> Explained:
-        """The text of the card for these findings, all of one kind, besides their words."""
+        """The text that the card adds to these findings, which are all of one kind."""
         return Explained("; ".join(_numbers(finding) for finding in findings))
 
     @classmethod
     def tracks(cls, models: Models) -> Sequence[LayerTrack]:
-        """Its columns in the picture of the models, layer by layer."""
+        """The metric's columns in the picture of the models, layer by layer."""
         return ()
 
     @classmethod
@@ -130,12 +130,12 @@ class Metric:
 
     @classmethod
     def topics(cls, models: Models) -> Iterable[Topic]:
-        """Its sections of the page as data, each with one sentence on what healthy looks like."""
+        """The metric's sections of the page as data, each with a sentence that describes a healthy model."""
         return ()
 
     @classmethod
     def draw(cls, page: Page, models: Models) -> None:
-        """Add its sections to the page; override it for what a `Topic` cannot say."""
+        """Add the metric's sections to the page; override this if a `Topic` is not enough."""
         for topic in cls.topics(models):
             topic.draw(page)
 
@@ -147,12 +147,12 @@ def _numbers(finding: Finding) -> str:
 
 
 def on_page(model: Model) -> list[type[Metric]]:
-    """The metrics of a diagnosis in the order of the page, which is also that of the findings."""
+    """The metrics of a diagnosis in page order, which is also the order of findings."""
     return sorted(model.metrics, key=lambda metric: metric.page_place)
 
 
 class Mean:
-    """A running mean of tensors of one shape, summed on their device: the host does not wait for it."""
+    """A running mean of tensors of one shape, summed on their device so that the host does not wait."""
 
     def __init__(self) -> None:
         self.sum: Tensor | None = None
@@ -174,7 +174,7 @@ LARGEST = 3
 
 
 class Activation(Frozen):
-    """One of the largest |h|, and where it stood. `text` is the token as text; empty in older files."""
+    """One of the largest |h|, and its position. `text` is the token as text; empty in older files."""
 
     value: float
     dimension: int
@@ -185,16 +185,16 @@ class Activation(Frozen):
 
 
 class Largest:
-    """The three largest values of all batches; they stay on their device until `facts`."""
+    """The three largest values of all batches, stored on their device until `facts`."""
 
     def __init__(self) -> None:
         self.batches: list[Tensor] = []
-        """[3, 3] each: values, places among all values so far, tokens."""
+        """[3, 3] each: values, positions among all values so far, tokens."""
         self.sequences = 0
         self.length = self.width = 1
 
     def add(self, size: Tensor, tokens: Tensor) -> None:
-        """Add a batch: `size` [B, T, C], not negative, and its tokens [B, T]."""
+        """Add a batch: `size` [B, T, C], non-negative, and its tokens [B, T]."""
         values, places = size.flatten().topk(min(LARGEST, size.numel()))
         assert not self.batches or (self.length, self.width) == size.shape[1:], "batches have one shape"
         self.length, self.width = size.shape[1:]

@@ -1,4 +1,4 @@
-"""A Residua model under diagnosis: observations come from its taps (docs/taps.md)."""
+"""Diagnosis of a Residua model: observations come from its taps (docs/taps.md)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class NativeSubject(Subject):
             with ops.backend("reference"):
                 return model.losses(tokens, targets)[0]
         if tokens.is_cuda and not taps.recording():
-            model = InferenceDecoder(model, junctions=False)  # something may be switched off: rewritten every time
+            model = InferenceDecoder(model, junctions=False)  # rewritten every time, since a part may be switched off
         return model.losses(tokens, targets)[0]
 
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
@@ -133,7 +133,7 @@ class NativeSubject(Subject):
 
     @contextmanager
     def _without_sublayers(self, sublayers: Sequence[int]) -> Iterator[None]:
-        """Their outputs are zero, and the topology writes nothing of them where it can; in every turn of a loop."""
+        """Zero the sublayers' outputs in every turn of a loop; the topology omits their writes where it can."""
         order = self._decoder.order
         silent = {order[k] for k in sublayers}
         modules = [self._decoder.sublayers[j] for j in silent]
@@ -160,10 +160,10 @@ class NativeSubject(Subject):
                 ablations.append(Ablation("head", site.layer, label, applied, head))
         return ablations
 
-    # Routing mass is not importance; the next three measure importance. Each topology states which of them it supports.
+    # Routing mass is not importance; the next three methods measure it. Each topology declares which it supports.
 
     def _source_ablations(self) -> list[Ablation]:
-        """Each source hidden from every reader; a reader's only source stays."""
+        """Hide each source from every reader, except where it is the reader's only source."""
         ablations, named = self._decoder.topology.ablations(), defaultdict[str, dict[int, int]](dict)
         for k, sources in enumerate(ablations.sources):
             for position in range(len(sources)):
@@ -174,7 +174,7 @@ class NativeSubject(Subject):
         ]
 
     def _uniform_ablations(self) -> list[Ablation]:
-        """Each reader's weights made equal, and then all readers' at once."""
+        """Make each reader's weights uniform, then those of all readers at once."""
         ablations = self._decoder.topology.ablations()
         readers, equal = ablations.weighing_readers, ablations.with_equal_weights
         single = [Ablation("uniform", r, f"uniform weights at reader {r}", partial(equal, (r,))) for r in readers]
@@ -182,7 +182,7 @@ class NativeSubject(Subject):
         return [*single, every] if len(readers) > 1 else single
 
     def _stream_ablations(self) -> list[Ablation]:
-        """Each stream hidden from every sublayer; it is still written."""
+        """Hide each stream from every sublayer; sublayers still write to it."""
         ablations = self._decoder.topology.ablations()
         return [
             Ablation("stream", i, f"stream {i}", partial(ablations.without_stream, i)) for i in range(ablations.streams)
@@ -190,7 +190,7 @@ class NativeSubject(Subject):
 
 
 class _Collector(dict[str, Tensor]):
-    """Receives taps as they are published: sums queries and keys at once, stores the rest in the observation."""
+    """Receives taps as they are published: sums queries and keys immediately, stores the rest in the observation."""
 
     def __init__(self, subject: NativeSubject, observation: Observation) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def _by_head(scale: Tensor) -> list[float]:
 
 
 def _cut(part: slice, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A hook before the output projection that sets one head's slice of its input to zero."""
+    """A forward pre-hook of the output projection that sets one head's slice of its input to zero."""
     y = args[0].clone()
     y[..., part] = 0
     return (y, *args[1:])

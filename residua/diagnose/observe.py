@@ -1,6 +1,6 @@
-"""A model as a diagnosis sees it, and how parts of it are switched off for the length of a `with` block.
+"""A model as seen by a diagnosis, and how to switch off parts of it inside a `with` block.
 
-Adapters (native.py, huggingface.py) record it; metrics read nothing else.
+Adapters (native.py, huggingface.py) record observations; metrics read nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AblationKind = Literal["layer", "layers", "sublayer", "head", "source", "stream"
 
 @dataclass(frozen=True)
 class Site:
-    """One sublayer, which reads the depth state and writes to it. `layer` counts transformer layers from 0."""
+    """One sublayer, which reads and writes the depth state. `layer` counts transformer layers from 0."""
 
     index: int
     layer: int
@@ -32,20 +32,20 @@ class Site:
 
     @property
     def name(self) -> str:
-        """For people: `layer 3 attention`."""
+        """The name to display: `layer 3 attention`."""
         return f"layer {self.layer}" if self.kind == "layer" else f"layer {self.layer} {self.kind}"
 
 
 @dataclass
 class Observation:
-    """One forward pass over a few sequences. Fields that a model lacks stay empty.
+    """One forward pass over a few sequences. Fields that do not apply to a model stay empty.
 
-    tokens [B, T]; loss: mean nats per target. By site, and at `len(sites)` for the final norm: states [B, T, C], its
-    input before the norm; weights [B, T, sources] and streams [B, T, n, C], from which that is mixed. By site: outputs
-    [B, T, C]; betas [B, T, n], the gates of its write. By layer: attention, already summed; gates [B, T, heads, ·],
-    after the sigmoid; loads [E], the share of the choices that each expert got; value_gates [B, T, kv_heads], how much
-    of another value is added to the layer's own. By layer and pathway: gammas [B, T, 2], the factors on λ1 and λ2 of
-    dynamic mixing.
+    tokens [B, T]; loss: mean nats per target. By site, and at `len(sites)` for the final norm: states [B, T, C], the
+    input before the norm; weights [B, T, sources] and streams [B, T, n, C], from which that input is mixed. By site:
+    outputs [B, T, C]; betas [B, T, n], the gates of its write. By layer: attention, already summed; gates [B, T, heads,
+    ·], after the sigmoid; loads [E], the share of the choices that each expert received; value_gates [B, T, kv_heads],
+    how much of another value is added to the layer's own. By layer and pathway: gammas [B, T, 2], the factors on λ1 and
+    λ2 of dynamic mixing.
     """
 
     tokens: Tensor
@@ -64,13 +64,13 @@ class Observation:
     _mean_squares: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def median(self, state: int) -> Tensor:
-        """The (lower) median of |h| of each token, [B, T]; computed once for all metrics."""
+        """The (lower) median of |h| by token, [B, T]; computed once for all metrics."""
         if state not in self._medians:
             self._medians[state] = wide(self.states[state]).abs().median(-1).values
         return self._medians[state]
 
     def mean_square(self, state: int) -> Tensor:
-        """The mean of h² of each token in float64, [B, T]; computed once for all metrics."""
+        """The mean of h² by token in float64, [B, T]; computed once for all metrics."""
         if state not in self._mean_squares:
             self._mean_squares[state] = wide(self.states[state]).double().square().mean(-1)
         return self._mean_squares[state]
@@ -80,8 +80,8 @@ class Observation:
 class Ablation:
     """A part of the model that is switched off inside `with ablation.applied():`.
 
-    `index` counts within its kind, or is the first of `count` layers; `head` is that within its layer; `label` is for
-    people, and `note` says where the part could not be left out altogether.
+    `index` counts within its kind, or is the first of `count` layers; `head` counts within its layer; `label` is for
+    display, and `note` says where the part could not be removed entirely.
     """
 
     kind: AblationKind
@@ -94,13 +94,13 @@ class Ablation:
 
 
 NEAR_ZERO = 1e-3
-"""λ1 below which a projection takes nothing from its anchor."""
+"""Below this λ1, a projection takes nothing from its anchor."""
 
 
 @dataclass(frozen=True)
 class AnchorScales:
-    """λ of one layer and pathway, by head where there are heads: mean λ1, mean λ2, and the share of |λ1| below 1e-3;
-    then every λ1 and λ2, head after head."""
+    """λ of one layer and pathway, by head if there are heads: mean λ1, mean λ2, and the share of |λ1| below 1e-3; then
+    all λ1 and λ2, ordered by head."""
 
     layer: int
     pathway: str
@@ -114,9 +114,9 @@ class AnchorScales:
 class Subject(ABC):
     """A model under diagnosis.
 
-    description: what it is, in words; state_name: the meaning of `states`, "residual stream" or, for models whose
-    sublayers read mixtures of many, "sublayer input"; gains: by site, the gain of its norm [C], the final norm's at
-    `len(sites)`; skipped: the measurements that were impossible, and why.
+    description: the model in words; state_name: the meaning of `states`, "residual stream" or, if sublayers read a
+    mixture of sources, "sublayer input"; gains: by site, the gain of its norm [C], the final norm's at `len(sites)`;
+    skipped: which measurements were impossible, and why.
     """
 
     name: str
@@ -132,28 +132,29 @@ class Subject(ABC):
     skipped: list[str]
 
     def reader_name(self, state: int) -> str:
-        """Who reads a state, for people: a sublayer, or the final norm."""
+        """The name of a state's reader for display: a sublayer, or the final norm."""
         return self.sites[state].name if state < len(self.sites) else "the final norm"
 
     def block_of_reader(self, reader: int) -> str | None:
-        """The block of sublayers that a sublayer is in, by name; None if depth weights have no view by block."""
+        """The name of the block that a sublayer belongs to; None if depth weights are not shown by block."""
         return None
 
     def block_of_source(self, reader: int, source: int) -> str:
-        """The block that a source belongs to, by its place among the reader's weights; "embedding" if to none."""
+        """The block of a source, given its index among the reader's weights; "embedding" if it belongs to none."""
         raise NotImplementedError(f"{type(self).__name__} has no blocks")
 
     def norm_parts(self) -> dict[int, dict[str, Tensor]]:
-        """By state, the factors [C] of the norm that reads it, by name; by default its gain as a whole, λ."""
+        """By state, the named factors [C] of the norm that reads it; by default its whole gain, λ."""
         return {k: {"λ": gain} for k, gain in sorted(self.gains.items())}
 
     def norm_gate(self, state: int, h: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Of the norm that reads a state h [B, T, C]: its output y without its gate, and the gate; None without one."""
+        """For the norm that reads state h [B, T, C]: its output y before the gate, and the gate; None without a
+        gate."""
         return None
 
     @abstractmethod
     def observe(self, tokens: Tensor, targets: Tensor) -> Observation:
-        """Run the model without gradients and record what happens inside."""
+        """Run the model without gradients and record an observation."""
 
     @abstractmethod
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -161,15 +162,15 @@ class Subject(ABC):
 
     @abstractmethod
     def parameters_of(self, site: Site) -> Iterator[nn.Parameter]:
-        """The parameters of one sublayer, its norm included."""
+        """The parameters of one sublayer, including its norm."""
 
     @abstractmethod
     def source_name(self, reader: int, source: int) -> str:
-        """The name of a source, by its place among the reader's weights."""
+        """The name of a source, given its index among the reader's weights."""
 
     @abstractmethod
     def initial_source(self, reader: int) -> int | None:
-        """The only source that the reader uses in an untrained model; None if it starts with all of them."""
+        """The only source that the reader uses in an untrained model; None if it starts with all sources."""
 
     @abstractmethod
     def anchor_scales(self) -> list[AnchorScales]:
@@ -196,12 +197,12 @@ def _all_of(ablations: Sequence[Ablation]) -> Iterator[None]:
 def on_each(
     modules: Sequence[nn.Module], hook: Callable[..., Any], with_kwargs: bool = False
 ) -> Callable[[], list[RemovableHandle]]:
-    """For `hooked`: attaches a forward hook to each of these modules."""
+    """For `hooked`: attach a forward hook to each of these modules."""
     return lambda: [module.register_forward_hook(hook, with_kwargs=with_kwargs) for module in modules]
 
 
 def before_each(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> Callable[[], list[RemovableHandle]]:
-    """For `hooked`: attaches a hook that runs before each of these modules."""
+    """For `hooked`: attach a forward pre-hook to each of these modules."""
     return lambda: [module.register_forward_pre_hook(hook) for module in modules]
 
 
@@ -211,12 +212,12 @@ def silenced(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def first(output: Any) -> Any:
-    """A module's main output: itself, or the first of a tuple or list."""
+    """A module's main output: the output itself, or the first item of a tuple or list."""
     return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def replaced_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The output with its main tensor changed."""
+    """Apply `change` to the main tensor of an output."""
     if isinstance(output, list):
         return [change(output[0]), *output[1:]]
     if isinstance(output, tuple):

@@ -22,7 +22,7 @@ NOT_TRAINED: Trained = MappingProxyType({})
 NAMED = 4
 """A title names at most this many models."""
 SUMMARY_PLACE = 10
-"""Metrics with a lower place are drawn above the summary: depth routing, which the tool is for."""
+"""Metrics with a lower place are drawn above the summary: depth routing, the tool's main purpose."""
 NO_ROUTING = (
     "Depth routing: nothing to show, because the model has no depth weights. For a Residua model that "
     "weights the inputs of each sublayer (Attention Residuals, MUDD, hyper-connections, Multi-Gate Residuals and "
@@ -30,11 +30,11 @@ NO_ROUTING = (
 )
 HEALTHY = "Healthy: a loss better than chance, no sinks, no massive activations and no dead layers."
 WIDE = 9
-"""A table of at most this many columns, the models' names aside, fits a window of 1,100 pixels."""
+"""A table with at most this many columns, not counting the models' names, fits a window of 1,100 pixels."""
 
 
 def diagnosis_page(diagnosis: Diagnosis, trained: Trained = NOT_TRAINED) -> Page:
-    """One page for one model or for several side by side; `trained` is the telemetry of those that are runs."""
+    """One page for one model or several side by side; `trained` holds the telemetry of those that are runs."""
     models = diagnosis.models
     page = Page(title(models), _lead(models), "bad" if any(map(defects, models)) else "good")
     add_findings(page.section("Findings", HEALTHY), models)
@@ -79,7 +79,7 @@ def _several(noun: str, count: int) -> str:
 
 
 def _lead(models: Models) -> str:
-    """What was measured on how much text; by model where that differs."""
+    """What was measured, and on how much text; by model if that differs."""
     source = models[0].text.source
     shown: dict[str, list[str]] = {}
     for m in models:
@@ -90,13 +90,13 @@ def _lead(models: Models) -> str:
 
 
 def _amount(model: Model) -> str:
-    """How much text a model was shown."""
+    """The amount of text that a model read."""
     text = model.text
     return f"{counted(text.tokens, 'token')} ({counted(text.sequences, 'sequence')} of {text.length})"
 
 
 def _summary(page: Page, models: Models) -> None:
-    """One model in sentences, several in a table, or in two where one would be too wide."""
+    """Summarise one model in sentences, several in a table, or in two tables if one would be too wide."""
     section = page.section("Summary", "The remaining numbers. Healthy: close to those of models you trust.")
     if len(models) > 1:
         columns, cells, filled = _columns(models[0]), [_cells(model) for model in models], _filled(models)
@@ -140,13 +140,13 @@ def _cells(model: Model) -> list[Cell]:
 
 
 def _filled(models: Models) -> list[int]:
-    """The places of columns that are not empty throughout."""
+    """The indices of columns that are not entirely empty."""
     rows = [_cells(model) for model in models]
     return [i for i in range(len(rows[0])) if any(row[i] != NONE for row in rows)]
 
 
 def _training(page: Page, models: Models, trained: Trained) -> None:
-    """The telemetry of the runs while they trained, over tokens."""
+    """Draw the training telemetry of the runs over tokens."""
     for m in models:
         records = trained.get(m.name, ())
         if records:
@@ -179,7 +179,7 @@ def _made(page: Page, models: Models) -> None:
 
 
 def add_findings(section: Section, models: Models) -> None:
-    """A green line for the models without a defect, and a card for each kind of finding."""
+    """Add a green line for the models without defects, and a card for each kind of finding."""
     clean = [model for model in models if not defects(model)]
     if clean:
         of = "" if len(clean) == len(models) else f"{', '.join(m.name for m in clean)}: "
@@ -189,13 +189,13 @@ def add_findings(section: Section, models: Models) -> None:
 
 
 def defects(model: Model) -> list[Finding]:
-    """The findings that a healthy model does not have."""
+    """The findings that a healthy model would not have."""
     kinds = {kind for metric in model.metrics if metric.defect for kind in metric.kinds}
     return [finding for finding in model.findings if finding.kind in kinds]
 
 
 def title_of(kind: str) -> str:
-    """`dead_layer` for people: Dead layer."""
+    """The title of a kind: "Dead layer" for `dead_layer`."""
     return sentence(kind.replace("_", " "))[:-1]
 
 
@@ -226,7 +226,7 @@ def _card(metric: type[Metric], kind: str, models: Models) -> Card | None:
 
 
 def add_picture(section: Section, models: Models) -> None:
-    """Every model's layers from bottom to top, with all tracks that some model has; the scales are shared."""
+    """Draw every model's layers from bottom to top, with every track that any model has; the scales are shared."""
     tracks = [track for metric in models[0].metrics for track in metric.tracks(models) if any(track.cells)]
     strips = [
         Strip(model.name, colour, _rows(model, index, tracks))

@@ -1,4 +1,4 @@
-"""Figures of the metrics, drawn in one place; one line per model in every curve, one tab per heat map."""
+"""Shared figures of the metrics: one line per model in every curve, one tab per heat map."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELS = 12
 
 
 def label_step(count: int, most: int = LABELS) -> int:
-    """One in so many of `count` names stands along an axis that has room for `most`."""
+    """Return the step between the names to print, out of `count`, on an axis with room for `most`."""
     return max(1, -(-count // most))
 
 
@@ -35,9 +35,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to show: a figure, figures by the titles of their tabs, a table, or a remark; None and {} are left out.
+    """One item to show: a figure, figures by tab title, a table, or a remark; None and {} are omitted.
 
-    `heading` stands above it, if it is shown at all.
+    `heading` stands above it if it is shown.
     """
 
     content: Figure | Mapping[str, Figure | None] | Table | str | None
@@ -46,7 +46,8 @@ class Part:
 
 
 class Topic:
-    """A section of the page: its title, how health looks, its parts in order. Without parts it is left out."""
+    """A section of the page: its title, a description of a healthy model, its parts in order. Without parts, it is
+    omitted."""
 
     def __init__(self, title: str, healthy: str, *parts: Part) -> None:
         self.title, self.healthy, self.parts = title, healthy, parts
@@ -73,7 +74,7 @@ class Topic:
 
 
 def _known(content: Any) -> Any:
-    """The content without figures that do not exist; None if nothing is left."""
+    """Drop missing figures from the content; None if nothing is left."""
     if isinstance(content, Mapping):
         return {title: figure for title, figure in content.items() if figure is not None} or None
     return None if content == "" or (isinstance(content, Table) and not content.rows) else content
@@ -85,7 +86,7 @@ def tab_each(models: Models, draw: Callable[[Model], Figure | None]) -> dict[str
 
 
 def tabs_each(models: Models, draw: Callable[[Model], Mapping[str, Figure | None]]) -> dict[str, Figure | None]:
-    """Several tabs for each model; where there are several models, a tab's title begins with the model's name."""
+    """Several tabs per model; with several models, each tab's title begins with the model's name."""
     several = len(models) > 1
     return {
         f"{model.name}: {title}" if several else title: figure
@@ -95,13 +96,13 @@ def tabs_each(models: Models, draw: Callable[[Model], Mapping[str, Figure | None
 
 
 def places(models: Models) -> list[int]:
-    """The place of each model, which decides its colour and its marker: that in the study if all come from one."""
+    """The number of each model, which sets its colour and marker; the one in the study if all come from one."""
     known = [model.place for model in models]
     return list(range(1, len(models) + 1)) if None in known or len(set(known)) < len(known) else known
 
 
 def colours(models: Models) -> list[str]:
-    """The colour of each model, the same in every figure of the page, and as on the page of the study it belongs to."""
+    """The colour of each model, the same in every figure of the page and on the page of its study."""
     return [theme.colour(place) for place in places(models)]
 
 
@@ -111,7 +112,7 @@ def owners(models: Models) -> list[Series]:
 
 
 def over(facts: str, value: str, at: str = "layer", *, zeros: bool = True) -> Select:
-    """A value of each of a model's facts by their layer, or `at` another number; None is left out, or 0 too."""
+    """Select a value of each of a model's facts by layer, or by the field `at`; omits None, and 0 unless `zeros`."""
 
     def points(model: Model) -> Points:
         known = [(getattr(f, at), getattr(f, value)) for f in getattr(model, facts)]
@@ -133,8 +134,8 @@ def by_layer(
 ) -> Figure | None:
     """A quantity over depth, one line per model; None if no model has it. Models without it keep their colour.
 
-    `floor` is a reference to compare with, drawn dotted: once if all models share it, else once per model. Unless `x`
-    is "layer", points are numbered by sublayer; the axis then names layers, and the pointer shows sublayers.
+    `floor` is a reference for comparison, drawn dotted: once if all models share it, else once per model. Unless `x` is
+    "layer", points are numbered by sublayer; the axis then names layers, and hovering shows sublayers.
     """
     series, drawn = [], []
     floors = [] if floor is None else [curve for model in models if (curve := floor(model))]
@@ -159,7 +160,7 @@ def by_layer(
 
 
 def over_sublayers(series: Sequence[Curve], models: Models, x: str, y: str, **settings: Any) -> Figure:
-    """Curves whose axis names layers and whose pointer names sublayers; curve i is one of model i."""
+    """Curves whose axis names layers and whose hover text names sublayers; curve i belongs to model i."""
     deepest = max(models, key=lambda model: len(model.sites))
     starts = [
         site.index for site in deepest.sites if site.index == 0 or deepest.sites[site.index - 1].layer != site.layer
@@ -182,8 +183,8 @@ def _sublayer(model: Model, index: int) -> str:
 
 
 def after_layers(model: Model) -> dict[str, dict[int, int]]:
-    """Who reads first after each layer's attention and after its feed-forward, by layer; a layer that counts as one
-    sublayer is taken for a feed-forward."""
+    """By layer, the first reader after its attention and after its feed-forward; a layer that counts as one sublayer is
+    treated as a feed-forward."""
     places: dict[str, dict[int, int]] = {}
     for site in model.sites:
         part = "attention" if "attention" in site.kind else "feed-forward"
@@ -192,7 +193,7 @@ def after_layers(model: Model) -> dict[str, dict[int, int]]:
 
 
 def layers_later(model: Model, distance: Callable[[int, int], float | None]) -> Figure | None:
-    """A heat map of the distance between what is read after layer ℓ (to the right) and n layers later (upward).
+    """A heat map of the distance between the states read after layer ℓ (x axis) and n layers later (y axis).
 
     `distance` takes two readers, the earlier first. None if no cell is known.
     """
@@ -219,12 +220,12 @@ def line(name: str, points: Points, colour: str, dash: str = "solid", symbol: st
 
 
 def padded(row: Sequence[float], count: int) -> list[float | None]:
-    """The row with empty cells up to `count`."""
+    """Pad the row with empty cells to `count`."""
     return [*row, *[None] * (count - len(row))]
 
 
 def on_log(value: float, low: float, high: float) -> float:
-    """Where a value stands on a logarithmic scale from `low` (0) to `high` (1)."""
+    """The position of a value on a logarithmic scale from `low` (0) to `high` (1)."""
     return math.log(max(value, low) / low) / math.log(high / low)
 
 

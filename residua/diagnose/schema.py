@@ -1,6 +1,6 @@
 """The content of diagnosis.json (docs/reference/diagnosis.md); `Diagnosis.model_json_schema()` is its JSON schema.
 
-Each metric brings its own keys: `ModelDiagnosis` inherits them from the classes in `metrics/`.
+Each metric defines its own keys; `ModelDiagnosis` inherits them from the classes in `metrics/`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Metrics = Sequence[type[Metric]]
 
 
 class Header(Frozen):
-    """The model and what it was shown."""
+    """The model and the text that it read."""
 
     name: str
     path: str
@@ -44,7 +44,7 @@ class Header(Frozen):
 
 
 def _keys(metrics: Metrics) -> list[type[Frozen]]:
-    """The classes with the metrics' keys, as bases; pydantic puts the fields of the last base first."""
+    """The metrics' key classes as base classes; pydantic puts the fields of the last base first."""
     return [metric.keys for metric in reversed(metrics) if metric.keys is not NoKeys]
 
 
@@ -60,7 +60,7 @@ class Finding(metric.Finding):  # noqa: D101 (its docstring is the metric's)
 
 
 class ModelDiagnosis(*_keys(METRICS), Header):  # type: ignore[misc]
-    """Everything about one model. Sections it does not have are empty; `skipped` says why where that may surprise."""
+    """Everything about one model. Sections that do not apply are empty; `skipped` explains those one might expect."""
 
     metrics: ClassVar[tuple[type[Metric], ...]] = METRICS
 
@@ -72,7 +72,7 @@ class ModelDiagnosis(*_keys(METRICS), Header):  # type: ignore[misc]
 
 @cache
 def with_metrics(extra: tuple[type[Metric], ...]) -> type[ModelDiagnosis]:
-    """`ModelDiagnosis` with the keys, and the kinds of findings, of more metrics."""
+    """`ModelDiagnosis` with the keys and kinds of findings of more metrics."""
     if not extra:
         return ModelDiagnosis
     every = (*METRICS, *extra)
@@ -86,14 +86,14 @@ def with_metrics(extra: tuple[type[Metric], ...]) -> type[ModelDiagnosis]:
 
 
 class Diagnosis(Frozen):
-    """The file: one or several models, diagnosed alike."""
+    """The file: one or several models, diagnosed in the same way."""
 
     version: Literal[1] = VERSION
     models: list[SerializeAsAny[ModelDiagnosis]] = Field(min_length=1)
 
     @classmethod
     def read(cls, path: str | Path, extra: Metrics = ()) -> Self:
-        """Read a diagnosis.json; `extra` are the metrics it was made with besides those of this package."""
+        """Read a diagnosis.json; `extra` lists the metrics it was made with in addition to this package's."""
         model: Any = with_metrics(tuple(extra))
         models: Any = (list[model], Field(min_length=1))
         file = create_model("Diagnosis", __base__=cls, models=models) if extra else cls

@@ -1,4 +1,4 @@
-"""The summary: at most ten lines that say what stands out, then what the rest is like."""
+"""The summary: at most ten lines, first on what stands out, then on the rest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from residua.reading import counted
 LINES = 10
 _PER_KIND = 3
 CLEAR = 2.0
-"""A finding is clear when it exceeds its limit this many times."""
+"""A finding is clear if it exceeds its limit by this factor."""
 MIN_SEQUENCES = 4
-"""With fewer sequences than this, a finding may be about the text and not about the model."""
+"""With fewer sequences than this, a finding may reflect the text and not the model."""
 
 
 def summary(model: Model) -> list[str]:
@@ -26,7 +26,7 @@ def summary(model: Model) -> list[str]:
 
 
 def described(model: Model) -> list[str]:
-    """The model apart from its findings, most important first."""
+    """Describe the model apart from its findings, most important facts first."""
     rest = [sentence for metric in model.metrics for sentence in metric.sentences(model)]
     return [sentence.text for sentence in sorted(rest, key=lambda sentence: sentence.rank)]
 
@@ -41,7 +41,7 @@ def _what(model: Model) -> str:
 
 
 def _findings(model: Model) -> list[str]:
-    """The first of each kind; how many more there are."""
+    """The first finding of each kind, and the number of others."""
     defects = [kind for metric in model.metrics if metric.defect for kind in metric.kinds]
     kinds = {finding.kind for finding in model.findings}
     lines = [] if kinds.intersection(defects) else [absent(model)]
@@ -55,7 +55,7 @@ def _findings(model: Model) -> list[str]:
 
 
 def absent(model: Model) -> str:
-    """Of a model without defects: which were looked for."""
+    """For a model without defects: the defects that were checked."""
     *names, last = [name for metric in on_page(model) if metric.defect and (name := metric.absence(model))]
     return f"No {', '.join(names)} or {last} was found."
 
@@ -66,9 +66,9 @@ def sentence(words: str) -> str:
 
 
 def sureness(measured: str, times: float, model: Model) -> str:
-    """How sure a finding is that was made by a limit: how far beyond it, and on how much text.
+    """The certainty of a finding based on a limit: by how much it exceeds the limit, and on how much text.
 
-    `measured` is the number next to its limit, `times` how many times the limit it is.
+    `measured` states the number and its limit; `times` is their ratio.
     """
     text = model.text
     grade = "Clear" if times >= CLEAR else "Near the limit"
@@ -77,12 +77,12 @@ def sureness(measured: str, times: float, model: Model) -> str:
 
 
 def token(text: str, number: int) -> str:
-    """A token as people know it, by its text; by its number where that is not known."""
+    """Name a token by its text, and by its id alone if the text is unknown."""
     return f"{text!r} (id {number})" if text and text != f"#{number}" else f"id {number}"
 
 
 def short(value: float) -> str:
-    """A number in at most five characters, for narrow places: 0.003, 0.31, 1.8, 41, 970, 12k."""
+    """Format a number in at most five characters, for narrow places: 0.003, 0.31, 1.8, 41, 970, 12k."""
     size = abs(value)
     if size >= 9999.5:
         return f"{value / 1000:.0f}k" if size < 999_500 else f"{value:.0e}".replace("e+0", "e")
@@ -96,7 +96,7 @@ def joined(names: Sequence[str]) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as people read it: 41 %, 0.40 %."""
+    """Format a share as a percentage: 41 %, 0.40 %."""
     value = 100 * share
     return f"{value:.0f} %" if value >= 10 else f"{value:.2g} %"
 

@@ -1,4 +1,4 @@
-"""The tokens a model is shown, in sequences of one length: of a file, of a prepared dataset, or the run's own text."""
+"""The tokens that a model reads, in sequences of one length, from a file, a prepared dataset, or the run's own text."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from residua.reading import MAX_LOG_BYTES, counted, inside, read_text
 DEFAULT_TOKENS = 8192
 DEFAULT_LENGTH = 1024
 _PIECE = 65_536
-"""Tokens of a dataset that are read at a time."""
+"""Tokens of a dataset to read at a time."""
 EMBEDDED = "the embedded corpus (Python standard library, validation part)"
 
 
 class TextFacts(Frozen):
-    """The text that the model read. `prefix` are token ids put before every sequence because its tokenizer does so."""
+    """The text that the model read. `prefix` holds the token ids before every sequence, as its tokenizer adds them."""
 
     source: str
     tokens: int
@@ -41,7 +41,7 @@ class TextFacts(Frozen):
 
 @dataclass(frozen=True)
 class Sample:
-    """Sequences and their targets, [N, T] each, and where they come from."""
+    """Sequences and their targets, [N, T] each, and their origin."""
 
     tokens: Tensor
     targets: Tensor
@@ -49,11 +49,11 @@ class Sample:
     tokenizer: Tokenizer | None = None
 
     def text_of(self, token: int) -> str:
-        """A token as text, for people."""
+        """The text of a token, for display."""
         return f"#{token}" if self.tokenizer is None else self.tokenizer.decode([token])
 
     def first(self, tokens: int) -> Sample:
-        """As many whole sequences as make up this many tokens (but at least one)."""
+        """The first whole sequences, up to this many tokens (but at least one)."""
         rows = max(1, tokens // self.tokens.shape[1])
         return replace(self, tokens=self.tokens[:rows], targets=self.targets[:rows])
 
@@ -64,17 +64,17 @@ class Sample:
 
 
 class Text(Protocol):
-    """A text for models to read. `name` is its name on the page and in the summary."""
+    """A text for models to read. `name` is shown on the page and in the summary."""
 
     name: str
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
-        """The text in this tokenizer's ids, piece by piece."""
+        """Yield the text in this tokenizer's ids, in pieces."""
         ...
 
 
 class TextFile:
-    """A file of plain text."""
+    """A plain text file."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
@@ -94,7 +94,7 @@ class Prepared:
         self.name = f"{name} ({dataset.path}, {'validation' if part == VALIDATION else 'training'} part)"
 
     def pieces(self, tokenizer: Tokenizer) -> Iterator[list[int]]:
-        """As the dataset was cut into tokens; for a model with another tokenizer, its documents are tokenized again."""
+        """Yield the dataset's tokens; for a model with another tokenizer, its documents are tokenized again."""
         same = tokenizer.hash == self.dataset.tokenizer_hash
         for low in range(0, self.split.tokens, _PIECE):
             high = min(low + _PIECE, self.split.tokens)
@@ -123,9 +123,9 @@ class Embedded:
 
 
 def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
-    """The text that is named, a file or a prepared dataset; otherwise the validation text of the first run.
+    """Open the given text, a file or a prepared dataset; by default the validation text of the first run.
 
-    Models without training text of their own (imported ones, folders of Hugging Face) are shown the embedded corpus.
+    Models without a training text (imported models, Hugging Face folders) read the embedded corpus.
     """
     if text is not None:
         if (text / DESCRIPTION).is_file():
@@ -148,7 +148,7 @@ def open_text(text: Path | None, folders: Sequence[Path]) -> Text:
 def sample(
     tokenizer: Tokenizer, *, text: Text, tokens: int, length: int | None, context: int | None, vocabulary: int
 ) -> Sample:
-    """`tokens` of text in sequences of `length` (the model's context, 1,024 at most, unless given)."""
+    """Cut `tokens` of text into sequences of `length` (by default the model's context, at most 1,024)."""
     length = length or min(context or DEFAULT_LENGTH, DEFAULT_LENGTH, tokens)
     if length < 2:
         raise UserError(f"--length {length} is too short: a sequence needs at least 2 tokens.")
@@ -173,7 +173,7 @@ def sample(
 
 
 def starting_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer's post-processing puts before a text (`<s>`, `<bos>`); its models expect them."""
+    """The tokens that the tokenizer's post-processing adds before a text (`<s>`, `<bos>`); its models expect them."""
     plain = tokenizer.backend.encode("a", add_special_tokens=False).ids
     full = tokenizer.backend.encode("a", add_special_tokens=True).ids
     begin = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)

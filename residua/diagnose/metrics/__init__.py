@@ -1,6 +1,6 @@
-"""Every metric. A file that is put in this folder is found by itself.
+"""All metrics. New files in this folder are found automatically.
 
-A metric knows nothing of model classes: it reads observations (`residua/diagnose/observe.py`).
+Metrics do not depend on model classes: they read observations (`residua/diagnose/observe.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Anchor mixing: how much each projection takes from its anchor, channel by channel, and from the layer's own."""
+"""Anchor mixing: how much each channel of a projection takes from the anchor and how much from the layer itself."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from residua.ops._runtime.numeric import wide
 from residua.report.figures import Figure, heatmap
 
 COLUMNS = 256
-"""A map has at most this many columns for each pathway; of more channels, neighbours are averaged."""
+"""A map has at most this many columns per pathway; with more channels, neighbours are averaged."""
 INSIDE = 0.02
-"""The share of channels at either end of a ratio's range that does not count for the colours."""
+"""The share of channels at either end of a ratio's range that the colour scale ignores."""
 
 
 class AnchorFacts(Frozen):
     """λ of projection mixing: means by head of the parameters λ1 (anchor) and λ2 (current), and the share of |λ1| below
-    1e-3. The factor applied is λγ. `gamma` has the means of γ1 and γ2 over tokens (null for static mixing, γ = 1), and
-    the channels λ1·γ1 and λ2·γ2. `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these. Of gated
-    values, λ1 is the mean of the gate over tokens, and `near_zero` its share of tokens and heads."""
+    1e-3. The factor applied is λγ. `gamma` holds the means of γ1 and γ2 over tokens (null for static mixing, γ = 1),
+    and the channels hold λ1·γ1 and λ2·γ2. `ratio` is the median over channels of λ1·γ1/(λ2·γ2). Older files lack these.
+    For gated values, λ1 is the mean of the gate over tokens, and `near_zero` is the share of tokens and heads in which
+    the gate is near zero."""
 
     layer: int
     pathway: str
@@ -49,7 +50,7 @@ class AnchorKeys(Frozen):
 
 
 class Anchors(Metric):
-    """λ are parameters; γ of dynamic mixing is a mean over all tokens."""
+    """λ are parameters; γ of dynamic mixing is averaged over all tokens."""
 
     keys = AnchorKeys
     file_place, page_place = 100, 110
@@ -118,13 +119,14 @@ class Anchors(Metric):
 
 
 def _gated_scales(layer: int, means: Tensor) -> AnchorScales:
-    """Of a gate on added values, from means [2, H] of the gate and of where it is near zero; own values count fully."""
+    """Scales for a gate on added values: `means` [2, H] of the gate and of where it is near zero. The layer's own
+    values have scale 1."""
     gate, ones = means[0].tolist(), [1.0] * means.shape[1]
     return AnchorScales(layer, "v", gate, ones, float(means[1].mean()), gate, ones)
 
 
 def _short(value: float) -> float:
-    """Six digits are enough for one of many thousand channels."""
+    """Round to six digits, which are enough for one of many thousand channels."""
     return float(f"{value:.6g}")
 
 
@@ -144,7 +146,7 @@ def _ratios(facts: AnchorFacts) -> list[float | None]:
 
 
 def _maps(model: Model) -> dict[str, Figure | None]:
-    """λ1/λ2, λ1 and λ2, layer × pathway and channel; where λ1 is near zero."""
+    """Draw λ1/λ2, λ1 and λ2, layer × pathway and channel; and where λ1 is near zero."""
     values: dict[str, Callable[[AnchorFacts], Sequence[float | None]]] = {
         "λ1/λ2": _ratios,
         "λ1 (anchor)": lambda a: a.anchor_channels or a.anchor,
@@ -175,7 +177,7 @@ def _map(
 
 
 def _columns(facts: AnchorFacts, values: Sequence[float | None]) -> Iterable[tuple[str, float | None]]:
-    """Names and values of a layer's columns, neighbours averaged so that there are at most COLUMNS."""
+    """Yield names and values of a layer's columns; neighbours are averaged down to at most COLUMNS."""
     heads, count = len(facts.anchor), len(values)
     together, wide_head = -(-count // COLUMNS), max(1, count // heads)
     for start in range(0, count, together):

@@ -1,4 +1,4 @@
-"""Attention sinks and entropy of softmax layers, each compared with uniform attention; learned sinks."""
+"""Attention sinks and entropy of softmax layers, compared with uniform attention; learned sinks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from residua.report.figures import Figure, heatmap
 
 
 class AttentionKeys(Frozen):
-    """Every softmax layer, and the token ids that draw attention."""
+    """Every softmax layer, and the token ids that attract attention."""
 
     attention: list[AttentionFacts] = Field(default_factory=list)
     token_sinks: list[TokenSink] = Field(default_factory=list)
@@ -166,7 +166,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _means(model: Model) -> tuple[float, ...]:
-    """Of the softmax layers: attention to the first token, uniform, entropy, its ceiling, the learned sink's share."""
+    """Means over softmax layers: attention to the first token, its uniform value, entropy, its ceiling, the learned
+    sink's share."""
     rows = [
         (a.first_token, a.uniform_first_token, a.entropy, a.uniform_entropy, a.learned_sink) for a in model.attention
     ]
@@ -179,13 +180,14 @@ def _layers(finding: Finding) -> list[int]:
 
 
 def _strongest(layer: AttentionFacts, positions: Sequence[int | list[int]]) -> float:
-    """The most attention that a head gives to the first token, or all heads together to another of these positions."""
+    """The most attention that one head gives to the first token, or all heads together to another of these
+    positions."""
     heads = [head.first_token for head in layer.heads] if 0 in positions else []
     return max([*heads, *(p.attention for p in layer.positions if p.position in positions)], default=0.0)
 
 
 def _sinks(model: Model) -> dict[int, Bar]:
-    """By layer, attention to the first token, or to the sink that was found."""
+    """By layer, attention to the first token, or to the detected sink."""
     findings = [f for f in model.findings if f.kind in ("attention_sink", "sink_token")]
     bars = {}
     for a in model.attention:
@@ -209,7 +211,7 @@ def _sinks(model: Model) -> dict[int, Bar]:
 
 
 def _attention_sinks(layers: dict[int, LayerSums]) -> list[Finding]:
-    """One finding per position: the layers and heads that park their attention there."""
+    """Report one finding per position: the layers and heads that park their attention there."""
     by_position: dict[int, dict[int, list[int]]] = {}
     for layer, sums in sorted(layers.items()):
         for position, heads in sums.sink_heads().items():
@@ -252,7 +254,7 @@ def _token_sinks(sinks: Sequence[TokenSink]) -> list[Finding]:
 
 
 def _learned(model: Model) -> Points:
-    """By layer, attention to the learned sink; nothing if there is none."""
+    """By layer, attention to the learned sink; empty if there is none."""
     points = [(float(a.layer), a.learned_sink) for a in model.attention]
     return points if any(mass > 0 for _, mass in points) else []
 
@@ -268,7 +270,8 @@ def _heads(model: Model) -> Figure | None:
 
 
 class LearnedSink(Metric):
-    """The layers whose mean attention to the learned sink exceeds 0.3. Its numbers are among those of attention."""
+    """The layers whose mean attention to the learned sink exceeds 0.3. The numbers are stored with those of
+    attention."""
 
     kinds = ("learned_sink",)
     page_place = 21

@@ -1,4 +1,4 @@
-"""Chance level: whether the model predicts better than somebody who knows the vocabulary, or how often tokens occur."""
+"""Chance level: whether the model predicts better than a uniform guess, or one that knows token frequencies."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from residua.diagnose.metric import Explained, Finding, Metric, Model, Sentence
 from residua.diagnose.sentences import CLEAR, sureness
 
 NEAR = 0.05
-"""A loss this close to chance level, in nats, is measured again with more text."""
+"""If a loss is this close to chance level, in nats, we advise to measure again with more text."""
 
 
 class ChanceKeys(Frozen):
-    """Nats per token of the text if every token had the same probability, and if each had that of its frequency; None
-    in older files."""
+    """Nats per token of the text if all tokens were equally probable, and if each had its frequency as probability;
+    None in older files."""
 
     uniform_loss: float | None = None
     frequency_loss: float | None = None
 
 
 class Chance(Metric):
-    """Compares the loss with both guesses. It comes first: a model at chance level makes every other number moot."""
+    """Compares the loss with both guesses. It comes first: in a model at chance level, every other number is moot."""
 
     keys = ChanceKeys
     kinds = ("chance_level_loss",)
@@ -66,7 +66,7 @@ class Chance(Metric):
 
 
 def chance_level(model: Model) -> list[Finding]:
-    """One finding if the loss is no better than one of the two guesses."""
+    """Report a finding if the loss is no better than one of the two guesses."""
     if model.uniform_loss is None or model.loss < min(model.uniform_loss, model.frequency_loss):
         return []
     uniform = f"giving every token the same probability ({model.uniform_loss:.4f})"
@@ -81,10 +81,10 @@ def chance_level(model: Model) -> list[Finding]:
 
 
 def frequency_loss(targets: Tensor, vocabulary: int) -> float:
-    """Nats per token if each token had its frequency in the rest of the text, which tends to the unigram entropy.
+    """Nats per token if each token had its frequency in the rest of the text; this tends to the unigram entropy.
 
-    A token is counted without itself: in a short text its own occurrence would give it away. The share of tokens that
-    occur once is kept for tokens not seen before (Good and Turing) and divided evenly over the vocabulary.
+    Each token is left out of its own count: in a short text, its occurrence would give it away. The share of tokens
+    that occur once is reserved for unseen tokens (Good and Turing) and divided evenly over the vocabulary.
     """
     counts = torch.bincount(targets.flatten().long()).double()
     counts = counts[counts > 0]

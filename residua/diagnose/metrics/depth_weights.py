@@ -1,4 +1,4 @@
-"""Depth weights: from which sources each reader takes its input, and what that choice is worth."""
+"""Depth weights: from which sources each reader takes its input, and the value of that choice."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from residua.report.figures import Figure, grouped_bars, heatmap
 
 SHOWN = 4
 SUM_TOLERANCE = 0.01
-"""Weights that add up to 1 within this are shares; means of 16-bit weights are off by less."""
+"""Weights that add up to 1 within this tolerance are shares; the means of 16-bit weights are off by less."""
 
 
 class ReaderFacts(Frozen):
-    """Mean depth weights of one reader over its sources; `initial` is the one an untrained model reads alone."""
+    """Mean depth weights of one reader over its sources; `initial` is the only source that an untrained model reads."""
 
     reader: int
     name: str
@@ -32,8 +32,8 @@ class ReaderFacts(Frozen):
 
 
 class BlockFacts(Frozen):
-    """Mean depth weights of the readers of one block, or of one layer if every output is a source: `mean` has the
-    weight on each block, that of its sources added up. A source that a reader does not see has weight 0."""
+    """Mean depth weights of the readers of one block, or of one layer if every output is a source. `mean` holds the
+    weight on each block, summed over its sources. A source that a reader does not see has weight 0."""
 
     name: str
     readers: list[int]
@@ -42,7 +42,7 @@ class BlockFacts(Frozen):
 
 
 class DepthWeightKeys(Frozen):
-    """Every reader that weighs its sources; the same by block, empty in older files and where there are no blocks."""
+    """Every reader that weights its sources; the same by block, empty in older files and without blocks."""
 
     depth_weights: list[ReaderFacts] = Field(default_factory=list)
     depth_blocks: list[BlockFacts] = Field(default_factory=list)
@@ -75,11 +75,11 @@ class DepthWeights(Metric):
         )
 
     def _blocks(self, means: Mapping[int, Sequence[float]]) -> list[BlockFacts]:
-        """One entry for each block that reads, in order of depth, and one for the final norm."""
+        """Return one entry per block that reads, in depth order, and one for the final norm."""
         if not means or self.subject.block_of_reader(0) is None:
             return []
         rows: dict[str, dict[int, Sequence[float]]] = defaultdict(dict)
-        # before the first output, the embedding is all there is to read
+        # before the first output, only the embedding can be read
         for reader, mean in sorted({0: [1.0], **means}.items()):
             inside = self.subject.block_of_reader(reader) if reader < len(self.subject.sites) else None
             rows[inside or self.subject.reader_name(reader)][reader] = mean
@@ -172,9 +172,9 @@ class DepthWeights(Metric):
 
 
 def _depth_routing(readers: Sequence[ReaderFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
-    """Readers that learned to take most of their input from one source: more than half-way from uniform to all.
+    """Readers that learned to take most of their input from one source: over halfway from uniform to everything.
 
-    Where weights are factors, their sizes are compared. A source that the topology starts from is not reported.
+    If weights are factors, their absolute values are compared. A reader's initial source is not reported.
     """
     uniform = {a.index: a.change for a in ablations if a.kind == "uniform"}
     shares = are_shares(readers)
@@ -208,17 +208,17 @@ FACTORS = "Weights that do not add up to 1 are factors on the sources, not share
 
 
 def are_shares(readers: Sequence[ReaderFacts]) -> bool:
-    """Whether the weights are shares of what is read: none negative, and every reader's add up to 1."""
+    """Return whether the weights are shares: none is negative, and each reader's add up to 1."""
     return all(min(r.mean) >= 0 and abs(sum(r.mean) - 1) <= SUM_TOLERANCE for r in readers)
 
 
 def _best(reader: ReaderFacts) -> int:
-    """The source with the largest weight, by size."""
+    """The source with the largest absolute weight."""
     return max(range(len(reader.mean)), key=lambda i: abs(reader.mean[i]))
 
 
 def _reads(model: Model) -> dict[int, Spread]:
-    """By layer, the weights of its readers; those of the final norm under `model.layers`."""
+    """By layer, the weights of its readers; the final norm's are under `model.layers`."""
     routed = {f.where["reader"]: f.words for f in model.findings if f.kind == "depth_routing"}
     layers = {r.reader: model.sites[r.reader].layer if r.reader < len(model.sites) else model.layers
               for r in model.depth_weights}  # fmt: skip
@@ -258,7 +258,7 @@ def _map(model: Model) -> Figure | None:
 
 
 def _block_map(blocks: Sequence[BlockFacts]) -> Figure:
-    """Block × block that is read; cells of later blocks are empty."""
+    """Reading block × source block; cells of later blocks are empty."""
     sources = list(dict.fromkeys(source for block in blocks for source in block.sources))
     weights = [dict(zip(block.sources, block.mean, strict=True)) for block in blocks]
     return heatmap(
@@ -269,7 +269,7 @@ def _block_map(blocks: Sequence[BlockFacts]) -> Figure:
 
 
 def _costs(models: Models) -> dict[str, Figure | None]:
-    """The value of the weights: loss change without a source, without a stream, with uniform weights."""
+    """The value of the weights: loss change without a source, without a stream, and with uniform weights."""
     titles = {"source": "source removed", "stream": "stream removed", "uniform": "weights made uniform"}
     colour = dict(zip((m.name for m in models), colours(models), strict=True))
 

@@ -1,4 +1,4 @@
-"""Residual sinks: dimensions that are large in nearly every token; and the weights that norms give to dimensions."""
+"""Residual sinks (dimensions that are large in nearly every token), and the weights that norms give to dimensions."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from residua.report import Cell, Column
 from residua.report.figures import Curve, Figure, curves, heatmap
 
 FAR = 8.0
-"""A value stands far above the rest when it exceeds this many times its token's median |h|. For normal values of equal
-scale that happens once in 15 million."""
+"""A value is far above the rest if it exceeds its token's median |h| this many times. For normal values of equal scale,
+this happens once in 15 million."""
 MOST_TOKENS = 0.5
 LISTED_DIMENSIONS = 64
 
 
 class DimensionFacts(Frozen):
-    """One dimension of the states: mean |h|, that over the median dimension's, share of tokens in which it stands far
-    above the token's median, and the mean of |gain| that the norms give it."""
+    """One dimension of the states: mean |h|, its ratio to the median dimension's, the share of tokens in which it is
+    far above the token's median, and the mean |gain| that the norms give it."""
 
     dimension: int
     mean: float
@@ -50,7 +50,7 @@ class DimensionFacts(Frozen):
 
 
 class DimensionProfile(Frozen):
-    """The largest dimensions by mean |h| over tokens and states, and the median to compare with."""
+    """The largest dimensions by mean |h| over tokens and states, and the median for comparison."""
 
     median: float
     median_gain: float | None
@@ -171,7 +171,7 @@ class Dimensions(Metric):
 
 
 def residual_sinks(profile: DimensionProfile) -> list[Finding]:
-    """Dimensions that stand FAR medians above the rest in most tokens."""
+    """Dimensions that exceed FAR medians in most tokens."""
     sinks = [d for d in profile.largest if d.share >= MOST_TOKENS and d.ratio >= FAR]
     return [
         Finding(
@@ -195,7 +195,7 @@ def _sizes(models: Models) -> Figure:
 
 
 def _gains(models: Models) -> Figure | None:
-    """Norm gain against size, a point for each of the largest dimensions."""
+    """Norm gain against size, one point for each of the largest dimensions."""
     series = []
     for m, colour in zip(models, colours(models), strict=True):
         known = sorted((d.ratio, d.gain) for d in m.dimensions.largest if d.gain is not None)
@@ -215,9 +215,9 @@ MAPPED_DIMENSIONS = 48
 
 
 class NormFacts(Frozen):
-    """One factor of the norm before a sublayer (the last: of the final norm): λ after the division by the RMS, λ1
-    before it (PreAffine). `dimensions` are those in which this factor is smallest and largest in any norm, the same for
-    all norms, and `values` the factors there."""
+    """One factor of the norm before a sublayer (the last entry: the final norm's): λ after the division by the RMS, λ1
+    before it (PreAffine). `dimensions` are those in which any norm has its smallest or largest such factors; they are
+    the same for all norms. `values` are the factors there."""
 
     state: int
     name: str
@@ -287,14 +287,15 @@ class Norms(Metric):
 
 
 def _furthest(factors: Tensor) -> list[int]:
-    """The dimensions with the smallest and with the largest factors of any norm, half of them each; [norms, C]."""
+    """Return the dimensions with the smallest factors in any norm, then those with the largest; `factors` [norms,
+    C]."""
     low = factors.amin(0).argsort(stable=True)[: MAPPED_DIMENSIONS // 2].tolist()
     high = factors.amax(0).argsort(descending=True, stable=True)[: MAPPED_DIMENSIONS // 2].tolist()
     return list(dict.fromkeys([*low, *high]))
 
 
 def _far(factor: float) -> float:
-    """How many times larger or smaller than 1."""
+    """How many times a factor is larger or smaller than 1."""
     size = max(abs(factor), 1e-12)
     return max(size, 1 / size)
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: how evenly the tokens spread over the experts of each layer."""
+"""Mixtures of experts: how evenly tokens are spread over the experts of each layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from residua.report.figures import Figure, heatmap
 
 
 class ExpertFacts(Frozen):
-    """The mixture of experts of one layer: the share of the tokens' choices that each expert got."""
+    """The mixture of experts of one layer: the share of the tokens' choices that each expert received."""
 
     layer: int
     load: list[float]

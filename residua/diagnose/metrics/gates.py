@@ -1,4 +1,4 @@
-"""Gates of attention, of norms and of writes: how far they are open, and for what."""
+"""Gates of attention, norms and writes: how far they open, and for which values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from residua.report.figures import Box, Figure, boxes, curves, heatmap
 
 
 class GateFacts(Frozen):
-    """The attention gate of one layer: its mean, and the share of it below 0.2."""
+    """The attention gate of one layer: its mean, and the share of its values below 0.2."""
 
     layer: int
     mean: float
@@ -76,12 +76,12 @@ class Gates(Metric):
 
 
 EDGES = tuple(2.0**i for i in range(-6, 7))
-"""Ends of the bins of |y|, in units of the token's RMS of y: a bin for each factor of two, and one at either end."""
+"""Bin edges of |y|, in units of the token's RMS of y: one bin per factor of two, and one at either end."""
 
 
 class NormGateFacts(Frozen):
-    """The gate of one norm (the last: the final norm's): its mean, and its correlation with |y| over tokens and
-    channels; null if either does not vary."""
+    """The gate of one norm (the last entry: the final norm's): its mean, and its correlation with |y| over tokens and
+    channels; null if either is constant."""
 
     state: int
     name: str
@@ -90,8 +90,8 @@ class NormGateFacts(Frozen):
 
 
 class GateCurve(Frozen):
-    """All norms together: in each bin of |y|, in units of the token's RMS, the share of values and the mean gate
-    (null: empty). Bin i ends at `edges[i]`, the last has no end."""
+    """All norms together: the share of values and the mean gate (null if empty) in each bin of |y|, in units of the
+    token's RMS. Bin i ends at `edges[i]`; the last is unbounded."""
 
     edges: list[float]
     share: list[float]
@@ -106,7 +106,7 @@ class NormGateKeys(Frozen):
 
 
 class NormGates(Metric):
-    """y is the norm's output before its gate g: correlation of |y| and g, and mean g by |y|/RMS(y)."""
+    """With y the norm's output before its gate g: the correlation of |y| and g, and mean g by |y|/RMS(y)."""
 
     keys = NormGateKeys
     file_place, page_place = 85, 105
@@ -194,20 +194,20 @@ class NormGates(Metric):
 
 
 def _gate_points(curve: GateCurve) -> list[tuple[float, float]]:
-    """The end of each bin that has values, and its mean gate; the last bin is drawn one factor further."""
+    """The upper edge of each non-empty bin, and its mean gate; the last bin is drawn one factor further."""
     ends = [*curve.edges, 2 * curve.edges[-1]]
     return [(end, gate) for end, gate in zip(ends, curve.gate, strict=True) if gate is not None]
 
 
 BINS = 20
 KEPT = 1 << 20
-"""Values of a sublayer's gates that quartiles are taken from; of more, one in so many is taken."""
+"""Quartiles are computed from at most about this many values of a sublayer's gates; more are subsampled."""
 WHISKER = 1.5
 
 
 class Quartiles(Frozen):
-    """A box plot in numbers. `low` and `high` are the last values within 1.5 interquartile ranges of the box,
-    `largest` the largest of all."""
+    """A box plot in numbers. `low` and `high` are the outermost values within 1.5 interquartile ranges of the box;
+    `largest` is the overall maximum."""
 
     low: float
     lower: float
@@ -218,8 +218,8 @@ class Quartiles(Frozen):
 
 
 class BetaFacts(Frozen):
-    """Gates of the write after one sublayer: the mean of each stream's, shares of twenty equal bins of [0, 1], and
-    quartiles of all of them and of each stream's; null and empty in older files."""
+    """Write gates after one sublayer: the mean by stream, the shares in twenty equal bins of [0, 1], and quartiles
+    overall and by stream; these are null and empty in older files."""
 
     site: int
     mean: list[float]
@@ -235,7 +235,8 @@ class BetaKeys(Frozen):
 
 
 class WriteGates(Metric):
-    """Over all tokens. Quartiles are those of the values themselves, interpolated between neighbours."""
+    """Statistics over all tokens. Quartiles are computed from the values themselves, interpolated between
+    neighbours."""
 
     keys = BetaKeys
     file_place, page_place = 70, 82
@@ -259,7 +260,7 @@ class WriteGates(Metric):
             self.values[site].append(values[::every].contiguous())
 
     def _step(self, per_token: int) -> int:
-        """One value in so many is kept; odd, so that all channels of an even width take their turn."""
+        """Return the subsampling stride; it is odd so that every channel of an even width is sampled."""
         return max(1, -(-self.sample.tokens.numel() * per_token // KEPT)) | 1
 
     def facts(self) -> BetaKeys:
@@ -313,7 +314,7 @@ class WriteGates(Metric):
 
 
 def quartiles(values: Tensor, largest: float) -> Quartiles:
-    """Of values in float64. `torch.quantile` takes at most 16 million, which KEPT is below."""
+    """Compute quartiles of float64 values. `torch.quantile` takes at most 16 million values; KEPT is below that."""
     shares = torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype, device=values.device)
     lower, median, upper = torch.quantile(values, shares).tolist()
     reach = WHISKER * (upper - lower)

@@ -1,8 +1,8 @@
-"""Maps of the first tokens: attention of queries to keys, and |h| by token and dimension; on request layer by layer.
+"""Maps of the first tokens: attention of queries to keys, and |h| by token and dimension; by layer on request.
 
-Of attention, a dark column is a token that every later one attends to, a sink; a dark diagonal is attention to
-neighbours. Of |h|, a stripe downward is a dimension that is large in every token, a residual sink; a single cell a
-massive activation.
+In attention maps, a dark column is a sink: a token that every later one attends to. A dark diagonal is attention to
+neighbours. In maps of |h|, a vertical stripe is a residual sink: a dimension that is large in every token. A single
+dark cell is a massive activation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from residua.report.figures import Figure, heatmap
 
 
 class AttentionMap(Frozen):
-    """`values[query][key]` of the first sequence, up to the query if causal: the mean over heads and layers."""
+    """`values[query][key]` of the first sequence, averaged over heads and layers; if causal, keys up to the query."""
 
     tokens: list[str]
     values: list[list[float]]
 
 
 class AttentionLayerMap(Frozen):
-    """The same of one layer; `heads[head][query][key]`."""
+    """The same for one layer; `heads[head][query][key]`."""
 
     layer: int
     heads: list[list[list[float]]]
@@ -45,13 +45,13 @@ class AttentionMapKeys(Frozen):
 
 
 class AttentionLayerMapKeys(Frozen):
-    """Layer by layer, head by head; only on request."""
+    """Maps by layer and head; only on request."""
 
     attention_layer_maps: list[AttentionLayerMap] = Field(default_factory=list)
 
 
 class AttentionMaps(Metric):
-    """A[i, k] of the first tokens, the mean over heads and layers."""
+    """A[i, k] of the first tokens, averaged over heads and layers."""
 
     keys: ClassVar[type[Frozen]] = AttentionMapKeys
     file_place, page_place = 51, 22
@@ -111,7 +111,7 @@ class AttentionLayerMaps(AttentionMaps):
 
 
 def _weight_rows(weights: Tensor) -> list[list[float]]:
-    """Each query's weights with four digits; if no query sees later keys, up to itself."""
+    """Each query's weights with four digits; if no query sees later keys, only keys up to the query."""
     causal = not bool(weights.triu(1).any())
     rows = weights.tolist()
     return [[float(f"{value:.4g}") for value in (row[: i + 1] if causal else row)] for i, row in enumerate(rows)]
@@ -129,7 +129,7 @@ def _attention_layers(model: Model) -> dict[str, Figure | None]:
 
 
 def _attention_map(model: Model, values: Sequence[Sequence[float]]) -> Figure:
-    """Keys that a query cannot see stay empty; the first query, which sees itself alone, does not set the colours."""
+    """Keys that a query cannot see stay empty. The first query only sees itself, so the colour scale ignores it."""
     names = _numbered(model.attention_map.tokens)
     return heatmap(
         [padded(row, len(names)) for row in values], names, names, "key", "query", "attention",
@@ -142,7 +142,7 @@ def _numbered(tokens: Sequence[str]) -> list[str]:
 
 
 def _most(values: Sequence[Sequence[float]]) -> float:
-    """The end of the colours, which the largest hundredth of the cells share."""
+    """The upper end of the colour scale; the largest hundredth of the cells share it."""
     every = sorted(value for row in values for value in row) or [1.0]
     return every[int(0.99 * (len(every) - 1))]
 
@@ -159,7 +159,7 @@ class TokenMap(Frozen):
 
 
 class LayerMap(Frozen):
-    """The same of what one sublayer reads."""
+    """The same for the input of one sublayer."""
 
     state: int
     name: str
@@ -173,14 +173,14 @@ class TokenMapKeys(Frozen):
 
 
 class LayerMapKeys(Frozen):
-    """State by state, with the tokens and dimensions of `token_map`; only on request."""
+    """Maps by state, with the tokens and dimensions of `token_map`; only on request."""
 
     layer_maps: list[LayerMap] = Field(default_factory=list)
 
 
 class TokenMaps(Metric):
-    """H_avg[n, j] = mean over states i of |h_i[n, j]|, dimensions j in order of their mean |h| over tokens and states
-    of the whole sample (arXiv 2601.22966, section 2)."""
+    """H_avg[n, j] = mean over states i of |h_i[n, j]|, dimensions j sorted by mean |h| over tokens and states of the
+    whole sample (arXiv 2601.22966, section 2)."""
 
     keys: ClassVar[type[Frozen]] = TokenMapKeys
     file_place, page_place = 46, 32
@@ -230,7 +230,7 @@ class TokenMaps(Metric):
 
 
 class LayerMaps(TokenMaps):
-    """|h| of what each layer's first sublayer reads, and the final norm."""
+    """|h| of the inputs of each layer's first sublayer and of the final norm."""
 
     keys = LayerMapKeys
     on_request = True

@@ -1,4 +1,4 @@
-"""The largest single values of what sublayers write: the three largest |y| of every output."""
+"""The largest single values that sublayers write: the three largest |y| of every output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OutputKeys(Frozen):
 
 
 class Outputs(Metric):
-    """Over all tokens, as `States` does it for what sublayers read."""
+    """The largest |y| over all tokens, as `States` measures |h| of sublayer inputs."""
 
     keys = OutputKeys
     columns = (Column("largest |y|", "of all sublayers' outputs"),)
@@ -90,12 +90,12 @@ class Outputs(Metric):
 
 
 def _written(part: str, model: Model, rank: int) -> Points:
-    """By layer, the rank-th largest |y| of its attention or of its feed-forward."""
+    """By layer, the rank-th largest |y| of its attention or feed-forward."""
     return _points(model, part, {o.site + 1: o.largest for o in model.outputs}, rank)
 
 
 def _read(part: str, model: Model, rank: int) -> Points:
-    """By layer, the rank-th largest |h| that the sublayer after its attention or its feed-forward reads."""
+    """By layer, the rank-th largest |h| in the input of the sublayer after its attention or feed-forward."""
     return _points(model, part, {s.index: s.largest for s in model.states}, rank)
 
 
@@ -105,7 +105,7 @@ def _points(model: Model, part: str, largest: dict[int, list[Activation]], rank:
 
 
 def _figure(models: Models, y: str, points: Callable[[Model, int], Points]) -> Figure | None:
-    """One colour per model, one dash per rank."""
+    """One colour per model, one dash style per rank."""
     series = [
         Curve(
             model.name, [x for x, _ in line], [value for _, value in line], theme.colour(place), group=model.name,

@@ -1,6 +1,6 @@
-"""The cost of removal: the loss, on the same tokens, with one part of the model switched off.
+"""The cost of removal: the loss on the same tokens with one part of the model switched off.
 
-The one metric that is an experiment and not a sum: `residua/diagnose/api.py` calls `measure` after the others.
+This is the only metric that is an experiment, not a sum: `residua/diagnose/api.py` calls `measure` after the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from residua.report import Bar, Cell, Column, Value, theme
 from residua.report.figures import Figure, curves, grouped_bars, heatmap
 
 NO_CHANGE = 1e-3
-"""Removing a part changes nothing when the loss changes by less than this, in nats."""
+"""A part's removal counts as changing nothing if the loss changes by less than this, in nats."""
 Budget = Literal["none", "layers", "all"]
 KINDS: dict[Budget, tuple[AblationKind, ...]] = {
     "none": (),
@@ -30,12 +30,12 @@ KINDS: dict[Budget, tuple[AblationKind, ...]] = {
     "all": ("layer", "sublayer", "source", "stream", "uniform", "head"),
 }
 MOST_LAYERS = 8
-"""At most this many layers in the middle are removed at once, and at most half of all."""
+"""At most this many middle layers are removed at once, and at most half of all layers."""
 
 
 class AblationFacts(Frozen):
-    """The loss with one part switched off, and its change on the same tokens. `head` within layer `index`; of `layers`,
-    `index` is the first of `count`. `note` says where the part could not be left out altogether."""
+    """The loss with one part switched off, and its change on the same tokens. `head` counts within layer `index`; for
+    `layers`, `index` is the first of `count`. `note` says where the part could not be removed entirely."""
 
     kind: AblationKind
     index: int
@@ -48,7 +48,7 @@ class AblationFacts(Frozen):
 
 
 def planned(subject: Subject, budget: Budget, suspects: Iterable[int]) -> list[Ablation]:
-    """The ablations that the budget allows. Suspects are removed one by one unless the budget is "none"."""
+    """Plan the ablations that the budget allows. Suspects are removed individually unless the budget is "none"."""
     kinds = KINDS[budget]
     chosen = subject.ablations(kinds)
     chosen += _several(subject, {a.index for a in chosen if a.kind == "layer"})
@@ -58,7 +58,7 @@ def planned(subject: Subject, budget: Budget, suspects: Iterable[int]) -> list[A
 
 
 def _several(subject: Subject, removable: set[int]) -> list[Ablation]:
-    """Two, three and more layers in the middle, all at once, if each of them can be removed."""
+    """Plan to remove two, three or more middle layers at once, if each of them can be removed."""
     ablations = []
     for count in range(2, min(subject.layers // 2, MOST_LAYERS) + 1):
         first = (subject.layers - count) // 2
@@ -72,7 +72,7 @@ def _several(subject: Subject, removable: set[int]) -> list[Ablation]:
 def measure(
     subject: Subject, ablations: Sequence[Ablation], sample: Sample, tokens_at_once: int, tick: Callable[[], None]
 ) -> list[AblationFacts]:
-    """Loss and change of loss for each ablation, over the whole sample."""
+    """Measure the loss and its change for each ablation, over the whole sample."""
     if not ablations:
         return []
     whole = _loss(subject, sample, tokens_at_once)
@@ -97,7 +97,7 @@ def _loss(subject: Subject, sample: Sample, tokens_at_once: int) -> float:
 
 
 class Removal(Metric):
-    """How the costs are shown. The costs themselves are `ablations` in diagnosis.json, which every metric may read."""
+    """Presents the costs. They are stored as `ablations` in diagnosis.json, which every metric may read."""
 
     columns = (
         Column("costs most", "the layer whose removal costs most, and its loss change in nats"),
@@ -178,7 +178,7 @@ class Removal(Metric):
 
 
 def _costs(layers: Sequence[AblationFacts]) -> str:
-    """Which layer costs most and which least, as far as that can be said."""
+    """Name the most and the least costly layer, as far as they can be distinguished."""
     most, least = max(layers, key=lambda a: a.change), min(layers, key=lambda a: a.change)
     if len(layers) == 1:
         return f"Without {most.label} the loss changes by {most.change:+.4f} nats."
@@ -206,9 +206,9 @@ def _layer_costs(models: Models) -> Figure | None:
 
 
 def _perplexities(models: Models) -> Figure | None:
-    """How the perplexity changes without each layer; layers of a fill phase are left out.
+    """Draw the change in perplexity without each layer; layers of a fill phase are omitted.
 
-    The axis is logarithmic, or linear with a line at zero where some layer's removal lowers the loss.
+    The axis is logarithmic; if removing some layer lowers the loss, it is linear with a line at zero.
     """
     falls = any(_lowers(a) for m in models for a in m.ablations if a.kind == "layer" and not a.note)
 
@@ -220,24 +220,24 @@ def _perplexities(models: Models) -> Figure | None:
 
 
 def _lowers(ablation: AblationFacts) -> bool:
-    """Whether the loss is lower without the part."""
+    """Return whether removing the part lowers the loss."""
     return ablation.change <= -NO_CHANGE
 
 
 def _with_zero(figure: Figure | None) -> Figure | None:
-    """The figure with a line at zero if some of its values lie below."""
+    """Add a line at zero to the figure if some values are negative."""
     if figure is not None and any(y is not None and y < 0 for trace in figure.data for y in trace.y):
         figure.add_hline(y=0.0, line={"color": theme.SERIES[0], "width": 1.5, "dash": "dot"})
     return figure
 
 
 def perplexity_change(ablation: AblationFacts) -> float:
-    """exp(loss without) − exp(loss with); a loss beyond 50 counts as 50."""
+    """exp(loss without) − exp(loss with); losses above 50 count as 50."""
     return math.exp(min(ablation.loss, 50.0)) - math.exp(min(ablation.loss - ablation.change, 50.0))
 
 
 def _several_costs(models: Models) -> Figure | None:
-    """Loss change by the number of middle layers that are removed together, from one."""
+    """Loss change by the number of middle layers that are removed together, starting at one."""
     series = []
     for m, colour in zip(models, colours(models), strict=True):
         removals = [(float(a.count), a.change) for a in m.ablations if a.kind == "layers"]
@@ -250,7 +250,7 @@ def _several_costs(models: Models) -> Figure | None:
 
 
 def _removed(model: Model, high: float, zero: float | None) -> dict[int, Bar]:
-    """By layer, the loss change without it; with `zero`, bars begin there and a loss that falls goes to the left."""
+    """By layer, the loss change without it; with `zero`, bars begin there and decreases in loss extend to the left."""
     dead = {f.where["layer"] for f in model.findings if f.kind == "dead_layer"}
     return {
         a.index: Bar(
@@ -270,7 +270,7 @@ def _removed(model: Model, high: float, zero: float | None) -> dict[int, Bar]:
 def _sublayer_costs(models: Models) -> Figure | None:
     def points(m: Model) -> list[tuple[float, float]]:
         changes = [(float(a.index), a.change) for a in m.ablations if a.kind == "sublayer"]
-        return changes if len(changes) == len(m.sites) else []  # fewer are the suspects of a small budget
+        return changes if len(changes) == len(m.sites) else []  # a small budget only removes the suspects
 
     return _with_zero(by_layer(models, points, "loss change (nats)", x="sublayer"))
 

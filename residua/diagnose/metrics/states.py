@@ -1,4 +1,4 @@
-"""States, the inputs of sublayers: their size, massive activations, dimensionality, and how alike they are."""
+"""States, the inputs of sublayers: their size, massive activations, dimensionality and similarity."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ COVARIANCE_BYTES = 512 << 20
 MASSIVE, MASSIVE_RATIO = 100.0, 1000.0
 """Sun et al. (arXiv 2402.17762): |h| above 100 and about a thousand times the median."""
 MOST = 1e6
-"""The picture's scale ends here, however small a median is."""
+"""The picture's scale ends here, however small the median is."""
 
 
 class StateFacts(Frozen):
-    """The input of one sublayer (the last entry: of the final norm)."""
+    """The input of one sublayer (the last entry: the final norm's)."""
 
     index: int
     name: str
@@ -62,8 +62,8 @@ class StateSums:
     """Running sums over one state [B, T, C], the input of one sublayer, in float64.
 
     rms: sqrt(mean h²). median: mean over tokens of the (lower) median of |h|. The three largest |h|. Token similarity:
-    the mean cosine of two different tokens of a sequence, (‖Σ u_i‖² − Σ ‖u_i‖²)/(T(T−1)) with u = h/‖h‖. Input
-    similarity: the cosine of the whole sequence [T·C] with the first state's.
+    the mean cosine between different tokens of a sequence, (‖Σ u_i‖² − Σ ‖u_i‖²)/(T(T−1)) with u = h/‖h‖. Input
+    similarity: the cosine between the whole sequence [T·C] and that of the first state.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class StateSums:
 
 
 def token_similarity(h: Tensor) -> Tensor:
-    """Mean cosine over pairs of different tokens of each sequence, [B]; 1 for a sequence of one."""
+    """Mean cosine over pairs of different tokens of each sequence, [B]; 1 for a sequence of one token."""
     u: Tensor = (h / h.norm(dim=-1, keepdim=True).clamp(min=1e-30)).double()
     length = h.shape[1]
     if length == 1:
@@ -95,9 +95,9 @@ def token_similarity(h: Tensor) -> Tensor:
 
 
 class CoreFeatures:
-    """PCA: the least k for which the k largest eigenvalues of the covariance hold 99 % of its trace.
+    """PCA: the smallest k for which the k largest eigenvalues of the covariance hold 99 % of its trace.
 
-    Second moments are summed about the first batch's mean, so that a large constant dimension costs no precision.
+    Second moments are computed about the first batch's mean, so that a large constant dimension costs no precision.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class CoreFeatures:
 
 
 class States(Metric):
-    """Every state of a model; states are numbered 0 … sites, the last being the final norm's input."""
+    """Every state of a model. States are numbered 0 … sites; the last is the final norm's input."""
 
     keys = StateKeys
     kinds = ("massive_activation",)
@@ -258,13 +258,13 @@ class States(Metric):
 
 
 def _affordable(states: int, width: int) -> list[int]:
-    """States, evenly spread, whose covariance matrices fit the budget; always the first and the last."""
+    """Choose evenly spaced states whose covariance matrices fit the budget; the first and last are always included."""
     count = max(2, min(states, COVARIANCE_BYTES // (8 * width * width)))
     return sorted({round(i * (states - 1) / (count - 1)) for i in range(count)})
 
 
 def _massive(states: Sequence[StateFacts], *, every: bool = False) -> list[tuple[StateFacts, Activation]]:
-    """Single values above 100 and a thousand medians: the largest of each dimension, or every one."""
+    """Single values above 100 and above a thousand medians: the largest of each dimension, or, with `every`, all."""
     places = [
         (state, a)
         for state in states
@@ -281,7 +281,7 @@ def _massive(states: Sequence[StateFacts], *, every: bool = False) -> list[tuple
 
 
 def _massive_activations(states: Sequence[StateFacts]) -> list[Finding]:
-    """One finding per dimension with massive activations."""
+    """Report one finding per dimension with massive activations."""
     return [
         Finding(
             kind="massive_activation",
@@ -299,7 +299,7 @@ def _ratio(state: StateFacts) -> float:
 
 
 def _peaks(model: Model, high: float) -> dict[int, Bar]:
-    """By layer, the largest |h| it reads and the median; the final norm's under `model.layers`."""
+    """By layer, the largest and median |h| of its inputs; the final norm's are under `model.layers`."""
     massive = [state.index for state, _ in _massive(model.states, every=True)]
     layers = {s.index: model.sites[s.index].layer if s.index < len(model.sites) else model.layers for s in model.states}
     bars = {}
@@ -322,14 +322,14 @@ TOKENS_AT_ONCE = 256
 
 
 class SimilarityKeys(Frozen):
-    """Mean over tokens of cos(x_l, x_m) and of arccos(cos(x_l, x_m))/π for every two states, [S, S]."""
+    """Mean over tokens of cos(x_l, x_m) and of arccos(cos(x_l, x_m))/π for every pair of states, [S, S]."""
 
     similarity: list[list[float]]
     angular_distance: list[list[float]]
 
 
 class Similarity(Metric):
-    """State × state, token by token."""
+    """Similarity of states, state × state, token by token."""
 
     keys = SimilarityKeys
     file_place, page_place = 30, 60
@@ -347,7 +347,7 @@ class Similarity(Metric):
             x = torch.stack([wide(row[start : start + TOKENS_AT_ONCE]) for row in rows], 1)
             u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
             cosine = (u @ u.transpose(1, 2)).double().clamp(-1, 1)
-            # a state's angle to itself is zero, which arccos of a rounded 1 would miss
+            # a state's angle to itself is zero; arccos of a rounded 1 would not be
             cosine.diagonal(dim1=1, dim2=2).fill_(1.0)
             self.cosine = self.cosine + cosine.sum(0)
             self.angle = self.angle + (cosine.arccos() / torch.pi).sum(0)
@@ -413,7 +413,7 @@ class Similarity(Metric):
 
 
 def _distance(model: Model) -> Callable[[int, int], float | None]:
-    """The angular distance between what two readers read."""
+    """The angular distance between the inputs of two readers."""
     place = {s.index: index for index, s in enumerate(model.states)}
 
     def between(one: int, other: int) -> float | None:
@@ -424,7 +424,7 @@ def _distance(model: Model) -> Callable[[int, int], float | None]:
 
 
 def _pairs(model: Model, values: Sequence[Sequence[float]], title: str, high: float) -> Figure:
-    """State × state, coloured from zero unless something is below."""
+    """Draw state × state; colours start at zero unless some value is negative."""
     names = [s.name for s in model.states]
     low, step = -high if min(map(min, values)) < 0 else 0.0, label_step(len(names), 2 * LABELS)
     return heatmap(values, names, names, "read by", "read by", title, bounds=(low, high), height=560, step=step)

@@ -1,4 +1,4 @@
-"""Streams of a multi-stream residual: how each turns along depth, how large it gets, and how alike they are."""
+"""Streams of a multi-stream residual: how each turns along depth, how large it gets, and their similarity."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ from residua.report.figures import Figure, curves
 
 TOKENS_AT_ONCE = 256
 STILL = 0.05
-"""A stream stands still when no two of its states are further apart than this share of a half turn."""
+"""A stream stands still if no two of its states are further apart than this fraction of a half turn."""
 
 
 class StreamFacts(Frozen):
-    """Streams as reader `reader` finds them: angular distance of each to itself one sublayer earlier (null: it is new),
-    mean cosine between different streams, the largest |s| of each, and `earlier`: by stream, its angular distance to
-    itself at every earlier reader of the list (null: it did not exist there). The last two are empty in older files."""
+    """Streams as seen by reader `reader`: angular distance of each to itself one sublayer earlier (null: it is new),
+    mean cosine between different streams, and the largest |s| of each. `earlier` holds, by stream, its angular distance
+    to itself at every earlier reader in the list (null: it did not exist there). The last two are empty in older
+    files."""
 
     reader: int
     angular_distance: list[float | None]
@@ -54,15 +55,15 @@ class StreamKeys(Frozen):
 
 
 class Streams(Metric):
-    """Means over all tokens of angles arccos(cos(s_i(l), s_i(m)))/π for every stream i and two readers l and m. Also
-    the mean cosine between two streams of one reader, and max |s_i| over all tokens and channels."""
+    """Means over all tokens of the angles arccos(cos(s_i(l), s_i(m)))/π for every stream i and pair of readers l and m.
+    Also the mean cosine between different streams at one reader, and max |s_i| over all tokens and channels."""
 
     keys = StreamKeys
     file_place, page_place = 75, 80
 
     def __init__(self, subject: Subject, sample: Sample) -> None:
         super().__init__(subject, sample)
-        # the other means are of angles, by stream, [readers, readers] from its first one on
+        # `means` holds angles by stream, [readers, readers] from the stream's first reader on
         self.alike: dict[int, Mean] = defaultdict(Mean)
         self.largest: dict[int, Tensor] = {}
 
@@ -73,14 +74,14 @@ class Streams(Metric):
         for i in range(max((streams.shape[-2] for streams in in_order), default=0)):
             rows = [streams[..., i, :].flatten(0, 1) for streams in in_order if streams.shape[-2] > i]
             for start in range(0, observation.tokens.numel(), TOKENS_AT_ONCE):
-                # in float64, where a stream that nobody wrote turns by 1e-8 and not by 1e-4
+                # in float64, an unwritten stream appears to turn by 1e-8 instead of 1e-4
                 x = torch.stack([s[start : start + TOKENS_AT_ONCE] for s in rows], 1).double()
                 u = x / x.norm(dim=-1, keepdim=True).clamp(min=1e-30)
                 cosine = (u @ u.transpose(1, 2)).clamp(-1, 1)
                 self.means[i].add((cosine.arccos() / torch.pi).sum(0), len(x))
 
     def _add_reader(self, reader: int, streams: Tensor) -> None:
-        """Mean cosine between streams, and the largest |s| of each."""
+        """Add the mean cosine between streams, and the largest |s| of each."""
         largest = streams.abs().amax((0, 1, 3)).double()
         self.largest[reader] = torch.maximum(self.largest[reader], largest) if reader in self.largest else largest
         count = streams.shape[-2]
@@ -104,7 +105,7 @@ class Streams(Metric):
         )
 
     def _earlier(self, stream: int, place: int) -> list[float | None]:
-        """Distances to the readers before number `place`; a stream exists at the last readers that were counted."""
+        """Distances to the readers before number `place`. A stream that starts late only exists at the last readers."""
         angles = self.means[stream].value()
         missing = len(self.alike) - len(angles)
         known: list[float] = angles[place - missing, : place - missing].tolist()
@@ -183,14 +184,14 @@ def _turned(model: Model) -> Figure | None:
 
 
 def _maps(model: Model) -> dict[str, Figure | None]:
-    """By stream, its angular distance after layer ℓ to itself n layers later."""
+    """By stream, its angular distance between layer ℓ and n layers later."""
     place = {s.reader: index for index, s in enumerate(model.streams)}
     count = max((len(s.earlier) for s in model.streams), default=0)
     return {f"stream {i}": layers_later(model, _distance(model, place, i)) for i in range(count)}
 
 
 def _distance(model: Model, place: Mapping[int, int], stream: int) -> Callable[[int, int], float | None]:
-    """The angular distance of a stream between two readers, `one` before `other`."""
+    """The angular distance of a stream between two readers; `one` comes before `other`."""
 
     def between(one: int, other: int) -> float | None:
         if one not in place or other not in place or stream >= len(model.streams[place[other]].earlier):
@@ -202,7 +203,7 @@ def _distance(model: Model, place: Mapping[int, int], stream: int) -> Callable[[
 
 
 def _sizes(model: Model) -> dict[str, Figure | None]:
-    """max |s_i| by layer, after its last sublayer (the feed-forward) and before that (after attention)."""
+    """max |s_i| by layer, after its last sublayer (the feed-forward) and before it (after attention)."""
     largest = {s.reader: s.largest for s in model.streams if s.largest}
 
     def figure(readers: Mapping[int, int]) -> Figure | None:

@@ -1,4 +1,4 @@
-"""The outputs of each sublayer: the size of its output and of its gradients, and whether it is dead."""
+"""Each sublayer: the size of its output and of its gradients, and whether it is dead."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from residua.report.figures import Figure
 
 GRADIENT_TOKENS = 512
 SILENT = 1e-3
-"""A sublayer is silent when its output is below this share of what it reads, both in RMS and in the median. The RMS
-alone would call any output small next to an outlier dimension; the median alone, one that goes to few dimensions."""
+"""A sublayer is silent if its output is below this fraction of its input, in both RMS and median. With RMS alone, any
+output would look small next to an outlier dimension; with the median alone, so would an output to few dimensions."""
 
 Squares = tuple[float, int]
-"""The sum of the squares of some numbers, and how many there are."""
+"""A sum of squares, and the number of its terms."""
 NOTHING: Squares = (0.0, 0)
 
 
 class SiteFacts(Frozen):
-    """One sublayer. Output RMS; the same relative to the RMS of what it read; median |output| relative to the median
-    |input|, which no outlier dimension decides; RMS of its parameters' gradients."""
+    """One sublayer: output RMS; the same relative to its input's RMS; median |output| relative to median |input|, which
+    is robust to outlier dimensions; RMS of its parameters' gradients."""
 
     index: int
     layer: int
@@ -45,8 +45,7 @@ class SiteFacts(Frozen):
 
 
 class LayerFacts(Frozen):
-    """One layer. RMS of its output, which is the sum of what its sublayers write; RMS of the gradients of all their
-    parameters."""
+    """One layer: RMS of its output, the sum of its sublayers' outputs; RMS of the gradients of all their parameters."""
 
     layer: int
     output_rms: float | None = None
@@ -54,14 +53,14 @@ class LayerFacts(Frozen):
 
 
 class SiteKeys(Frozen):
-    """Every sublayer in the order they run, and every layer; older files lack the layers."""
+    """Every sublayer in execution order, and every layer; older files lack the layers."""
 
     sites: list[SiteFacts]
     layer_sizes: list[LayerFacts] = Field(default_factory=list)
 
 
 class Sublayers(Metric):
-    """Sizes are sqrt(mean y²) over all tokens, and the median of |y|, a mean over tokens; of outputs and of states."""
+    """Sizes of outputs and states: sqrt(mean y²) over all tokens, and the median of |y|, averaged over tokens."""
 
     keys = SiteKeys
     kinds = ("dead_layer", "dead_sublayer")
@@ -124,11 +123,11 @@ class Sublayers(Metric):
         )
 
     def _size(self, squares: Mapping[int, Tensor | float], k: int) -> float | None:
-        """The RMS over all tokens; None where nothing was seen."""
+        """The RMS over all tokens; None without data."""
         return (float(squares[k]) / self.tokens) ** 0.5 if k in squares else None
 
     def _gradients(self) -> dict[int, Squares]:
-        """By sublayer, the gradients of its parameters, of the loss of the first few tokens."""
+        """By sublayer, the squared gradients of its parameters for the loss of the first few tokens."""
         subject, few = self.subject, self.sample.first(GRADIENT_TOKENS)
         device = next(subject.model.parameters()).device
         tokens, targets = (t[:, :GRADIENT_TOKENS].to(device) for t in (few.tokens, few.targets))
@@ -140,7 +139,7 @@ class Sublayers(Metric):
             if not any(count for _, count in squares.values()):
                 self.skipped.append("Gradients: no sublayer weight has one (quantized weights do not).")
             return squares
-        except Exception as error:  # the model's own code may refuse in any way
+        except Exception as error:  # the model's own code may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             self.skipped.append(f"Gradients: the model's backward pass failed ({reason[:200]}).")
             return {}
@@ -265,7 +264,7 @@ def _rms(parts: Sequence[Squares]) -> float | None:
 
 
 def _silent(sites: Sequence[SiteFacts]) -> list[int]:
-    """Sublayers whose output is tiny compared with their input; removal shows whether they are dead."""
+    """Sublayers whose output is tiny compared with their input; removing them shows whether they are dead."""
     return [s.index for s in sites if _relative(s) < SILENT]
 
 
@@ -275,7 +274,7 @@ def _relative(site: SiteFacts) -> float:
 
 
 def layer_of(finding: Finding) -> int:
-    """The layer of a dead one."""
+    """The layer number of a dead layer."""
     layer = finding.where["layer"]
     assert isinstance(layer, int)
     return layer
@@ -293,7 +292,7 @@ def _changes(ablations: Sequence[AblationFacts]) -> dict[tuple[str, int], float]
 
 
 def _written(model: Model, high: float) -> dict[int, Bar]:
-    """By layer, the size of its outputs compared with the state they are added to."""
+    """By layer, the size of its outputs relative to the state they are added to."""
     dead = {layer_of(f): f.words for f in model.findings if f.kind == "dead_layer"}
     parts = {sublayer_of(f): f.words for f in model.findings if f.kind == "dead_sublayer"}
     bars = {}
@@ -310,7 +309,7 @@ def _written(model: Model, high: float) -> dict[int, Bar]:
 
 
 def _dead_layers(sites: Sequence[SiteFacts], ablations: Sequence[AblationFacts]) -> list[Finding]:
-    """Layers all of whose sublayers are silent and whose removal changes nothing; single sublayers likewise."""
+    """Find layers whose sublayers are all silent and whose removal changes nothing; likewise single sublayers."""
     changes = _changes(ablations)
     dead = [k for k in _silent(sites) if abs(changes.get(("sublayer", k), 0.0)) < NO_CHANGE]
     findings = []
