@@ -1,4 +1,4 @@
-"""A corpus: parts that hold documents, and the rule that holds documents out for validation."""
+"""A corpus: parts that contain documents, and the rule that holds out documents for validation."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from residua.data.readers import MAX_DOCUMENT_BYTES, DataError, Sourced, cut, te
 TRAIN, VALIDATION = "train", "validation"
 HOLDOUT = 0.01
 MIN_HELD_OUT_BYTES = 32_768
-"""Bytes of text that are held out at least when no share is given, but at most a tenth of the text."""
-# Of more documents than this, chosen by their hash, the held-out ones are close enough to their share of the text.
+"""The least text to hold out, in bytes, if no share is given; never more than a tenth of the text."""
+# With more documents than this, holding out by hash alone comes close enough to the share of the text.
 _MAX_FEW_DOCUMENTS, _MAX_FEW_BYTES = 1000, 256_000_000
 _MIN_PIECE_BYTES = 1024
 _MAX_MEMORY_BYTES = 1 << 25
-"""Bytes of the first documents that are kept in memory; more go to a temporary file."""
+"""Bytes of the first documents to keep in memory; the rest goes to a temporary file."""
 
 
 class Document(NamedTuple):
-    """A text, its length in UTF-8 bytes, its split, the bytes of the corpus read so far, and its source or nothing."""
+    """A text, its length in UTF-8 bytes, its split, the bytes of the corpus read so far, and its source, if known."""
 
     text: str
     bytes: int
@@ -37,17 +37,17 @@ class Document(NamedTuple):
 
 
 Hashed = tuple[float | None, Document]
-"""A document and its hash in [0, 1); None if its part decides its split."""
+"""A document and its hash in [0, 1); the hash is None if the document's part sets the split."""
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Parts read in order.
 
-    `holdout` is the share of the text held out for validation, and `least` how many bytes at least (but at most a tenth
-    of the text). Documents are chosen by a hash of their text. Reading ends after the document that reaches `limit`
-    bytes of text; validation parts do not count. `left_out` are files of folders that are not read because of their
-    suffix, `links` those that are links to somewhere else. `skip_bad` leaves out faulty lines and files.
+    `holdout` is the share of the text held out for validation, and `least` its minimum in bytes (but at most a tenth of
+    the text). A hash of their text selects documents. Reading ends after the document that reaches `limit` bytes of
+    text; validation parts do not count. `left_out` lists files in folders that are ignored because of their suffix,
+    `links` those that are links out of the folder. `skip_bad` skips faulty lines and files.
     """
 
     names: tuple[str, ...]
@@ -66,18 +66,19 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over name, size, version and split of every part, what is held out or skipped, and the limit."""
+        """SHA-256 over name, size, version and split of every part, the rules for holding out and skipping, and the
+        limit."""
         identity = [(part.name, part.size, part.version, part.split) for part in self.parts]
         rule = (self.holdout, self.limit, "by size", self.least) if self.holdout else (self.holdout, self.limit)
         skipped = ("skip bad",) if self.skip_bad else ()
         return hashlib.sha256(repr((identity, *rule, *skipped)).encode()).hexdigest()
 
     def documents(self, problems: Problems | None = None) -> Iterator[Document]:
-        """All documents that are not blank, each with its split; counts skipped lines and files in `problems`.
+        """Yield all documents that are not blank, each with its split; count skipped lines and files in `problems`.
 
-        A document is held out if its hash is below the share. With few documents, this may give less than half or more
-        than twice the share of the text. Then whole documents are held out in the order of their hashes as long as they
-        fit. If that is less than half of the share, the end of the next one is added.
+        A document is held out if its hash is below the share. With few documents, this may hold out less than half or
+        more than twice the share of the text. In that case we hold out whole documents in hash order while they fit. If
+        that is less than half of the share, we add the end of the next one.
         """
         hashed = self._hashed(problems)
         if not self.holdout:
@@ -91,7 +92,7 @@ class Corpus:
                 yield from self._by_hash(chain(first, [] if following is None else [following], hashed))
 
     def _few_training_texts(self) -> Iterator[str] | None:
-        """The training texts if they are chosen by size."""
+        """The training texts if documents are held out by size, else None."""
         if not self.holdout or self.size is None:
             return None
         hashed = self._hashed()
@@ -101,20 +102,20 @@ class Corpus:
         return (document.text for document in self.documents() if document.split == TRAIN)
 
     def _wanted(self, total: int) -> float:
-        """Bytes to hold out of so many."""
+        """The number of bytes to hold out of `total`."""
         return max(self.holdout * total, min(self.least, total / 10))
 
     def _is_even(self, first: _Beginning) -> bool:
-        """Whether the hash alone holds out half to twice the share."""
+        """Return whether the hash alone holds out between half and twice the share."""
         sizes = [(entry.hashed < self.holdout, entry.bytes) for entry in first.entries if entry.hashed is not None]
         wanted = self._wanted(sum(size for _, size in sizes))
         return wanted / 2 <= sum(size for chosen, size in sizes if chosen) <= wanted * 2
 
     def _by_size(self, first: _Beginning) -> Iterator[Document]:
-        """Few documents, in their order; one of them may be divided, and all its copies alike.
+        """Split few documents, keeping their order; one of them may be divided, along with all its copies.
 
-        Repeated texts are chosen last, because all copies of one can be far more than the share. If there are only
-        copies of one text, too short to divide, the first of them is held out.
+        Repeated texts are chosen last, because all copies of one can far exceed the share. If all documents are copies
+        of one text that is too short to divide, the first is held out.
         """
         open_ones = [entry for entry in first.entries if entry.hashed is not None]
         wanted = self._wanted(sum(entry.bytes for entry in open_ones))
@@ -143,9 +144,9 @@ class Corpus:
                 yield document._replace(split=VALIDATION if entry.text in validation_texts else TRAIN)
 
     def _by_hash(self, documents: Iterable[Hashed]) -> Iterator[Document]:
-        """The document with the lowest hash comes last, with its copies. If nothing was held out by then, they go to
-        validation, or the first of them, if there are no other documents."""
-        lowest, candidates, copies, others = 1.0, list[Document](), 0, False  # many copies, one text in memory
+        """Split documents by hash, with the lowest-hash document and its copies last. If nothing else was held out, all
+        of them go to validation, or only the first if there are no other documents."""
+        lowest, candidates, copies, others = 1.0, list[Document](), 0, False  # copies are counted, not stored
         split_of_lowest = VALIDATION if self.holdout else TRAIN
         for hashed, document in documents:
             others |= bool(candidates) and hashed != lowest
@@ -164,7 +165,8 @@ class Corpus:
             yield from (document._replace(split=split) for split in islice(same, copies))
 
     def _hashed(self, problems: Problems | None = None) -> Iterator[Hashed]:
-        """The documents with their hashes. After a problem that may not be skipped, the others are looked for."""
+        """Yield the documents with their hashes. After a problem that may not be skipped, only search for further
+        problems."""
         problems = Problems(self.skip_bad) if problems is None else problems
         before, train_bytes, searched = 0, 0, 0
         for part in self.parts:
@@ -191,7 +193,7 @@ class Corpus:
         problems.refuse()
 
     def sample(self, limit: int) -> Iterator[str]:
-        """About `limit` bytes of training text: the beginning of each part, in proportion to its size."""
+        """Yield about `limit` bytes of training text: the beginning of each part, in proportion to its size."""
         limit = min(limit, self.limit or limit)
         if (few := self._few_training_texts()) is not None:
             sampled_bytes = 0
@@ -214,7 +216,7 @@ class Corpus:
                     break
 
     def _texts(self, part: Part) -> Iterator[tuple[str, bytes]]:
-        """The texts of a part and their UTF-8; at a problem that may not be skipped, refuses all of the corpus."""
+        """Yield the texts of a part and their UTF-8; a problem that may not be skipped refuses the whole corpus."""
         for item, _ in part.read():
             if not isinstance(item, Problem):
                 yield from _valid_pieces(text_of(item), blank=True)
@@ -224,7 +226,7 @@ class Corpus:
 
 
 class _Entry(NamedTuple):
-    """A document of the first ones: its hash in [0, 1) or None, a digest of its text, and the rest of it."""
+    """One of the first documents: its hash in [0, 1) or None, a digest of its text, and its other fields."""
 
     hashed: float | None
     text: bytes
@@ -235,7 +237,7 @@ class _Entry(NamedTuple):
 
 
 class _Beginning:
-    """The first documents, as many as are few, with their texts in a file where they are long."""
+    """The first documents, up to the limit for "few"; their texts go to a file if they are large."""
 
     def __init__(self, documents: Iterator[Hashed]) -> None:
         self.entries: list[_Entry] = []
@@ -266,9 +268,9 @@ class _Beginning:
 
 
 def _divide(document: Document, piece_bytes: float) -> Iterator[Document]:
-    """The document with its last `piece_bytes` (1 KiB at least) in validation, cut where a line or a word begins.
+    """Put the last `piece_bytes` of a document (at least 1 KiB) into validation, cut where a line or word begins.
 
-    One that is not twice as long goes there as a whole.
+    A document less than twice as long goes into validation as a whole.
     """
     text, piece_bytes = document.text, max(piece_bytes, _MIN_PIECE_BYTES)
     if not _can_divide(document.bytes, piece_bytes):
@@ -300,7 +302,7 @@ def unit_hash(data: bytes) -> float:
 
 
 def _valid_pieces(text: str, blank: bool = False) -> Iterator[tuple[str, bytes]]:
-    """The text and its UTF-8, in pieces where it is longer than a document may be; `blank`: also blank texts."""
+    """Yield the text and its UTF-8, in pieces if it exceeds the longest document; with `blank`, also blank texts."""
     if not blank and not text.strip():
         return
     try:
@@ -326,13 +328,13 @@ def open_corpus(
     limit: int | None = None,
     skip_bad: bool = False,
 ) -> Corpus:
-    """The corpus of files, folders or Hugging Face dataset names (`org/name` or `org/name:config`).
+    """Open a corpus of files, folders or Hugging Face dataset names (`org/name` or `org/name:config`).
 
-    With `validation` (a source like the others) nothing is held out of `sources`; otherwise the share `holdout`
-    of the text is, in documents chosen by a hash: equal texts always land on the same side. Without a share it is 1 %,
-    but 32 KiB at least, or a tenth of a small text. Reading stops after the document that reaches `limit` bytes
-    of text, for a first part of a large corpus. With `skip_bad`, faulty lines and files are left out and counted;
-    without, one error names all of them.
+    With `validation` (a source like the others), nothing is held out of `sources`. Otherwise the share `holdout` of the
+    text is held out, in documents selected by hash, so that equal texts are always in the same split. The default is 1
+    %, but at least 32 KiB, or a tenth of a small text. Reading stops after the document that reaches `limit` bytes of
+    text, to use the first part of a large corpus. With `skip_bad`, faulty lines and files are skipped and counted;
+    otherwise, one error names all of them.
     """
     least = MIN_HELD_OUT_BYTES if holdout is None else 0
     holdout = HOLDOUT if holdout is None else holdout
@@ -345,10 +347,10 @@ def open_corpus(
     links: list[Path] = []
     if validation is None:
         parts = list(parts_of(names, field, None, left_out, links))
-    else:  # First, so that a limit cannot end the reading before the validation text.
+    else:  # Validation comes first, so that a limit cannot end reading before it.
         held_out = list(parts_of([str(validation)], field, VALIDATION, left_out, links))
         parts = [*held_out, *parts_of(names, field, TRAIN, left_out, links)]
         holdout, least = 0.0, 0
-    read = {part.name for part in parts}  # a file of any suffix is, if it is named
+    read = {part.name for part in parts}  # a file given by name is read, whatever its suffix
     unread, outside = (tuple(path for path in paths if str(path.resolve()) not in read) for paths in (left_out, links))
     return Corpus(names, tuple(parts), holdout, limit, least, unread, outside, skip_bad)

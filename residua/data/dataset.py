@@ -1,4 +1,4 @@
-"""A prepared dataset: `dataset.json`, the tokenizer and the shards of each split, all checked when opened."""
+"""A prepared dataset: `dataset.json`, the tokenizer and the shards of each split, all checked on opening."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FORMAT_VERSION = 1
 DESCRIPTION = "dataset.json"
 TOKENIZER = "tokenizer.json"
 SOURCES = "validation-sources.json"
-"""Which source each validation document is from; only there if the text named its sources."""
+"""The source of each validation document; the file exists only if the text names its sources."""
 FINGERPRINT_TOKENS = 65_536
-"""Tokens at each end of a split that go into a dataset's fingerprint."""
+"""Number of tokens at each end of a split that enter a dataset's fingerprint."""
 AGAIN = "prepare the data again"
 
 
@@ -53,22 +53,22 @@ class _Settings(Shape):
 
 
 class Sources(Shape):
-    """The names of sources, and for each document of the validation split the place of its own; "" is unknown."""
+    """The names of sources, and for each validation document the index of its source; "" means unknown."""
 
     names: list[str] = Field(min_length=1)
     documents: list[Count] = Field(min_length=1)
 
 
 READ_TOKENS = 1 << 24
-"""Tokens of a split that are in memory at once where all are read."""
+"""Tokens in memory at once when a whole split is read."""
 SAMPLED_PLACES = 64
-"""Where a sample of a split is read."""
+"""Number of places at which a sample of a split is read."""
 
 
 class Split:
     """One split of a dataset as a single stream of tokens: its shards, end to end.
 
-    No id that is read is above `largest`: each is checked, because files can be damaged after they were opened.
+    Every id is checked on reading not to exceed `largest`, because files can be damaged after opening.
     """
 
     def __init__(self, name: str, bytes: int, shards: list[Shard], tokenizer_hash: str) -> None:
@@ -82,13 +82,13 @@ class Split:
         self._first = np.cumsum([0, *(shard.tokens for shard in shards)])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens `start` to `start + count` of the stream, int64 [count]."""
+        """Return tokens `start` to `start + count` of the stream, int64 [count]."""
         overlap = self._overlap(start, start + count)
         pieces = [shard.read(low, high) for shard, low, high, _ in overlap]
         return np.concatenate(pieces).astype(np.int64)
 
     def check(self) -> None:
-        """Read every id and every table of documents, and refuse what is damaged."""
+        """Read every id and document table, and refuse damaged ones."""
         for shard in self.shards:
             shard.documents_between(0, shard.tokens)
             for low in range(0, shard.tokens, READ_TOKENS):
@@ -102,7 +102,7 @@ class Split:
         return np.concatenate(starts)
 
     def counts(self, vocab_size: int, sample: int | None = None) -> np.ndarray:
-        """How often each token occurs, int64 [vocab_size]; with `sample`, among about so many spread over the split."""
+        """Count each token, int64 [vocab_size]; with `sample`, among about that many tokens spread over the split."""
         total = np.zeros(vocab_size, np.int64)
         every = chunk = READ_TOKENS
         if sample is not None and sample < self.tokens:
@@ -122,12 +122,12 @@ class Split:
 
 
 TINY_VALIDATION = 10_000
-"""With fewer tokens, the loss varies by some hundredths of a nat from one validation text to another."""
+"""With fewer tokens, the loss varies by a few hundredths of a nat between validation texts."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """A folder made by `prepare`. `description` is the content of its `dataset.json`."""
+    """A folder written by `prepare`. `description` is the content of its `dataset.json`."""
 
     path: Path
     description: dict[str, Any]
@@ -140,7 +140,7 @@ class Dataset:
         description = read_description(path)
         facts = check(description, _Facts, path / DESCRIPTION, AGAIN)
         tokenizer = inside(path, TOKENIZER)
-        settings = inside(path, SETTINGS)  # there if tokenizer.json does not tell the end of a text
+        settings = inside(path, SETTINGS)  # exists if tokenizer.json does not name the end-of-text token
         stated = read_json(settings, _Settings, AGAIN).eos_token if settings.exists() else None
         stored = hash_of(read_text(tokenizer, AGAIN), tokenizer, stated)
         if stored != facts.tokenizer_hash:
@@ -150,7 +150,7 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: one more than the largest id of the tokenizer."""
+        """Number of ids: the tokenizer's largest id plus one."""
         return int(self.description["vocab_size"])
 
     @property
@@ -160,8 +160,8 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the text as a model sees it, wherever the folder is: the tokenizer and the counts in dataset.json,
-        and the first and last tokens of each split."""
+        """Identifies the text as a model sees it, regardless of the folder's location. It covers the tokenizer, the
+        counts in dataset.json, and the first and last tokens of each split."""
         digest = hashlib.sha256(self.tokenizer_hash.encode())
         for name, split in sorted(self.splits.items()):
             digest.update(repr((name, split.tokens, split.documents, split.bytes)).encode())
@@ -172,7 +172,7 @@ class Dataset:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the dataset."""
+        """The tokenizer that the dataset was made with."""
         tokenizer = Tokenizer.load(self.path / TOKENIZER)
         if tokenizer.vocab_size != self.vocab_size:
             raise DataError(
@@ -182,7 +182,7 @@ class Dataset:
         return tokenizer
 
     def split(self, name: str) -> Split:
-        """The split of that name, `train` or `validation`."""
+        """Return the split with this name, `train` or `validation`."""
         if name not in self.splits:
             advice = f": {AGAIN}, with --holdout above 0 or --validation SOURCE" if name == VALIDATION else ""
             raise DataError(f"the dataset {self.path} has no split {name!r}, only {', '.join(self.splits)}{advice}")
@@ -190,7 +190,7 @@ class Dataset:
 
     @cached_property
     def sources(self) -> Sources | None:
-        """The sources of the validation text; None if it names none, or was prepared by an older version."""
+        """The sources of the validation text; None if it names none or an older version prepared it."""
         file = inside(self.path, SOURCES)
         if not file.exists():
             return None
@@ -201,31 +201,31 @@ class Dataset:
         return sources
 
     def tiny_validation(self) -> str | None:
-        """What to say about a validation split whose losses are uncertain because it is so small."""
+        """A notice if the validation split is so small that its losses are uncertain, else None."""
         split = self.splits.get("validation")
         if split is None or split.tokens >= TINY_VALIDATION:
             return None
         return f"validation is tiny ({counted(split.tokens, 'token')}), so losses on it are uncertain"
 
     def bytes_per_token(self, split: str) -> float:
-        """UTF-8 bytes of text per token, end-of-text tokens counted: bits per byte = nats / (ln 2 · this)."""
+        """UTF-8 bytes of text per token, counting end-of-text tokens: bits per byte = nats / (ln 2 · this)."""
         chosen = self.split(split)
         return chosen.bytes / chosen.tokens
 
     def bytes_of(self, ids: np.ndarray, split: str) -> float:
-        """UTF-8 bytes of text of tokens: exact for byte-level tokenizers, else estimated by the split's mean."""
+        """UTF-8 bytes of the tokens' text: exact for byte-level tokenizers, else estimated from the split's mean."""
         lengths = self.tokenizer.byte_lengths
         return float(lengths[ids].sum()) if lengths is not None else len(ids) * self.bytes_per_token(split)
 
     def require_tokenizer(self, tokenizer_hash: str, owner: str) -> None:
-        """Raise `DataError` unless the dataset has the tokenizer of `owner`, such as a checkpoint."""
+        """Raise `DataError` unless the dataset uses the tokenizer of `owner`, such as a checkpoint."""
         if self.tokenizer_hash != tokenizer_hash:
             raise _mismatch(self.path, self.tokenizer_hash, owner, tokenizer_hash)
 
     def require_known(self, vocab_size: int, advice: str) -> None:
-        """Raise `DataError` if the dataset is in other tokens than a model with `vocab_size` ids can know.
+        """Raise `DataError` if the dataset contains tokens outside a model's `vocab_size` ids.
 
-        The tokenizer may have added tokens beyond these ids that no text uses; `advice` says what to do if one does.
+        The tokenizer may have added tokens above these ids, as long as no text uses them; `advice` ends the error.
         """
         if self.vocab_size > vocab_size:
             largest = max(split.largest for split in self.splits.values())
@@ -234,10 +234,10 @@ class Dataset:
 
 
 def unigram_entropy(dataset: Dataset, *, limit_tokens: int | None = None, sample: int | None = None) -> float:
-    """Nats per token of a model that knows only how often training tokens occur, all of them or about `sample`.
+    """Nats per token of a model that only knows the frequencies of training tokens (all, or about `sample` of them).
 
     H = −Σ_v q(v) ln p(v), with p(v) = (n(v) + 1) / (N + V) and q the frequencies in the validation text, or in its
-    first `limit_tokens`. A model whose validation loss is well below has learned something about order.
+    first `limit_tokens`. A model with a validation loss well below this has learned something about order.
     """
     fitted = dataset.split(TRAIN).counts(dataset.vocab_size, sample) + 1
     split = dataset.split(VALIDATION)
@@ -250,7 +250,7 @@ def unigram_entropy(dataset: Dataset, *, limit_tokens: int | None = None, sample
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The content of `dataset.json` in a folder, its format and version checked."""
+    """Read `dataset.json` in a folder and check its format and version."""
     file = path / DESCRIPTION
     if not path.exists():
         raise DataError(f"{path} does not exist: name a folder made by residua data prepare")

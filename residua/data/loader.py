@@ -1,8 +1,8 @@
-"""Batches of token windows: shuffled and endless for training, fixed and in order for validation.
+"""Batches of token windows: shuffled and endless for training, in fixed order for validation.
 
-The order in which windows are visited is a function of seed, epoch and window length alone. It does not depend on the
-number of ranks or the batch size, and no list of windows is stored: the shuffle is a keyed bijection that computes any
-item of the order directly, so resuming needs two integers.
+The order of windows depends only on seed, epoch and window length, not on the number of ranks or the batch size. No
+list of windows is stored: the shuffle is a keyed bijection that computes any item of the order directly, so resuming
+needs two integers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FEISTEL_ROUNDS = 6
 
 @dataclass(frozen=True)
 class Batch:
-    """`tokens`, `targets` [B, T] int64; `segments` [B, T] int64 or None: which document a token belongs to.
+    """`tokens`, `targets` [B, T] int64; `segments` [B, T] int64 or None: the document of each token.
 
-    `targets[b, t]` is the token after `tokens[b, t]`. With segments, ids count from 0 in each row and rise where a
-    document begins, and the target at an end-of-text token is -100: the model need not predict the first word of an
-    unrelated document. The end-of-text token itself is predicted.
+    `targets[b, t]` is the token after `tokens[b, t]`. Segment ids start at 0 in each row and increase where a document
+    begins. With segments, the target at an end-of-text token is -100, so that the model need not predict the first word
+    of an unrelated document. The end-of-text token itself is predicted.
     """
 
     tokens: torch.Tensor
@@ -50,12 +50,12 @@ class Loader:
     """Endless training batches of one rank.
 
     All ranks follow one global order of windows (see `Order`). Each batch takes the next `batch · world` windows, of
-    which rank r gets those at r, r + world, …. So a step has the same windows however they are divided into ranks,
-    batches and accumulation. `state_dict` is a position in the global order, so rank 0's serves all ranks, also after
-    a change of `batch` or `world`.
+    which rank r gets those at r, r + world, …. So a step has the same windows however they are divided among ranks,
+    batches and accumulation steps. `state_dict` is a position in the global order, so rank 0's serves all ranks, even
+    after a change of `batch` or `world`.
 
-    With `limit`, only so many tokens from the beginning of the split are read. A thread prepares `prefetch` batches
-    ahead (0: no thread); it starts with the first batch and ends with `close`.
+    With `limit`, only that many tokens from the beginning of the split are read. A thread prepares `prefetch` batches
+    ahead (0: no thread); it starts at the first batch and ends at `close`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Loader:
 
     @property
     def epoch(self) -> float:
-        """Passes over the split so far, as a fraction."""
+        """Passes over the split so far, including the fraction of the current one."""
         return self._cursor.epoch + self._cursor.position / self._source.order.windows(self._cursor.epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Loader:
         return {**self._identity(), "epoch": self._cursor.epoch, "position": self._cursor.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position saved by `state_dict`: the next batch is the one that would have followed."""
+        """Resume at a position saved by `state_dict`: the next batch is the one that would have followed."""
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(f"the saved data position has {name} = {state.get(name)}, this run has {here}")
@@ -118,7 +118,7 @@ class Loader:
         self._cursor = cursor
 
     def close(self) -> None:
-        """End the prefetch thread; the next batch starts another one at the right position."""
+        """End the prefetch thread; the next batch starts a new thread at the right position."""
         if self._prefetcher is not None:
             self._prefetcher.stop()
             self._prefetcher = None
@@ -128,14 +128,14 @@ class Loader:
             self.close()
 
     def _identity(self) -> dict[str, Any]:
-        """The facts that a position in the order depends on."""
+        """The settings that a position in the order depends on."""
         tokens, tokenizer = self._source.order.tokens, self.split.tokenizer_hash
         return {"seed": self.seed, "sequence": self.sequence, "tokens": tokens, "tokenizer_hash": tokenizer}
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Makes the batch at a cursor."""
+    """Builds the batch at a cursor."""
 
     split: Split
     order: Order
@@ -150,7 +150,7 @@ class _Source:
 
 
 class _Prefetcher:
-    """A thread that keeps a short queue of batches filled. It holds no reference to the loader."""
+    """A thread that fills a short queue of batches. It holds no reference to the loader."""
 
     def __init__(self, source: _Source, cursor: Cursor, depth: int) -> None:
         self.queue: Queue[tuple[Batch, Cursor] | BaseException] = Queue(depth)
@@ -192,7 +192,7 @@ def validation_batches(
     limit_tokens: int | None = None,
     segments: bool = False,
 ) -> Iterator[Batch]:
-    """The windows of a split in order from its first token, `limit_tokens` at most; always the same.
+    """Yield the windows of a split in order from its first token, at most `limit_tokens`; they are always the same.
 
     They do not depend on `batch`; the last batch may be smaller.
     """
@@ -204,13 +204,13 @@ def validation_batches(
 
 
 def validated_tokens(tokens: int, sequence: int, limit_tokens: int | None = None) -> int:
-    """The tokens in the whole windows of a split of `tokens`, `limit_tokens` at most but for one window."""
+    """Tokens in the whole windows of a split of `tokens`: at most `limit_tokens`, but at least one window."""
     windows = (tokens - 1) // sequence
     return (windows if limit_tokens is None else min(windows, max(1, limit_tokens // sequence))) * sequence
 
 
 def whole_text(split: Split, sequence: int, batch: int, segments: bool = False) -> Iterator[Batch]:
-    """All windows of a split in order from its first token, then what is left after them as a shorter one."""
+    """Yield all windows of a split in order from its first token, then the remainder as a shorter one."""
     windows, rest = divmod(split.tokens - 1, sequence)
     if split.tokens < 2:
         raise DataError(f"the {split.name} split holds {counted(split.tokens, 'token')}, but a loss needs at least two")
@@ -232,7 +232,7 @@ def _check_size(split: Split, sequence: int, batch: int) -> None:
 
 
 def _windows(split: Split, starts: np.ndarray, sequence: int, segments: bool) -> Batch:
-    """The windows that begin at `starts` [B], as a batch."""
+    """Build a batch of the windows that begin at `starts` [B]."""
     import torch  # takes 1.4 s, and `residua data` does not need it
 
     ids = np.stack([split.read(start, sequence + 1) for start in starts])
@@ -256,7 +256,7 @@ class Cursor(NamedTuple):
 
 
 class Order:
-    """Windows of `sequence` tokens (and the one after) in shuffled order, epoch after epoch.
+    """Windows of `sequence` tokens (plus the next one) in shuffled order, epoch by epoch.
 
     Epoch e cuts the stream into windows from its own offset o_e < sequence, so window borders differ between epochs.
     The tokens before o_e, and those after the last whole window, are not used in that epoch.
@@ -267,7 +267,7 @@ class Order:
         self.tokens, self.sequence, self.seed = tokens, sequence, seed
 
     def offset(self, epoch: int) -> int:
-        """First token of the first window of an epoch; at least one window always fits."""
+        """The first token of the first window of an epoch; at least one window always fits."""
         choices = min(self.sequence, self.tokens - self.sequence)
         return _key(self.seed, epoch, 0) % choices
 
@@ -276,7 +276,7 @@ class Order:
         return (self.tokens - 1 - self.offset(epoch)) // self.sequence
 
     def take(self, cursor: Cursor, count: int) -> tuple[np.ndarray, Cursor]:
-        """First tokens, int64 [count], of the next `count` windows, and the cursor after them."""
+        """Return the first tokens, int64 [count], of the next `count` windows, and the cursor after them."""
         parts = []
         while count > 0:
             epoch, position = cursor
@@ -290,11 +290,11 @@ class Order:
 
 
 def permute(items: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Images of `items` under the pseudo-random bijection of range(size) that `key` selects, int64.
+    """Map `items` by the pseudo-random bijection of range(size) that `key` selects, int64.
 
-    A Feistel network is a bijection of 2h-bit words whatever its round function F: (l, r) → (r, l ⊕ F(r)). Words
-    that land outside range(size) go through again until they are inside ("cycle walking"); 2^2h < 4·size keeps
-    that short. (Luby & Rackoff 1988; Black & Rogaway 2002.)
+    A Feistel network is a bijection of 2h-bit words for any round function F: (l, r) → (r, l ⊕ F(r)). Words that land
+    outside range(size) are mapped again until they are inside ("cycle walking"); 2^2h < 4·size keeps this short. (Luby
+    & Rackoff 1988; Black & Rogaway 2002.)
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -311,7 +311,7 @@ def permute(items: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014): every input bit reaches every output bit."""
+    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014): every input bit affects every output bit."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: np.ndarray = words ^ (words >> np.uint64(31))
@@ -319,5 +319,5 @@ def _mix(words: np.ndarray) -> np.ndarray:
 
 
 def _key(*parts: int) -> int:
-    """Hash several numbers into one of 64 bits, the same on every machine."""
+    """Hash several numbers to 64 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")

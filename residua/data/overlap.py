@@ -1,7 +1,6 @@
-"""Documents of the validation text that are also in the training text: verbatim, or up to case and punctuation.
+"""Find validation documents that are also in the training text: verbatim, or up to case and punctuation.
 
-Whole documents are compared by hashes, 24 bytes for each in a temporary file. A text that is part of another is not
-found.
+Whole documents are compared by hash, using 24 bytes each in a temporary file. A text inside a longer one is not found.
 """
 
 from __future__ import annotations
@@ -21,31 +20,31 @@ DROP, KEEP, REFUSE = "drop", "keep", "refuse"
 RULES = (DROP, KEEP, REFUSE)
 EXACT, NEAR, BYTES = range(3)
 BLOCK_DOCUMENTS = 1 << 20
-"""Documents of a split that are compared at once."""
+"""Documents of a split to compare at once."""
 _ASCII_SIGNS = bytes(code for code in range(128) if not chr(code).isalnum())
 _OTHER_SIGNS = re.compile(r"\W+")
 
 
 def letters_and_digits(text: str) -> bytes:
-    """A text without case, white space and punctuation, as UTF-8."""
+    """Remove case, white space and punctuation from a text; return UTF-8."""
     data = text.casefold().encode().translate(None, _ASCII_SIGNS)
     return data if data.isascii() else _OTHER_SIGNS.sub("", data.decode()).encode()
 
 
 class Fingerprints:
-    """Of each document of a split: a hash of its text, one of its letters and digits, and its length in bytes."""
+    """For each document of a split: a hash of its text, a hash of its letters and digits, and its length in bytes."""
 
     def __init__(self, folder: Path) -> None:
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed with the split)
 
     def add(self, text: str, size: int) -> None:
-        """Append a document; one without letters and digits is compared by its text."""
+        """Append a document; without letters or digits, it is compared by its text."""
         exact = _hash(text.encode())
         near = _hash(plain) if (plain := letters_and_digits(text)) else exact
         self.file.write(exact + near + size.to_bytes(8, "little"))
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """uint64 [documents, 3], the columns `EXACT`, `NEAR` and `BYTES`."""
+        """Yield uint64 [documents, 3] with columns `EXACT`, `NEAR` and `BYTES`."""
         self.file.seek(0)
         while data := self.file.read(BLOCK_DOCUMENTS * 24):
             at = self.file.tell()
@@ -58,7 +57,8 @@ def _hash(data: bytes) -> bytes:
 
 
 class Overlap(NamedTuple):
-    """Validation documents with an exact copy, others with a near copy, and training documents that are such copies."""
+    """Counts of validation documents with an exact copy, others with a near copy, and training documents that are
+    copies."""
 
     exact: int
     near: int
@@ -66,7 +66,7 @@ class Overlap(NamedTuple):
 
 
 def trained_copies(train: Fingerprints, validation: Fingerprints) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Blocks of training documents, with a mask of those that are in the validation text."""
+    """Yield blocks of training documents, with a mask of those that are in the validation text."""
     for train_block in train.blocks():
         copied = np.zeros(len(train_block), bool)
         for validation_block in validation.blocks():
@@ -98,7 +98,7 @@ def refuse_overlap(overlap: Overlap, documents: int) -> None:
 
 
 def overlap_notice(about: dict[str, Any] | None, documents: int) -> str:
-    """What to say about the entry `overlap` of dataset.json; `documents` is the number of validation documents."""
+    """A notice about the `overlap` entry of dataset.json; `documents` is the number of validation documents."""
     if about is None:
         return (
             "this was prepared by an older Residua, which did not check whether validation text is in the training text"

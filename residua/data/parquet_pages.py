@@ -1,7 +1,7 @@
-"""How large the pages of a parquet file are, read from their headers: pyarrow decodes a page as a whole.
+"""Read the sizes of a parquet file's pages from their headers: pyarrow decodes each page as a whole.
 
-A page of a few bytes can stand for gigabytes, and a value of a dictionary for as many rows as a batch has. The sizes in
-the file's footer may be wrong; those in the headers are what pyarrow allocates.
+A page of a few bytes can expand to gigabytes, and a batch can repeat one dictionary value in every row. The sizes in
+the file's footer may be wrong; pyarrow allocates those in the headers.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _HEADER_BYTES = (1 << 16, 1 << 24)
-"""Bytes that hold most headers, and any that pyarrow reads: some writers put whole values into their statistics."""
+"""Enough bytes for most headers, and for any that pyarrow reads: some writers put whole values into the statistics."""
 _UNCOMPRESSED, _COMPRESSED = 2, 3
 
 
 def largest_page(path: Path, metadata: Any, field: str) -> int:
-    """Bytes of the largest page of a column, decompressed. `metadata` is pyarrow's of the file."""
+    """Decompressed bytes of the largest page of a column. `metadata` is pyarrow's metadata of the file."""
     largest = 0
     with path.open("rb") as file:
         for group in range(metadata.num_row_groups):
@@ -49,7 +49,7 @@ def _header(file: BinaryIO, position: int) -> PageHeader:
 
 
 class PageHeader:
-    """A page header in Thrift's compact protocol: its two sizes, and its own length."""
+    """A page header in Thrift's compact protocol: the two page sizes, and the header's length."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self.length = data, 0
@@ -80,7 +80,7 @@ class PageHeader:
                 return value
 
     def _number(self) -> int:
-        """A zigzag number."""
+        """Read a zigzag-encoded integer."""
         value = self._unsigned()
         return (value >> 1) ^ -(value & 1)
 

@@ -1,4 +1,4 @@
-"""The parts of a corpus: files, the files of folders, and streamed datasets."""
+"""The parts of a corpus: files, files in folders, and streamed datasets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from residua.data.readers import (
 class Part:
     """One file or one stream; `size` in bytes is None for a stream.
 
-    `split` is the split of its documents; with None, a hash of each document decides.
+    `split` is the split of its documents; with None, each document's hash decides.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Part:
 def parts_of(
     names: Iterable[str], field: str, split: str | None, left_out: list[Path], links: list[Path]
 ) -> Iterator[Part]:
-    """The parts of sources; adds to `left_out` and `links` the files of folders that are not read."""
+    """Yield the parts of sources; files in folders that are not read are added to `left_out` and `links`."""
     for name in names:
         path = Path(name)
         if path.is_dir():

@@ -1,4 +1,4 @@
-"""From a corpus to a dataset folder: tokenize in threads, write shards, publish the folder by one rename."""
+"""Turn a corpus into a dataset folder: tokenize in threads, write shards, publish the folder with one rename."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from residua.files import atomic_folder
 from residua.machine import available_cores, environment_variable
 
 SHARD_TOKENS = 100_000_000
-# More text hardly changes a BPE vocabulary, and costs memory and time.
+# More text hardly changes a BPE vocabulary, but costs memory and time.
 TOKENIZER_SAMPLE_BYTES = 64_000_000
 MAX_SOURCES = 64
-"""Sources of a validation text; with more, the field names something else, such as an address for each document."""
+"""Most sources of a validation text; with more, the field must hold something else, such as a URL per document."""
 BPE = "bpe:"
 CHUNK_BYTES = 1 << 18
 MAX_IN_FLIGHT_BYTES = 1 << 22
-"""Text that is encoded at once, if one document alone is not longer; at least a chunk for each worker."""
+"""Text to encode at once, unless one document is longer; at least one chunk per worker."""
 
 
 def prepare(
@@ -59,9 +59,9 @@ def prepare(
     """Tokenize `corpus` into the folder `out` and open it.
 
     `tokenizer` is a tokenizer, the path of one, `bytes`, or `bpe:N` (trained on the corpus itself). The result does not
-    depend on `workers`. `overlap` says what happens to training documents that are validation text too: `keep`, `drop`
-    or `refuse` (the command drops them); dataset.json counts them. A folder that already holds this dataset is opened;
-    any other content is refused.
+    depend on `workers`. `overlap` says how to treat training documents that are also in the validation text: `keep`,
+    `drop` or `refuse` (the command line drops them); dataset.json counts them. If the folder already holds this
+    dataset, it is opened; any other content is refused.
     """
     out = Path(out)
     for name, value in {"workers": workers, "shard_tokens": shard_tokens}.items():
@@ -90,15 +90,15 @@ def prepare(
             findings |= {"skipped": problems.summary()} | hub_datasets(corpus)
             _describe(folder, chosen, splits, recipe, findings)
     except OSError as error:
-        # Another process was faster: use or refuse its dataset, like one that existed before.
+        # Another process was faster: treat its dataset like one that existed before.
         if isinstance(error, FileExistsError) and (faster := _same_dataset(out, recipe, overlap)) is not None:
             return faster
-        raise  # readers turn their own errors into DataError, so this is the disk we write to
+        raise  # readers raise DataError, so this error is from the output disk
     return Dataset.open(out)
 
 
 def resolve_tokenizer(tokenizer: str | Tokenizer) -> str | Tokenizer:
-    """The tokenizer for a name or path; `bpe:N` is returned unchanged, since it has to be trained first."""
+    """Find the tokenizer for a name or path; `bpe:N` is returned unchanged, since it must be trained first."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if tokenizer.startswith(BPE):
@@ -113,7 +113,7 @@ def tokenizer_identity(resolved: str | Tokenizer) -> str:
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int, bar: Progress) -> Tokenizer:
-    """Train a byte-level BPE on up to 64 MB of the corpus's training text, shown on the progress bar."""
+    """Train a byte-level BPE on up to 64 MB of the corpus's training text, with progress shown on `bar`."""
     task = bar.add_task("training the tokenizer", total=None, note="")
     trained = Tokenizer.train(corpus.sample(TOKENIZER_SAMPLE_BYTES), vocab_size)
     bar.update(task, total=1, completed=1, note=f"{trained.vocab_size:,} entries")
@@ -142,12 +142,12 @@ class SplitWriter:
         self.source_names: dict[str, int] = {}
 
     def add_source(self, name: str) -> None:
-        """Note the source of a document. With too many different names, the table is not kept."""
+        """Note the source of a document. With too many different names, the table is dropped."""
         if len(self.source_names) <= MAX_SOURCES:
             self.sources.append(self.source_names.setdefault(name, len(self.source_names)))
 
     def write_sources(self, path: Path) -> None:
-        """Write the table of sources, if documents have named any."""
+        """Write the table of sources, if the documents named any."""
         if any(self.source_names) and len(self.source_names) <= MAX_SOURCES:
             path.write_text(json.dumps({"names": list(self.source_names), "documents": self.sources}) + "\n", "utf-8")
 
@@ -164,7 +164,7 @@ class SplitWriter:
             self.finish()
 
     def without(self, validation: SplitWriter) -> SplitWriter:
-        """The same split without the documents that are in `validation`, as if they had never been read."""
+        """Return this split without the documents in `validation`, as if they had never been read."""
         before = self.folder / "with-overlap"
         before.mkdir()
         written = [(self.folder / name).rename(before / name) for name in self.files]
@@ -184,7 +184,7 @@ class SplitWriter:
         return fewer
 
     def finish(self) -> None:
-        """Complete the open shard, if there is one."""
+        """Complete the open shard, if any."""
         if self.shard is not None:
             self.shard.finish()
             self.shard = None
@@ -223,10 +223,11 @@ def _write_shards(
 def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, workers: int
 ) -> Iterator[tuple[Document, np.ndarray]]:
-    """Each document with its ids and the end-of-text token, in order.
+    """Yield each document with its ids and the end-of-text token, in order.
 
-    Threads suffice, because the library releases the GIL while it encodes. Its own thread pool is switched off, so that
-    `workers` is the number of threads. Few chunks are in flight, and a long document alone, so memory stays bounded.
+    Threads suffice, because the library releases the GIL while it encodes. We disable its own thread pool, so that
+    `workers` is the number of threads. Memory stays bounded: few chunks are in flight, and long documents are encoded
+    alone.
     """
     dtype = dtype_for(tokenizer.vocab_size)
 
@@ -237,7 +238,7 @@ def encode_documents(
     most = max(MAX_IN_FLIGHT_BYTES, workers * CHUNK_BYTES)
     size = 0
     pending: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
-    quiet = environment_variable("RUST_BACKTRACE", "0")  # of a panic in the library, which becomes one sentence
+    quiet = environment_variable("RUST_BACKTRACE", "0")  # a panic in the library becomes one sentence
     single = environment_variable("TOKENIZERS_PARALLELISM", "false")
     with single, quiet, ThreadPoolExecutor(workers) as pool:
         try:
@@ -287,7 +288,8 @@ def _check_splits(corpus: Corpus, splits: dict[str, SplitWriter]) -> None:
 
 
 def _treat_overlap(splits: dict[str, SplitWriter], rule: str) -> dict[str, Any]:
-    """Apply the rule for documents in both splits; the entry of dataset.json about them, none without validation."""
+    """Apply the rule for documents in both splits; return the dataset.json entry about them, empty without
+    validation."""
     train, validation = splits[TRAIN], splits[VALIDATION]
     if not validation.documents:
         return {}
@@ -305,7 +307,7 @@ def _treat_overlap(splits: dict[str, SplitWriter], rule: str) -> dict[str, Any]:
 
 
 def hub_datasets(corpus: Corpus) -> dict[str, Any]:
-    """The datasets of Hugging Face in a corpus, by name: model cards name them."""
+    """The Hugging Face datasets in a corpus, by name; model cards list them."""
     names = {part.name.partition(":")[0] for part in corpus.parts if part.size is None}
     return {"hub_datasets": sorted(names)} if names else {}
 
@@ -336,9 +338,9 @@ def _describe(
 
 
 def _same_dataset(out: Path, recipe: dict[str, Any], rule: str) -> Dataset | None:
-    """The dataset in `out` if it was made by the same recipe, None if there is nothing there yet.
+    """Open the dataset in `out` if it was made by the same recipe; None if there is nothing yet.
 
-    The rule for overlap has to be the same where there was any.
+    If the splits overlapped, the rule for overlap must be the same too.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -354,7 +356,7 @@ def _same_dataset(out: Path, recipe: dict[str, Any], rule: str) -> Dataset | Non
 
 
 def progress_bar(show: bool) -> Progress:
-    """The bar of this package's long jobs, on stderr."""
+    """The progress bar of this package's long jobs, on stderr."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""Faulty lines and files of a corpus: skipped and counted, or all of them in one refusal."""
+"""Faulty lines and files of a corpus: either skipped and counted, or all named in one error."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any, NamedTuple
 from residua.reading import ReadError, counted
 
 MAX_LISTED = 10
-"""Problems that a refusal spells out."""
+"""Most problems that an error lists."""
 MAX_SEARCHED_BYTES = 1_000_000_000
-"""Bytes of text that are searched for more problems after the first."""
+"""Bytes of text to search for more problems after the first."""
 
 
 class Problem(NamedTuple):
-    """A faulty `unit` (line, row or file) of a `kind`; `what` is the clause that names it, `hint` says how to go on."""
+    """A faulty `unit` (line, row or file) of a `kind`; `what` is the clause that names it, `hint` the way to fix it."""
 
     unit: str
     kind: str
     what: str
     hint: str
     used: int = 0
-    """Documents of a file that were read before the fault; they stay in the text."""
+    """Documents of a file that were read before the fault; they remain in the text."""
 
 
 class Problems:
-    """The problems of one reading of a corpus: how many of each kind, and the first of each.
+    """The problems in one pass over a corpus: the number of each kind, and the first of each.
 
-    `skip` leaves them out. Otherwise `refuse` raises one error for all of them.
+    With `skip`, they are skipped. Otherwise `refuse` raises one error for all of them.
     """
 
     def __init__(self, skip: bool) -> None:
@@ -38,7 +38,7 @@ class Problems:
 
     @property
     def refusing(self) -> bool:
-        """Whether the corpus will be refused: reading continues only to find the other problems."""
+        """Whether the corpus will be refused, so that reading continues only to find other problems."""
         return bool(self.counts) and not self.skip
 
     def add(self, problem: Problem) -> None:
@@ -49,7 +49,7 @@ class Problems:
             self.shown.append(problem)
 
     def refuse(self, more: bool = False) -> None:
-        """Raise a `ReadError` if there are problems that may not be skipped; `more`: the search for others ended."""
+        """Raise a `ReadError` if there are problems that may not be skipped; `more`: the search stopped early."""
         if not self.refusing:
             return
         total = sum(self.counts.values())
@@ -66,9 +66,9 @@ class Problems:
         raise ReadError(f"{summary}: {listed}{unlisted}: {hints}, or skip all of them with --skip-bad.")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Each kind of skipped line or file for dataset.json: its unit, its count, and the first.
+        """List each kind of skipped line or file for dataset.json: its unit, count, and first instance.
 
-        Files of which the first documents were used are `partial` entries of their own.
+        Files whose first documents were used have separate `partial` entries.
         """
         return [
             {"unit": unit, "kind": kind, "count": count, "first": _skipped(self.first[unit, kind, partial])}

@@ -1,9 +1,8 @@
 """Read documents from files and streamed datasets.
 
 Every reader yields `(text, position)`: one document, and the bytes of the source read so far, for a progress bar. A
-record that names its source gives a `Sourced` text. A line or file that cannot be used gives a `Problem`. No more than
-`MAX_LINE_CHARACTERS` are in memory at once, whatever a file expands to: compressed files are streams of bytes that take
-little memory.
+record that names its source yields a `Sourced` text. An unusable line or file yields a `Problem`. At most
+`MAX_LINE_CHARACTERS` are in memory at once, however large a file expands: compressed files are read as streams.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from residua.data.problems import Problem
 from residua.reading import MIB, ReadError, counted, inside, parse_json, reason, shown
 
 SOURCE = "source"
-"""The field of a record that names where its text is from."""
+"""The field of a record that names the source of its text."""
 MAX_SOURCE_CHARACTERS = 64
 
 
@@ -41,32 +40,32 @@ Item = str | Sourced | Problem
 Documents = Iterator[tuple[Item, int]]
 
 SEPARATOR = "<|endoftext|>"
-# Without this limit, a book in one file would be one document: nothing to hold out, and all of it in memory.
+# Without this limit, a book in one file would be one document: nothing could be held out, and all of it loaded.
 DOCUMENT_CHARACTERS = 65_536
 MAX_DOCUMENT_BYTES = 4 << 20
-"""UTF-8 bytes of the longest document that stays whole: to encode one takes up to 200 times its bytes of memory."""
+"""UTF-8 bytes of the longest document that stays whole: encoding takes up to 200 times as much memory."""
 MAX_LINE_CHARACTERS = 16 << 20
-"""Characters of the longest line of JSON. Its document may be shorter: a character may be written as six."""
+"""Characters of the longest JSON line. Its document may be shorter, since a character may be escaped as six."""
 PIECE_CHARACTERS = MAX_DOCUMENT_BYTES + len(SEPARATOR)
-"""Characters of a plain line that are read at once."""
+"""Characters of a plain-text line to read at once."""
 
 LINES_OF_JSON = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
 PLAIN = (".txt", ".text", ".md", ".rst", ".py", ".tex", ".org", ".adoc")
-# A `.json` in a folder is usually a settings file; one named by the user is read as JSON lines.
+# A `.json` file in a folder is usually a settings file; if the user names one, it is read as JSON lines.
 FOUND_IN_FOLDERS = {*LINES_OF_JSON, *PARQUET, *PLAIN} - {".json"}
 MAX_NAMED_SUFFIXES = 4
 UNREADABLE = "restore it from a copy or remove it"
 CORRECT = "correct or remove it"
 MAX_PAGE_BYTES = 128 * MIB
-"""Of a page of a parquet file, and of the values in a batch of rows."""
+"""The limit on a page of a parquet file, and on the values in a batch of rows."""
 MAX_XZ_MEMORY = 256 * MIB
-"""Memory that an .xz file may ask for: `xz -9` needs 65 MiB."""
+"""Memory that an .xz file may request: `xz -9` needs 65 MiB."""
 READ_BYTES = 1 << 16
 
 
 DataError = ReadError
-"""A corpus, tokenizer or dataset cannot be used; the message says why, and what to do, in one sentence."""
+"""A corpus, tokenizer or dataset cannot be used; the message says in one sentence why, and what to do."""
 
 
 def missing(package: str, purpose: str) -> ReadError:
@@ -75,7 +74,7 @@ def missing(package: str, purpose: str) -> ReadError:
 
 
 class _Xz(io.RawIOBase):
-    """`lzma.LZMAFile` with a limit on memory. As there, bytes after the last stream that are not xz are ignored."""
+    """`lzma.LZMAFile` with a memory limit. Like it, this ignores non-xz bytes after the last stream."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self.raw, self.at_end = raw, False
@@ -98,7 +97,7 @@ class _Xz(io.RawIOBase):
         return self.decoder.decompress(data, size)
 
     def _following(self, size: int) -> bytes:
-        """The beginning of the next stream; nothing at the end of the file."""
+        """Return the beginning of the next stream; empty at the end of the file."""
         data = self.decoder.unused_data or self.raw.read(READ_BYTES)
         self.decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_MEMORY)
         try:
@@ -128,14 +127,14 @@ DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
 
 
 def split_suffix(path: Path) -> tuple[str, str]:
-    """Format and compression of a file by its name: `a.jsonl.xz` is `(".jsonl", ".xz")`."""
+    """Return format and compression of a file by its name: `a.jsonl.xz` gives `(".jsonl", ".xz")`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in DECOMPRESSORS else ""
     return (suffixes[-1] if suffixes else ""), compression
 
 
 class Folder(NamedTuple):
-    """Files below a folder, sorted: `texts` by their suffix, `others`, and `outside`, links that lead out of it."""
+    """The files below a folder, sorted: `texts` by suffix, `others`, and `outside`, links that lead out of it."""
 
     texts: list[Path]
     others: list[Path]
@@ -143,7 +142,7 @@ class Folder(NamedTuple):
 
 
 def files_in(folder: Path) -> Folder:
-    """The files below `folder`; hidden ones are left out."""
+    """List the files below `folder`, except hidden ones."""
     files = Folder([], [], [])
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -165,7 +164,7 @@ def _leads_out(folder: Path, name: Path) -> bool:
 
 
 def links_notice(links: Sequence[Path]) -> str | None:
-    """What to say about links that are not followed because they lead out of a folder; None if there are none."""
+    """A notice about links that we do not follow because they lead out of a folder; None if there are none."""
     if not links:
         return None
     verb = "it leads" if len(links) == 1 else "they lead"
@@ -177,7 +176,7 @@ def links_notice(links: Sequence[Path]) -> str | None:
 
 
 def left_out_notice(files: Sequence[Path]) -> str | None:
-    """What to say about files of folders that are not read because of their suffix; None if there are none."""
+    """A notice about files in folders that we do not read because of their suffix; None if there are none."""
     if not files:
         return None
     suffixes = Counter("".join(split_suffix(path)) for path in files).most_common()
@@ -192,7 +191,7 @@ def left_out_notice(files: Sequence[Path]) -> str | None:
 
 
 def read_file(path: Path, field: str) -> Documents:
-    """Documents of one file. The suffix decides the format; an unknown suffix means plain text."""
+    """Yield the documents of one file. The suffix sets the format; an unknown suffix means plain text."""
     used = 0
     try:
         for item, position in _parquet(path, field) if split_suffix(path)[0] in PARQUET else _text_file(path, field):
@@ -203,7 +202,7 @@ def read_file(path: Path, field: str) -> Documents:
     except UnicodeDecodeError as error:
         hint = "convert it or remove it"
         yield Problem("file", "not UTF-8 text", f"{path} is not UTF-8 text ({error.reason})", hint, used), 0
-    except Exception as error:  # each codec has its own error classes; all of them mean a faulty file
+    except Exception as error:  # each codec has its own error classes; all mean a faulty file
         yield Problem("file", "unreadable", f"cannot read {path} ({reason(error)})", UNREADABLE, used), 0
 
 
@@ -223,7 +222,7 @@ def _text_file(path: Path, field: str) -> Documents:
 
 
 def plain_lines(text: io.TextIOBase) -> Iterator[str]:
-    """The lines of a text; one longer than `PIECE_CHARACTERS` in several, none of which ends inside a separator."""
+    """Yield the lines of a text; lines longer than `PIECE_CHARACTERS` are split, but never inside a separator."""
     begun = ""
     while line := text.readline(PIECE_CHARACTERS):
         line, begun = begun + line, ""
@@ -235,15 +234,15 @@ def plain_lines(text: io.TextIOBase) -> Iterator[str]:
 
 
 def _goes_on(line: str) -> bool:
-    """Whether this is a part of a longer line, of which more follows."""
+    """Return whether this is part of a longer line that continues."""
     return len(line) > MAX_DOCUMENT_BYTES and not line.endswith("\n")
 
 
 def plain_documents(lines: Iterable[str]) -> Iterator[str]:
-    """Cut plain text into documents.
+    """Split plain text into documents.
 
-    A document ends at `<|endoftext|>`. One longer than `DOCUMENT_CHARACTERS` ends at the next blank line, or after
-    twice that length at the next line end. Lines longer than `MAX_DOCUMENT_BYTES` are cut by `cut`.
+    A document ends at `<|endoftext|>`. After `DOCUMENT_CHARACTERS`, it ends at the next blank line; after twice that,
+    at the next line end. `cut` splits lines longer than `MAX_DOCUMENT_BYTES`.
     """
     pending: list[str] = []
     size, long = 0, False
@@ -266,7 +265,7 @@ def plain_documents(lines: Iterable[str]) -> Iterator[str]:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Pieces of a long text, of up to twice `DOCUMENT_CHARACTERS`: each begins where a line begins, or else a word."""
+    """Split a long text into pieces of up to twice `DOCUMENT_CHARACTERS`, each starting at a line or else at a word."""
     low, most = 0, 2 * DOCUMENT_CHARACTERS
     while len(text) - low > most:
         half, high = low + DOCUMENT_CHARACTERS, low + most
@@ -307,9 +306,9 @@ def _one_per_line(field: str) -> str:
 
 
 def _text_of(record: Any, field: str, where: str, before: bool = False, unit: str = "line") -> Item:
-    """The text of a record; empty for null, so that the document is dropped like a blank one.
+    """Return the text of a record; null gives an empty text, so that the document is dropped like a blank one.
 
-    `before`: whether records before it have the field, so that this one is at fault if it has not.
+    `before`: whether earlier records have the field, so that a record without it is faulty.
     """
     if not isinstance(record, dict):
         return Problem(unit, "not an object", f"{where} holds {shown(record)}, not an object", _one_per_line(field))
@@ -343,7 +342,7 @@ def _parquet(path: Path, field: str) -> Documents:
         yield Problem("file", "with too large a page", problem, "write it with smaller pages"), 0
         return
     size, rows, row = path.stat().st_size, max(1, file.metadata.num_rows), 0
-    # no value is larger than a page, but each row of a batch may be a value of the same page
+    # no value is larger than a page, but every row of a batch may hold a value from the same page
     batches = file.iter_batches(batch_size=min(256, max(1, MAX_PAGE_BYTES // max(1, page))), columns=[field])
     for batch in batches:
         for text in batch.column(0):
@@ -353,7 +352,7 @@ def _parquet(path: Path, field: str) -> Documents:
 
 
 def read_hub(name: str, config: str | None, field: str) -> Documents:
-    """Documents of the train split of a Hugging Face dataset, streamed."""
+    """Stream the documents of the train split of a Hugging Face dataset."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -373,7 +372,7 @@ def read_hub(name: str, config: str | None, field: str) -> Documents:
 
 @contextmanager
 def _quiet(library: str) -> Iterator[None]:
-    """Silence a library's warnings, such as a line for each retry."""
+    """Silence a library's warnings, such as one line per retry."""
     logger = logging.getLogger(library)
     before = logger.level
     logger.setLevel(logging.ERROR)

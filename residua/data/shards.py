@@ -1,4 +1,4 @@
-"""A shard: a memory-mapped file of token ids, with a header that is checked before anything is read.
+"""A shard: a memory-mapped file of token ids, with a header that we check before reading anything else.
 
     bytes 0..127   header, little-endian: magic (8 bytes), version u32, bytes per token u32, tokens u64,
                    documents u64, largest token id u64, SHA-256 of the tokenizer (32 bytes), CRC-32 of all these
@@ -45,7 +45,7 @@ def _table_offset(tokens: int, itemsize: int) -> int:
 
 
 class ShardWriter:
-    """Writes documents one after another. The header comes last, so an unfinished shard cannot be opened."""
+    """Writes documents in sequence. The header is written last, so an unfinished shard cannot be opened."""
 
     def __init__(self, path: Path, dtype: np.dtype, tokenizer_hash: str) -> None:
         self.path, self.dtype, self.tokenizer_hash = path, dtype, tokenizer_hash
@@ -57,7 +57,7 @@ class ShardWriter:
         self.file.write(bytes(HEADER_BYTES))
 
     def add(self, ids: np.ndarray) -> None:
-        """Append one document, its end-of-text token included."""
+        """Append one document, including its end-of-text token."""
         self.starts.write(self.tokens.to_bytes(START.itemsize, "little"))
         self.documents += 1
         self.file.write(ids.astype(self.dtype, copy=False).tobytes())
@@ -93,7 +93,7 @@ class ShardWriter:
 
 
 class Shard:
-    """An open shard: `ids` [tokens] and `starts` [documents], both mapped, never loaded as a whole."""
+    """An open shard: `ids` [tokens] and `starts` [documents], both memory-mapped and never fully loaded."""
 
     def __init__(self, path: Path) -> None:
         size = require_file(path, "prepare the dataset again, or restore the shard from a copy")
@@ -110,12 +110,12 @@ class Shard:
             raise DataError(f"shard {path} {what}: {size} bytes instead of {expected}; prepare the dataset again")
         self.path = path
         self.dtype = DTYPES[itemsize]
-        # as plain arrays: an operation on np.memmap itself takes twice as long
+        # plain arrays: operations on np.memmap itself take twice as long
         self.ids = np.asarray(np.memmap(path, self.dtype, "r", HEADER_BYTES, (self.tokens,)))
         self.starts = np.asarray(np.memmap(path, START, "r", table, (self.documents,)))
 
     def read(self, low: int, high: int) -> np.ndarray:
-        """Ids `low` to `high`, mapped; refuses one above `largest`, the largest that was written."""
+        """Return ids `low` to `high`, mapped; refuse ids above `largest`, the largest that was written."""
         ids = self.ids[low:high]
         if int(ids.max()) > self.largest:
             at = int(np.argmax(ids > self.largest))
@@ -126,12 +126,12 @@ class Shard:
         return ids
 
     def documents_between(self, low: int, high: int) -> np.ndarray:
-        """The tokens from `low` to `high` at which a document begins, int64, ascending."""
+        """Return the positions from `low` to `high` at which a document begins, int64, ascending."""
         return self._ascending[slice(*np.searchsorted(self._ascending, [low, high]))].astype(np.int64)
 
     @cached_property
     def _ascending(self) -> np.ndarray:
-        """`starts`, checked when first used."""
+        """`starts`, checked on first use."""
         starts = self.starts
         if starts[0] != 0 or starts[-1] >= self.tokens or not (starts[:-1] < starts[1:]).all():
             raise DataError(

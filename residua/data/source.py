@@ -1,4 +1,4 @@
-"""The text of a run: opened and checked against the model before anything is written."""
+"""Open the text of a run and check it against the model before anything is written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from residua.reading import inside
 
 
 def open_data(config: RunConfig) -> Dataset:
-    """Open the dataset of a run to train; refuse one with tokens that the model does not know."""
+    """Open the dataset of a training run; refuse one with tokens that the model does not know."""
     dataset = find_data(config)
     check_vocabulary(config, dataset)
     return dataset
@@ -25,7 +25,7 @@ def open_data(config: RunConfig) -> Dataset:
 def check_vocabulary(config: RunConfig, dataset: Dataset) -> None:
     """Refuse text with tokens that the model does not know.
 
-    A new model has all ids of the tokenizer. An initial model may have fewer, if the others do not occur in the text.
+    A new model has all ids of the tokenizer. An initial model may lack some, if they do not occur in the text.
     """
     known, start = config.model.vocab_size, config.train.start
     if start is None and dataset.vocab_size > known:
@@ -37,11 +37,11 @@ def check_vocabulary(config: RunConfig, dataset: Dataset) -> None:
 
 
 def find_data(config: RunConfig, *, progress: bool = True) -> Dataset:
-    """Open the dataset that a configuration names, or make it of the embedded corpus, with `progress` shown."""
+    """Open the dataset that a configuration names, or prepare it from the embedded corpus, showing `progress`."""
     if config.data.path is not None:
         return _prepared(Path(config.data.path))
     if config.train.start is not None and config.data.tokenizer.startswith(BPE):
-        start = Path(config.train.start)  # an import may lack its tokenizer, and a BPE trained here means nothing to it
+        start = Path(config.train.start)  # an import may lack its tokenizer; a BPE trained here would not fit
         if start.is_dir() and not inside(start, TOKENIZER).is_file():
             raise ConfigError(
                 f"{start} has no {TOKENIZER}, so the embedded corpus cannot be tokenized for its model: give --data "
@@ -51,7 +51,7 @@ def find_data(config: RunConfig, *, progress: bool = True) -> Dataset:
 
 
 def vocabulary(data: DataConfig) -> int:
-    """The vocabulary size of a model for this text: its number of token ids, padded; prepares nothing.
+    """The vocabulary size of a model for this text: the number of token ids, padded. This does not prepare the text.
 
     The embedded corpus has enough text for a BPE of any usual size.
     """
@@ -62,13 +62,13 @@ def vocabulary(data: DataConfig) -> int:
 
 
 def names_vocabulary(source: str, changes: Sequence[str]) -> bool:
-    """Whether the file of a run, or a change to it, gives the model's vocabulary; else it is that of the text."""
+    """Return whether a run's file, or a change to it, sets the model's vocabulary; else the text determines it."""
     overridden = any(change.replace(" ", "").startswith("model.vocab_size=") for change in changes)
     return overridden or (source.endswith(".toml") and "vocab_size" in read_toml(source).get("model", {}))
 
 
 def _prepared(path: Path) -> Dataset:
-    """The dataset that a configuration names; it may have been moved since."""
+    """Open the dataset that a configuration names; it may have been moved since."""
     if not (path / DESCRIPTION).exists():
         missing = "does not exist" if path.is_absolute() else f"does not exist in {Path.cwd()}"
         problem = f"is not a prepared dataset (it has no {DESCRIPTION})" if path.exists() else missing

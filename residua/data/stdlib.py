@@ -1,4 +1,4 @@
-"""The embedded corpus: Python's standard library, which is on every machine.
+"""The embedded corpus: Python's standard library, which every machine has.
 
 Module sources, and the reference prose of `help()` (`pydoc_data.topics`); about 10 MB. Each file and each topic
 belongs to train or validation as a whole, by a hash of its path.
@@ -75,24 +75,24 @@ def _split(name: str) -> str:
 
 def _module(path: Path) -> Documents:
     try:
-        with tokenize.open(path) as file:  # respects the encoding that a module declares
+        with tokenize.open(path) as file:  # obeys the encoding that a module declares
             yield file.read(), path.stat().st_size
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {reason(error)}") from error
 
 
 def cache_folder() -> Path:
-    """Where prepared corpora are kept: `$RESIDUA_CACHE`, else `residua` in the user's cache folder."""
+    """The folder for prepared corpora: `$RESIDUA_CACHE`, else `residua` in the user's cache folder."""
     if chosen := os.environ.get("RESIDUA_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "residua"
 
 
 def embedded(tokenizer: str = "bpe:1024", *, progress: bool = False) -> Dataset:
-    """The standard library as a dataset, prepared on first use (seconds) and kept in `cache_folder()`.
+    """Open the standard library as a dataset, prepared on first use (seconds) and cached in `cache_folder()`.
 
-    `tokenizer` is what `--tokenizer` takes: `bytes`, `bpe:N`, or the path of one. The folder's name depends on the
-    sources and the tokenizer. Two processes may make it at the same time; both get the same dataset.
+    `tokenizer` is as for `--tokenizer`: `bytes`, `bpe:N`, or a tokenizer's path. The folder's name depends on the
+    sources and the tokenizer. Two processes may prepare it at the same time; both get the same dataset.
     """
     corpus, ready = standard_library(), resolve_tokenizer(tokenizer)
     key = json.dumps([FORMAT_VERSION, corpus.fingerprint, tokenizer_identity(ready)])

@@ -1,10 +1,10 @@
 """Text to ids and back: a thin layer over the `tokenizers` library.
 
-It decides which token ends a document, encodes special tokens inside a text as plain text, adds, pads and truncates
-nothing, and identifies the tokenizer by one hash.
+It determines which token ends a document and identifies the tokenizer by one hash. Special tokens inside a text are
+encoded as plain text. It never adds tokens, pads or truncates.
 
-The token that ends a document is the one that files next to tokenizer.json name, as transformers writes them. Without
-such files, it is the first of `END_NAMES` that the tokenizer knows.
+The files next to tokenizer.json, as transformers writes them, name the token that ends a document. Without such files,
+it is the first of `END_NAMES` that the tokenizer knows.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from residua.files import write_atomically
 from residua.reading import ReadError, check, inside, parse_json, read_json, read_text, reason, require_file
 
 END_OF_TEXT = "<|endoftext|>"
-# Names of this token in published tokenizers, in order of preference.
+# Names of the end-of-text token in published tokenizers, in order of preference.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 SETTINGS = "tokenizer_config.json"
 STATING = (SETTINGS, "special_tokens_map.json", "generation_config.json", "config.json")
 """Files next to a tokenizer.json that name the token that ends a text, in order of preference."""
 SOURCE = "source"
-"""The folder of an imported run with what `export` gives back: config.json, the chat template, generation settings."""
+"""The folder in an imported run with the files that `export` restores: config.json, chat template, generation
+settings."""
 BYTE_VALUES = 256
 EXPECTED = "expected a tokenizer.json, or a folder that contains it or vocab.json and merges.txt"
 IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")
 MAX_TRAINED_RUN = 256
-"""Longest word that a BPE is trained on, in characters: its trainer takes quadratic time in them."""
+"""Characters of the longest word to train a BPE on: the trainer's time is quadratic in word length."""
 ByteStrings = list[bytes]
 
 
 class Tokenizer:
     """A `tokenizers.Tokenizer` with an end-of-text token: `end`, or else the first of `END_NAMES` that it knows.
 
-    `<|endoftext|>` is added if it knows none. `stated` is the name of the token if it is not the one that would be
+    If it knows none, `<|endoftext|>` is added. `stated` is the token's name if it differs from the one that would be
     found without `end`; `where` names the tokenizer in errors.
     """
 
@@ -63,16 +64,16 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """Ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document. Needs no training."""
+        """A byte tokenizer: ids 0 to 255 are the bytes of the UTF-8 text, 256 ends a document. It needs no training."""
         vocabulary = {symbol: value for value, symbol in enumerate(_byte_symbols())}
         return cls(_byte_level(models.BPE(vocab=vocabulary, merges=[]), words=False))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """A byte-level BPE with GPT-2's splitting rule; fewer than `vocab_size` tokens if the text has no more.
+        """Train a byte-level BPE with GPT-2's splitting rule; a short text may give fewer than `vocab_size` tokens.
 
-        Longer runs than `MAX_TRAINED_RUN` are cut for the training only: the tokenizer encodes them whole. Training
-        takes the texts up to `MAX_TRAINED_BYTES` of different words.
+        Words longer than `MAX_TRAINED_RUN` are cut only for training: the tokenizer encodes them whole. Training stops
+        after `MAX_TRAINED_BYTES` of different words.
         """
         if not BYTE_VALUES < vocab_size <= MAX_IDS:
             raise DataError(
@@ -94,7 +95,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a `tokenizer.json`, or a folder with one, or a folder with GPT-2's `vocab.json` and `merges.txt`.
+        """Load a `tokenizer.json`, a folder with one, or a folder with GPT-2's `vocab.json` and `merges.txt`.
 
         Files next to it, or in `source/` of an imported run, may name the token that ends a text.
         """
@@ -112,7 +113,7 @@ class Tokenizer:
             return cls(backend, stated_end(path.parent, backend), f"the tokenizer {path}")
         except ReadError:
             raise
-        except BaseException as error:  # the library raises bare Exception, and BaseException where it panics
+        except BaseException as error:  # the library raises Exception, and BaseException if it panics
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise DataError(f"cannot load a tokenizer from {path} ({reason(error)}): {EXPECTED}") from error
@@ -124,7 +125,7 @@ class Tokenizer:
 
     @cached_property
     def byte_lengths(self) -> np.ndarray | None:
-        """Bytes of text per id [vocab_size], 0 for special tokens; None unless the tokenizer is byte-level.
+        """Bytes of text by id [vocab_size], 0 for special tokens; None unless the tokenizer is byte-level.
 
         In a byte-level vocabulary every character of a token stands for one byte.
         """
@@ -138,7 +139,7 @@ class Tokenizer:
 
     @cached_property
     def _byte_strings(self) -> ByteStrings | None:
-        """The bytes that each id stands for, of special tokens those of their names; None as for `byte_lengths`."""
+        """The bytes that each id stands for; special tokens stand for their names. None as for `byte_lengths`."""
         if not isinstance(self.backend.decoder, decoders.ByteLevel):
             return None
         values = {symbol: value for value, symbol in enumerate(_byte_symbols())}
@@ -153,7 +154,7 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write it as a `tokenizer.json` that every user of the `tokenizers` library can load.
 
-        A tokenizer_config.json next to it names the end of a text where `tokenizer.json` alone would not tell it.
+        If `tokenizer.json` does not determine the end-of-text token, a tokenizer_config.json next to it names it.
         """
         write_atomically(path, self.backend.to_str(pretty=True) + "\n")
         settings = path.with_name(SETTINGS)
@@ -161,23 +162,23 @@ class Tokenizer:
             write_atomically(settings, json.dumps({"eos_token": self.stated}, indent=2, ensure_ascii=False) + "\n")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end-of-text token."""
+        """Encode a text, without an end-of-text token."""
         check_growth(self.backend, self.growth, [text], self.where)
         encoded = without_panic(lambda: self.backend.encode(text, add_special_tokens=False), self.where)
         ids: list[int] = encoded.ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of several texts; releases the GIL."""
+        """Encode several texts; releases the GIL."""
         check_growth(self.backend, self.growth, texts, self.where)
         batch = list(texts)
         encoded = without_panic(lambda: self.backend.encode_batch_fast(batch, add_special_tokens=False), self.where)
         return [encoding.ids for encoding in encoded]
 
     def require_known(self, ids: Iterable[int], vocab_size: int, holder: str, advice: str) -> None:
-        """Raise `DataError` if a model with `vocab_size` ids does not know one of `ids`; the sentence names its token.
+        """Raise `DataError` if a model with `vocab_size` ids does not know one of `ids`; the message names its token.
 
-        `holder` begins the sentence ("the prompt contains"), `advice` ends it.
+        `holder` begins the message ("the prompt contains"), `advice` ends it.
         """
         unknown = next((token for token in ids if not 0 <= token < vocab_size), None)
         if unknown is None:
@@ -189,8 +190,8 @@ class Tokenizer:
     def require_model(self, vocab_size: int, folder: Path) -> None:
         """Raise `DataError` if this tokenizer, read from `folder`, cannot be that of a model with `vocab_size` ids.
 
-        Added tokens may be beyond these ids, as Gemma 3's token for images is, and `require_known` refuses texts that
-        hold one. The end of a text and the tokens of plain text may not.
+        Added tokens may exceed these ids, like Gemma 3's image token; `require_known` refuses texts that contain one.
+        The end-of-text token and the tokens of plain text must not.
         """
         if self.vocab_size <= vocab_size:
             return
@@ -202,11 +203,11 @@ class Tokenizer:
         self.require_known([largest], vocab_size, f"the tokenizer in {folder} makes", hint)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens are shown."""
+        """Decode ids; special tokens are shown."""
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def decode_batch(self, batch: Sequence[np.ndarray]) -> list[str]:
-        """Texts of several lists of ids; of a byte-level tokenizer, in less than half the time of its library."""
+        """Decode several lists of ids; for byte-level tokenizers, in less than half the library's time."""
         strings = self._byte_strings
         if strings is None:
             texts: list[str] = self.backend.decode_batch([ids.tolist() for ids in batch], skip_special_tokens=False)
@@ -215,9 +216,9 @@ class Tokenizer:
 
 
 def stated_end(folder: Path, backend: tokenizers.Tokenizer) -> str | None:
-    """The token that ends a text by the files of a folder; None if they name none that the tokenizer knows.
+    """Find the end-of-text token in a folder's files; None if they name none that the tokenizer knows.
 
-    An id counts if it is that of a special token: configurations may hold the default of their class, such as 2.
+    An id only counts if it is a special token's: configurations may hold the default of their class, such as 2.
     """
     special = {number: token.content for number, token in backend.get_added_tokens_decoder().items() if token.special}
     for name in (*STATING, *(f"{SOURCE}/{name}" for name in STATING)):
@@ -239,7 +240,7 @@ def hash_of(serialised: str, where: Path | str, stated: str | None = None) -> st
     """SHA-256 of a tokenizer's JSON, with sorted keys and no white space; `where` names it in errors.
 
     Parts that do not affect our ids are left out, so GPT-2's two files and its `tokenizer.json` have the same hash.
-    `stated` is the end of a text where the JSON does not tell it.
+    `stated` is the end-of-text token if the JSON does not determine it.
     """
     hint = "put the tokenizer.json with which the data was prepared there"
     content = check(parse_json(serialised, where, hint, lenient=True), dict[str, Any], where, hint)
@@ -254,7 +255,7 @@ def padded_vocabulary(tokens: int) -> int:
 
 
 def _byte_level(model: models.Model, words: bool = True) -> tokenizers.Tokenizer:
-    """With `words`, text is first split at word borders, which merges cannot cross."""
+    """Build a byte-level tokenizer. With `words`, text is first split at word boundaries, which merges cannot cross."""
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     backend.decoder = decoders.ByteLevel()
@@ -262,14 +263,14 @@ def _byte_level(model: models.Model, words: bool = True) -> tokenizers.Tokenizer
 
 
 def _long_runs() -> pre_tokenizers.PreTokenizer:
-    """Cuts runs of letters, of digits, of other signs and of white space, the words of GPT-2's rule, where long."""
+    """Cut long words of GPT-2's rule: runs of letters, digits, other characters or white space."""
     kinds = (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")
     pattern = "|".join(f"{kind}{{{MAX_TRAINED_RUN}}}" for kind in kinds)
     return pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
 
 
 def _byte_symbols() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: itself where it prints, else U+0100 on."""
+    """The character for each byte in a byte-level vocabulary: itself if printable, else one from U+0100 upward."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(BYTE_VALUES, 2 * BYTE_VALUES))
     return [chr(value if value in printable else next(spare)) for value in range(BYTE_VALUES)]

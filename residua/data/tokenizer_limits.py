@@ -1,4 +1,4 @@
-"""Limits on the memory of a tokenizer: tokenizers are passed around, and a small file can ask for any amount."""
+"""Limits on a tokenizer's memory: people share tokenizers, and a small file can demand any amount."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from residua.reading import reason
 T = TypeVar("T")
 
 MAX_IDS = 1 << 24
-"""The largest vocabulary; published ones have a million entries at most."""
+"""The largest vocabulary; published ones have at most a million entries."""
 MAX_GROWTH = 256
-"""How many times longer the replacements of a tokenizer may make a text at most."""
+"""The largest factor by which a tokenizer's replacements may lengthen a text."""
 MAX_TRAINED_BYTES = 7_000_000
-"""Bytes of different words that a BPE is trained on: its trainer takes up to 110 times this memory."""
+"""Bytes of different words to train a BPE on: the trainer takes up to 110 times this memory."""
 WORD_BYTES = 4
-"""The cost of a word to its trainer, in addition to its letters."""
+"""Bytes that each word costs the trainer, in addition to its letters."""
 _SLICE_CHARACTERS = 256
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
@@ -30,7 +30,7 @@ _CHANGE = "use another tokenizer"
 
 
 def check_size(backend: tokenizers.Tokenizer, where: str) -> int:
-    """One more than the largest id. Refuses one that tables of a vocabulary could not hold."""
+    """Return the largest id plus one; refuse a vocabulary that is too large for our tables."""
     token, largest = max(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
     if largest >= MAX_IDS:
         named = f"{where} gives the token {token[:40]!r} the id {largest}"
@@ -39,7 +39,7 @@ def check_size(backend: tokenizers.Tokenizer, where: str) -> int:
 
 
 def growth_of(backend: tokenizers.Tokenizer, where: str) -> float:
-    """How many times longer the normalizer can make a text. Refuses parts that lengthen it more than `MAX_GROWTH`."""
+    """Return the factor by which the normalizer can lengthen a text; refuse parts that exceed `MAX_GROWTH`."""
     growths = {name: _growth(getattr(backend, name)) for name in ("normalizer", "pre_tokenizer", "decoder")}
     repeats = _growth(backend.post_processor) > 1
     if worst := "post_processor" if repeats else next((n for n, g in growths.items() if g > MAX_GROWTH), None):
@@ -58,12 +58,12 @@ def _factor(state: dict[str, Any]) -> float:
         for part in inner:
             product = min(product * _factor(part), 1e9)
             bytes_to_letters += part.get("type") == "ByteLevel"
-        return product * 2.0 ** min(max(0, bytes_to_letters - 1), 30)  # each turns a letter beyond ASCII into two
+        return product * 2.0 ** min(max(0, bytes_to_letters - 1), 30)  # each turns a non-ASCII letter into two
     kind = state.get("type")
     if kind == "Replace":
         content = len(state["content"])
         literal = state["pattern"].get("String")
-        # a regular expression may match nothing at all, at every place
+        # a regular expression may match the empty string at every position
         return max(1.0, content / max(1, len(literal)) if literal is not None else 1.0 + content)
     if kind == "Precompiled":
         return float(_longest_replacement(base64.b64decode(state["precompiled_charsmap"] or "")))
@@ -73,13 +73,13 @@ def _factor(state: dict[str, Any]) -> float:
 
 
 def _longest_replacement(table: bytes) -> int:
-    """Bytes of the longest entry of SentencePiece's table: the length of a trie, the trie, texts that end in zeros."""
+    """Bytes of the longest entry in SentencePiece's table: the length of a trie, the trie, zero-terminated texts."""
     texts = table[4 + int.from_bytes(table[:4], "little") :]
     return max(map(len, texts.split(b"\0")), default=1) or 1
 
 
 def check_growth(backend: tokenizers.Tokenizer, growth: float, texts: Sequence[str], where: str) -> None:
-    """Refuse texts that a normalizer would make too long to encode."""
+    """Refuse texts that a normalizer would lengthen too much to encode."""
     most, size = 2 * MAX_DOCUMENT_BYTES, sum(map(len, texts))
     if growth * size <= most:
         return
@@ -92,7 +92,7 @@ def check_growth(backend: tokenizers.Tokenizer, growth: float, texts: Sequence[s
 
 
 def without_panic(encode: Callable[[], T], where: str) -> T:
-    """The result of a function of the library; its panic, as at a regular expression's limit, becomes one sentence."""
+    """Call a function of the library; turn a panic, as at a regular expression's limit, into a one-sentence error."""
     try:
         return encode()
     except BaseException as error:
@@ -102,7 +102,7 @@ def without_panic(encode: Callable[[], T], where: str) -> T:
 
 
 def trainable(texts: Iterable[str]) -> Iterator[str]:
-    """Texts to train a BPE on, in pieces with the same words, until `MAX_TRAINED_BYTES` of different words."""
+    """Yield texts to train a BPE on, in pieces with the same words, up to `MAX_TRAINED_BYTES` of different words."""
     words: set[str] = set()
     size = 0
     for text in texts:
@@ -116,7 +116,7 @@ def trainable(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _between_words(text: str) -> Iterator[str]:
-    """A long text in pieces, cut before a single space: no word of GPT-2's rule spans such a place."""
+    """Split a long text before single spaces; no word of GPT-2's rule spans such a place."""
     if len(text) <= 2 * DOCUMENT_CHARACTERS:
         yield text
         return
