@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from residua.quantize.smoothing import smooth as smooth
     from residua.quantize.store import load_quantized as load_quantized
 
-# Names are imported when first used, so that a study file is checked without importing torch.
+# Names are imported on first use, so that a study file can be checked without importing torch.
 _HOMES = {
     "SCHEMES": "schemes",
     "Fp8": "schemes",

@@ -1,8 +1,8 @@
-"""Write a quantized model in the compressed-tensors layout of one of transformers' families.
+"""Write a quantized model of one of transformers' families in the compressed-tensors layout.
 
-Serving engines load it without Residua. A pre-norm model with RMSNorm, softmax attention with QK-norm and SwiGLU is
-Qwen3 under other names, one without QK-norm is Llama (`residua.convert`). Fused projections are split by rows and keep
-their scales.
+Serving engines load it without Residua. Up to names, a pre-norm model with RMSNorm, softmax attention with QK-norm and
+SwiGLU is Qwen3; without QK-norm, it is Llama (`residua.convert`). Fused projections are split by rows and keep their
+scales.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from residua.storage.card import ENGINE, Metadata, Trained, card_metadata, model
 from residua.storage.hugging_face import CARD_FILE, CONFIG, companions, end_ids
 
 LAYOUTS = ("qwen3", "llama", "qwen2", "mistral")
-"""The families that are tried, in this order. Those with experts are not: engines expect them under other names."""
+"""The families to try, in this order. Families with experts are excluded: engines expect other names for them."""
 
 ACTIVATION_GROUPS = {"fp8-group": GROUP.columns or 1, **dict.fromkeys(FORMATS, NVFP4_GROUP)}
-"""Channels of an activation that share a scale; engines have no shorter group at the end."""
+"""Channels of an activation that share a scale; engines do not support a shorter last group."""
 
 
 def served_dtype(scheme: str) -> torch.dtype:
-    """The dtype of the folder's weights that are not quantized: bf16 with NVFP4, which engines unpack into bf16."""
+    """The dtype of the folder's unquantized weights: bf16 with NVFP4, which engines unpack into bf16, else fp32."""
     return torch.bfloat16 if scheme in FORMATS else torch.float32
 
 
 def find_layout(config: ModelConfig) -> Family:
-    """The first family that a model is; refuses one that is none of them, by what the nearest family lacks."""
+    """Return the first family that fits a model. If none fits, refuse it and name what the nearest family lacks."""
     families = [find_family(name) for name in LAYOUTS]
     misfits = {family.model_type: family.misfits(config) for family in families}
     nearest = min(families, key=lambda family: len(misfits[family.model_type]))
@@ -56,7 +56,7 @@ def find_layout(config: ModelConfig) -> Family:
 
 
 def require_served(model: Decoder, modules: Container[str], scheme: str) -> None:
-    """Refuse a model that an engine could not open, or would round in another way than the model that was judged."""
+    """Refuse a model that an engine could not open, or would round differently from the evaluated model."""
     family = find_layout(model.config)
     group, tile = ACTIVATION_GROUPS.get(scheme, 1), TILES.get(scheme, ROW)
     for rule in family.rules(model.config, family.write(model.config)):
@@ -78,9 +78,9 @@ def require_served(model: Decoder, modules: Container[str], scheme: str) -> None
 def save_engine(
     out: Path, source: Path, model: Decoder, weights: Mapping[str, Quantized], scheme: str, peaks: Mapping[str, float]
 ) -> None:
-    """Write config.json, model.safetensors, a card and the tokenizer; what is not in `weights` is in `served_dtype`.
+    """Write config.json, model.safetensors, a card and the tokenizer; tensors not in `weights` have `served_dtype`.
 
-    The chat template, generation settings and end tokens of an imported run or a Hugging Face folder go along.
+    The chat template, generation settings and end tokens of an imported run or Hugging Face folder are included.
     """
     family = find_layout(model.config)
     keys, dtype = family.write(model.config), served_dtype(scheme)
@@ -107,7 +107,7 @@ def save_engine(
 
 
 def end_tokens(source: Path) -> dict[str, Any]:
-    """The ids that begin and end a text, for config.json: those of the folder's own, or else the tokenizer's."""
+    """The ids that begin and end a text, for config.json: from the folder's config.json, or else from the tokenizer."""
     files = companions(source)
     if CONFIG in files:
         return end_ids(files)
@@ -117,7 +117,7 @@ def end_tokens(source: Path) -> dict[str, Any]:
 
 
 def rows_of(weight: Quantized, first: int, count: int) -> Quantized:
-    """Rows of a quantized matrix with their scales; `require_served` has seen that they cut no block in two."""
+    """Return rows of a quantized matrix with their scales; `require_served` ensures that they do not split a block."""
     rows = slice(first, first + count)
     if isinstance(weight, Nvfp4):
         return Nvfp4(weight.codes[rows], weight.scale[rows], weight.global_scale.clone(), weight.columns)

@@ -1,4 +1,4 @@
-"""The cost of low precision: calibration and evaluation text, the loss of a model, the error of each module."""
+"""Measure the cost of low precision: calibration and evaluation text, a model's loss, the error of each module."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CalibrationText:
 
     @classmethod
     def of_folder(cls, folder: Path, model: ModelConfig, data: Path | None) -> CalibrationText:
-        """The text of the model in a folder, or the prepared folder `data`, in the model's tokens."""
+        """The text of the model in a folder, or the prepared dataset `data`, in the model's tokens."""
         dataset, config = open_text(folder, model, data)
         return cls._with(dataset, config)
 
@@ -81,7 +81,7 @@ class CalibrationText:
         )
 
     def calibration(self, sequences: int) -> Iterator[Batch]:
-        """The first `sequences` training windows, always the same ones."""
+        """Yield the first `sequences` training windows, which are always the same."""
         size = min(SEQUENCES_AT_ONCE, sequences)
         loader = Loader(self.dataset.split("train"), self.sequence, size, segments=self.documents, prefetch=0)
         for start, batch in zip(range(0, sequences, size), loader, strict=False):
@@ -97,7 +97,7 @@ OUTLIERS_SHOWN = 3
 
 
 def high_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """The precision of a model that is not quantized: bf16 autocast on a GPU, as in training, and fp32 on a CPU."""
+    """The precision of an unquantized model: bf16 autocast on a GPU, as in training, and fp32 on a CPU."""
     return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
@@ -126,7 +126,7 @@ def forward(model: Decoder, batch: Batch) -> Tensor:
 
 
 class _States(dict[str, Tensor]):
-    """Reduces the inputs of sublayers and of the final norm as they are recorded: max |h|, and Σ|h| by dimension."""
+    """Reduces the recorded inputs of sublayers and the final norm immediately to max |h| and Σ|h| by dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +143,9 @@ class _States(dict[str, Tensor]):
 
 
 def outlier_facts(model: Decoder, batches: Iterable[Batch]) -> tuple[float, float]:
-    """Peak activation: the largest |h| that any sublayer reads. Residual-sink ratio: the largest dimension's mean |h|
-    over tokens and depth, over the median dimension's (`residua diagnose` has the same definitions)."""
+    """Return peak activation and residual-sink ratio. The first is the largest |h| that any sublayer reads. The second
+    is the mean |h| over tokens and depth of the largest dimension, divided by the median dimension's. `residua
+    diagnose` uses the same definitions."""
     states = _States()
     with taps.record(states):
         for batch in batches:
@@ -154,7 +155,7 @@ def outlier_facts(model: Decoder, batches: Iterable[Batch]) -> tuple[float, floa
 
 
 class _Sums:
-    """Sums of one module's rounding errors over all its tokens."""
+    """Sums of one module's rounding errors over all tokens."""
 
     def __init__(
         self,
@@ -210,7 +211,7 @@ class _Sums:
         )
 
     def _outliers(self) -> tuple[Outlier, ...]:
-        """The largest input channels, and each one's share of the output error from rounding the activations."""
+        """The largest input channels, and each one's share of the output error that rounding the activations causes."""
         harm = self.spread * self.first.double().square().sum(0)
         share = harm / harm.sum().clamp(min=1e-300)
         median = self.peak.median().clamp(min=1e-30)
@@ -229,10 +230,10 @@ def module_errors(
     batches: Iterable[Batch],
     scales: Mapping[str, float],
 ) -> list[ModuleError]:
-    """The error of each module when only it is rounded, on its inputs in the unquantized model.
+    """Measure each module's error when it alone is rounded, on its inputs in the unquantized model.
 
-    error = ‖x̂Ŵᵀ − xWᵀ‖ / ‖xWᵀ‖ over all tokens; the parts round only the weight or only the activations. `scales` are
-    those of a static scheme.
+    error = ‖x̂Ŵᵀ − xWᵀ‖ / ‖xWᵀ‖ over all tokens; its parts round only the weight or only the activations. `scales`
+    holds the scales of a static scheme.
     """
     sums = {name: _Sums(name, module, weights, scheme, scales) for name, module in modules.items()}
     with hooked(lambda: [modules[n].register_forward_pre_hook(partial(_Sums.note, s)) for n, s in sums.items()]):
@@ -242,7 +243,7 @@ def module_errors(
 
 
 def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: Iterable[Batch]) -> dict[str, float]:
-    """The largest magnitude of every activation that these modules round (`inputs`), over the batches."""
+    """Measure the largest magnitude of every activation that these modules round (`inputs`), over the batches."""
     peaks = {activation: 0.0 for name, module in modules.items() for activation in inputs(name, module)}
 
     def note(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -268,7 +269,7 @@ def largest_inputs(model: Decoder, modules: Mapping[str, nn.Module], batches: It
 
 
 def static_scales(model: Decoder, scheme: Scheme, batches: Iterable[Batch]) -> dict[str, float]:
-    """The scales of a static scheme by activation, calibrated on these batches; none for a dynamic one."""
+    """Calibrate the scales of a static scheme by activation on these batches; empty for a dynamic scheme."""
     if scheme.static is None:
         return {}
     return {name: static_scale(peak) for name, peak in largest_inputs(model, targets(model), batches).items()}
@@ -276,7 +277,7 @@ def static_scales(model: Decoder, scheme: Scheme, batches: Iterable[Batch]) -> d
 
 @dataclass
 class Evaluation:
-    """A model on its device with its evaluation text. Between calls, all modules are in high precision."""
+    """A model on its device, with its evaluation text. Between calls, all modules are in high precision."""
 
     model: Decoder
     scheme: Scheme
@@ -292,7 +293,7 @@ class Evaluation:
 
     @cached_property
     def weights(self) -> dict[str, Quantized]:
-        """All matrices in low precision. Computed on first use, which must come after smoothing."""
+        """All matrices in low precision, computed on first use, which must come after smoothing."""
         return quantize_weights(self.originals, self.scheme)
 
     @property
@@ -303,11 +304,11 @@ class Evaluation:
 
     @property
     def scales(self) -> dict[str, float]:
-        """The scales of activations from calibration; none in a dynamic scheme."""
+        """The scales of activations from calibration; empty in a dynamic scheme."""
         return {name: static_scale(peak) for name, peak in self.peaks.items()}
 
     def loss(self, stage: str, low: Iterable[str] = ()) -> float:
-        """The loss with the modules of these names in low precision."""
+        """Return the loss with the named modules in low precision."""
         exact = {name: self.originals[name] for name in low}
         total = len(self.validation)
         ticks = iter(range(1, total + 1))
@@ -322,13 +323,14 @@ class Evaluation:
         return loss
 
     def smooth(self, alpha: float, sequences: int, inside: bool) -> float:
-        """Calibrate and fold SmoothQuant's factors; returns the loss afterwards, still in high precision."""
+        """Calibrate and fold SmoothQuant's factors; return the loss afterwards, still in high precision."""
         batches = self._calibration("calibrating", sequences)
         smooth(self.model, batches, alpha, inside=inside, run=partial(forward, self.model))
         return self.loss("loss after folding")
 
     def round_kept(self, dtype: torch.dtype) -> None:
-        """Round what is not quantized to `dtype`, as a folder in it has it. After smoothing: that changes weights."""
+        """Round unquantized tensors to `dtype`, as in a folder of that dtype. Call this after smoothing, which changes
+        weights."""
         _ = self.weights  # quantized first: `findings` quantizes the exempt modules too
         with torch.no_grad():
             for name, tensor in model_tensors(self.model).items():
@@ -336,7 +338,7 @@ class Evaluation:
                     tensor.copy_(tensor.to(dtype))
 
     def calibrate(self, sequences: int) -> None:
-        """Measure the ranges of activations that a static scheme needs, after smoothing and in high precision."""
+        """Measure the activation ranges that a static scheme needs, after smoothing and in high precision."""
         if self.scheme.static is not None:
             batches = self._calibration("calibrating scales", sequences)
             self.peaks = largest_inputs(self.model, self.originals, batches)
@@ -364,7 +366,7 @@ class Evaluation:
         }
 
     def unsmoothed(self, inside: bool) -> Iterator[str]:
-        """Quantized modules with a matrix that SmoothQuant did not reach."""
+        """Yield quantized modules with a matrix that SmoothQuant did not reach."""
         smoothed = {id(reader) for edge in edges(self.model, inside=inside) for reader in edge.readers}
         for name in self.names:
             if any(id(parameter) not in smoothed for parameter in self.originals[name].parameters()):

@@ -1,10 +1,11 @@
-"""FP8 matrix products on the hardware's matrix units, through PyTorch's `scaled_mm`.
+"""FP8 matrix products on the hardware's tensor cores, through PyTorch's `scaled_mm`.
 
 There are two ways to scale. `row`: one scale per token and one per row of the weight. `block`: one scale per token and
-128 channels, and one per 128 × 128 block of the weight. One scale per token is the case in which all groups of a token
-share a scale, so the `block` product serves both `fp8` and `fp8-group`. Which products a device has, and how PyTorch
-expects their scales in memory, differs between versions: a product is used if a small one agrees with the simulation.
-So does what `torch.compile` can trace: the product is one operator of ours, which it does not look into.
+128 channels, and one per 128 × 128 block of the weight. One scale per token is the special case in which all groups of
+a token share a scale, so the `block` product serves both `fp8` and `fp8-group`. The available products and the memory
+layout of their scales differ between devices and PyTorch versions: we use a product if a small example agrees with the
+simulation. Since versions also differ in which products `torch.compile` can trace, ours is a custom operator that is
+opaque to it.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ SCALINGS: dict[str, tuple[Scaling, Tile]] = {
     "fp8-group": ("block", fp8.GROUP),
     "fp8-row": ("row", fp8.ROW),
 }
-"""The scaling that serves a scheme, and the tile of its activations."""
+"""The scaling of each scheme, and the tile of its activations."""
 AGREES = 1e-2
 TOKENS = 4
-"""Block-wise products need a multiple of this many tokens."""
+"""Block-wise products need the number of tokens to be a multiple of this."""
 
 
 class Fp8Projection(FixedPrecision):
-    """y = x̂ Ŵᵀ with both operands in E4M3 on the matrix units; bf16 out."""
+    """y = x̂ Ŵᵀ with both operands in E4M3 on tensor cores; the output is bf16."""
 
     def __init__(self, weight: Fp8, tile: Tile, product: Product) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Fp8Projection(FixedPrecision):
 
 @cache
 def find_product(scaling: Scaling, device: torch.device) -> Product | None:
-    """The product with this scaling on a device, or None."""
+    """Find a working product with this scaling on a device, or None."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, 384, generator=generator).to(device) for rows in (64, 256))
     sides = {"row": (fp8.ROW, fp8.ROW), "block": (fp8.GROUP, fp8.BLOCK)}[scaling]
@@ -74,7 +75,7 @@ def find_product(scaling: Scaling, device: torch.device) -> Product | None:
 
 
 def takes(weight: Fp8, scaling: Scaling) -> bool:
-    """Whether the hardware accepts the shape: rows of whole 16 bytes, and whole blocks."""
+    """Return whether the hardware accepts the shape: both sides in multiples of 16 bytes, or in whole blocks."""
     whole = 128 if scaling == "block" else 16
     return all(extent % whole == 0 for extent in weight.codes.shape)
 
@@ -82,7 +83,7 @@ def takes(weight: Fp8, scaling: Scaling) -> bool:
 def with_fp8_products(
     weights: Mapping[str, Fp8], scheme: str, device: torch.device
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """By name, the modules that multiply in FP8, and for the others the reason why not."""
+    """Return, by name, the modules that multiply in FP8, and for the others the reason why not."""
     if scheme not in SCALINGS:
         return {}, dict.fromkeys(weights, f"{scheme} is not FP8")
     scaling, tile = SCALINGS[scheme]
@@ -124,7 +125,7 @@ def _private_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, a
 
 
 def _by_token(scale: Tensor, codes: Tensor) -> Tensor:
-    """Expand to a scale per token and 128 channels, with tokens contiguous in memory."""
+    """Expand to one scale per token and 128 channels, with tokens contiguous in memory."""
     return scale.expand(-1, -(-codes.shape[1] // 128)).t().contiguous().t()
 
 

@@ -1,7 +1,7 @@
-"""Modules in low precision: which are quantized, and what stands in for them.
+"""Modules in low precision: which modules are quantized, and their replacements.
 
-They hold rounded weights and round their activations. Products of the rounded values are computed in fp32, like a
-kernel with exact products and fp32 accumulation. The result has the same dtype as that of the original module.
+The replacements hold rounded weights and round their activations. Products of the rounded values are computed in fp32,
+like a kernel with exact products and fp32 accumulation. The result has the original module's dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Matrices = dict[str, Tensor]
 
 
 def matrices(module: nn.Module) -> Matrices:
-    """The matrices [R, C] of a module by the suffix of their name: one, or two per expert."""
+    """The matrices [R, C] of a module by name suffix: one, or two per expert."""
     if isinstance(module, Experts):
         stacks = {"up": module.up, "out": module.out}
         return {
@@ -41,16 +41,17 @@ def matrices(module: nn.Module) -> Matrices:
 
 
 def inputs(name: str, module: nn.Module) -> tuple[str, ...]:
-    """The names of the activations that a module rounds: its input, and in experts that of their last matrices."""
+    """The names of the activations that a module rounds: its input and, for experts, the input of their last
+    matrices."""
     return (name, f"{name}.out") if isinstance(module, Experts) else (name,)
 
 
 def in_low_precision(
     module: nn.Module, weights: Sequence[Tensor], activations: Round | Sequence[Round], label: str = ""
 ) -> nn.Module:
-    """The module with these weights, in the order of `matrices`, and rounded activations.
+    """Build the replacement of a module with these weights, in the order of `matrices`, and rounded activations.
 
-    `activations` are in the order of `inputs`, or one for all.
+    `activations` holds the roundings in the order of `inputs`, or one for all.
     """
     each = [activations] * 2 if callable(activations) else activations
     if isinstance(module, Experts):
@@ -85,7 +86,7 @@ class LowProjection(FixedPrecision):
 
 
 class LowExperts(FixedPrecision):
-    """The experts of a mixture; each expert's weights were rounded separately."""
+    """The experts of a mixture; each expert's weights are rounded separately."""
 
     def __init__(self, experts: Experts, weights: Sequence[Tensor], activation: Round, inner: Round) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ def targets(model: nn.Module, exempt: Iterable[str] = ()) -> dict[str, nn.Module
 
 
 def unquantized(model: Decoder, quantized: Iterable[str]) -> list[UnquantizedTensor]:
-    """Every parameter that stays in high precision, with the reason."""
+    """List every parameter that stays in high precision, with the reason."""
     low, large = set(quantized), candidates(model)
     return [
         UnquantizedTensor(
@@ -134,13 +135,13 @@ def unquantized(model: Decoder, quantized: Iterable[str]) -> list[UnquantizedTen
 
 
 def is_rounded(name: str, modules: Container[str]) -> bool:
-    """Whether a parameter is a matrix of one of these modules; biases stay in high precision."""
+    """Return whether a parameter is a matrix of one of these modules; biases stay in high precision."""
     module, _, attribute = name.rpartition(".")
     return module in modules and not attribute.endswith("bias")
 
 
 def quantize_weights(modules: Mapping[str, nn.Module], scheme: Scheme) -> dict[str, Quantized]:
-    """The quantized matrices of modules by name; raises ValueError for one that is not finite."""
+    """Quantize the matrices of modules, by name; raise ValueError if one is not finite."""
     return {
         f"{name}{end}": scheme.weight(matrix, what=f"{name}{end}")
         for name, module in modules.items()
@@ -154,9 +155,9 @@ def rounded(
     scheme: Scheme,
     scales: Mapping[str, float] | None = None,
 ) -> dict[str, nn.Module]:
-    """Low-precision replacements of these modules, with these weights.
+    """Build low-precision replacements of these modules, with these weights.
 
-    `scales` are those of their inputs (`inputs`) from calibration, for a static scheme.
+    `scales` holds the scales of their inputs (`inputs`) from calibration, for a static scheme.
     """
     return {
         name: in_low_precision(
@@ -170,7 +171,7 @@ def rounded(
 
 
 def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Replace the modules of these names."""
+    """Replace the named modules."""
     for name, module in modules.items():
         model.set_submodule(name, module)
 
@@ -179,7 +180,7 @@ def install(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 def quantize_model(
     model: nn.Module, scheme: Scheme, exempt: Iterable[str] = (), scales: Mapping[str, float] | None = None
 ) -> dict[str, Quantized]:
-    """Quantize a model in place; returns the quantized matrices by name.
+    """Quantize a model in place; return the quantized matrices by name.
 
     A static scheme needs `scales`, which `residua.quantize.static_scales` measures.
     """

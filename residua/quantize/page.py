@@ -98,7 +98,7 @@ def _losses(section: Section, result: QuantizationResult) -> None:
 
 
 def _picture(page: Page, result: QuantizationResult) -> None:
-    """Every layer's modules from bottom to top; modules outside of the layers have rows of their own below."""
+    """Draw every layer's modules from bottom to top; modules outside the layers have separate rows below."""
     section = page.section(
         "Layer by layer",
         "Healthy: bars of similar length. A red cell is a module whose error stands out; look at its largest channel.",
@@ -188,7 +188,7 @@ def _modules(page: Page, result: QuantizationResult) -> None:
 
 
 def _along_depth(result: QuantizationResult, error: Callable[[ModuleError], float]) -> Figure | None:
-    """The error over layers, one line per part; None if there are no layers to speak of."""
+    """Draw the error over layers, one line per part; None if there are too few layers."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for module in result.modules:
         place = sentences.split(module.name)
@@ -238,7 +238,7 @@ def _kept(page: Page, result: QuantizationResult) -> None:
 
 
 def _name(tensor: UnquantizedTensor) -> str:
-    """The tensor's name; layer numbers become * except for depth operators and exempted tensors."""
+    """The tensor's name, with layer numbers replaced by * except for depth operators and exempted tensors."""
     return tensor.name if tensor.reason in ("depth operator", "exempted") else re.sub(r"\b\d+\b", "*", tensor.name)
 
 

@@ -1,4 +1,4 @@
-"""Recipes: a scheme, with or without SmoothQuant, as one word. Importing this does not import torch."""
+"""Recipes: a scheme, with or without SmoothQuant, in one word. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Recipe:
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """Read a recipe as `str` writes it."""
+        """Parse a recipe in the form that `str` writes."""
         name, plus, smoothing = text.strip().partition("+")
         check_scheme(name)
         if not plus:
@@ -41,7 +41,7 @@ class Recipe:
 
 
 def check_alpha(alpha: float, where: str) -> None:
-    """Refuse an exponent outside [0, 1]: 0 moves no range from activations to weights, 1 moves all of it."""
+    """Refuse an exponent outside [0, 1]: 0 moves none of the range from activations to weights, 1 moves all of it."""
     if not 0 <= alpha <= 1:
         raise UserError(f"{where}: SmoothQuant's α must lie between 0 and 1; 0.5 is usual.")
 

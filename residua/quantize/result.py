@@ -13,7 +13,7 @@ from pydantic import Field
 from residua.config.settings import Frozen
 
 ERROR_TOKENS = 8192
-"""The first evaluated tokens, over which the errors of modules are measured."""
+"""Module errors are measured over this many of the first evaluated tokens."""
 
 
 class Outlier(Frozen):
@@ -26,7 +26,7 @@ class Outlier(Frozen):
 
 
 class ModuleError(Frozen):
-    """One module rounded alone: the relative error of its output, in total and from weights or activations only."""
+    """One module rounded alone: the relative error of its output, in total and from only weights or activations."""
 
     name: str
     shape: tuple[int, int]
@@ -85,12 +85,12 @@ class QuantizationResult(Frozen):
 
     @property
     def cost(self) -> float:
-        """Nats per token that low precision adds."""
+        """The nats per token that low precision adds."""
         return self.loss_after - self.loss_before
 
     @property
     def worst(self) -> list[ModuleError]:
-        """The modules by error, largest first."""
+        """The modules by decreasing error."""
         return sorted(self.modules, key=lambda module: -module.error)
 
     @property
@@ -110,13 +110,13 @@ def perplexity(loss: float) -> float:
 
 
 WORTH_MENTIONING = 1e-3
-"""Nats; a smaller gain is noise and not worth a recommendation."""
+"""Nats; a smaller gain is noise and does not merit a recommendation."""
 HEALTHY, DEAR = 0.03, 0.1
-"""Nats that low precision adds: up to the first it is healthy, beyond the second it is dear."""
+"""Nats that low precision adds: up to the first it is healthy, above the second it is expensive."""
 CLEAR = 1.25
-"""One rounding causes most of an error when its part is this many times the other's."""
+"""One rounding causes most of an error if its part is at least this many times the other."""
 STANDS_OUT = 2.0
-"""A module stands out when its error is this many times the median module's."""
+"""A module stands out if its error is this many times the median module's."""
 _SUBLAYER = re.compile(r"sublayers\.(\d+)\.(?:body\.)?(.+)")
 
 
@@ -135,7 +135,7 @@ def smoothing(result: QuantizationResult) -> str:
 
 
 def sentences(result: QuantizationResult) -> list[str]:
-    """The findings in sentences, most important first."""
+    """The findings as sentences, most important first."""
     lines = [verdict(result)]
     if result.modules:
         lines.append(worst(result))
@@ -156,13 +156,13 @@ def sentences(result: QuantizationResult) -> list[str]:
 
 
 def worst(result: QuantizationResult) -> str:
-    """The worst module, and what its error comes from."""
+    """Name the worst module and the cause of its error."""
     module = result.worst[0]
     return f"Worst module: {module.name} ({place(module.name)}), {module.error:.1%} error; {blame(module)}"
 
 
 def exempting(result: QuantizationResult) -> str:
-    """The module whose exemption gains most; empty if none gains enough to mention."""
+    """Name the module whose exemption gains most; empty if no gain is large enough to mention."""
     best = max(result.probes, key=lambda probe: probe.gain, default=None)
     if best is None or best.gain <= WORTH_MENTIONING:
         return ""
@@ -170,12 +170,12 @@ def exempting(result: QuantizationResult) -> str:
 
 
 def blame(module: ModuleError) -> str:
-    """Which rounding causes the error, and the largest input channels."""
+    """Say which rounding causes the error, and name the largest input channels."""
     return f"{source(module.activation_error, module.weight_error)}; largest input channels {channels(module)}."
 
 
 def source(activations: float, weights: float) -> str:
-    """Which of the two errors is the larger, if that is clear."""
+    """Say which of the two errors is clearly larger, if one is."""
     high, low = max(activations, weights), min(activations, weights)
     if high <= CLEAR * low:
         return f"from its activations ({activations:.2%} alone) and its weights ({weights:.2%} alone) about equally"
@@ -184,7 +184,7 @@ def source(activations: float, weights: float) -> str:
 
 
 def total(result: QuantizationResult) -> str:
-    """Which rounding causes the error over all modules, by the medians."""
+    """Say which rounding causes the error over all modules, by their medians."""
     activations = statistics.median(module.activation_error for module in result.modules)
     weights = statistics.median(module.weight_error for module in result.modules)
     return f"The median module's error comes {source(activations, weights)}."
@@ -197,7 +197,7 @@ def standing_out(result: QuantizationResult) -> list[ModuleError]:
 
 
 def helps(result: QuantizationResult) -> list[str]:
-    """What was measured to help, then what is worth a try."""
+    """List the measures that were found to help, then those worth trying."""
     lines = []
     if result.probes:
         least = f"none of the {len(result.probes)} worst modules gains {WORTH_MENTIONING:g} nats or more when exempt"
@@ -215,13 +215,13 @@ def helps(result: QuantizationResult) -> list[str]:
 
 
 def place(name: str) -> str:
-    """Where a module is, for people: `layer 2 feed-forward up`."""
+    """The location of a module for display: `layer 2 feed-forward up`."""
     parts = split(name)
     return name if parts is None else f"layer {parts[0]} {parts[1]}"
 
 
 def split(name: str) -> tuple[int, str] | None:
-    """A module's layer, and its part there (`attention project`); None for a module outside of the layers."""
+    """A module's layer, and its part there (`attention project`); None for a module outside the layers."""
     match = _SUBLAYER.fullmatch(name)
     if match is None:
         return None

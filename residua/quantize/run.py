@@ -46,9 +46,9 @@ def quantize(
 
     `alpha` turns SmoothQuant on, `inside` extends it into sublayers. Modules whose names match `exempt` stay in high
     precision. For the `probes` worst modules, the gain from exempting each is measured. `tokens` limits the validation
-    set, `calibration` is the number of training sequences that SmoothQuant and static scales are measured on. `engine`
-    is a second folder for serving engines, in the layout of Qwen3, Llama, Qwen2 or Mistral, if the model is of that
-    shape. What is not quantized is then rounded to that folder's dtype, in `out` and in the measured loss too.
+    set, `calibration` is the number of training sequences for calibrating SmoothQuant and static scales. `engine` is a
+    second folder for serving engines, in the layout of Qwen3, Llama, Qwen2 or Mistral, if the model fits one.
+    Unquantized tensors are then rounded to that folder's dtype, also in `out` and in the measured loss.
     """
     source, target, chosen = Path(model), Path(out), find_scheme(scheme)
     _check_folders(target, None if engine is None else Path(engine))
@@ -101,21 +101,21 @@ def quantize(
 
 
 def stored_bytes(source: Path, model: Decoder) -> int:
-    """Bytes of a folder's weights, in the dtypes that it stores."""
+    """Bytes of a folder's weights, in their stored dtypes."""
     dtypes = open_stored(source).dtypes
     parameters = model.named_parameters()
     return sum(parameter.numel() * dtypes.get(name, parameter.dtype).itemsize for name, parameter in parameters)
 
 
 def input_peaks(result: QuantizationResult) -> dict[str, float]:
-    """The largest input of each matrix, by module; the experts' last matrices have an entry of their own."""
+    """The largest input of each matrix, by module; the experts' last matrices have separate entries."""
     outer = {module.name: module.input_peak for module in result.modules}
     inner = {f"{m.name}.out": m.inner_peak for m in result.modules if m.inner_peak is not None}
     return outer | inner
 
 
 def results(result: QuantizationResult) -> dict[str, str]:
-    """The texts of results.json and report.html."""
+    """Render results.json and report.html."""
     from residua.quantize.page import quantization_page
 
     return {RESULTS: result.model_dump_json(indent=1) + "\n", REPORT: quantization_page(result).html()}

@@ -28,7 +28,8 @@ Quantized = Fp8 | Nvfp4
 
 
 def require_finite(x: Tensor, what: str = "the tensor") -> None:
-    """Raise `ValueError` if x holds NaN or infinity: no scale fits them, and one would turn its whole block to NaN."""
+    """Raise `ValueError` if x holds NaN or infinity: no scale fits them, and one such value turns its whole block to
+    NaN."""
     finite = torch.isfinite(x)
     if not finite.all():
         kind = "NaN" if torch.isnan(x).any() else "infinity"
@@ -37,13 +38,14 @@ def require_finite(x: Tensor, what: str = "the tensor") -> None:
 
 
 def quantize_fp8(x: Tensor, tile: Tile = BLOCK, *, what: str = "the tensor") -> Fp8:
-    """Quantize a matrix [R, C]; tiles at its edges are padded with zeros, which change no scale."""
+    """Quantize a matrix [R, C]; edge tiles are padded with zeros, which do not affect scales."""
     require_finite(x, what)
     return encode_fp8(x, tile)
 
 
 def quantize_nvfp4(x: Tensor, span: Span = "tensor", *, what: str = "the tensor") -> Nvfp4:
-    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` is what shares a second scale."""
+    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. Each `span` shares a second-level
+    scale."""
     require_finite(x, what)
     return encode_nvfp4(x, span)
 
@@ -52,7 +54,7 @@ def quantize_nvfp4(x: Tensor, span: Span = "tensor", *, what: str = "the tensor"
 class Scheme:
     """`weight(w [R, C], what=name)` quantizes a matrix; `activation(x [..., C])` rounds it and returns fp32.
 
-    `static(x, global_scale=…)` does so with a scale from calibration; None where scales come from x itself.
+    `static(x, global_scale=…)` rounds with a scale from calibration; it is None if scales come from x itself.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Scheme:
     static: Callable[..., Tensor] | None = None
 
     def rounding(self, scale: float | None) -> Callable[[Tensor], Tensor]:
-        """How the input of a module is rounded, given its scale from calibration if there is one."""
+        """Return the function that rounds a module's input, given its scale from calibration, if any."""
         if self.static is None:
             return self.activation
         if scale is None:
@@ -106,6 +108,6 @@ assert set(SCHEMES) == set(SCHEME_NAMES)
 
 
 def find_scheme(name: str) -> Scheme:
-    """A scheme by name."""
+    """Find a scheme by name."""
     check_scheme(name)
     return SCHEMES[name]

@@ -1,11 +1,11 @@
-"""SmoothQuant (arXiv 2211.10438): per channel, divide activations and multiply weights, so that both round well.
+"""SmoothQuant (arXiv 2211.10438): divide activations and multiply weights by channel, so that both round well.
 
     s_j = max|X_j|^α / max|W_j|^(1−α),   X_j ← X_j / s_j,   W_j ← W_j · s_j
 
-X_j is an input channel over the calibration text, W_j its column in all maps that read it. The division is folded into
-the producer of X along the model's edges, which its parts state (`residua.model.equivalence`). So the smoothed model
-has the same modules and computes the same function. A norm that gates its own output reads that output too: GatedNorm's
-`down` is a reader inside the producer, and leaving it out changes the gate.
+X_j is an input channel over the calibration text, W_j its column in all linear maps that read it. The division is
+folded into the producer of X along the model's edges, which its parts declare (`residua.model.equivalence`). So the
+smoothed model has the same modules and computes the same function. A norm that gates its own output also reads it:
+GatedNorm's `down` is a reader inside the producer, and omitting it would change the gate.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def smooth(
     inside: bool = False,
     run: Callable[[Batch], object] | None = None,
 ) -> dict[str, Tensor]:
-    """Calibrate on `batches` and fold the factors; returns them by edge.
+    """Calibrate on `batches` and fold the factors; return them by edge.
 
-    Smooths the outputs of norms, as in the paper, and with `inside` also the inputs of each sublayer's last matrix.
-    `run` is a forward pass, by default the model's.
+    This smooths the outputs of norms, as in the paper, and with `inside` also the inputs of each sublayer's last
+    matrix. `run` is the forward pass, by default the model's.
     """
     pairs = edges(model, inside=inside)
     peaks = channel_peaks(model, pairs, batches, run or partial(_forward, model))
@@ -53,7 +53,7 @@ def smooth(
 def channel_peaks(
     model: Decoder, pairs: Iterable[Edge], batches: Iterable[Batch], run: Callable[[Batch], object]
 ) -> dict[str, Tensor]:
-    """max|X_j| of every edge's vector over the batches, [C] in fp32."""
+    """Measure max|X_j| of every edge's vector over the batches, [C] in fp32."""
     peaks: dict[str, Tensor] = {}
 
     def note(edge: Edge, module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -70,7 +70,7 @@ def channel_peaks(
 
 
 def smoothing_factors(edge: Edge, peaks: Tensor, alpha: float) -> Tensor:
-    """s for the producer's channels; 1 where a channel is always zero or has no reader."""
+    """Compute s for the producer's channels; 1 if a channel is always zero or has no reader."""
     largest = [reader.detach().abs().amax(0).float() for reader in edge.readers]
     columns = torch.stack([pad(each, (0, len(edge.channel) - len(each))) for each in largest]).amax(0)
     peaks, columns = (_shared(values, edge.channel) for values in (peaks, columns))
@@ -90,7 +90,7 @@ def _forward(model: Decoder, batch: Batch) -> Tensor:
 
 
 def edges(model: Decoder, *, inside: bool = True) -> list[Edge]:
-    """The edges from a model's norms and, if `inside`, those within sublayers, in the order of the forward pass."""
+    """List the edges from a model's norms and, with `inside`, those within sublayers, in forward order."""
     pairs = []
     width = torch.arange(model.config.width)
     for k, sublayer in enumerate(cast(Iterable[Sublayer], model.sublayers)):
@@ -110,7 +110,7 @@ def readers(body: nn.Module) -> tuple[Tensor, ...]:
 
 
 def stated(module: nn.Module, name: str, what: str) -> Any:
-    """A method of a module; one that lacks it is refused by name."""
+    """Return a method of a module; if the module lacks it, refuse the module by name."""
     method = getattr(module, name, None)
     if method is None:
         raise UserError(f"{type(module).__name__} does not define {what}: add a method {name}().")

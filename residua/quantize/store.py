@@ -1,8 +1,8 @@
 """Write and read the folder of a quantized model.
 
 It holds `config.toml`, `tokenizer.json` and `source/` as in a run, and `model.safetensors` in the compressed-tensors
-layout. The quantization_config of `config.json` names the modules one by one. `quantization.json` says how the folder
-was made; `residua.load` looks for it. The compressed-tensors layout, which serving engines read:
+layout. The quantization_config of `config.json` lists each module. `quantization.json` says how the folder was made;
+`residua.load` looks for it. Serving engines read the compressed-tensors layout:
 
 | scheme | tensors of a module | shape |
 |---|---|---|
@@ -62,7 +62,7 @@ def save_quantized(
 ) -> None:
     """Write the folder: the matrices of `modules` from `weights`, everything else unchanged from `model`.
 
-    `input_peaks` are the largest inputs by module, or by the stack that a matrix belongs to; `texts` are more files.
+    `input_peaks` holds the largest inputs by module, or by the stack that a matrix belongs to; `texts` adds files.
     """
     refuse_used(out)
     tensors = {n: tensor for n, tensor in model_tensors(model).items() if not is_rounded(n, modules)}
@@ -77,14 +77,14 @@ def save_quantized(
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """The text of a JSON file."""
+    """Format the text of a JSON file."""
     return json.dumps(content, indent=1) + "\n"
 
 
 def write_folder(
     out: Path, tensors: Mapping[str, Tensor], documents: Mapping[str, str], copies: Mapping[str, Path]
 ) -> None:
-    """A folder with model.safetensors, copies of the files that exist and texts, whole or not at all."""
+    """Atomically write a folder with model.safetensors, `documents`, and copies of the files that exist."""
     refuse_used(out)
     with atomic_folder(out) as folder:
         save_tensors(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -97,22 +97,22 @@ def write_folder(
 
 
 def files_to_copy(source: Path) -> dict[str, Path]:
-    """The files of a model folder that its quantized folder gets too, by name; refuses links to elsewhere."""
+    """The files to copy from a model folder into its quantized folder, by name; refuse links out of the folder."""
     return {name: inside(source, name) for name in (*COPIED, *(f"{SOURCE}/{name}" for name in COMPANIONS))}
 
 
 def is_quantized(folder: Path) -> bool:
-    """Whether a folder was made by `residua quantize`."""
+    """Return whether `residua quantize` wrote the folder."""
     return (folder / MARK).exists()
 
 
 def load_quantized(
     folder: str | Path, *, fp8_products: torch.device | None = None, allow_nonfinite: bool = False
 ) -> Decoder:
-    """The model of a quantized folder, on the CPU, with weights and activations rounded by its scheme.
+    """Load the model of a quantized folder on the CPU, with weights and activations rounded by its scheme.
 
-    With `fp8_products`, the model is on that device and multiplies in FP8 where the device and the shapes allow it; a
-    warning names the modules where they do not. Weights that are NaN or infinite are refused, unless `allow_nonfinite`.
+    With `fp8_products`, the model is on that device and multiplies in FP8 where the device and shapes allow it; a
+    warning names the other modules. Weights that are NaN or infinite are refused, unless `allow_nonfinite`.
     """
     folder = Path(folder)
     mark = _read_mark(folder)
@@ -142,7 +142,7 @@ def load_quantized(
 
 
 def _scales(tensors: Mapping[str, Tensor], modules: Mapping[str, torch.nn.Module]) -> dict[str, float]:
-    """The static scales by activation; the matrices of a stack of experts all hold the same."""
+    """The static scales by activation; all matrices of a stack of experts hold the same scale."""
     scales = {}
     for name, module in modules.items():
         ends = list(matrices(module))
@@ -173,7 +173,7 @@ def _multiply_in_fp8(
 
 @torch.no_grad()
 def _copy_rest(path: Path, model: Decoder, tensors: Mapping[str, Tensor], modules: Collection[str]) -> None:
-    """Load the tensors in high precision; each must be there in the right shape."""
+    """Load the high-precision tensors; each must exist with the right shape."""
     for name, tensor in model_tensors(model).items():
         if is_rounded(name, modules):
             continue
@@ -207,7 +207,7 @@ PARTS = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_s
 
 
 def module_tensors(name: str, weight: Quantized, input_peak: float) -> dict[str, Tensor]:
-    """The tensors of one module. `input_global_scale` is the static second scale of NVFP4 activations."""
+    """The tensors of one module. `input_global_scale` is the static second-level scale of NVFP4 activations."""
     if isinstance(weight, Fp8):
         return {f"{name}.weight": weight.codes, f"{name}.weight_scale": weight.scale}
     return {
@@ -219,7 +219,7 @@ def module_tensors(name: str, weight: Quantized, input_peak: float) -> dict[str,
 
 
 def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, shape: Sequence[int]) -> Quantized:
-    """The weight [R, C] of one module from its tensors; KeyError if one is missing, ValueError if it is another's."""
+    """Read the weight [R, C] of one module; KeyError if a tensor is missing, ValueError if one does not fit."""
     rows, columns = shape
     if scheme in TILES:
         weight: Quantized = Fp8(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], TILES[scheme])
@@ -234,7 +234,7 @@ def read_module(tensors: Mapping[str, Tensor], name: str, scheme: str, shape: Se
 
 
 def read_input_scale(tensors: Mapping[str, Tensor], name: str) -> float:
-    """The static scale of a module's input; KeyError if it is missing, ValueError if it is none."""
+    """Read the static scale of a module's input; KeyError if it is missing, ValueError if it is not a valid scale."""
     scale = tensors[f"{name}.{PARTS[3]}"]
     if tuple(scale.shape) != (1,) or not scale.is_floating_point() or not 0 < float(scale) < math.inf:
         raise UserError(f"{name}.{PARTS[3]} is not one positive number")
@@ -242,7 +242,7 @@ def read_input_scale(tensors: Mapping[str, Tensor], name: str) -> float:
 
 
 def _check_scale(name: str, weight: Quantized) -> None:
-    """Refuse scales of another shape, which would be cut or repeated, and scales that are not floating-point."""
+    """Refuse scales of the wrong shape, which would be cut or repeated, and scales that are not floating-point."""
     scales: dict[str, tuple[Tensor, tuple[int, ...]]] = {"weight_scale": (weight.scale, weight.scale_shape)}
     if isinstance(weight, Nvfp4):
         scales["weight_global_scale"] = (weight.global_scale, (1,))
