@@ -26,10 +26,10 @@ __all__ = ["Exported", "export", "write_folder"]
 
 
 class Exported(NamedTuple):
-    """What was written, and how far the logits of its own code are from the model's.
+    """The result of an export, and how far the logits of its own code are from the model's.
 
-    `difference` is None if the code was not run, for the reason `unchecked`. `address` is where the folder was pushed
-    to, `precision` the dtype that config.json names.
+    `difference` is None if the code was not run, for the reason in `unchecked`. `address` is the repository the folder
+    was pushed to, `precision` the dtype in config.json.
     """
 
     folder: Path
@@ -51,13 +51,12 @@ def export(
     max_shard_size: str = SHARD,
     metadata: Metadata | None = None,
 ) -> Exported:
-    """Write the model of a run as a Hugging Face folder; `precision` is that of the weights in it.
+    """Write the model of a run as a Hugging Face folder, with weights in `precision`.
 
-    Without it, weights keep the dtypes that they have in `run`: float32 if it was trained here, else those of the
-    model that was imported.
+    By default, weights keep their dtypes in `run`: float32 if it was trained here, else those of the imported model.
     `layout` is Residua's own, with its code, or a `model_type` of transformers that fits the model. `push_to` is a
-    repository ORG/NAME of the Hugging Face Hub; one that is new is private unless `public`. Weights are copied one by
-    one into files of `max_shard_size`. `metadata` goes into the card, before what the model's own card says.
+    repository ORG/NAME of the Hugging Face Hub; a new one is private unless `public`. Weights are copied individually
+    into files of `max_shard_size`. `metadata` goes into the card, ahead of the content of the model's own card.
     """
     run, out, shard = Path(run), Path(out), parse_size(max_shard_size)
     refuse_used(out)
@@ -90,7 +89,7 @@ def export(
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `5GB` or `500 MiB`."""
+    """Parse `5GB` or `500 MiB` into bytes."""
     match, size = SIZE.fullmatch(text), 0
     if match is not None:
         number, unit, binary = match.groups()
@@ -117,14 +116,14 @@ def require_hub(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, *, public: bool) -> str:
-    """Upload a folder as one commit to a model repository, which is made if it is not there; returns its address."""
+    """Upload a folder as one commit to a model repository, creating it if necessary; return its address."""
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by `residua export`")
-    except OSError as error:  # refused by the Hub, or not reached
+    except OSError as error:  # the Hub refused the upload or was not reachable
         words = " ".join(str(error).split())
         raise UserError(
             f"{repository} was not uploaded ({words}): {folder} is complete, so upload it with `hf upload "

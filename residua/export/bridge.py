@@ -1,4 +1,4 @@
-"""transformers' caches for the model: positions and masks of the tokens, and the place of keys and states."""
+"""Adapts transformers' caches to the model: positions and masks of tokens, and storage of keys and states."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from residua.model.cache import Now
 from residua.model.sdpa import attend_cached
 
 Attention = Callable[..., tuple[Tensor, Any]]
-"""An attention function of transformers' registry."""
+"""An attention function in transformers' registry."""
 
 
 class KeyValues:
-    """The keys and values of one attention layer, in a transformers cache or, without one, of this call only.
+    """The keys and values of one attention layer, in a transformers cache or, without a cache, of this call only.
 
-    A host such as vLLM keeps them itself: its attention is called as transformers' models call it, with this object in
-    place of the attention module. A layer that takes keys or values of a lender stores no more than the others.
+    A host such as vLLM stores them itself: we call its attention as transformers' models do, with this object as the
+    attention module. A layer that borrows keys or values from a lender layer stores only those that it does not borrow.
     """
 
     is_causal = True
@@ -33,7 +33,7 @@ class KeyValues:
         self.lender, self.taken = lender, taken
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, **scoring: Any) -> Tensor:
-        """Attention of q [B, T, H, D] to the cached keys and to k, v [B, T, H_kv, D], which are added to the cache."""
+        """Attend from q [B, T, H, D] to the cached keys and to k, v [B, T, H_kv, D], which are added to the cache."""
         if self.host is None:
             return attend_cached(q, *self.extend(k, v, now), now, **scoring)
         if any(each is not None for each in scoring.values()):  # hosts ignore them silently
@@ -46,7 +46,7 @@ class KeyValues:
         return y.reshape(q.shape)
 
     def extend(self, k: Tensor, v: Tensor, now: Now) -> tuple[Tensor, Tensor]:
-        """Add k, v; returns as many slots as `now.visible` has (a static cache has more)."""
+        """Add k, v; return as many slots as `now.visible` has (a static cache has more)."""
         if self.cache is None:
             return k, v
         assert now.visible is not None
@@ -61,7 +61,7 @@ class KeyValues:
 
 
 class Recurrent:
-    """The state of one linear attention layer: the last inputs of its convolution, and the delta rule's memory."""
+    """The state of one linear attention layer: its convolution's last inputs, and the delta rule's memory."""
 
     def __init__(self, cache: Any, layer: int, counts: bool) -> None:
         self.cache, self.layer, self.counts = cache, layer, counts
@@ -81,9 +81,9 @@ class Recurrent:
 
 
 class Past:
-    """The decoder's cache: transformers' cache, if there is one, and the attention mask.
+    """The decoder's cache: transformers' cache, if any, and the attention mask.
 
-    Padding may be anywhere; a padded token sees itself, so that no row of the softmax is empty.
+    Padding may be anywhere; a padding token sees itself, so that no softmax row is empty.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Past:
         return positions if self.positions is None else self.positions.expand_as(positions)
 
     def advance(self, length: int, counts: Tensor | None = None) -> None:
-        """Count the tokens: if no layer keeps keys, the cache counts keys of width 1."""
+        """Count the tokens: if no layer stores keys, the cache counts keys of width 1."""
         first = self.sublayers[0]
         if self.cache is not None and isinstance(first, Recurrent) and first.counts:
             counted = torch.zeros(self.tokens.shape[0], 1, length, 1, device=self.tokens.device)

@@ -1,20 +1,20 @@
 """The Python files of an export: complete copies of the modules that a model uses, with their imports rewritten.
 
-Why whole modules: an exported folder must run without Residua, and people read it. A copy that differs from the
-library in its import lines only is easy to trust, and any valid module can be copied. Cutting out the definitions that
-a model needs gave one shorter file, but took 1,100 lines of partial evaluation, which ordinary Python broke.
+Why whole modules: an exported folder must run without Residua, and people read it. A copy that differs from the library
+only in its import lines is easy to trust, and any valid module can be copied. Extracting only the definitions that a
+model needs gave one shorter file. But it took 1,100 lines of partial evaluation, which ordinary Python code broke.
 
-Why files side by side: transformers copies the files that it finds in lines `from .file import …`, and no folders.
+Why one flat folder: transformers copies the files that it finds in lines `from .file import …`, but no folders.
 `residua/model/topology/multigate.py` becomes `residua_topology_multigate.py`.
 
-The walk starts at `residua.export.modeling` and follows every import of Residua and of a person's own modules. Four
-things do not travel. They are replaced where they are imported:
+The walk starts at `residua.export.modeling` and follows every import of Residua's and the user's own modules. Four
+things are not copied. We replace them where they are imported:
 - `residua.config` needs pydantic. `residua_config.py` holds the tables as plain classes.
 - `residua.ops` needs Triton. An operator becomes its plain PyTorch function, a module of kernels `no_kernels`.
-- `build_topology`, `build_norm`, `build_mix` and `build_source` choose by the configuration's `kind`. Those of
-  `residua_parts.py` name what the model was built with, so that it may have classes that Residua does not know.
-- Parts that the decoder can have and this model has not, such as experts, become `Unused`. So does what Residua's own
-  modules import for its tools only (`STAYING`), and what lies above `residua.model`.
+- `build_topology`, `build_norm`, `build_mix` and `build_source` choose by the configuration's `kind`. Those in
+  `residua_parts.py` name the classes that the model was built with, which Residua need not know.
+- Parts that this model does not use, such as experts, become `Unused`. So do imports that Residua's modules need only
+  for its tools (`STAYING`), and everything above `residua.model`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ FILES = {
     "residua.export.plain": PLAIN,
 }
 CHOOSING = ("residua.model.decoder", "residua.model.topology", "residua.model.anchor_kinds")
-"""The modules that import parts of every kind, of which a model has some."""
+"""The modules that import parts of every kind, of which a model uses only some."""
 STAYING = (
     "residua.model.equivalence",
     "residua.model.topology.facts",
     "residua.model.topology.inference",
 )
-"""Modules that a model's parts need only for `residua quantize`, `diagnose`, `bench` and `generate`."""
+"""Modules that a model's parts only need for `residua quantize`, `diagnose`, `bench` and `generate`."""
 TRAVELLING = ("residua.model.", "residua.config.", "residua.ops", "residua.export.", "residua.errors")
 OF_PYDANTIC = ("Field", "field_validator", "model_validator")
 LICENCE = "# SPDX-FileCopyrightText: The Residua developers\n# SPDX-License-Identifier: Apache-2.0\n"
@@ -93,17 +93,17 @@ for operator in [{operators}]:
 
 
 def bundle(model: Decoder, version: str) -> dict[str, str]:
-    """The Python files of an export of `model`, text by file name."""
+    """Generate the Python files of an export of `model`, text by file name."""
     texts = Bundle(model).texts(version)
-    # transformers takes configuration files with the same text for one class, and runs the code that it saw first for
-    # all of them: the fingerprint makes the text depend on the code
+    # transformers treats configuration files with the same text as one class, and runs the code that it saw first for
+    # all of them: the fingerprint makes the text depend on the code.
     fingerprint = hashlib.sha256("".join(texts.values()).encode()).hexdigest()[:16]
     texts["configuration_residua"] += f'\n\nCODE = "{fingerprint}"  # of all files of code\n'
     return {f"{name}.py": text for name, text in texts.items()}
 
 
 def license_text() -> str:
-    """The license of the copies: the file of the repository, or of the installed package."""
+    """The license of the copies: the file in the repository, or in the installed package."""
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").is_file():
         root = Path(str(next(file.locate() for file in files("residua") or () if file.name == "LICENSE"))).parent
@@ -111,7 +111,7 @@ def license_text() -> str:
 
 
 def users_modules(model: Decoder) -> set[str]:
-    """The modules outside Residua that define classes of the model and belong to no other library."""
+    """The modules outside Residua that define classes of the model, without those of other libraries."""
     chosen = {part.__module__ for part in _chosen(model).values()}
     return {m for m in _homes(model) | chosen if not _is_residuas(m) and (m in chosen or modules.is_users(m))}
 
@@ -133,7 +133,7 @@ def _is_residuas(module: str) -> bool:
 
 
 def _tables(value: Any) -> Iterator[BaseModel]:
-    """A table, and the tables in it."""
+    """Yield a table and the tables nested in it."""
     if isinstance(value, BaseModel):
         yield value
         for name in type(value).model_fields:
@@ -141,7 +141,7 @@ def _tables(value: Any) -> Iterator[BaseModel]:
 
 
 class Bundle:
-    """The files of one model while they are collected."""
+    """Collects the files of one model."""
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.homes, self.users = model, _homes(model), users_modules(model)
@@ -175,28 +175,29 @@ class Bundle:
         return {n: with_itself(t) if n in self.imported_as_modules else t for n, t in sorted(texts.items())}
 
     def travels(self, module: str) -> bool:
-        """Whether imports of a module are rewritten: Residua's, those of a person, and pydantic's."""
+        """Return whether imports of a module are rewritten: Residua's modules, the user's, and pydantic."""
         return module.split(".")[0] in self.bundled_packages or module == "pydantic" or modules.is_users(module)
 
     def place(self, importer: str, module: str, name: str | None) -> Place | None:
-        """Where `importer` finds `name` of a module, or the module itself; None if its import is unchanged."""
+        """Find the place from which `importer` gets `name` of a module, or the module itself; None if its import is
+        unchanged."""
         if module == "pydantic":
             return Place(PLAIN, name) if name in OF_PYDANTIC else None
         if not self.travels(module):
             return None
         if name in BUILDERS and _is_residuas(module):
             return Place(PARTS, str(name))
-        if module in FILES and name is not None:  # not imported: transformers need not be installed
+        if module in FILES and name is not None:  # do not import it: transformers may not be installed
             return Place(FILES[module], name)
         try:
             value = import_module(module) if name is None else modules.member(module, name)
-        except ImportError:  # the module handles it, or is not run
+        except ImportError:  # the importing module handles this, or is not run
             return Place(PLAIN, "no_kernels") if module.startswith("residua.ops") else None
         if isinstance(value, ModuleType) and (name is None or self.travels(value.__name__)):
             return self._module_place(importer, value.__name__)
         assert name is not None
         home, own_name = (module, name) if isinstance(value, ModuleType) else modules.origin(module, name)
-        if not self.travels(home):  # something of another library, which `module` imports
+        if not self.travels(home):  # from another library, imported by `module`
             home, own_name = module, name
         if stand_in := self._stand_in(importer, home):
             return stand_in
@@ -206,7 +207,7 @@ class Bundle:
         return Place(self._file(home), own_name)
 
     def _module_place(self, importer: str, module: str) -> Place:
-        """Where a module itself is found; of operators and tables, those that `importer` names are in it."""
+        """Find the place of a module itself; if it holds operators or tables, include those that `importer` uses."""
         named = modules.parsed(modules.source(importer)).attributes & vars(import_module(module)).keys()
         if module == "residua.ops":
             places = {name: self.place(importer, module, name) for name in named}
@@ -223,7 +224,7 @@ class Bundle:
         return Place(file, ITSELF)
 
     def _stand_in(self, importer: str, module: str) -> Place | None:
-        """The replacement for a module of Residua that is not exported."""
+        """Find the replacement for a Residua module that is not exported; None if it is exported."""
         if not _is_residuas(module):
             return None
         if not module.startswith(TRAVELLING) or (module in STAYING and _is_residuas(importer)):
@@ -255,6 +256,6 @@ class Bundle:
         return OPS_SOURCE.format(imports=imports, names=json.dumps(names), operators=operators)
 
     def _config(self) -> dict[str, Any]:
-        """The tables that copies name, and those in the configuration."""
+        """The tables that the copies use, and those in the configuration."""
         made_of = {type(t) for t in _tables(self.model.config) if _is_residuas(type(t).__module__)}
         return self.tables | {table.__name__: table for table in made_of}

@@ -1,4 +1,4 @@
-"""Before an export gets its name, its own code is run and compared with the original model."""
+"""Run an export's own code and compare it with the original model, before the folder gets its final name."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from residua.storage.tensors import read_tensors, weight_files
 CHECKED_TOKENS = 16
 AGAIN = "export again"
 COPIES = 3
-"""Of the weights, in float32, that a check has in memory: the model's, the exported code's and those just read."""
+"""Float32 copies of the weights in memory during a check: the model's, the exported code's, and those just read."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PACKAGE = "residua_export_under_check"
 
 
 def why_unchecked(model: Decoder) -> str | None:
-    """How to have an export of a model checked, if it cannot be; the model may be on the meta device."""
+    """Say why an export of this model cannot be checked, if so; the model may be on the meta device."""
     if find_spec("transformers") is None:
         return "install transformers (residua[hf]) to check it"
     needed = 4 * COPIES * sum(parameter.numel() for parameter in model.parameters())
@@ -42,9 +42,9 @@ def why_unchecked(model: Decoder) -> str | None:
 
 
 def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | None:
-    """The largest difference in logits between the folder's own code and the model, relative to the largest logit.
+    """Return the largest difference in logits between the folder's code and the model, relative to the largest logit.
 
-    It includes the rounding of the weights to `dtype`. None if transformers, which the code needs, is not installed.
+    It includes the effect of rounding weights to `dtype`. None if transformers, which the code needs, is not installed.
     """
     if find_spec("transformers") is None:
         return None
@@ -53,7 +53,7 @@ def check_export(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
 
 
 def check_layout(folder: Path, model: Decoder, dtype: torch.dtype) -> float | None:
-    """The same for a folder in the layout of one of transformers' own families, run by transformers' code."""
+    """Return the same for a folder in the layout of a transformers family, run by transformers' code."""
     if find_spec("transformers") is None:
         return None
     from transformers import AutoModelForCausalLM
@@ -61,7 +61,7 @@ def check_layout(folder: Path, model: Decoder, dtype: torch.dtype) -> float | No
 
     logging.disable_progress_bar()
     theirs = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
-    return _difference(partial(theirs, use_cache=False), model, dtype)  # its cache asks for softmax attention
+    return _difference(partial(theirs, use_cache=False), model, dtype)  # its cache needs softmax attention
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def _build(folder: Path, modeling: ModuleType) -> Any:
 
 @contextmanager
 def _package(folder: Path) -> Iterator[ModuleType]:
-    """The folder's modelling file, imported in a package of its own, which is removed from `sys.modules` afterwards."""
+    """Import the folder's modeling file in a separate package, which is removed from `sys.modules` afterwards."""
     package = ModuleType(_PACKAGE)
     package.__path__ = [str(folder)]
     sys.modules[_PACKAGE] = package

@@ -8,11 +8,11 @@ from transformers import PreTrainedConfig
 
 
 class ResiduaConfig(PreTrainedConfig):
-    """`residua` holds the whole configuration, in Residua's own tables; the other keys of config.json repeat what other
-    libraries look for.
+    """`residua` holds the whole configuration in Residua's own tables; other keys of config.json repeat values that
+    other libraries look for.
 
-    `implementation` says whose code runs: `library` is the installed Residua, which has kernels, `file` the code next
-    to this file, and `auto` the library if it is installed.
+    `implementation` selects the code to run: `library` is the installed Residua, which has kernels; `file` is the code
+    next to this file; `auto` is the library if it is installed, else the file.
     """
 
     model_type = "residua"

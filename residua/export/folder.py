@@ -1,7 +1,7 @@
-"""Writing a Hugging Face folder, whole or not at all, in one of two layouts.
+"""Write a Hugging Face folder atomically, in one of two layouts.
 
-Residua's own has its code (`residua.storage.hugging_face` reads it back). That of a family of transformers has none,
-and any tool that knows the family reads it.
+Residua's own layout includes its code (`residua.storage.hugging_face` reads it back). The layout of a transformers
+family has no code, and any tool that knows the family can read it.
 
 config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json
 README.md  LICENSE  configuration_residua.py  modeling_residua.py  and the modules that it imports (see `bundle`)
@@ -56,14 +56,14 @@ AUTO_MAP = {
 
 @dataclass(frozen=True)
 class Precision:
-    """`dtype` is that of config.json and of every weight that is not in `stored`, which names weights of ours."""
+    """`dtype` applies to config.json and to every weight not in `stored`, whose keys are our weight names."""
 
     dtype: torch.dtype = torch.float32
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @classmethod
     def as_stored(cls, dtypes: Mapping[str, torch.dtype], tensors: Mapping[str, Tensor]) -> Precision:
-        """The dtypes that weights have in their folder; float64 becomes float32, which models are opened in."""
+        """The weights' dtypes in their folder; float64 becomes float32, the dtype in which models are opened."""
         stored_dtypes = {name: torch.float32 if dtype is torch.float64 else dtype for name, dtype in dtypes.items()}
         values: Counter[torch.dtype] = Counter()
         for name, tensor in tensors.items():
@@ -73,12 +73,12 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """`bfloat16`, as config.json has it."""
+        """The name in config.json, such as `bfloat16`."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
     def rounds(self) -> torch.dtype:
-        """The dtype that weights are rounded to; stored weights keep the float32 of an open model."""
+        """The dtype to round weights to; with stored dtypes, they stay in the float32 of an open model."""
         return torch.float32 if self.stored else self.dtype
 
     def of(self, name: str) -> torch.dtype:
@@ -86,9 +86,9 @@ class Precision:
         return self.stored.get(name, self.dtype)
 
     def of_rule(self, rule: Rule, read: Read) -> torch.dtype:
-        """The dtype of the tensors of another layout that one of our weights is written as.
+        """The dtype of the tensors in another layout to which one of our weights is written.
 
-        Where the values differ from ours (gains of a Gemma, less one), ours are in float32, whatever theirs were: they
+        If their values differ from ours (Gemma stores gains minus one), ours are in float32, whatever theirs were. They
         become `dtype` again if nothing is lost.
         """
         if rule.exact or rule.ours not in self.stored:
@@ -100,9 +100,9 @@ class Precision:
 
 FLOAT32 = Precision()
 SHARD = 5 * 10**9
-"""The most bytes of a file with weights, unless one tensor has more."""
+"""The maximum bytes of a weights file, unless a single tensor has more."""
 ROTARY = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
-"""Keys of an imported config.json that `rope_parameters` has replaced in version 5 of transformers."""
+"""Keys of an imported config.json that `rope_parameters` replaces in version 5 of transformers."""
 
 
 def write_folder(
@@ -115,9 +115,9 @@ def write_folder(
     card: str | None = None,
     shard: int = SHARD,
 ) -> float | None:
-    """Write an export; `out` must not exist, or be an empty folder. Returns what `check_export` finds.
+    """Write an export; `out` must be new or an empty folder. Returns the result of `check_export`.
 
-    `extras` are the `companions` of the model's folder, which this one gets too; `shard` is as in `write_shards`.
+    `extras` are the `companions` of the model's folder, which are copied; `shard` is as in `write_shards`.
     """
     refuse_used(out)
     stored = model if isinstance(model, StoredModel) else in_memory(model)
@@ -166,8 +166,8 @@ def _fill(
 
 
 def _standard_names(config: ModelConfig) -> dict[str, Any]:
-    """Sizes, heads and kinds of cache, under the names that transformers and libraries around it look for."""
-    # without softmax attention, the cache counts tokens in keys of width 1 next to the recurrent state
+    """Sizes, heads and cache types, under the names that transformers and related libraries look for."""
+    # without softmax attention, the cache counts tokens by keys of width 1 next to the recurrent state
     linear = "linear_attention" if config.softmax_layers else "hybrid"
     softmax = config.softmax
     names = {
@@ -189,13 +189,13 @@ def _standard_names(config: ModelConfig) -> dict[str, Any]:
 
 
 def end_tokens(tokenizer: Tokenizer, extras: Mapping[str, Path]) -> dict[str, Any]:
-    """The ids that transformers needs to end and to pad a text: those that were kept, else the tokenizer's own."""
+    """The ids that transformers needs to end and pad a text: those of the source folder, else the tokenizer's."""
     ids, end = end_ids(extras), tokenizer.end_of_text
     return ids if "eos_token_id" in ids else {"eos_token_id": end, "pad_token_id": end, **ids}
 
 
 def generation_config(special: Mapping[str, Any], extras: Mapping[str, Path]) -> dict[str, Any]:
-    """generation_config.json: what was kept, with the ids of `special` if it does not say what ends a text."""
+    """Build generation_config.json: the source folder's, with the ids in `special` if it names no end-of-text token."""
     if GENERATION not in extras:
         return {"do_sample": False, **special}
     settings = read_companion(extras, GENERATION)
@@ -203,10 +203,10 @@ def generation_config(special: Mapping[str, Any], extras: Mapping[str, Path]) ->
 
 
 def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, extras: Mapping[str, Path]) -> dict[str, Any]:
-    """tokenizer_config.json: what was kept, and what it leaves open as for a tokenizer that was made here.
+    """Build tokenizer_config.json: the source folder's, with our defaults for keys that it lacks.
 
-    In the folder, the name of a special token inside a text is that token, as transformers' users expect. Residua's own
-    `Tokenizer` reads it as text from any folder: documents must not end themselves in training.
+    In the folder, the name of a special token inside a text becomes that token, as transformers' users expect.
+    Residua's own `Tokenizer` always reads it as text: training documents must not be able to end themselves.
     """
     end = tokenizer.backend.id_to_token(tokenizer.end_of_text)
     defaults = {
@@ -220,7 +220,7 @@ def tokenizer_config(tokenizer: Tokenizer, config: ModelConfig, extras: Mapping[
     settings = {key: value for key, value in defaults.items() if key not in named} | read_companion(
         extras, TOKENIZER_CONFIG
     )
-    settings.pop("auto_map", None)  # code that does not travel
+    settings.pop("auto_map", None)  # its code is not exported
     # tokenizer.json is authoritative: other classes of transformers rebuild parts of it
     return {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
 
@@ -236,10 +236,10 @@ def write_layout(
     check: bool = True,
     shard: int = SHARD,
 ) -> float | None:
-    """Write the model of a run as a folder of the family `layout`; returns what `check_layout` finds.
+    """Write the model of a run as a folder of the family `layout`; return the result of `check_layout`.
 
-    Companion files of `run` go along: chat template, generation settings and, if it was of this family, the
-    keys of config.json that say nothing about the model's mathematics.
+    Companion files of `run` are included: chat template, generation settings and, if it came from this family, the keys
+    of config.json that do not affect the model's mathematics.
     """
     refuse_used(out)
     stored = model if isinstance(model, StoredModel) else in_memory(model)
@@ -277,7 +277,7 @@ def write_layout(
 
 
 def _without_copies(rules: Iterable[Rule], read: Callable[[str], Tensor]) -> Iterator[Rule]:
-    """One rule for tensors that several of ours are read from (the norm of parallel sublayers): ours must be equal."""
+    """Yield one rule per tensor that maps to several of ours (the norm of parallel sublayers); ours must be equal."""
     first: dict[tuple[str, ...], Rule] = {}
     for rule in rules:
         twin = first.setdefault(rule.theirs, rule) if rule.theirs else rule
@@ -290,5 +290,5 @@ def _without_copies(rules: Iterable[Rule], read: Callable[[str], Tensor]) -> Ite
 
 
 def json_text(content: Mapping[str, Any]) -> str:
-    """JSON for people to read."""
+    """Format readable JSON."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"

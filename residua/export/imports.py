@@ -1,4 +1,4 @@
-"""Rewriting the imports of a module to files next to it. The rest of its text is unchanged."""
+"""Rewrite the imports of a module to files next to it. The rest of its text is unchanged."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import NamedTuple, Protocol
 from residua.export.modules import imported_from, member, parsed
 
 ITSELF = "this_module"
-"""The name under which a file holds its own module: transformers does not find `from . import file`."""
+"""The name by which a file refers to its own module: transformers does not find `from . import file`."""
 MAX_LINE_CHARACTERS = 120
 
 
 class Place(NamedTuple):
-    """Where an import finds something in the folder: a file, without `.py`, and a name in it."""
+    """The source of an import in the folder: a file, without `.py`, and a name in it."""
 
     file: str
     name: str
 
 
 class Folder(Protocol):
-    """Says what is in the folder that a module is copied to."""
+    """Describes the contents of the folder that a module is copied to."""
 
     def travels(self, module: str) -> bool:
-        """Whether imports of a module are rewritten."""
+        """Return whether imports of a module are rewritten."""
 
     def place(self, importer: str, module: str, name: str | None) -> Place | None:
-        """Where `importer` finds `name` of a module, or with None the module; None if its import is unchanged."""
+        """Find `name` of a module (the module itself if None) for `importer`; None if the import is unchanged."""
 
 
 class Edit(NamedTuple):
-    """Bytes `start` to `end` of the text become `new`."""
+    """Replaces bytes `start` to `end` of the text with `new`."""
 
     start: int
     end: int
@@ -43,10 +43,10 @@ class Edit(NamedTuple):
 
 
 def rewritten(text: str, module: str, folder: Folder) -> str:
-    """The text of a module with its imports rewritten."""
+    """Return the text of a module with its imports rewritten."""
     lines = text.encode().splitlines()
     if not all(_stands_alone(lines, node) for node in parsed(text).imports):
-        text = ast.unparse(ast.parse(text)) + "\n"  # `import a; import b`: gives each statement its own line
+        text = ast.unparse(ast.parse(text)) + "\n"  # `import a; import b`: put each statement on its own line
     edits = _Rewriting(text, module, folder).edits()
     result, at = b"", 0
     content = text.encode()
@@ -57,7 +57,7 @@ def rewritten(text: str, module: str, folder: Folder) -> str:
 
 
 def import_lines(places: Mapping[str, Place]) -> list[str]:
-    """Statements that bind each name to what is at its place."""
+    """Write statements that import each name from its place."""
     names: dict[str, list[str]] = defaultdict(list)
     for bound, place in sorted(places.items()):
         names[place.file].append(bound if bound == place.name else f"{place.name} as {bound}")
@@ -70,7 +70,7 @@ def import_lines(places: Mapping[str, Place]) -> list[str]:
 
 
 def with_itself(text: str) -> str:
-    """The text of a file that others import as a module."""
+    """Return the text of a file that others import as a module."""
     body = ast.parse(text).body
     first = [node.end_lineno or 0 for node in body if _is_header(node, first=node is body[0])]
     lines = text.splitlines(keepends=True)
@@ -79,14 +79,14 @@ def with_itself(text: str) -> str:
 
 
 def _is_header(node: ast.stmt, *, first: bool) -> bool:
-    """A docstring or `from __future__ import …`, which nothing may stand before."""
+    """Return whether this is a docstring or `from __future__ import …`, which must come first."""
     if isinstance(node, ast.ImportFrom):
         return node.module == "__future__"
     return first and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _stands_alone(lines: list[bytes], node: ast.stmt) -> bool:
-    """Whether a statement shares its lines with no other."""
+    """Return whether no other statement shares this one's lines."""
     assert node.end_lineno is not None
     before, after = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
     return not before.strip() and (not after.strip() or after.strip().startswith(b"#"))
@@ -122,7 +122,7 @@ class _Rewriting:
         return Edit(start, self.starts[node.end_lineno - 1] + node.end_col_offset, new)
 
     def _from_import(self, node: ast.ImportFrom) -> list[str] | None:
-        """`from x import a, b as c`; None if it is unchanged."""
+        """Rewrite `from x import a, b as c`; None if it is unchanged."""
         home = imported_from(self.module, node)
         names = {alias.asname or alias.name: alias.name for alias in node.names}
         if "*" in names and self.folder.travels(home):
@@ -136,7 +136,7 @@ class _Rewriting:
         return [*([ast.unparse(ast.ImportFrom(home, rest, 0))] if rest else []), *import_lines(copied)]
 
     def _import(self, node: ast.Import) -> list[str] | None:
-        """`import x.y as z` finds the file's own module; a name bound by `import x.y` is rewritten where it is used."""
+        """`import x.y as z` imports the file's own module; a name bound by `import x.y` is rewritten at each use."""
         if not any(self.folder.travels(alias.name) for alias in node.names):
             return None
         lines = []
@@ -151,7 +151,7 @@ class _Rewriting:
         return lines
 
     def _used(self, alias: ast.alias) -> Iterator[tuple[ast.Attribute, str, Place]]:
-        """Each `residua.ops.rms` after `import residua.ops`, the name that replaces it, and what that is bound to."""
+        """Yield each `residua.ops.rms` after `import residua.ops`, the name that replaces it, and that name's place."""
         bound = alias.asname or alias.name.split(".")[0]
         root = alias.name if alias.asname else bound
         inner = {id(n.value) for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)}
@@ -166,7 +166,7 @@ class _Rewriting:
 
 
 def _is_namespace(alias: ast.alias) -> bool:
-    """`import x.y` binds x, and `import residua as r` a package that has no file in the folder."""
+    """Return whether the import binds a package without a file in the folder: `import x.y` or `import residua as r`."""
     return alias.asname is None or alias.name == "residua"
 
 
@@ -179,7 +179,7 @@ def _path(node: ast.expr) -> list[str]:
 
 
 def _followed(module: str, path: list[str]) -> tuple[str, str | None] | None:
-    """The module and the name in it that a path of attributes leads to; None if it leads further."""
+    """Resolve a path of attributes to a module and a name in it; None if the path leads further."""
     for i, name in enumerate(path):
         try:
             value = member(module, name)

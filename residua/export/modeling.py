@@ -1,4 +1,4 @@
-"""A language model with Residua's depth architecture as Hugging Face transformers runs it: its two usual classes.
+"""A language model with Residua's depth architecture for Hugging Face transformers, as its two usual classes.
 
 An exported folder holds a copy of this file and of the modules that it imports. Where Residua is
 installed, its decoder runs instead of the copy, with fused kernels.
@@ -30,7 +30,7 @@ from residua.ops._runtime.numeric import soft_cap
 
 
 def build_decoder(config: ResiduaConfig) -> nn.Module:
-    """The installed Residua's decoder, which has kernels, or the one imported here; the head stays outside of it."""
+    """Build the installed Residua's decoder, which has kernels, or the one imported here; the head is kept outside."""
     if config.residua is None:
         raise UserError("the configuration has no table 'residua': write it with `residua export`.")
     tables = config.residua | {"head": {"kind": "tied"}}
@@ -43,7 +43,7 @@ def build_decoder(config: ResiduaConfig) -> nn.Module:
 
 
 def _library() -> Any:
-    """Residua if it is installed. Python also imports any folder of that name, which is not Residua."""
+    """Return Residua if it is installed. Python would also import any folder of that name, which is not Residua."""
     try:
         library = import_module("residua")
     except ImportError:
@@ -52,7 +52,7 @@ def _library() -> Any:
 
 
 class ResiduaPreTrainedModel(PreTrainedModel):
-    """The common part of both models."""
+    """The base class of both models."""
 
     config: ResiduaConfig
     config_class = ResiduaConfig
@@ -64,9 +64,9 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Each module initialises its own parameters; the head starts as the configuration says.
+        """Each module initialises its own parameters; the head is initialised as configured.
 
-        So do the embedding and the head that transformers makes for another vocabulary.
+        So are the embedding and head that transformers creates for a new vocabulary.
         """
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
@@ -88,7 +88,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
     def _set_gradient_checkpointing(  # type: ignore[override]
         self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, **kwargs: Any
     ) -> None:
-        """Sublayers keep their inputs only and run again in the backward pass, in one of every `every_n_layers`."""
+        """In one of every `every_n_layers`, sublayers only store their inputs and run again in the backward pass."""
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kwargs)
         decoder: Any = self.base_model.decoder
         decoder.anchors.shares_gradient = not enable
@@ -98,7 +98,7 @@ class ResiduaPreTrainedModel(PreTrainedModel):
                 sublayer.forward = partial(recomputed, sublayer.forward, gradient_checkpointing_func)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does; Residua's tables follow, so that a saved model is read with its new vocabulary.
+        """Resize like transformers and update Residua's tables, so that a saved model loads with its new vocabulary.
 
         Other tables of token ids get rows of zeros, which add nothing.
         """
@@ -141,10 +141,11 @@ class ResiduaModel(ResiduaPreTrainedModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """attention_mask [B, past + T] is 0 for padding, on either side. Without a cache and a mask, position_ids
-        that start again begin a new document. inputs_embeds [B, T, C] are what `get_input_embeddings` returns.
+        """attention_mask [B, past + T] is 0 for padding, on either side. Without a cache and a mask, position_ids that
+        start again begin a new document. inputs_embeds [B, T, C] are outputs of the module that `get_input_embeddings`
+        returns.
 
-        hidden_states are the inputs of all layers, as the topology makes them, and last the final normed states.
+        hidden_states are the inputs of all layers, as the topology computes them, then the final normed states.
         """
         tokens = inputs_embeds if input_ids is None else input_ids
         if tokens is None or (input_ids is not None and inputs_embeds is not None):
@@ -175,7 +176,7 @@ class ResiduaModel(ResiduaPreTrainedModel):
 
 @contextmanager
 def _layer_inputs(sublayers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect what these sublayers are called with."""
+    """Collect the inputs of these sublayers."""
     inputs: list[Tensor] = []
     hooks = [s.register_forward_pre_hook(lambda _, args: inputs.append(one_read(args[0]))) for s in sublayers]
     try:
@@ -186,7 +187,7 @@ def _layer_inputs(sublayers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def _host_attention(config: ResiduaConfig, settings: dict[str, Any]) -> Attention | None:
-    """The attention that a host program such as vLLM has registered, with the keywords that it passes along."""
+    """The attention that a host program such as vLLM has registered, with the keywords that it expects."""
     name = config._attn_implementation
     if name in (None, "sdpa", "eager"):
         return None
@@ -196,7 +197,7 @@ def _host_attention(config: ResiduaConfig, settings: dict[str, Any]) -> Attentio
 
 
 def _is_needed(mask: Tensor | None, cached: bool) -> bool:
-    """Whether the mask hides anything: padding on the right is seen by no real token, unless more tokens follow."""
+    """Return whether the mask has an effect: no real token sees padding on its right, unless more tokens follow."""
     if mask is None:
         return False
     if mask.dim() != 2:
@@ -205,7 +206,7 @@ def _is_needed(mask: Tensor | None, cached: bool) -> bool:
 
 
 def _documents(positions: Tensor | None) -> Tensor | None:
-    """The document of each token, by where positions [B, T] start again; None if they never do."""
+    """Number each token's document: a new one begins where positions [B, T] restart; None if they never do."""
     if positions is None:
         return None
     begins = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
@@ -214,9 +215,9 @@ def _documents(positions: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def offloaded_weights(decoder: Any) -> Iterator[None]:
-    """Load what accelerate has offloaded: a sublayer's weights while it runs, all others for the whole forward pass.
+    """Load weights that accelerate has offloaded: a sublayer's while it runs, all others for the whole forward pass.
 
-    accelerate loads the weights of a module when the module is called. Topologies, anchors and gated norms read
+    accelerate loads a module's weights when the module is called. But topologies, anchors and gated norms read
     parameters of modules that they do not call.
     """
     with ExitStack() as stack:
@@ -242,7 +243,7 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 @contextmanager
 def _loaded(module: nn.Module) -> Iterator[None]:
-    """Have all weights of a module in memory; its parts neither load nor drop theirs when they are called."""
+    """Keep all weights of a module in memory; calls to its parts neither load nor offload theirs."""
     parts: list[Any] = [part for part in module.modules() if _is_offloaded(part)]
     for part in parts:
         part._hf_hook.pre_forward(part)
@@ -258,10 +259,10 @@ def _loaded(module: nn.Module) -> Iterator[None]:
 def recomputed(
     forward: Callable[..., Any], checkpoint: Callable[..., Any], h: Any, anchors: tuple[Tensor, ...], context: Any
 ) -> Any:
-    """A sublayer's `forward` under torch's `checkpoint`.
+    """Run a sublayer's `forward` under torch's `checkpoint`.
 
-    Reads and anchors go in and results come out one by one: reentrant checkpointing passes no gradient to tensors in a
-    tuple.
+    Inputs, anchors and results are passed as separate tensors: reentrant checkpointing passes no gradient to tensors in
+    a tuple.
     """
     shape: Any = None
     inputs, given = pytree.tree_flatten((h, anchors))
@@ -284,7 +285,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = ResiduaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # a recurrent state cannot be rolled back to before a rejected token: transformers refuses to guess ahead
+        # a recurrent state cannot be rolled back past a rejected token, so transformers refuses assisted decoding
         self._is_stateful = set(config.layer_types) != {"full_attention"}
         self.post_init()
 
@@ -295,7 +296,8 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         self.model.set_input_embeddings(value)
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As transformers does, which asks the model that is helped about its state, and not its assistant."""
+        """Generate like transformers, but also refuse a stateful assistant: transformers only checks the main model's
+        state."""
         if self._is_stateful and getattr(generation_config, "is_assistant", False):
             raise UserError(
                 "a model with linear attention cannot be an assistant model: use one with softmax attention only."
@@ -305,7 +307,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        """The mask as it is: `Past` works out what a token sees, for every kind of cache."""
+        """Return the mask unchanged: `Past` computes the visible tokens for every kind of cache."""
         return attention_mask
 
     def forward(
@@ -322,9 +324,9 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """labels [B, T] are the tokens themselves, −100 where none counts; transformers shifts them.
+        """labels [B, T] are the tokens themselves, or −100 to ignore a position; transformers shifts them.
 
-        logits_to_keep: how many of the last positions to make logits for, 0 for all, or which ones.
+        logits_to_keep: the number of last positions to compute logits for (0: all), or their indices.
         """
         inputs = (input_ids, attention_mask, position_ids, past_key_values, use_cache)
         outputs = self.model(*inputs, inputs_embeds, output_hidden_states, **kwargs)

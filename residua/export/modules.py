@@ -20,7 +20,7 @@ from residua.ops._runtime.backend import Operator
 
 
 def source(module: str) -> str:
-    """The text of a module's file. Unless it is imported already, it is only found: it may need transformers."""
+    """Return the text of a module's file, without importing the module, which may need transformers."""
     path = _file(module)
     if module == "__main__" or path is None or path.suffix != ".py":
         raise UserError(f"module {module} cannot be exported: define the model's classes in an importable .py file.")
@@ -28,7 +28,7 @@ def source(module: str) -> str:
 
 
 def _file(module: str) -> Path | None:
-    """The file of a module, which need not be imported."""
+    """Find the file of a module, which need not be imported."""
     loaded = sys.modules.get(module)
     spec = find_spec(module) if loaded is None else None
     path = spec.origin if spec else getattr(loaded, "__file__", None)
@@ -36,7 +36,7 @@ def _file(module: str) -> Path | None:
 
 
 def is_package(module: str) -> bool:
-    """Whether a module is the `__init__.py` of a folder."""
+    """Return whether a module is the `__init__.py` of a folder."""
     path = _file(module)
     return path is not None and path.name == "__init__.py"
 
@@ -50,14 +50,14 @@ class Parsed(NamedTuple):
 
 @cache
 def parsed(text: str) -> Parsed:
-    """What is asked about a text again and again, without its tree, which is large."""
+    """Parse a text and cache the facts that are needed repeatedly, without its large tree."""
     tree = ast.parse(text)
     imports = tuple(node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
     return Parsed(imports, frozenset(attributes(tree)))
 
 
 def is_users(module: str) -> bool:
-    """Whether a module is a person's own: a `.py` file of no installed package, and not Python's."""
+    """Return whether a module is the user's own: a `.py` file outside installed packages and Python itself."""
     top = module.split(".")[0]
     if top in sys.stdlib_module_names or top in _installed():
         return False
@@ -74,25 +74,26 @@ def _installed() -> frozenset[str]:
 
 
 def member(module: str, name: str) -> Any:
-    """The value of `from module import name`, for an operator its plain PyTorch; raises ImportError as that would."""
+    """Return the value of `from module import name`, or an operator's plain PyTorch; raise ImportError as that
+    would."""
     home = import_module(module)
     value = getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
     return value.reference if isinstance(value, Operator) else value
 
 
 def imported_from(module: str, statement: ast.ImportFrom) -> str:
-    """The absolute name of the module that a `from … import` names, relative or not."""
+    """Return the absolute name of the module in a `from … import`, relative or not."""
     package = module if is_package(module) else module.rpartition(".")[0]
     return resolve_name("." * statement.level + (statement.module or ""), package)
 
 
 def origin(module: str, name: str) -> tuple[str, str]:
-    """The module that defines what `from module import name` binds, and its name there."""
+    """Find the module that defines the object of `from module import name`, and its name there."""
     value = member(module, name)
     home, own_name = getattr(value, "__module__", None), getattr(value, "__name__", None)
     if isinstance(home, str) and isinstance(own_name, str) and getattr(sys.modules.get(home), own_name, None) is value:
         return home, own_name
-    # constants and aliases of types do not know their module: follow the imports
+    # constants and type aliases do not know their module: follow the imports
     for statement in parsed(source(module)).imports:
         if isinstance(statement, ast.ImportFrom):
             for alias in statement.names:
@@ -102,20 +103,20 @@ def origin(module: str, name: str) -> tuple[str, str]:
 
 
 def attributes(tree: ast.AST) -> set[str]:
-    """Every `x` in `something.x`, but not Python's own `__x__`."""
+    """Collect every `x` in `something.x`, except Python's own `__x__`."""
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     return {name for name in names if not name.startswith("__")}
 
 
 def defines_parts(module: str) -> bool:
-    """Whether a module defines classes used in models."""
+    """Return whether a module defines classes used in models."""
     values = vars(import_module(module)).values()
     return any(isinstance(v, type) and issubclass(v, nn.Module) and v.__module__ == module for v in values)
 
 
 @cache
 def needs(module: str, package: str) -> bool:
-    """Whether a module imports `package`, itself or through other modules of Residua."""
+    """Return whether a module imports `package`, directly or through other Residua modules."""
     modules, waiting = set(), [module]
     while waiting:
         name = waiting.pop()
@@ -128,7 +129,7 @@ def needs(module: str, package: str) -> bool:
 
 
 def _imports(module: str) -> Iterator[str]:
-    """The modules that a module imports, followed to those that define what it takes from them."""
+    """Yield the modules that a module imports; for names from Residua modules, those that define them."""
     for statement in parsed(source(module)).imports:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)

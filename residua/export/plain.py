@@ -1,4 +1,4 @@
-"""Substitutes in an exported folder for pydantic, kernels and parts that the model does not have."""
+"""Stand-ins in an exported folder for pydantic, kernels, and parts that the model does not have."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class Table:
-    """A table of the configuration: its keys as attributes, tables in it likewise, lists as tuples.
+    """A configuration table: its keys and nested tables as attributes, lists as tuples.
 
-    A class attribute is a key's default. Values are not checked: Residua did that before it wrote the folder.
+    A class attribute is a key's default. Values are not validated: Residua did so before writing the folder.
     """
 
     def __init_subclass__(cls) -> None:
@@ -22,7 +22,7 @@ class Table:
 
     @classmethod
     def join(cls, *tables: type[Table]) -> None:
-        """Residua adds tables to a family of choices; here every table is known by its kind."""
+        """Do nothing: in Residua, this adds tables to a family of choices; here, tables are found by their kind."""
 
     @staticmethod
     def _plain(value: Any) -> Any:
@@ -36,12 +36,12 @@ TABLES: dict[Any, type[Table]] = {}
 
 
 def Field(default: Any = None, *, default_factory: Callable[[], Any] | None = None, **_: Any) -> Any:
-    """pydantic's Field without its checks: the default."""
+    """pydantic's Field without validation: return the default."""
     return default if default_factory is None else default_factory()
 
 
 def field_validator(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    """pydantic's decorators of checks, which are not run."""
+    """pydantic's decorators for validators, which are not run here."""
     return lambda check: check
 
 
@@ -49,14 +49,14 @@ model_validator = field_validator
 
 
 class Unused:
-    """Stands for a part of Residua that this model does not have."""
+    """Stands in for a part of Residua that this model does not have."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("this part of Residua is not in the exported model: install Residua to use it.")
 
 
 class NoKernels:
-    """Stands for a module of kernels: asked whether it serves some tensors, it says no."""
+    """Stands in for a module of kernels: it supports no tensors."""
 
     def __getattr__(self, name: str) -> NoKernels:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""`residua_config.py` of an export: the tables of the configuration as plain classes, without pydantic."""
+"""Generate `residua_config.py` of an export: the configuration tables as plain classes, without pydantic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from .residua_plain import Table
 
 
 def tables_source(wanted: dict[str, Any], called: set[str]) -> str:
-    """Classes, functions and types of `residua.config` by name; of the classes, the methods named in `called`."""
+    """Write classes, functions and types of `residua.config` by name, and of the classes only the methods in
+    `called`."""
     while True:
         tables = _Tables(set(called))
         for name, value in sorted(wanted.items()):
@@ -36,22 +37,23 @@ def tables_source(wanted: dict[str, Any], called: set[str]) -> str:
         if tables.called == called:
             header = HEADER.format(modules="".join(tables.modules), typing=", ".join(sorted(tables.typing)))
             return "\n\n".join([header, *filter(None, ["".join(tables.values)]), *tables.definitions.values()])
-        called = tables.called  # a method that was written calls another one
+        called = tables.called  # a written method calls another one
 
 
 def has_tables(module: str) -> bool:
-    """Whether a module of `residua.config` defines tables."""
+    """Return whether a module of `residua.config` defines tables."""
     values = vars(import_module(module)).values() if module.startswith("residua.config.") else ()
     return any(is_table(value) and value.__module__ == module for value in values)
 
 
 def is_table(value: Any) -> bool:
-    """Whether this is a class of tables."""
+    """Return whether this is a table class."""
     return isinstance(value, type) and issubclass(value, BaseModel)
 
 
 class _Tables:
-    """The source written so far: classes and functions, each after what it needs when it is made, and single values."""
+    """The source written so far: classes and functions, each after its dependencies at definition time, and single
+    values."""
 
     def __init__(self, called: set[str]) -> None:
         self.called, self.typing, self.names = called, {"Any"}, set[str]()
@@ -60,7 +62,7 @@ class _Tables:
         self.values: list[str] = []
 
     def add(self, name: str, value: Any) -> None:
-        """Write what `name` stands for in a module of `residua.config`."""
+        """Write the definition of `name` in a module of `residua.config`."""
         if name in self.names:
             return
         self.names.add(name)
@@ -80,7 +82,7 @@ class _Tables:
         elif isinstance(value, int | float | str):
             self.values.append(f"{name} = {value!r}\n")
         else:
-            self.values.append(f"{name} = Any\n")  # a type to check values against
+            self.values.append(f"{name} = Any\n")  # a type for validating values
 
     def _class(self, table: type[BaseModel]) -> str:
         bases = [base for base in table.__bases__ if is_table(base)]
@@ -98,7 +100,7 @@ class _Tables:
         return f"class {table.__name__}({names}):\n{textwrap.indent(body, '    ')}\n"
 
     def _defaults(self, table: type[BaseModel]) -> Iterator[tuple[str, Any]]:
-        """Class variables that are used, and the fields that have a default and are this class's own."""
+        """Yield the class variables in use, and the class's own fields that have a default."""
         annotations = vars(table).get("__annotations__", {})
         for name in annotations:
             if name in table.__class_vars__ and name in vars(table) and name in self.called:
@@ -110,7 +112,7 @@ class _Tables:
                 yield name, value
 
     def _methods(self, table: type[BaseModel]) -> Iterator[FunctionType]:
-        """Methods and properties of the class's own that somebody calls."""
+        """Yield the class's own methods and properties that are called."""
         for name, value in vars(table).items():
             method = value.fget if isinstance(value, property) else value
             method = method.func if isinstance(method, cached_property) else method
@@ -119,7 +121,7 @@ class _Tables:
                 yield method
 
     def _add_names(self, function: FunctionType) -> None:
-        """Add the names that a function uses from its own module, and the methods that it calls."""
+        """Add the names that a function uses from its module, and the methods that it calls."""
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         self.called |= attributes(tree)
         for name in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & function.__globals__.keys():
@@ -127,5 +129,5 @@ class _Tables:
 
 
 def _written(value: Any) -> str:
-    """A default as source."""
+    """Format a default as source code."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
