@@ -66,7 +66,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over name, size, version and split of every part, the rules for holding out and skipping, and the
+        """SHA-256 over name, size, version and split of each part, the rules for holding out and skipping, and the
         limit."""
         identity = [(part.name, part.size, part.version, part.split) for part in self.parts]
         rule = (self.holdout, self.limit, "by size", self.least) if self.holdout else (self.holdout, self.limit)
@@ -165,7 +165,7 @@ class Corpus:
             yield from (document._replace(split=split) for split in islice(same, copies))
 
     def _hashed(self, problems: Problems | None = None) -> Iterator[Hashed]:
-        """Yield the documents with their hashes. After a problem that may not be skipped, only search for further
+        """Yield documents with their hashes. After a problem that may not be skipped, only search for further
         problems."""
         problems = Problems(self.skip_bad) if problems is None else problems
         before, train_bytes, searched = 0, 0, 0

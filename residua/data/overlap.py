@@ -57,7 +57,7 @@ def _hash(data: bytes) -> bytes:
 
 
 class Overlap(NamedTuple):
-    """Counts of validation documents with an exact copy, others with a near copy, and training documents that are
+    """Counts of validation documents with an exact copy or only a near copy, and of training documents that are
     copies."""
 
     exact: int

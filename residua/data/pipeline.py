@@ -288,8 +288,7 @@ def _check_splits(corpus: Corpus, splits: dict[str, SplitWriter]) -> None:
 
 
 def _treat_overlap(splits: dict[str, SplitWriter], rule: str) -> dict[str, Any]:
-    """Apply the rule for documents in both splits; return the dataset.json entry about them, empty without
-    validation."""
+    """Apply the rule for documents in both splits; return their dataset.json entry, empty without validation."""
     train, validation = splits[TRAIN], splits[VALIDATION]
     if not validation.documents:
         return {}

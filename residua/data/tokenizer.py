@@ -32,8 +32,7 @@ SETTINGS = "tokenizer_config.json"
 STATING = (SETTINGS, "special_tokens_map.json", "generation_config.json", "config.json")
 """Files next to a tokenizer.json that name the token that ends a text, in order of preference."""
 SOURCE = "source"
-"""The folder in an imported run with the files that `export` restores: config.json, chat template, generation
-settings."""
+"""An imported run's folder of files that `export` restores: config.json, chat template, generation settings."""
 BYTE_VALUES = 256
 EXPECTED = "expected a tokenizer.json, or a folder that contains it or vocab.json and merges.txt"
 IRRELEVANT_TO_IDS = ("post_processor", "truncation", "padding")

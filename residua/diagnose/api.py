@@ -154,8 +154,7 @@ def _observe(subject: Subject, sample: Sample, metrics: Sequence[Metric], progre
 
 
 def _observe_batch(subject: Subject, tokens: Tensor, targets: Tensor, metrics: Sequence[Metric]) -> float:
-    """Return the loss of one batch. This is a separate function so that each large observation is freed before the
-    next."""
+    """Return the loss of one batch. A separate function frees each large observation before the next one."""
     device = next(subject.model.parameters()).device
     observation = subject.observe(tokens.to(device), targets.to(device))
     if not math.isfinite(observation.loss):
@@ -189,8 +188,7 @@ def write(diagnosis: Diagnosis, out: Path, trained: Trained = NOT_TRAINED) -> No
 
 
 def _telemetry(folder: Path) -> list[dict[str, Any]]:
-    """Read a run's training telemetry. If it is missing or damaged, return an empty list: a diagnosis does not need
-    it."""
+    """Read a run's training telemetry; empty if it is missing or damaged, since a diagnosis does not need it."""
     try:
         return telemetry_of(read_metrics(folder / METRICS))
     except (ReadError, OSError):

@@ -128,8 +128,7 @@ def _check_files(path: Path) -> dict[str, Any]:
 
 
 def first_sentences(error: Exception, most: int = 240) -> str:
-    """Return a library's message on one line: its first sentence, and further ones while they fit in `most`
-    characters."""
+    """Return a library's message on one line: its first sentence, and others that fit in `most` characters."""
     first, *more = re.split(r"(?<=[.!?]) ", " ".join(str(error).split()) or type(error).__name__)
     for sentence in more:
         if len(first) + len(sentence) >= most:

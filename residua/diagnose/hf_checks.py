@@ -19,8 +19,7 @@ from residua.ops._runtime.numeric import wide
 
 _EXACT = (torch.float32, torch.float64)
 LOSS_TOLERANCE, COARSE_LOSS_TOLERANCE = 2e-4, 2e-2
-"""Mean |difference| of token losses, relative to the mean loss, that rounding can explain: in float32, and in 16
-bits."""
+"""Mean |difference| of token losses over the mean loss that rounding can explain: in float32, and in 16 bits."""
 SUM_TOLERANCE, COARSE_SUM_TOLERANCE = 1e-3, 5e-2
 """The same for states: the fraction of a layer's change that its sublayers' outputs do not explain."""
 CAUSAL_TOLERANCE, COARSE_CAUSAL_TOLERANCE = 1e-4, 1e-2

@@ -91,7 +91,7 @@ class Recorder:
             self.observation.streams[after] = streams.clone()
 
     def _keep_attention(self, layer: int) -> None:
-        """Store the sums of all heads that ran in the layer; if a module was called more than once, those of its first
+        """Store the sums of all heads that ran in the layer; of a module called more than once, those of its first
         call."""
         calls = {key: sums for key, sums in reversed(self.watch.calls[self.calls :])}
         known = [sums for sums in reversed(calls.values()) if sums is not None]
@@ -132,8 +132,7 @@ class Recorder:
                 self._carried(y, written)
 
     def _carried(self, tensor: Any, state: Tensor) -> None:
-        """If a body's output is the next state, it has added the residual itself: record the difference as its
-        output."""
+        """A body whose output is the next state has added the residual itself: record the difference as its output."""
         site = self.handed[id(tensor)][1] if id(tensor) in self.handed else None
         if site is not None and site in self.observation.states:
             self.observation.outputs[site] = state - self.observation.states[site]
@@ -194,8 +193,7 @@ def choices(values: list[Any], tokens: int) -> Tensor | None:
 
 
 def scored(scores: Any, tokens: int, experts: set[int]) -> Tensor | None:
-    """[tokens, E], true where a router's score is not zero; None unless every token has the same number, less than
-    E."""
+    """[tokens, E], true where a router's score is not zero; None unless all tokens have the same number, below E."""
     if (
         not isinstance(scores, Tensor)
         or scores.dim() != 2

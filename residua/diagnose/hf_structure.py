@@ -180,8 +180,7 @@ def as_streams(y: Any, tokens: Tensor, width: int) -> Tensor | None:
 
 
 class _Probe:
-    """Facts about every module from one short run: whether it keeps the width, how often it runs, whether it is a
-    norm."""
+    """Facts about every module from one short run: whether it keeps the width or is a norm, and how often it runs."""
 
     def __init__(self, model: nn.Module, tokens: Tensor, width: int) -> None:
         self.tokens, self.width = tokens, width

@@ -341,8 +341,7 @@ def _size(part: nn.Module) -> int:
 
 
 def _implementations(config: Any) -> dict[str, str]:
-    """Return the attention implementations of a model and its parts (text, vision), by the names of their
-    configurations."""
+    """Return the attention implementations of a model and its parts (text, vision), by configuration name."""
     parts = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", None) or {}}
     used = {name: getattr(part, "_attn_implementation", None) for name, part in ({"": config} | parts).items()}
     return {name: implementation for name, implementation in used.items() if implementation is not None}

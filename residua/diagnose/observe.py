@@ -148,8 +148,7 @@ class Subject(ABC):
         return {k: {"λ": gain} for k, gain in sorted(self.gains.items())}
 
     def norm_gate(self, state: int, h: Tensor) -> tuple[Tensor, Tensor] | None:
-        """For the norm that reads state h [B, T, C]: its output y before the gate, and the gate; None without a
-        gate."""
+        """For the norm that reads state h [B, T, C]: its output y before the gate, and the gate; None if ungated."""
         return None
 
     @abstractmethod

@@ -46,7 +46,7 @@ class Part:
 
 
 class Topic:
-    """A section of the page: its title, a description of a healthy model, its parts in order. Without parts, it is
+    """A section of the page: title, description of a healthy model, and parts in order. Without parts, it is
     omitted."""
 
     def __init__(self, title: str, healthy: str, *parts: Part) -> None:

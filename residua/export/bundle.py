@@ -179,8 +179,7 @@ class Bundle:
         return module.split(".")[0] in self.bundled_packages or module == "pydantic" or modules.is_users(module)
 
     def place(self, importer: str, module: str, name: str | None) -> Place | None:
-        """Find the place from which `importer` gets `name` of a module, or the module itself; None if its import is
-        unchanged."""
+        """Find `name` of a module (the module itself if None) for `importer`; None if the import is unchanged."""
         if module == "pydantic":
             return Place(PLAIN, name) if name in OF_PYDANTIC else None
         if not self.travels(module):

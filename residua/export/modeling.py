@@ -296,8 +296,7 @@ class ResiduaForCausalLM(ResiduaPreTrainedModel, GenerationMixin):
         self.model.set_input_embeddings(value)
 
     def generate(self, inputs: Any = None, generation_config: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Generate like transformers, but also refuse a stateful assistant: transformers only checks the main model's
-        state."""
+        """Generate like transformers, but also refuse a stateful assistant: transformers only checks the main model."""
         if self._is_stateful and getattr(generation_config, "is_assistant", False):
             raise UserError(
                 "a model with linear attention cannot be an assistant model: use one with softmax attention only."

@@ -74,8 +74,7 @@ def _installed() -> frozenset[str]:
 
 
 def member(module: str, name: str) -> Any:
-    """Return the value of `from module import name`, or an operator's plain PyTorch; raise ImportError as that
-    would."""
+    """Return the value of `from module import name`, or an operator's plain PyTorch; may raise ImportError."""
     home = import_module(module)
     value = getattr(home, name) if hasattr(home, name) else import_module(f"{module}.{name}")
     return value.reference if isinstance(value, Operator) else value

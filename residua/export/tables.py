@@ -28,8 +28,7 @@ from .residua_plain import Table
 
 
 def tables_source(wanted: dict[str, Any], called: set[str]) -> str:
-    """Write classes, functions and types of `residua.config` by name, and of the classes only the methods in
-    `called`."""
+    """Write classes, functions and types of `residua.config` by name; classes get only the methods in `called`."""
     while True:
         tables = _Tables(set(called))
         for name, value in sorted(wanted.items()):
@@ -52,8 +51,7 @@ def is_table(value: Any) -> bool:
 
 
 class _Tables:
-    """The source written so far: classes and functions, each after its dependencies at definition time, and single
-    values."""
+    """The source so far: classes and functions, each after its definition-time dependencies, and single values."""
 
     def __init__(self, called: set[str]) -> None:
         self.called, self.typing, self.names = called, {"Any"}, set[str]()

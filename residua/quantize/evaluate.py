@@ -329,7 +329,7 @@ class Evaluation:
         return self.loss("loss after folding")
 
     def round_kept(self, dtype: torch.dtype) -> None:
-        """Round unquantized tensors to `dtype`, as in a folder of that dtype. Call this after smoothing, which changes
+        """Round unquantized tensors to `dtype`, as a folder stores them. Call this after smoothing, which changes
         weights."""
         _ = self.weights  # quantized first: `findings` quantizes the exempt modules too
         with torch.no_grad():

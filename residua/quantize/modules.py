@@ -41,8 +41,7 @@ def matrices(module: nn.Module) -> Matrices:
 
 
 def inputs(name: str, module: nn.Module) -> tuple[str, ...]:
-    """The names of the activations that a module rounds: its input and, for experts, the input of their last
-    matrices."""
+    """The names of the activations that a module rounds: its input and, for experts, their last matrices' input."""
     return (name, f"{name}.out") if isinstance(module, Experts) else (name,)
 
 

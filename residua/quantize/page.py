@@ -188,7 +188,7 @@ def _modules(page: Page, result: QuantizationResult) -> None:
 
 
 def _along_depth(result: QuantizationResult, error: Callable[[ModuleError], float]) -> Figure | None:
-    """Draw the error over layers, one line per part; None if there are too few layers."""
+    """Draw the error over layers, one line per part; None if no module belongs to a layer."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for module in result.modules:
         place = sentences.split(module.name)

@@ -28,8 +28,7 @@ Quantized = Fp8 | Nvfp4
 
 
 def require_finite(x: Tensor, what: str = "the tensor") -> None:
-    """Raise `ValueError` if x holds NaN or infinity: no scale fits them, and one such value turns its whole block to
-    NaN."""
+    """Raise `ValueError` if x holds NaN or infinity: no scale fits them, and one would turn its whole block to NaN."""
     finite = torch.isfinite(x)
     if not finite.all():
         kind = "NaN" if torch.isnan(x).any() else "infinity"
@@ -44,8 +43,7 @@ def quantize_fp8(x: Tensor, tile: Tile = BLOCK, *, what: str = "the tensor") -> 
 
 
 def quantize_nvfp4(x: Tensor, span: Span = "tensor", *, what: str = "the tensor") -> Nvfp4:
-    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. Each `span` shares a second-level
-    scale."""
+    """Quantize a matrix [R, C]; a row's last block is padded with zeros. Each `span` shares a second-level scale."""
     require_finite(x, what)
     return encode_nvfp4(x, span)
 

@@ -166,8 +166,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _means(model: Model) -> tuple[float, ...]:
-    """Means over softmax layers: attention to the first token, its uniform value, entropy, its ceiling, the learned
-    sink's share."""
+    """Means over softmax layers: first-token attention, its uniform value, entropy, its ceiling, learned sink's
+    share."""
     rows = [
         (a.first_token, a.uniform_first_token, a.entropy, a.uniform_entropy, a.learned_sink) for a in model.attention
     ]
@@ -180,8 +180,7 @@ def _layers(finding: Finding) -> list[int]:
 
 
 def _strongest(layer: AttentionFacts, positions: Sequence[int | list[int]]) -> float:
-    """The most attention that one head gives to the first token, or all heads together to another of these
-    positions."""
+    """The most attention from one head to the first token, or from all heads to another of these positions."""
     heads = [head.first_token for head in layer.heads] if 0 in positions else []
     return max([*heads, *(p.attention for p in layer.positions if p.position in positions)], default=0.0)
 
@@ -270,8 +269,7 @@ def _heads(model: Model) -> Figure | None:
 
 
 class LearnedSink(Metric):
-    """The layers whose mean attention to the learned sink exceeds 0.3. The numbers are stored with those of
-    attention."""
+    """The layers whose mean attention to the learned sink exceeds 0.3. `Attention` stores the numbers."""
 
     kinds = ("learned_sink",)
     page_place = 21

@@ -287,7 +287,7 @@ class Norms(Metric):
 
 
 def _furthest(factors: Tensor) -> list[int]:
-    """Return the dimensions with the smallest factors in any norm, then those with the largest; `factors` [norms,
+    """Return the dimensions with the smallest, then those with the largest factors in any norm; `factors` [norms,
     C]."""
     low = factors.amin(0).argsort(stable=True)[: MAPPED_DIMENSIONS // 2].tolist()
     high = factors.amax(0).argsort(descending=True, stable=True)[: MAPPED_DIMENSIONS // 2].tolist()

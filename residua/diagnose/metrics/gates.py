@@ -235,8 +235,7 @@ class BetaKeys(Frozen):
 
 
 class WriteGates(Metric):
-    """Statistics over all tokens. Quartiles are computed from the values themselves, interpolated between
-    neighbours."""
+    """Statistics over all tokens. Quartiles come from the values themselves, interpolated between neighbours."""
 
     keys = BetaKeys
     file_place, page_place = 70, 82

@@ -178,7 +178,7 @@ class Removal(Metric):
 
 
 def _costs(layers: Sequence[AblationFacts]) -> str:
-    """Name the most and the least costly layer, as far as they can be distinguished."""
+    """Say which layer's removal costs most, and which least."""
     most, least = max(layers, key=lambda a: a.change), min(layers, key=lambda a: a.change)
     if len(layers) == 1:
         return f"Without {most.label} the loss changes by {most.change:+.4f} nats."
@@ -220,7 +220,7 @@ def _perplexities(models: Models) -> Figure | None:
 
 
 def _lowers(ablation: AblationFacts) -> bool:
-    """Return whether removing the part lowers the loss."""
+    """Return whether removing the part lowers the loss by `NO_CHANGE` or more."""
     return ablation.change <= -NO_CHANGE
 
 
