@@ -1,4 +1,4 @@
-"""From the records of a study's runs to its results: estimates, differences, gains, laws, and what is lacking."""
+"""Turn the records of a study's runs into results: estimates, differences, gains, laws and missing measurements."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from residua.study.statistics import (
 
 @dataclass(frozen=True)
 class _Collection:
-    """A study, its complete runs, and the steps timed alone by (size, variant)."""
+    """A study, its complete runs, and the timings of isolated steps by (size, variant)."""
 
     study: StudyConfig
     plan: StudyPlan
@@ -54,12 +54,12 @@ class _Collection:
     timings: Mapping[tuple[str, str], Timings]
 
     def runs(self, size: str, name: str) -> dict[int, RunRecord]:
-        """The runs of a variant by seed, without those of the ladder."""
+        """The runs of a variant by seed, excluding the ladder's."""
         key = (size, name, 1.0)
         return {r.seed: record for r, record in self.records.items() if (r.size, r.variant, r.budget) == key}
 
     def _planned(self, size: str, name: str) -> dict[int, RunRecord | None]:
-        """The same with those that have no record."""
+        """The same, including runs without a record."""
         return {
             r.seed: self.records.get(r) for r in self.plan.runs if (r.size, r.variant, r.budget) == (size, name, 1.0)
         }
@@ -97,12 +97,12 @@ class _Collection:
         return row.model_copy(update=measured | against)
 
     def _against(self, size: str, name: str, ours: Runs, baseline: Runs) -> dict[str, Any]:
-        """Difference, gains and ratios to the baseline: paired by seed where both completed it."""
+        """Difference from, gains over and ratios to the baseline, paired by the seeds that both completed."""
         level = self.study.confidence
         losses, reference = ({seed: run.final_loss for seed, run in runs.items()} for runs in (ours, baseline))
         timings, timed = (self.timings.get((size, who), {}) for who in (name, self.study.baseline))
         gains = compare(ours, baseline, self._equivalent(size, name, ours), timings, timed, level)
-        # Of the seeds at which the baseline's speed is known: those that the throughput is compared by.
+        # Throughput is compared over the seeds at which the baseline's speed is known.
         paired = [r for s, r in ours.items() if s in baseline and math.isfinite(baseline[s].tokens_per_second)]
         equivalent = gains.equivalent
         return {
@@ -118,7 +118,7 @@ class _Collection:
         }
 
     def _equivalent(self, size: str, name: str, ours: Runs) -> Gain | None:
-        """The gain in tokens: from the law of all sizes if there is one, else from the ladder of this size."""
+        """The gain in tokens: from the law over all sizes if there is one, else from the ladder of this size."""
         losses, tokens = {seed: run.final_loss for seed, run in ours.items()}, max(run.tokens for run in ours.values())
         if self.laws:
             return self.joint_gains[name].gain((size, float(tokens)))
@@ -126,7 +126,7 @@ class _Collection:
         return equivalent_tokens(ladder, losses, tokens, self.study.confidence) if len(ladder) > 1 else None
 
     def raced(self, rows: Sequence[VariantResult]) -> tuple[VariantResult, ...]:
-        """The rows with the race to the study's target, if it has one."""
+        """The rows, with race results added if the study has a target."""
         target, first = self.study.target, self.study.baseline
         if target is None:
             return tuple(rows)
@@ -158,12 +158,12 @@ class _Collection:
 
     @cached_property
     def laws(self) -> dict[str, FittedLaw]:
-        """The joint law at each size; empty with one size, or too few budgets."""
+        """The joint law at each size; empty if there is one size or too few budgets."""
         return fit_laws(self.ladders) if len(self.ladders) > 1 else {}
 
     @cached_property
     def joint_gains(self) -> dict[str, JointGains]:
-        """The gains of each variant at every size and budget at which it was trained."""
+        """The gains of each variant at every size and budget it was trained at."""
         gains = {}
         for name in self.study.variants:
             losses = self._losses(name)
@@ -173,7 +173,7 @@ class _Collection:
         return gains
 
     def joint(self) -> tuple[JointLaw | None, tuple[ProjectedGain, ...]]:
-        """The law of sizes and budgets, and the gains that it projects to ten times the largest run."""
+        """The law over sizes and budgets, and the gains it projects at ten times the compute of the largest run."""
         if not self.laws:
             return None, ()
         models = {size: self.plan.models[size, self.study.baseline] for size in self.ladders}
@@ -205,7 +205,7 @@ class _Collection:
         return law, tuple(projected)
 
     def ladder(self, size: str) -> LadderResult:
-        """The budgets and the law through them."""
+        """The budgets and the law fitted to them."""
         rungs, level = self.ladders[size], self.study.confidence
         return LadderResult(
             size=size,
@@ -217,12 +217,12 @@ class _Collection:
         )
 
     def validated_tokens(self, dataset: DatasetFacts | None) -> int | None:
-        """The validation tokens that the last losses are on: all, or the fixed part; None without a text."""
+        """How many validation tokens the final losses cover: all, or the fixed part; None without a text."""
         final = next((record.final for record in self.records.values() if record.final is not None), None)
         return self.curve_tokens(dataset) if final is None else final.tokens
 
     def curve_tokens(self, dataset: DatasetFacts | None) -> int | None:
-        """The fixed part of the validation text that losses between the steps are on; None without a text."""
+        """How many validation tokens the losses during training cover (the fixed part); None without a text."""
         if dataset is None:
             return None
         config = next(iter(self.plan.models.values())).config
@@ -237,9 +237,9 @@ def collect(
     dataset: DatasetFacts | None = None,
     timings: Mapping[tuple[str, str], Timings] | None = None,
 ) -> StudyResult:
-    """The results of the complete runs; the others are listed with their problem.
+    """Collect the results of the complete runs; list the others with their problems.
 
-    `timings` are those of steps timed alone, by (size, variant).
+    `timings` holds the isolated step timings by (size, variant).
     """
     collection = _Collection(study, plan, comparable(records), timings or {})
     runs = tuple(_run_result(run, collection.records.get(run), problems.get(run, "")) for run in plan.runs)
@@ -247,7 +247,7 @@ def collect(
         collection.row(size, name)
         for size in study.sizes
         for name in study.variants
-        if (size, name) in plan.models  # united studies need not have every variant at every size
+        if (size, name) in plan.models  # merged studies may lack a variant at some sizes
     )
     compared = [record for run, record in collection.records.items() if run.budget == 1.0]
     joint, projected = collection.joint()
@@ -301,7 +301,7 @@ def _run_result(run: PlannedRun, record: RunRecord | None, problem: str) -> RunR
 
 
 def _speed(runs: Iterable[RunRecord]) -> float | None:
-    """The mean of the known speeds; a run that shared its device with other work has none."""
+    """The mean of the known speeds; the speed of a run that shared its device is unknown."""
     speeds = [run.tokens_per_second for run in runs if math.isfinite(run.tokens_per_second)]
     return geometric_mean(speeds) if speeds else None
 
@@ -309,7 +309,7 @@ def _speed(runs: Iterable[RunRecord]) -> float | None:
 def _scaling(
     study: StudyConfig, runs: Sequence[RunResult], variants: Sequence[VariantResult]
 ) -> tuple[ScalingResult, ...]:
-    """One fit per variant that completed at two sizes or more; advantages at the baseline's largest compute."""
+    """One fit per variant with complete runs at two or more sizes; advantages are at the baseline's largest compute."""
     points = compute_points(runs, variants)
     laws = {name: fit_power_law(losses) for name, losses in points.items() if len({c for c, _ in losses}) > 1}
     fits = {name: law for name, law in laws.items() if math.isfinite(law.scale)}
@@ -321,7 +321,7 @@ def _scaling(
         gain = compute_advantage(fits[name], fits[study.baseline], largest, study.confidence)
         if name == study.baseline or gain is None or not math.isfinite(gain.value):
             return None
-        # JSON has no infinity: drop an interval that is not finite.
+        # JSON cannot represent infinity: drop intervals that are not finite.
         return gain if gain.high is None or math.isfinite(gain.high) else replace(gain, low=None, high=None)
 
     return tuple(
@@ -344,13 +344,13 @@ def compute_points(
 
 
 def task_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Every task that a run was asked, in the order of the runs."""
+    """Every task that any run was scored on, in the order of the runs."""
     lists = [run.accuracies.wanted for run in runs if run.accuracies is not None]
     return list(dict.fromkeys(name for wanted in lists for name in wanted))
 
 
 def lacking(runs: Sequence[RunRecord], tasks: bool, recipes: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """By option of `residua compare`, the folders of the runs without all its numbers."""
+    """For each measuring option of `residua compare`, the folders of the runs that lack some of its numbers."""
     names = set(task_names(runs))
     scored = {run.folder: run.accuracies for run in runs if run.accuracies is not None}
     low = {recipe for scores in scored.values() for recipe in scores.low}
@@ -367,9 +367,9 @@ def lacking(runs: Sequence[RunRecord], tasks: bool, recipes: Sequence[str]) -> d
 
 
 def text_error(ours: Runs, baseline: Runs) -> float | None:
-    """The standard error of the difference of losses from sampling text, its seeds taken as given.
+    """The standard error of the loss difference due to sampling text, for fixed seeds.
 
-    Of document j with n_j tokens, d_j is the difference of the summed losses, averaged over seeds. With D = Σd / Σn the
+    Document j has n_j tokens; d_j is the difference of its summed losses, averaged over seeds. With D = Σd / Σn the
     error is √(J/(J−1)·Σ(d_j − D·n_j)²) / Σn: documents are sampled, and the two models read the same ones. None if
     fewer than two documents are known.
     """

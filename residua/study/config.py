@@ -1,8 +1,9 @@
 """The configuration of a study: variants × seeds (× sizes) of a base run, compared with a baseline.
 
-Parameters are matched: a variant that adds parameters elsewhere gets a narrower feed-forward network, and the reverse.
-The papers compare at equal parameters (ExoFormer drops layers; Attention Residuals change nothing, since they add
-almost no parameters). Here every variant is brought within a tolerance of the baseline, and the change is reported.
+Parameters are matched: a variant that adds parameters elsewhere gets a narrower feed-forward network, and vice versa.
+The papers compare models with equal parameter counts (ExoFormer drops layers; Attention Residuals change nothing, since
+they add almost no parameters). Here every variant is brought within a tolerance of the baseline, and the change is
+reported.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Tasks(Frozen):
 
     @property
     def anywhere(self) -> Tasks:
-        """The same without the place of the files, which is another one on each machine."""
+        """The same tasks without the path of the files, which differs between machines."""
         return self if self.folder is None else self.model_copy(update={"folder": LOCAL})
 
 
@@ -175,7 +176,7 @@ def _differ(multiples: tuple[float, ...]) -> bool:
 
 
 def _multiple(entry: Any) -> Any:
-    """`2x` or `2` as the number 2; other types are refused later, by the check of types."""
+    """Parse `2x` or `2` as the number 2; type checking rejects other types later."""
     if isinstance(entry, str):
         try:
             return float(entry.strip().removesuffix("x"))
@@ -339,7 +340,7 @@ class StudyConfig(WholeConfig):
 
 @dataclass(frozen=True)
 class Matched:
-    """A model, its parameter count, and what matching changed in it (empty if nothing)."""
+    """A model, its parameter count, and the change that matching made (empty if none)."""
 
     model: ModelConfig
     parameters: int
@@ -347,7 +348,7 @@ class Matched:
 
 
 def match(name: str, model: ModelConfig, target: int, rule: Match) -> Matched:
-    """Change `model` by `rule` until what it matches is within tolerance of `target`; ConfigError if it cannot be."""
+    """Change `model` by `rule` until the matched number is within tolerance of `target`; ConfigError if that fails."""
     parameters = _measured(model, NoMatch())
     if isinstance(rule, NoMatch):
         return Matched(model, parameters, "")
@@ -360,7 +361,7 @@ def match(name: str, model: ModelConfig, target: int, rule: Match) -> Matched:
 
 
 def _measured(model: ModelConfig, rule: Match) -> int:
-    from residua.model.size import measure  # imports torch, which most readers of a study file need not
+    from residua.model.size import measure  # imports torch, which most readers of a study file do not need
 
     return rule.measured(measure(model))
 
@@ -370,7 +371,7 @@ def _off(measured: int, target: int) -> float:
 
 
 def _nearest_depth(model: ModelConfig, target: int, rule: MatchDepth) -> ModelConfig:
-    """The number of layers with the nearest parameter count: add or remove layers while that brings it closer."""
+    """Add or remove layers as long as that brings the parameter count closer to the target."""
     step = 1 if _measured(model, rule) < target else -1
     best = model
     while best.layers + step >= 1:

@@ -1,8 +1,7 @@
-"""A study resumes: records of its folder and of its results file, keyed by the run, are joined.
+"""Resume a study: join the records of its folder with those of its results file, keyed by run.
 
-No run is repeated. Two runs are the same if they agree in the names of size, variant, seed and budget, in the text's
-fingerprint, and in all configuration keys except those of PLACE. The same names with anything else different are
-refused.
+No run is repeated. Two runs are the same if they agree in size, variant, seed, budget, the text's fingerprint, and all
+configuration keys except those of PLACE. Runs that share these names but differ in anything else are refused.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from residua.version import MATHEMATICS
 
 @dataclass(frozen=True)
 class StudyRecords:
-    """A study in `out` and the saved one of its `results` file as one: the joined configuration and plan.
+    """The study in `out` joined with the one saved in its `results` file: their configuration and plan.
 
-    `asked` are the runs of the study itself, `known` what the file has of runs, `commands` made the numbers.
+    `asked` are the study's own runs, `known` the records saved in the file, `commands` the commands that produced them.
     """
 
     study: StudyConfig
@@ -53,12 +52,12 @@ class StudyRecords:
 
     @property
     def new(self) -> StudyPlan:
-        """The runs that are not saved."""
+        """The plan of the runs that are not saved."""
         return replace(self.plan, runs=tuple(run for run in self.plan.runs if run not in self.known))
 
     @cached_property
     def left(self) -> tuple[PlannedRun, ...]:
-        """The runs, with trials of learning rates, that were left to train when this was first asked."""
+        """The runs, including learning-rate trials, that were still to be trained when this was first called."""
         runs = (*self.new.runs, *self.plan.trials)
         return tuple(run for run in runs if not is_complete(run.folder, run.config))
 
@@ -68,7 +67,7 @@ class StudyRecords:
         return describe(self.dataset, final_tokens(self.plan.runs[0].config, tokens))
 
     def write(self) -> None:
-        """Write the numbers of the complete runs into the results file, if there is one."""
+        """Write the results of the complete runs into the results file, if there is one."""
         if self.results is None:
             return
         records, timed = complete_records(self.plan, self.known), read_timings(self.study, self.plan, self.out)
@@ -78,10 +77,10 @@ class StudyRecords:
         )
 
     def start_of(self, run: PlannedRun) -> str | None:
-        """Where this study has the weights that a run begins with.
+        """The path, in this study, of the weights that a run starts from.
 
-        A saved run that this study does not ask for has a path as another study saw it. It is compared with the weights
-        that the runs of this study begin with.
+        The path of a saved run that this study does not request was written by another study. Such a run is compared
+        with the weights that this study's runs start from.
         """
         models = self.plan.models
         if run in self.asked or run not in self.known:
@@ -90,7 +89,7 @@ class StudyRecords:
         return starts.pop() if len(starts) == 1 else None
 
     def refuse_other_weights(self) -> None:
-        """Refuse to train the rest of a study whose other runs began with weights that have changed since."""
+        """Refuse to train the rest of a study if the initial weights of its other runs have changed since."""
         for run in (*self.plan.runs, *self.plan.trials) if self.left else ():
             start, saved = self.start_of(run), self.known.get(run)
             began = (read_environment(run.folder) if saved is None else saved.environment).get(START)
@@ -104,7 +103,7 @@ class StudyRecords:
                 )
 
     def missing_weights(self) -> str:
-        """A sentence if runs that are left to train have no weights to begin with; else empty."""
+        """A sentence if the initial weights of runs still to be trained are missing; else empty."""
         starts = dict.fromkeys(start for run in self.left if (start := self.start_of(run)) is not None)
         missing = next((start for start in starts if weights_fingerprint(start) is None), None)
         if missing is None:
@@ -120,7 +119,7 @@ class StudyRecords:
             raise ConfigError(missing)
 
     def progress_sentence(self) -> str:
-        """How many runs of the study are complete, and what is left to train."""
+        """How many runs of the study are complete, and how many are left to train."""
         local = self.complete()
         done = sum(run in self.known or run in local for run in self.asked)
         trials = sum(not is_complete(run.folder, run.config) for run in self.plan.trials)
@@ -144,13 +143,13 @@ class StudyRecords:
         return sentences
 
     def complete(self) -> list[PlannedRun]:
-        """The runs that only the study's folder has, complete and with a learning rate that is known."""
+        """Complete runs with a known learning rate that are only in the study's folder."""
         return [run for run in self.new.settled if is_complete(run.folder, run.config)]
 
     def add_complete(self, study: StudyConfig) -> str:
-        """Add the complete runs of this study's folder to the results file, which gets no variant or seed beyond them.
+        """Add the complete runs in this study's folder to the results file, and no variants or seeds without runs.
 
-        Returns a sentence: how many runs the file holds then.
+        Returns a sentence saying how many runs the file then holds.
         """
         runs = self.complete()
         if runs:
@@ -174,7 +173,7 @@ class StudyRecords:
 
 
 def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
-    """Facts about a text; the entropy is of the part that losses are measured on."""
+    """Facts about a text; the entropy is that of the part used to measure losses."""
     return DatasetFacts(
         path=str(dataset.path),
         vocab_size=dataset.vocab_size,
@@ -186,7 +185,7 @@ def describe(dataset: Dataset, limit_tokens: int) -> DatasetFacts:
 
 
 def plan_study(study: StudyConfig, out: Path, dataset: Dataset, results: Path | None) -> StudyPlan:
-    """The plan, with the learning rates that a search chose, in the results file or in the study's folder."""
+    """The plan, with learning rates from an earlier search in the results file or the study's folder."""
     saved = SavedStudy.read(results).rates() if results is not None and results.exists() else []
     return make_plan(study, out, dataset, [*read_rates(out), *saved])
 
@@ -194,9 +193,9 @@ def plan_study(study: StudyConfig, out: Path, dataset: Dataset, results: Path | 
 def join(
     study: StudyConfig, plan: StudyPlan, out: Path, dataset: Dataset, results: Path | None, command: str = ""
 ) -> StudyRecords:
-    """The union of a study with the one in its results file; ConfigError if they contradict.
+    """Join a study with the one in its results file; ConfigError if they contradict each other.
 
-    A file without runs contradicts nothing.
+    A file without runs never causes a conflict.
     """
     saved = SavedStudy.read(results) if results is not None and results.exists() else None
     commands = tuple(dict.fromkeys([*(saved.commands if saved else ()), *([command] if command else [])]))
@@ -212,7 +211,7 @@ def join(
     records = saved.records(before)
     _check_models(results, before, plan, records)
     planned = {run.key: run for run in plan.runs}
-    # A saved run that this study asks for takes the study's own PlannedRun, and so its place in the plan.
+    # A saved run that this study requests uses the study's own PlannedRun, and so keeps its place in the plan.
     known = {planned.get(run.key, run): record for run, record in records.items()}
     _check_records(results, known)
     runs = (*(run for run in before.runs if run.key not in planned), *plan.runs)
@@ -223,7 +222,7 @@ def join(
 
 
 def unite(files: Sequence[Path]) -> SavedStudy:
-    """Results files as one study of all their sizes, variants, seeds and budgets; ConfigError if they contradict."""
+    """Merge results files into one study of all their sizes, variants, seeds and budgets; ConfigError on a conflict."""
     whole = SavedStudy.read(files[0])
     for path in files[1:]:
         whole = _united(whole, files[0], SavedStudy.read(path), path)
@@ -272,7 +271,7 @@ def _united(whole: SavedStudy, first: Path, other: SavedStudy, path: Path) -> Sa
 
 
 def _union_of(before: StudyConfig, study: StudyConfig) -> dict[str, Any]:
-    """The settings of two studies of one text together."""
+    """The combined settings of two studies on the same text."""
     return {
         "variants": {**before.variants, **study.variants},
         "seeds": tuple(sorted({*before.seeds, *study.seeds})),
@@ -287,7 +286,7 @@ def _union_of(before: StudyConfig, study: StudyConfig) -> dict[str, Any]:
 
 
 def complete_records(plan: StudyPlan, known: Mapping[PlannedRun, RunRecord]) -> dict[PlannedRun, RunRecord]:
-    """What was measured in the complete runs: on disk, or `known` from elsewhere."""
+    """The records of the complete runs, from disk or from `known`."""
     local = {run: read_run(run.folder, run.config) for run in plan.runs if is_complete(run.folder, run.config)}
     joined = {run: record.filled(known[run]) if run in known else record for run, record in local.items()}
     return {run: joined.get(run) or known[run] for run in plan.runs if run in local or run in known}
@@ -298,9 +297,9 @@ def _joined_config(path: Path, before: StudyConfig, study: StudyConfig) -> Study
     for key in ("baseline", "match", "confidence", "tune"):
         old, new = getattr(before, key), getattr(study, key)
         if old != new:
-            if isinstance(old, Frozen) or isinstance(new, Frozen):  # of tables such as `match`, what differs in them
+            if isinstance(old, Frozen) or isinstance(new, Frozen):  # in tables such as `match`, list what differs
                 tables = [value.model_dump() if isinstance(value, Frozen) else {} for value in (old, new)]
-                names = ("kind", *tables[0], *tables[1])  # a kind says more than the keys it brings
+                names = ("kind", *tables[0], *tables[1])  # the kind says more than its keys
                 name = next(name for name in names if tables[0].get(name) != tables[1].get(name))
                 key, (old, new) = f"{key}.{name}", (table.get(name) for table in tables)
             theirs, ours = ("none" if value is None else shown(value) for value in (old, new))
@@ -336,9 +335,9 @@ def _joined_scaling(path: Path, before: StudyConfig, study: StudyConfig) -> dict
 
 
 def _check_models(path: Path, before: StudyPlan, plan: StudyPlan, records: Mapping[PlannedRun, RunRecord]) -> None:
-    """Refuse a model whose settings differ, but for weights to begin with that are the same, wherever they are.
+    """Refuse a model whose settings differ; initial weights may lie elsewhere if their content is the same.
 
-    Weights that are not there contradict nothing: no run can begin with them.
+    Missing weights do not conflict: no run can start from them.
     """
     for key in (key for key in before.models if key in plan.models):
         saved, planned = before.models[key].config, plan.models[key].config
@@ -356,7 +355,7 @@ def _check_models(path: Path, before: StudyPlan, plan: StudyPlan, records: Mappi
 
 
 def _check_records(path: Path, known: Mapping[PlannedRun, RunRecord]) -> None:
-    """Refuse a run that the study's folder and the saved study both have, with different results."""
+    """Refuse a run whose results differ between the study's folder and the saved study."""
     for run, saved in known.items():
         if is_complete(run.folder, run.config):
             local = read_run(run.folder, run.config)
@@ -368,9 +367,9 @@ def _check_records(path: Path, known: Mapping[PlannedRun, RunRecord]) -> None:
 
 
 def settle(study: StudyConfig, out: Path, results: Path | None = None) -> StudyConfig:
-    """The study as it begins: with what an earlier one in its folder measured, and its files by content.
+    """The study as it starts: with the measurements of an earlier one in its folder, and with base files embedded.
 
-    Bases are called as the results file or the folder calls the same content.
+    A base gets the name that the results file or the folder uses for the same content.
     """
     known: dict[str, dict[str, Any]] = {}
     for file in (out / STUDY, out / STARTED):
@@ -382,7 +381,7 @@ def settle(study: StudyConfig, out: Path, results: Path | None = None) -> StudyC
 
 
 def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:
-    """The study with the recipes, tasks and search of rates of an earlier one in its folder: a rerun keeps them."""
+    """The study with the recipes, tasks and rate search of an earlier one in its folder, so that a rerun keeps them."""
     if not (out / STUDY).exists():
         return study
     earlier = StudyConfig.from_toml(out / STUDY)
@@ -397,7 +396,7 @@ def with_earlier(study: StudyConfig, out: Path) -> StudyConfig:
 
 
 def both_tasks(earlier: Tasks | None, tasks: Tasks | None) -> Tasks | None:
-    """The tasks of both, unless they are asked in another way now."""
+    """The tasks of both, unless the way of scoring them has changed."""
     if tasks is None or earlier is None:
         return tasks or earlier
     if earlier != tasks.model_copy(update={"names": earlier.names}):
@@ -406,9 +405,9 @@ def both_tasks(earlier: Tasks | None, tasks: Tasks | None) -> Tasks | None:
 
 
 def name_bases(study: StudyConfig, known: Mapping[str, dict[str, Any]]) -> StudyConfig:
-    """The study with the content of the files that `base` or `sizes` name: it can be continued without them.
+    """Embed the content of the files that `base` or `sizes` name, so that the study can resume without them.
 
-    A file has the name that `known` has for the same content, or else a short one.
+    A file gets the name that `known` has for the same content, or else a short one.
     """
     stored, names, bases = study.bases or {}, {}, dict(study.bases or {})
     for size in study.sizes:
@@ -429,14 +428,14 @@ def name_bases(study: StudyConfig, known: Mapping[str, dict[str, Any]]) -> Study
 
 
 def _short_name(file: str, several: bool) -> str:
-    """The name of a base's file; of a run's config.toml that of its folder, unless sizes name the study's folders."""
+    """The name of a base's file, or for a run's config.toml that of its folder, unless the study has several sizes."""
     path = Path(file)
     folder = path.resolve().parent.name
     return f"{folder}.toml" if path.name == "config.toml" and not several and is_plain_name(folder) else path.name
 
 
 def _content(base: Mapping[str, Any]) -> object:
-    """The settings of a base, except places; None if it cannot be built here."""
+    """The settings of a base, except paths; None if it cannot be built on this machine."""
     with suppress(ConfigError):
         return settings(RunConfig(**base), without=("data.path", *PATHS))
     return None
@@ -447,7 +446,7 @@ class _ResultsLink(Shape):
 
 
 def link_results(out: Path, results: Path | None) -> None:
-    """Write into a study's folder where its results file is, seen from the folder; without one, forget an earlier."""
+    """Record the relative path of the results file in the study's folder; without one, remove an earlier record."""
     if results is None:
         (out / EXTENDED).unlink(missing_ok=True)
         return
@@ -456,7 +455,7 @@ def link_results(out: Path, results: Path | None) -> None:
 
 
 def linked_results(out: Path) -> Path | None:
-    """The results file that the study of a folder was extended by, which may be gone; None if there was none."""
+    """The results file linked to the study in a folder, even if it no longer exists; None if none was linked."""
     try:
         written = read_json(inside(out, EXTENDED), _ResultsLink, "").results
     except ReadError:

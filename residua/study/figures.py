@@ -1,6 +1,6 @@
-"""The figures of a study: those of its page, from the records of its runs, and SVG pictures for documents.
+"""The figures of a study: those of its page, drawn from the records of its runs, and SVG pictures for documents.
 
-Pictures: the cost of a variant's step against the worth of its tokens, and the ladder behind it.
+The pictures show the cost of a variant's step against its token gain, and the ladder behind that gain.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Records = dict[str, list[RunRecord]]  # by variant, in the order of the study
 Points = list[tuple[float, float]]
 TOKENS, SECONDS = "tokens", "seconds of training"
 MAX_BANDS = 6
-"""With more variants than these, bands around the curves would hide the curves."""
+"""With more variants, bands would hide the curves."""
 MILLION = 1e6
 
 
 def loss_curves(records: Records, kind: str, against: str) -> Figure | None:
-    """Validation or training loss: the mean over seeds, with a band that spans all seeds; None if it was not measured.
+    """Validation or training loss: the mean over seeds with a band from min to max; None if it was not measured.
 
     The training loss is smoothed over about a twentieth of the run.
     """
@@ -43,7 +43,7 @@ def loss_curves(records: Records, kind: str, against: str) -> Figure | None:
 
 
 def race_curves(result: StudyResult, records: Records, size: str) -> Figure | None:
-    """Validation loss over seconds, by the steps timed alone, and the target; None if no step was timed."""
+    """Validation loss over seconds, from isolated step timings, and the target; None if no step was timed."""
     speeds = {row.name: row.timing.tokens_per_second for row in result.rows(size) if row.timing is not None}
     lines = {
         name: [[(tokens / speeds[name], loss) for tokens, loss in run.loss_curve] for run in runs if name in speeds]
@@ -66,7 +66,7 @@ def _loss_points(run: RunRecord, kind: str, against: str) -> Points:
 
 
 def telemetry_curves(records: Records) -> dict[str, Figure]:
-    """What was measured inside while training, put together over layers: family → curves over tokens."""
+    """Telemetry recorded during training, aggregated over layers: family → curves over tokens."""
     views = {}
     for name in telemetry.measured([run.telemetry for runs in records.values() for run in runs]):
         lines = {v: [telemetry.whole_model(run.telemetry, name) for run in runs] for v, runs in records.items()}
@@ -79,7 +79,7 @@ def telemetry_curves(records: Records) -> dict[str, Figure]:
 
 
 def difference_curves(records: Records, baseline: str) -> Figure:
-    """Validation loss minus the baseline's of the same seed at the same step: mean over seeds, and a band for few."""
+    """Validation loss minus the baseline's, by seed and step: mean over seeds, with a band if variants are few."""
     reference = {_seed(run): dict(run.loss_curve) for run in records[baseline]}
     steps = sorted({x for curve in reference.values() for x in curve})
     zero = _curve(looks(records)[baseline], baseline, [(x, 0.0) for x in steps], dash="dash")
@@ -96,14 +96,14 @@ def difference_curves(records: Records, baseline: str) -> Figure:
 
 
 def forest_of_losses(rows: Sequence[VariantResult], result: StudyResult, height: int | None = None) -> Figure:
-    """Δ loss of each row with its interval, in the order of the rows, against the baseline's line at 0."""
+    """Δ loss of each row with its interval, in row order; the baseline is the line at 0."""
     look = looks_of(result)
     estimates = [_estimate(row.name, look[row.name], row.difference) for row in rows if row.difference is not None]
     return forest(estimates, "Δ loss, nats per token (left is better)", height=height)
 
 
 def precision_costs(result: StudyResult, rows: Sequence[VariantResult], recipes: Sequence[str]) -> dict[str, Figure]:
-    """By recipe, the loss that low precision adds to each variant, with its interval; left out where not finite."""
+    """The loss that each recipe of low precision adds to each variant, with its interval, if it is finite."""
     look, figures = looks_of(result), {}
     for recipe in recipes:
         costs = [(row.name, row.low_precision.costs[recipe]) for row in rows if row.low_precision is not None]
@@ -115,12 +115,12 @@ def precision_costs(result: StudyResult, rows: Sequence[VariantResult], recipes:
 
 
 def looks(names: Iterable[str]) -> dict[str, theme.Look]:
-    """The colour and the marker of each variant, on every page: those of its place in the study."""
+    """The colour and marker of each variant, set by its position in the study and the same on every page."""
     return {name: theme.look(place) for place, name in enumerate(dict.fromkeys(names))}
 
 
 def looks_of(result: StudyResult) -> dict[str, theme.Look]:
-    """Those of a study's variants."""
+    """The colour and marker of each of a study's variants."""
     return looks(row.name for row in result.variants)
 
 
@@ -143,7 +143,7 @@ def sublayer_curves(records: Records, key: str, y_title: str) -> Figure | None:
 
 
 def depth_weights(records: Records) -> dict[str, Figure]:
-    """The mean weight of every source at every reader, for the variants that have depth weights."""
+    """The mean weight of every source at every reader, for variants with depth weights."""
     figures = {}
     for name, tables in _inspections(records, "depth_weights"):
         rows = [_mean_rows([table["mean"][r] for table in tables]) for r in range(len(tables[0]["mean"]))]
@@ -163,7 +163,7 @@ def gate_writes(records: Records) -> dict[str, Figure]:
 
 
 def expert_loads(records: Records) -> dict[str, Figure]:
-    """The load of every expert (1 is its fair share), for the variants that have experts."""
+    """The load of every expert (1 is its fair share), for variants with experts."""
     figures = {}
     for name, tables in _inspections(records, "experts"):
         fair = [[[share * len(row["load"]) for share in row["load"]] for row in table] for table in tables]
@@ -174,13 +174,13 @@ def expert_loads(records: Records) -> dict[str, Figure]:
 
 
 def attention_gates(records: Records) -> dict[str, Figure]:
-    """Per layer: the mean of the attention gate, and the share of gate values that are nearly closed."""
+    """Per layer: the mean of the attention gate, and the share of nearly closed gates."""
     figures = {}
     for label, key in (("mean gate", "mean"), ("share below 0.2", "closed")):
         series = []
         for name, tables in _inspections(records, "gates"):
             values = _mean_rows([[row[key] for row in table] for table in tables])
-            layers = [row["layer"] for row in tables[0]]  # in a hybrid, only some layers
+            layers = [row["layer"] for row in tables[0]]  # hybrids have gates in some layers only
             if values:
                 points = list(zip(layers, values, strict=True))
                 series.append(_curve(looks(records)[name], name, points, markers=True))
@@ -190,7 +190,7 @@ def attention_gates(records: Records) -> dict[str, Figure]:
 
 
 def _inspections(records: Records, section: str) -> Iterator[tuple[str, list[Any]]]:
-    """By variant, this section of its runs' inspections; one that is not built like the first is left out."""
+    """Per variant, this section of its runs' inspections; those with another structure than the first are omitted."""
     for name, runs in records.items():
         inspected = [run.inspection for run in runs if run.inspection]
         alike = [inspection for inspection in inspected if _frame(inspection) == _frame(inspected[0])]
@@ -220,7 +220,7 @@ def scaling_figure(points: dict[str, Points], result: StudyResult) -> Figure:
 
 
 def gains_over_compute(result: StudyResult) -> Figure | None:
-    """Equivalent tokens at each size over the baseline's compute, with dashed projections; None if there are none."""
+    """Equivalent tokens at each size against the baseline's compute, projections dashed; None if there are none."""
     flops = {row.size: row.flops_per_token for row in result.variants if row.name == result.baseline}
     tokens = {run.size: run.tokens for run in result.runs if run.variant == result.baseline and run.budget == 1.0}
     projected, series = {gain.name: gain for gain in result.projected}, []
@@ -253,7 +253,7 @@ def _matrix(
 
 
 def _series(lines: dict[str, list[Points]], *, markers: bool, few: bool | None = None) -> list[Curve]:
-    """A line for each variant: the mean over its runs, with a band that spans them if there are few variants."""
+    """A line per variant: the mean over its runs, with a band from min to max if there are few variants."""
     series, look = [], looks(lines)
     few = sum(any(runs) for runs in lines.values()) <= MAX_BANDS if few is None else few
     for name, every in lines.items():
@@ -266,7 +266,7 @@ def _series(lines: dict[str, list[Points]], *, markers: bool, few: bool | None =
 
 
 def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:
-    """A range without the steep first tenth, so that the differences show. Double-click to show the whole curve."""
+    """An axis range without the steep first tenth, to make differences visible. Double-click shows the whole curve."""
     ends = [[v for v in line if v is not None] for line in values]
     if not ends or any(len(line) < 5 for line in ends):
         return None
@@ -275,7 +275,7 @@ def _focus(values: Sequence[Sequence[float | None]]) -> tuple[float, float] | No
 
 
 def _focus_differences(series: Sequence[Curve]) -> tuple[float, float] | None:
-    """The same for differences: from the second half on, with their bands and zero in sight."""
+    """The same for differences: the second half, with its bands and zero in view."""
     late = [
         v for curve in series for line in (curve.y, curve.low, curve.high) for v in (line or [])[len(curve.x) // 2 :]
     ]
@@ -288,7 +288,7 @@ def _focus_differences(series: Sequence[Curve]) -> tuple[float, float] | None:
 
 
 def _mean_curve(runs: Sequence[Sequence[tuple[float, float]]]) -> Points:
-    """The mean of curves measured at the same steps; x is averaged too, because seconds differ between runs."""
+    """The mean of curves measured at the same steps; x is averaged too, because seconds vary between runs."""
     return [(mean([p[0] for p in points]), mean([p[1] for p in points])) for points in zip(*runs, strict=False)]
 
 
@@ -310,12 +310,12 @@ def _curve(look: theme.Look, name: str, points: Sequence[tuple[float, float]], *
 
 
 def _seed(run: RunRecord) -> str:
-    """The seed, which pairs a run with the baseline's: folders end in -seedN."""
+    """The seed from the folder's ending -seedN; it pairs a run with the baseline's."""
     return run.folder.name.rpartition("-")[2]
 
 
 def break_even(result: StudyResult) -> Scatter | None:
-    """Cost of a step against token gain, at the last size; above the line a variant pays per second.
+    """Cost of a step against token gain at the last size; a variant above the line pays off per second.
 
     None if no variant has both a gain and a speed.
     """
@@ -346,7 +346,7 @@ def picture(result: StudyResult) -> str | None:
 
 
 def ladder_scatter(result: StudyResult, ladder: LadderResult) -> Scatter:
-    """Loss against tokens: the baseline's budgets, the law, and each variant where the law has its loss."""
+    """Loss against tokens: the baseline's budgets, the law, and each variant where the law reaches its loss."""
     rungs = [
         Point(f"{rung.tokens / MILLION:.4g} M", rung.tokens / MILLION, rung.loss.value,
               theme.SERIES[0], None, rung.loss.ends)

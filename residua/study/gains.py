@@ -1,16 +1,16 @@
 """The gain of a variant over the baseline: per step on one schedule's curve, in equivalent tokens, and per second.
 
 wall-clock gain = token gain × throughput. The token gain is in equivalent tokens if there is a ladder, else step-wise.
-Throughput is that of steps timed alone if both were, else that of the training runs. The interval of the product has
-the errors of both factors, so it is never narrower than that of either.
+Throughput comes from isolated step timings if both models have them, else from the training runs. The interval of the
+product includes the errors of both factors, so it is never narrower than either.
 
-A study states gains whose speeds are known, with intervals corrected for the number of variants, and the best shrunk.
+A study states only gains whose speeds are known, corrects intervals for the number of variants, and shrinks the best.
 
-Holm (1979): of m variants the one with the smallest p is judged at α/m, the next at α/(m − 1), and so on to the first
-that is not clear; it and the rest are judged at its level. p is the smallest α at which the interval leaves out 1 (for
-Δ loss, 0). The chance that any variant without a gain is said to have one is at most α.
+Holm (1979): of m variants the one with the smallest p is tested at α/m, the next at α/(m − 1), and so on to the first
+that is not significant; it and the rest are tested at its level. p is the smallest α at which the interval excludes 1
+(for Δ loss, 0). The probability of declaring a gain for any variant without one is at most α.
 
-The best of several was chosen after looking, so its estimate is too high. Partial pooling takes ln gains
+The best of several is selected after looking, so its estimate is too high. Partial pooling models ln gains
 y ~ N(θ, s²) with θ ~ N(μ, τ²) and τ² = var(y) − mean(s²), at least 0: the shrunk ln gain is μ + τ²/(τ² + s²)·(y − μ).
 """
 
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from residua.study.results import ProjectedGain, StudyResult, VariantResult
 
 Runs = Mapping[int, RunRecord]  # by seed
-PlannedRuns = Mapping[int, RunRecord | None]  # without a record: failed, or not trained yet
+PlannedRuns = Mapping[int, RunRecord | None]  # None: failed, or not trained yet
 Timings = Mapping[str, StepTiming]  # by device
 MIN_SEEDS = 3
-"""Without a ladder, a gain is shown by at least so many seeds; so is a race won."""
+"""Minimum seeds to show a gain without a ladder, or to win a race."""
 MAX_TELLING_WIDTH = 2.0
-"""high / low of an interval around 1; from a wider one follows no verdict."""
+"""high / low of an interval around 1; a wider one gives no verdict."""
 MIN_POOLED_VARIANTS = 3
-"""Variants from which on estimates are shrunk."""
+"""Minimum number of variants for shrinkage."""
 MIN_P = 1e-16
 
 
 @dataclass(frozen=True)
 class Gains:
-    """A variant against the baseline; None where it was not measured. `equivalent` is null without a ladder."""
+    """A variant against the baseline; None if not measured. `equivalent` is None without a ladder."""
 
     step: Interval | None
     equivalent: Gain | None
@@ -72,13 +72,13 @@ def compare(
     baseline_timings: Timings,
     confidence: float,
 ) -> Gains:
-    """The gains of a variant's complete runs; `equivalent` is that in tokens, from a ladder."""
+    """The gains of a variant's complete runs; `equivalent` is its gain in tokens from a ladder."""
     pairs = [(ours[seed], baseline[seed]) for seed in sorted(ours.keys() & baseline.keys())]
     steps = [gain for a, b in pairs if (gain := step_gain(a.loss_curve, b.loss_curve)) is not None]
     step = estimate_ratio(steps, confidence) if steps else None
     alone = [(timings[device], baseline_timings[device]) for device in timings if device in baseline_timings]
     speeds = [a.tokens_per_second / b.tokens_per_second for a, b in pairs if a.hardware == b.hardware]
-    speeds = [speed for speed in speeds if math.isfinite(speed)]  # one may not be known
+    speeds = [speed for speed in speeds if math.isfinite(speed)]  # some may be unknown
     throughput = estimate_ratio(speeds, confidence) if speeds else None
     if alone:
         throughput = timed_ratio(*alone[-1], confidence)
@@ -86,7 +86,7 @@ def compare(
 
 
 def timed_ratio(ours: StepTiming, baseline: StepTiming, confidence: float) -> Interval:
-    """Our tokens per second over the baseline's, both timed alone: Welch's interval of the logarithms."""
+    """Our tokens per second over the baseline's, both timed in isolation: Welch's interval of the logarithms."""
     ratio = ours.tokens_per_second / baseline.tokens_per_second
     error = math.hypot(ours.error, baseline.error)
     if error == 0.0:
@@ -97,10 +97,10 @@ def timed_ratio(ours: StepTiming, baseline: StepTiming, confidence: float) -> In
 
 
 def product(gain: Interval | None, speed: Interval | None) -> Interval | None:
-    """The product of two independent ratios. Its interval adds the squares of their half-widths in logarithms.
+    """The product of two independent ratios. Its interval adds the squares of their log half-widths.
 
-    Each side by itself (Zou and Donner, 2008), since the interval of a gain need not be symmetric; an open side stays
-    open, and without both intervals there is none.
+    Each side is computed separately (Zou and Donner, 2008), since the interval of a gain may be asymmetric. An open
+    side stays open; if either factor lacks an interval, so does the product.
     """
     if gain is None or speed is None:
         return None
@@ -109,7 +109,7 @@ def product(gain: Interval | None, speed: Interval | None) -> Interval | None:
     freedom = _joint_freedom([gain, speed])
 
     def width(end: float | None, other: float | None) -> float | None:
-        """The distance in logarithms from the product to one end of its interval."""
+        """The log distance from the product to one end of its interval."""
         if end is None or other is None:
             return None
         return math.hypot(math.log(end / gain.value), math.log(other / speed.value))
@@ -120,7 +120,7 @@ def product(gain: Interval | None, speed: Interval | None) -> Interval | None:
 
 
 def _joint_freedom(factors: Sequence[Interval]) -> float | None:
-    """Welch and Satterthwaite's degrees of freedom of a sum of logarithms; None if a factor's are not known."""
+    """Welch–Satterthwaite degrees of freedom of a sum of logarithms; None if a factor's are unknown."""
     known = [(factor.error, factor.freedom) for factor in factors if factor.error and factor.freedom]
     if len(known) < sum(factor.error != 0.0 for factor in factors) or not known:
         return None
@@ -135,11 +135,11 @@ def race(
     timed: StepTiming | None,
     confidence: float,
 ) -> Race:
-    """The tokens and seconds that runs need for a validation loss, against the baseline's.
+    """The tokens and seconds that runs need to reach a validation loss, compared with the baseline.
 
-    Seconds are tokens × those of a step timed alone, in one visit for both. p is that of Welch's one-sided t-test of
-    ln seconds, with the errors of both timings; None unless every planned run of both sides, `MIN_SEEDS` or more,
-    reached the loss. Where a run's first validation has reached it, nobody knows when: then there are no tokens either.
+    Seconds are tokens × the isolated step time, with both models timed in one session. p comes from Welch's one-sided
+    t-test of ln seconds, including the errors of both timings. It is None unless every planned run of both sides,
+    `MIN_SEEDS` or more, reached the loss. If any run had reached it by its first validation, no tokens are given.
     """
     curves = [[run.loss_curve if run else [] for run in runs.values()] for runs in (ours, baseline)]
     tokens, reference = ([reached for curve in side if (reached := tokens_to_reach(target, curve))] for side in curves)
@@ -165,12 +165,12 @@ def race(
 
 @dataclass(frozen=True)
 class Race:
-    """Runs, those that reached the loss, tokens and seconds to it, seconds / the baseline's, and p of fewer seconds.
+    """Runs, how many reached the loss, tokens and seconds to it, seconds / the baseline's, and p for fewer seconds.
 
     `adjusted` is p after Holm's correction over the variants of a size.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # results.json holds it
+    __pydantic_config__ = ConfigDict(extra="forbid")  # stored in results.json
 
     runs: int
     reached: int
@@ -192,7 +192,7 @@ def adjusted(races: Mapping[str, Race]) -> dict[str, Race]:
 
 
 def concluded(result: StudyResult) -> StudyResult:
-    """The study without the gains per second that it cannot state, and with corrected and shrunk intervals."""
+    """Drop the gains per second that the study cannot state, and correct and shrink the intervals."""
     unstated = {"wall_clock_gain": None}
     rows = [row if speed_is_shown(row, result) else row.model_copy(update=unstated) for row in result.variants]
     intervals: dict[int, dict[str, Interval]] = {index: {} for index in range(len(rows))}
@@ -223,7 +223,7 @@ def concluded(result: StudyResult) -> StudyResult:
 def _projected(
     gains: Sequence[ProjectedGain], largest: Mapping[str, VariantResult], alpha: float
 ) -> tuple[ProjectedGain, ...]:
-    """With gains per second at the speed of the largest size, where that is stated, and corrected intervals."""
+    """Add gains per second at the speed of the largest size, if that is stated, and correct the intervals."""
     speeds = [
         row.throughput_ratio if (row := largest.get(gain.name)) and row.wall_clock_gain else None for gain in gains
     ]
@@ -241,12 +241,12 @@ def _projected(
 
 @dataclass(frozen=True)
 class Tested:
-    """An estimate and how its interval grows with the level: `parts` are (standard error, degrees of freedom).
+    """An estimate and how its interval widens with the level: `parts` are (standard error, degrees of freedom).
 
-    The distances `down` and `up` to the ends, None if open, are those at `alpha`. Of a ratio, all are of logarithms.
+    `down` and `up` are the distances to the ends at `alpha`, None if open. For a ratio, all are in logarithms.
     """
 
-    __test__ = False  # pytest, this is not a class of tests
+    __test__ = False  # pytest: not a test class
 
     interval: Interval
     value: float
@@ -257,13 +257,13 @@ class Tested:
     is_ratio: bool
 
     def _width(self, alpha: float) -> float:
-        from scipy.special import stdtrit  # only a finished study needs it
+        from scipy.special import stdtrit  # needed only for finished studies
 
         return math.hypot(*(-error * float(stdtrit(freedom, alpha / 2)) for error, freedom in self.parts))
 
     @property
     def p(self) -> float:
-        """The smallest α at which the interval leaves out no difference; 1 if that side is open."""
+        """The smallest α at which the interval excludes "no difference"; 1 if that side is open."""
         width = self.down if self.value > 0 else self.up
         if width is None or self.value == 0.0:
             return 1.0
@@ -287,7 +287,7 @@ class Tested:
 
 
 def of_ratio(gain: Interval | None, factors: Sequence[Interval | None], alpha: float) -> Tested | None:
-    """A gain, whose interval grows as those of its factors, each with its own degrees of freedom."""
+    """A gain, whose interval widens with those of its factors, each with its own degrees of freedom."""
     if gain is None or gain.ends is None:
         return None
     value = math.log(gain.value)
@@ -301,7 +301,7 @@ def of_ratio(gain: Interval | None, factors: Sequence[Interval | None], alpha: f
 
 
 def _half(factor: Interval, below: bool) -> float | None:
-    """The distance in logarithms to the end that decides, or if that is open to the other."""
+    """The log distance to the deciding end, or to the other end if that one is open."""
     ends = (factor.low, factor.high) if below else (factor.high, factor.low)
     end = next((end for end in ends if end is not None), None)
     return None if end is None else abs(math.log(factor.value / end))
@@ -319,9 +319,9 @@ def _freedom(interval: Interval) -> float:
 
 
 def corrected(family: Mapping[int, Tested | None], alpha: float) -> dict[int, Interval]:
-    """The intervals at the levels of Holm's procedure: each leaves out no difference just where it rejects that.
+    """The intervals at Holm's levels: each excludes "no difference" exactly when the procedure rejects it.
 
-    Estimates without an interval, None, are not tested.
+    Estimates without an interval (None) are not tested.
     """
     known = {key: tested for key, tested in family.items() if tested is not None}
     intervals, level, going_on = {}, alpha, True
@@ -334,9 +334,10 @@ def corrected(family: Mapping[int, Tested | None], alpha: float) -> dict[int, In
 
 
 def shrunk(gains: Mapping[int, Interval]) -> dict[int, Interval]:
-    """The gains pulled towards their mean, by as much as their errors and their spread say; nothing for a few.
+    """Shrink gains towards their mean, according to their errors and spread; empty if there are too few.
 
-    Intervals move with them and stay as wide: of a few variants the spread is not known well enough to narrow them.
+    Intervals shift with them and keep their width: a few variants do not determine the spread well enough to narrow
+    them.
     """
     known = {key: gain for key, gain in gains.items() if gain.error}
     if len(known) < MIN_POOLED_VARIANTS:
@@ -355,35 +356,35 @@ def shrunk(gains: Mapping[int, Interval]) -> dict[int, Interval]:
 
 
 def comparisons(size: str, result: StudyResult) -> int:
-    """How many gains per second at a size are corrected for each other."""
+    """How many gains per second at a size enter the multiple-comparison correction."""
     return sum(row.corrected is not None for row in result.rows(size))
 
 
 def pays(row: VariantResult) -> bool:
-    """Whether a gain per second is shown, after correction."""
+    """Whether the variant gains per second, significantly after correction."""
     return enough_runs(row) and row.corrected is not None and row.corrected.above(1.0)
 
 
 def loses(row: VariantResult) -> bool:
-    """Whether a loss per second is shown, after correction."""
+    """Whether the variant loses per second, significantly after correction."""
     return enough_runs(row) and row.corrected is not None and row.corrected.below(1.0)
 
 
 def is_lower(row: VariantResult) -> bool:
-    """Whether a lower loss is shown, after correction."""
+    """Whether the loss is lower, significantly after correction."""
     return row.difference_corrected is not None and row.difference_corrected.below(0.0)
 
 
 def enough_runs(row: VariantResult) -> bool:
-    """Whether a gain rests on three seeds, or on a ladder, whose runs it pools."""
+    """Whether a gain is based on three seeds, or on a ladder, whose runs are pooled."""
     gain, tokens = row.wall_clock_gain, row.equivalent_tokens
     return gain is not None and (gain.count >= MIN_SEEDS or (tokens is not None and tokens.ends is not None))
 
 
 def speed_problem(row: VariantResult, result: StudyResult) -> Literal["", "unknown", "shared", "busy", "scattered"]:
-    """Why no conclusion is drawn from a variant's speed: runs shared the machine, or something else kept it busy.
+    """Why a variant's speed supports no conclusion: runs shared the machine, or other programs kept it busy.
 
-    A step timed alone is compared with the baseline's on the same device. Empty if the speed is known well enough.
+    An isolated step timing is compared with the baseline's on the same device. Empty if the speed is known well enough.
     """
     if row.throughput_ratio is None:
         return "unknown"
@@ -403,8 +404,8 @@ def speed_is_shown(row: VariantResult, result: StudyResult) -> bool:
 
 
 def says_nothing(ratio: Interval) -> bool:
-    """Whether an interval of a ratio holds 1 and is so wide that no verdict follows from it."""
+    """Whether a ratio's interval contains 1 and is too wide for a verdict."""
     if ratio.ends is None:
-        return False  # one run: no interval was asked
+        return False  # one run: there is no interval
     low, high = ratio.ends
     return ratio.holds(1.0) and not high <= MAX_TELLING_WIDTH * low

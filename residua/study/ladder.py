@@ -1,24 +1,24 @@
 """Equivalent tokens: how long the baseline would have to train to reach a variant's loss (docs/compare-reference.md).
 
-The baseline is trained at one size or several, at budgets D_j, each with its own full schedule. Through its losses goes
+The baseline is trained at one or more sizes, at budgets D_j, each with its own full schedule. Its losses are fitted by
 
     L(N, D) = E_N + B·D^−b     with B > 0, b > 0, E_N ≥ 0
 
-by least squares; B and b are shared by all sizes, each size has a floor of its own. From three sizes on, the floors are
-E_N = E + A·N^−a (`fit_law` with N for D), which makes it the joint law of sizes and budgets. Gains are read at fixed N,
-so they do not depend on that form. With one size and two budgets, a straight line in ln D takes the law's place. A
-variant that was trained on D tokens to a loss L_v has equivalent tokens D' with L(N, D') = L_v, and the gain D'/D.
+using least squares; all sizes share B and b, and each size has its own floor. With three or more sizes, the floors are
+E_N = E + A·N^−a (`fit_law` with N for D), which gives the joint law of sizes and budgets. Gains are read at fixed N,
+so they do not depend on that form. With one size and two budgets, a straight line in ln D replaces the law. A variant
+trained on D tokens to a loss L_v has equivalent tokens D' with L(N, D') = L_v, and the gain D'/D.
 
 All runs enter one regression: loss = L(N, D) + s + noise for the baseline, loss = L_v + s + noise for the variant. Each
-size and budget of the variant has its own level L_v. Runs of one size and seed share their data order; their effects
-s absorb it as pairing does. The interval holds every gain g that a t-test does not reject, |L(N, g·D) − L_v| ≤ t·se
-(Fieller's way): the standard error is that of a fitted value at a known place, which stays honest where the error of a
-quotient does not. It assumes that seeds of the variant and of the baseline, and those of all sizes, scatter alike. A
-line through two budgets cuts across the curve, so it has no interval.
+size and budget of the variant has its own level L_v. Runs of one size and seed share their data order; their effects s
+absorb it as pairing does. The interval contains every gain g that a t-test does not reject, |L(N, g·D) − L_v| ≤ t·se
+(Fieller's method). The standard error is that of a fitted value at a known point, which stays accurate when the error
+of a quotient does not. The interval assumes equal seed variance for variant and baseline, and for all sizes. A line
+through two budgets cuts across the curve, so it has no interval.
 
-Projection: ln gain = γ₀ + γ₁·ln C + γ₂·ln(D/N) over a variant's sizes and budgets, by least squares with the covariance
-that the regression gives their gains; γ₂ only where tokens per parameter differ. C is the baseline's compute. If the
-gains scatter around that plane by more than their errors, the error grows by as much (Birge's ratio).
+Projection: ln gain = γ₀ + γ₁·ln C + γ₂·ln(D/N) over a variant's sizes and budgets, by least squares with the gains'
+covariance from the regression; γ₂ is fitted only if tokens per parameter differ. C is the baseline's compute. If the
+gains scatter around that plane by more than their errors, the error is scaled up to match (Birge's ratio).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Ladder = Mapping[float, Losses]  # the baseline's, by tokens
 Cell = tuple[str, float]  # a size, and the tokens that a variant was trained on
 MIN_BUDGETS_OF_LAW = 3
 MAX_REACH = 4.0
-"""Equivalent tokens are looked for up to this multiple of the largest budget, and down to this part of the smallest."""
+"""Equivalent tokens are sought up to this multiple of the largest budget, and down to the smallest divided by it."""
 MIN_RATIO_SPREAD = 1.2
-"""Tokens per parameter that differ by less are taken as equal."""
+"""Tokens per parameter with a smaller ratio count as equal."""
 _EXPONENTS = np.geomspace(0.01, 3.0, 240)
 _LINE = 1e-6  # an exponent that makes the law a line in ln D
 _PLACES = 1001
@@ -51,7 +51,7 @@ _PLACES = 1001
 
 @dataclass(frozen=True)
 class Gain(Interval):
-    """D'/D with its interval; `low` and `high` are None without an interval, or where it has no end within reach.
+    """D'/D with its interval; `low` and `high` are None without an interval, or if that end is out of reach.
 
     `error` is the standard error of ln(D'/D), `freedom` its degrees of freedom. `extrapolated`: D' lies outside the
     budgets that were trained at this size.
@@ -61,7 +61,7 @@ class Gain(Interval):
 
     @property
     def interval(self) -> Interval:
-        """The same numbers, as results.json has them."""
+        """The same numbers, as stored in results.json."""
         return Interval(self.value, self.count, self.error, self.low, self.high, self.freedom)
 
 
@@ -69,7 +69,7 @@ class Gain(Interval):
 class FittedLaw:
     """L(D) = floor + scale·D^−exponent, D in tokens."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # results.json holds it
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # stored in results.json
 
     floor: float
     scale: float
@@ -80,7 +80,7 @@ class FittedLaw:
         return float(self.floor + self.scale * tokens**-self.exponent)
 
     def tokens(self, loss: float) -> float:
-        """The tokens after which the law has this loss; infinite at its floor and below."""
+        """The tokens after which the law reaches this loss; infinite at or below its floor."""
         above = loss - self.floor
         return (self.scale / above) ** (1 / self.exponent) if above > 0 else math.inf
 
@@ -91,7 +91,7 @@ def fit_law(ladder: Ladder) -> FittedLaw | None:
 
 
 def fit_laws(ladders: Mapping[str, Ladder]) -> dict[str, FittedLaw]:
-    """The law of each size, which differ in their floors only; nothing with too few budgets, or if no law fits."""
+    """The law of each size; they differ only in their floors. Empty with too few budgets, or if no law fits."""
     rows = _Rows.of(ladders, {})
     if not rows.has_law:
         return {}
@@ -131,7 +131,7 @@ class JointGains:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """The sizes and tokens with runs."""
+        """The sizes and tokens that have runs."""
         return self._rows.cells
 
     def gain(self, cell: Cell) -> Gain | None:
@@ -150,9 +150,9 @@ class JointGains:
         return Gain(value, len(ours), float(gains.error[0]), low, high, float(self._fit.freedom), outside)
 
     def project(self, points: Mapping[Cell, tuple[float, float]], to: tuple[float, float]) -> Projection | None:
-        """The gain at other compute and tokens per parameter, `to`; `points` has both for every cell.
+        """The gain projected to compute and tokens per parameter `to`; `points` has both for every cell.
 
-        None with one size, one run per cell or no freedom, or if a gain is not known.
+        None with one size, one run per cell or no degrees of freedom, or if a gain is unknown.
         """
         cells = [cell for cell in self._rows.cells if cell in points]
         repeated = any(len(losses) > 1 for losses in self._ours.values())
@@ -176,7 +176,7 @@ class JointGains:
 
 @dataclass(frozen=True)
 class Projection:
-    """A gain beyond the runs, and the factor by which it changes with each tenfold compute."""
+    """A gain extrapolated beyond the runs, and the factor by which it changes per tenfold compute."""
 
     gain: Interval
     trend: Interval
@@ -184,7 +184,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The runs of a regression: size and cell by number (no cell: −1, the baseline), tokens, seed, loss."""
+    """The runs of a regression: index of size and of cell (−1 for the baseline), tokens, seed, loss."""
 
     sizes: tuple[str, ...]
     cells: tuple[Cell, ...]
@@ -221,19 +221,20 @@ class _Rows:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """Which runs are the baseline's."""
+        """Mask of the baseline's runs."""
         return self.cell < 0
 
     @property
     def has_law(self) -> bool:
-        """Whether there are enough budgets for a floor of each size, a scale and an exponent."""
+        """Whether there are enough budgets to fit a floor for each size, a scale and an exponent."""
         return sum(map(len, self.budgets.values())) >= len(self.sizes) + MIN_BUDGETS_OF_LAW - 1
 
     @cached_property
     def fixed_columns(self) -> Array:
         """The variant's levels, and the effects of seeds at each size, which sum to zero; [runs, columns].
 
-        If the seeds of the two sides do not overlap, their effects cannot be told from the difference: no columns then.
+        If the two sides share no seeds, seed effects cannot be separated from the difference: then there are no
+        columns.
         """
         columns, seeds = [_indicators(self.cell, range(len(self.cells)))], np.array(self.seeds)
         for number in range(len(self.sizes)):
@@ -257,12 +258,12 @@ class _PowerLaw:
         self.centre = centre
 
     def shape(self, tokens: Array, exponent: Array) -> Array:
-        """[studies, places]: the derivative by c."""
+        """[studies, places]: the derivative with respect to c."""
         power = np.exp(-exponent[:, None] * np.log(tokens / self.centre))
         return np.asarray((power - 1) / exponent[:, None])
 
     def bend(self, tokens: Array, slope: Array, exponent: Array) -> Array:
-        """[studies, places]: the derivative by b."""
+        """[studies, places]: the derivative with respect to b."""
         b, x = exponent[:, None], np.log(tokens / self.centre)
         power = np.exp(-b * x)
         return np.asarray(slope[:, None] * (-x * power / b - (power - 1) / b**2))
@@ -319,7 +320,7 @@ class _Regression:
         self.covariance = np.linalg.pinv(normal, hermitian=True) * noise[:, None, None]
 
     def _slopes(self, number: int, tokens: Array) -> Array:
-        """The derivatives of L(N, D) − L_v of a cell by all parameters: [studies, places, p]."""
+        """The derivatives of L(N, D) − L_v of a cell with respect to all parameters: [studies, places, p]."""
         sizes = len(self.rows.sizes)
         parameters = self.covariance.shape[1]
         slopes = np.zeros((len(self.theta), tokens.shape[-1], parameters))
@@ -340,7 +341,7 @@ class _Regression:
         return np.linspace(math.log(budgets[0] / MAX_REACH), math.log(budgets[-1] * MAX_REACH), _PLACES)
 
     def gains(self, number: int, confidence: float) -> _Gains:
-        """The gains of a cell, with their intervals if the regression has freedom."""
+        """The gains of a cell, with intervals if the regression has degrees of freedom left."""
         logs, tokens = self._places(number), self.rows.cells[number][1]
         gap = self._gap(number, np.exp(logs))
         value = _last_above(logs, gap, np.full(len(gap), np.inf))
@@ -361,7 +362,7 @@ class _Regression:
     ) -> tuple[Array, Array, Array, Array]:
         """ln gain at `to` and its error, and the trend γ₁ and its error; `points` are compute and tokens per parameter.
 
-        NaN where the law does not reach a loss.
+        NaN if the law does not reach a loss.
         """
         logs, slopes = [], []
         for number in numbers:
@@ -387,7 +388,7 @@ class _Regression:
 
 
 def _indicators(values: NDArray[Any], names: Sequence[Any]) -> Array:
-    """[values, names]: 1 where a value is that name, else 0."""
+    """[values, names]: 1 where a value equals the name, else 0."""
     return np.asarray(values[:, None] == np.array(names, dtype=values.dtype)[None], dtype=np.float64)
 
 
@@ -400,19 +401,19 @@ def _design(curve: _PowerLaw, rows: _Rows, exponent: Array) -> Array:
 
 
 def _jacobian(curve: _PowerLaw, rows: _Rows, design: Array, theta: Array, exponent: Array) -> Array:
-    """The derivatives by all parameters, the exponent last."""
+    """The derivatives with respect to all parameters, the exponent last."""
     bend = curve.bend(rows.tokens, theta[:, len(rows.sizes)], exponent) * rows.known
     return np.concatenate([design, bend[:, :, None]], 2)
 
 
 def _solve(design: Array, losses: Array) -> Array:
-    """The parameters of least squares, for every study."""
+    """The least-squares parameters of every study."""
     return np.asarray(np.einsum("spn,sn->sp", np.linalg.pinv(np.nan_to_num(design)), losses))
 
 
 @dataclass(frozen=True)
 class _Gains:
-    """Of many studies: gains, errors of their logarithms, ends of the intervals; NaN where there is none."""
+    """For many studies: gains, errors of their logarithms, ends of the intervals; NaN if missing."""
 
     value: Array
     error: Array
@@ -421,21 +422,21 @@ class _Gains:
 
 
 def _last_above(logs: Array, values: Array, before: Array) -> Array:
-    """Where each row is last positive before a place, interpolated to its zero; NaN if never, or to the end."""
+    """Where each row is last positive before a point, interpolated to its zero; NaN if never, or up to the end."""
     positive = (values > 0) & (logs <= before[:, None])
     last = values.shape[1] - 1 - positive[:, ::-1].argmax(1)
     return np.where(positive.any(1) & (last < values.shape[1] - 1), _zero(logs, values, last), np.nan)
 
 
 def _first_below(logs: Array, values: Array, after: Array) -> Array:
-    """Where each row is first negative after a place, interpolated to its zero; NaN if never."""
+    """Where each row is first negative after a point, interpolated to its zero; NaN if never."""
     negative = (values < 0) & (logs >= after[:, None])
     first = negative.argmax(1)
     return np.where(negative.any(1) & (first > 0), _zero(logs, values, first - 1), np.nan)
 
 
 def _zero(logs: Array, values: Array, left: Array) -> Array:
-    """The zero of each row between the places `left` and `left + 1`."""
+    """The zero of each row between the indices `left` and `left + 1`."""
     each, left = np.arange(len(values)), np.clip(left, 0, len(logs) - 2)
     a, b = values[each, left], values[each, left + 1]
     share = a / np.where(a == b, 1.0, a - b)
@@ -443,5 +444,5 @@ def _zero(logs: Array, values: Array, left: Array) -> Array:
 
 
 def _at(logs: Array, values: Array, places: Array) -> Array:
-    """The value of each row at its own place."""
+    """The value of each row at its own index."""
     return np.array([np.interp(place, logs, row) for place, row in zip(places, values, strict=True)])

@@ -1,9 +1,9 @@
-"""What is measured of the trained models of a study, once each, into the folders of their runs.
+"""Measure each trained model of a study once, and store the results in the folders of the runs.
 
 Peak activation and residual-sink ratio are those of `residua quantize`, attention sinks those of `residua diagnose`.
-Accuracies on tasks are those of `residua eval`, also in low precision; their file is written after every task, so
-that a stopped study resumes with the next one. Imports no plotting library at first, so it can run where the models
-were trained. Steps timed alone are in `timing.py`.
+Accuracies on tasks are those of `residua eval`, also in low precision. Their file is written after every task, so that
+a stopped study resumes with the next one. Plotting libraries are imported only when needed, so this can run on the
+training machine. `timing.py` times steps in isolation.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ if TYPE_CHECKING:
     from residua.quantize.evaluate import CalibrationText
 
 SINK_TOKENS, TOKENS_AT_ONCE = 8192, 2048
-"""Attention is looked at on the first sequences with so many tokens, as in a diagnosis; so many tokens at a time."""
+"""Tokens, from the first sequences, on which attention is measured (as in a diagnosis), and tokens per forward pass."""
 SIDE_BY_SIDE = "diagnosis"
 AGAIN = "diagnosis"
-"""In the folder of a run that has a diagnosis on another text: its diagnosis on the study's."""
+"""Subfolder for a run's diagnosis on the study's text, if the run already has one on another text."""
 OUR_TEXT = "the validation text of "
-"""How diagnoses of a study call their text; the name of its folder follows."""
+"""How a study's diagnoses name their text, followed by the name of its folder."""
 
 
 class Measurement(Protocol):
-    """A measurement of trained runs. It does not repeat measurements that are on disk already."""
+    """A measurement of trained runs, which skips measurements already on disk."""
 
     def measure(self, plan: StudyPlan, console: Console) -> None: ...
 
 
 class RunMeasurement:
-    """A measurement that is made run by run, into the folder of each: `waits` says of which, `measure_run` makes it.
+    """A measurement made per run and stored in its folder: `waits` selects the runs, `measure_run` measures one.
 
-    `errors` are those that cost one run its numbers: the reason is printed, and the next run follows.
+    After one of `errors`, the run has no numbers: the reason is printed, and the next run is measured.
     """
 
     title: ClassVar[str]
@@ -105,21 +105,21 @@ class RunMeasurement:
                 raise StudyInterrupted(f"Stopped while {self.stopped}: run the same command to continue.") from None
 
     def waits(self, run: PlannedRun) -> bool:
-        """Whether a run can be measured and was not, or was trained further since."""
+        """Whether a run can be measured and has not been, or was trained further since."""
         raise NotImplementedError
 
     def measure_run(self, run: PlannedRun, console: Console, stages: StageProgress) -> str:
-        """Measure a run's last checkpoint and write its file; returns what follows its title in a line, or nothing."""
+        """Measure a run's last checkpoint and write its file; returns text to print after its title, or ""."""
         raise NotImplementedError
 
 
 def has_weights(run: PlannedRun) -> bool:
-    """Whether a run is complete and its weights are here."""
+    """Whether a run is complete and its weights are on this machine."""
     return is_complete(run.folder, run.config) and bool(checkpoints(run.folder))
 
 
 def open_run(run: PlannedRun) -> Decoder:
-    """The model of a run's last checkpoint, where the run would train."""
+    """The model of a run's last checkpoint, on the device that the run would train on."""
     from residua.machine import choose_device
     from residua.storage.load import load
 
@@ -127,7 +127,7 @@ def open_run(run: PlannedRun) -> Decoder:
 
 
 class OutlierMeasurement(RunMeasurement):
-    """Outliers of the trained models, into outliers.json."""
+    """Measures outliers of the trained models, stored in outliers.json."""
 
     title, stopped, lost = "outliers", "outliers were measured", ": no outliers were measured"
     errors = (RuntimeError, ValueError)  # also out of memory
@@ -155,7 +155,7 @@ def look(model: Decoder, validation: Sequence[Batch]) -> Outliers:
 
 
 def _attention_sink(model: Decoder, validation: Sequence[Batch]) -> tuple[float | None, float | None, int]:
-    """Mean attention to the first token over softmax layers, its value if attention were uniform, and the tokens."""
+    """Mean attention to the first token over softmax layers, its value for uniform attention, and the token count."""
     from residua.diagnose.attention import LayerSums
     from residua.diagnose.native import NativeSubject
 
@@ -189,7 +189,7 @@ def _first_sequences(validation: Sequence[Batch]) -> Iterator[tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class PrecisionMeasurement(RunMeasurement):
-    """The loss with every recipe of low precision, into quantized.json."""
+    """Measures the loss with every low-precision recipe, stored in quantized.json."""
 
     study: StudyConfig
     title, stopped = "low precision", "low precision was measured"
@@ -225,7 +225,7 @@ def measure_precision(run: PlannedRun, study: StudyConfig, stages: StageProgress
 
 
 def quantized_copy(model: Decoder, name: str, text: CalibrationText, calibration: int) -> Decoder:
-    """A copy of the model in low precision by the recipe called `name`, smoothed if it says so."""
+    """A low-precision copy of the model by the recipe `name`, smoothed if the recipe says so."""
     from residua.quantize.evaluate import forward, static_scales
     from residua.quantize.modules import quantize_model
     from residua.quantize.schemes import find_scheme
@@ -240,17 +240,17 @@ def quantized_copy(model: Decoder, name: str, text: CalibrationText, calibration
 
 
 class Questions(Protocol):
-    """Tasks that are open."""
+    """Opened tasks."""
 
     @property
     def asked(self) -> Mapping[str, str]:
-        """By name, a digest of the questions of a task: another value if they change."""
+        """A digest of each task's questions, by name; it changes when they do."""
 
     def score(self, scorer: Scorer, name: str, progress: Progress) -> TaskAccuracy: ...
 
 
 def open_questions(tasks: Tasks) -> Questions:
-    """The tasks of a study; a name that does not exist is refused here, before anything is trained."""
+    """Open the tasks of a study; refuse unknown names here, before anything is trained."""
     return _HarnessTasks(tasks) if tasks.folder is None else _LocalTasks(tasks, Path(tasks.folder))
 
 
@@ -275,7 +275,7 @@ class _LocalTasks:
 
 
 class _HarnessTasks:
-    """Tasks of lm-evaluation-harness; a group of ours has the worked examples of its paper."""
+    """Tasks of lm-evaluation-harness; our task groups use the number of worked examples from their papers."""
 
     def __init__(self, tasks: Tasks) -> None:
         from residua.evaluate.harness import find_tasks, runs_code
@@ -320,9 +320,9 @@ class Job(NamedTuple):
 
 
 class TaskMeasurement(RunMeasurement):
-    """Scores the complete runs on the tasks that they lack; an unavailable task is reported once and skipped.
+    """Scores the complete runs on the tasks they lack; an unavailable task is reported once and skipped.
 
-    `recipes` are those in which tasks are scored as well, `calibration` the sequences of SmoothQuant.
+    Tasks are also scored with each of `recipes`; `calibration` is the number of sequences for SmoothQuant.
     """
 
     title, stopped = "tasks", "tasks were scored"
@@ -335,7 +335,7 @@ class TaskMeasurement(RunMeasurement):
         return has_weights(run) and bool(self.missing(run))
 
     def missing(self, run: PlannedRun) -> list[Job]:
-        """The tasks that a run was not scored on."""
+        """The tasks that a run has not been scored on."""
         known, digests = _known_scores(run), self._questions.asked
         jobs = [Job(task, "", questions) for task, questions in digests.items()]
         jobs += [
@@ -385,18 +385,18 @@ class TaskMeasurement(RunMeasurement):
 
 
 Scores = dict[tuple[str, str], TaskAccuracy]
-"""By recipe, empty for high precision, and task."""
+"""Keyed by recipe (empty for high precision) and task."""
 
 
 def _known_scores(run: PlannedRun) -> Scores:
-    """What is known of the run as it is; one that was trained further is scored again."""
+    """The run's scores, unless it was trained further since; then it is scored again."""
     known = read_current(run.folder, ACCURACIES, Accuracies)
     by_recipe = {} if known is None else {"": known.tasks, **known.low}
     return {(recipe, task): score for recipe, tasks in by_recipe.items() for task, score in tasks.items()}
 
 
 def refuse_other_questions(path: Path, questions: Questions, known: Mapping[PlannedRun, RunRecord]) -> None:
-    """Refuse questions that differ from those of a saved run without weights here: it cannot be asked again."""
+    """Refuse questions that differ from those of a saved run without weights here: it cannot be scored again."""
     for run, record in known.items():
         scores = {} if record.accuracies is None or has_weights(run) else record.accuracies.tasks
         for task, digest in questions.asked.items():
@@ -415,7 +415,7 @@ def _digest(value: object) -> str:
 class DiagnosisMeasurement(RunMeasurement):
     """A diagnosis of every complete run, in the run's folder, and one page with the variants side by side.
 
-    A run of the first seed whose diagnosis is on another text is diagnosed for the page once more, in `AGAIN` of its
+    If a run of the first seed was diagnosed on another text, it is diagnosed again for the page, in `AGAIN` of its
     folder.
     """
 
@@ -438,7 +438,7 @@ class DiagnosisMeasurement(RunMeasurement):
         return _read_diagnosis(run.folder) is None or (on_page and self._on_our_text(run) is None)
 
     def measure_run(self, run: PlannedRun, console: Console, stages: StageProgress) -> str:
-        """Diagnose a run's model on the validation text of the study; its variant keeps its colour."""
+        """Diagnose a run's model on the study's validation text, in its variant's colour."""
         from residua.data import Tokenizer
         from residua.diagnose import Diagnosis, diagnose_model
         from residua.diagnose.api import write
@@ -456,7 +456,7 @@ class DiagnosisMeasurement(RunMeasurement):
         return f"{why}: {headline}"
 
     def _on_our_text(self, run: PlannedRun) -> ModelDiagnosis | None:
-        """The diagnosis of a run on the study's validation text, wherever the text was then; None if there is none."""
+        """The diagnosis of a run on the study's validation text, whatever its path was then; None if there is none."""
         facts = self._sample(run).facts
         for folder in (run.folder, run.folder / AGAIN):
             diagnosis = _read_diagnosis(folder)
@@ -467,7 +467,7 @@ class DiagnosisMeasurement(RunMeasurement):
         return None
 
     def _sample(self, run: PlannedRun) -> Sample:
-        """The first sequences of the validation text that the study's losses are measured on."""
+        """The first sequences of the validation text used for the study's losses."""
         import torch
 
         from residua.data import validation_batches
@@ -483,9 +483,9 @@ class DiagnosisMeasurement(RunMeasurement):
         return Sample(tokens, targets, facts)
 
     def _lay_side_by_side(self, runs: Sequence[PlannedRun]) -> dict[PlannedRun, str]:
-        """One page with the complete ones of these runs; returns those left out, and why.
+        """One page with the complete runs among these; returns the omitted ones, and why.
 
-        Models are side by side on the same tokens: those of sizes with sequences of another length are left out.
+        Models are compared on the same tokens, so sizes with another sequence length are omitted.
         """
         from residua.diagnose import Diagnosis
         from residua.diagnose.api import write

@@ -1,4 +1,4 @@
-"""The study's report.html: the title answers, two pictures and a table show why, the rest explains it."""
+"""The study's report.html: the title gives the answer, two pictures and a table show why, the rest explains."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 RESULTS, TABLE, REPORT, PICTURE = "results.json", "results.md", "report.html", "gains.svg"
 MAX_LEAD_NAMES = 4
-"""The lead names at most so many variants."""
+"""The lead paragraph names at most this many variants."""
 MIN_PICTURE_HEIGHT = 320
-"""Of the two pictures of the verdict, in pixels."""
+"""Minimum height of the verdict's two pictures, in pixels."""
 FIRST = (
     "variant", "wall-clock gain", "pays", tables.EQUIVALENT, tables.STEPWISE, "throughput", "Δ loss", "validation loss",
 )  # fmt: skip
-"""Columns of the table, in the order in which to look at them; the others follow."""
+"""The first columns of the table, most important first; the others follow."""
 SORTED_BY = {
     "wall_clock_gain": "wall-clock gain", "equivalent_tokens": tables.EQUIVALENT, "step_gain": tables.STEPWISE,
 }  # fmt: skip
-"""The column of each gain."""
+"""The column that each gain sorts by."""
 RACE_CAPTION = "Tokens × the seconds of a step timed alone; mean over runs. The dashed line is the target."
 TREND_CAPTION = (
     "Dashed: the trend of each variant's gain; its band widens to the interval at ten times the largest run."
@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Supplement(Protocol):
-    """The additions of another command to a study: sections before the study's own, and text after results.md."""
+    """Another command's additions to a study: sections before the study's own, and text after results.md."""
 
     def draw(self, page: Page, result: StudyResult) -> None: ...
 
@@ -93,7 +93,7 @@ def write_report(
 
 
 def show_saved(saved: SavedStudy, out: Path | None = None, supplement: Supplement | None = None) -> StudyResult:
-    """The results of a saved study; with `out`, also its files and page there, without folders of runs."""
+    """The results of a saved study; with `out`, also write its files and page there, without run folders."""
     result = saved.result(out or NOWHERE)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -109,9 +109,9 @@ def study_page(
     supplement: Supplement | None = None,
     commands: Sequence[str] = (),
 ) -> Page:
-    """The page of a study; `records` are the complete runs by size and variant, `out` is the folder of the page.
+    """Build the page of a study; `records` are the complete runs by size and variant, `out` is the page's folder.
 
-    `commands` are those that made the study.
+    `commands` are those that produced the study.
     """
     tone, title = verdicts.answer(result)
     page = Page(title, _lead(result), tone)
@@ -183,7 +183,7 @@ def _verdict(section: Section, result: StudyResult) -> None:
 
 
 def _pictures(section: Section, result: StudyResult) -> None:
-    """Loss against the baseline, next to the cost of a step against its worth."""
+    """Two pictures: loss against the baseline, and step cost against token gain."""
     rows, level = verdicts.by_loss(result.rows(result.sizes[-1])), f"{result.confidence * 100:g} %"
     size = at_size(result.sizes[-1], result)
     height = max(MIN_PICTURE_HEIGHT, height_of(len(rows)))
@@ -205,14 +205,14 @@ def _pictures(section: Section, result: StudyResult) -> None:
 
 
 def _not_drawn(result: StudyResult, drawn: Iterable[str], size: str | None = None) -> str:
-    """A sentence that names the variants of a size that a figure leaves out; empty if it has all."""
+    """A sentence that names the variants of a size that a figure omits; empty if it shows all."""
     named = {*drawn, result.baseline}
     left = [row.name for row in result.rows(size or result.sizes[-1]) if row.name not in named]
     return f" Not drawn, because their speeds are not known well enough: {', '.join(left)}." if left else ""
 
 
 def _labelled(figure: Figure) -> Figure:
-    """The two sides of the break-even line, in words."""
+    """Label the two sides of the break-even line."""
     for words, x, y, at in (("pays per second", 0.02, 0.99, "left"), ("does not pay", 0.98, 0.02, "right")):
         figure.add_annotation(
             text=f"<i>{words}</i>", xref="paper", yref="paper", x=x, y=y, xanchor=at, showarrow=False, font={"size": 12}
@@ -221,9 +221,9 @@ def _labelled(figure: Figure) -> Figure:
 
 
 def _table(section: Section, result: StudyResult, size: str, explained: bool = False) -> None:
-    """The rows of one size, largest gain first, the columns to look at first on the left.
+    """The rows of one size, largest gain first, with the most important columns on the left.
 
-    With a ladder, the step-wise gain, which it replaces, is in results.md alone.
+    With a ladder, which replaces the step-wise gain, that gain appears only in results.md.
     """
     columns, look = tables.columns(result), figures.looks_of(result)
     shown = [i for i, column in enumerate(columns) if not (result.ladder and column.title == SORTED_BY["step_gain"])]
@@ -302,9 +302,9 @@ def _telemetry(page: Page, result: StudyResult, records: Records, size: str) -> 
 
 
 def _side_tables(page: Page, result: StudyResult, size: str) -> None:
-    """Accuracies, outliers, tried learning rates and low precision, those that were measured."""
+    """Tables of accuracies, outliers, tried learning rates and low precision, as far as measured."""
     for table in tables.side_tables(result, size):
-        if table.title.startswith(tables.RACE):  # has a section of its own, further up
+        if table.title.startswith(tables.RACE):  # has its own section above
             continue
         section = _side_table(page, result, table, at_size(size, result))
         if table.title == tables.RATES:
@@ -327,7 +327,7 @@ def _side_tables(page: Page, result: StudyResult, size: str) -> None:
 def _side_table(
     page: Page, result: StudyResult, table: DataTable, suffix: str = "", figure: Figure | None = None, caption: str = ""
 ) -> Section:
-    """A section with a figure, if there is one, and the table, its variants in their colours."""
+    """A section with the figure, if any, and the table, with variants in their colours."""
     section, look = page.section(f"{table.title.capitalize()}{suffix}", table.look_for), figures.looks_of(result)
     if figure is not None:
         section.figure(figure, caption)
@@ -336,7 +336,7 @@ def _side_table(
 
 
 def _inside(page: Page, records: Records) -> None:
-    """The inside of the trained models, from each run's inspection."""
+    """Show the internals of the trained models, from each run's inspection."""
     for title, look_for, drawn in (
         ("Magnitude per sublayer",
          "Healthy: outputs of similar size from first to last. A steep climb means that late layers need larger "
@@ -398,7 +398,7 @@ def _run_cells(run: RunResult, out: Path, colour: str) -> list[Cell]:
 
 
 def provenance(result: StudyResult, runs: Sequence[RunRecord], commands: Sequence[str]) -> dict[str, Cell]:
-    """Text, tokens, seeds, date, hardware, versions, commit and command; what is not known is left out."""
+    """Text, tokens, seeds, date, hardware, versions, commit and command; unknown items are omitted."""
     facts: dict[str, Cell] = {}
     if about := result.dataset:
         facts |= {

@@ -1,8 +1,7 @@
-"""From a study to its runs: every variant at every size, matched in parameters, each with a folder.
+"""Plan the runs of a study: every variant at every size, matched in parameters, each with a folder.
 
 A search of each variant's learning rate (`tune`) multiplies every rate of the optimizer: Muon's, and that of the AdamW
-that trains the rest. The choice is made once and kept in `tuning.json`, so that a study that resumes does not choose
-again.
+that trains the rest. The choice is stored in `tuning.json`, so that a resumed study does not choose again.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from residua.train.start import check_model, check_tokenizer
 
 RUNS, CONFIGS, LOGS, TIMINGS, LOCK, STUDY = "runs", "configs", "logs", "timings", ".lock", "study.toml"
 STARTED = "started.toml"
-"""The study while it trains. study.toml replaces it at the end, when everything in it has been measured."""
+"""The study file during training; study.toml replaces it once everything has been measured."""
 EXTENDED = "extended.json"
-"""Where a study's folder has the place of its results file."""
+"""The file in a study's folder that records the path of its results file."""
 TUNING = "tuning.json"
 PLACE = (
     "data.path", "data.tokenizer", "train.device", "train.log_every", "train.save_every", "train.keep", "train.track",
     "train.telemetry", "train.profile", "train.divergence_", "parallel.",
 )  # fmt: skip
-"""Keys that do not change the result of a run: the place of its text (the fingerprint counts), its device, its logs and
+"""Keys that do not change the result of a run: the path of its text (the fingerprint counts), its device, its logs and
 the limits at which it gives up."""
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A variant at one size: its overrides, the changes of matching, and its cost."""
+    """A variant at one size: its overrides, the changes from matching, and its cost."""
 
     config: RunConfig
     overrides: tuple[str, ...]
@@ -53,9 +52,9 @@ class PlannedModel:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRun:
-    """One training run of the study. `budget` is its share of the study's steps: 1, but for runs of the ladder.
+    """One training run of the study. `budget` is its multiple of the study's steps: 1, except in the ladder.
 
-    `rate` is the multiple of its variant's learning rate that a trial of `tune` has.
+    `rate` is the multiple of the variant's learning rate that a `tune` trial uses.
     """
 
     variant: str
@@ -72,12 +71,12 @@ class PlannedRun:
 
     @property
     def key(self) -> tuple[str, str, int, float]:
-        """What is run: the records of studies on one text are joined by it."""
+        """The identity of a run, used to join the records of studies on the same text."""
         return self.size, self.variant, self.seed, self.budget
 
     @property
     def family(self) -> tuple[str, str, int, float]:
-        """Equal for runs of one model, seed and rate: budgets, of which the shorter ones branch off the longest."""
+        """Equal for runs of one model, seed and rate, whose shorter budgets branch off the longest."""
         return self.size, self.variant, self.seed, self.rate
 
 
@@ -85,11 +84,11 @@ class PlannedRun:
 class StudyPlan:
     """The models by (size, variant), and the runs in the order they start: by seed, so that pairs finish together.
 
-    Of several budgets the longest starts first, since the others branch off it.
+    The longest of several budgets starts first, since the others branch off it.
 
-    `runs` includes those of the ladder, `text_tokens` is the length of the training text. `tuned` are the learning
-    rates that a search gave the models. `trials` are its runs that are still needed: until they are trained, the models
-    of these variants have their own rates.
+    `runs` includes the ladder, `text_tokens` is the length of the training text. `tuned` are the learning rates that a
+    search chose for the models. `trials` are its runs still to be trained; until then, the models of these variants
+    have their original rates.
     """
 
     models: dict[tuple[str, str], PlannedModel]
@@ -100,7 +99,7 @@ class StudyPlan:
 
     @property
     def compared(self) -> tuple[PlannedRun, ...]:
-        """The runs of variants × seeds × sizes, without those of the ladder."""
+        """The runs of variants × seeds × sizes, excluding the ladder."""
         return tuple(run for run in self.runs if run.budget == 1.0)
 
     @property
@@ -109,19 +108,19 @@ class StudyPlan:
         return tuple(run for run in self.runs if run.budget != 1.0)
 
     def check_tokenizer(self) -> None:
-        """Refuse a text whose tokenizer is not that of the weights to begin with."""
+        """Refuse a text whose tokenizer differs from that of the initial weights."""
         first = next(iter(self.models.values())).config
         check_tokenizer(first, open_data(first))
 
     @property
     def settled(self) -> tuple[PlannedRun, ...]:
-        """The runs whose learning rate is known: no trial that it depends on is left to train."""
+        """The runs whose learning rate is known: every trial that it depends on is trained."""
         searched, chosen = {trial.variant for trial in self.trials}, {(rate.size, rate.variant) for rate in self.tuned}
         return tuple(run for run in self.runs if run.variant not in searched or (run.size, run.variant) in chosen)
 
 
 def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[TunedRate] = ()) -> StudyPlan:
-    """Plan the study on a prepared text, which all runs share; `rates` are those that an earlier search chose."""
+    """Plan the study on a prepared text that all runs share; `rates` are from an earlier search."""
     shared = [f"data.path={toml_string(dataset.path.resolve())}"]
     if "model.vocab_size" not in map(override_key, study.set):
         shared.append(f"model.vocab_size={padded_vocabulary(dataset.vocab_size)}")
@@ -145,7 +144,7 @@ def make_plan(study: StudyConfig, out: Path, dataset: Dataset, rates: Sequence[T
 
 
 def base_run(study: StudyConfig, size: str) -> RunConfig:
-    """The run that the variants of a size change."""
+    """The run that the variants of a size modify."""
     kept = (study.bases or {}).get(size)
     base = RunConfig.find(size) if kept is None else RunConfig(**kept)
     with of_file("set"):
@@ -153,7 +152,7 @@ def base_run(study: StudyConfig, size: str) -> RunConfig:
 
 
 def open_dataset(study: StudyConfig, progress: bool) -> Dataset:
-    """The text of every run: the study's, else its base's, else the embedded corpus (made on first use)."""
+    """The text of every run: the study's, else its base's, else the embedded corpus (prepared on first use)."""
     config = base_run(study, study.sizes[0])
     return Dataset.open(study.data) if study.data else find_data(config, progress=progress)
 
@@ -176,7 +175,7 @@ def _models(study: StudyConfig, base: RunConfig, smallest: RunConfig) -> dict[st
 
 
 def vary(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
-    """The run of a variant, before matching."""
+    """The configuration of a variant's run, before matching."""
     try:
         varied = base.override(variants.overrides(study.variants[name], base.model))
         check_model(varied)
@@ -187,7 +186,7 @@ def vary(study: StudyConfig, base: RunConfig, name: str) -> RunConfig:
 
 
 def _length(study: StudyConfig, reference: RunConfig, smallest: RunConfig) -> list[str]:
-    """The changes that give every run of a size its batch and steps, and the warm-up that goes with them."""
+    """The overrides that set the batch, steps and matching warm-up of every run of a size."""
     scaling, steps, changes = study.scaling, reference.train.steps, list[str]()
     if scaling is None:
         return changes
@@ -196,7 +195,7 @@ def _length(study: StudyConfig, reference: RunConfig, smallest: RunConfig) -> li
         if scaling.batch is not None:
             grown = smallest.tokens_per_step * (tokens / _budget(scaling, smallest)) ** scaling.batch
             exact = grown / reference.sequence / reference.train.accumulate
-            rows = max(1, round(exact)) if exact < 16 else 8 * round(exact / 8)  # kernels like multiples of 8
+            rows = max(1, round(exact)) if exact < 16 else 8 * round(exact / 8)  # kernels prefer multiples of 8
             changes.append(f"train.micro_batch={rows}")
             per_step = rows * reference.train.accumulate * reference.sequence
         steps = max(1, round(tokens / per_step))
@@ -214,7 +213,7 @@ def _budget(scaling: Scaling, run: RunConfig) -> float:
 def _run(
     study: StudyConfig, config: RunConfig, size: str, name: str, seed: int, out: Path, budget: float
 ) -> PlannedRun:
-    """All variants of a seed share the data order and the seed of the weights; so do all budgets, as far as they go."""
+    """Plan one run. All variants of a seed share data order and weight seed; so do all budgets, up to their length."""
     seeded = config.override([f"train.seed={seed}", f"data.seed={seed}"])
     stem = model_title(study, size, name)
     if budget != 1.0:
@@ -229,7 +228,7 @@ def _run(
 def _settled(
     study: StudyConfig, models: Mapping[tuple[str, str], PlannedModel], rates: Sequence[TunedRate]
 ) -> dict[tuple[str, str], TunedRate]:
-    """The rates that were chosen for these very models by this very search."""
+    """The rates chosen for exactly these models by exactly this search."""
     if study.tune is None:
         return {}
     searched = {(*key, tuned_for(model.config, study.tune)) for key, model in models.items()}
@@ -239,7 +238,7 @@ def _settled(
 def _trials(
     study: StudyConfig, models: Mapping[tuple[str, str], PlannedModel], out: Path, rates: Sequence[TunedRate]
 ) -> tuple[PlannedRun, ...]:
-    """The short runs of the variants whose rate is not chosen yet."""
+    """The short runs of variants whose rate has not been chosen yet."""
     if (tune := study.tune) is None:
         return ()
     done = _settled(study, models, rates)
@@ -255,7 +254,7 @@ def _trials(
 def _with_law(
     study: StudyConfig, models: Mapping[tuple[str, str], PlannedModel], chosen: dict[tuple[str, str], TunedRate]
 ) -> dict[tuple[str, str], TunedRate]:
-    """The chosen rates, and for sizes that are not searched those of the law through the two largest that are."""
+    """The chosen rates; for sizes that are not searched, those of the law through the two largest searched sizes."""
     tune = study.tune
     if tune is None or tune.sizes is None:
         return chosen
@@ -287,12 +286,12 @@ def _tuned(model: PlannedModel, rate: TunedRate | None) -> PlannedModel:
 
 
 def model_title(study: StudyConfig, size: str, name: str) -> str:
-    """The part of its files' names that says which model it is."""
+    """The part of file names that identifies the model."""
     return f"{Path(size).stem}-{name}" if study.scaling else name
 
 
 def _check_ladder(runs: tuple[PlannedRun, ...]) -> None:
-    """Refuse budgets that come to the same number of steps, or to the folder of another run."""
+    """Refuse budgets that give the same number of steps, or the same folder as another run."""
     seen: dict[object, PlannedRun] = {}
     for run in runs:
         for key in (run.folder, (run.size, run.variant, run.seed, run.config.train.steps)):
@@ -316,8 +315,8 @@ class Trial(Frozen):
 class TunedRate(Frozen):
     """The trials of the search for a variant at one size, and the multiple that it chose.
 
-    `made_for` tells which model, recipe and search it is for. `law` says where the rate of a size comes from that was
-    not searched.
+    `made_for` identifies its model, recipe and search. `law` says where the rate of a size that was not searched comes
+    from.
     """
 
     size: str
@@ -337,7 +336,7 @@ class TunedRate(Frozen):
     def optimum(self) -> float:
         """The best learning rate: the vertex of the parabola in ln lr through the best trial and its neighbours.
 
-        That of the best trial if it is at an end, or if a neighbour failed.
+        The best trial's own rate if that trial is at an end, or if a neighbour failed.
         """
         place = self.trials.index(self.best)
         around = [(math.log(t.rate), t.loss) for t in self.trials[max(0, place - 1) : place + 2] if t.loss is not None]
@@ -371,7 +370,7 @@ class TunedRate(Frozen):
 
 
 def choose(size: str, variant: str, trials: Sequence[Trial], seed: int, steps: int, made_for: str) -> TunedRate:
-    """The rate with the lowest loss; of equal ones, and if no trial completed, the one nearest to the variant's own."""
+    """The rate with the lowest loss; on a tie, or if no trial completed, the one closest to the variant's own."""
     best = min(trials, key=lambda t: (math.inf if t.loss is None else t.loss, abs(math.log(t.factor))))
     return TunedRate(
         size=size, variant=variant, seed=seed, steps=steps, trials=tuple(trials), chosen=best.factor, made_for=made_for
@@ -388,7 +387,7 @@ def rate_changes(config: RunConfig, factor: float) -> list[str]:
 
 
 def short_run(config: RunConfig, tune: Tune, factor: float) -> RunConfig:
-    """The run of one trial: fewer steps, warm-up shortened alike, its own seed, and a rate of `factor` times."""
+    """The run of one trial: fewer steps, a proportionally shorter warm-up, its own seed, and rates times `factor`."""
     recipe = config.train
     steps = max(2, round(tune.share * recipe.steps))
     warmup = min(max(1, round(tune.share * recipe.schedule.warmup)), steps - 1) if recipe.schedule.warmup else 0
@@ -402,7 +401,7 @@ def short_run(config: RunConfig, tune: Tune, factor: float) -> RunConfig:
 
 
 def tuned_for(config: RunConfig, tune: Tune) -> str:
-    """Equal for searches that would try the same runs, wherever they are trained."""
+    """A key that is equal for searches over the same runs, on whichever machine."""
     kept = settings(config, without=(*PLACE, "data.seed", "train.seed"))
     content = json.dumps([kept, tune.model_dump(exclude_none=True)], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -415,7 +414,7 @@ class _File(Frozen):
 
 
 def read_rates(out: Path) -> tuple[TunedRate, ...]:
-    """The rates that were chosen in a study's folder; none if the file is missing or damaged."""
+    """The chosen rates stored in a study's folder; none if the file is missing or damaged."""
     try:
         return read_json(inside(out, TUNING), _File, "").rates
     except ReadError:
@@ -423,6 +422,6 @@ def read_rates(out: Path) -> tuple[TunedRate, ...]:
 
 
 def keep_rates(out: Path, rates: Iterable[TunedRate]) -> None:
-    """Add chosen rates to those in a study's folder."""
+    """Add chosen rates to those stored in a study's folder."""
     kept = {(rate.size, rate.variant): rate for rate in (*read_rates(out), *rates)}
     write_atomically(out / TUNING, _File(rates=tuple(kept.values())).model_dump_json(indent=1) + "\n")

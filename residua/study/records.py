@@ -1,4 +1,4 @@
-"""The record of a run, from its folder: its progress, its curves and its other measurements."""
+"""The record of a run, read from its folder: its progress, curves and other measurements."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ K = TypeVar("K")
 ENVIRONMENT, INSPECTION, DIAGNOSIS = "environment.json", "inspection.json", "report.html"
 QUANTIZED, OUTLIERS, ACCURACIES = "quantized.json", "outliers.json", "accuracies.json"
 LAST_STEPS, LAST_SHARE = 200, 0.1
-"""The training loss is averaged over so many steps, but over no more than this share of a run."""
+"""The training loss is averaged over this many last steps, but at most this share of a run."""
 TAIL_BYTES = 1 << 16
-"""The end of metrics.jsonl that is read for the last step: a line of telemetry can have some ten thousand bytes."""
+"""The end of metrics.jsonl that is read to find the last step: a telemetry line can exceed ten thousand bytes."""
 INSPECTION_DIGITS, PEAK_DIGITS, PEAK_POINTS = 3, 4, 60
-"""In a results file: more than a picture shows."""
+"""Precision in a results file: more than a picture shows."""
 EARLY, HALF = 0.1, 0.5
-"""Shares of a run: papers speak of its first tenth, and every schedule lowers the rate in its second half."""
+"""Shares of a run: papers discuss its first tenth, and every schedule lowers the rate in its second half."""
 
 
 class QuantizedRun(Frozen):
     """quantized.json of a run: validation losses by recipe in nats per token, and outliers.
 
-    `loss` is the same evaluation in high precision. `peak_activation` is the largest value any sublayer reads,
+    `loss` is from the same evaluation in high precision. `peak_activation` is the largest value any sublayer reads,
     `sink_ratio` the largest dimension's mean |h| over the median dimension's. A loss that is not finite is null.
     """
 
@@ -52,7 +52,7 @@ class QuantizedRun(Frozen):
     losses: dict[str, float | None]
 
     def filled(self, other: Self) -> Self:
-        """With the recipes that only `other` has, if both were calibrated alike."""
+        """Add the recipes that only `other` has, if both used the same calibration."""
         more = other.losses if other.calibration == self.calibration else {}
         return self.model_copy(update={"losses": {**more, **self.losses}})
 
@@ -60,8 +60,8 @@ class QuantizedRun(Frozen):
 class Outliers(Frozen):
     """outliers.json of a run: `peak_activation` and `sink_ratio` as in QuantizedRun, on the whole validation set.
 
-    `attention_sink` is the mean attention to the first token over softmax layers, on `tokens` tokens of it, next to
-    that of uniform attention; null for a model without softmax attention.
+    `attention_sink` is the mean attention to the first token over softmax layers, on `tokens` validation tokens, given
+    with the value for uniform attention; null for a model without softmax attention.
     """
 
     peak_activation: float
@@ -74,7 +74,7 @@ class Outliers(Frozen):
 class TaskAccuracy(Frozen):
     """One task: the accuracy that papers report, and its standard error over the questions.
 
-    `asked` tells apart what would give another number: the questions and their worked examples.
+    `asked` identifies everything that affects the number: the questions and their worked examples.
     """
 
     value: float
@@ -86,20 +86,20 @@ class TaskAccuracy(Frozen):
 
 
 class Accuracies(Frozen):
-    """accuracies.json of a run, by task, and by recipe and task in low precision; `wanted` was asked for last."""
+    """accuracies.json of a run, by task, and in low precision by recipe and task; `wanted` was requested last."""
 
     wanted: tuple[str, ...]
     tasks: dict[str, TaskAccuracy] = Field(default_factory=dict)
     low: dict[str, dict[str, TaskAccuracy]] = Field(default_factory=dict)
 
     def mean_in(self, recipe: str = "") -> float | None:
-        """The mean over the tasks that were asked for, as trained or in low precision; None until all are there."""
+        """The mean over the requested tasks, as trained or in low precision; None until all are scored."""
         tasks = self.low.get(recipe, {}) if recipe else self.tasks
         values = [tasks[name].value for name in self.wanted if name in tasks]
         return fmean(values) if values and len(values) == len(self.wanted) else None
 
     def filled(self, other: Self) -> Self:
-        """With the tasks and recipes that only `other` has."""
+        """Add the tasks and recipes that only `other` has."""
         recipes = dict.fromkeys((*other.low, *self.low))
         low = {recipe: {**other.low.get(recipe, {}), **self.low.get(recipe, {})} for recipe in recipes}
         wanted = tuple(dict.fromkeys((*other.wanted, *self.wanted)))
@@ -143,7 +143,7 @@ class _Load(Shape):
 
 
 class Inspection(Shape):
-    """inspection.json, as `train/result.py` writes it; sections that a model does not have are None."""
+    """inspection.json, as written by `train/result.py`; sections that a model lacks are None."""
 
     sublayers: list[_Sublayer] | None = None
     depth_weights: _Reads | None = None
@@ -153,25 +153,25 @@ class Inspection(Shape):
 
     @classmethod
     def rounded(cls, sections: Mapping[str, Any] | None) -> Self | None:
-        """Of a run's sections; None if there are none, or if a number is not finite, which JSON cannot hold."""
+        """Round a run's sections; None if there are none, or if a number is not finite, which JSON cannot represent."""
         text = json.dumps(sections)
         finite = sections is not None and "NaN" not in text and "Infinity" not in text
         return cls(**_rounded(sections, INSPECTION_DIGITS)) if finite else None
 
     @property
     def sections(self) -> dict[str, Any]:
-        """Those that the model has."""
+        """The sections that the model has."""
         return self.model_dump(exclude_none=True)
 
     def fits(self, config: RunConfig) -> bool:
-        """Whether it has a row for every sublayer, so that the means over seeds can be taken."""
+        """Whether it has a row for every sublayer, as means over seeds require."""
         reads = self.depth_weights
         complete = not self.sublayers or len(self.sublayers) == config.model.sublayers
         return complete and (reads is None or len(reads.mean) == len(reads.readers))
 
 
 def _rounded(value: Any, digits: int) -> Any:
-    """Every number of nested tables and lists with a few digits."""
+    """Round every number in nested tables and lists."""
     if isinstance(value, Mapping):
         return {key: _rounded(inner, digits) for key, inner in value.items()}
     if isinstance(value, list):
@@ -197,7 +197,7 @@ class Peaks(Frozen):
 
     @classmethod
     def of(cls, telemetry: Sequence[Mapping[str, Any]]) -> Self | None:
-        """From the telemetry of a run, rounded; None if there is none."""
+        """Build it from a run's telemetry, rounded; None without telemetry."""
         points = evenly(telemetry, PEAK_POINTS)
         if not points:
             return None
@@ -207,7 +207,7 @@ class Peaks(Frozen):
         return cls(step=tuple(record["step"] for record in points), **columns)
 
     def telemetry(self, tokens_per_step: int) -> list[dict[str, Any]]:
-        """Records as in metrics.jsonl, as if the model had one layer."""
+        """The records in the form of metrics.jsonl, as if the model had one layer."""
         return [
             {"kind": TELEMETRY, "step": step, "tokens": step * tokens_per_step,
              "figures": {name: [getattr(self, name)[i]] for name in _PEAK_COLUMNS}}
@@ -220,7 +220,7 @@ class Peaks(Frozen):
         return self.peak[-1]
 
     def at(self, share: float) -> float | None:
-        """The peak when this share of the steps was done: at the first measurement from there on."""
+        """The peak at the first measurement after this share of the steps."""
         return next(peak for step, peak in zip(self.step, self.peak, strict=True) if step >= share * self.step[-1])
 
     @property
@@ -237,9 +237,9 @@ def change(before: float | None, after: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run's measurements. Rows are those of its metrics.jsonl, in order of step.
+    """A run's measurements. The rows come from its metrics.jsonl, ordered by step.
 
-    `speed`, `memory` and `last_loss` are given where the rows of the training log are not all there.
+    `speed`, `memory` and `last_loss` are set if the rows of the training log are incomplete.
     """
 
     folder: Path
@@ -264,7 +264,7 @@ class RunRecord:
 
     @property
     def final_loss(self) -> float:
-        """Validation loss after the last step in nats per token: on all of the text if that was measured."""
+        """Validation loss after the last step in nats per token, on the whole text if that was measured."""
         return float(self.validation[-1]["loss"]) if self.final is None else self.final.loss
 
     @property
@@ -279,8 +279,8 @@ class RunRecord:
     def train_loss(self) -> float:
         """Training loss averaged over the last 200 steps, but no more than a tenth of the run; NaN if unknown.
 
-        A log line holds the mean over the steps since the line before it. Of a line that begins earlier, the steps
-        inside the window count.
+        A log line holds the mean over the steps since the previous line. If a line starts before the window, only its
+        steps inside count.
         """
         return mean_of_last(self.train) if self.last_loss is None else self.last_loss
 
@@ -292,7 +292,7 @@ class RunRecord:
 
     @property
     def tokens_per_second(self) -> float:
-        """Median over the log lines after the first tenth, which holds warm-up and compilation; NaN if unknown."""
+        """Median over the log lines after the first tenth, which includes warm-up and compilation; NaN if unknown."""
         if self.speed is not None:
             return self.speed
         rates = [float(row["tokens_per_second"]) for row in self.train if "tokens_per_second" in row]
@@ -300,19 +300,19 @@ class RunRecord:
 
     @property
     def memory_gib(self) -> float:
-        """The peak over the run; NaN if unknown."""
+        """Peak memory over the run; NaN if unknown."""
         if self.memory is not None:
             return self.memory
         return max((float(row["memory_gib"]) for row in self.train if "memory_gib" in row), default=math.nan)
 
     def filled(self, other: RunRecord) -> RunRecord:
-        """With what `other`, the same run elsewhere, has of the trained model and this record does not."""
+        """Add the measurements of the trained model that only `other`, the same run elsewhere, has."""
         keys = ("telemetry", "outliers", "accuracies", "quantized", "final")
         return replace(self, **{key: both(getattr(self, key), getattr(other, key)) for key in keys})
 
 
 def both(first: Any, other: Any) -> Any:
-    """What is known of a run here and elsewhere; where both know something, what is known here counts."""
+    """Merge two values of one measurement of a run; `first` takes precedence."""
     if not first or not other:
         return first or other
     return first.filled(other) if isinstance(first, Accuracies | QuantizedRun) else first
@@ -334,7 +334,7 @@ def mean_of_last(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def comparable(records: Mapping[K, RunRecord]) -> dict[K, RunRecord]:
-    """The records with losses on the same text: on all of it if every run has that, else on the part that all read."""
+    """The records with losses on the same text: all of it if every run has that loss, else the part all runs read."""
     read = {None if record.final is None else record.final.tokens for record in records.values()}
     if len(read) == 1:
         return dict(records)
@@ -342,7 +342,7 @@ def comparable(records: Mapping[K, RunRecord]) -> dict[K, RunRecord]:
 
 
 def known(value: float) -> float | None:
-    """The value; None if it is NaN, which stands for a measurement that was not made."""
+    """The value; None if it is NaN, which marks a missing measurement."""
     return None if math.isnan(value) else value
 
 
@@ -380,7 +380,7 @@ def latest(folder: Path) -> tuple[int, float | None]:
         lines = file.read().decode("utf-8", "replace").splitlines()
     measured = 0
     for line in reversed(lines):
-        with suppress(ReadError):  # the first and the last line may be cut off
+        with suppress(ReadError):  # the first and last lines may be truncated
             row = check(parse_json(line, path, ""), _Row, path, "")
             if row.kind != TELEMETRY:
                 return max(row.step, measured), row.loss
@@ -389,12 +389,12 @@ def latest(folder: Path) -> tuple[int, float | None]:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """The environment of a run; empty if that is missing or unreadable."""
+    """The environment of a run; empty if it is missing or unreadable."""
     return read_measured(folder / ENVIRONMENT, dict[str, Any]) or {}
 
 
 def is_complete(folder: Path, config: RunConfig) -> bool:
-    """Whether the run reached its last step, validated there, and wrote its inspection, which it does last."""
+    """Whether the run reached its last step, validated there, and finally wrote its inspection."""
     if _read_inspection(folder, config) is None:
         return False
     record = read_run(folder, config)
@@ -402,13 +402,13 @@ def is_complete(folder: Path, config: RunConfig) -> bool:
 
 
 def _read_inspection(folder: Path, config: RunConfig) -> dict[str, Any] | None:
-    """The inspection of a run; None if it is missing or damaged, and the run writes it again."""
+    """The inspection of a run; None if it is missing or damaged, so that the run writes it again."""
     inspection = read_measured(folder / INSPECTION, Inspection)
     return inspection.sections if inspection is not None and inspection.fits(config) else None
 
 
 def read_current(folder: Path, name: str, shape: type[T]) -> T | None:
-    """A measurement of a run as it is; None if it is missing, damaged, or older than the run's last training."""
+    """A current measurement of a run; None if it is missing, damaged, or older than the run's last training."""
     path, inspection = folder / name, folder / INSPECTION
     if not path.exists() or not inspection.exists() or path.stat().st_mtime < inspection.stat().st_mtime:
         return None
@@ -416,7 +416,7 @@ def read_current(folder: Path, name: str, shape: type[T]) -> T | None:
 
 
 def read_measured(path: Path, shape: type[T]) -> T | None:
-    """The content of a file that a study can do without, or makes again; None if it is missing or damaged."""
+    """The content of a file that a study can regenerate or do without; None if it is missing or damaged."""
     try:
         return read_json(inside(path.parent, path.name), shape, "")
     except ReadError:

@@ -17,13 +17,13 @@ from residua.study.timing import StepTiming
 
 Runs = Mapping[int, RunRecord]  # by seed
 PROJECTED = 10.0
-"""Gains are projected to this multiple of the compute of the largest run."""
+"""Gains are projected to this multiple of the largest run's compute."""
 MEAN = "mean"
-"""The key of the mean over all tasks, in addition to the names of tasks."""
+"""The key of the mean over all tasks, used alongside task names."""
 
 
 class RunResult(Frozen):
-    """One run: where it is, and its measurements or its problem."""
+    """One run: its location, and its measurements or its problem."""
 
     variant: str
     size: str
@@ -46,7 +46,7 @@ class RunResult(Frozen):
 
 
 class LowPrecision(Frozen):
-    """Means over seeds: outliers, and by recipe the loss and its increase over the same model in high precision.
+    """Means over seeds: outliers, and per recipe the loss and its increase over the same model in high precision.
 
     Null if the loss was not finite for one of the seeds.
     """
@@ -68,7 +68,7 @@ class OutlierMeans(Frozen):
 
 
 class TaskMeans(Frozen):
-    """The accuracy of one task, or the mean of several, as a share; `difference` is to the baseline, paired by seed."""
+    """Accuracy on one task, or the mean over several, from 0 to 1; `difference` from the baseline is paired by seed."""
 
     accuracy: Interval
     difference: Interval | None = None
@@ -76,7 +76,7 @@ class TaskMeans(Frozen):
 
 
 class SourceMeans(Frozen):
-    """Bits per byte on the validation text of one source; `difference` is to the baseline, paired by seed."""
+    """Bits per byte on the validation text of one source; `difference` is paired with the baseline by seed."""
 
     bits_per_byte: Interval
     difference: Interval | None = None
@@ -143,8 +143,8 @@ class JointLaw(Frozen):
     """L = E + A·N^−a + B·D^−b through the baseline's sizes and budgets.
 
     `parameters` is N by size: matrices and head, as compute counts them. `tokens` has B and b, and the floor of the
-    largest size; `size` has E, A and a, null with fewer than three sizes. `compute` is L = E + A·C^−α through the runs
-    of the study's own budget, null likewise.
+    largest size; `size` has E, A and a, null with fewer than three sizes. `compute` is L = E + A·C^−α fitted to the
+    runs at the study's own budget, also null with fewer than three sizes.
     """
 
     parameters: dict[str, int]
@@ -154,9 +154,10 @@ class JointLaw(Frozen):
 
 
 class ProjectedGain(Frozen):
-    """A variant's gain at `compute`, ten times that of the baseline's largest run, at as many tokens a parameter.
+    """A variant's gain at `compute`, ten times that of the baseline's largest run, with the same tokens per parameter.
 
-    `seconds` is at the speed of the largest size. `trend` is the factor of the gain with each tenfold compute.
+    `seconds` assumes the speed of the largest size. `trend` is the factor by which the gain changes per tenfold
+    compute.
     """
 
     name: str
@@ -181,7 +182,7 @@ class ScalingResult(Frozen):
 
 
 class DatasetFacts(Frozen):
-    """Facts about the text, to compare the losses with."""
+    """Facts about the text, for judging the losses."""
 
     path: str
     vocab_size: int
@@ -220,7 +221,7 @@ class StudyResult(Frozen):
         return [row for row in self.variants if size is None or row.size == size]
 
     def complete(self, size: str, variant: str) -> list[RunResult]:
-        """The complete runs of a variant at a size, without those of the ladder."""
+        """The complete runs of a variant at a size, excluding the ladder."""
         wanted = (size, variant, 1.0, "complete")
         return [run for run in self.runs if (run.size, run.variant, run.budget, run.status) == wanted]
 
@@ -231,7 +232,7 @@ class StudyResult(Frozen):
 
 
 def low_precision(recipes: Sequence[str], measured: Sequence[QuantizedRun | None], level: float) -> LowPrecision | None:
-    """The low-precision results; None until every run was measured."""
+    """The low-precision results; None until every run is measured."""
     runs = [run for run in measured if run is not None]
     if not recipes or len(runs) < len(measured) or any(name not in run.losses for run in runs for name in recipes):
         return None
@@ -250,7 +251,7 @@ def low_precision(recipes: Sequence[str], measured: Sequence[QuantizedRun | None
 
 
 def outlier_means(ours: Runs, level: float) -> OutlierMeans | None:
-    """The outliers of the runs that were measured; None if none was."""
+    """The outliers of the measured runs; None if there are none."""
     runs = [run.outliers for run in ours.values() if run.outliers is not None]
     if not runs:
         return None
@@ -264,7 +265,7 @@ def outlier_means(ours: Runs, level: float) -> OutlierMeans | None:
 
 
 def source_means(ours: Runs, baseline: Runs, level: float) -> dict[str, SourceMeans]:
-    """By source of the validation text, over the runs that were validated by source."""
+    """Means per source of the validation text, over the runs that were validated by source."""
     names = dict.fromkeys(name for run in ours.values() if run.final is not None for name in run.final.sources)
 
     def by_seed(runs: Runs, name: str) -> dict[int, float]:
@@ -281,7 +282,7 @@ def source_means(ours: Runs, baseline: Runs, level: float) -> dict[str, SourceMe
 
 
 def task_means(ours: Runs, baseline: Runs | None, names: Sequence[str], level: float) -> dict[str, TaskMeans]:
-    """By task, and under MEAN if there are several: the runs that have it; `baseline` is None for the baseline."""
+    """Means per task over the runs that have it, and under MEAN if there are several tasks."""
     means = {}
     first = next(iter(ours.values())).accuracies
     for name in [*([MEAN] if len(names) > 1 else []), *names]:
@@ -300,7 +301,7 @@ def task_means(ours: Runs, baseline: Runs | None, names: Sequence[str], level: f
 
 
 def low_task_means(ours: Runs, recipes: Sequence[str], level: float) -> dict[str, LowTaskMeans]:
-    """By recipe, over the runs that were scored in it on every task, and in high precision."""
+    """Means per recipe, over the runs scored on every task both with it and in high precision."""
     scored, means = [run.accuracies for run in ours.values() if run.accuracies is not None], {}
     for recipe in recipes:
         both = [(each.mean_in(recipe), each.mean_in()) for each in scored]
@@ -314,7 +315,7 @@ def low_task_means(ours: Runs, recipes: Sequence[str], level: float) -> dict[str
 
 
 def accuracies(runs: Runs, name: str, names: Sequence[str]) -> dict[int, float]:
-    """By seed, the accuracy of a task, or for MEAN the mean over `names`; runs that lack one are left out."""
+    """The accuracy on a task by seed, or for MEAN the mean over `names`; runs that lack a task are omitted."""
     wanted = names if name == MEAN else [name]
     return {
         seed: mean([run.accuracies.tasks[task].value for task in wanted])

@@ -1,9 +1,9 @@
-"""A study's numbers, without its weights, as one small file: every table and picture can be made from it.
+"""A study's numbers, without its weights, in one small file that suffices to redraw every table and picture.
 
-It holds the study, the configuration of its models, and of every complete run the curves, speed, memory, versions and
-hardware, and what was measured of the trained model: outliers, low precision, accuracies on tasks, its inspection.
-A later study can extend it (`extend_study.py`), also on a machine that has nothing but this file. Paths in it are
-portable: seen from the working folder, or only their last part.
+It holds the study and the configurations of its models. For every complete run it holds the curves, speed, memory,
+versions and hardware, and the measurements of the trained model: outliers, low precision, task accuracies, inspection.
+A later study can extend it (`extend_study.py`), even on a machine that has only this file. Its paths are portable:
+relative to the working folder, or only the last component.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from residua.train.environment import START
 from residua.train.result import FinalValidation
 
 NOWHERE = Path(os.devnull)
-"""The folder of a study that has none: nothing is found in it."""
+"""Stands for a study without a folder: no file is found in it."""
 FORMAT = "residua-study-results"
 HINT = "restore it, or write it again with --results"
 POINTS = 60
-"""Points of a training curve that are kept; validations are all kept."""
+"""How many points of a training curve are stored; all validations are stored."""
 ENVIRONMENT = (
     "residua", "mathematics", "commit", "python", "torch", "triton", "cuda", "gpu", "processor", "threads", START,
 )  # fmt: skip
@@ -57,11 +57,11 @@ Timings = Mapping[tuple[str, str], Mapping[str, StepTiming]]
 PATHS = ("train.start", "data.tokenizer")
 """Settings whose value may be a path."""
 OF_THE_MODEL = ("outliers", "accuracies", "quantized", "final")
-"""Fields of a saved run about the trained model, which its record has too."""
+"""Fields about the trained model that a saved run shares with its record."""
 
 
 class Points(Frozen):
-    """A curve by columns. `seconds` of training and `bits_per_byte` are empty where they were not measured."""
+    """A curve stored as columns. `seconds` of training and `bits_per_byte` are empty if they were not measured."""
 
     step: tuple[int, ...] = ()
     loss: tuple[float, ...] = ()
@@ -79,7 +79,7 @@ class Points(Frozen):
         return cls(**columns)
 
     def rows(self, kind: str, tokens_per_step: int) -> list[dict[str, Any]]:
-        """Rows as in metrics.jsonl; what was not measured is NaN."""
+        """The rows in the form of metrics.jsonl; missing measurements are NaN."""
         names = [key for key in Points.model_fields if key != "step"]
         columns = {key: getattr(self, key) or [math.nan] * len(self.step) for key in names}
         return [
@@ -89,7 +89,7 @@ class Points(Frozen):
 
 
 class SavedModel(Frozen):
-    """A variant at one size; `config` is that of its runs but for seed, budget and place."""
+    """A variant at one size; `config` is that of its runs without seed, budget and paths."""
 
     size: str
     variant: str
@@ -102,7 +102,7 @@ class SavedModel(Frozen):
 
 
 class SavedRun(Frozen):
-    """A complete run. `environment` is a place in the study's list."""
+    """A complete run. `environment` is an index into the study's list."""
 
     size: str
     variant: str
@@ -142,7 +142,7 @@ class SavedStudy(Frozen):
 
     @classmethod
     def read(cls, path: Path) -> SavedStudy:
-        """Read and check a file; the error says what is wrong with it."""
+        """Read and check a file; errors say what is wrong with it."""
         content = read_json(path, dict[str, Any], HINT)
         if "format" not in content and {"baseline", "confidence", "variants"} <= content.keys():
             refuse(
@@ -156,7 +156,7 @@ class SavedStudy(Frozen):
         saved = check(content, cls, path, HINT)
         try:
             saved._check(content)
-        except ConfigError as error:  # the file is unchanged written
+        except ConfigError as error:  # the file is as it was written
             refuse(
                 f"{path} has a model that cannot be built here ({reason(error)})",
                 "name its plugin, or update Residua",
@@ -166,7 +166,7 @@ class SavedStudy(Frozen):
         return saved
 
     def write(self, path: Path) -> None:
-        """Write the file as a whole, one line per run and model."""
+        """Write the whole file, one line per run and model."""
         write_atomically(path, self.text(), parents=True)
 
     def text(self) -> str:
@@ -183,7 +183,7 @@ class SavedStudy(Frozen):
 
     @property
     def config(self) -> StudyConfig:
-        """The study; the places of its text and of its tasks are not known."""
+        """The study's configuration; the paths of its text and tasks are unknown."""
         return StudyConfig(**{**self.study, "tasks": self.tasks})
 
     @property
@@ -192,8 +192,9 @@ class SavedStudy(Frozen):
         return {(model.size, model.variant): model.timings for model in self.models}
 
     def rates(self) -> list[TunedRate]:
-        """The chosen learning rates, for the models as this version of Residua knows them: a key that a later version
-        adds to a run, with its default, does not make another search of it.
+        """The chosen learning rates, with search identities recomputed by this version of Residua.
+
+        Keys that this version adds to a run, left at their defaults, therefore do not invalidate a search.
         """
         study, models = self.config, self.plan(NOWHERE).models
         if study.tune is None:
@@ -206,9 +207,9 @@ class SavedStudy(Frozen):
         return rates
 
     def plan(self, out: Path, text: str | None = None) -> StudyPlan:
-        """The models and the complete runs; folders are where a study in `out` would have them.
+        """The models and the complete runs; folders are those that a study in `out` would use.
 
-        `text` is the folder of their text, which the file does not know; None: the embedded corpus.
+        `text` is the folder of their text, which the file does not record; None: the embedded corpus.
         """
         study = self.config
         models = {
@@ -229,7 +230,7 @@ class SavedStudy(Frozen):
         return StudyPlan(models, tuple(runs), tokens, self.tuning or ())
 
     def records(self, plan: StudyPlan) -> dict[PlannedRun, RunRecord]:
-        """What was measured in the runs of `plan`, which `self.plan` returned."""
+        """The records of the runs of `plan`, which `self.plan` returned."""
         return {run: self._record(run, saved) for run, saved in zip(plan.runs, self.runs, strict=True)}
 
     def _record(self, run: PlannedRun, saved: SavedRun) -> RunRecord:
@@ -249,12 +250,12 @@ class SavedStudy(Frozen):
         )
 
     def result(self, out: Path = NOWHERE) -> StudyResult:
-        """The results of the study, whose folder is `out` if it has one."""
+        """Collect the results of the study, whose folder is `out` if it has one."""
         plan = self.plan(out)
         return collect(self.config, plan, self.records(plan), {}, self.dataset, self.timings)
 
     def _check(self, content: dict[str, Any]) -> None:
-        """Refuse a file that was changed, or whose parts do not fit together."""
+        """Refuse a file that was changed, or whose parts are inconsistent."""
         if self.checksum != _checksum(content):
             raise UserError("its checksum does not match")
         plan = self.plan(Path())
@@ -337,7 +338,7 @@ def save_study(
 
 
 def portable(path: str) -> str:
-    """A path for another machine: seen from the working folder, or only its last part if it is not in there."""
+    """A portable path: relative to the working folder, or only its last component if it lies outside."""
     place = Path(path)
     if not place.is_absolute():
         return path
@@ -346,7 +347,7 @@ def portable(path: str) -> str:
 
 
 def portable_run(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a run, without the place of its text, and with portable paths."""
+    """The tables of a run, without the path of its text and with portable paths."""
     data = {key: value for key, value in run["data"].items() if key != "path"}
     tables = {**run, "data": data, "train": dict(run.get("train", {}))}
     for setting in PATHS:
@@ -357,7 +358,7 @@ def portable_run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def local_changes(changes: Iterable[str]) -> tuple[str, ...]:
-    """The changes of a study, with the whole paths of files that are there."""
+    """The overrides of a study, with absolute paths for files that exist."""
 
     def whole(path: str) -> str:
         return str(Path(path).resolve()) if Path(path).exists() else path
@@ -366,14 +367,14 @@ def local_changes(changes: Iterable[str]) -> tuple[str, ...]:
 
 
 def same_place(saved: str | None, planned: str | None) -> bool:
-    """Whether a path as it was saved, whole or portable, can be the planned one."""
+    """Whether a saved path, absolute or portable, can be the planned one."""
     if saved is None or planned is None or Path(saved).is_absolute():
         return saved == planned
     return portable(planned) == saved
 
 
 def _with_path(change: str, write: Callable[[str], str]) -> str:
-    """A change with its path written in another way, if it has one."""
+    """Rewrite the path in an override, if it has one."""
     key, _, text = change.partition("=")
     value = parse_toml_value(text.strip())
     if key.strip() not in PATHS or not isinstance(value, str) or value == write(value):

@@ -1,4 +1,4 @@
-"""A study from start to end: open the text, plan, train, measure, collect the results, write them."""
+"""Run a whole study: open the text, plan, train, measure, collect the results, and write them."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def run_study(
 ) -> Outcome:
     """Train the incomplete runs, then write study.toml, results.json, results.md and report.html into `out`.
 
-    The numbers are also saved in the file `results` after every run. If it exists, the study extends it: runs in it are
-    not trained again. No other study may write it meanwhile, and `out` records its path. `command` is recorded there.
-    `supplement` adds to the page and to results.md. Measurements in low precision and on tasks by an earlier study in
-    `out` are kept, and so are its learning rates.
+    The numbers are also saved in the file `results` after every run. If it exists, the study extends it and does not
+    train its runs again. No other study may write it meanwhile. The file records `command`; `out` records its path.
+    `supplement` adds to the page and to results.md. Low-precision and task measurements and learning rates from an
+    earlier study in `out` are reused.
     """
     with lock_results(results):
         study = settle(study, out, results)
@@ -75,7 +75,7 @@ def run_study(
 def begin(
     study: StudyConfig, out: Path, console: Console, results: Path | None, command: str
 ) -> tuple[StudyRecords, Questions | None]:
-    """Plan and announce a study, joined with the one in the file `results` if that exists; trains nothing."""
+    """Plan and announce a study, joined with the one in the file `results` if it exists. Trains nothing."""
     refuse_strangers(out)
     dataset = open_dataset(study, progress=console.is_terminal)
     questions = None if study.tasks is None else open_questions(study.tasks)
@@ -105,7 +105,7 @@ def measurements_of(study: StudyConfig, whole: StudyRecords, questions: Question
 
 
 class SaveAfterEachRun:
-    """A Watcher that keeps the numbers after every run, so that a killed study loses none."""
+    """A Watcher that saves the numbers after every run, so that a killed study loses none."""
 
     def __init__(self, shown: LiveProgress, records: StudyRecords) -> None:
         self._records = records
@@ -117,9 +117,9 @@ class SaveAfterEachRun:
 
 
 def preview(study: StudyConfig, out: Path, console: Console, results: Path | None = None) -> None:
-    """Announce a study (`--plan`): say what is left to train, and add complete runs of `out` to the file `results`.
+    """Announce a study (`--plan`): list what remains to train, and add complete runs of `out` to the file `results`.
 
-    Trains nothing. The file changes only if `out` has complete runs that it lacks.
+    Trains nothing. The file changes only if it lacks complete runs of `out`.
     """
     study = settle(study, out, results)
     whole, _ = begin(study, out, console, results, "")
@@ -140,7 +140,7 @@ def summarise(
     supplement: Supplement | None = None,
     commands: Sequence[str] = (),
 ) -> Outcome:
-    """Collect the runs on disk, and those `known` from elsewhere, into results, and write the files."""
+    """Collect results from the runs on disk and those `known` from elsewhere, and write the files."""
     records = complete_records(plan, known or {})
     result = collect(study, plan, records, problems, dataset, read_timings(study, plan, out))
     return write_report(study, result, records, out, supplement, commands)

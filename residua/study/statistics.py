@@ -1,4 +1,4 @@
-"""Small statistics for few runs: standard errors, t-intervals, the tokens a curve needs to reach a loss, power laws.
+"""Statistics for few runs: standard errors, t-intervals, the tokens a curve needs to reach a loss, power laws.
 
 Studies have two to five seeds, so every interval uses Student's t; with one seed there is no interval (`None`).
 """
@@ -19,11 +19,11 @@ from residua.errors import UserError
 class Interval:
     """A mean over `count` runs, its standard error and its confidence interval; null if there is only one run.
 
-    An interval of equivalent tokens can be open: then only one of `low` and `high` is null. `freedom` are its degrees
-    of freedom.
+    An interval of equivalent tokens can be open: then only one of `low` and `high` is null. `freedom` is its degrees of
+    freedom.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # results.json holds intervals
+    __pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # stored in results.json
 
     value: float
     count: int
@@ -34,7 +34,7 @@ class Interval:
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Both ends, an open one infinite; None without an interval."""
+        """Both ends, infinite if open; None without an interval."""
         if self.low is None and self.high is None:
             return None
         return (-math.inf if self.low is None else self.low), (math.inf if self.high is None else self.high)
@@ -48,11 +48,11 @@ class Interval:
         return self.high is not None and self.high < value
 
     def holds(self, value: float) -> bool:
-        """Whether the interval leaves a value possible; without an interval, every value is."""
+        """Whether the interval contains a value; without an interval, every value counts as contained."""
         return not (self.above(value) or self.below(value))
 
     def exp(self) -> Interval:
-        """Of a logarithm, the interval of what it is the logarithm of; the error stays relative."""
+        """The interval of exp(x), for an interval of the logarithm x; the error stays relative."""
         low, high = (None if end is None else math.exp(end) for end in (self.low, self.high))
         return replace(self, value=math.exp(self.value), low=low, high=high)
 
@@ -92,16 +92,16 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Interval:
 def estimate_ratio(ratios: Sequence[float], confidence: float = 0.95) -> Interval:
     """The geometric mean of ratios, with a t-interval computed from their logarithms.
 
-    With logarithms, "twice" and "half" weigh the same. The error is that of the logarithm, that is, relative.
+    With logarithms, "twice" and "half" weigh the same. The error is that of the logarithm, hence relative.
     """
     return estimate([math.log(ratio) for ratio in ratios], confidence).exp()
 
 
 def paired_difference(ours: dict[int, float], baseline: dict[int, float], confidence: float = 0.95) -> Interval | None:
-    """ours − baseline by seed: a t-interval over the differences of the seeds both have.
+    """ours − baseline by seed: a t-interval over the differences at shared seeds.
 
-    Runs with the same seed share their data order, and pairing removes its effect. Without a shared seed, uses Welch's
-    interval for two independent samples. None if either side has no run.
+    Runs with the same seed share their data order, and pairing removes its effect. Without a shared seed, Welch's
+    interval for two independent samples is used. None if either side has no run.
     """
     shared = sorted(ours.keys() & baseline.keys())
     if shared:
@@ -130,8 +130,8 @@ def _interval(value: float, error: float, freedom: float, count: int, confidence
 def tokens_to_reach(loss: float, curve: Sequence[tuple[float, float]]) -> float | None:
     """The tokens at which a validation curve [(tokens, loss), ...] is first at or below `loss`.
 
-    Linear between two validations. None if the curve never gets there. If the first point is already below, returns
-    its tokens.
+    Interpolates linearly between validations. None if the curve never reaches it. If the first point is already below,
+    returns its tokens.
     """
     before: tuple[float, float] | None = None
     for tokens, value in curve:
@@ -145,7 +145,7 @@ def tokens_to_reach(loss: float, curve: Sequence[tuple[float, float]]) -> float 
 
 
 def step_gain(ours: Sequence[tuple[float, float]], baseline: Sequence[tuple[float, float]]) -> float | None:
-    """Baseline tokens / our tokens to reach the same loss: the worse of the two final losses, which both reached.
+    """Baseline tokens / our tokens to reach the same loss: the worse of the two final losses, which both reach.
 
     Above 1, we need fewer tokens. Both curves must have the same number of tokens and the same schedule. None if a
     curve has fewer than two points, since the crossing is interpolated.
@@ -160,7 +160,7 @@ def step_gain(ours: Sequence[tuple[float, float]], baseline: Sequence[tuple[floa
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Exponential moving average over about `window` points, corrected for its start: a line for the eye."""
+    """Exponential moving average over about `window` points, with start-up bias corrected: for plotting only."""
     keep = 1.0 - 1.0 / max(window, 1.0)
     total = weight = 0.0
     result = []
@@ -176,13 +176,13 @@ def t_quantile(probability: float, freedom: float) -> float:
     """The value that a Student-t variable with `freedom` degrees of freedom stays below with this probability."""
     if not 0.0 < probability < 1.0 or freedom <= 0.0:
         raise UserError(f"t_quantile needs 0 < probability < 1 and freedom > 0, not {probability} and {freedom}")
-    from scipy.special import stdtrit  # only a finished study needs it; scipy.stats takes a second more to import
+    from scipy.special import stdtrit  # needed only for finished studies; importing scipy.stats takes a second longer
 
     return float(stdtrit(freedom, probability))
 
 
 def p_below(difference: float, error: float, freedom: float) -> float:
-    """One-sided p: the chance of a difference at least so far below 0 where there is none, by Student's t."""
+    """One-sided p by Student's t: the chance, without a true difference, of one at least this far below 0."""
     from scipy.special import stdtr
 
     return float(stdtr(freedom, difference / error)) if error > 0 else float(difference >= 0)
@@ -190,7 +190,7 @@ def p_below(difference: float, error: float, freedom: float) -> float:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """Compute scaling L = A·C^−α as ln L = log_scale − exponent·ln C, with what the interval needs.
+    """Compute scaling L = A·C^−α as ln L = log_scale − exponent·ln C, with the terms the interval needs.
 
     A plain power law, as in the Attention Residuals paper: least squares of ln L on ln C over every run (each size and
     seed is one point). L is the final validation loss in nats per token, C the training FLOPs.
@@ -205,7 +205,7 @@ class PowerLaw:
 
     @property
     def scale(self) -> float:
-        """A of L = A·C^−α; infinite where sizes too near each other give an absurd α."""
+        """A of L = A·C^−α; infinite if nearly equal sizes give an absurd α."""
         return _exp(self.log_scale)
 
     def loss(self, compute: float) -> float:
@@ -221,7 +221,7 @@ def _exp(x: float) -> float:
 
 
 def fit_power_law(points: Sequence[tuple[float, float]]) -> PowerLaw:
-    """The power law through [(compute, loss), ...]; at least two different computes."""
+    """Fit the power law to [(compute, loss), ...], which needs at least two different compute values."""
     if any(compute <= 0 or loss <= 0 for compute, loss in points):
         raise UserError("a power law needs positive compute and loss at every point")
     x = [math.log(compute) for compute, _ in points]
@@ -240,9 +240,9 @@ def compute_advantage(ours: PowerLaw, baseline: PowerLaw, compute: float, confid
     """C_b / C: the compute that the baseline needs for the loss our fit has at `compute`, over `compute`.
 
     ln(C_b/C) = (a_b − a_o + α_o ln C)/α_b − ln C. The interval is analytic (delta method) with one residual variance
-    pooled over both fits and n_b + n_o − 4 degrees of freedom; with no degree of freedom left there is no interval.
-    It is a little too wide if both variants share seeds, and too narrow if the power law does not hold, because runs of
-    one size share the misfit. Returns None if the baseline's loss does not fall with compute.
+    pooled over both fits and n_b + n_o − 4 degrees of freedom; with none left there is no interval. It is slightly too
+    wide if both variants share seeds, and too narrow if the power law does not hold, because runs of one size share the
+    misfit. Returns None if the baseline's loss does not fall with compute.
     """
     if baseline.exponent <= 0:
         return None
@@ -253,7 +253,7 @@ def compute_advantage(ours: PowerLaw, baseline: PowerLaw, compute: float, confid
     if freedom < 1:
         return Interval(_exp(log_gain), count)
     pooled = (ours.residual + baseline.residual) / freedom
-    # Variance of each fit's prediction of ln L where it is evaluated: ours at x, the baseline's at x + log_gain.
+    # Variance of each fit's prediction of ln L at its evaluation point: ours at x, the baseline's at x + log_gain.
     ours_variance = pooled * (1 / ours.count + (x - ours.centre) ** 2 / ours.spread)
     read = x + log_gain
     baseline_variance = pooled * (1 / baseline.count + (read - baseline.centre) ** 2 / baseline.spread)

@@ -1,7 +1,7 @@
-"""The tables of a study: columns and cells, which the page shares, and how the terminal and Markdown show them.
+"""The tables of a study: columns and cells, shared with the page, and their terminal and Markdown forms.
 
-A column of the main table is declared once, with its cell for a row. The side tables are those of what else was
-measured: accuracies on tasks, outliers of trained models and while training, low precision, tried learning rates.
+A column of the main table is declared once, with its cell for a row. The side tables show the other measurements: task
+accuracies, outliers of trained models and during training, low precision, and tried learning rates.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from residua.study.verdicts import (
 )
 
 NONE = "—"
-UNSTATED = "not stated"  # a speed or gain that was measured too badly to draw conclusions from
-ONE, SAME = Value(NONE, key=1.0), Value(NONE, key=0.0)  # the baseline's own gain and difference: only sorted
+UNSTATED = "not stated"  # a speed or gain measured too poorly to support conclusions
+ONE, SAME = Value(NONE, key=1.0), Value(NONE, key=0.0)  # the baseline's gain and difference, only for sorting
 VARIANT = Column("variant", numeric=False)
 PAYS, STEPWISE, EQUIVALENT, TEXT_ERROR = "pays", "step-wise gain", "equivalent tokens", "± text"
 LOW_PRECISION, RATES, PEAKS = "low precision", "learning rates", "peaks while training"
@@ -41,7 +41,7 @@ SPARED = ("training loss", "bits/byte", "memory", "parameters")  # columns that 
 
 
 class _MainColumn(NamedTuple):
-    """A column of the main table: its cell for a variant, and the baseline's where that is another."""
+    """A column of the main table: its cell for a variant, and the baseline's cell if it differs."""
 
     title: str
     meaning: str
@@ -100,7 +100,7 @@ def _main_columns(result: StudyResult) -> list[_MainColumn]:
 
 
 def columns(result: StudyResult) -> list[Column]:
-    """The columns of the study's table, with what they mean."""
+    """The columns of the study's table, with their explanations."""
     return [Column(each.title, each.meaning, numeric=each.title != "variant") for each in _main_columns(result)]
 
 
@@ -111,7 +111,7 @@ def cells(row: VariantResult, result: StudyResult) -> list[Value]:
 
 
 def study_tables(result: StudyResult) -> list[DataTable]:
-    """Every table: the main one and the side tables of each size, and the fits over sizes."""
+    """Every table: the main and side tables of each size, and the fits over sizes."""
     several = len(result.sizes) > 1
     shown = [
         DataTable(f"size {size}" * several, columns(result), [cells(row, result) for row in result.rows(size)])
@@ -128,7 +128,7 @@ def study_tables(result: StudyResult) -> list[DataTable]:
 
 
 def side_tables(result: StudyResult, size: str) -> list[DataTable]:
-    """The tables that there are numbers for, but for low precision, which has a section of its own."""
+    """The side tables that have data, except low precision, which has its own section."""
     makers = (race_table, _sources, _tasks, _low_tasks, _outliers, peak_table, _rates)
     return [table for make in makers if (table := make(result, size)) is not None]
 
@@ -157,7 +157,7 @@ def precision_table(result: StudyResult, size: str) -> DataTable | None:
 
 
 def _describe_recipe(name: str) -> str:
-    """A recipe in words: W8A8 or W4A4, the scheme, and whether with SmoothQuant."""
+    """A recipe in words: W8A8 or W4A4, the scheme, and SmoothQuant if used."""
     scheme, _, smoothing = name.partition("+")
     bits = "W4A4" if scheme.startswith("nvfp4") else "W8A8"
     return f"{bits} ({scheme}{', SmoothQuant' if smoothing else ''})"
@@ -170,7 +170,7 @@ def _quantized(loss: Interval | None, cost: Interval | None, missing: str = "not
 
 
 def joint_table(result: StudyResult) -> DataTable | None:
-    """Equivalent tokens at every size, and projected beyond the largest; None without a law of sizes and budgets."""
+    """Equivalent tokens at every size and projected beyond the largest; None without a law of sizes and budgets."""
     if result.joint is None:
         return None
     level = f"{result.confidence * 100:g} % intervals after Holm's correction for the variants compared"
@@ -202,7 +202,7 @@ def _sized(row: VariantResult | None) -> Value:
 
 
 def scaling_table(result: StudyResult) -> DataTable | None:
-    """The fits of loss over compute; None if there are none."""
+    """The fits of loss against compute; None if there are none."""
     fits = result.scaling
     return DataTable.of(
         "compute scaling",
@@ -221,7 +221,7 @@ def scaling_table(result: StudyResult) -> DataTable | None:
 
 
 def race_table(result: StudyResult, size: str) -> DataTable | None:
-    """Tokens and seconds to the target; None if the study has none."""
+    """Tokens and seconds to the target; None without a target."""
     if result.target is None:
         return None
     level, rows = f"{result.confidence * 100:g} %", result.rows(size)
@@ -333,7 +333,7 @@ def _accuracy(value: TaskMeans | LowTaskMeans | None) -> Value:
 
 
 def _change(difference: Interval | None) -> Value:
-    """A difference of accuracies in points, with its interval."""
+    """A difference of accuracies in percentage points, with its interval."""
     if difference is None:
         return Value(NONE)
     shown = f"{100 * difference.value:+.2f}"
@@ -370,7 +370,7 @@ def _mean(value: Interval | None, form: str = ".4g", error: str = ".2g", scale: 
 
 
 def peak_table(result: StudyResult, size: str, variants: Sequence[str] = ()) -> DataTable | None:
-    """How peaks grew, of all variants or some: None if telemetry measured none."""
+    """The growth of peaks, for all or some variants; None if telemetry measured none."""
     peaks = {
         row.name: [run.peaks for run in result.complete(size, row.name) if run.peaks is not None]
         for row in result.rows(size)
@@ -452,7 +452,7 @@ def _named(variants: Iterable[str]) -> tuple[Column, list[Value]]:
 
 
 def _loss(value: Interval | None, seeds: int = 0) -> Value:
-    """Mean and standard error; the number of runs where it is 1, or less than `seeds`."""
+    """Mean and standard error, with the number of runs if it is 1 or less than `seeds`."""
     if value is None:
         return Value(NONE)
     runs = f" (n={value.count})" if value.count < seeds else ""
@@ -506,9 +506,9 @@ def _throughput(row: VariantResult, result: StudyResult) -> Value:
 
 
 def print_study(console: Console, result: StudyResult) -> None:
-    """Table, verdicts and warnings on a terminal, and last the answer.
+    """Print the table, verdicts and warnings on a terminal, and finally the answer.
 
-    With a ladder, the gain that it replaces can be dropped too. The corrected gain is also in its sentence.
+    With a ladder, the gain that it replaces may be dropped too. The verdict sentence repeats the corrected gain.
     """
     for table in study_tables(result):
         laddered = any(column.title == EQUIVALENT for column in table.columns)
@@ -521,7 +521,7 @@ def print_study(console: Console, result: StudyResult) -> None:
 
 
 def markdown(result: StudyResult) -> str:
-    """The same, as a Markdown page."""
+    """The same content as a Markdown page."""
     parts = [f"# {plain.markdown(result.name)}", "", *markdown_tables(result), ""]
     parts += [f"- {plain.markdown(sentence, begins=True)}" for sentence in study_sentences(result)]
     inside = [f"[{plain.markdown(run.folder)}]({plain.link(run.diagnosis)})" for run in result.runs if run.diagnosis]
@@ -532,7 +532,7 @@ def markdown(result: StudyResult) -> str:
 
 
 def markdown_tables(result: StudyResult) -> list[str]:
-    """The tables alone, as lines of Markdown."""
+    """Only the tables, as lines of Markdown."""
     parts: list[str] = []
     for table in study_tables(result):
         parts += [*([""] if parts else []), *([f"## {plain.markdown(table.title)}", ""] if table.title else [])]

@@ -1,12 +1,11 @@
-"""The speed of every variant's step, timed alone once its runs are complete: runs side by side slow each other down.
+"""Time every variant's step in isolation once its runs are complete, since concurrent runs slow each other down.
 
-One process times all variants of a size in turn, exactly as `residua train` would run them. A record is
-kept per model and device under `timings/`. Speeds of different devices are never compared. A variant takes turns with
-the baseline, both compiled and waiting, and its record is the mean ratio of ten rounds: a machine that becomes faster
-or slower meanwhile changes both. If the baseline is faster or slower than it was in an earlier session, all variants
-are timed again.
-`python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …`, the baseline first, is that process;
-`python -m residua.study.timing CONFIG.toml` is the one of a model.
+One process times all variants of a size in turn, exactly as `residua train` would run them. It stores a record per
+model and device under `timings/`; speeds of different devices are never compared. A variant alternates with the
+baseline, both already compiled, and its record is the mean ratio over ten rounds: if the machine speeds up or slows
+down meanwhile, both change. If the baseline's speed differs from an earlier session, all variants are timed again.
+`python -m residua.study.timing SECONDS CONFIG.toml RECORD.json …`, the baseline first, starts that process; `python -m
+residua.study.timing CONFIG.toml` starts the process of one model.
 """
 
 from __future__ import annotations
@@ -43,23 +42,23 @@ if TYPE_CHECKING:
     from residua.train.turns import Turn
 
 SECONDS = 4.0
-"""How long each step is timed, after compilation and warm-up."""
+"""How long each model's step is timed, after compilation and warm-up."""
 MOST_STEPS = 200
-"""At most so many steps in a turn."""
+"""The most steps in one turn."""
 WARMUP = 5
 ROUNDS = 10
-"""So many turns of a variant and the baseline, whose ratios give the error."""
+"""Turns of a variant and the baseline; the error comes from their ratios."""
 MAX_DRIFT = 0.03
-"""If the baseline's step takes longer or shorter by more than this, it and earlier timings cannot be compared."""
+"""If the baseline's step time changes by more than this, earlier timings are no longer comparable."""
 MAX_IDLE_SPREAD = 0.5
-"""If the times of a step spread by more than this share of their median, other programs used the machine meanwhile."""
+"""If step times spread by more than this share of their median, other programs were using the machine."""
 
 
 class StepTiming(Frozen):
-    """The seconds of one training step, timed alone: the median and the spread from the 10th to the 90th percentile.
+    """The seconds of one training step timed in isolation: the median, and the 10th and 90th percentiles.
 
-    `error` is the standard error of the logarithm: of a variant's ratio to the baseline over rounds, for the baseline
-    itself of its medians by round. `memory_gib` is the peak on a GPU.
+    `error` is a standard error of logarithms over rounds: for a variant, of its ratio to the baseline; for the
+    baseline, of its medians. `memory_gib` is the peak on a GPU.
     """
 
     device: str
@@ -82,11 +81,11 @@ class StepTiming(Frozen):
 
     @property
     def busy(self) -> bool:
-        """Whether the steps took so unequal times that the machine was busy with something else."""
+        """Whether step times vary so much that the machine must have been busy with something else."""
         return self.spread > MAX_IDLE_SPREAD
 
     def drift(self, earlier: StepTiming) -> float:
-        """How much longer this step takes than it did, as a logarithm."""
+        """Log ratio of this step time to an earlier one."""
         return math.log(self.median / earlier.median)
 
     def scaled(self, factor: float) -> StepTiming:
@@ -95,25 +94,25 @@ class StepTiming(Frozen):
 
 
 class _Record(Frozen):
-    """The content of a file under `timings/`: what was timed, and the timings by device."""
+    """The content of a file under `timings/`: the timed model, and its timings by device."""
 
     config: str
     devices: dict[str, StepTiming] = Field(default_factory=dict)
 
     @classmethod
     def read(cls, file: Path) -> _Record:
-        """The record in a file that must be there."""
+        """Read the record in a file that must exist."""
         return read_json(file, cls, "remove it to time the model again")
 
     def write(self, file: Path, devices: Mapping[str, StepTiming]) -> None:
-        """The record with other timings."""
+        """Write the record with new timings."""
         content = self.model_copy(update={"devices": dict(devices)}).model_dump_json(indent=1) + "\n"
         write_atomically(file, content, parents=True)
 
 
 @dataclass(frozen=True)
 class TimingMeasurement:
-    """Times the variants that have a complete run, here or `elsewhere`; skips sizes timed as a whole on one device."""
+    """Times the variants with a complete run, here or `elsewhere`; skips sizes already fully timed on one device."""
 
     study: StudyConfig
     out: Path
@@ -133,7 +132,7 @@ class TimingMeasurement:
             self._time_size({model_title(self.study, *key): plan.models[key].config for key in keys}, console)
 
     def _time_size(self, models: Mapping[str, RunConfig], console: Console) -> None:
-        """Time the models of one size, by title, unless all were timed on one device before."""
+        """Time the models of one size, by title, unless all are already timed on one device."""
         known = {title: _read(self.out, title, config) for title, config in models.items()}
         if not models or set.intersection(*(set(record.devices) for record in known.values())):
             return
@@ -148,16 +147,16 @@ class TimingMeasurement:
 
 
 def read_timings(study: StudyConfig, plan: StudyPlan, out: Path) -> dict[tuple[str, str], dict[str, StepTiming]]:
-    """The timings of every model by (size, variant), then by device; empty where none is recorded."""
+    """The timings of every model by (size, variant), then by device; empty if none are recorded."""
     return {key: dict(_read(out, model_title(study, *key), m.config).devices) for key, m in plan.models.items()}
 
 
 def keep_timings(
     study: StudyConfig, plan: StudyPlan, out: Path, timings: Mapping[tuple[str, str], Mapping[str, StepTiming]]
 ) -> None:
-    """Record timings that were made elsewhere; those of this folder stay.
+    """Record timings from elsewhere, without replacing those of this folder.
 
-    A device whose baseline was timed here at another time is left out: the speeds would not be comparable.
+    A device whose baseline was timed here in another session is skipped: the speeds would not be comparable.
     """
     here = read_timings(study, plan, out)
     for (size, name), devices in timings.items():
@@ -170,7 +169,7 @@ def keep_timings(
 
 
 def _run(command: Sequence[str], study: StudyConfig, out: Path, console: Console) -> None:
-    """Print a line for every variant that is timed; report failures, and let the study continue."""
+    """Print a line per timed variant; report failures, and let the study continue."""
     threads = threads_per_run(study.model_copy(update={"workers": 1}))
     log = out / LOGS / "timing.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -196,21 +195,21 @@ def _path(out: Path, title: str) -> Path:
 
 
 def _read(out: Path, title: str, config: RunConfig) -> _Record:
-    """What is recorded of this model; an empty record if there is none, or one of another configuration."""
+    """The record of this model; an empty one if it is missing or belongs to another configuration."""
     empty = _Record(config=_signature(config))
     record = read_measured(_path(out, title), _Record)
     return record if record is not None and record.config == empty.config else empty
 
 
 def _signature(config: RunConfig) -> str:
-    """The configuration without what differs between seeds and machines."""
+    """The configuration without the parts that differ between seeds and machines."""
     data = config.data.model_copy(update={"path": None, "seed": 0})
     train = config.train.model_copy(update={"seed": 0})
     return config.model_copy(update={"data": data, "train": train}).to_toml()
 
 
 class Timer:
-    """A model that is compiled and waits in its process."""
+    """A compiled model that waits in its own process."""
 
     def __init__(self, config: RunConfig, turn: Turn) -> None:
         self.config, self._turn = config, turn
@@ -221,13 +220,13 @@ class Timer:
         self._step = statistics.median(turn.ask(WARMUP))
 
     def __call__(self, seconds: float) -> list[float]:
-        """The seconds of each step, timed for about this long."""
+        """Time steps for about this long; returns the seconds of each."""
         return self._turn.ask(max(1, min(round(seconds / self._step), MOST_STEPS)))
 
 
 @contextmanager
 def open_model(path: Path) -> Iterator[Timer]:
-    """The model of a configuration file, in a process that ends with the block; its log is shown if it fails."""
+    """Open a configuration file's model in a process that ends with the block; show its log if it fails."""
     from residua.train.turns import open_turn
 
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -244,7 +243,7 @@ def open_model(path: Path) -> Iterator[Timer]:
 
 
 def time_rounds(ours: Timer, baseline: Timer | None, seconds: float) -> list[Round]:
-    """Let a model and the baseline take turns, each for so many seconds in all; who begins alternates."""
+    """Alternate a model and the baseline, each for `seconds` in total; which one starts alternates too."""
     share, rounds = seconds / ROUNDS, []
     for number in range(ROUNDS):
         last = ours(share) if number % 2 else None
@@ -254,7 +253,7 @@ def time_rounds(ours: Timer, baseline: Timer | None, seconds: float) -> list[Rou
 
 
 class Round(NamedTuple):
-    """Seconds of the baseline's steps and of a model's."""
+    """Seconds of the baseline's steps and of the model's."""
 
     baseline: list[float]
     ours: list[float]
@@ -263,7 +262,7 @@ class Round(NamedTuple):
 def summarize(
     config: RunConfig, rounds: Sequence[Round], recorded: StepTiming | None, memory: float | None
 ) -> StepTiming:
-    """The timing of a model from its rounds, at the baseline's recorded speed if they were taken with it."""
+    """The timing of a model from its rounds, relative to the baseline's recorded speed if they include the baseline."""
     from residua.train.environment import device_name
     from residua.train.timing import Sample
 
@@ -281,7 +280,7 @@ def summarize(
 
 
 class Session:
-    """Times the models of one size on this machine, the baseline first, into their records."""
+    """Times the models of one size on this machine, baseline first, and stores their records."""
 
     def __init__(self, seconds: float, baseline: tuple[Path, Path], running: ExitStack) -> None:
         self.failed = False
@@ -291,7 +290,7 @@ class Session:
         self._comparable = True
 
     def time_baseline(self, others: Sequence[Path]) -> None:
-        """Time the first model. If its recorded timing no longer holds, remove those of the others on this device."""
+        """Time the baseline. If its recorded timing no longer holds, remove the others' timings on this device."""
         earlier = _timed_here(self._path, self._file)
         timing = self._tried(self._path, self._alone)
         if timing is None:
@@ -309,7 +308,7 @@ class Session:
         print(what + ": all variants are timed again" * bool(earlier or stale), flush=True)
 
     def time_variant(self, path: Path, file: Path) -> None:
-        """Time a model that has no timing on this device, in turns with the baseline."""
+        """Time a model that has no timing on this device, alternating with the baseline."""
         if _timed_here(path, file) is not None:
             return
         if not self._comparable:
@@ -320,7 +319,7 @@ class Session:
             print(f"{path.stem}: {_in_words(timing)}", flush=True)
 
     def _alone(self, path: Path) -> StepTiming:
-        """The baseline's timing; it stays in its process."""
+        """Time the baseline, and keep its process open."""
         self._model = model = self._running.enter_context(open_model(path))
         return summarize(model.config, time_rounds(model, None, self._seconds), None, model.memory_gib)
 
@@ -335,7 +334,7 @@ class Session:
         return self._one_by_one(path, recorded)
 
     def _one_by_one(self, path: Path, recorded: StepTiming | None) -> StepTiming:
-        """The baseline, this model, and the baseline again: both at once are too large. Its drift enters the error."""
+        """Time the baseline, this model, the baseline again: both at once do not fit. The drift enters the error."""
         assert self._model is not None
         before = [each.ours for each in time_rounds(self._model, None, self._seconds)]
         self._running.close()
@@ -352,7 +351,7 @@ class Session:
     def _tried(self, path: Path, measure: Callable[[Path], StepTiming]) -> StepTiming | None:
         try:
             return measure(path)
-        except (RuntimeError, MemoryError, ValueError) as problem:  # also a process that ended
+        except (RuntimeError, MemoryError, ValueError) as problem:  # includes a process that died
             failure = describe(problem)
             print(f"{path.stem}: {failure.sentence}\n{failure.trace}", end="", file=sys.stderr)
             self.failed = True
@@ -407,7 +406,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wait(config: RunConfig) -> int:
-    """The process of a model: its step as a training run builds it, timed when asked."""
+    """Run a model's process: build its step like a training run, and time it on request."""
     import torch
 
     from residua.train.step import arithmetic

@@ -1,7 +1,7 @@
-"""Trains the runs of a plan that are not complete yet: announced first, shown while they train.
+"""Announce the incomplete runs of a plan, train them, and show their progress.
 
-Runs of one graph share a process and its compiled code (`worker_pool.py`). A crash in one process does not affect the
-others, and an interrupted study continues from its checkpoints when it is started again.
+Runs with the same graph share a process and its compiled code (`worker_pool.py`). A crash in one process does not
+affect the others, and an interrupted study continues from its checkpoints when it is restarted.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from residua.study.worker_pool import Watcher, WorkerPool, compiling_ahead
 from residua.train.environment import START, TEXT
 from residua.train.world import graph_of
 
-# The files of an interrupted study in its folder, in addition to started.toml.
+# Files in an interrupted study's folder, in addition to started.toml.
 _BEGUN = (RUNS, CONFIGS, LOGS, LOCK, TIMINGS, TUNING, EXTENDED, "diagnosis")
 _RUN = re.compile(r"(.+?)(-(lr)?[\d.]+x)?-seed\d+")
-"""The folder of a run: its model, and the budget or the rate that it may have."""
+"""The folder of a run: its model, and optionally a budget or rate."""
 
 
 def announce(console: Console, study: StudyConfig, plan: StudyPlan) -> None:
-    """Print the planned models, and what parameter matching changed."""
+    """Print the planned models and the changes from parameter matching."""
     first = plan.runs[0].config
     console.print(
         f"{counted(len(study.variants), 'variant')} × {counted(len(study.seeds), 'seed')}"
@@ -134,7 +134,7 @@ def left_out_sentences(study: StudyConfig, out: Path) -> list[str]:
 
 
 def cost_sentences(plan: StudyPlan) -> list[str]:
-    """The cost of a search of learning rates and of a ladder, and whether the ladder repeats text."""
+    """Sentences on the cost of a learning-rate search and of a ladder, and on whether the ladder repeats text."""
     compared, trials = _new_tokens(plan.compared), _new_tokens(plan.trials)
     ladder = _new_tokens(plan.runs) - compared
     sentences = [
@@ -153,7 +153,7 @@ def cost_sentences(plan: StudyPlan) -> list[str]:
 
 
 def _new_tokens(runs: Sequence[PlannedRun]) -> int:
-    """Training tokens of these runs, those that a run shares with the longest of its family counted once."""
+    """Training tokens of these runs, counting once the tokens that a run shares with the longest of its family."""
     total, longest = 0, {run.family: run.config for run in sorted(runs, key=lambda run: run.config.train.steps)}
     for run in runs:
         steps, schedule = run.config.train.steps, run.config.train.schedule
@@ -169,7 +169,7 @@ def refuse_strangers(out: Path) -> None:
         return
     others = sorted(path.name for path in out.iterdir() if path.name not in _BEGUN)
     for name in others:
-        if not name.endswith(".toml") or name == "config.toml":  # the study file it is started from may lie there too
+        if not name.endswith(".toml") or name == "config.toml":  # the folder may also contain the study file
             raise ConfigError(f"{out} contains {name}, which was not written by a study: choose another --out.")
 
 
@@ -193,19 +193,19 @@ def check_folders(runs: Iterable[PlannedRun]) -> None:
 
 
 def _same_text(run: PlannedRun) -> bool:
-    """Whether the run in the folder was trained on the text of the planned one, wherever that is now."""
+    """Whether the run in the folder was trained on the planned run's text, whatever its path is now."""
     trained, path = read_environment(run.folder).get(TEXT), run.config.data.path
     return trained is not None and path is not None and trained == Dataset.open(path).fingerprint
 
 
 def _same_start(run: PlannedRun) -> bool:
-    """Whether the run in the folder began with the weights of the planned one, wherever they are now."""
+    """Whether the run in the folder started from the planned run's weights, whatever their path is now."""
     began, start = read_environment(run.folder).get(START), run.config.train.start
     return began is not None and start is not None and began == weights_fingerprint(start)
 
 
 def finish(study: StudyConfig, out: Path) -> None:
-    """Say in the folder that all that the study asks for was measured."""
+    """Mark the study in the folder as fully measured."""
     write_atomically(out / STUDY, study.to_toml())
     (out / STARTED).unlink(missing_ok=True)
 
@@ -215,16 +215,17 @@ class StudyInterrupted(RuntimeError):
 
 
 def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -> dict[PlannedRun, str]:
-    """Train every run of the plan to its end; returns the failed runs with the reason.
+    """Train every run of the plan to its end; returns the failed runs with their reasons.
 
-    Raises StudyInterrupted after SIGINT or SIGTERM, once every process has saved and ended.
+    Raises StudyInterrupted after SIGINT or SIGTERM, once every process has saved and exited.
     """
     with _own(out) as lock:
         check_folders(plan.runs)
         write_atomically(out / STARTED, study.to_toml())
         waiting = [run for run in plan.runs if not is_complete(run.folder, run.config)]
         environment = python_environment(OMP_NUM_THREADS=str(threads_per_run(study)), PYTHONUNBUFFERED="1")
-        # The inherited lock keeps the folder locked while any process lives, even if the study itself is killed.
+        # Workers inherit the lock, so the folder stays locked while any of them lives, even if the study itself is
+        # killed.
         pool = WorkerPool(
             by_graph(waiting), study.workers, out, watcher, environment, keep_open=(lock,),
             ahead=compiling_ahead(),
@@ -246,7 +247,7 @@ def run_plan(study: StudyConfig, plan: StudyPlan, out: Path, watcher: Watcher) -
 
 
 def by_graph(runs: Iterable[PlannedRun]) -> list[list[PlannedRun]]:
-    """Runs that can share compiled code, in the order of the plan: seeds, learning rates and lengths of a variant."""
+    """Group runs that can share compiled code, in plan order: seeds, learning rates and lengths of a variant."""
     groups: dict[str, list[PlannedRun]] = {}
     for run in runs:
         groups.setdefault(graph_of(run.config), []).append(run)
@@ -275,7 +276,7 @@ def _own(out: Path) -> Iterator[int]:
 
 @contextmanager
 def lock_results(path: Path | None) -> Iterator[None]:
-    """Lock a results file by a hidden file next to it, removed afterwards; refuse if a study holds it."""
+    """Lock a results file with a hidden file next to it, removed afterwards; refuse if a study holds it."""
     if path is None:
         yield
         return
@@ -286,7 +287,7 @@ def lock_results(path: Path | None) -> Iterator[None]:
     )
     with making(path.parent):
         descriptor = lock(lock_file, busy)
-        while os.fstat(descriptor).st_nlink == 0:  # its last owner removed it before we had the lock
+        while os.fstat(descriptor).st_nlink == 0:  # its last owner removed it before we got the lock
             os.close(descriptor)
             descriptor = lock(lock_file, busy)
         try:
@@ -306,7 +307,7 @@ def stop_as_exception() -> Iterator[None]:
     previous: Callable[[int, FrameType | None], object] | int | None
     try:
         previous = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread, which alone can handle signals
+    except ValueError:  # only the main thread can handle signals
         yield
         return
     try:
@@ -316,7 +317,7 @@ def stop_as_exception() -> Iterator[None]:
 
 
 def tune_rates(study: StudyConfig, plan: StudyPlan, out: Path, console: Console) -> None:
-    """Train the trials of learning rates, and keep which rate each variant gets."""
+    """Train the learning-rate trials, and store the rate chosen for each variant."""
     trials = replace(plan, runs=plan.trials)
     with LiveProgress(console, trials) as progress:
         problems = run_plan(study, trials, out, progress)
@@ -327,10 +328,10 @@ def tune_rates(study: StudyConfig, plan: StudyPlan, out: Path, console: Console)
 
 
 def choose_rates(study: StudyConfig, plan: StudyPlan, problems: Mapping[PlannedRun, str]) -> list[TunedRate]:
-    """The rate of each variant whose trials have ended: that of the lowest loss."""
+    """The rate with the lowest loss, for each variant whose trials have ended."""
     assert study.tune is not None
     complete = {run: read_run(run.folder, run.config) for run in plan.trials if is_complete(run.folder, run.config)}
-    losses = {run: record.final_loss for run, record in comparable(complete).items()}  # all on the same text
+    losses = {run: record.final_loss for run, record in comparable(complete).items()}  # all losses on the same text
     rates = []
     for size, name in dict.fromkeys((run.size, run.variant) for run in plan.trials):
         runs = [run for run in plan.trials if (run.size, run.variant) == (size, name)]
@@ -351,8 +352,8 @@ class LiveProgress:
         self._logged = {run: steps_done(run.folder) for run in plan.runs}
         self._steps = {run: _begins_after(run, step) for run, step in self._logged.items()}
         self._total = sum(run.config.train.steps for run in plan.runs)
-        self._start: tuple[float, int] | None = None  # when the first step was reported, and how many were done then
-        self._count = sum(not is_complete(run.folder, run.config) for run in plan.runs)  # complete ones are not trained
+        self._start: tuple[float, int] | None = None  # time of the first reported step, and the steps done by then
+        self._count = sum(not is_complete(run.folder, run.config) for run in plan.runs)  # skip complete runs
         self._ended = 0
         self._tasks: dict[PlannedRun, TaskID] = {}
         self._bars = Progress(
@@ -373,7 +374,7 @@ class LiveProgress:
         self._bars.stop()
 
     def started(self, run: PlannedRun, step: int) -> None:
-        """Show a bar for the run, or its old bar if it was started before. `step` is the last one logged."""
+        """Show a bar for the run, reusing its old bar if it was started before. `step` is the last one logged."""
         self._logged[run], self._steps[run] = step, _begins_after(run, step)
         if run in self._tasks:
             return
@@ -386,10 +387,10 @@ class LiveProgress:
         if step == self._logged[run]:
             return
         self._logged[run] = step
-        if step <= self._steps[run]:  # the log was cut back to the checkpoint
+        if step <= self._steps[run]:  # the log was truncated at the checkpoint
             return
         self._steps[run] = step
-        if self._start is None:  # starting and compiling are not part of the rate
+        if self._start is None:  # the rate excludes start-up and compilation
             self._start = time.monotonic(), sum(self._steps.values())
         note = f"step {step}/{run.config.train.steps}" + (f", loss {loss:.3f}" if loss is not None else "")
         self._bars.update(self._tasks[run], completed=step, note=note)
@@ -415,7 +416,7 @@ class LiveProgress:
 
 
 def _begins_after(run: PlannedRun, logged: int) -> int:
-    """The step after which training resumes: the last checkpoint's, or all of them if the last step was logged."""
+    """The step after which training resumes: the last checkpoint's, or the final step if that was logged."""
     if logged >= run.config.train.steps:
         return run.config.train.steps
     return max((checkpoint.step for checkpoint in checkpoints(run.folder)), default=0)

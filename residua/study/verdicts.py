@@ -1,6 +1,6 @@
-"""A study in sentences: its answer, the verdict on each variant, and what to know about the numbers behind them.
+"""A study in sentences: its answer, the verdict on each variant, and caveats about the numbers behind them.
 
-The terminal, Markdown and the page share them.
+The terminal, Markdown and the page share these sentences.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from residua.study.statistics import Interval, count
 from residua.study.timing import MAX_IDLE_SPREAD
 
 GAINS = ("wall_clock_gain", "equivalent_tokens", "step_gain")
-"""Gains of a row, those that say most first."""
+"""Gains of a row, the most informative first."""
 MAX_FAILED_NAMES, MAX_RUN_NAMES = 4, 6
-"""The answer names at most so many variants that failed, a sentence so many runs."""
+"""The most failed variants named in the answer, and the most runs named in a sentence."""
 MAX_LADDER_MISFIT = 0.05
-"""In logarithms: how far a ladder's law may miss the tokens of a budget without a warning."""
+"""How far, in logarithms, a ladder's law may miss the tokens of a budget without a warning."""
 RACE_LEVEL = 0.01
-"""p below which a variant is shown to reach a target in fewer seconds."""
+"""Below this p, a variant reaches a target in significantly fewer seconds."""
 MAX_SHOWN_RATIO = 1000.0
 """high / low of an interval of ratios; a wider interval is not shown."""
 TOO_WIDE = "interval too wide"
@@ -33,17 +33,17 @@ UNSTATED = {
     "shared": "not measured alone, so no gain per second is stated (--time-alone)",
     "busy": "timed on a busy machine, so no gain per second is stated",
 }
-"""Why no gain per second is stated, by the problem of a speed."""
+"""Why no gain per second is stated, keyed by the problem with the speed."""
 LACKED = {"tasks": "Accuracies on tasks", "quantize": "Losses in low precision"}
 
 
 def too_wide(value: Interval) -> bool:
-    """Whether the seeds disagree so much that the ends of the interval are a factor of 1,000 apart."""
+    """Whether the seeds disagree so much that the interval's ends differ by more than a factor of 1,000."""
     return value.low is not None and value.high is not None and value.high > MAX_SHOWN_RATIO * value.low
 
 
 def ends_of(ratio: Interval) -> str:
-    """An interval in words, or that it is too wide, as in the table."""
+    """An interval in words, or a note that it is too wide, as in the table."""
     if too_wide(ratio):
         return TOO_WIDE
     low, high = ("" if end is None else f"{end:.2f}" if end < 100 else f"{end:.2g}" for end in (ratio.low, ratio.high))
@@ -61,7 +61,7 @@ def sized_name(row: VariantResult, result: StudyResult) -> str:
 
 
 def verdict(row: VariantResult, result: StudyResult) -> str:
-    """One sentence on whether a variant pays, per step and per second, and how sure that is."""
+    """One sentence on whether a variant pays off per step and per second, and how certain that is."""
     who, change = f"{row.name}{at_size(row.size, result)}", row.difference
     if row.loss is None:
         return f"{who}: no complete run."
@@ -93,7 +93,7 @@ def _not_clear(row: VariantResult, result: StudyResult) -> str:
 
 
 def _gain_per_token(row: VariantResult) -> str:
-    """The measure that shows a gain or loss per token where the last losses, seed by seed, show none; else empty."""
+    """The measure that shows a gain or loss per token if the final losses, paired by seed, show none; else empty."""
     gain = row.equivalent_tokens or row.step_gain
     if gain is None or gain.holds(1.0):
         return ""
@@ -153,13 +153,13 @@ def _per_token(row: VariantResult, result: StudyResult) -> str:
 
 
 def understated(row: VariantResult, result: StudyResult) -> bool:
-    """Whether a variant that gains per step seems to lose per second, where there is no ladder to tell."""
+    """Whether a variant that gains per step seems to lose per second, with no ladder to decide."""
     step, seconds = row.step_gain, row.wall_clock_gain
     return not result.ladder and step is not None and seconds is not None and step.value >= 1.0 > seconds.value
 
 
 def answer(result: StudyResult) -> tuple[Tone, str]:
-    """Does a variant pay per second, at the last size? "Yes" and "No" only where the corrected intervals say so."""
+    """Does a variant pay off per second, at the last size? "Yes" and "No" only if the corrected intervals say so."""
     rows = [row for row in result.rows(result.sizes[-1]) if row.name != result.baseline]
     if result.target is not None and any(row.race is not None for row in rows):
         return _answer_of_race(rows, result)
@@ -188,9 +188,9 @@ def answer(result: StudyResult) -> tuple[Tone, str]:
 
 
 def explanation(result: StudyResult) -> str:
-    """Where an answer about seconds comes from, or how to get one where the machine was busy, in one sentence.
+    """One sentence on where an answer about seconds comes from, or how to get one if the machine was busy.
 
-    Empty for other answers, which say it themselves.
+    Empty for other answers, which explain themselves.
     """
     best, (tone, _) = best_row(result), answer(result)
     if best is None or result.target is not None:
@@ -241,14 +241,14 @@ def _why_not_shown(row: VariantResult, result: StudyResult) -> str:
 
 
 def _answer_by_loss(rows: Sequence[VariantResult], result: StudyResult) -> str:
-    """The answer where no gain per second is known well enough: about loss, if that is shown."""
+    """The answer if no gain per second is known well enough: about loss, if the difference is significant."""
     compared = by_loss(rows)
     if not compared:
         return _no_answer(rows, result)
     lower = [row for row in compared if is_lower(row)]
     best = (lower or compared)[0]
     change = best.difference
-    assert change is not None  # by_loss has only rows with a difference
+    assert change is not None  # by_loss returns only rows with a difference
     against = f"{change.value:+.4f} against {result.baseline}{', one seed' if change.count == 1 else ''}"
     if not lower and change.low is not None:
         unclear = f", {_not_clear(best, result)}" * change.below(0.0)
@@ -275,7 +275,7 @@ def _why_no_speed(rows: Sequence[VariantResult], result: StudyResult) -> str:
 
 
 def _no_answer(rows: Sequence[VariantResult], result: StudyResult) -> str:
-    """Why nothing is compared: runs are missing, or have failed."""
+    """Why nothing is compared: runs are missing or have failed."""
     size = result.sizes[-1]
     compared = [run for run in result.runs if run.size == size and run.budget == 1.0]
     if not compared or any(run.status == "missing" for run in compared):
@@ -294,14 +294,14 @@ def _no_answer(rows: Sequence[VariantResult], result: StudyResult) -> str:
 
 
 def _failed_seeds(row: VariantResult, result: StudyResult) -> str:
-    """How many seeds of a variant failed, for instance since the loss was not finite; empty if none did."""
+    """How many seeds of a variant failed, for instance because the loss was not finite; empty if none did."""
     runs = [run for run in result.runs if (run.size, run.variant, run.budget) == (row.size, row.name, 1.0)]
     failed = sum(run.status == "failed" for run in runs)
     return f"{failed} of its {counted(len(runs), 'seed')} failed" if failed else ""
 
 
 def best_row(result: StudyResult) -> VariantResult | None:
-    """The row of the answer: the largest gain per second, else the lowest loss; those that are shown before others.
+    """The row of the answer: the largest gain per second, else the lowest loss; significant ones take precedence.
 
     None if nothing is compared.
     """
@@ -311,7 +311,7 @@ def best_row(result: StudyResult) -> VariantResult | None:
 
 
 def _best(timed: Sequence[VariantResult]) -> VariantResult:
-    """The largest gain per second of those that are shown; if none is, of all."""
+    """The largest significant gain per second; if none is significant, the largest of all."""
     return max([row for row in timed if pays(row)] or timed, key=_seconds)
 
 
@@ -320,7 +320,7 @@ def _seconds(row: VariantResult) -> float:
 
 
 def by_gain(rows: Iterable[VariantResult], baseline: str) -> list[VariantResult]:
-    """Rows by gain, largest first: per second if any is stated, else per token; the baseline is at 1, others last."""
+    """Rows by gain, largest first: per second if any is stated, else per token; baseline at 1, unknown gains last."""
     rows = list(rows)
     key = gain_key(rows)
 
@@ -337,13 +337,13 @@ def gain_key(rows: Sequence[VariantResult]) -> str:
 
 
 def by_loss(rows: Iterable[VariantResult]) -> list[VariantResult]:
-    """The rows that can be compared with the baseline, lowest loss first."""
+    """The rows comparable with the baseline, lowest loss first."""
     compared = [(row.difference.value, row) for row in rows if row.difference is not None]
     return [row for _, row in sorted(compared, key=lambda pair: pair[0])]
 
 
 def comparisons_sentence(result: StudyResult) -> str:
-    """How many gains are clear of 1 after correction for their number, and the best shrunk; empty for a single one."""
+    """How many gains are significant after correction for their number, and the best one shrunk; empty for one gain."""
     size = result.sizes[-1]
     rows, compared = result.rows(size), comparisons(size, result)
     if compared < 2:
@@ -362,7 +362,7 @@ def comparisons_sentence(result: StudyResult) -> str:
 
 
 def validation_sentence(result: StudyResult) -> str:
-    """On how many validation tokens losses were measured, and whether the error from sampling them is known."""
+    """How many validation tokens the losses cover, and whether the error from sampling them is known."""
     if result.validated_tokens is None or result.dataset is None:
         return ""
     share = f"{result.validated_tokens:,} of the {result.dataset.validation_tokens:,} validation tokens"
@@ -375,7 +375,7 @@ def validation_sentence(result: StudyResult) -> str:
 
 
 def text_sentences(result: StudyResult) -> list[str]:
-    """Reasons to doubt the losses themselves: a tiny validation text, or models worse than token frequencies."""
+    """Reasons to doubt the losses: a tiny validation text, or models worse than token frequencies."""
     sentences, size, losses = [], result.sizes[-1], _last_losses(result)
     if result.validated_tokens is not None and result.validated_tokens < TINY_VALIDATION:
         sentences.append(
@@ -390,12 +390,12 @@ def text_sentences(result: StudyResult) -> list[str]:
 
 
 def _last_losses(result: StudyResult) -> list[float]:
-    """Of the variants, at the last size."""
+    """The last losses of the variants at the last size."""
     return [row.loss.value for row in result.rows(result.sizes[-1]) if row.loss is not None]
 
 
 def dataset_sentence(result: StudyResult) -> str:
-    """The unigram entropy, and by how much even the worst variant of the last size is below it; empty without text."""
+    """The unigram entropy, and how far even the worst variant of the last size is below it; empty without text."""
     facts, size, losses = result.dataset, result.sizes[-1], _last_losses(result)
     if facts is None:
         return ""
@@ -409,7 +409,7 @@ def dataset_sentence(result: StudyResult) -> str:
 
 
 def side_by_side_sentence(result: StudyResult) -> str:
-    """How speeds were measured: alone, or while runs shared the machine; empty if there was one run at a time."""
+    """How speeds were measured: in isolation, or while runs shared the machine; empty if runs were sequential."""
     timed = [(row, row.timing) for row in result.variants if row.timing is not None]
     if not timed:
         return (
@@ -435,7 +435,7 @@ def side_by_side_sentence(result: StudyResult) -> str:
 
 
 def ladder_sentences(result: StudyResult) -> list[str]:
-    """What to know about gains per token: that there is no ladder, or that its law misses the baseline's own losses."""
+    """Caveats on gains per token: there is no ladder, or its law misses the baseline's own losses."""
     if any(understated(row, result) for row in result.rows(result.sizes[-1])):
         return [
             "Gains per second are from step-wise gains, read off the curve of a single schedule: they "
@@ -445,7 +445,7 @@ def ladder_sentences(result: StudyResult) -> list[str]:
 
 
 def joint_sentence(result: StudyResult) -> str:
-    """The law of sizes and budgets with its numbers, and what it rests on; empty without one."""
+    """The law of sizes and budgets with its numbers, and the data behind it; empty without one."""
     if result.joint is None:
         return ""
     joint, tokens = result.joint, result.joint.tokens
@@ -470,7 +470,7 @@ def joint_sentence(result: StudyResult) -> str:
 
 
 def race_sentence(result: StudyResult, size: str) -> str:
-    """Which variants are shown to reach the target in fewer seconds, and which are not; empty without a race."""
+    """Which variants reach the target in significantly fewer seconds, and which do not; empty without a race."""
     rows = [row for row in result.rows(size) if row.name != result.baseline and row.race is not None]
     if result.target is None or not rows:
         return ""
@@ -492,7 +492,7 @@ def race_sentence(result: StudyResult, size: str) -> str:
 
 
 def _misfit_sentence(ladder: LadderResult, result: StudyResult) -> str:
-    """Empty if the law gives each budget its own tokens back, but for MAX_LADDER_MISFIT."""
+    """Empty if the law recovers the tokens of each budget to within MAX_LADDER_MISFIT."""
     if ladder.law is None:
         return ""
     worths = [(ladder.law.tokens(rung.loss.value) / rung.tokens, rung.tokens) for rung in ladder.rungs]
@@ -519,7 +519,7 @@ def matching_sentences(result: StudyResult) -> list[str]:
 
 
 def lacking_sentences(result: StudyResult) -> list[str]:
-    """Which runs were not measured as others were, and how to do it."""
+    """Which runs lack measurements that others have, and how to make them."""
     return [
         f"{LACKED[option]} are missing for {', '.join(runs[:MAX_RUN_NAMES])}"
         f"{f' and {len(runs) - MAX_RUN_NAMES} more' * (len(runs) > MAX_RUN_NAMES)}: "

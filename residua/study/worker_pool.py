@@ -1,10 +1,10 @@
-"""The processes of a study. Each trains runs of one graph; the next one compiles while another trains.
+"""The processes of a study. Each trains runs of one graph; the next compiles while another trains.
 
-A worker is sent one line of JSON per run and answers with one word a line: `ready` once it is compiled, `trained` after
-the last step of a run, `ended CODE` when the files of that run are written. Between the two, another worker may already
-train. `TrainingProcess` is the worker's side: it compiles for the run named on its command line, then trains those that
-its standard input names. The trainer's output goes to the log of the run. The process ends when its input does: if
-the study is killed, the run in progress is still finished.
+The study sends a worker one line of JSON per run. The worker answers, one message a line: `ready` once compiled,
+`trained` after the last step of a run, `ended CODE` when that run's files are written. Between the last two, another
+worker may already train. `TrainingProcess` is the worker's side: it compiles for the run named on its command line,
+then trains those named on its standard input. The trainer's output goes to the run's log. The process ends when its
+input does: if the study is killed, the run in progress is still finished.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from residua.train.world import SharedWorld
 
 READY, TRAINED, ENDED = "ready", "trained", "ended"
 OUT_OF_MEMORY = 75
-"""The status of a worker that ended because the GPU was full."""
+"""The exit status of a worker that ran out of GPU memory."""
 POLL_SECONDS = 0.25
 STOP_SECONDS = 120.0
 END_SECONDS = 20.0
 CORES_TO_COMPILE = 8
 MIN_FREE_BYTES = 1 << 16
-"""With fewer bytes free on the disk, a trainer may not have been able to write its last words."""
+"""With fewer free bytes on the disk, a trainer may have failed to log its last message."""
 
 
 class Watcher(Protocol):
-    """Gets the progress of the runs while a study trains."""
+    """Receives the progress of runs while a study trains."""
 
     def started(self, run: PlannedRun, step: int) -> None: ...
     def advanced(self, run: PlannedRun, step: int, loss: float | None) -> None: ...
@@ -62,7 +62,7 @@ class Watcher(Protocol):
 class Request(NamedTuple):
     """A run to train: its configuration file, its folder and its log.
 
-    `branches` are the configuration files and folders of shorter runs that begin as this one.
+    `branches` are the configuration files and folders of shorter runs that branch off this one.
     """
 
     config: str
@@ -72,14 +72,14 @@ class Request(NamedTuple):
 
 
 def worker_command(first: Request) -> list[str]:
-    """The command that starts a worker, which compiles for its first run at once."""
+    """The command that starts a worker, which immediately compiles for its first run."""
     call = "from residua.study.worker_pool import main; main()"
     return python_command("-c", call, first.config, first.log, repr(time.time()))
 
 
 @dataclass(eq=False)
 class Worker:
-    """A process, the runs that wait for it, and the one that it works on."""
+    """A process, its waiting runs, and the run in progress."""
 
     child: subprocess.Popen[bytes]
     waiting: list[PlannedRun]
@@ -87,10 +87,10 @@ class Worker:
     ready: bool = False
     run: PlannedRun | None = None
     trains: bool = False
-    """Whether it holds one of the places to train."""
+    """Whether it holds one of the training slots."""
     unfinished: bytes = b""
     logged: int = 0
-    """Bytes that the log held before, written by earlier processes."""
+    """Bytes already in the log from earlier processes."""
 
     @property
     def done(self) -> bool:
@@ -111,7 +111,7 @@ class Worker:
             self.child.stdin.flush()
 
     def dismiss(self) -> None:
-        """Tell it that no more runs will come."""
+        """Tell it that there are no more runs."""
         assert self.child.stdin is not None
         with suppress(OSError):
             self.child.stdin.close()
@@ -119,9 +119,9 @@ class Worker:
 
 @dataclass
 class WorkerPool:
-    """Trains runs in groups of one graph, `places` at a time; `environment` and `keep_open` are for the processes.
+    """Trains runs in groups of one graph, `places` at a time; passes `environment` and `keep_open` to the processes.
 
-    With more places than groups, the largest groups are divided.
+    With more places than groups, the largest groups are split.
     """
 
     groups: list[list[PlannedRun]]
@@ -149,7 +149,7 @@ class WorkerPool:
             self._end(worker, END_SECONDS)
 
     def stop(self) -> None:
-        """Ask every worker to save and end; kill those that do not end in time."""
+        """Ask every worker to save and exit; kill those that do not exit in time."""
         for worker in self._workers:
             worker.dismiss()
             if worker.child.poll() is None:
@@ -159,7 +159,7 @@ class WorkerPool:
             self._end(worker, max(0.1, deadline - time.monotonic()))
 
     def _start(self) -> None:
-        """Start processes for the next groups, a few more than may train; divide a group if a place would be free."""
+        """Start processes for the next groups, a few more than may train; split a group if a place would stay free."""
         while self.groups and self._busy() < self.places + self.ahead:
             self._begin(self.groups.pop(0))
         while not self.groups and self._busy() < self.places:
@@ -178,7 +178,7 @@ class WorkerPool:
         path = Path(first.log)
         with writing(path, within=path), path.open("ab") as log:
             logged = log.tell()
-            # In a session of its own, Ctrl-C reaches only the study, which then stops its workers.
+            # The worker gets its own session, so Ctrl-C reaches only the study, which then stops its workers.
             child = subprocess.Popen(
                 self.command(first), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=self.environment,
                 start_new_session=True, pass_fds=self.keep_open,
@@ -189,7 +189,7 @@ class WorkerPool:
         self._note("starts", runs[0])
 
     def _hand_out(self) -> None:
-        """Give the free places to workers that are ready, those that started first before the others."""
+        """Give free places to ready workers, the earliest started first."""
         free = self.places - sum(worker.trains for worker in self._workers)
         idle = (w for w in self._workers if w.ready and w.run is None and w.waiting)
         for worker, _ in zip(idle, range(free), strict=False):
@@ -203,12 +203,12 @@ class WorkerPool:
             worker.send(request)
 
     def _listen(self) -> None:
-        """Wait a moment for answers, report progress, and drop the processes that have ended."""
+        """Wait briefly for answers, report progress, and drop processes that have ended."""
         pipes = [worker.child.stdout for worker in self._workers if worker.child.stdout is not None]
         select.select(pipes, [], [], POLL_SECONDS)
         lost = []
         for worker in self._workers:
-            code = worker.child.poll()  # before the answers: what a dead process said is complete
+            code = worker.child.poll()  # poll before reading: if it has died, its output is complete
             for words in worker.answers():
                 self._heard(worker, words)
             if worker.run is not None:
@@ -243,9 +243,9 @@ class WorkerPool:
             worker.dismiss()
 
     def _lost(self, worker: Worker, code: int) -> None:
-        """A process has ended: fail the run that it worked on or prepared for, and let others train the rest.
+        """Handle a process that ended: fail the run it was training or compiling for, and let others train the rest.
 
-        A full GPU may be the fault of those that wait: they are ended, and the run starts again without them.
+        If the GPU was full, waiting workers may be the cause: they are ended, and the run restarts without them.
         """
         _close(worker)
         if code == OUT_OF_MEMORY and self.ahead:
@@ -275,26 +275,26 @@ class WorkerPool:
         _close(worker)
 
     def _note(self, what: str, run: PlannedRun | None) -> None:
-        """One line of logs/timeline.jsonl: when a run got how far."""
+        """Log an event of a run to logs/timeline.jsonl."""
         line = {"seconds": round(time.monotonic() - self._begun, 2), "run": run.title if run else None, "event": what}
-        # a study continues without it when the disk is full
+        # when the disk is full, the study continues without it
         with suppress(OSError), (self.out / LOGS / "timeline.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def compiling_ahead() -> int:
-    """How many workers compile while others train: one, or two where there are cores for both."""
+    """How many workers compile while others train: one, or two if there are enough cores."""
     return 2 if available_cores() >= 2 * CORES_TO_COMPILE else 1
 
 
 def _spare(worker: Worker) -> int:
-    """Runs that another process could train sooner than this one: not those that branch off its current run."""
+    """The number of runs that another process could take over: not those that branch off the current run."""
     current = worker.run if worker.trains and worker.run is not None else worker.waiting[0] if worker.waiting else None
     return sum(run.family != current.family for run in worker.waiting) if current is not None else 0
 
 
 def _divide(queue: list[PlannedRun], wanted: int) -> list[PlannedRun]:
-    """Take at least `wanted` runs from the end of a queue, in their order; runs of one family stay together."""
+    """Take at least `wanted` runs from the end of a queue, preserving order; runs of one family stay together."""
     place = len(queue) - wanted
     while place and queue[place - 1].family == queue[place].family:
         place -= 1
@@ -311,7 +311,7 @@ def _request(run: PlannedRun, out: Path, waiting: Sequence[PlannedRun] = ()) -> 
 
 
 def _problem(log: Path, code: int, since: int = 0) -> str:
-    """One sentence: how the trainer ended, why by its log from byte `since` on, and where the log is."""
+    """One sentence: how the trainer ended, the reason in its log after byte `since`, and where the log is."""
     words = last_words(log.read_bytes()[since:].decode(errors="replace")) if log.exists() else ""
     ending = f"ended by signal {-code}" if code < 0 else f"ended with status {code}"
     full = "; the disk is full" * (shutil.disk_usage(log.parent).free < MIN_FREE_BYTES)
@@ -325,7 +325,7 @@ def _close(worker: Worker) -> None:
 
 
 def main() -> None:
-    """Prepare for the configuration named on the command line, then train what the input names."""
+    """Compile for the configuration named on the command line, then train the runs named on standard input."""
     config, log, spawned = sys.argv[1:]
     answers = os.dup(sys.stdout.fileno())
     _print_to(Path(log))
@@ -347,13 +347,13 @@ def main() -> None:
 
 
 def answer(pipe: int, words: str) -> None:
-    """Answer the study. If it was killed, nobody listens, and the run continues."""
+    """Answer the study. If the study was killed, the answer is lost and the run continues."""
     with suppress(OSError):
         os.write(pipe, f"{words}\n".encode())
 
 
 class TrainingProcess:
-    """A worker seen from inside: it trains the runs that it is sent in turn, on one compiled step."""
+    """The worker's side: trains the runs it receives in turn, with one compiled step."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.answer = tell
@@ -361,7 +361,7 @@ class TrainingProcess:
         self._world: SharedWorld | None = None
 
     def prepare(self, path: Path) -> None:
-        """Compile for a run. The run itself reports errors."""
+        """Compile for a run; errors are left for the run itself to report."""
         try:
             config = RunConfig.from_toml(path)
             self._open(config).rehearse(config)
@@ -374,7 +374,7 @@ class TrainingProcess:
     def train(self, request: Request) -> int:
         """Train a run; returns the status that `residua train` would end with.
 
-        A run that diverged, or that is refused, does not end the process; a full memory and a bug do.
+        A diverged or refused run does not end the process; running out of memory and bugs do.
         """
         folder = Path(request.folder)
         try:
@@ -389,7 +389,7 @@ class TrainingProcess:
                 sys.exit(error.exit_code)
             if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes(error)):
                 sys.exit(OUT_OF_MEMORY)
-            if failure.bug:  # of which this process may be the worse
+            if failure.bug:  # this process may be in a bad state
                 sys.exit(1)
             return error.exit_code if isinstance(error, TrainingStopped) else 2
         prune(folder, keep=1)
@@ -404,7 +404,7 @@ class TrainingProcess:
 
 
 def _print_to(log: Path) -> None:
-    """Append what this process prints to a file."""
+    """Append this process's output to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
     with log.open("ab") as file:
