@@ -1,8 +1,8 @@
 """The elements of a section, as HTML: tables, cards, and strips that show a model layer by layer.
 
-Callers pass plain text, which is escaped here. A strip is an HTML table, so it needs no script, scrolls within itself
-and can be read aloud. The strips of several models stand side by side with the same columns and the same scales, and
-show the numbers of flagged cells only.
+Callers pass plain text, which is escaped here. A strip is an HTML table, so it needs no script, scrolls by itself and
+works with screen readers. The strips of several models appear side by side with the same columns and scales, and show
+numbers only in flagged cells.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Literal
 from residua.report.plain import escape, link
 
 UNBROKEN = 15
-"""Names of at most so many letters stay on one line."""
+"""Names of up to this many characters stay on one line."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A cell or a fact that leads somewhere: a path relative to the page, or an #anchor on it."""
+    """A cell or fact that links to a path relative to the page, or to an #anchor on it."""
 
     text: str
     target: str
@@ -27,9 +27,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Value:
-    """A cell with a value and a detail (an interval, a unit), which is shown smaller below it.
+    """A cell with a value and a detail (an interval, a unit) in smaller type below it.
 
-    `key` is the number that a sortable column sorts by; without it, the number that `main` begins with.
+    `key` is the number that a sortable column sorts by; the default is the number at the start of `main`.
     """
 
     main: str
@@ -63,7 +63,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Sorted:
-    """A table whose columns can be sorted: the rows come in the order of this column."""
+    """A table that can be sorted by any column; the rows are initially in the order of this one."""
 
     column: int
     descending: bool = True
@@ -72,7 +72,7 @@ class Sorted:
 def table(
     title: str, columns: Sequence[Column], rows: Iterable[Sequence[Cell]], strong: set[int], order: Sorted | None
 ) -> str:
-    """A table in a box that scrolls sideways where it does not fit; `title` names it for screen readers."""
+    """A table in a box that scrolls sideways if it does not fit; `title` names it for screen readers."""
     head = "".join(_head(column, index, order) for index, column in enumerate(columns))
     kinds = ["number" if column.numeric else "words" for column in columns]
     body = "".join(_row(row, kinds, index in strong) for index, row in enumerate(rows))
@@ -83,7 +83,7 @@ def table(
 
 
 def meanings(columns: Sequence[Column]) -> str:
-    """The meaning of each column, folded; empty if none is stated."""
+    """A collapsed list of the columns' meanings; empty if there are none."""
     terms = "".join(
         f"<dt>{escape(column.title)}</dt><dd>{escape(column.meaning)}</dd>" for column in columns if column.meaning
     )
@@ -92,7 +92,7 @@ def meanings(columns: Sequence[Column]) -> str:
 
 
 def cell(content: Cell) -> str:
-    """The inside of a cell."""
+    """The HTML content of a cell."""
     if isinstance(content, Link):
         return f'<a href="{link(content.target)}">{breakable(content.text)}</a>'
     if isinstance(content, Series):
@@ -104,7 +104,7 @@ def cell(content: Cell) -> str:
 
 
 def breakable(text: str) -> str:
-    """Long names of variants may continue on the next line after a + or an underscore."""
+    """Let long variant names break after a + or an underscore."""
     shown = escape(text)
     if len(text) <= UNBROKEN or ("+" not in shown[1:] and "_" not in shown):
         return shown
@@ -146,7 +146,7 @@ _SIGNS: dict[Tone, tuple[str, str]] = {"bad": ("!", "Problem"), "note": ("i", "N
 
 @dataclass(frozen=True)
 class Owner:
-    """One of several that a card is about: its name and colour, where it has the thing, and how sure that is."""
+    """One of the models that a card is about: its name and colour, where its finding is, and how certain that is."""
 
     name: str
     colour: str
@@ -156,7 +156,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Card:
-    """A title, a sentence, further `points`, and facts by name; empty facts are left out. `more` is folded."""
+    """A title, a sentence, further `points`, and facts by name; empty facts are omitted. `more` is collapsed."""
 
     title: str
     text: str = ""
@@ -168,7 +168,7 @@ class Card:
 
 
 def cards_html(cards: Iterable[Card]) -> str:
-    """The cards side by side, as many in a row as there is room for."""
+    """The cards side by side, as many per row as fit."""
     return f'<div class="cards">{"".join(map(_card, cards))}</div>'
 
 
@@ -213,18 +213,18 @@ def _more(sentences: Sequence[str]) -> str:
 
 Flag = Literal["", "bad", "note"]
 FAINT = 0.02
-"""A smaller weight of a spread is not drawn."""
+"""Smaller weights of a spread are not drawn."""
 NARROWEST = 36
-"""A cell of a spread is at least this part of its width, so that it can be seen."""
+"""The narrowest visible cell of a spread is 1 / this of the spread's width."""
 
 
 @dataclass(frozen=True)
 class Bar:
     """One cell: bars of lengths 0 to 1 below each other (None: not measured), and the number in words.
 
-    `mark` is a reference on the same scale, drawn as a line. With `zero`, a place from 0 to 1, bars begin at a line
-    there, and negative ones go to its left. A `flag` colours the cell; `words` say it all, under the pointer, and are
-    read aloud where there is a flag.
+    `mark` is a reference on the same scale, drawn as a line. With `zero`, a position from 0 to 1, bars begin at a line
+    there, and negative ones extend to its left. A `flag` colours the cell; `words` is the full description shown on
+    hover, which screen readers read if there is a flag.
     """
 
     lengths: tuple[float | None, ...]
@@ -237,7 +237,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Spread:
-    """One cell: rows of weights, 0 to 1, over at most `width` sources; sources that a row does not have stay empty."""
+    """One cell: rows of weights, 0 to 1, over at most `width` sources; sources that a row lacks stay empty."""
 
     rows: tuple[tuple[float, ...], ...]
     width: int
@@ -265,7 +265,7 @@ class Strip:
 
 
 def strips_html(tracks: Sequence[Track], strips: Sequence[Strip], caption: str) -> str:
-    """The strips side by side, and below them what the columns mean."""
+    """The strips side by side, with the meanings of the columns below."""
     head = "".join(
         f'<th scope="col">{escape(track.title)}<small>{escape(track.scale)}</small></th>' for track in tracks
     )
@@ -317,14 +317,14 @@ def _bars(bar: Bar) -> str:
 
 
 def _extent(length: float, zero: float | None) -> str:
-    """Where a bar begins and how wide it is."""
+    """The start and the width of a bar."""
     if zero is None:
         return f"width:{_percent(length)}"
     return f"margin-left:{_percent(zero + min(length, 0.0))};width:{_percent(abs(length))}"
 
 
 def _spread(spread: Spread) -> str:
-    """Rows of small rectangles; the picture stretches with its cell."""
+    """Draw rows of small rectangles; the picture stretches with its cell."""
     paper = "".join(
         f'<rect class="paper" y="{y}" width="{len(row)}" height=".86"/>' for y, row in enumerate(spread.rows)
     )

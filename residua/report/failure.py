@@ -1,7 +1,7 @@
-"""How a command ends that cannot go on: a person's mistake in one sentence, any other error with its traceback.
+"""End a command that cannot continue: a user's mistake in one sentence, any other error with its traceback.
 
-One sentence is enough for a `UserError`, a full or forbidden disk and a full memory. Everything else is a bug, ours or
-a plugin's: its traceback follows a line that names the plugin's file and line, if a plugin is in it.
+One sentence is enough for a `UserError`, a full disk, missing permissions, or running out of memory. Everything else is
+a bug, ours or a plugin's: its traceback follows a line that names the plugin's file and line, if one is involved.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SPOKEN = "residua: "
-"""How our own lines on standard error begin."""
+"""The prefix of our own lines on standard error."""
 
 
 class Failure(NamedTuple):
-    """An error as it is shown: one line, then its traceback if it needs one."""
+    """An error to print: one line, then a traceback if it needs one."""
 
     sentence: str
     trace: str = ""
@@ -43,7 +43,7 @@ class Failure(NamedTuple):
 
 
 def describe(error: BaseException, *, expected: bool = False) -> Failure:
-    """An error as it is shown to a person; one that is `expected` is explained by its own message."""
+    """Prepare an error for printing; an `expected` error is explained by its own message."""
     place = plugin_place(error)
     bug = not expected and not _is_expected(error, place)
     wanted = bug or os.environ.get(TRACEBACK, "0") not in ("", "0")
@@ -51,18 +51,18 @@ def describe(error: BaseException, *, expected: bool = False) -> Failure:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether an error is explained in one sentence: a person's mistake, a full disk or a full memory."""
+    """Whether one sentence explains an error: a user's mistake, a full disk, or running out of memory."""
     return _is_expected(error, plugin_place(error))
 
 
 def sentence(error: BaseException) -> str:
-    """An error in one line; the line of a plugin is in it."""
+    """An error in one line, which names the plugin's line if there is one."""
     place = plugin_place(error)
     return _sentence(error, place, bug=not _is_expected(error, place))
 
 
 def show(failure: Failure) -> None:
-    """Print it on standard error, which may go to a disk that is full."""
+    """Print a failure on standard error, ignoring errors such as a full disk."""
     with suppress(OSError):
         print(failure, end="", file=sys.stderr, flush=True)
 
@@ -76,7 +76,7 @@ def tell(console: Console, what: str, error: Exception) -> None:
 
 
 def last_words(log: str) -> str:
-    """Why a process ended: the last line of its log with our name, which may head a traceback, or else the last."""
+    """Why a process ended: the last log line with our prefix, which may precede a traceback, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     ours = [line.removeprefix(SPOKEN) for line in lines if line.startswith(SPOKEN)]
     return (ours or lines or [""])[-1]
@@ -84,7 +84,7 @@ def last_words(log: str) -> str:
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """End the process if the block fails, with a sentence or a traceback: for commands that are not verbs."""
+    """If the block fails, end the process with a sentence or a traceback: for commands outside the `residua` CLI."""
     try:
         yield
     except Exception as error:
@@ -101,7 +101,7 @@ def _is_expected(error: BaseException, place: Place | None) -> bool:
 
 
 def _was_validated(error: BaseException) -> bool:
-    """Whether a table refused the value of a key: a plugin's own tables do that with `ValueError`."""
+    """Whether a table rejected the value of a key: a plugin's own tables do that with `ValueError`."""
     return any(isinstance(link, ValidationError) for link in causes(error))
 
 
@@ -118,12 +118,12 @@ def _sentence(error: BaseException, place: Place | None, bug: bool) -> str:
 
 def _trace(error: BaseException) -> str:
     for link in causes(error):
-        link.__suppress_context__ = False  # `from None` hides a cause from a person who did not ask for it
+        link.__suppress_context__ = False  # `from None` hides a cause that the user need not see
     return "".join(format_exception(error.with_traceback(_without_command_line(error.__traceback__))))
 
 
 def _without_command_line(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback below the library that reads the arguments."""
+    """The part of a traceback below the argument-parsing library."""
     trimmed = trace
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("typer", "click"):

@@ -1,7 +1,7 @@
 """The plots of report pages: curves with bands, grouped bars, heat maps, forests. All labels are plain text.
 
-Every trace names its series in `meta`: the page makes a legend of them, and a hover over a series highlights it in
-every figure and table.
+Every trace names its series in `meta`: the page builds a legend from these names, and hovering over a series highlights
+it in every figure and table.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from residua.report.plain import escape, printable
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure as Figure
 else:
-    Figure = Any  # Plotly takes a second to import: only drawing does
+    Figure = Any  # Plotly takes a second to import, so it is imported only for drawing
 
 T = TypeVar("T")
 
 MOST_GAPS = 100
-"""Heat maps with more rows or columns have no lines between them."""
+"""Heat maps with more rows or columns have no lines between cells."""
 
 
 @dataclass(frozen=True)
 class Curve:
     """One line. Curves of one `group` share a legend entry; `low` and `high` draw a band around it.
 
-    `symbol` is the marker's, as Plotly names it (`theme.symbol`).
+    `symbol` is Plotly's name for the marker (`theme.symbol`).
     """
 
     name: str
@@ -60,7 +60,7 @@ def curves(
     height: int = 400,
     x_axis: Mapping[str, Any] | None = None,
 ) -> Figure:
-    """Lines over a common axis; `whole_x` puts ticks at whole numbers only, `x_axis` are Plotly's settings of it."""
+    """Lines over a common axis; `whole_x` puts ticks only at integers, `x_axis` are Plotly settings for the axis."""
     traces = []
     for curve in series:
         shared = {"name": escape(curve.name), "meta": of_series(curve.group or curve.name)}
@@ -116,7 +116,7 @@ def grouped_bars(
 ) -> Figure:
     """Bars side by side for each name, one per part; `line_at` marks a reference value.
 
-    With `step`, one in so many names stands along the axis.
+    With `step`, the axis shows every `step`-th name.
     """
     bars = [
         {
@@ -135,7 +135,7 @@ def grouped_bars(
 
 @dataclass(frozen=True)
 class Box:
-    """One box of a box plot: ends of the whiskers, quartiles, median, mean, and the largest value of all."""
+    """One box of a box plot: ends of the whiskers, quartiles, median, mean, and maximum."""
 
     name: str
     low: float
@@ -179,9 +179,9 @@ def heatmap(
     height: int | None = None,
     step: int | tuple[int, int] | None = None,
 ) -> Figure:
-    """A matrix as colours, first row at the top. Missing cells (None) stay empty; those near zero are light.
+    """A matrix as colours, first row at the top. Missing cells (None) stay empty; values near zero are light.
 
-    With `step`, one in so many names stands along each axis; two numbers are for columns and rows.
+    With `step`, each axis shows every `step`-th name; two numbers set it for columns and rows.
     """
     low, high = bounds if bounds else (None, None)
     centre = {"zmid": 0.0} if diverging else {}
@@ -201,7 +201,7 @@ def heatmap(
 
 
 def _gap(names: Sequence[str]) -> int:
-    """A line between cells, where they are wide enough for one."""
+    """The width of the line between cells: 0 if the cells are too narrow for one."""
     return 1 if len(names) <= MOST_GAPS else 0
 
 
@@ -210,14 +210,14 @@ def _stepped(step: int | None) -> dict[str, Any]:
 
 
 def evenly(rows: Sequence[T], most: int) -> list[T]:
-    """At most `most` rows at even distances, the first and the last among them."""
+    """At most `most` evenly spaced rows, including the first and the last."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(i * (len(rows) - 1) / (most - 1))] for i in range(most)]
 
 
 def of_series(name: str) -> dict[str, str]:
-    """The `meta` of a trace that belongs to a series: the name that legends and tables highlight it by."""
+    """The `meta` of a series' trace: the name by which legends and tables highlight it."""
     return {"series": printable(name)}
 
 
@@ -231,10 +231,10 @@ def framed(
     y: Mapping[str, Any] | None = None,
     **layout: Any,
 ) -> Figure:
-    """Traces with titles, height and margins; `x`, `y` and `layout` are Plotly's settings of the axes and the whole.
+    """Traces with titles, height and margins; `x`, `y` and `layout` are Plotly settings for the axes and the layout.
 
-    The legend is the page's (`section.py`), not Plotly's. A figure gets everything at once: each `update_…` takes
-    Plotly as long as a small figure.
+    The page draws the legend (`section.py`), not Plotly. All settings go in at once, since each `update_…` call costs
+    as much as building a small figure.
     """
     from plotly.graph_objects import Figure
 
@@ -246,7 +246,7 @@ def framed(
         "xaxis": {"title": {"text": escape(x_title)}, **(x or {})},
         "yaxis": {"title": {"text": escape(y_title)}, **(y or {})},
     }
-    figure = Figure(traces, {"template": {}, **settings, **layout})  # {}: without one, it would take Plotly's own
+    figure = Figure(traces, {"template": {}, **settings, **layout})  # {}: otherwise Plotly uses its own
     figure.layout.template = None
     return figure
 
@@ -257,9 +257,9 @@ _FOREST_FRAME = 74
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and the ends of its interval, infinite where open; without `ends` there is no interval, and it is hollow.
+    """A value and the ends of its interval, infinite if open; without `ends` there is no interval and a hollow marker.
 
-    `text` is what stands at the right of its line, `detail` what a hover and a screen reader add to it.
+    `text` appears to the right of its line; `detail` is added on hover and for screen readers.
     """
 
     name: str
@@ -314,7 +314,7 @@ def forest(rows: Sequence[Estimate], x_title: str, *, height: int | None = None)
 
 
 def _caps(row: Estimate, ends: tuple[float, float]) -> dict[str, object]:
-    """A bar at each end of the interval; an arrow where it runs out of the frame."""
+    """A cap at each end of the interval; an arrow if it extends beyond the frame."""
     cut = [shown != end for shown, end in zip(ends, row.ends or ends, strict=True)]
     arrows = ("triangle-left", "triangle-right")
     return {
@@ -324,14 +324,14 @@ def _caps(row: Estimate, ends: tuple[float, float]) -> dict[str, object]:
 
 
 def height_of(rows: int) -> int:
-    """The height of a forest plot with so many rows, in pixels."""
+    """The height of a forest plot with this many rows, in pixels."""
     return max(180, _FOREST_FRAME + _FOREST_ROW * rows)
 
 
 def span(
     values: Sequence[float], ends: Sequence[tuple[float, float] | None], reach: float = 1.0
 ) -> tuple[float, float]:
-    """An axis with room for all values, and for their intervals as far as `reach` times the extent of the values."""
+    """An axis range that fits all values, and their intervals up to `reach` times the extent of the values."""
     low, high = min(values), max(values)
     extent = (high - low) or 0.2 * abs(high) or 1.0
     edges = [edge for pair in ends if pair is not None for edge in pair]

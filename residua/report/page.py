@@ -1,17 +1,17 @@
-"""A self-contained HTML page: text, tables and Plotly figures, light and dark, for screen, telephone and paper.
+"""A self-contained HTML page: text, tables and Plotly figures, light and dark, for screen, phone and paper.
 
-A page has a title that answers, a lead, sections, and at the foot how it was made. Callers pass plain text, which is
-escaped here; no caller writes HTML. Its Content-Security-Policy forbids every network request.
+A page has a title that gives the answer, a lead paragraph, sections, and a footer that says how it was made. Callers
+pass plain text, which is escaped here; no caller writes HTML. Its Content-Security-Policy forbids network requests.
 
-`section.py` offers cards for findings, folds for repetitions, tables that sort, figures side by
-side or in tabs with a legend and a text for screen readers. A series keeps its colour (`theme.colour`) and is
-highlighted everywhere when the reader points at its line, its legend or its row (`Series` cells, the names of `Curve`
-and `Estimate`).
+`section.py` provides cards for findings, collapsible blocks for repetition, sortable tables, and figures. Figures
+appear side by side or in tabs, with a legend and text for screen readers. A series keeps its colour (`theme.colour`).
+It is highlighted everywhere when the reader points at its line, legend or row (`Series` cells, names of `Curve` and
+`Estimate`).
 
-The page carries its own plotly.js. The whole of it is 4.8 MB. The cartesian build draws all that Residua draws (lines,
-bars, heat maps) in 1.5 MB, and 0.66 MB as base64 of its gzip, which `page.js` unpacks. A file next to the page would be
-shared by the pages of one folder only, and a page that is mailed alone would lose its plots. The file is
-`plotly-cartesian.min.js` of npm's plotly.js-cartesian-dist-min, unchanged (MIT, plotly-LICENSE.txt).
+The page embeds plotly.js. The full build is 4.8 MB. The cartesian build draws everything Residua needs (lines, bars,
+heat maps) in 1.5 MB, or 0.66 MB as base64 of its gzip, which `page.js` unpacks. A file next to the page could be shared
+only by the pages of one folder, and a page mailed on its own would lose its plots. The file is the unchanged
+`plotly-cartesian.min.js` from npm's plotly.js-cartesian-dist-min (MIT, plotly-LICENSE.txt).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Page:
         self._anchors: set[str] = set()
 
     def section(self, title: str, look_for: str = "") -> Section:
-        """A new section at the end; `look_for` says in one sentence what to see and what healthy looks like."""
+        """Append a section; `look_for` says in one sentence what it shows and what healthy looks like."""
         section = Section(title, look_for, self._new_anchor)
         self._sections.append(section)
         return section
 
     def made(self, facts: Mapping[str, Cell]) -> None:
-        """How the page was made, at its foot: date, hardware, versions, commit, command."""
+        """Set the footer on how the page was made: date, hardware, versions, commit, command."""
         self._provenance |= facts
 
     def html(self, live: str = "", style: str = "") -> str:
-        """The whole page as text. `live` is a script that may ask the page's own server for news, `style` is for it."""
+        """The whole page as text. `live` is a script that may poll the page's own server; `style` is CSS for it."""
         contents = "".join(f'<li><a href="#{s.anchor}">{escape(s.title)}</a></li>' for s in self._sections)
         scripts = (
             f'<script type="application/json" id="themes">{theme.templates_json()}</script>{plotly_script()}'
@@ -124,16 +124,16 @@ style-src 'unsafe-inline'; img-src data: blob:{connect}">
 
 PLOTLY_VERSION = "4.1.1"
 PLOTLY_SHA256 = "79542150855a52c567260e3137095dbe2b744e6d702a5cabe67da246942fba7a"
-"""Of the unpacked file."""
+"""The hash of the unpacked file."""
 _PLOTLY = "plotly-cartesian.min.js.gz"
 
 
 def packed_plotly() -> bytes:
-    """The gzip file."""
+    """The gzipped plotly.js."""
     return files("residua.report").joinpath(_PLOTLY).read_bytes()
 
 
 @cache
 def plotly_script() -> str:
-    """The element that carries it; `page.js` unpacks and runs it before it draws."""
+    """The element that embeds plotly.js; `page.js` unpacks and runs it before drawing."""
     return f'<script type="application/gzip" id="plotly">{b64encode(packed_plotly()).decode()}</script>'

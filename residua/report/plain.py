@@ -1,6 +1,6 @@
-"""Text that strangers may have written (names, paths, tokens, messages), made harmless where it is shown.
+"""Make untrusted text (names, paths, tokens, messages) safe to display.
 
-A terminal executes control characters, rich reads `[red]`, Markdown reads `|` and `<`. Commands print through
+A terminal executes control characters, rich interprets `[red]`, Markdown interprets `|` and `<`. Commands print through
 `PlainConsole`, pages through `escape`, Markdown through `markdown`.
 """
 
@@ -20,15 +20,15 @@ from rich.text import Text
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _KEPT = "\n\t"
-# characters that reverse the order of what follows, so that a name looks like another
+# characters that reverse text direction, which can disguise one name as another
 _TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-# also what GitHub makes a link of by itself, and underscores but those inside a word
+# also text that GitHub links automatically, and underscores except inside words
 _MARKS = re.compile(r"[\\`*|~$@]|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.")
 _BLOCK = re.compile(r"^(\d+(?=[.)])|)([-+=.)#>]|\[(?=[ xX]\]))")
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would execute: control characters but newlines and tabs, half characters."""
+    """Replace lone surrogates and control characters that a terminal would execute (all but newlines and tabs)."""
     return text if text.isprintable() else "".join(c if _harmless(c) else REPLACEMENT for c in text)
 
 
@@ -42,20 +42,20 @@ def _harmless(c: str) -> bool:
 
 
 def escape(text: str) -> str:
-    """The printable text for HTML, also inside an attribute, and for Plotly's labels."""
+    """The printable text for HTML, including attributes, and for Plotly's labels."""
     return html.escape(printable(text))
 
 
 def link(target: str) -> str:
-    """A relative path or an #anchor as the target of a link: never a scheme such as javascript:."""
+    """A relative path or an #anchor as a link target; never a scheme such as javascript:."""
     return quote(target, safe="/#.-_~", errors="surrogateescape")
 
 
 def markdown(text: str, *, begins: bool = False) -> str:
-    """The text on one line for Markdown: no cell, code, HTML, link or image begins in it.
+    """The text on one line for Markdown, escaped so that it starts no cell, code, HTML, link or image.
 
-    `begins`: it is the first text of a line, where `#` or `1.` would begin a heading or a list. `<` and `&` become
-    entities, since not every Markdown knows a backslash before them.
+    With `begins`, it starts a line, where `#` or `1.` would begin a heading or a list. `<` and `&` become entities,
+    since not every Markdown supports a backslash before them.
     """
     escaped = _MARKS.sub(r"\\\g<0>", one_line(text)).replace("&", "&amp;").replace("<", "&lt;")
     return _BLOCK.sub(r"\1\\\2", escaped) if begins else escaped
@@ -72,7 +72,7 @@ class PlainConsole(Console):
             yield Segment(text if control else printable(text), style, control)
 
     def status(self, status: RenderableType, **settings: Any) -> Status:
-        """A line with a spinner."""
+        """Show a line with a spinner."""
         return _PlainStatus(_unmarked(status), console=self, **settings)
 
 
@@ -82,7 +82,7 @@ class _PlainStatus(Status):
 
 
 def outcome(text: str, *, good: bool = True) -> Text:
-    """A line about a finished piece of work, with a tick or a cross."""
+    """A line about a finished task, with a tick or a cross."""
     return Text.assemble(("✓ ", "green") if good else ("✗ ", "red"), text)
 
 

@@ -14,8 +14,8 @@ from residua.report.figures import Figure, framed, of_series, span
 
 WIDTH, HEIGHT = 860, 520
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 44, 56
-_LETTER, _LINE = 6.7, 13.0  # size of a character at 12 px, nearly
-# Where a label may stand, best first: the side as Plotly names it, and the shift of its anchor from the point.
+_LETTER, _LINE = 6.7, 13.0  # approximate size of a character at 12 px
+# Label positions, best first: Plotly's name for the side, and the offset of the anchor from the point.
 _SIDES = {
     "middle right": (9.0, 4.0), "top right": (6.0, -7.0), "bottom right": (6.0, 15.0), "top center": (0.0, -9.0),
     "bottom center": (0.0, 18.0), "middle left": (-9.0, 4.0), "top left": (-6.0, -7.0), "bottom left": (-6.0, 15.0),
@@ -28,9 +28,9 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 @dataclass(frozen=True)
 class Point:
-    """A named value; the ends are those of its intervals, None where there is none. An open end is infinite.
+    """A named value and the ends of its intervals, None without an interval. An open end is infinite.
 
-    Without a label, an interactive figure names it in the legend.
+    If its label is not drawn, an interactive figure names it in the legend.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A reference: straight between its points."""
+    """A reference line with straight segments between its points."""
 
     name: str
     x: Sequence[float]
@@ -56,7 +56,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Points and lines over two axes; a line's name stands in the legend."""
+    """Points and lines over two axes; the legend names the lines."""
 
     points: Sequence[Point]
     lines: Sequence[Line]
@@ -67,15 +67,15 @@ class Scatter:
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """The axes: room for all points and for their intervals as far as twice the extent of the points."""
+        """Axis ranges that fit all points, and their intervals up to twice the extent of the points."""
         across = span([p.x for p in self.points], [p.x_ends for p in self.points])
         return across, span([p.y for p in self.points], [p.y_ends for p in self.points])
 
     def figure(self, height: int = 460, narrowest: int = 380, legend: bool = True) -> Figure:
         """The interactive figure of a page.
 
-        A point is labelled if its label overlaps nothing, also in a figure as narrow as `narrowest` pixels; the others
-        are named by a hover, by the legend, or by the figure next to it.
+        A point is labelled if its label overlaps nothing, even in a figure as narrow as `narrowest` pixels; the others
+        are named on hover, in the legend, or in the neighbouring figure.
         """
         sides = replace(self, width=narrowest, height=height)._sides(free=True)
         traces: list[dict[str, Any]] = [
@@ -104,7 +104,7 @@ class Scatter:
         return framed(traces, self.x_title, self.y_title, height, x=x, y=y)
 
     def svg(self, title: str) -> str:
-        """The same as a static picture, on white."""
+        """The same plot as a static picture on white."""
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
             f'role="img" font-family="{escape(theme.FONT)}" font-size="12" fill="#3a414b">',
@@ -135,7 +135,7 @@ class Scatter:
     def _sides(self, free: bool = False) -> list[str]:
         """For each point, the side of its label that overlaps least with markers, intervals and earlier labels.
 
-        `free`: empty where every side overlaps another label or marker, or leaves the frame.
+        With `free`, empty if every side overlaps another label or marker, or leaves the frame.
         """
         centres = [self._pixel(point.x, point.y) for point in self.points]
         labels = [
@@ -158,14 +158,14 @@ class Scatter:
         return sides
 
     def _frame(self) -> list[Box]:
-        """All around the plot, where no label may stand."""
+        """The boxes around the plot, where labels are not allowed."""
         return [
             (-1e4, -1e4, _LEFT, 1e4), (self.width - _RIGHT, -1e4, 1e4, 1e4),
             (-1e4, -1e4, 1e4, _TOP), (-1e4, self.height - _BOTTOM, 1e4, 1e4),
         ]  # fmt: skip
 
     def _line_boxes(self, line: Line) -> list[Box]:
-        """Small boxes along a line, which labels keep clear of too."""
+        """Small boxes along a line, which labels also avoid."""
         places = [self._pixel(x, y) for x, y in zip(line.x, line.y, strict=True)]
         boxes = []
         for (x1, y1), (x2, y2) in pairwise(places):
@@ -185,7 +185,7 @@ class Scatter:
     def _whisker(
         self, point: Point, ends: tuple[float, float] | None, across: bool
     ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-        """The line of an interval in pixels, cut at the frame."""
+        """The line segments of an interval in pixels, clipped at the frame."""
         if ends is None:
             return []
         (left, right), (low, high) = self.ranges
@@ -209,7 +209,7 @@ class Scatter:
         return f'<polyline points="{places}" fill="none" stroke="{line.colour}" stroke-width="1.5"{dash}/>'
 
     def _line_names(self) -> list[str]:
-        """A legend at the upper right, on the line of the title."""
+        """A legend at the upper right, level with the title."""
         parts, x = [], float(WIDTH - _RIGHT)
         for line in reversed([line for line in self.lines if line.name]):
             dash = f' stroke-dasharray="{_DASHES[line.dash]}"' if line.dash in _DASHES else ""
@@ -269,7 +269,7 @@ def _overlap(a: Box, b: Box) -> float:
 
 
 def _near(boxes: Iterable[Box], labels: Collection[Box]) -> list[Box]:
-    """Those that can overlap one of these labels: a steep line has thousands outside the picture."""
+    """The boxes that can overlap one of these labels; a steep line has thousands outside the picture."""
     if not labels:
         return []
     left, top, right, bottom = zip(*labels, strict=True)
@@ -278,7 +278,7 @@ def _near(boxes: Iterable[Box], labels: Collection[Box]) -> list[Box]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round values, about seven of them."""
+    """About seven round values."""
     raw = (high - low) / 7
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw)
@@ -289,7 +289,7 @@ def _ticks(low: float, high: float) -> list[float]:
 def _whiskers(value: float, ends: tuple[float, float] | None, colour: str) -> dict[str, object] | None:
     if ends is None:
         return None
-    far = 1e3 * abs(value)  # an open end runs out of the frame
+    far = 1e3 * abs(value)  # an open end extends beyond the frame
     low, high = (min(abs(end - value), far) for end in ends)
     return {
         "type": "data", "symmetric": False, "array": [high], "arrayminus": [low],

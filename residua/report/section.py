@@ -1,4 +1,4 @@
-"""A section of a page: text, tables, cards, folds, and figures with a legend and words, in the order they are added."""
+"""A section of a page: text, tables, cards, collapsible blocks and figures, in the order they are added."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from residua.report.figures import Figure
 from residua.report.plain import escape
 
 Tone = Literal["", "good", "bad", "unsure"]
-"""Good news is green, bad news red, an unclear result yellow; a word next to it always says the same."""
+"""Good news is green, bad news red, an unclear result yellow; an adjacent word always says the same."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Picture:
 
 
 class Section:
-    """A heading, a sentence on what to look for, and the content in the order it was added."""
+    """A heading, a sentence on what to look for, and the content in insertion order."""
 
     def __init__(self, title: str, look_for: str, new_anchor: Callable[[str], str]) -> None:
         self._new_anchor = new_anchor
@@ -56,7 +56,7 @@ class Section:
         self._parts.append(f"<p>{escape(sentence)}</p>")
 
     def verdict(self, sentence: str, tone: Tone = "") -> None:
-        """One sentence that matters, set larger."""
+        """One key sentence in larger type."""
         self._parts.append(f'<p class="verdict" data-tone="{tone}">{escape(sentence)}</p>')
 
     def subheading(self, title: str) -> None:
@@ -69,7 +69,7 @@ class Section:
         self._parts.append(f"<ul>{items}</ul>")
 
     def note(self, sentence: str) -> None:
-        """A highlighted remark: something was changed, left out or failed."""
+        """A highlighted remark: something was changed, was omitted or failed."""
         self._parts.append(f'<p class="note">{escape(sentence)}</p>')
 
     def good(self, sentence: str) -> None:
@@ -95,7 +95,7 @@ class Section:
 
     @contextmanager
     def fold(self, summary: str) -> Iterator[None]:
-        """What is added inside the `with` block is hidden until the reader opens it; on paper it is open."""
+        """Collapse the content added inside the `with` block until the reader opens it; print shows it."""
         self._parts.append(f'<details class="fold"><summary>{escape(summary)}</summary><div>')
         yield
         self._parts.append("</div></details>")
@@ -109,7 +109,7 @@ class Section:
     ) -> None:
         """A table that scrolls sideways within itself if needed; rows with an index in `emphasised` are highlighted.
 
-        With `order`, the reader can sort by any column; it names the one that the rows are sorted by.
+        With `order`, the reader can sort by any column; it names the column of the initial order.
         """
         self._parts.append(table(self.title, columns, rows, set(emphasised), order))
         self._parts.append(meanings(columns))
@@ -119,7 +119,7 @@ class Section:
         self._parts.append(self._figure(Picture(figure, "", caption)))
 
     def beside(self, *pictures: Picture) -> None:
-        """Plots side by side where there is room, else below each other."""
+        """Plots side by side if they fit, else stacked."""
         self._parts.append(f'<div class="beside">{"".join(map(self._figure, pictures))}</div>')
 
     def tabs(self, figures: Mapping[str, Figure], caption: str = "") -> None:
@@ -145,7 +145,7 @@ class Section:
         self._parts.append(f'<div id="live-{escape(name)}"></div>')
 
     def slots_beside(self, figures: Mapping[str, tuple[str, str]]) -> None:
-        """Places for plots of a live page, side by side: name, then title and caption. Hidden until they are filled."""
+        """Side-by-side places for a live page's plots: name, then title and caption. Hidden until they are filled."""
         self.has_figures = True
         empty = '<script type="application/json">{"data": [], "layout": {}}</script>'
         slots = [
@@ -172,7 +172,7 @@ class Section:
         )
 
     def html(self) -> str:
-        """The section."""
+        """The section as HTML."""
         look = f'<p class="look-for">{escape(self.look_for)}</p>' if self.look_for else ""
         return (
             f'<section id="{self.anchor}" aria-labelledby="{self.anchor}-title">'
@@ -203,7 +203,7 @@ _MARKS = {
 
 
 def legend(figure: Figure) -> str:
-    """A button per series of the figure, in the order of its traces; empty where only one series is drawn."""
+    """A button per series of the figure, in the order of its traces; empty if only one series is drawn."""
     entries: dict[str, str] = {}
     for trace in figure.data:
         series = (trace.meta or {}).get("series") if isinstance(trace.meta, dict) else None
@@ -238,7 +238,7 @@ def _drawn(inside: str) -> str:
 
 
 def words(figure: Figure) -> str:
-    """The figure in a few sentences, for those who do not see it: axes, and of each series where it ends."""
+    """The figure in a few sentences for screen readers: the axes, and the values of each series."""
     across, up = (html.unescape(axis.title.text or "") for axis in (figure.layout.xaxis, figure.layout.yaxis))
     if not figure.data:
         return "An empty figure."
@@ -254,10 +254,10 @@ def words(figure: Figure) -> str:
 
 
 def _series(trace: Any) -> str:
-    """A series' name with its values: all of a bar or of a few points, else the first and the last."""
+    """A series' name with its values: all of them for bars or a few points, else the first and the last."""
     name = html.unescape(trace.name or "")
     if trace.type == "scatter" and trace.mode == "markers" and trace.text:
-        return html.unescape("; ".join(trace.text))  # a forest's marks say it all
+        return html.unescape("; ".join(trace.text))  # a forest's labels already say it
     points = [(x, y) for x, y in zip(_listed(trace.x), _listed(trace.y), strict=True) if _is_number(y) and x == x]
     if not points:
         return ""

@@ -1,6 +1,6 @@
-"""Tables as data, which a page, Markdown and a terminal show.
+"""Tables as data, for pages, Markdown and terminals.
 
-On a narrow terminal columns are dropped, cells break into lines, or rows become paragraphs: nothing is cut off.
+On a narrow terminal, columns are dropped, cells wrap, or rows become paragraphs; no text is truncated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DataTable(NamedTuple):
 
     @classmethod
     def of(cls, title: str, look_for: str, *columns: tuple[Column, Iterable[Value]]) -> DataTable | None:
-        """A table from its columns, each with its cells; None if they are empty."""
+        """Build a table from columns, each with its cells; None if they are empty."""
         rows = [list(row) for row in zip(*(cells for _, cells in columns), strict=True)]
         return cls(title, [column for column, _ in columns], rows, look_for) if rows else None
 
@@ -44,11 +44,11 @@ class DataTable(NamedTuple):
         return self._replace(columns=[self.columns[index] for index in kept], rows=rows)
 
     def markdown(self) -> list[str]:
-        """Its lines in Markdown, without the title."""
+        """The table as lines of Markdown, without the title."""
         return markdown_table(self.columns, self.rows)
 
     def print(self, console: Console, spared: Sequence[str] = ()) -> None:
-        """Print it, without the first few of the `spared` columns where it does not fit; else cells wrap at spaces."""
+        """Print the table. If it is too wide, drop `spared` columns in order; if that is not enough, wrap cells."""
         unbounded = console.options.update(width=_UNBOUNDED)
         for dropped in range(len(spared) + 1):
             table = self.without(spared[:dropped])
@@ -64,7 +64,7 @@ class DataTable(NamedTuple):
 
 
 def _head(title: str) -> str:
-    """A long title in two lines."""
+    """Split a long title into two lines."""
     return title.replace(" ", "\n", 1) if len(title) > 14 else title
 
 
@@ -87,10 +87,10 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[Value]]) -
 
 
 class FittingTable(Table):
-    """A table of Rich, which would cut off what a narrow terminal has no room for."""
+    """A Rich table that is not truncated on a narrow terminal."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The table as it is; if it does not fit, with narrower columns; if words do not fit, row by row."""
+        """Render the table normally; if it does not fit, with narrower columns; if words do not fit, row by row."""
         excess = self.__rich_measure__(console, options.update(width=_UNBOUNDED)).maximum - options.max_width
         if excess <= 0:
             yield from super().__rich_console__(console, options)
@@ -113,9 +113,9 @@ class FittingTable(Table):
 
 
 def narrowed(cells: Cells, numeric: Sequence[bool], excess: int) -> tuple[Cells, list[int]]:
-    """Cells, rows of columns, with the widest columns narrower, by `excess` in all, and the columns' widths.
+    """Narrow the widest columns by `excess` in total; returns the cells, in rows, and the columns' widths.
 
-    A column holds its longest word as long as that is possible. Words break where there is no room for the longest.
+    A column fits its longest word if possible; otherwise words break.
     """
     widths, least = _widths(cells), _least(cells, numeric)
     for _ in range(excess):
@@ -127,7 +127,7 @@ def narrowed(cells: Cells, numeric: Sequence[bool], excess: int) -> tuple[Cells,
 
 
 def _breaks(numeric: bool) -> str:
-    """Where a cell may break: at spaces, numbers also after `–`, names after `+`, both after `_`."""
+    """Where a cell may break: at spaces and after `_`; numbers also after `–`, names also after `+`."""
     return r" (?!%)|(?<=[–_])" if numeric else r" |(?<=[+_])"
 
 
@@ -136,13 +136,13 @@ def _widths(cells: Cells) -> list[int]:
 
 
 def _least(cells: Cells, numeric: Sequence[bool]) -> list[int]:
-    """The longest word of each column."""
+    """The length of the longest word of each column."""
     columns = zip(zip(*cells, strict=True), map(_breaks, numeric), strict=True)
     return [max(len(word) for cell in column for word in re.split(rf"\n|{at}", cell)) for column, at in columns]
 
 
 def _filled(cell: str, breaks: str, width: int) -> str:
-    """The text in lines of at most `width` characters where it may break so."""
+    """Wrap the text to `width` characters where it may break."""
     lines = []
     for line in cell.split("\n"):
         filled = ""
@@ -156,7 +156,7 @@ def _filled(cell: str, breaks: str, width: int) -> str:
 
 
 def _paragraphs(cells: Cells, numeric: Sequence[bool], width: int) -> Iterator[Text]:
-    """Each row as its names, then its numbers with the heads of their columns."""
+    """Each row as its names, then its numbers with their column titles."""
     heads, *rows = cells
     for row in rows:
         yield Text(" ".join(cell for cell, number in zip(row, numeric, strict=True) if cell and not number), "bold")

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with the number of items done and the total."""
 StageProgress = Callable[[str, int, int], None]
-"""Called with the name of the current stage, the number of items done in it and their total."""
+"""Called with the name of the current stage, and the number of its items done and in total."""
 
 LOG_WIDTH = 120
 
 
 def open_console(log_width: int | None = LOG_WIDTH, *, stderr: bool = False) -> Console:
-    """Standard output or error. In a file or a pipe, lines are `log_width` wide, so that whole tables fit."""
+    """Open standard output or error. In a file or pipe, lines are `log_width` wide, so that whole tables fit."""
     from residua.report.plain import PlainConsole
 
     console = PlainConsole(stderr=stderr)
@@ -30,9 +30,9 @@ def open_console(log_width: int | None = LOG_WIDTH, *, stderr: bool = False) -> 
 
 
 def new_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
-    """An empty table: columns of names on the left, columns of numbers, aligned right, after them.
+    """An empty table: columns of names on the left, then right-aligned columns of numbers.
 
-    Where it does not fit the terminal, its cells break into lines.
+    If it does not fit the terminal, its cells wrap.
     """
     from rich import box
 
@@ -47,7 +47,7 @@ def new_table(names: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 class ProgressBars:
-    """One progress bar with an ETA for each part of the work. The bars vanish when the block ends."""
+    """A progress bar with an ETA for each part of the work. The bars disappear when the block ends."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -57,7 +57,7 @@ class ProgressBars:
             TextColumn("{task.completed}/{task.total}"),
         )  # fmt: skip
         bars = (*columns, TimeRemainingColumn())
-        # in a file or a pipe a vanished bar would leave an empty line
+        # in a file or a pipe, a removed bar would leave an empty line
         self._bars = Progress(*bars, console=console, transient=True, disable=not console.is_terminal)
 
     def __enter__(self) -> ProgressBars:
@@ -72,15 +72,15 @@ class ProgressBars:
         return lambda done, total: self._bars.update(bar, completed=done, total=total)
 
     def stages(self, first: str = "opening") -> StageProgress:
-        """One bar for work in stages; it shows the name of the current one."""
+        """One bar for work in stages, labelled with the current stage."""
         bar = self._bars.add_task(first, total=None)
         return lambda stage, done, total: self._bars.update(bar, description=stage, completed=done, total=total)
 
 
 def remaining(start: float, before: int, done: float, total: int) -> float | None:
-    """Seconds left at the rate since `start` (a `time.monotonic`); None until something is done.
+    """Seconds left at the rate since `start` (a `time.monotonic` value); None until an item is done.
 
-    `before` items were done earlier and do not count for the rate.
+    `before` items were done earlier and do not count towards the rate.
     """
     if done <= before:
         return None
@@ -97,7 +97,7 @@ def clock(seconds: float | None) -> str:
 
 
 def say(mistake: BaseException) -> str:
-    """An error as a sentence for a person: no number of an error, no name of a class."""
+    """An error as a sentence for users, without error numbers or class names."""
     if isinstance(mistake, OSError):
         return sentence(mistake)
     if where := out_of_memory(mistake):

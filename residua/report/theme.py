@@ -2,8 +2,8 @@
 
 A series keeps its look everywhere: `colour(place)` and `symbol(place)`, where `place` is its position in the study (0
 is the baseline). A diagnosis of a study's run gets the same place (`ModelDiagnosis.place`). No two of the first 16
-places share a colour, no two of the first 100 share both. Series colours have a contrast of 3 or more to both
-backgrounds, so that only the paper changes between light and dark.
+places share a colour, no two of the first 100 share both. Series colours have a contrast of 3 or more with both
+backgrounds, so that only the background changes between light and dark.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PAPER = {
     "dark": {"ink": "#c4cad3", "grid": "#2b313a", "line": "#465060", "panel": "#1e232b"},
     "paper": {"ink": "#000000", "grid": "#dddddd", "line": "#888888", "panel": "#ffffff"},
 }
-# The lowest colour differs from the panel, so that a cell near zero is not taken for a missing one.
+# The lowest colour differs from the panel, so that a cell near zero does not look missing.
 _SEQUENTIAL = {
     "light": ["#dce7f4", "#bfd7f0", "#94bee8", "#5d9bda", "#2f7ac4", "#175a9c", "#0b3a6b"],
     "dark": ["#2c3b50", "#24466f", "#22568c", "#2e72b5", "#5698d8", "#93c0ec", "#dcebfa"],
@@ -36,7 +36,7 @@ _DIVERGING = {
 
 
 class Look(TypedDict):
-    """How a series is drawn: keywords of `Curve`, `Estimate` and `Point`."""
+    """The look of a series: keyword arguments of `Curve`, `Estimate` and `Point`."""
 
     colour: str
     symbol: str
@@ -53,23 +53,23 @@ def colour(place: int) -> str:
 
 
 def dash(place: int) -> str:
-    """The dashes of a line, as Plotly names them: tells series of one colour apart."""
+    """Plotly's name for a line's dashes, which distinguish series of the same colour."""
     return DASHES[max(0, place - 1) // (len(SERIES) - 1) % len(DASHES)]
 
 
 def symbol(place: int) -> str:
-    """The marker of a series, as Plotly names it: tells series apart where colours do not."""
+    """Plotly's name for a series' marker, which distinguishes series when colours do not."""
     return SYMBOLS[place % len(SYMBOLS)]
 
 
 def faded(hex_colour: str, opacity: float) -> str:
-    """The colour with this opacity, as Plotly wants it."""
+    """The colour with this opacity, in Plotly's format."""
     red, green, blue = (int(hex_colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"
 
 
 def embeddable(text: str) -> str:
-    """JSON escaped for a <script> element: nothing in it can close the element or open a comment."""
+    """Escape JSON for a <script> element, so that it can neither close the element nor open a comment."""
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
