@@ -1,1 +1,1 @@
-"""The growing page of runs under way, served on this machine only: curves, telemetry, ETA, the last messages."""
+"""The live page of runs in progress, served on this machine only: curves, telemetry, ETA, recent messages."""

@@ -1,7 +1,7 @@
-"""Follow one run's folder while another process writes it. Nothing here writes, locks or waits.
+"""Follow one run's folder while another process writes to it. Nothing here writes, locks or waits.
 
 A file may be half written, replaced, damaged or gone at any moment: readable parts are shown, and a message names the
-others. Does not import torch.
+rest. Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from residua.storage.formats import CONFIG, ENVIRONMENT, METRICS, RESULT, WEIGHT
 
 State = Literal["waiting", "training", "quiet", "finished", "stopped", "crashed", "imported", "gone"]
 POINTS = 600
-"""The most points of a curve that are sent to the page."""
+"""The most points per curve sent to the page."""
 PIECE = 2**24
-"""The most bytes that are read at a time; the rest follows."""
+"""The most bytes read at a time; the rest follows."""
 PATIENCE = 120.0
-"""A run is called quiet after this many seconds without a line, or ten times its usual time between lines."""
+"""A run counts as quiet after this many seconds without a line, or ten times its usual time between lines."""
 FAR = 1e10
-"""Seconds from which on a time left says nothing."""
+"""A longer remaining time, in seconds, is meaningless."""
 RECENT = 20
-"""Log lines that speed and time between lines are taken from."""
+"""How many recent log lines determine the speed and the time between lines."""
 _CURVES = {
     "train": ("step", "tokens", "seconds", "loss", "smoothed", "lr", "grad_norm", "tokens_per_second", "mfu",
               "memory_gib"),
@@ -48,10 +48,10 @@ Row = tuple[float | None, ...]
 
 @dataclass(frozen=True)
 class _Files:
-    """The contents of a run's folder besides its metrics; `exists` is None until somebody has looked.
+    """The contents of a run's folder except its metrics; `exists` is None until the folder has been checked.
 
-    result: the steps that its result is of. sessions: when each began, in words. stopped, crashed: how the last one
-    ended. waits: it is a start that a longer run has saved for another.
+    result: the step count of its result. sessions: when each began, in words. stopped, crashed: how the last one ended.
+    waits: it holds only a starting point that a longer run saved for it.
     """
 
     exists: bool | None = None
@@ -66,7 +66,7 @@ class _Files:
 
 @dataclass
 class Follower:
-    """A run's folder: its curves so far, and what can be said about it. Runs of a `study` have a log there."""
+    """A run's folder: its curves so far, and its state. Runs of a `study` have a log in the study's folder."""
 
     folder: Path
     name: str
@@ -84,7 +84,7 @@ class Follower:
     _files: _Files = _Files()
 
     def refresh(self) -> bool:
-        """Read what is new; returns whether anything changed."""
+        """Read new content; returns whether anything changed."""
         before = (self._offset, self._identity, self.problem, self._files)
         try:
             self.problem = ""
@@ -121,7 +121,7 @@ class Follower:
                 self._take(line)
 
     def _forget(self, identity: tuple[int, int]) -> None:
-        """The run went back to a checkpoint, or began again: its file is another one."""
+        """Reset, since the run went back to a checkpoint or restarted, and its file was replaced."""
         self.restarts += self._identity is not None
         self._identity, self._offset, self.damaged = identity, 0, 0
         self.rows, self.sentences = {kind: [] for kind in _CURVES}, []
@@ -142,7 +142,7 @@ class Follower:
             self.sentences += [brief(s, 300) for s in words if isinstance(s, str)] if isinstance(words, list) else []
 
     def _read_steps(self) -> int | None:
-        """How many steps the run will have; None if that is not known."""
+        """How many steps the run will have; None if unknown."""
         with suppress(ReadError):
             steps = read_toml(inside(self.folder, CONFIG), "").get("train", {}).get("steps")
             return steps if isinstance(steps, int) and 0 < steps < FAR else None
@@ -165,7 +165,7 @@ class Follower:
         )
 
     def _log_lines(self) -> list[str]:
-        """The end of its log; empty if its metrics are newer: then it has been started again since."""
+        """The end of its log; empty if its metrics are newer, because then it has been restarted since."""
         with suppress(OSError, ReadError):
             log = None if self.study is None else inside(self.study, f"{LOGS}/{self.folder.name}.log")
             if log is not None and log.stat().st_mtime >= (self._written or 0.0):
@@ -173,7 +173,7 @@ class Follower:
         return []
 
     def _result(self) -> float | None:
-        """How many steps its result is of, any number if it does not say; None if it has none."""
+        """The step count of its result, infinite if the result does not say; None without a result."""
         with suppress(ReadError):
             steps = read_json(inside(self.folder, RESULT), dict[str, Any], "").get("steps")
             return steps if isinstance(steps, int) else math.inf
@@ -188,7 +188,7 @@ class Follower:
         return []
 
     def _sessions(self) -> list[dict[str, Any]]:
-        """What is recorded about its start and every time it was resumed."""
+        """The records of its start and of every resumption."""
         with suppress(ReadError):
             sessions = read_json(inside(self.folder, ENVIRONMENT), dict[str, Any], "").get("sessions")
             return [s for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
@@ -205,11 +205,11 @@ class Follower:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second, the median of the last lines; the first also holds compilation."""
+        """Tokens per second, the median of the last lines; the first line includes compilation."""
         return _median(row[7] for row in self.rows["train"][1:][-RECENT:] or self.rows["train"])
 
     def state(self, now: float) -> State:
-        """Whether it is under way, as far as its files say. A model without curves came from elsewhere: "imported"."""
+        """The run's state according to its files. A model without curves was imported: "imported"."""
         files, begun = self._files, self._identity is not None
         if files.exists is False and (begun or not files.crashed):
             return "gone" if begun else "waiting"
@@ -225,14 +225,14 @@ class Follower:
 
     @property
     def _finished(self) -> bool:
-        """Whether it has a result, and of its last step: a run that is resumed for more steps has an old one."""
+        """Whether it has a result for its last step; a run resumed for more steps has an outdated one."""
         return self._files.result is not None and self._done(self._files.result)
 
     def _done(self, result: float) -> bool:
         return min(result, self.step) >= (self._steps or 0)
 
     def remaining(self) -> float | None:
-        """Seconds to its last step at the speed of the last lines; None if that is not known."""
+        """Seconds to its last step at the speed of the last lines; None if unknown."""
         tokens, speed = self.last.get("tokens"), self.speed
         if not self._steps or not tokens or not speed or not self.step:
             return None
@@ -264,7 +264,7 @@ class Follower:
         }
 
     def messages(self) -> list[str]:
-        """The last things that happened, newest first."""
+        """The latest events, newest first."""
         lines = [text for text in (self.problem, self._files.stopped or self._files.crashed) if text]
         lines += self.sentences[:-4:-1]
         if self.damaged:
@@ -282,7 +282,7 @@ class Follower:
         return [*lines, *reversed(self._files.sessions[-3:])]
 
     def curves(self) -> dict[str, dict[str, list[float | None]]]:
-        """Its columns by kind, at most POINTS each."""
+        """Its columns by kind, with at most POINTS points each."""
         return {
             kind: {name: [row[i] for row in evenly(self.rows[kind], POINTS)] for i, name in enumerate(names)}
             for kind, names in _CURVES.items()
@@ -297,7 +297,7 @@ def _begun(session: dict[str, Any]) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number; None for anything else, also for true."""
+    """A finite number; None for anything else, including booleans."""
     usable = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     return value if usable else None
 
@@ -308,15 +308,15 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 LOGS = "logs"
-"""The folder of a study that holds what each of its trainers prints."""
+"""The folder of a study that holds the output of its trainers."""
 LOG_BYTES = 4096
-"""The end of a log that is read."""
+"""How many bytes at the end of a log are read."""
 
 
 def how_it_crashed(session: Mapping[str, Any], log: Sequence[str]) -> str:
-    """The last line of a log, else the words of the error; empty if, by these, the run continues.
+    """The last line of a log, else the recorded error; empty if neither indicates a crash.
 
-    A `session` of environment.json names its process, and the error that ended it if Python could still write it. A
+    A `session` of environment.json names its process, and the error that ended it if Python could still record it. A
     run of a study may fail before its session begins: then only its log has the reason.
     """
     last = log[-1] if log else ""
@@ -331,7 +331,7 @@ def how_it_crashed(session: Mapping[str, Any], log: Sequence[str]) -> str:
 
 
 def read_tail(log: Path) -> list[str]:
-    """The last lines of a log that are not empty."""
+    """The last non-empty lines of a log."""
     with _open(log) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
         lines = file.read(LOG_BYTES).decode("utf-8", "replace").splitlines()
@@ -339,5 +339,5 @@ def read_tail(log: Path) -> list[str]:
 
 
 def _open(path: Path) -> BinaryIO:
-    """A file to read; a pipe in its place must not make the page wait."""
+    """Open a file for reading, without blocking if it is a pipe."""
     return os.fdopen(os.open(path, os.O_RDONLY | (0 if sys.platform == "win32" else os.O_NONBLOCK)), "rb")

@@ -1,4 +1,4 @@
-"""The runs, studies and folders that a page watches, and the news in them since the page last asked."""
+"""The runs, studies and folders that a page watches, and their changes since the page's last request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from residua.storage.formats import CONFIG, METRICS
 from residua.watch.run_follower import FAR, LOGS, Follower, read_tail
 
 MOST = 64
-"""The most runs that one page shows; the newest are kept."""
+"""The most runs that one page shows; it shows the newest."""
 RUNS, CONFIGS, STUDY = "runs", "configs", "study.toml"
 LOG_LINES = 8
 
 
 @dataclass(frozen=True)
 class Place:
-    """A run's folder, its name on the page, the series it belongs to, and that series' place among the colours."""
+    """A run's folder, its name on the page, its series, and that series' index among the colours."""
 
     folder: Path
     name: str
@@ -41,12 +41,12 @@ class Place:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, begun or finished."""
+    """Whether a folder is that of a started or finished run."""
     return (folder / METRICS).exists() or ((folder / CONFIG).exists() and not (folder / STUDY).exists())
 
 
 def is_study(folder: Path) -> bool:
-    """Whether a folder is that of a study: its runs lie in `runs`, next to their configurations or its own."""
+    """Whether a folder is a study's: its runs are in `runs`, next to their configurations or the study's own."""
     return (folder / RUNS).is_dir() and ((folder / CONFIGS).is_dir() or (folder / STUDY).exists())
 
 
@@ -60,7 +60,7 @@ def check(folders: Sequence[Path]) -> None:
 
 
 def find(folders: Sequence[Path]) -> list[Place]:
-    """The runs in the given folders; a folder that is not there yet is taken for a run to come."""
+    """The runs in the given folders; a folder that does not exist yet counts as a future run."""
     titles = [folder.resolve().name for folder in folders]
     places: dict[Path, tuple[str, str]] = {}
     for folder, title in zip(folders, titles, strict=True):
@@ -69,7 +69,7 @@ def find(folders: Sequence[Path]) -> list[Place]:
         places |= {path: (name, series) for path, name, series in inner}
     newest = sorted(places, key=_changed)[-MOST:]
     recent = {path: names for path, names in places.items() if path in newest}
-    first = 0 if len(folders) == 1 and is_study(folders[0]) else 1  # grey is a study's baseline
+    first = 0 if len(folders) == 1 and is_study(folders[0]) else 1  # grey is for a study's baseline
     order = {series: first + i for i, series in enumerate(dict.fromkeys(series for _, series in recent.values()))}
     return [Place(path, name, series, order[series]) for path, (name, series) in recent.items()]
 
@@ -87,7 +87,7 @@ def _inside(folder: Path, shown: str, depth: int) -> list[tuple[Path, str, str]]
 
 
 def _runs_of_study(folder: Path) -> Iterator[tuple[Path, str, str]]:
-    """The runs of a study, also those that have not begun, variant by variant."""
+    """The runs of a study, including those not yet started, variant by variant."""
     begun = {path.name for path in _children(folder / RUNS)}
     planned = {path.stem for path in _listed(folder / CONFIGS) if re.search(r"-seed\d+$", path.stem)}
     since = {name: _changed(folder / CONFIGS / f"{name}.toml") for name in begun | planned}
@@ -104,7 +104,7 @@ def _runs_of_study(folder: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _variants(folder: Path) -> list[str]:
-    """The variants of a finished study in its order; empty before."""
+    """The variants of a finished study in its order; empty until it is finished."""
     with suppress(ReadError):
         variants = read_toml(inside(folder, STUDY), "").get("variants")
         return [str(name) for name in variants] if isinstance(variants, dict | list) else []
@@ -112,7 +112,7 @@ def _variants(folder: Path) -> list[str]:
 
 
 def _children(folder: Path) -> list[Path]:
-    """Folders inside a folder, but no links out of it and nothing unfinished."""
+    """Folders inside a folder, except links that leave it and unfinished folders."""
     folders = []
     for path in _listed(folder):
         with suppress(ReadError, OSError):
@@ -129,7 +129,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _changed(path: Path) -> float:
-    """When it was last changed; in the far future if it is not there."""
+    """When a path was last changed; in the far future if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -137,7 +137,7 @@ def _changed(path: Path) -> float:
 
 
 class RunList:
-    """The runs of one page. Several requests may ask at a time."""
+    """The runs of one page, safe for concurrent requests."""
 
     def __init__(self, folders: Sequence[Path], clock: Callable[[], float] = time.time) -> None:
         self.folders = [Path(folder) for folder in folders]
@@ -149,9 +149,9 @@ class RunList:
         self._places: list[Place] = []
 
     def news(self, epoch: str = "", since: int = 0) -> dict[str, Any]:
-        """All summaries, and the curves of runs that changed after `since`, a `change` of an earlier answer.
+        """All summaries, and the curves of runs that changed after `since`, the `change` of an earlier response.
 
-        The `epoch` of the earlier answer tells whether it was of this process.
+        The `epoch` of that response shows whether it came from this process.
         """
         with self._lock:
             now = self._clock()
@@ -202,7 +202,7 @@ class RunList:
         return f"{where}: {', '.join(words)}"
 
     def _left(self, now: float) -> float | None:
-        """Seconds until all runs are done, at the speed of those under way; None if that is not known."""
+        """Seconds until all runs are done, at the speed of those in progress; None if unknown."""
         followers = [self._followers[place.folder] for place in self._places]
         active = [f for f in followers if f.state(now) == "training" and f.remaining() is not None]
         waiting = [f for f in followers if f.state(now) == "waiting"]
@@ -214,7 +214,7 @@ class RunList:
         return left if left < FAR else None
 
     def _logs(self) -> list[dict[str, Any]]:
-        """The last lines that the trainers of a study printed, newest log first."""
+        """The last lines printed by a study's trainers, newest log first."""
         entries = []
         for folder in self.folders:
             logs = [path for path in _listed(folder / LOGS) if path.suffix == ".log"] if is_study(folder) else []

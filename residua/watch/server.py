@@ -1,10 +1,10 @@
-"""The page's server: this machine only, GET only, two addresses, no path of the disk in either.
+"""The page's server: this machine only, GET only, two URLs, with no disk path in either.
 
-It listens on 127.0.0.1, so that nothing outside the machine can connect. Its address holds a random key, so that other
-people on the machine cannot read it. It answers only requests whose Host is this machine's own name for itself: a web
-page elsewhere that points its domain at 127.0.0.1 (DNS rebinding) gets nothing. It holds `CONNECTIONS` connections at
-most; more are refused in a sentence. The page has the frame, colours and plots of all pages, filled by `runs.js` and
-`watch.js`.
+It listens on 127.0.0.1, so that nothing outside the machine can connect. Its URL contains a random key, so that other
+users of the machine cannot read it. It answers only requests whose Host is a local name of this machine: a web page
+elsewhere that points its domain at 127.0.0.1 (DNS rebinding) gets nothing. It accepts at most `CONNECTIONS` connections
+and refuses more with a message. The page shares the frame, colours and plots of all pages; `runs.js` and `watch.js`
+fill it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from residua.watch.run_list import RunList
 
 HOST = "127.0.0.1"
 CONNECTIONS = 32
-"""The most connections at a time: a page needs one, for a moment, every two seconds."""
+"""The most concurrent connections: a page needs one briefly every two seconds."""
 LINGER = 12.0
-"""Seconds between two questions of a page in the background, and a little more."""
+"""Slightly more than the seconds between two requests from a background page."""
 PATIENCE = 3.0
-"""Seconds that a run waits for its page to get the last numbers; a page in the background asks later, without it."""
+"""Seconds that a run waits for its page to fetch the last numbers; it does not wait for a background page."""
 SETTLE = 0.2
-"""Seconds until all that a killed run leaves is there to be seen."""
+"""Seconds until everything that a killed run leaves is visible."""
 _FULL = f"This page already has {CONNECTIONS} connections: close some of its tabs, or try again in a minute."
 _OWN_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HEADERS = {
@@ -57,7 +57,7 @@ _HEADERS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of some runs. `port` 0 takes any free one; `listening` is a socket that is open already."""
+    """Serves the page of some runs. `port` 0 picks any free port; `listening` is a socket that is already open."""
 
     daemon_threads = True
     request_queue_size = CONNECTIONS
@@ -85,7 +85,7 @@ class Server(ThreadingHTTPServer):
             self.server_address = listening.getsockname()
 
     def server_bind(self) -> None:
-        """Bind; the library would also ask the network for this machine's name, and may wait for it."""
+        """Bind without the library's network lookup of this machine's name, which may block."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
 
@@ -94,7 +94,7 @@ class Server(ThreadingHTTPServer):
         return address(self.server_address[1], self.key)
 
     def end(self) -> None:
-        """Let the pages that are open have their last numbers, and wait until they do, for `LINGER` seconds at most."""
+        """Wait until open pages have fetched their last numbers, for at most `LINGER` seconds."""
         self.ended = True
         until = time.monotonic() + LINGER
         while self._waiting(until - LINGER) and time.monotonic() < until:
@@ -106,7 +106,7 @@ class Server(ThreadingHTTPServer):
             return any(now - last < LINGER for last in self._pages.values())
 
     def note(self, page: str, *, open: bool) -> None:
-        """Note that a page is `open` and has asked now, or that it has had its last answer."""
+        """Record that a page is `open` and has just asked, or that it has received its last response."""
         now = time.monotonic()
         with self._lock:
             self._pages = {name: last for name, last in self._pages.items() if now - last < LINGER and name != page}
@@ -114,30 +114,30 @@ class Server(ThreadingHTTPServer):
                 self._pages[page] = now
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, or refuse where too many are open."""
+        """Answer in a separate thread, or refuse if too many connections are open."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
             return
         with suppress(OSError):
             request.settimeout(0.2)
-            request.recv(1 << 16)  # closing before the question is read would take the answer back
+            request.recv(1 << 16)  # closing before reading the request would discard the response
             head = f"HTTP/1.0 503 Service Unavailable\r\nContent-Length: {len(_FULL)}\r\nRetry-After: 60\r\n"
             request.sendall(f"{head}Content-Type: text/plain; charset=utf-8\r\n\r\n{_FULL}".encode())
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, then let the next one in."""
+        """Answer, then free the connection's slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that hangs up: nothing may be printed into a run's display."""
+        """Ignore a browser that disconnects: nothing may be printed into a run's display."""
 
 
 def address(port: int, key: str) -> str:
-    """Where a page is."""
+    """The URL of a page."""
     return f"http://{HOST}:{port}/{key}/"
 
 
@@ -159,7 +159,7 @@ class Handler(BaseHTTPRequestHandler):
 
     server: Server
     server_version, sys_version = "residua", ""
-    timeout = 60  # seconds that a connection may be silent
+    timeout = 60  # seconds that a connection may stay idle
 
     def do_GET(self) -> None:
         place = urlsplit(self.path)
@@ -176,7 +176,7 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(404, "This page does not exist.")
 
     def _tell(self, query: dict[str, str]) -> None:
-        """Send the news; the page gets our faults too, and keeps asking."""
+        """Send the changes; our own errors also go to the page, which keeps asking."""
         since, ended = query.get("since", ""), self.server.ended
         known = int(since) if since.isdecimal() and len(since) < 19 else 0
         try:
@@ -191,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.note(page, open=False)
 
     def _host(self) -> str:
-        """The host that the request names, without its port: behind a tunnel that is another one."""
+        """The host that the request names, without its port, which differs behind a tunnel."""
         host = self.headers.get("Host", "")
         return host.lower() if host.endswith("]") else host.lower().rpartition(":")[0] or host.lower()
 
@@ -228,11 +228,11 @@ FIGURES = {
     "mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
     "heaviest": ("Expert load", "the busiest expert and (dotted) the idlest; 1 is an equal share"),
 }
-"""What is drawn: title and caption. A figure without any value is not shown."""
+"""Title and caption of each figure. Figures without values are not shown."""
 
 
 def watch_page(watched: RunList, interval: float) -> str:
-    """The page's HTML; it asks for news every `interval` seconds."""
+    """The page's HTML; the page polls for changes every `interval` seconds."""
     title = ", ".join(folder.resolve().name for folder in watched.folders)
     page = Page(title, "Loading the first numbers.")
     now = page.section("Now")
@@ -254,11 +254,12 @@ def _asset(name: str) -> str:
 
 @contextmanager
 def serve_page(folder: Path, tell: Callable[[str], object]) -> Iterator[None]:
-    """Serve the page of the run in `folder` inside the block; `tell` says where, or why not.
+    """Serve the page of the run in `folder` inside the block; `tell` gets its URL, or the reason for failure.
 
-    By a process of its own: whatever happens to it, the run continues. The run opens the socket, so that the address is
-    known at once, and hands it on. The other process imports no torch, runs at low priority, only reads, and ends when
-    the run does, however that ends: its standard input closes then. Pages that are open get the last numbers first.
+    A separate process serves the page: whatever happens to it, the run continues. The run opens the socket, so that the
+    URL is known at once, and passes it on. The server process does not import torch, runs at low priority and only
+    reads. It ends when the run ends for any reason, because its standard input closes. Open pages get the last numbers
+    first.
     """
     process = None
     try:
@@ -283,10 +284,10 @@ def _start(folder: Path, tell: Callable[[str], object]) -> subprocess.Popen[byte
             stderr=subprocess.DEVNULL,
             env=python_environment(),
             pass_fds=(number,),
-            start_new_session=True,  # Ctrl-C is for the run, which saves first
+            start_new_session=True,  # Ctrl-C must reach only the run, which saves first
         )
         assert process.stdin is not None
-        process.stdin.write(f"{key}\n".encode())  # not as an argument: others could read it there
+        process.stdin.write(f"{key}\n".encode())  # not as an argument, which other users could read
         process.stdin.flush()
         for line in how_to_open(listening.getsockname()[1], key):
             tell(line)
@@ -297,12 +298,12 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     with suppress(OSError):
         if process.stdin is not None:
             process.stdin.close()
-    with suppress(subprocess.TimeoutExpired):  # it ends by itself soon
+    with suppress(subprocess.TimeoutExpired):  # it soon ends by itself
         process.wait(PATIENCE)
 
 
 def main() -> None:
-    """The other process: arguments are the run's folder and the socket's number; standard input begins with the key."""
+    """Run the server process. Its arguments are the run's folder and the socket's number; stdin starts with the key."""
     folder, number = sys.argv[1:]
     with suppress(OSError):
         os.nice(10)
