@@ -1,1 +1,1 @@
-"""The papers' tables and figures as studies: the paper's number next to ours, and a verdict on every claim."""
+"""Run the papers' tables and figures as studies: the paper's numbers next to ours, and a verdict on every claim."""

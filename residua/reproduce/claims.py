@@ -1,9 +1,9 @@
-"""A verdict on every claim of a table, with the interval that says so: one on its direction, one on its magnitude.
+"""Two verdicts on every claim of a table, on its direction and its magnitude, with the interval behind them.
 
-Claims are about differences and ratios between rows, since another text and size give other absolute losses. The
-direction is confirmed when the whole interval lies on the claim's side, contradicted when the whole interval lies on
-the other side, and not shown otherwise. The magnitude is judged where the paper has a number (`PaperNumber`). With one
-seed there is no interval and nothing is shown.
+Claims concern differences and ratios between rows, since another text and size give other absolute losses. The
+direction is confirmed if the whole interval lies on the claim's side, contradicted if the whole interval lies on the
+other side, and otherwise not shown. The magnitude is judged if the paper has a number (`PaperNumber`). With one seed
+there is no interval and nothing is shown.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from residua.study.results import RunResult, StudyResult
 from residua.study.statistics import Interval, estimate_ratio, paired_difference
 
 DIVERGED = re.compile(r"the run diverged|the (loss|gradient norm) is (nan|-?inf)")
-"""The trainer's words about a run that it stopped (`train/health.py`)."""
+"""The trainer's message about a run that it stopped (`train/health.py`)."""
 ALL = "all"
 BAND = 0.25
-"""A magnitude agrees if ours is within this share of the paper's effect, also where our interval is narrower.
+"""A magnitude agrees if ours is within this share of the paper's effect, even if our interval is narrower.
 
-Of a ratio both its logarithm and the ratio itself must be: 3 % for 5 % of overhead is not, and 10× for 15× is not.
+For a ratio, both its logarithm and the ratio itself must be: neither 3 % overhead for 5 % nor 10× for 15× agrees.
 """
 Magnitude = Literal["agrees", "larger", "smaller", "opposite", "not shown"]
 INSIDE = "inside our interval"
@@ -37,7 +37,7 @@ THAN_THE_PAPERS = {"larger": "larger than the paper's", "smaller": "smaller than
 
 @dataclass(frozen=True)
 class PaperNumber:
-    """The paper's number for a claim: a ratio or a difference, in a format; with `or_more` a lower bound."""
+    """The paper's number for a claim: a ratio or a difference, with its format; with `or_more`, a lower bound."""
 
     value: float
     ratio: bool
@@ -45,7 +45,7 @@ class PaperNumber:
     or_more: bool = False
 
     def compare(self, ours: Interval | None) -> tuple[Magnitude, str]:
-        """The verdict on our magnitude, and the paper's number in words with its place relative to our interval."""
+        """The verdict on our magnitude, and the paper's number in words with its position relative to our interval."""
         shown = ("more than " if self.or_more else "") + f"{self.value:{self.digits}}" + ("×" if self.ratio else "")
         if ours is None:
             return "not shown", shown
@@ -54,10 +54,10 @@ class PaperNumber:
         return magnitude, f"{shown}, {place}" + (f", but within {BAND:.0%}" if near else "")
 
     def _magnitude(self, estimate: Interval) -> Magnitude:
-        """Effects are differences, or logarithms of ratios: 0 is none.
+        """Effects are differences, or logarithms of ratios: 0 means no effect.
 
         Ours agrees if the paper's number lies inside our interval, or our number within `BAND` of the paper's effect.
-        It is not shown without an interval, or if the interval holds both the paper's number and no effect.
+        It is not shown without an interval, or if the interval contains both the paper's number and no effect.
         """
         if estimate.ends is None:
             return "not shown"
@@ -83,9 +83,9 @@ def _place(value: float, estimate: Interval) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict of our runs on a claim at one size. `found` has our number and its interval, `printed` the paper's.
+    """Our runs' verdict on a claim at one size. `found` has our number and its interval, `printed` the paper's number.
 
-    `magnitude` is None where the paper has no number.
+    `magnitude` is None if the paper has no number.
     """
 
     claim: str
@@ -106,9 +106,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Measured:
-    """A study's results in its folder, and the entry they are held against.
+    """A study's results in its folder, and the entry they are compared with.
 
-    `absent` says of rows that the study does not have why that is so.
+    `absent` says why the study lacks certain rows.
     """
 
     entry: Study
@@ -117,28 +117,28 @@ class Measured:
     absent: Mapping[str, str] = field(default_factory=dict)
 
     def runs(self, size: str, row: str) -> list[RunResult]:
-        """The runs of a row that train for the whole budget."""
+        """The runs of a row that train for the full budget."""
         wanted = (size, row, 1.0)
         return [run for run in self.result.runs if (self.size_of(run.size), run.variant, run.budget) == wanted]
 
     def values(self, size: str, row: str, measure: Measure) -> dict[int, float]:
-        """A measure of the complete runs of a row, by seed."""
+        """The values of a measure for the complete runs of a row, by seed."""
         done = (run for run in self.runs(size, row) if run.status == "complete")
         return {run.seed: value for run in done if (value := measure.of(run, self.out)) is not None}
 
     def measure(self, name: str) -> Measure:
-        """A measure, or the one that stands in for it if rows lack it: one definition for all rows of a table."""
+        """A measure, or its substitute if some rows lack it, so that all rows of a table use one definition."""
         measure = MEASURES[name]
         other = MEASURES.get(measure.instead)
         return other if other and not self._everywhere(measure) and self._everywhere(other) else measure
 
     def _everywhere(self, measure: Measure) -> bool:
-        """Whether every complete run of the rows has it."""
+        """Whether every complete run of the rows has this measure."""
         done = [run for run in self.result.runs if run.status == "complete" and run.budget == 1.0]
         return all(measure.of(run, self.out) is not None for run in done)
 
     def why_not(self, *rows: str) -> str:
-        """Which of these rows are absent, and why; empty if none is."""
+        """Which of these rows are absent, and why; empty if none are."""
         return by_reason({row: self.absent[row] for row in rows if row in self.absent})
 
     def published(self, size: str, row: str, column: str) -> float | None:
@@ -146,18 +146,18 @@ class Measured:
         return rows[row].published.get(size, {}).get(column)
 
     def size_of(self, known: str) -> str:
-        """The entry's name of a size that the study knows by its file or, if it is the only one, by its preset."""
+        """The entry's name for a size that the study knows by its file or, if it is the only one, by its preset."""
         return self.entry.sizes[0].name if len(self.entry.sizes) == 1 else Path(known).stem
 
 
 def by_reason(absent: Mapping[str, str]) -> str:
-    """Rows that are absent, together where the reason is the same: `mgr8, block4: not in this study`."""
+    """Absent rows, grouped by reason: `mgr8, block4: not in this study`."""
     reasons = dict.fromkeys(absent.values())
     return "; ".join(f"{', '.join(row for row in absent if absent[row] == why)}: {why}" for why in reasons)
 
 
 def verdicts(measured: Measured) -> list[Verdict]:
-    """Every claim at every size it is about."""
+    """Judge every claim at every size it is about."""
     judge: dict[type, Callable[..., Verdict]] = {
         Below: _below, Order: _order, Gain: _gain, Falls: _falls, Diverges: _diverges, Unmeasured: _unmeasured,
     }  # fmt: skip
@@ -177,7 +177,7 @@ def _unmeasured(claim: Unmeasured, size: str, measured: Measured) -> Verdict:
 
 
 def _below(claim: Below, size: str, measured: Measured) -> Verdict:
-    """Where more is better, the claim is about the other row's gain, and is shown as such: with a plus."""
+    """If more is better, the claim is about the other row's gain, and is shown with a plus."""
     measure = measured.measure(claim.measure)
     row, than = (claim.than, claim.row) if measure.more_is_better else (claim.row, claim.than)
     estimate = _compared(row, than, size, measure, measured)
@@ -194,7 +194,7 @@ def _below(claim: Below, size: str, measured: Measured) -> Verdict:
 
 
 def _order(claim: Order, size: str, measured: Measured) -> Verdict:
-    """Rows that are absent leave an order open, unless the others contradict it."""
+    """Absent rows leave an order undecided, unless the others contradict it."""
     measure, absent = measured.measure(claim.measure), measured.why_not(*claim.rows)
     rows = [row for row in claim.rows if row not in measured.absent]
     pairs = [(low, high, _compared(low, high, size, measure, measured)) for low, high in pairwise(rows)]
@@ -241,7 +241,7 @@ def _diverges(claim: Diverges, size: str, measured: Measured) -> Verdict:
     runs = measured.runs(size, claim.row)
     diverged = [run for run in runs if DIVERGED.search(run.problem)]
     done = [run for run in runs if run.status == "complete"]
-    planned = max(len(runs), len(measured.result.seeds))  # a results file has complete runs only
+    planned = max(len(runs), len(measured.result.seeds))  # a results file contains only complete runs
     word: Direction = "not shown" if len(done) != planned else "contradicted"
     word = "confirmed" if len(diverged) == planned else word
     sentence = measured.why_not(claim.row) or f"{len(diverged)} of {planned} runs diverged, {len(done)} completed"
@@ -264,7 +264,7 @@ def _neutral(measure: Measure) -> float:
 
 
 def _side(estimate: Interval | None, neutral: float, upward: bool = False) -> Direction:
-    """Whether an interval lies wholly on the claimed side of `neutral`: below it, or with `upward` above it."""
+    """Whether an interval lies entirely on the claimed side of `neutral`: below it, or above it with `upward`."""
     if estimate is None:
         return "not shown"
     below, above = estimate.below(neutral), estimate.above(neutral)
@@ -274,7 +274,7 @@ def _side(estimate: Interval | None, neutral: float, upward: bool = False) -> Di
 
 
 def _paper_number(claim: Below, row: str, than: str, size: str, measured: Measured) -> PaperNumber | None:
-    """The number that the claim states, else the difference or ratio of the values in the paper's table."""
+    """The number stated by the claim, else the difference or ratio of the values in the paper's table."""
     measure = MEASURES[claim.measure]
     digits = measure.times if measure.ratio else "+.4f"
     if claim.published is not None:

@@ -1,4 +1,4 @@
-"""The paper's values next to ours, and the verdicts: a section of the study's page, of results.md, and the terminal."""
+"""The paper's values next to ours, and the verdicts: for the study's page, results.md and the terminal."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ CLAIMS = [
 
 @dataclass(frozen=True)
 class Comparison:
-    """Adds the paper to the page and to results.md of a study that an entry is held against.
+    """Adds the paper's values to the page and results.md of a study compared with an entry.
 
-    `about` says where the numbers come from. Of a study that was not made for the entry, `called` names its variant of
-    each row, and `absent` says why it has none.
+    `about` says where the numbers come from. For a study that was not made for the entry, `called` names the variant of
+    each row, and `absent` says why a row has none.
     """
 
     name: str
@@ -58,11 +58,11 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """The table or figure as the paper numbers it."""
+        """The table or figure with the paper's number for it."""
         return f"{self.name}: {printed_place(self.name)}"
 
     def draw(self, page: Page, result: StudyResult) -> None:
-        """The first section of the page."""
+        """Draw the first section of the page."""
         measured = self._measured(result)
         section = page.section(f"Paper, {self.title}", LOOK_FOR)
         section.text(f"{DOCUMENTS[self.name[:3]]}: {self.entry.title}.")
@@ -100,7 +100,7 @@ class Comparison:
         return [*missing, *unmeasured, *self.entry.notes]
 
     def _tables(self, measured: Measured) -> list[tuple[str, list[Column], list[list[Value]]]]:
-        """By size: the paper's rows, each column twice."""
+        """Per size: the paper's rows, with each column twice."""
         columns = [Column("row", numeric=False), Column("variant", numeric=False)]
         for name in self.entry.columns:
             measure = measured.measure(name)
@@ -124,7 +124,7 @@ class Comparison:
         return Value(NONE if value is None else f"{value:g}")
 
     def _shown(self, result: StudyResult) -> Link | None:
-        """Where the figure is: the page with the models side by side, or that of the only one."""
+        """A link to the figure: on the page with the models side by side, or on the only model's page."""
         page = f"{SIDE_BY_SIDE}/report.html"
         pages = [page] * (self.out / page).exists() + [run.diagnosis for run in result.runs if run.diagnosis]
         return Link(", ".join(self.entry.shows), pages[0]) if pages and isinstance(self.entry, Inside) else None

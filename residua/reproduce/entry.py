@@ -1,7 +1,7 @@
 """The entries of `residua reproduce`: one TOML file per table or figure of a paper, `entries/004/table1.toml`.
 
-A `study` trains the rows of a table. An entry that looks `inside` also diagnoses the trained models. `none` stands for
-an unavailable measurement, with the nearest one that is available. The keys are in docs/reference/extending.md.
+A `study` trains the rows of a table. An `inside` entry also diagnoses the trained models. `none` stands for an
+unavailable measurement and names the nearest available one. The keys are in docs/reference/extending.md.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ DOCUMENTS = {
     "003": "A Unified View of Attention and Residual Sinks (outlier-driven rescaling)",
     "004": "Multi-Gate Residuals",
 }
-"""The documents. 002 numbers neither its pictures nor its table: they are counted in order of appearance."""
+"""The documents. 002 does not number its pictures or its table: they are counted in order of appearance."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
 Words = Annotated[str, Field(min_length=1)]
 
 
 class Size(Frozen):
-    """One size of the table: a preset with changes. `tokens` are the published ones, unless the preset has them."""
+    """One size of the table: a preset with overrides. `tokens` is the published number, unless the preset has it."""
 
     name: Name
     base: str
@@ -43,7 +43,7 @@ class Size(Frozen):
 
 
 class Row(Frozen):
-    """One row: its name here, the paper's words, the variant, and the printed values by size and column."""
+    """One row: its name here, the paper's name for it, the variant, and the printed values by size and column."""
 
     name: Name
     printed: Words
@@ -52,19 +52,19 @@ class Row(Frozen):
 
 
 class Claim(Frozen):
-    """The common part of claims: the paper's statement, and the sizes it is about (all unless named)."""
+    """The common part of claims: the paper's statement, and the sizes it is about (by default all)."""
 
     text: Words
     sizes: tuple[str, ...] = ()
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The rows it is about."""
+        """The rows that the claim is about."""
         return ()
 
     @property
     def over_sizes(self) -> bool:
-        """Whether it has one verdict for all sizes together."""
+        """Whether the claim has one verdict for all sizes together."""
         return False
 
 
@@ -81,9 +81,9 @@ class RowClaim(Claim):
 class Below(Claim):
     """Row `row` has a lower value than row `than`.
 
-    `published` is the number that the claim itself states: the ratio of the two, or row − than; where more is better,
-    the gain of `than`. With `or_more` the claim is that it is at least so large. Without it, the magnitude is that of
-    the paper's values.
+    `published` is the number stated by the claim itself: the ratio of the two, or row − than; if more is better, the
+    gain of `than`. With `or_more`, the claim is that it is at least this large. Without `published`, the magnitude is
+    that of the paper's values.
     """
 
     kind: Literal["below"]
@@ -99,7 +99,7 @@ class Below(Claim):
 
 
 class Order(Claim):
-    """The rows' values rise in this order."""
+    """The rows' values increase in this order."""
 
     kind: Literal["order"]
     rows: tuple[str, ...] = Field(min_length=2)
@@ -140,9 +140,9 @@ class Falls(RowClaim):
 
 
 class Unmeasured(Claim):
-    """A claim that no study can judge yet; `reason` says why, and how to see for oneself.
+    """A claim that no study can judge yet; `reason` says why, and how to check it by hand.
 
-    `published` is the ratio that it states, if it does.
+    `published` is the ratio that it states, if any.
     """
 
     kind: Literal["unmeasured"]
@@ -158,7 +158,7 @@ AnyClaim = Annotated[Below | Order | Gain | Falls | Diverges | Unmeasured, Field
 
 
 class Nothing(Frozen):
-    """An unavailable measurement: the reason, and the nearest one that is available."""
+    """An unavailable measurement: the reason, and the nearest available one."""
 
     kind: Literal["none"]
     title: Words
@@ -167,10 +167,10 @@ class Nothing(Frozen):
 
 
 class Study(Frozen):
-    """A table whose rows are trained and compared. `columns` are measured, `unmeasured` are only printed.
+    """A table whose rows are trained and compared. We measure `columns`; `unmeasured` ones only show paper values.
 
-    `notes` say where the paper is silent or where the recipe differs from it. `tasks` are those of the accuracies, with
-    `shots` worked examples. Keys that a study file has too mean the same here.
+    `notes` say where the paper is silent or the recipe differs from it. Accuracies are measured on `tasks` with `shots`
+    worked examples. Keys that also exist in a study file mean the same here.
     """
 
     kind: Literal["study"]
@@ -197,7 +197,7 @@ class Study(Frozen):
 
     @property
     def trains(self) -> bool:
-        """Whether there is anything to train; otherwise it looks at models that a person has."""
+        """Whether there is anything to train; otherwise the entry diagnoses models that the user already has."""
         return bool(self.rows)
 
     @model_validator(mode="after")
@@ -233,9 +233,9 @@ class Study(Frozen):
 
 
 class Inside(Study):
-    """A figure that looks inside trained models: train the rows, or take a person's own; then diagnose.
+    """A figure about the inside of trained models: train the rows or take the user's models, then diagnose them.
 
-    `shows` names the sections of the diagnosis page that show it, `missing` what the paper's picture has beyond them.
+    `shows` names the sections of the diagnosis page that show it, `missing` the parts of the paper's picture they lack.
     """
 
     kind: Literal["inside"]  # type: ignore[assignment]
@@ -258,12 +258,12 @@ class _File(RootModel[Entry]):
 
 @cache
 def names() -> tuple[str, ...]:
-    """Every entry, by document, figures first, in the order of their numbers."""
+    """Every entry, by document, figures first, in numerical order."""
     return tuple(sorted((f"{path.parent.name}:{path.stem}" for path in FOLDER.glob("*/*.toml")), key=_place))
 
 
 def load(name: str) -> Study | Inside | Nothing:
-    """An entry by name, such as `004:table1`."""
+    """Load an entry by name, such as `004:table1`."""
     if name not in names():
         raise ConfigError(f"there is no entry {name!r}: {suggest(name, names(), 'residua reproduce')}")
     document, _, place = name.partition(":")
@@ -271,7 +271,7 @@ def load(name: str) -> Study | Inside | Nothing:
 
 
 def read_entry(path: Path) -> Study | Inside | Nothing:
-    """An entry's file, checked."""
+    """Read and check an entry's file."""
     with of_file(path):
         tables: dict[str, Any] = read_toml(path)
         try:

@@ -1,9 +1,9 @@
-"""An entry judged from a study that exists: nothing is trained, and the page says whose numbers they are.
+"""Judge an entry from an existing study: nothing is trained, and the page says where the numbers come from.
 
-Which variants of the study are the rows of the entry is found by what they resolve to, whatever they are called. A row
-is a change of the paper's baseline. Its match is the variant that differs from the study's counterpart of that
-baseline by the same change, but for what makes parameters equal: the paper may do so with the number of layers where
-the study does it with the width of the feed-forward.
+The study's variants are matched with the entry's rows by their resolved configurations, not by name. A row is a change
+to the paper's baseline. Its match is the variant that differs from the study's counterpart of that baseline by the same
+change, ignoring keys that only equalise parameters: the paper may change the number of layers for that, and the study
+the feed-forward width.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ RECIPE = (
     "model.layers", "model.width", "model.context", "model.attention.kind", "model.attention.qk_norm", "model.ffn.kind",
     "train.optimizer.kind",
 )  # fmt: skip
-"""Differences between the study's baseline and the paper's that the page names."""
+"""Keys whose differences between the study's and the paper's baseline the page reports."""
 NOT_THERE, NOT_RUN = "not in this study", "without complete runs in this study"
 BY_WIDTH = ("model.ffn.hidden",)
 MATCHED = {"none": (), "ffn": BY_WIDTH, "flops": BY_WIDTH, "depth": (*BY_WIDTH, "model.layers")}
 """The keys that each kind of parameter matching changes."""
 RATES = ("train.optimizer.lr", "train.optimizer.rest.lr")
-"""The keys that a search of learning rates changes."""
+"""The keys that a learning-rate search changes."""
 MATCHED_BY = {
     "ffn": "Parameters are matched by the width of the feed-forward",
     "flops": "FLOPs per token are matched by the width of the feed-forward",
@@ -57,9 +57,9 @@ MATCHED_BY = {
 
 @dataclass(frozen=True)
 class Shared:
-    """An entry with the study's sizes, and the study with the entry's rows, under the names of the entry.
+    """An entry with the study's sizes, and the study with the entry's rows, both under the entry's names.
 
-    `about` says which study it is. `notes` say how it differs from the paper.
+    `about` identifies the study. `notes` say how it differs from the paper.
     """
 
     name: str
@@ -76,12 +76,12 @@ class Shared:
         return Comparison(self.name, entry, self.about, out, self.rows.variants, self.rows.absent)
 
     def verdicts(self, result: StudyResult | None = None) -> list[Verdict]:
-        """A verdict on every claim; `result` is that of `saved` if it is known."""
+        """A verdict on every claim; pass the result of `saved` as `result` if it is already known."""
         return verdicts(Measured(self.entry, result or show_saved(self.saved), NOWHERE, self.rows.absent))
 
 
 def share(name: str, saved: SavedStudy, rows: Sequence[str] = ()) -> Shared:
-    """Bring an entry and a study together; ConfigError if the study cannot answer it."""
+    """Match an entry with a study; ConfigError if the study cannot answer it."""
     entry = selected(trained(name), Request(rows=tuple(rows)))
     if isinstance(entry, Inside) and not entry.claims:
         raise ConfigError(
@@ -98,7 +98,7 @@ def share(name: str, saved: SavedStudy, rows: Sequence[str] = ()) -> Shared:
 
 
 def reproduce_from(name: str, path: Path, out: Path, console: Console, rows: Sequence[str] = ()) -> Reproduced:
-    """Judge an entry from the results file of a study, and write the page and tables into `out`."""
+    """Judge an entry from a study's results file, and write the page and tables into `out`."""
     if path.is_dir():
         raise ConfigError(
             f"{path} is a folder: name a file that `residua compare {path} --results FILE.json --plan` writes from it."
@@ -130,7 +130,7 @@ def _refuse_useless(name: str, entry: Study, saved: SavedStudy, matches: Rows) -
 
 
 def _renamed(saved: SavedStudy, names: dict[str, str], baseline: str) -> SavedStudy:
-    """The study with the variants in `names` only, under the names of their rows."""
+    """The study with only the variants in `names`, under the names of their rows."""
     changes = saved.config.variants
     return saved.model_copy(
         update={
@@ -156,7 +156,7 @@ def _named(parts: Sequence[Part], names: dict[str, str]) -> tuple[Part, ...]:
 
 
 def _paper_sizes(entry: Study, saved: SavedStudy) -> dict[str, tuple[Size, bool]]:
-    """By the study's size: the paper's, if it is one of them (True), else the nearest."""
+    """For each of the study's sizes: the matching paper size (True), else the nearest (False)."""
     study, models = saved.config, saved.plan(NOWHERE).models
     shapes = [(size, published_run(size).model) for size in entry.sizes]
     nearest_sizes = {}
@@ -173,12 +173,12 @@ def _shape(model: ModelConfig) -> tuple[int, int]:
 
 
 def _bulk(model: ModelConfig) -> float:
-    """Parameters outside the embedding grow with this."""
+    """A measure that parameters outside the embedding scale with."""
     return float(model.layers * model.width**2)
 
 
 def _resized(entry: Study, paper: dict[str, tuple[Size, bool]], saved: SavedStudy) -> Study:
-    """The entry with the study's sizes, each with the values of the paper's size."""
+    """The entry with the study's sizes, each with the values of the matching paper size."""
     return entry.model_copy(
         update={
             "sizes": tuple(size.model_copy(update={"name": name}) for name, (size, _) in paper.items()),
@@ -194,7 +194,7 @@ def _resized(entry: Study, paper: dict[str, tuple[Size, bool]], saved: SavedStud
 
 
 def _claim(claim: AnyClaim, paper: dict[str, tuple[Size, bool]], saved: SavedStudy) -> AnyClaim:
-    """A claim about all sizes is judged at the study's; one about certain sizes only at these."""
+    """Judge a claim about all sizes at the study's sizes, and one about certain sizes only at those."""
     if not claim.sizes:
         return claim
     sizes = tuple(name for name, (size, exact) in paper.items() if exact and size.name in claim.sizes)
@@ -206,7 +206,7 @@ def _claim(claim: AnyClaim, paper: dict[str, tuple[Size, bool]], saved: SavedStu
 
 
 def _about(view: SavedStudy) -> str:
-    """Which study, how large, how long, and where and with what it was trained."""
+    """Describe the study: its name, sizes, length, seeds, and the hardware and software it was trained with."""
     study, plan = view.config, view.plan(NOWHERE)
     facts = provenance(show_saved(view), list(view.records(plan).values()), ())
     sizes = [f"{Path(s).stem} ({count(plan.models[s, study.baseline].parameters)} parameters)" for s in study.sizes]
@@ -226,7 +226,7 @@ def _size_sentence(paper: dict[str, tuple[Size, bool]]) -> str:
 
 
 def _recipe_sentence(view: SavedStudy, paper: dict[str, tuple[Size, bool]]) -> str:
-    """Where the study's largest size is not the paper's recipe."""
+    """How the recipe of the study's largest size differs from the paper's."""
     study = view.config
     ours = view.plan(NOWHERE).models[study.sizes[-1], study.baseline].config
     size, _ = paper[Path(study.sizes[-1]).stem]
@@ -245,7 +245,7 @@ def _name_sentence(matches: Rows) -> str:
 
 @dataclass(frozen=True)
 class Rows:
-    """The study's variant of each row that it has, and of the other rows why there is none."""
+    """The study's variant for each row that it has, and the reasons why other rows are absent."""
 
     variants: dict[str, str]
     absent: dict[str, str]
@@ -279,7 +279,7 @@ def match_rows(entry: Study, saved: SavedStudy) -> Rows:
 
 
 def published_run(size: Size, row: Row | None = None) -> RunConfig:
-    """The run of an entry's size as published, with the changes of a row."""
+    """The run of an entry's size as published, with a row's changes."""
     run = RunConfig.find(size.base).override(list(size.set))
     return run if row is None else run.override(variants.overrides(row.variant, run.model))
 
@@ -287,9 +287,9 @@ def published_run(size: Size, row: Row | None = None) -> RunConfig:
 def _counterparts(
     study: StudyConfig, models: Mapping[tuple[str, str], RunConfig], paper: ModelConfig, any_mixer: bool = False
 ) -> list[str]:
-    """Variants that can stand for the paper's baseline: only shape and recipe may differ.
+    """Variants that can represent the paper's baseline: only shape and recipe may differ.
 
-    With `any_mixer`, a model of softmax attention stands for a hybrid: rows are then changes of another model.
+    With `any_mixer`, a softmax-attention model may represent a hybrid: rows are then changes to a different model.
     """
     wanted = _architecture(paper, any_mixer)
     return [
@@ -309,7 +309,7 @@ def _architecture(model: ModelConfig, any_mixer: bool) -> tuple[object, ...]:
 def _same_everywhere(
     row: Row, reference: str, paper: RunConfig, models: Mapping[tuple[str, str], RunConfig], study: StudyConfig
 ) -> list[str]:
-    """The study's variants that are the row at every size: the reference with the row's change."""
+    """The study's variants that equal the row at every size: the reference with the row's change."""
     keys = [*PLACE, *MATCHED[study.match.kind]]
     if study.tune is not None and not any(entry.startswith("train.optimizer.") for entry in row.variant):
         keys += RATES
@@ -325,7 +325,7 @@ def _same_everywhere(
 
 
 def _resolved(row: Row, reference: RunConfig) -> Iterator[RunConfig]:
-    """The reference with the row's change: as the paper has it, and without what makes its parameters equal."""
+    """The reference with the row's change: as in the paper, and without keys that only equalise parameters."""
     unmatched = [entry for entry in row.variant if not entry.startswith(tuple(f"{key}=" for key in MATCHED["depth"]))]
     for entries in (row.variant, unmatched) if len(unmatched) < len(row.variant) else (unmatched,):
         try:
@@ -335,6 +335,6 @@ def _resolved(row: Row, reference: RunConfig) -> Iterator[RunConfig]:
 
 
 def _begins_alike(changed: Iterable[str], reference: RunConfig, paper: RunConfig) -> bool:
-    """Whether what the row replaces is of the same kind in the study as in the paper: GLU for SwiGLU, not for ReLU²."""
+    """Whether the part that the row replaces has the same kind in study and paper: GLU for SwiGLU, not for ReLU²."""
     ours, theirs = settings(reference), settings(paper)
     return all(ours.get(key) == theirs.get(key) for key in changed if key.endswith(".kind"))

@@ -1,4 +1,4 @@
-"""Measurements of a run: a column of a paper's table, taken from the run's files by name."""
+"""Measures of a run: columns of a paper's table by name, read from the run's files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from residua.study.statistics import mean
 
 @dataclass(frozen=True)
 class Measure:
-    """A column: its title, how it is taken from a complete run in a study's folder (None if it is not there yet).
+    """A column: its title, and how to read it from a complete run in a study's folder (None if not there yet).
 
     Values of a `ratio` measure are compared by their ratio, shown in the format `times`, others by their difference.
-    `diagnosed` ones need a diagnosis, `quantized` ones the study's low-precision measurements, `tasked` ones tasks.
+    `diagnosed` measures need a diagnosis, `quantized` ones low-precision measurements, `tasked` ones task scores.
     If `more_is_better`, a claim that one row is below another is shown as the gain of the other.
-    `instead` names the measure that stands in where a study does not have this one of all its rows.
+    `instead` names the substitute if a study lacks this measure for some rows.
     """
 
     title: str
@@ -36,7 +36,7 @@ class Measure:
     instead: str = ""
 
     def shown(self, value: float) -> str:
-        """A value as the tables show it."""
+        """Format a value for the tables."""
         return format(value, self.digits)
 
 
@@ -57,7 +57,7 @@ def _peak(read: Callable[[Peaks], float | None]) -> Callable[[RunResult, Path], 
 
 
 def _accuracy(recipe: str = "") -> Callable[[RunResult, Path], float | None]:
-    """The mean over the tasks of the reported metric, in %; None until the run was scored on all of them."""
+    """The mean of the reported metric over the tasks, in %; None until the run is scored on all of them."""
 
     def of(run: RunResult, out: Path) -> float | None:
         share = None if run.accuracies is None else run.accuracies.mean_in(recipe)

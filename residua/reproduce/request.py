@@ -1,4 +1,4 @@
-"""From an entry to an ordinary study: its sizes at a scale, its rows, and what it costs."""
+"""Turn an entry into an ordinary study: its sizes at a scale, its rows, and its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from residua.study.config import Scaling, StudyConfig, Tasks
 
 @dataclass(frozen=True)
 class Request:
-    """The request of a person: the scale, and which part of the entry. Empty means all of it."""
+    """The user's request: the scale, and which part of the entry; empty means all of it."""
 
     scale: Fraction = Fraction(1)
     sizes: tuple[str, ...] = ()
@@ -45,13 +45,13 @@ class Request:
         return sentence(self.scale)
 
     def given(self, but: Sequence[str] = ()) -> list[str]:
-        """The options that were given, apart from some."""
+        """The options that the user gave, except those in `but`."""
         names = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
         return [name.replace("_", "-") for name in names if name not in but]
 
 
 def selected(entry: Study, request: Request) -> Study:
-    """The entry with the rows and sizes that were asked for, the baseline among them, and the claims about them."""
+    """The entry with the requested rows and sizes, always including the baseline, and the claims about them."""
     sizes = _chosen("--sizes", request.sizes, [size.name for size in entry.sizes])
     rows = _chosen("--rows", request.rows, [row.name for row in entry.rows])
     baseline = entry.baseline or entry.rows[0].name
@@ -81,11 +81,11 @@ DEMO = (
     "train.log_every=5", "train.validate_every=20", "train.save_every=60", "model.context=64",
     "data.validation_tokens=8192",
 )  # fmt: skip
-"""About a minute of processor time for each row, its step timed alone included."""
+"""About a minute of CPU time per row, including its isolated step timing."""
 
 
 def demo_of(entry: Study, request: Request) -> tuple[Study, Request]:
-    """The entry's first size, so small that all its rows train in minutes on a CPU, and as deep in every row."""
+    """The entry's first size, shrunk so that all its rows train in minutes on a CPU, with equal depth in every row."""
     names = request.sizes or tuple(size.name for size in entry.sizes[:1])
     size = next((size for size in entry.sizes if size.name == names[0]), entry.sizes[0])
     model = RunConfig.find(size.base).override(list(size.set)).model
@@ -112,7 +112,7 @@ def _without_layers(variant: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def build_study(name: str, entry: Study, request: Request) -> StudyConfig:
-    """The study of a selected entry, with the runs of its sizes if there are several."""
+    """Build the study of a selected entry, with the runs of its sizes if there are several."""
     several = len(entry.sizes) > 1
     runs = {
         size.name: RunConfig.find(size.base).override(size_changes(size, request.scale))
@@ -160,7 +160,7 @@ def tasks_sentence(entry: Study, study: StudyConfig) -> str:
 
 
 def size_changes(size: Size, scale: Fraction) -> list[str]:
-    """The overrides that make a size's preset into its run at a scale."""
+    """The overrides that turn a size's preset into its run at a scale."""
     base = RunConfig.find(size.base).override(list(size.set))
     return [*size.set, *changes(base, scale, size.tokens)]
 
@@ -175,7 +175,7 @@ class Cost:
 
 
 def estimated_cost(entry: Study, scale: Fraction) -> Cost:
-    """Runs, tokens and FLOPs, with the baseline's FLOPs per token for every row, on a vocabulary as published."""
+    """Runs, tokens and FLOPs, using the baseline's FLOPs per token for every row and the published vocabulary."""
     budgets = sum(budget for budget in entry.ladder if budget != 1.0)
     per_size = len(entry.rows) + budgets
     runs = len(entry.rows) + sum(budget != 1.0 for budget in entry.ladder)

@@ -1,4 +1,4 @@
-"""`residua reproduce`: list the entries, plan one, run it as a study, or look inside models that a person has."""
+"""`residua reproduce`: list the entries, plan one, run it as a study, or diagnose the user's models."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from residua.study.train_runs import announce, refuse_strangers
 
 NEEDS_MODELS = "--run FOLDER"
 MAX_STATED_HOURS = 30 * 24.0
-TOO_LONG = "over a month"  # a time that nobody would wait for needs no number
+TOO_LONG = "over a month"  # no exact number for a time that nobody would wait for
 TRAINING_SHARE = 0.4
-"""Training steps reach about this share of the rate of a large matrix product; it turns FLOPs into hours."""
+"""Training reaches about this share of a large matrix product's FLOP/s; used to convert FLOPs into hours."""
 
 
 @dataclass(frozen=True)
 class Reproduced:
-    """The study that was made for an entry, and the lines that say what became of the paper's claims."""
+    """The study run for an entry, and the lines with the verdicts on the paper's claims."""
 
     outcome: Outcome
     lines: tuple[str, ...]
 
     @property
     def complete(self) -> bool:
-        """Whether every run completed, or diverged, which some papers claim."""
+        """Whether every run completed or diverged (some papers claim divergence)."""
         runs = self.outcome.result.runs
         return all(run.status == "complete" or DIVERGED.search(run.problem) for run in runs)
 
@@ -53,7 +53,7 @@ class Reproduced:
 def reproduce(
     name: str, request: Request, out: Path, console: Console, results: Path | None = None, command: str = ""
 ) -> Reproduced:
-    """Conduct an entry as a study in `out`; the paper's values and the verdicts are on its page and in results.md."""
+    """Run an entry as a study in `out`; its page and results.md show the paper's values and the verdicts."""
     entry, study = _study(name, request, out)
     console.print(Text(f"{name}: {entry.title}. {request.sentence}"), soft_wrap=True)
     if line := tasks_sentence(entry, study):
@@ -66,7 +66,7 @@ def reproduce(
 
 
 def _study(name: str, request: Request, out: Path) -> tuple[Study, StudyConfig]:
-    """The selected entry and its study, for a folder that has no other content."""
+    """Select the entry and build its study; refuse a folder with other content."""
     whole = trained(name)
     if request.demo:
         whole, request = demo_of(whole, request)
@@ -76,7 +76,7 @@ def _study(name: str, request: Request, out: Path) -> tuple[Study, StudyConfig]:
 
 
 def show_plan(name: str, request: Request, out: Path, console: Console) -> None:
-    """Print the planned runs, tokens, FLOPs and hours on this device; writes nothing and trains nothing."""
+    """Print the planned runs, tokens, FLOPs and hours on this device; write and train nothing."""
     entry, study = _study(name, request, out)
     plan = plan_study(study, out, open_dataset(study, progress=console.is_terminal), None)
     console.print(Text(f"{name}: {entry.title}. {request.sentence}"), soft_wrap=True)
@@ -106,7 +106,7 @@ def planned_cost(plan: StudyPlan) -> Cost:
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it."""
+    """Format a time for people."""
     for unit, size, least in (("years", 365 * 86400.0, 1.0), ("days", 86400.0, 2.0), ("hours", 3600.0, 1.0)):
         if seconds >= least * size:
             return f"{seconds / size:,.0f} {unit}" if seconds >= 10 * size else f"{seconds / size:.1f} {unit}"
@@ -114,12 +114,12 @@ def duration(seconds: float) -> str:
 
 
 def training_rate() -> float:
-    """FLOP/s that training is expected to reach on this device, from a matrix product that is timed now."""
+    """Expected training FLOP/s on this device, from a matrix product timed now."""
     return TRAINING_SHARE * measure_ceilings(choose_device("auto")).matmul_flops_per_second
 
 
 def look_inside(name: str, runs: Sequence[Path], out: Path, console: Console) -> Path:
-    """Diagnose models that a person has, for an entry that looks inside; returns the page."""
+    """Diagnose the user's models for an `inside` entry; returns the page."""
     from residua.diagnose import diagnose
 
     entry = load(name)
@@ -132,13 +132,13 @@ def look_inside(name: str, runs: Sequence[Path], out: Path, console: Console) ->
 
 
 def inside_sentence(name: str, entry: Inside) -> str:
-    """Where on the page of a diagnosis the paper's figure is."""
+    """Where a diagnosis page shows the paper's figure."""
     sections = ", ".join(f"“{title}”" for title in entry.shows)
     return f"{name} is in the section {sections} of the page. {entry.missing}".rstrip()
 
 
 def trained(name: str) -> Study:
-    """An entry with rows to train; the others are refused with what can be had instead."""
+    """Load an entry with rows to train; refuse others and name an alternative."""
     entry = load(name)
     if isinstance(entry, Nothing):
         raise ConfigError(f"{name} cannot be reproduced: {entry.reason}. Nearest: {entry.nearest}.")
@@ -148,14 +148,14 @@ def trained(name: str) -> Study:
 
 
 def by_use(document: str) -> dict[str, Study | Inside]:
-    """A document's entries that can be run, those that train before those that look at a person's models."""
+    """A document's runnable entries: those that train first, then those that diagnose the user's models."""
     known = {name: load(name) for name in names() if name.startswith(document)}
     runnable = {name: entry for name, entry in known.items() if not isinstance(entry, Nothing)}
     return dict(sorted(runnable.items(), key=lambda item: not item[1].trains))
 
 
 def print_list(console: Console, scale: Fraction) -> None:
-    """One line for each entry: its title, its runs and their time at `scale`; those not available come last."""
+    """Print one line per entry: its title, its runs and their time at `scale`; unavailable entries come last."""
     rate = training_rate()
     for document, title in DOCUMENTS.items():
         console.print(Text(f"{document}: {title}", style="bold"), soft_wrap=True)
@@ -180,7 +180,7 @@ def _line(console: Console, name: str, runs: str, cost: str, what: str) -> None:
 
 
 def _print(console: Console, words: str) -> None:
-    """A line, cut to a terminal's width, whole in a file."""
+    """Print a line, truncated to a terminal's width but whole in a file."""
     if console.is_terminal:
         console.print(Text(words), no_wrap=True, overflow="ellipsis", highlight=False)
     else:
@@ -188,7 +188,7 @@ def _print(console: Console, words: str) -> None:
 
 
 def _cells(entry: Study | Inside, scale: Fraction, rate: float) -> tuple[str, str, str]:
-    """Runs, the time of their training at the scale, and the title of an entry."""
+    """An entry's number of runs, training time at the scale, and title."""
     if not entry.trains:
         return "", NEEDS_MODELS, entry.title
     cost = estimated_cost(entry, scale)

@@ -1,9 +1,9 @@
 """`--scale s`: parameters and training tokens are both multiplied by s, so compute falls by s².
 
-The depth stays as published: it is what the papers are about, and some rows need it (eight streams fill seven
-sublayers). Parameters outside the embedding grow with the square of the width, so the width and the width of the
-feed-forward are multiplied by √s. The batch and the number of steps are each multiplied by √s, warm-up with the steps.
-Context, learning rates, norms and every other key stay as published; the vocabulary is that of the text.
+The depth stays as published: the papers are about depth, and some rows need it (eight streams fill seven sublayers).
+Parameters outside the embedding grow with the square of the width, so the model and feed-forward widths are multiplied
+by √s. The batch and the number of steps are each multiplied by √s, and warm-up scales with the steps. Context, learning
+rates, norms and every other key stay as published; the vocabulary is that of the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from residua.config.run import RunConfig
 from residua.config.settings import ConfigError
 
 MIN_WIDTH = 32  # channels
-MAX_BATCH_GROWTH = 4  # a narrower model takes micro-batches up to this many times as large
+MAX_BATCH_GROWTH = 4  # a narrower model may use micro-batches up to this many times larger
 
 
 def parse_scale(text: str) -> Fraction:
@@ -31,11 +31,11 @@ def parse_scale(text: str) -> Fraction:
 
 
 def changes(config: RunConfig, scale: Fraction, tokens: float | None = None) -> list[str]:
-    """The overrides that bring a run to this scale. `tokens` are the published ones; without them, the run's own."""
+    """The overrides that scale a run. `tokens` is the published number, by default the run's own."""
     published = float(tokens or config.tokens)
     if scale == 1:
         steps = max(2, round(published / config.tokens_per_step))
-        short = steps <= config.train.schedule.warmup  # an entry that only times a few steps
+        short = steps <= config.train.schedule.warmup  # the entry only times a few steps
         return [*([f"train.schedule.warmup={steps - 1}"] if short else []), f"train.steps={steps}"]
     root = math.sqrt(scale)
     narrow = _narrow(config.model, root)
@@ -69,7 +69,7 @@ def _narrow(model: ModelConfig, root: float) -> list[str]:
 
 
 def _narrow_softmax(model: ModelConfig, share: float) -> list[str]:
-    """Fewer and narrower heads; groups of queries for each key and value as before, as far as they divide."""
+    """Fewer and narrower heads, keeping the number of queries per key and value if it divides."""
     softmax, table = model.softmax, model.attention.softmax_path
     if softmax is None:
         return _narrow_latent(model, share)
@@ -103,7 +103,7 @@ def _narrow_linear(model: ModelConfig, share: float) -> list[str]:
 
 
 def _heads(width: int, dim: int, share: float) -> tuple[int, int]:
-    """Heads and their width: the widest power of two that divides the narrowed width and leaves two heads."""
+    """Heads and their width: the largest power of two that divides the narrowed width and leaves two heads."""
     narrowed = max(MIN_WIDTH, MIN_WIDTH * round(width * share / MIN_WIDTH))
     dim = min(dim, narrowed // 2)
     while narrowed % dim or dim & (dim - 1):
@@ -112,7 +112,7 @@ def _heads(width: int, dim: int, share: float) -> tuple[int, int]:
 
 
 def sentence(scale: Fraction) -> str:
-    """The effect of the scale, for the page and the terminal."""
+    """A sentence on the effect of the scale, for the page and the terminal."""
     if scale == 1:
         return "The paper's size: parameters and tokens as published."
     return (
