@@ -1,1 +1,1 @@
-"""Scores of a trained model: perplexity, multiple-choice tasks, lm-evaluation-harness."""
+"""Score a trained model: perplexity, multiple-choice tasks, lm-evaluation-harness."""

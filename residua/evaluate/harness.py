@@ -1,4 +1,4 @@
-"""Residua models in lm-evaluation-harness: its `LM` interface, served by `Scorer` and `Generator`."""
+"""Residua models in lm-evaluation-harness: its `LM` interface, implemented with `Scorer` and `Generator`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ BOOTSTRAPS = 1000
 """Resamples for standard errors that have no closed form."""
 ROWS = 16
 ROWS_ON_GPU = 64
-"""Prompts per batch, fewer if they are long."""
+"""The most prompts per batch; fewer if they are long."""
 TOKENS = 65_536
-"""Most tokens of a batch's prompts and answers together."""
+"""The most tokens of a batch, prompts and answers together."""
 CODE_SWITCH = "HF_ALLOW_CODE_EVAL"
-"""The environment variable without which the metric of `mbpp` and `humaneval` refuses to run code."""
+"""The environment variable that the metric of `mbpp` and `humaneval` requires before it runs code."""
 
 
 class ResiduaLM(TemplateLM):  # type: ignore[misc]
@@ -63,14 +63,14 @@ class ResiduaLM(TemplateLM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         texts = [windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.context) for request in requests]
-        # the windows of all texts together, so that batches are full
+        # pool the windows of all texts, so that batches are full
         scores = iter(self.scorer.score([pair for pairs in texts for pair in pairs]))
         return [sum(next(scores).log for _ in pairs) for pairs in texts]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate in batches of equal settings; a prompt that leaves no room for an answer loses its beginning.
+        """Generate in batches of equal settings; a prompt that leaves no room for an answer is truncated at the left.
 
-        An answer may be as long as the task allows, but takes at most half of the model's context from a long prompt.
+        An answer may be as long as the task allows, but displaces a long prompt from at most half of the context.
         """
         texts = [""] * len(requests)
         groups: dict[Request, list[int]] = {}
@@ -92,7 +92,7 @@ class ResiduaLM(TemplateLM):  # type: ignore[misc]
 
 
 def _request(settings: dict[str, Any]) -> Request:
-    """The harness's generation settings as a Request; it samples only if `do_sample` is set."""
+    """Convert the harness's generation settings to a Request; it samples only if `do_sample` is set."""
     until = settings.get("until") or []
     sampling = Sampling()
     if settings.get("do_sample"):
@@ -109,10 +109,10 @@ def _request(settings: dict[str, Any]) -> Request:
 def find_tasks(
     names: list[str], manager: TaskManager | None = None, *, allow_code: bool = False
 ) -> tuple[TaskManager, list[str]]:
-    """The harness's own list of tasks, which is local, and the names that are asked for, one of our groups written out.
+    """The harness's local list of tasks, and the requested names, with one of our groups expanded.
 
-    Raises `ValueError` for a name that is not in the list, and for a task that runs what the model wrote unless
-    `allow_code`; nothing is downloaded.
+    Raises `ValueError` for a name that is not in the list and, without `allow_code`, for a task that runs code written
+    by the model. Downloads nothing.
     """
     manager = manager or TaskManager()
     wanted = list(expand(names))
@@ -133,9 +133,9 @@ def find_tasks(
 
 
 def runs_code(name: str, index: Mapping[str, Any]) -> bool:
-    """Whether a task of the harness, or one of the tasks of a group or tag, is marked as running code.
+    """Whether a harness task, or a task in a group or tag, is marked as running code.
 
-    The index of older versions of lm-eval does not say: there lm-eval itself refuses, when it has loaded the task.
+    The index of older lm-eval versions lacks this mark: there lm-eval itself refuses after loading the task.
     """
     entry = index.get(name)
     config = getattr(entry, "cfg", None) or {}
@@ -147,7 +147,7 @@ def runs_code(name: str, index: Mapping[str, Any]) -> bool:
 
 
 def _member_runs_code(member: str | dict[str, Any], index: Mapping[str, Any]) -> bool:
-    """A group lists its members by name, or as tables that change a task or hold further members."""
+    """The same for a group's member: a name, or a table that modifies a task or holds further members."""
     if isinstance(member, str):
         return runs_code(member, index)
     inner = member.get("task")
@@ -166,9 +166,9 @@ def evaluate_with_harness(
     task_manager: TaskManager | None = None,
     **settings: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks of the harness, or one of our groups; returns the harness's results by task, with the shots of each.
+    """Run harness tasks or one of our groups; returns the harness's results by task, with the shots of each.
 
-    Without `shots`, a task has its own number of worked examples, and a group that of its paper.
+    Without `shots`, a task uses its own number of worked examples, and a group uses its paper's.
     """
     manager, _ = find_tasks(names, task_manager, allow_code=allow_code)
     rounds: dict[int | None, list[str]] = {}
@@ -193,7 +193,7 @@ def evaluate_with_harness(
 
 
 def reported(results: dict[str, dict[str, Any]]) -> dict[str, Accuracy]:
-    """From the harness's results, the metric of each task that papers report."""
+    """Extract each task's metric that papers report from the harness's results."""
     accuracies = {}
     for task, metrics in results.items():
         name = find_prompt(task).metric

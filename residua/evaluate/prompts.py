@@ -1,6 +1,6 @@
-"""How a question becomes texts to score: the prompts of lm-evaluation-harness, one per task that it has.
+"""Turn questions into texts to score: the prompts of lm-evaluation-harness, one per task that it has.
 
-A test renders the YAML files of the installed lm-eval and compares. A task that lm-eval does not have is asked as
+A test renders the YAML files of the installed lm-eval and compares. A task that lm-eval lacks uses the prompt
 `Question: … Answer:`.
 """
 
@@ -32,7 +32,7 @@ class Question(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """`ask` makes a question of a record; `metric` is the accuracy that papers report.
+    """`ask` turns a record into a question; `metric` is the accuracy that papers report.
 
     `describe` gives the text before the worked examples.
     """
@@ -48,7 +48,7 @@ def find_prompt(task: str) -> Prompt:
 
 
 def subject_of(record: Record) -> str:
-    """The part of a task that a question belongs to; empty where a task has no parts."""
+    """The part of a task that a question belongs to; empty if the task has no parts."""
     return str(record.get("subject") or record.get("paradigm") or "")
 
 
@@ -62,7 +62,7 @@ def _ask(context: str, record: Record) -> Question:
 
 
 def _filled(template: str) -> Callable[[Record], Question]:
-    """The question as a template with the names of its keys."""
+    """Build questions from a template that names the record's keys."""
     return lambda record: _ask(template.format_map(record), record)
 
 
@@ -85,7 +85,7 @@ _CONNECTORS = {"cause": "because", "effect": "therefore"}
 
 
 def _premise(record: Record) -> Question:
-    """COPA: the premise without its period, `because` or `therefore`, and an alternative after two spaces."""
+    """COPA: the premise without its period, `because` or `therefore`, and a choice after two spaces."""
     question = str(record["question"])
     if question not in _CONNECTORS:
         raise UserError(f"question is {question!r}, expected cause or effect")
@@ -95,14 +95,14 @@ def _premise(record: Record) -> Question:
 
 
 def _listed(record: Record) -> str:
-    """The choices under their letters, a line each."""
+    """The choices with their letters, one per line."""
     if len(record["choices"]) > len(ascii_uppercase):
         raise UserError(f"it has {len(record['choices'])} choices, but at most {len(ascii_uppercase)} are supported")
     return "".join(f"{letter}. {choice}\n" for letter, choice in zip(ascii_uppercase, record["choices"], strict=False))
 
 
 def _lettered(template: str, strip: bool = True) -> Callable[[Record], Question]:
-    """The choices are in the context; their letters are scored. `strip`: without white space around the question."""
+    """The context lists the choices; their letters are scored. `strip` removes whitespace around the question."""
 
     def ask(record: Record) -> Question:
         fields = {**record, "question": str(record["question"]).strip()} if strip else record
@@ -113,13 +113,13 @@ def _lettered(template: str, strip: bool = True) -> Callable[[Record], Question]
 
 
 def _passage(record: Record) -> Question:
-    """LogiQA: the choices are listed, and scored by their texts."""
+    """LogiQA: the context lists the choices; their texts are scored."""
     listed = f"Choices:\n{_listed(record)}Answer:"
     return _ask(f"Passage: {record['context']}\nQuestion: {record['question']}\n{listed}", record)
 
 
 def _ending(record: Record) -> Question:
-    """HellaSwag: the activity and the context, without the marks of its WikiHow part."""
+    """HellaSwag: the activity and the context, without WikiHow markup."""
     context = str(record["context"])
     if "ctx_a" in record:
         context = f"{record['ctx_a']} {str(record.get('ctx_b', '')).capitalize()}"

@@ -1,4 +1,4 @@
-"""The scores of tasks, by likelihoods and with standard errors; results of `residua eval` as tables and as JSON."""
+"""Task scores from likelihoods, with standard errors; results of `residua eval` as tables and JSON."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The share of right answers and its standard error, s / √n; None if there is only one question."""
+    """The fraction of correct answers and its standard error, s / √n; None if there is only one question."""
 
     value: float
     error: float | None
 
     @classmethod
     def of(cls, right: list[bool]) -> Accuracy:
-        """From whether each question was answered right."""
+        """Compute it from whether each answer was correct."""
         n = len(right)
         mean = sum(right) / n
         return cls(mean, math.sqrt(mean * (1 - mean) / (n - 1)) if n > 1 else None)
@@ -51,7 +51,7 @@ class Perplexity:
 
     @classmethod
     def of(cls, logs: list[float]) -> Perplexity:
-        """From log p of each continuation. The error is that of the mean, times the slope of the exponential."""
+        """Compute it from log p of each continuation. The error is the mean's, times the slope of the exponential."""
         mean = -statistics.fmean(logs)
         value = math.exp(mean) if mean < 700 else math.inf
         return cls(value, value * statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None)
@@ -62,8 +62,8 @@ class TaskScore:
     """Results of one task.
 
     acc takes the choice with the highest log-likelihood, acc_norm the highest per character. `metric` names the one
-    that papers report. `chance` is the accuracy of guessing. `perplexity` is there where every
-    question has a single choice, as in LAMBADA.
+    that papers report. `chance` is the accuracy of guessing. `perplexity` is set if every question has a single choice,
+    as in LAMBADA.
     """
 
     task: str
@@ -83,7 +83,7 @@ class TaskScore:
 
 
 def score_task(scorer: Scorer, task: Task, progress: Progress | None = None) -> TaskScore:
-    """Score every choice of every question, batched by length over the whole task."""
+    """Score every choice of every question, batched by length across the task."""
     choices = (zip(question.contexts, question.continuations, strict=True) for question in task.questions)
     scores = scorer.score(scorer.pairs(chain.from_iterable(choices)), progress)
     single = all(len(question.contexts) == 1 for question in task.questions)
@@ -136,12 +136,12 @@ def group_means(reported: Mapping[str, Accuracy], names: list[str]) -> dict[str,
 
 FOLDER = "evaluations"
 SHOTS = "shots"
-"""The key that a task's number of worked examples has among the harness's results."""
+"""The key of a task's number of worked examples in the harness's results."""
 
 
 @dataclass
 class Results:
-    """All scores of one model; `harness` holds the results as lm-evaluation-harness reports them."""
+    """All scores of one model; `harness` holds the results in lm-evaluation-harness's format."""
 
     model: str
     settings: dict[str, Any]
@@ -163,7 +163,7 @@ class Results:
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for what is not finite: JSON has no infinity."""
+    """Replace non-finite numbers in the value with None, since JSON cannot represent infinity."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -172,7 +172,7 @@ def _finite(value: Any) -> Any:
 
 
 def new_file(model: Path, out: Path | None) -> Path:
-    """The path for the results, which must not exist; by default in the model's folder, named after the time."""
+    """The path for the results, which must not exist; by default in the model's folder, named by timestamp."""
     if out is None:
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%S.%f")[:-3]
         out = inside(model, FOLDER) / f"{stamp}.json"

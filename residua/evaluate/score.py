@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from residua.report.terminal import Progress
 
 POSITIONS = 2048
-"""Positions whose logits are in memory at once."""
+"""How many positions' logits are in memory at once."""
 AT_ONCE = 1024
-"""Texts that are tokenized together: until they are lists of ids, a tokenizer's results take 100 bytes per token."""
+"""Texts tokenized together: before conversion to lists of ids, a tokenizer's results take 100 bytes per token."""
 
 
 class Pair(NamedTuple):
@@ -49,9 +49,7 @@ class Likelihood(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """Pairs that the device works on: their indices, and of each scored token its row, log p, and whether it is the
-    most likely.
-    """
+    """Pairs being scored on the device: their indices, and each scored token's row, log p and whether it is greedy."""
 
     indices: list[int]
     rows: Tensor
@@ -60,9 +58,9 @@ class _Batch(NamedTuple):
 
 
 class Scorer:
-    """A model with its tokenizer, ready to score. A pair longer than the model's context is cut at its beginning.
+    """A model with its tokenizer, ready to score. A pair longer than the model's context is truncated at the left.
 
-    Rows of a batch are padded on the right, where causal attention never looks; `batch_tokens` limits rows × length.
+    Rows of a batch are padded on the right, which causal attention never sees; `batch_tokens` limits rows × length.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, batch_tokens: int | None = None) -> None:
@@ -84,7 +82,7 @@ class Scorer:
 
     def _some_pairs(self, texts: list[tuple[str, str]]) -> list[Pair]:
         texts_to_encode = [(context.rstrip(), context + continuation) for context, continuation in texts]
-        contexts = list(dict.fromkeys(context for context, _ in texts_to_encode))  # choices of a question share theirs
+        contexts = list(dict.fromkeys(context for context, _ in texts_to_encode))  # a question's choices share one
         encoded = self.tokenizer.encode_batch([*contexts, *(whole for _, whole in texts_to_encode)])
         known = dict(zip(contexts, encoded, strict=False))
         wholes = zip(texts_to_encode, encoded[len(contexts) :], strict=True)
@@ -95,9 +93,9 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:
-        """The likelihoods of pairs, in their order. Long ones go first, so that a lack of memory shows early.
+        """The likelihoods of pairs, in their order. Long pairs run first, so that running out of memory shows early.
 
-        While the device works on a batch, the host prepares the next one, and reads what the one before gave.
+        While the device works on a batch, the host prepares the next one and reads the results of the previous one.
         """
         known = self.model.config.vocab_size
         for pair in pairs:
@@ -135,7 +133,7 @@ class Scorer:
             yield batch
 
     def _length(self, pair: Pair) -> int:
-        """Tokens that the model reads: all but the last, at most its context."""
+        """How many tokens the model reads: all but the last, at most its context."""
         return min(self.model.config.context, len(pair.context) + len(pair.continuation) - 1)
 
     def _start(self, indices: list[int], pairs: list[Pair]) -> _Batch:
@@ -178,7 +176,7 @@ class Scorer:
 def windows(tokens: Sequence[int], prefix: int, context: int) -> list[Pair]:
     """Cut a long text into pairs that score each token once.
 
-    The first window begins with `prefix`. The last one starts earlier than needed, so that it fills the context.
+    The first window begins with `prefix`. The last one starts early enough to fill the context.
     """
     text = [prefix, *tokens]
     pairs = []
@@ -191,10 +189,10 @@ def windows(tokens: Sequence[int], prefix: int, context: int) -> list[Pair]:
 
 @dataclass(frozen=True)
 class TextScore:
-    """The loss in nats per scored token, and the UTF-8 bytes and the words of exactly these tokens.
+    """The loss in nats per scored token, and the number of UTF-8 bytes and words in exactly these tokens.
 
-    Words are what white space separates. If the tokenizer is not byte-level, `exact_bytes` is False and bytes are
-    estimated by the split's mean per token.
+    Words are separated by whitespace. If the tokenizer is not byte-level, `exact_bytes` is False and bytes are
+    estimated from the split's mean per token.
     """
 
     data: str
@@ -207,7 +205,7 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """e^loss; infinite where that is too large for a float."""
+        """e^loss; infinite if too large for a float."""
         return _exp(self.loss)
 
     @property
@@ -222,7 +220,7 @@ class TextScore:
 
 
 class WordCount:
-    """Counts the words of a stream of tokens, document by document: some tokens decode only with their neighbours."""
+    """Counts the words in a token stream, per document, since some tokens decode only with their neighbours."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -230,7 +228,7 @@ class WordCount:
         self._open: list[np.ndarray] = []
 
     def add(self, tokens: np.ndarray) -> None:
-        """The next tokens of the stream; an end-of-text token ends a document."""
+        """Add the next tokens of the stream; an end-of-text token ends a document."""
         *whole, rest = np.split(tokens, np.flatnonzero(tokens == self.tokenizer.end_of_text))
         if whole:
             self._count([np.concatenate([*self._open, whole[0]]), *whole[1:]])
@@ -238,7 +236,7 @@ class WordCount:
         self._open.append(rest)
 
     def close(self) -> int:
-        """End the document, and return the words up to here."""
+        """End the document, and return the number of words so far."""
         if self._open:
             self._count([np.concatenate(self._open)])
         self._open = []
@@ -254,7 +252,7 @@ def _exp(nats: float) -> float:
 
 
 AHEAD = 2
-"""Batches that the device is given before the host waits for the first of them."""
+"""Batches queued on the device before the host waits for the first of them."""
 
 
 @torch.inference_mode()
@@ -269,12 +267,11 @@ def score_text(
     batch_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> TextScore:
-    """Score a split in windows of `sequence` (default: the model's context); with `tokens`, the first of so many.
+    """Score a split in windows of `sequence` (default: the model's context); with `tokens`, only its first tokens.
 
-    The validation split is scored as in training, in whole windows. Of another one without `tokens`, and of one that
-    is shorter than a window, every token is scored.
-    With `segments`, attention stays inside documents and the first token of a document is not scored, as in training
-    with `data.masking = "documents"`.
+    The validation split is scored as in training, in whole windows. Every token is scored for other splits without
+    `tokens`, and for splits shorter than a window. With `segments`, attention stays inside documents and the first
+    token of a document is not scored, as in training with `data.masking = "documents"`.
     """
     dataset.require_known(model.config.vocab_size, "prepare the text without it, using the model's own tokenizer")
     device = model.embed.weight.device
@@ -286,7 +283,7 @@ def score_text(
     forward, running = Forward(model), deque[tuple[Arrival, np.ndarray]]()
 
     def finish() -> None:
-        """Read the text of the oldest batch that the device works on, and add up its loss."""
+        """Count the text of the oldest batch on the device, and add its loss to the total."""
         nonlocal loss, count, size
         arrival, scored = running.popleft()
         size += dataset.bytes_of(scored, split)

@@ -2,8 +2,8 @@
 
     {"task", "id", "split", "question" and/or "context", "choices": [...], "answer": index, "subject"}
 
-Prompts are in `prompts.py`. Worked examples are the first questions of the file's `train` split, of the question's own
-subject where there are subjects.
+Prompts are in `prompts.py`. Worked examples are the first questions of the file's `train` split, from the question's
+own subject if there are subjects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXOFORMER = ("arc_challenge", "arc_easy", "hellaswag", "openbookqa", "piqa", "wi
 
 
 class Group(NamedTuple):
-    """Tasks with one name, and the worked examples that their paper uses."""
+    """A named group of tasks, and the number of worked examples that their paper uses."""
 
     tasks: tuple[str, ...]
     shots: int | None = None
@@ -43,7 +43,7 @@ _HINT = "a task file has one question per line, as docs/evaluate.md says"
 
 @dataclass(frozen=True)
 class Task:
-    """Questions of one split, each after its worked examples; `metric` is the one that papers report."""
+    """Questions of one split, each preceded by its worked examples; `metric` is the one that papers report."""
 
     name: str
     split: str
@@ -53,14 +53,14 @@ class Task:
 
 
 class Wanted(NamedTuple):
-    """A task as it was asked for: the name that was given, and the shots of its group."""
+    """A requested task: the name given, and the shots of its group."""
 
     name: str
     shots: int | None
 
 
 def expand(names: Sequence[str]) -> dict[str, Wanted]:
-    """The tasks that are asked for, groups written out."""
+    """The requested tasks, with groups expanded."""
     wanted: dict[str, Wanted] = {}
     for name in names:
         group = GROUPS.get(name, Group((name,)))
@@ -74,7 +74,7 @@ def open_tasks(
 ) -> list[Task]:
     """Tasks by name, or a group of them, from the files of a folder.
 
-    Without `shots`, a group has as many worked examples as its paper, and any other task none, as in lm-eval.
+    Without `shots`, a group uses its paper's number of worked examples, and any other task none, as in lm-eval.
     """
     if not folder.is_dir():
         refuse_text(folder, "a folder with task files")
@@ -93,9 +93,9 @@ def open_tasks(
 
 
 def read_task(name: str, path: Path, *, shots: int, split: str | None = None, limit: int | None = None) -> Task:
-    """One task from its file. Without `split`, takes the test questions, or else the validation questions.
+    """Read one task from its file. Without `split`, take the test questions, or else the validation questions.
 
-    `limit` questions are spread over the subjects and over the file.
+    `limit` questions are spread across the subjects and the file.
     """
     records = _records(path)
     splits = {record["split"] for record in records}
@@ -114,9 +114,9 @@ def read_task(name: str, path: Path, *, shots: int, split: str | None = None, li
 
 
 def spread(subjects: Sequence[str], limit: int) -> list[int]:
-    """`limit` places out of a list of questions, given the subject of each.
+    """`limit` indices into a list of questions, given the subject of each.
 
-    Every subject has its share, and one question at least if there are enough; evenly spaced within the subject.
+    Every subject gets its share, evenly spaced within it, and at least one question if `limit` allows.
     """
     places: dict[str, list[int]] = {}
     for place, subject in enumerate(subjects):
@@ -129,7 +129,7 @@ def spread(subjects: Sequence[str], limit: int) -> list[int]:
 
 
 class _Examples:
-    """The text before a question: the description of its subject, and worked examples of it."""
+    """The text before a question: the description of its subject, and that subject's worked examples."""
 
     def __init__(self, name: str, path: Path, shots: int, records: Sequence[Mapping[str, Any]]) -> None:
         self.name, self.path, self.shots = name, path, shots
@@ -156,7 +156,7 @@ class _Examples:
 
 
 def refuse_text(path: Path, expected: str) -> None:
-    """Refuse a text file where something else was expected, and say how text is scored."""
+    """Refuse a text file if something else was expected, and say how to score text."""
     if path.name.endswith(TEXT_EXTENSIONS) and path.is_file():
         raise UserError(f"{path} is text, not {expected}: {text_advice(path)}")
 
@@ -186,7 +186,7 @@ class _Record(Shape):
     choices: list[str] = Field(min_length=1)
     answer: Count
     split: str = "validation"
-    question: str = ""  # may lack, but a null would become the text "None" of a prompt
+    question: str = ""  # optional, but a null would put the text "None" into a prompt
     context: str = ""
     subject: str | None = None
     paradigm: str | None = None
