@@ -1,1 +1,1 @@
-"""Text from a trained model: prefill, KV cache, decoding, sampling."""
+"""Generate text from a trained model: prefill, KV cache, decoding, sampling."""

@@ -1,7 +1,7 @@
 """One decoding step, run in one of three ways: op by op, as a replayed CUDA graph, or compiled and then replayed.
 
 All three call the model's forward pass on one token per row; the last two fuse the junctions. On a GPU, a step of a
-small model is a few hundred short kernels. Launched one by one from Python, they wait for the host; replayed as a
+small model is a few hundred short kernels. Launched individually from Python, they wait for the host; replayed as a
 graph, they do not.
 """
 
@@ -27,11 +27,11 @@ ENGINES = ("auto", "eager", "graph", "compile")
 WARM_UP = 3
 
 Step = Callable[[Tensor], Tensor]
-"""Takes tokens [B], returns the logits [B, V] of the next ones; the cache grows by one token per row."""
+"""Takes tokens [B] and returns the logits [B, V] of the next tokens; the cache grows by one token per row."""
 
 
 def resolve_engine(name: str, device: torch.device, among: Sequence[str] = ENGINES) -> str:
-    """`auto` is `graph` on a GPU and `eager` elsewhere; an engine that the device cannot run is refused."""
+    """Resolve `auto` to `graph` on a GPU and `eager` elsewhere; refuse an engine that the device cannot run."""
     if name not in among:
         what = "is for decoding" if name in ENGINES else "does not exist"
         raise UserError(f"engine {name} {what}: choose {', '.join(among[:-1])} or {among[-1]}.")
@@ -57,7 +57,7 @@ def engine_for(model: Decoder, name: str) -> str:
 
 
 def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
-    """Whether all experts run in one product. Quantized experts, which compute in fp32, do not."""
+    """Whether all experts run in one matrix product. Quantized experts, which compute in fp32, do not."""
     if not isinstance(experts, Experts):
         return False
     ends = like.new_empty(experts.count, dtype=torch.int32)
@@ -65,7 +65,7 @@ def _in_one_product(experts: nn.Module, like: Tensor) -> bool:
 
 
 def build_step(model: Decoder, cache: Cache, engine: str) -> Step:
-    """The decoding step of a model on a cache. All engines but `eager` need a filled, static cache."""
+    """The decoding step of a model on a cache. All engines except `eager` need a filled, static cache."""
     step = launched_step(model, cache, engine)
     return Replay(step, cache) if engine != "eager" and cache.lengths.is_cuda else step
 
@@ -87,9 +87,9 @@ class Replay:
     """A step captured as a CUDA graph. Capture leaves the cache unchanged, but needs one free slot in it."""
 
     def __init__(self, step: Step, cache: Cache) -> None:
-        self._step = step  # keeps alive the tensors whose addresses the graph uses
+        self._step = step  # keep alive the tensors whose addresses the graph uses
         self._tokens = torch.zeros_like(cache.lengths)
-        # a step writes its token to a free slot, where the next one overwrites it; everything else is restored
+        # a step writes its token to a free slot, which the next step overwrites; everything else is restored
         changed = [cache.lengths, *cache.recurrent()]
         before = [tensor.clone() for tensor in changed]
 

@@ -1,4 +1,4 @@
-"""Generate text: prefill the prompts, then decode one token per row and step until every row has ended."""
+"""Generate text: prefill the prompts, then decode one token per row per step until every row has ended."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 CHUNK = 512
 PREFILLED = 65_536
-"""Tokens of all prompts that are read in one pass."""
+"""The most prompt tokens, over all prompts, read in one pass."""
 MULTIPLE = 64
-"""Prompts are padded to a multiple of this many tokens, so that few shapes of batches are captured as CUDA graphs."""
+"""Prompts are padded to a multiple of this many tokens, so that only a few batch shapes are captured as CUDA graphs."""
 GREEDY = Sampling()
 
 Reason = Literal["end", "stop", "length"]
@@ -40,9 +40,9 @@ Show = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a batch was generated. A step makes one token per row and reads the weights it needs once.
+    """The speed of generating a batch. A step produces one token per row and reads the weights it needs once.
 
-    `first_tokens` of the `new_tokens`, one per row, came from the prefill and not from a step.
+    `first_tokens` of the `new_tokens`, one per row, came from the prefill, not from a step.
     """
 
     prompt_tokens: int
@@ -55,7 +55,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second of decoding, without those of the prefill."""
+        """New tokens per second of decoding, excluding those from the prefill."""
         return (self.new_tokens - self.first_tokens) / self.decode_seconds if self.decode_seconds else 0.0
 
     @property
@@ -78,7 +78,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Request:
-    """How to continue prompts: at most `tokens` new tokens, fewer if the model's context ends before."""
+    """How to continue prompts: at most `tokens` new tokens, fewer if the model's context ends earlier."""
 
     tokens: int = 128
     sampling: Sampling = GREEDY
@@ -106,7 +106,7 @@ class Generator:
         chunk: int | None = None,
         ends: Collection[int] = (),
     ) -> None:
-        """Prompts are read `chunk` tokens at a time; by default 512, or on a GPU as many as `PREFILLED` allows.
+        """Prompts are read `chunk` tokens at a time; the default is 512, or on a GPU as many as `PREFILLED` allows.
 
         `ends` are ids that end a text, in addition to the tokenizer's own.
         """
@@ -151,7 +151,7 @@ class Generator:
     def check(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], request: Request
     ) -> tuple[list[list[int]], list[int]]:
-        """The tokens of each prompt, and how many may follow it. Refuses prompts that cannot be continued."""
+        """The tokens of each prompt, and how many more may follow. Refuses prompts that cannot be continued."""
         if not prompts:
             raise UserError("there is no prompt: give the model a text to continue.")
         rows = [self.encode(p) if isinstance(p, str) else list(p) for p in prompts]
@@ -169,8 +169,8 @@ class Generator:
         while True:
             arrival = Arrival(tokens)
             going_on = steps + 1 < max(batch.limits)
-            # start the next step before reading these tokens, so that the device does not wait for the host; only a
-            # step that is not built yet comes after them, because its kernels may have to be compiled
+            # start the next step before reading these tokens, so that the device does not wait for the host; a step
+            # that is not built yet runs after them, because its kernels may need compiling
             ahead = going_on and self._step is not None
             if ahead:
                 tokens, steps = sampler(self._built(cache)(tokens), steps + 1), steps + 1
@@ -213,7 +213,7 @@ class Generator:
 
 
 class _Batch:
-    """The rows of a batch while they are generated."""
+    """The rows of a batch during generation."""
 
     def __init__(self, streams: list[TextStream], limits: list[int], show: Show) -> None:
         self.streams, self.limits, self.show = streams, limits, show
@@ -221,7 +221,7 @@ class _Batch:
         self.open = set(range(len(streams)))
 
     def add(self, tokens: list[int], ends: Collection[int]) -> bool:
-        """Add the next token of every open row; True once all have ended."""
+        """Add the next token of every unfinished row; True once all have ended."""
         for i in sorted(self.open):
             row, stream = self.completions[i], self.streams[i]
             if tokens[i] in ends:
@@ -248,7 +248,7 @@ class _Batch:
 
 
 def prompt_reader(model: Decoder, engine: str) -> Forward | None:
-    """The reader of prompts for this engine; None: the model itself, op by op."""
+    """The prompt reader for this engine; None: the model itself, op by op."""
     return Forward(model) if engine != "eager" and model.embed.weight.is_cuda else None
 
 
@@ -266,7 +266,7 @@ def prefill(
 ) -> Tensor:
     """Fill an empty cache with prompts of any lengths, `chunk` tokens at a time.
 
-    They are padded to a `multiple` of tokens, if the cache has room for it, so that batches have few different shapes.
+    They are padded to a `multiple` of tokens if the cache has room, so that there are few distinct batch shapes.
     Returns the final state [B, C] of each row's last token.
     """
     device = cache.lengths.device

@@ -1,4 +1,4 @@
-"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p."""
+"""Choose the next token from logits: greedy, or sampled with temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ COLDEST = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Temperature 0 is greedy: always the most likely token.
+    """How to draw tokens. Temperature 0 is greedy: always the most likely token.
 
-    top_k keeps the k most likely tokens; of these, top_p keeps the fewest whose probabilities reach p. Both apply after
-    the temperature.
+    top_k keeps the k most likely tokens; of these, top_p keeps the fewest whose total probability reaches p. Both apply
+    after the temperature.
     """
 
     temperature: float = 0.0
@@ -43,10 +43,10 @@ class Sampling:
 
 
 class Sampler:
-    """Draws one token per row and step, by inverting the cumulative probabilities at a uniform number.
+    """Draws one token per row per step, by inverting the cumulative distribution at a uniform random number.
 
-    Row i's numbers depend on `seeds[i]` only, so a prompt gets the same text alone as in any batch. All numbers are
-    drawn beforehand, so a step needs nothing from the host.
+    Row i's random numbers depend only on `seeds[i]`, so a prompt gets the same text alone and in any batch. All of them
+    are drawn in advance, so a step needs nothing from the host.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Sampler:
         cumulated = probabilities.cumsum(-1)
         threshold = self._uniform[:, step, None] * cumulated[:, -1:]
         place = torch.searchsorted(cumulated, threshold, right=True)
-        # rounding may carry the number past the last token with a probability above 0
+        # rounding may push the number past the last token with nonzero probability
         last = (probabilities > 0).sum(-1, keepdim=True) - 1 if ids is not None else logits.shape[-1] - 1
         place = place.clamp(max=last)
         return (place if ids is None else ids.gather(-1, place))[:, 0]

@@ -1,4 +1,4 @@
-"""Text of a generator: decoded as tokens arrive, and a conversation with a base model in plain text."""
+"""Decode a generator's text as tokens arrive, and hold a plain-text conversation with a base model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ PERSON, MODEL = "User:", "Model:"
 class TextStream:
     """Decodes a growing list of tokens piece by piece: only whole characters, and never part of a stop string.
 
-    Text that was shown is final. A character whose bytes span several tokens waits for the last of them, and text that
-    may be the beginning of a stop string waits until that is decided. `text` ends before the stop string that begins
-    first.
+    Text is final once shown. A character whose bytes span several tokens waits for the last of them, and text that may
+    begin a stop string waits until that is decided. `text` ends before the earliest stop string.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -35,7 +34,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token; returns the text that can be shown now."""
         self._ids.append(token)
-        # decode it after the previous tokens: some tokenizers drop a space at the beginning of a text
+        # decode it after the previous tokens, since some tokenizers drop a leading space
         known, whole = (self._decode(self._ids[self._context : end]) for end in (self._read, len(self._ids)))
         if whole.endswith(UNFINISHED):
             return ""
@@ -43,7 +42,7 @@ class TextStream:
         return self._add(whole[len(known) :])
 
     def finish(self) -> str:
-        """The rest of the text, when no token follows; an incomplete character becomes a replacement character."""
+        """The rest of the text, once no tokens follow; an incomplete character becomes a replacement character."""
         if self.stopped:
             return ""
         known, whole = (self._decode(self._ids[self._context : end]) for end in (self._read, len(self._ids)))
@@ -83,13 +82,13 @@ class Conversation:
         try:
             done, speed = self.generator([self._prompt()], self.request, show)
         except UserError:
-            self.turns.pop()  # refused: the conversation stays as it was
+            self.turns.pop()  # refused: restore the conversation
             raise
         self.turns[-1] += f"{done[0].text}\n"
         return done, speed
 
     def _prompt(self) -> str:
-        """The last turns, as many as leave room for an answer, and always the newest."""
+        """The last turns, as many as leave room for an answer, always including the newest."""
         room = max(1, self.generator.model.config.context - self.request.tokens)
         for first in range(len(self.turns)):
             prompt = "".join(self.turns[first:])

@@ -1,4 +1,4 @@
-"""Tensors on their way between host and device, for which neither waits."""
+"""Transfer tensors between host and device without making either wait."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def integers(values: Iterable[int]) -> Tensor:
-    """int64 [N], ten times as fast as `torch.tensor`, which looks at every number to find a type."""
+    """int64 [N], ten times as fast as `torch.tensor`, which inspects every number to infer a type."""
     buffer = values if isinstance(values, array) and values.typecode == "q" else array("q", values)
     return torch.frombuffer(buffer, dtype=torch.int64) if buffer else torch.empty(0, dtype=torch.int64)
 
@@ -25,8 +25,8 @@ def padded(rows: Sequence[Sequence[int]], length: int) -> Tensor:
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """x on the device, without waiting for it."""
-    # from memory that is not pinned, the copy would begin when the device has nothing else to do
+    """Copy x to the device without waiting for the copy."""
+    # from unpinned memory, the copy would start only once the device is idle
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 

@@ -1,4 +1,4 @@
-"""A decoding step whose layers are one launch (`ops/whole_layers`), for what it serves: docs/whole-layers.md."""
+"""A decoding step that runs all layers in one launch (`ops/whole_layers`); supported models: docs/whole-layers.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def whole_step(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor] | None:
-    """The step of a model on a static cache; None where the kernels do not serve it."""
+    """The step of a model on a static cache; None if the kernels do not support it."""
     layers = build_layers(model, cache)
     if layers is None:
         return None
@@ -48,7 +48,7 @@ def whole_step(model: Decoder, cache: Cache) -> Callable[[Tensor], Tensor] | Non
 
 
 def build_layers(model: Decoder, cache: Cache) -> Layers | None:
-    """The model's layers for one cache; None if the kernels do not serve them. Change no weight afterwards."""
+    """The model's layers for one cache; None if the kernels do not support them. Do not change weights afterwards."""
     sublayers = model.executions
     bodies = [sublayer.body for sublayer in sublayers]
     watched = any(map(is_watched, (model.embed, *sublayers, *bodies)))
@@ -83,7 +83,7 @@ def build_layers(model: Decoder, cache: Cache) -> Layers | None:
 
 
 def _mixed(model: Decoder, attentions: Sequence[SoftmaxAttention]) -> str | None:
-    """`Shape.mixed` of a model; None if the kernels have no such mixture."""
+    """`Shape.mixed` of a model; None if the kernels do not support its mixture."""
     mixes = [attention.mix for attention in attentions]
     if all(mix.plain for mix in mixes):
         return "none"
@@ -96,7 +96,7 @@ def _mixed(model: Decoder, attentions: Sequence[SoftmaxAttention]) -> str | None
 
 
 def _opening(source: ExoSource, attention: SoftmaxAttention, layers: Layers) -> Callable[[], None]:
-    """Writes the anchors of `layers.y` to `layers.anchor`, normed but without their gains, which `_mixing` has."""
+    """Returns a function that writes the anchors of `layers.y` to `layers.anchor`, normed; `_mixing` adds gains."""
     every = torch.arange(layers.shape.projected, device=layers.y.device).split(attention.rows)
     places = dict(zip(attention.head_width, every, strict=True))
     columns = torch.cat([places[s] for s in source.pathways])
@@ -113,9 +113,9 @@ def _opening(source: ExoSource, attention: SoftmaxAttention, layers: Layers) -> 
 
 @torch.no_grad()
 def _mixing(attention: SoftmaxAttention, mixed: str, gains: Mapping[str, Tensor]) -> Tensor:
-    """A layer's row of `Vectors.mixing`: λ1 with the anchors' gains, λ2, and if there are γ, the rows of W2 and b.
+    """A layer's row of `Vectors.mixing`: λ1 times the anchors' gains, λ2, and the rows of W2 and b if there are γ.
 
-    Heads that are not mixed have λ1 = 0, and a λ2 that leaves them unchanged, with γ = ½ where there are γ.
+    Unmixed heads have λ1 = 0 and a λ2 that leaves them unchanged, with γ = ½ if there are γ.
     """
     mix, like = attention.mix, attention.project.weight
     names, first, second = list(mix.sections), [], []
