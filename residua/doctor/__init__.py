@@ -1,1 +1,1 @@
-"""Installed and missing packages, checks of this machine, and the command that fixes each fault."""
+"""Report installed and missing packages, check this machine, and name the command that fixes each fault."""

@@ -1,4 +1,4 @@
-"""The findings of checks: one row each, for a terminal and as JSON."""
+"""The findings of checks: one row each, for a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def run_checks(checks: Sequence[tuple[str, Check]]) -> Iterator[Finding]:
-    """The findings of named checks, as they are made. A check that raises becomes a failed row, never a traceback."""
+    """Yield the findings of named checks as they run. A check that raises becomes a failed row, not a traceback."""
     for name, check in checks:
         try:
             yield from check()
@@ -45,13 +45,13 @@ def run_checks(checks: Sequence[tuple[str, Check]]) -> Iterator[Finding]:
 
 
 def in_words(error: BaseException) -> str:
-    """An error of any library in one line."""
+    """Any library's error in one line."""
     message = " ".join(str(error).split())
     return brief(f"{type(error).__name__}: {message}" if message else type(error).__name__, 160)
 
 
 def fix_of(error: BaseException) -> str:
-    """The remedy for an error, where one is known."""
+    """The remedy for an error, if one is known."""
     message = str(error)
     if "Python.h" in message:
         return "apt-get install python3-dev"
@@ -62,7 +62,7 @@ def fix_of(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what other libraries say on being imported or compiled off the screen."""
+    """Suppress the output of other libraries during import and compilation."""
     import io
     import logging
     import warnings
@@ -79,7 +79,7 @@ def quiet() -> Iterator[None]:
 
 
 def print_finding(console: Console, finding: Finding, before: Finding | None) -> None:
-    """One row, under the title of its group if that is new."""
+    """Print one row, under its group's title if the group is new."""
     from rich.text import Text
 
     if before is None or before.group != finding.group:
@@ -91,7 +91,7 @@ def print_finding(console: Console, finding: Finding, before: Finding | None) ->
 
 
 def closing(findings: Sequence[Finding]) -> str:
-    """The sentence at the end."""
+    """The closing sentence."""
     failed = [finding.name for finding in findings if finding.state == "failed"]
     if failed:
         return f"{len(failed)} of {len(findings)} checks failed: {', '.join(failed)}."

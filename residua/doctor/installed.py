@@ -1,4 +1,4 @@
-"""The machine and the packages: what is there, what is too old, what is missing and how to get it."""
+"""Check the machine and its packages: which are installed, too old or missing, and how to install them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PURPOSES = {
 DEVELOPERS = ("dev", "docs")
 """Extras for people who work on Residua."""
 _MODULES = {"lm-eval": "lm_eval", "flash-linear-attention": "fla", "compressed-tensors": "compressed_tensors"}
-_NEEDS_GPU = frozenset({"fla"})  # fails to import without one
+_NEEDS_GPU = frozenset({"fla"})  # imports fail without a GPU
 _REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,-]+\])?\s*(?:(>=|==)\s*([\w.]+))?\s*(?:;(.*))?$")
 _EXTRA = re.compile(r"extra\s*==\s*[\"']([\w-]+)[\"']")
 _SYSTEM = re.compile(r"platform_system\s*==\s*[\"'](\w+)[\"']")
@@ -41,9 +41,9 @@ _SYSTEM = re.compile(r"platform_system\s*==\s*[\"'](\w+)[\"']")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that Residua needs, or that one of its extras brings; `system` is the only one it exists for.
+    """A package that Residua or one of its extras needs; `system` is the only platform it exists for.
 
-    `relation` is that of a version that works to `least`: >= or ==.
+    `relation` says how a working version compares with `least`: >= or ==.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Requirement:
 
     @classmethod
     def parse(cls, text: str) -> Requirement:
-        """From the metadata of a package: `triton>=3.6; platform_system == "Linux" and extra == "triton"`."""
+        """Parse package metadata such as `triton>=3.6; platform_system == "Linux" and extra == "triton"`."""
         match = _REQUIREMENT.match(text.strip())
         if match is None:
             raise UserError(f"the requirement {text!r} cannot be read: write it as name>=version; marker.")
@@ -65,12 +65,12 @@ class Requirement:
 
     @property
     def module(self) -> str:
-        """What to import."""
+        """The module to import."""
         return _MODULES.get(self.name, self.name.replace("-", "_"))
 
     @property
     def command(self) -> str:
-        """What to type to get it."""
+        """The command that installs it."""
         return f"pip install 'residua[{self.extra}]'" if self.extra else f"pip install '{self.wanted}'"
 
     @property
@@ -89,7 +89,7 @@ def machine() -> Iterator[Finding]:
 
 
 def accelerator() -> Iterator[Finding]:
-    """PyTorch's device, and what compiling for it needs."""
+    """PyTorch's device, and the tools needed to compile for it."""
     import torch
 
     if torch.cuda.is_available():
@@ -107,7 +107,7 @@ def accelerator() -> Iterator[Finding]:
 
 
 def _compiler() -> Iterator[Finding]:
-    """Triton builds a small C program for every kernel it launches."""
+    """A C compiler, with which Triton builds a small C program for every kernel it launches."""
     compiler = next(filter(shutil.which, (os.environ.get("CC", ""), "gcc", "clang", "cc")), None)
     header = Path(sysconfig.get_paths()["include"], "Python.h")
     if compiler is None:
@@ -121,7 +121,7 @@ def _compiler() -> Iterator[Finding]:
 
 
 def requirements() -> list[Requirement]:
-    """The requirements of the installed package, with all extras except those of developers."""
+    """The requirements of the installed package, with all extras except the developer ones."""
     try:
         texts = metadata.requires("residua") or []
     except metadata.PackageNotFoundError:
@@ -131,7 +131,7 @@ def requirements() -> list[Requirement]:
 
 
 def packages(needs: Sequence[Requirement], imported: bool = True) -> Iterator[Finding]:
-    """One row for each package. `imported`: also import it, which shows whether it works, and takes some seconds."""
+    """One row per package. With `imported`, also import it to see whether it works, which takes some seconds."""
     if not needs:
         words = "runs from a folder, without its list of requirements"
         yield Finding("packages", "residua", "note", words, "pip install -e . in its folder")
@@ -161,7 +161,7 @@ def _package(need: Requirement, look: Callable[[str], object]) -> Finding:
 
 
 def _import_problem(module: str, look: Callable[[str], object]) -> str:
-    """Why a package cannot be imported; empty if it can. A foreign package may raise anything."""
+    """Why a package cannot be imported; empty if it can. A third-party package may raise anything."""
     try:
         with quiet():
             spec = look(module)

@@ -1,6 +1,6 @@
-"""Every operator on this machine, by the path that runs here, against its reference in float64: a self-test.
+"""Self-test: compare every operator, on the path that this machine runs, with its reference in float64.
 
-Several processes make the checks: on a GPU the first of each compiles its kernels, for seconds on one core.
+Several processes run the checks: on a GPU, the first check of each operator compiles kernels for seconds on one core.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """The largest relative error of an output or a gradient."""
 MODEL_SECONDS = 9
-"""To compile the kernels of the small model."""
+"""Time to compile the kernels of the small model."""
 
 
 def checks(device: torch.device) -> dict[str, Callable[[], Finding]]:
-    """The self-test by names, in order: every operator on random inputs, outputs and gradients, then a small model."""
+    """The checks by name, in order: outputs and gradients of every operator on random inputs, then a small model."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     operators = {
         name: partial(check, name, operator, case, TOLERANCE[dtype])
@@ -52,9 +52,9 @@ def checks(device: torch.device) -> dict[str, Callable[[], Finding]]:
 
 
 def self_test(device: torch.device, helpers: int | None = None, progress: Progress | None = None) -> Iterator[Finding]:
-    """The findings of all checks: seconds; the first time on a GPU, kernels are compiled by this and other processes.
+    """Run all checks, which takes seconds. On its first run on a GPU, this and other processes compile kernels.
 
-    `helpers`: how many others; unless given, as many as cores and the GPU's memory allow, and none without a GPU.
+    `helpers` is the number of other processes; by default as many as cores and GPU memory allow, none without a GPU.
     """
     code = "import sys, torch; from residua.doctor import kernels\n"
     code += "kernels.serve(kernels.checks(torch.device(sys.argv[1])))"
@@ -64,14 +64,14 @@ def self_test(device: torch.device, helpers: int | None = None, progress: Progre
 
 
 def longest_to_compile() -> list[str]:
-    """The checks whose kernels take longest to compile: helpers begin with them."""
+    """The checks that compile kernels, slowest first: helpers begin with them."""
     seconds = {name: operator.compile_seconds for name, operator in declared_operators().items()}
     seconds["a small model"] = MODEL_SECONDS
     return sorted((name for name in seconds if seconds[name]), key=lambda name: -seconds[name])
 
 
 def helper_count(device: torch.device) -> int:
-    """One for each further core, 7 at most, and a GiB of the GPU for each; none without a GPU or with two cores."""
+    """One per extra core and per free GiB of GPU memory, at most 7; none without a GPU or with at most two cores."""
     cores = available_cores()
     if device.type != "cuda" or cores <= 2:
         return 0
@@ -79,12 +79,12 @@ def helper_count(device: torch.device) -> int:
 
 
 def check(name: str, operator: Operator[..., Any], case: Case, tolerance: float) -> Finding:
-    """Compare the path that runs here with the reference in float64."""
+    """Compare the path that this machine runs with the reference in float64."""
 
     def compare() -> tuple[float, float, str]:
         path = f"fused{case.note}" if case.is_fused(operator) else "PyTorch reference"
         ours = case.results(operator)
-        with backend("reference"):  # also for operators inside a reference
+        with backend("reference"):  # operators inside a reference use references too
             exact = case.results(operator.reference, torch.float64)
         return _error(ours, exact), tolerance, path
 
@@ -108,7 +108,7 @@ _REPORT = "set residua.ops.backend('reference') to run without kernels, and repo
 
 
 def _error(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest relative error; infinite if something is not finite or not there."""
+    """The largest relative error; infinite if a tensor is missing or not finite."""
     if len(ours) != len(exact):
         return float("inf")
     pairs = [(a.double(), b.double()) for a, b in zip(ours, exact, strict=True)]
@@ -117,7 +117,7 @@ def _error(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def _model(device: torch.device) -> tuple[float, float, str]:
-    """A small model's loss and gradients, by the path that runs here and by the references alone, in float32."""
+    """Compare a small model's loss and gradients, in float32, between this machine's path and the references."""
     torch.manual_seed(0)
     config = ModelConfig.preset("tiny").override(["topology=full_attnres", "layers=2", "context=64"])
     model = build(config).to(device)
@@ -142,9 +142,9 @@ def run_beside(
     first: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Iterator[Finding]:
-    """The findings of checks, in order. `count` helpers begin with `first`; this process makes what none has begun.
+    """The findings of checks, in order. `count` helpers begin with `first`; this process runs checks not yet begun.
 
-    A helper is a process of `command`, which calls `serve`. If it does not start, the others do its share.
+    A helper is a process that `command` starts and that calls `serve`. If it does not start, the others do its share.
     """
     findings: dict[str, Future[Finding]] = {name: Future() for name in checks}
     waiting: Waiting = SimpleQueue()
@@ -173,9 +173,9 @@ def run_beside(
 
 
 def serve(checks: Mapping[str, Callable[[], Finding]]) -> None:
-    """A helper: make the checks that standard input names, one a line, and answer each with a line of JSON."""
+    """Act as a helper: run the checks named on standard input, one per line, and answer each with a line of JSON."""
     answers = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries is not an answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # keep library output out of the answers
     os.write(answers, _READY)
     for line in sys.stdin:
         os.write(answers, json.dumps(asdict(checks[line.rstrip("\n")]())).encode() + b"\n")
@@ -190,7 +190,7 @@ def _begin(command: list[str], count: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _distribute(waiting: Waiting, helper: subprocess.Popen[bytes]) -> None:
-    """Give a helper one check after the other, until none waits or it dies."""
+    """Give a helper one check at a time until none is waiting or the helper dies."""
     assert helper.stdin is not None and helper.stdout is not None
     if helper.stdout.readline() != _READY:
         return
