@@ -114,7 +114,10 @@ def test_topologies_have_the_parameters_their_table_says(name):
 
 def test_every_topology_has_a_section_and_a_row():
     page, costs = ((DOCS / name).read_text("utf-8") for name in ("topologies.md", "reference/topology-notes.md"))
-    kinds = [t.model_fields["kind"].default for t in TopologyChoice.alternatives()]
+    # plugins that another test loaded are not ours
+    ours = [t for t in TopologyChoice.alternatives() if t.__module__.startswith("residua.")]
+    kinds = [t.model_fields["kind"].default for t in ours]
+    assert len(kinds) > 20
     assert [k for k in kinds if not re.search(rf"^\| `{k}`", costs, re.M)] == []
     assert [k for k in kinds if not re.search(rf"^## .*\b{k}\b", page, re.M)] == []
 
