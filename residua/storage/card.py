@@ -1,6 +1,6 @@
-"""README.md of a folder for others: the model, how to load it, its training data, its losses, and whom to cite.
+"""The README.md of a published folder: the model, how to load it, its training data, its losses, and papers to cite.
 
-Its first lines are for the Hub: license, base model, datasets and languages.
+Its front matter is for the Hub: license, base model, datasets and languages.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ FORMS = {
     "datasets": (rf"{NAME}(/{NAME})?", "a dataset on the Hub, such as org/name"),
     "language": (r"[a-z]{2,3}(-[A-Za-z0-9]+)*|multilingual|code", "a language code, such as en"),
 }
-"""The form of each value, and its description."""
+"""The pattern that each value must match, and its description."""
 
 
 OPTIONS = {"base_model": "base-model", "datasets": "dataset"}
 
 
 class Metadata(NamedTuple):
-    """The values of the first lines of a card; an empty tuple leaves its key out."""
+    """The values in a card's front matter; an empty tuple omits its key."""
 
     license: tuple[str, ...] = ()
     base_model: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class Metadata(NamedTuple):
     language: tuple[str, ...] = ()
 
     def check(self) -> Metadata:
-        """Refuse values of another form, as options of a command; returns itself."""
+        """Refuse values that do not match their pattern, naming the command-line option; returns itself."""
         for key, values in self._asdict().items():
             form, meaning = FORMS[key]
             for value in values:
@@ -58,7 +58,7 @@ class Metadata(NamedTuple):
         return self
 
     def lines(self) -> str:
-        """The lines in YAML, of which JSON is a part."""
+        """The front matter as YAML; its values are written as JSON, a subset of YAML."""
         license = [f"license: {json.dumps(name)}" for name in self.license[:1]]
         rest = (
             f"{key}:\n" + "\n".join(f"- {json.dumps(value)}" for value in values)
@@ -88,7 +88,7 @@ def describe_data(path: str | None) -> _Dataset:
 
 
 def card_metadata(folder: Path, given: Metadata) -> Metadata:
-    """What is given, and for the rest what the model's own card says and its run was trained on."""
+    """The given values; the rest come from the model's own card and from the data its run was trained on."""
     card = companions(folder).get(CARD_FILE)
     original = Metadata() if card is None else read_metadata(card)
     trained: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ def card_metadata(folder: Path, given: Metadata) -> Metadata:
 
 
 def read_metadata(card: Path) -> Metadata:
-    """The values of a card that have the usual form; needs PyYAML, which huggingface_hub brings along."""
+    """The well-formed values of a card; needs PyYAML, a dependency of huggingface_hub."""
     try:
         import yaml
     except ImportError:
@@ -119,13 +119,13 @@ def read_metadata(card: Path) -> Metadata:
 def _usual(value: Any, form: str) -> Iterator[str]:
     values: Iterable[Any] = value if isinstance(value, list) else (value,)
     for each in values:
-        word = "no" if each is False else each  # Norwegian, which YAML takes for an answer
+        word = "no" if each is False else each  # Norwegian: YAML reads `no` as false
         if isinstance(word, str) and re.fullmatch(form, word, re.ASCII):
             yield word
 
 
 MAX_ROWS = 12
-"""Of the table of losses, and sources by name."""
+"""Maximum rows of the loss table, and maximum data sources listed by name."""
 
 ATTNRES = ("Attention Residuals", "2603.15031")
 SINKS = ("A Unified View of Attention and Residual Sinks", "2601.22966")
@@ -164,7 +164,7 @@ PAPERS: dict[tuple[str, str], tuple[tuple[str, str], ...]] = {
     ("anchors", "lime"): (("You Do Not Fully Utilize Transformer's Representation Capacity", "2502.09245"),),
     ("anchors", "depth_attention"): (("Depth-Attention: Cross-Layer Value Mixing for Language Models", "2606.05014"),),
     ("anchors", "cla"): (("Reducing Transformer Key-Value Cache Size with Cross-Layer Attention", "2405.12981"),),
-    ("anchors", "kv_source"): (("Value Residual Learning", "2410.17897"),),  # SVFormer, of which it is the general form
+    ("anchors", "kv_source"): (("Value Residual Learning", "2410.17897"),),  # generalizes SVFormer
     ("anchors", "value_embeddings"): (),  # public code without a paper
     **{("anchors", kind): (EXOFORMER,) for kind in ("nuresformer", "exoformer")},
     **{
@@ -231,7 +231,7 @@ _NO_CODE = "transformers runs the model with its own code. The license of the we
 
 
 class Form(NamedTuple):
-    """Which command wrote a folder, whose code runs it, and whether transformers has to be told to trust it."""
+    """The command that wrote a folder, whose code runs it, and whether transformers needs `trust_remote_code`."""
 
     command: str
     code: str
@@ -244,7 +244,7 @@ ENGINE = Form("quantize", f"It needs compressed-tensors. {_NO_CODE}")
 
 
 class Trained(NamedTuple):
-    """Where a model was trained: its run, and which of the checkpoints it is."""
+    """The run that trained a model, and which of its checkpoints the model is."""
 
     run: Path
     which: Literal["last", "best"] = "last"
@@ -259,9 +259,9 @@ def model_card(
     metadata: Metadata | None = None,
     about: str = "",
 ) -> str:
-    """The card of a model called `name`, with what its run says of it, if it has one.
+    """The card of a model called `name`, with details from its run, if it has one.
 
-    The first lines, which the Hub reads, hold `metadata`; the first paragraph ends with `about`.
+    The front matter, which the Hub reads, holds `metadata`; the first paragraph ends with `about`.
     """
     parts = dict(_parts(model.config))
     has_run = trained is not None and (trained.run / "config.toml").is_file()
@@ -310,7 +310,7 @@ def _parts(config: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _data(trained: Trained) -> str:
-    """The training data of the run. Of paths only the last part: a card may be published."""
+    """The training data of the run. Paths are cut to their last part, because a card may be published."""
     run = trained.run
     config = RunConfig.from_toml(inside(run, "config.toml"))
     before = ""
@@ -341,13 +341,13 @@ def _step(trained: Trained) -> int:
 
 
 def _sources(path: str | None) -> list[str]:
-    """The names of the files or sets that a dataset was prepared from, if it is still there to be asked."""
+    """The names of the files or sets that a dataset was prepared from, if the dataset still exists."""
     sources = describe_data(path).recipe.sources
     return [Path(source).name if Path(source).is_absolute() else source for source in sources]
 
 
 def _losses(run: Path) -> str:
-    """The validations of a run, evenly chosen if there are many; always the last one."""
+    """The validations of a run. If there are many, an evenly spaced selection that includes the last."""
     records = [record for record in read_metrics(run / METRICS) if record["kind"] == "validation"]
     if not records:
         return "Not recorded."

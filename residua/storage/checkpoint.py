@@ -1,8 +1,7 @@
 """Checkpoints of one process: `checkpoints/step-N/` with model.safetensors, optimizer.safetensors and state.json.
 
 A checkpoint is a folder written atomically: one called `step-N` is complete, even after a crash. Nothing is ever
-unpickled. `sharded.py` writes the checkpoints of several ranks; what is here about names, pruning and errors serves
-both.
+unpickled. `sharded.py` writes the checkpoints of several ranks, and shares the names, pruning and errors defined here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot go on. Its message is one sentence for a person; `exit_code` is that of the command."""
+    """The run cannot continue. Its message is one sentence for the user; the command exits with `exit_code`."""
 
     exit_code = 1
 
@@ -41,11 +40,11 @@ class OptimizerState(Protocol):
     """An optimizer as a checkpoint sees it: its whole state as named tensors."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state by name; writing to a tensor changes the state, but for step counts."""
+        """The state by name. Writing to a tensor changes the state, except for step counts."""
         ...
 
     def load_tensors(self, saved: dict[str, Tensor]) -> None:
-        """Replace the state by one that `tensors` returned earlier."""
+        """Replace the state with one that `tensors` returned earlier."""
         ...
 
     def set_steps(self, saved: Mapping[str, Tensor]) -> None:
@@ -70,7 +69,7 @@ class Checkpoint:
         return self.read(dict[str, Any])
 
     def read(self, shape: type[T]) -> T:
-        """state.json as a shape."""
+        """state.json, checked against `shape`."""
         return read_json(inside(self.path, STATE), shape, lambda: elsewhere(self.path))
 
     @property
@@ -97,7 +96,7 @@ def best(candidates: list[Checkpoint]) -> Checkpoint | None:
 def save_checkpoint(
     run: Path, step: int, model: nn.Module, optimizer: OptimizerState, state: Mapping[str, Any], keep: int
 ) -> Path:
-    """Write `step-N` atomically, then drop all but the last `keep` and the best."""
+    """Write `step-N` atomically, then delete all but the last `keep` checkpoints and the best."""
     final = run / FOLDER / f"step-{step}"
     if not final.exists():
         tensors = {"model": model_tensors(model), "optimizer": optimizer.tensors()}
@@ -121,11 +120,11 @@ def prune(run: Path, keep: int) -> None:
         return
     try:
         winner = best(candidates)
-    except ReadError:  # nobody knows which is the best: keep all
+    except ReadError:  # the best one cannot be determined: keep all
         return
     for old in candidates[:-keep]:
         if old != winner:
-            # Renamed first: a kill during the removal must not leave an incomplete `step-N`.
+            # Rename first: a kill during removal must not leave an incomplete `step-N`.
             doomed = unfinished(old.path)
             shutil.rmtree(doomed, ignore_errors=True)
             with writing(old.path, what_is_left(run)):
@@ -145,7 +144,7 @@ def damaged(file: Path, checkpoint: Path, error: Exception) -> ValueError:
 
 
 def elsewhere(checkpoint: Path) -> str:
-    """How to go on if a checkpoint is damaged."""
+    """A clause for an error message: how to continue if a checkpoint is damaged."""
     others = [c for c in checkpoints(checkpoint.parents[1]) if c.path != checkpoint and whole(c.path)]
     if not others:
         return "no other checkpoint is complete, so restore it from a copy or train again"

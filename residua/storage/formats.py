@@ -1,6 +1,6 @@
-"""Names of a run's files, and folder formats that packages above storage add to `load`.
+"""Names of a run's files, and folder formats that higher-level packages add to `load`.
 
-`residua/__init__.py` registers the formats, so that storage need not import them. Importing this does not import torch.
+`residua/__init__.py` registers the formats, so storage need not import them. This module does not import torch.
 """
 
 from __future__ import annotations

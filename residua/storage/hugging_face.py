@@ -1,9 +1,9 @@
-"""Hugging Face folders: those of `residua export`, and those of transformers' own models.
+"""Hugging Face folders: those written by `residua export`, and those of transformers' own models.
 
 Both are opened as models, or imported as runs, one tensor at a time. No code from a folder is run, and no pickle is
-read: weights are safetensors. Files next to weights and tokenizer (chat template, settings of the tokenizer and of
-generation) are a folder's companions: an imported run keeps them in `source/`, and so does every run that begins with
-its weights. Exports give them back.
+read: weights are safetensors. The other files of a folder (chat template, tokenizer and generation settings) are its
+companions. An imported run stores them in `source/`, and so does every run that starts from its weights. Exports
+include them again.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ COMPANIONS = (
 END_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 HEAD = "lm_head.weight"
 IGNORED = ("rotary_emb.inv_freq",)
-"""Ends of the names of tensors that old versions of transformers wrote and that follow from config.json."""
+"""Name suffixes of tensors that old versions of transformers wrote and that can be computed from config.json."""
 COMPARED = 2**24
-"""Values of two tensors that are in memory at once where they are compared."""
+"""Values of each of two tensors that are in memory at once while the two are compared."""
 
 
 def companions(folder: Path) -> dict[str, Path]:
-    """These files of a model folder by name: of a run those in `source/`, of any other folder its own."""
+    """The companion files of a model folder by name: for a run, those in `source/`."""
     place = f"{SOURCE}/" if inside(folder, "config.toml").exists() or inside(folder, SOURCE).is_dir() else ""
     files = {name: inside(folder, place + name) for name in COMPANIONS}
     return {name: path for name, path in files.items() if path.is_file()}
 
 
 def keep_companions(start: Path, folder: Path) -> None:
-    """Copy those of a model to the `source/` of a run or dump folder, so that its exports have them too."""
+    """Copy a model's companions to the `source/` of a run or dump folder, so that its exports have them too."""
     for name, path in companions(start).items():
         target = folder / SOURCE / name
         target.parent.mkdir(exist_ok=True)
@@ -65,19 +65,19 @@ def keep_companions(start: Path, folder: Path) -> None:
 
 
 def read_companion(files: Mapping[str, Path], name: str) -> dict[str, Any]:
-    """The content of one of them; empty if it is not there."""
+    """The content of one companion file; empty if it does not exist."""
     hint = "import or download the model again"
     return read_json(files[name], dict[str, Any], hint, lenient=True) if name in files else {}
 
 
 def end_ids(files: Mapping[str, Path]) -> dict[str, Any]:
-    """The ids that begin, end and pad a text, as config.json has them: one id, or several that end it."""
+    """The BOS, EOS and padding ids in the form that config.json uses; there may be several EOS ids."""
     keys = read_companion(files, CONFIG)
     return {name: keys[name] for name in END_TOKENS if keys.get(name) is not None}
 
 
 def stop_ids(folder: Path) -> frozenset[int]:
-    """The ids that end a text by the generation settings of a folder; a chat model may have several."""
+    """The ids that end a text according to a folder's generation settings; a chat model may have several."""
     ids = read_companion(companions(folder), GENERATION).get("eos_token_id")
     return frozenset(number for number in (ids if isinstance(ids, list) else [ids]) if type(number) is int)
 
@@ -96,7 +96,7 @@ def is_export(folder: Path) -> bool:
 
 
 def is_family(folder: Path) -> bool:
-    """Whether a folder holds a model of transformers that can be imported, by its `model_type`."""
+    """Whether a folder's `model_type` names a transformers model that can be imported."""
     return is_known(_model_type(folder))
 
 
@@ -110,14 +110,14 @@ class _Keys(OpenShape):
 
 
 class _Whole(Layout):
-    """Their tensor is our parameter, of any shape."""
+    """Their tensor equals our parameter and may have any shape."""
 
     def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
         return ours
 
 
 class Export(Family):
-    """The folders of `residua export`, read as those of a family are: its tables and tensors are Residua's own."""
+    """The folders of `residua export`, read like those of a family, but with Residua's own tables and tensors."""
 
     model_type = "residua"
     architecture = "ResiduaForCausalLM"
@@ -198,12 +198,12 @@ class Source:
         check(keys, self.family.KEYS, path, AGAIN)
         self._read(keys)
         stored = {name: tensor for file in weight_files(folder, AGAIN) for name, tensor in self._stored(file)}
-        # a model that was saved without its head (`LlamaModel`) lacks the prefix, and needs no head if it is tied
+        # a model saved without its head (`LlamaModel`) lacks the prefix; if embeddings are tied, it needs no head
         body = self.family.BODY
         prefix = "" if any(name.startswith(body) for name in stored) else body
         self._tensors = {prefix + name: tensor for name, tensor in stored.items()}
         if self.config.head.kind == "tied" and self._has_own_head():
-            self._read(keys | {"tie_word_embeddings": False})  # transformers does not tie them either
+            self._read(keys | {"tie_word_embeddings": False})  # as transformers does
         self._check()
 
     def _read(self, keys: dict[str, Any]) -> None:
@@ -227,7 +227,7 @@ class Source:
             yield self.family.named(name), _Stored(file, name, DTYPES[kind], shape)
 
     def _has_own_head(self) -> bool:
-        """Whether the files hold a head that is not the embedding, compared some rows at a time."""
+        """Whether the files hold a head that differs from the embedding; compares a few rows at a time."""
         (embed,), (head,) = (self.family.TOP[name] for name in ("embed.weight", "unembed.weight"))
         if head not in self._tensors or embed not in self._tensors:
             return False
@@ -243,7 +243,7 @@ class Source:
             return any(not torch.equal(*pair) for pair in parts)
 
     def _check(self) -> None:
-        """Refuse tensors that are missing, have another shape, or are not the family's."""
+        """Refuse tensors that are missing, have the wrong shape, or do not belong to the family."""
         left = set(self._tensors)
         for rule in self.rules:
             for name, expected in rule.shapes():
@@ -267,7 +267,7 @@ class Source:
             )
 
     def dtype(self, rule: Rule) -> torch.dtype:
-        """The precision of a parameter: that of its parts, float32 if values are changed or parts differ."""
+        """The dtype of a parameter: that of its parts, or float32 if values change or the parts differ."""
         dtypes = {self._tensors[name].dtype for name in rule.theirs}
         return dtypes.pop() if rule.exact and len(dtypes) == 1 else torch.float32
 
@@ -281,7 +281,7 @@ class Source:
 
 
 def load_family(folder: Path) -> Decoder:
-    """The model of such a folder, on the CPU in float32."""
+    """The model of a folder of a known family, on the CPU in float32."""
     source = Source(folder)
     model = shapes(source.config)
     require_room(model, folder)
@@ -296,7 +296,7 @@ def load_family(folder: Path) -> Decoder:
 
 
 def import_folder(folder: Path, out: Path) -> Imported:
-    """Write a run folder with one checkpoint, of step 0, in the precision of the folder's weights."""
+    """Write a run folder with one checkpoint at step 0, in the precision of the folder's weights."""
     refuse_used(out)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: name a Hugging Face model folder with safetensors.")

@@ -1,4 +1,4 @@
-"""Loading a model from any folder that Residua writes; or leaving its weights there, to be read one by one."""
+"""Loads a model from any folder that Residua writes, all at once or one weight at a time."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ DAMAGED = "the folder is damaged, so write it again"
 
 
 def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_nonfinite: bool = False) -> Decoder:
-    """The trained model of a run folder, on the CPU: its last checkpoint or the best one on the validation set.
+    """The trained model of a run folder, on the CPU: its last checkpoint, or the best one on the validation set.
 
-    A folder made by `residua export` holds one model; one made by `residua quantize` gives a model that computes in
-    that precision. A folder of transformers, of a family that Residua knows (docs/import.md), is opened directly.
-    Nothing in a folder is executed. Weights that are NaN or infinite are refused, unless `allow_nonfinite`.
+    A folder written by `residua export` holds one model; one written by `residua quantize` gives a model that computes
+    in that precision. A transformers folder of a family that Residua knows (docs/import.md) is opened directly.
+    Nothing in a folder is executed. Weights that are NaN or infinite are refused, unless `allow_nonfinite` is set.
     """
     folder = Path(folder)
     read = find_reader(folder)
@@ -73,8 +73,7 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_n
 
 
 def stored_config(folder: Path) -> ModelConfig:
-    """The configuration of the model that `load` returns, without its weights: of a run, an export, or transformers'
-    folder."""
+    """The configuration of the model that `load` returns, read without its weights."""
     if is_family(folder) or is_export(folder):
         return Source(folder).config
     if not inside(folder, "config.toml").is_file():
@@ -85,9 +84,9 @@ def stored_config(folder: Path) -> ModelConfig:
 
 
 def start_changes(run: Path) -> tuple[str, list[str]]:
-    """For runs that begin with the weights of another: its config.toml, and the changes that make them do so.
+    """For a new run that starts from the weights of `run`: the config.toml of `run`, and the changes to it.
 
-    For an imported run, which has no text of its own, the embedded corpus is cut into its tokens.
+    An imported run has no text, so its tokenizer is applied to the embedded corpus.
     """
     at = run.resolve()
     if not inside(at, "config.toml").is_file():
@@ -102,9 +101,9 @@ def start_changes(run: Path) -> tuple[str, list[str]]:
 
 
 def weights_fingerprint(folder: str | Path) -> str | None:
-    """Identifies the weights that `load` would read, wherever the folder is: their files' bytes.
+    """A hash of the weight files that `load` would read; it does not depend on where the folder is.
 
-    None if they are not there. A process reads unchanged files once.
+    None if there are none. Each process reads unchanged files only once.
     """
     with suppress(ValueError, OSError):
         files = _weight_files(Path(folder))
@@ -123,7 +122,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 @cache
 def _digest(*files: tuple[Path, int, int]) -> str:
-    """Of files by path, size and time of their last change."""
+    """The hash of some files. Size and modification time are part of the cache key."""
     whole = hashlib.sha256()
     for path, _, _ in files:
         with path.open("rb") as file:
@@ -132,13 +131,13 @@ def _digest(*files: tuple[Path, int, int]) -> str:
 
 
 def own_tokenizer(run: Path) -> Path | None:
-    """The tokenizer of an imported run, or of one that began with its weights, if it has one."""
+    """The tokenizer of an imported run, or of a run that started from its weights; None if it has none."""
     tokenizer = inside(run, "tokenizer.json")
     return tokenizer if inside(run, SOURCE).is_dir() and tokenizer.is_file() else None
 
 
 def choose_checkpoint(run: Path, which: Literal["last", "best"]) -> Checkpoint:
-    """The last checkpoint of a run or its best; refuses a run without one."""
+    """The last or the best checkpoint of a run; refuses a run without one."""
     if which not in ("last", "best"):
         raise UserError(f"there is no checkpoint {which!r}: choose 'last' or 'best'.")
     candidates = checkpoints(run)
@@ -160,7 +159,7 @@ def restore(path: Path, model: nn.Module, optimizer: OptimizerState | None = Non
 
 
 def other_checkpoint(run: Path, broken: Checkpoint) -> str:
-    """How to go on without a checkpoint that is not finite."""
+    """A clause for an error message: how to continue without a checkpoint that is not finite."""
     others = [c.path for c in checkpoints(run) if c != broken and holds_only_numbers(c.path)]
     if not others:
         return "no other checkpoint of this run is finite"
@@ -168,14 +167,14 @@ def other_checkpoint(run: Path, broken: Checkpoint) -> str:
 
 
 Read = Callable[[str], Tensor]
-"""Gives a weight by its name."""
+"""Returns a weight by name."""
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """`model` may be on the meta device: `read` gives one of its weights, `load` the model with all of them.
+    """`model` may be on the meta device: `read` returns one of its weights, `load` the model with all of them.
 
-    `dtypes` are those of the files by name, as far as they differ from the model's.
+    `dtypes` maps names to the dtypes in the files, where these differ from the model's.
     """
 
     model: Decoder
@@ -185,15 +184,15 @@ class StoredModel:
 
 
 def in_memory(model: Decoder) -> StoredModel:
-    """A model that is open already."""
+    """A model that is already in memory."""
     return StoredModel(model, model_tensors(model).__getitem__, lambda: model)
 
 
 def open_stored(folder: Path, which: Literal["last", "best"] = "last") -> StoredModel:
-    """The model of a run, of an export or of a family's folder; tensors that lack or do not fit are refused.
+    """The model of a run, of an export or of a family's folder; missing or misshapen tensors are refused.
 
-    Runs that were trained here hold float32, imported ones what their source holds. A weight is checked when it is
-    read: one that is not finite is refused.
+    Runs trained with Residua hold float32; imported runs hold the dtype of their source. Each weight is checked when
+    it is read, and refused if it is not finite.
     """
     if (folder / "config.toml").exists():
         checkpoint = choose_checkpoint(folder, which)

@@ -43,7 +43,7 @@ def ready(model: Decoder) -> Decoder:
 
 
 def require_model(path: Path) -> None:
-    """Refuse a path that is not a folder, and a folder without a model. Quick: nothing is opened."""
+    """Refuse a path that is not a folder, and a folder without a model. Fast, because it opens no file."""
     if not path.is_dir():
         raise UserError(f"{path} is not a folder: name a run of `residua train` or a folder of `residua export`.")
     if not any((path / name).exists() for name in ("config.toml", "config.json")):
@@ -89,8 +89,8 @@ def place(model: Decoder, device: torch.device, precision: str = "auto") -> Deco
 def open_text(folder: Path, model: ModelConfig, data: Path | None) -> tuple[Dataset, RunConfig]:
     """The text of a run, or the prepared text `data`, and the run's configuration with it.
 
-    An imported run has no text of its own: the embedded corpus is cut into its tokens. Text in other tokens than those
-    of the folder's tokenizer is refused, and so is an export without `data`, which does not name its text.
+    An imported run has no text, so its tokenizer is applied to the embedded corpus. Text that was prepared with another
+    tokenizer is refused, and so is an export without `data`, because an export does not name its text.
     """
     recorded, tokenizer = inside(folder, "config.toml"), inside(folder, TOKENIZER)
     if data is None and not recorded.exists():

@@ -1,8 +1,8 @@
 """A run's folder: config.toml, environment.json, metrics.jsonl, tokenizer.json, checkpoints/, result.json, and
 source/ if its model was imported (`residua.storage.hugging_face`).
 
-One process at a time owns it. Metrics are lines of JSON, appended during training. When a run is resumed, lines after
-its checkpoint are removed, so that no step appears twice; if there is no checkpoint, all lines move to
+One process at a time owns it. Metrics are JSON lines, appended during training. When a run resumes, lines after its
+checkpoint are removed, so that no step appears twice. If there is no checkpoint, all lines move to
 metrics-lost-N.jsonl.
 """
 
@@ -34,17 +34,17 @@ from residua.storage.formats import METRICS as METRICS
 from residua.storage.hugging_face import keep_companions
 
 LOCK = ".lock"
-# A resumed run writes to these: none may be a link to elsewhere.
+# A resumed run writes to these, so none may be a link that leads out of the folder.
 _WRITTEN = (LOCK, "config.toml", ENVIRONMENT, METRICS, "tokenizer.json", SOURCE, "checkpoints", "profile",
             "tensorboard", "wandb-id")  # fmt: skip
 _ANOTHER = "choose another --out, or continue the run in it with --resume"
 _GO_ON = "move the file elsewhere to continue without it"
 # Files that a run leaves if it is refused or killed before it begins.
 _OURS = (LOCK, UNFINISHED)
-# And those that it leaves before its first checkpoint.
+# Files that it leaves before its first checkpoint, in addition to `_WRITTEN`.
 _LATER = ("wandb", r"metrics-lost-\d+\.jsonl", r"collectives-rank-.*\.json")
 _BEGUN = re.compile("|".join((*map(re.escape, (*_WRITTEN, SETTINGS)), *_LATER)))
-# Keys that a resumed run may not change: its weights, data order or optimizer state would no longer fit.
+# Keys that a resumed run may not change: the saved weights, data order or optimizer state would no longer match.
 _FIXED = ("model.", "data.tokenizer", "data.sequence", "data.seed", "data.masking", "train.seed",
           "train.optimizer.kind")  # fmt: skip
 
@@ -52,8 +52,8 @@ _FIXED = ("model.", "data.tokenizer", "data.sequence", "data.seed", "data.maskin
 class Run:
     """The folder of one run, owned by this process from `create` or `reopen` until `close`.
 
-    Nothing is written before `begin`, so a run that is refused leaves the folder as it was; `close` then removes the
-    folders in `made`, which `create` made.
+    Nothing is written before `begin`, so a refused run leaves the folder unchanged; `close` then removes the folders in
+    `made`, which `create` made.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Run:
     ) -> None:
         self.folder, self.config = folder, config
         self._changes, self._new_folders = changes, new_folders
-        self._stale: tuple[Path, ...] = ()  # what an earlier run in the folder took from elsewhere
+        self._stale: tuple[Path, ...] = ()  # files that an earlier run in the folder copied from elsewhere
         self._begun = False
         self._lock = self._take()
 
@@ -72,7 +72,7 @@ class Run:
 
     @classmethod
     def create(cls, folder: Path, config: RunConfig, advice: str = _ANOTHER) -> Run:
-        """Create the folder; refuses one that is not empty, with `advice`."""
+        """Create the folder; refuses a folder that is not empty, and adds `advice` to the message."""
         refuse_blocked(folder)
         if folder.exists() and any(not p.name.startswith(_OURS) for p in folder.iterdir()):
             raise ConfigError(f"{folder} is not empty: {advice}.")
@@ -87,10 +87,10 @@ class Run:
 
     @classmethod
     def start_again(cls, folder: Path, config: RunConfig) -> Run:
-        """Take the folder of a run that `failed_early`, for a run of any configuration; the old metrics are kept."""
+        """Reuse the folder of a run that `failed_early`, for a run of any configuration; keeps the old metrics."""
         run = cls._take_over(folder, config, must_have_failed=True)
         try:
-            with suppress(UserError):  # of a kind, say, that its plugin has renamed since
+            with suppress(UserError):  # for example a kind that its plugin has renamed since
                 run._changes = differences(saved_config(folder), config)
         except BaseException:
             run.close()
@@ -100,7 +100,7 @@ class Run:
 
     @classmethod
     def reopen(cls, folder: Path, config: RunConfig) -> Run:
-        """Open the folder of an earlier run. Refuses changes to what decides weights or data order."""
+        """Open the folder of an earlier run. Refuses changes to settings that determine weights or data order."""
         old = saved_config(folder)
         changes = differences(old, config)
         _check_changes(folder, old, config, changes)
@@ -111,12 +111,12 @@ class Run:
         cls, folder: Path, config: RunConfig, changes: dict[str, tuple[Any, Any]] | None = None, *,
         must_have_failed: bool = False,
     ) -> Run:  # fmt: skip
-        """Own the folder of an earlier run if it can be written to and read; nothing is written yet."""
+        """Lock the folder of an earlier run if it is readable and writable; writes nothing else yet."""
         for name in _WRITTEN:
             inside(folder, name)
         run = cls(folder, config, changes or {})
         try:
-            if must_have_failed and not failed_early(folder):  # until it was ours, another process may have trained it
+            if must_have_failed and not failed_early(folder):  # another process may have trained it before we locked it
                 raise ConfigError(f"{folder} is not empty: {_ANOTHER}.")
             run._sessions()
             read_metrics(folder / METRICS)
@@ -138,30 +138,30 @@ class Run:
     def begin(self, environment: dict[str, Any], step: int, startup: dict[str, float] | None = None) -> None:
         """Write config.toml, and add this session to environment.json: its environment, first step and changes.
 
-        `startup` is the seconds that each stage before the first step took. Removes files that a killed session left
-        half written.
+        `startup` gives the seconds of each stage before the first step. Removes files that a killed session left
+        half-written.
         """
         sessions = self._sessions()
         for path in self._stale:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         for leftover in self.folder.glob(f"{UNFINISHED}*"):
-            if leftover.is_file():  # a folder may be a model that is being quantized into the run
+            if leftover.is_file():  # a folder may hold a model that is being quantized into the run
                 leftover.unlink(missing_ok=True)
         changes = {key: list(pair) for key, pair in self._changes.items()}
         started = datetime.now(UTC).isoformat(timespec="seconds")
         session = {"started": started, "from_step": step, "changes": changes, "startup": startup or {}}
         sessions.append({**session, "process": this_process()})
-        # config.toml first: a run cannot be resumed without it.
+        # Write config.toml first: a run cannot be resumed without it.
         write_atomically(self.folder / "config.toml", self.config.to_toml())
         write_atomically(self.folder / ENVIRONMENT, json.dumps({**environment, "sessions": sessions}, indent=1) + "\n")
         self._begun = True
 
     def record_stop(self, words: str) -> None:
-        """Add to this session in environment.json why its losses, or a signal, ended it."""
+        """Record in this session of environment.json why its losses or a signal ended it."""
         record_end(self.folder, "stopped", words)
 
     def record_failure(self, error: Exception) -> None:
-        """Add to this session in environment.json which error ended it; nothing if no session has begun."""
+        """Record in this session of environment.json which error ended it; does nothing before a session begins."""
         if self._begun:
             ours = isinstance(error, UserError | TrainingStopped)
             record_end(self.folder, "failed", str(error) if ours else f"{type(error).__name__}: {reason(error)}")
@@ -177,9 +177,9 @@ class Run:
         return [*read_json(path, _Environment, _GO_ON).sessions] if path.exists() else []
 
     def keep_tokenizer(self, source: Path, fresh: bool = False) -> None:
-        """Copy the dataset's tokenizer into the run, which then stays usable without the dataset.
+        """Copy the dataset's tokenizer into the run, so that the run stays usable without the dataset.
 
-        `fresh`: the run begins at step 1, perhaps again and on another text, so an existing tokenizer is replaced.
+        `fresh`: the run starts at step 1, possibly again and on another text, so an existing tokenizer is replaced.
         """
         for name in ("tokenizer.json", SETTINGS):
             original, target = source.with_name(name), inside(self.folder, name)
@@ -193,7 +193,7 @@ class Run:
         keep_companions(start, self.folder)
 
     def set_metrics_aside(self) -> str | None:
-        """For a run that starts again at step 0: move its old metrics to another file; returns a notice."""
+        """For a run that starts over at step 0: move its old metrics to another file; returns a notice."""
         path = self.folder / METRICS
         lost = read_metrics(path)
         if not lost:
@@ -207,20 +207,20 @@ class Run:
         )
 
     def metrics(self, until: int) -> Metrics:
-        """The metrics file; lines after step `until` are removed."""
+        """The metrics file, after removing lines beyond step `until`."""
         return Metrics(self.folder / METRICS, until)
 
     def branch(self, folder: Path, config: RunConfig, step: int, save: Callable[[Path], None]) -> None:
-        """Make the folder of a shorter run that has the first `step` steps in common with this one.
+        """Make the folder of a shorter run that shares the first `step` steps with this one.
 
-        It then resumes like an interrupted run. `save` writes the checkpoint into the folder that it is given. A folder
-        that exists is unchanged.
+        It then resumes like an interrupted run. `save` writes the checkpoint into the folder that it receives. A folder
+        that already exists is left unchanged.
         """
         if folder.exists():
             return
         about = read_json(self.folder / ENVIRONMENT, dict[str, Any], _GO_ON)
         about["sessions"][-1] |= {"branch_of": self.folder.name, "until_step": step}
-        about["sessions"][-1].pop("process", None)  # nobody trains the branch yet
+        about["sessions"][-1].pop("process", None)  # no process trains the branch yet
         shared = [record for record in read_metrics(self.folder / METRICS) if record["step"] <= step]
         with atomic_folder(folder) as staging:
             save(staging)
@@ -238,7 +238,7 @@ class Run:
 
 
 def record_end(folder: Path, how: Literal["stopped", "failed"], words: str) -> None:
-    """Add to the last session in environment.json how it ended; the first stop stays."""
+    """Record in the last session of environment.json how it ended; keeps a stop that is already recorded."""
     path = folder / ENVIRONMENT
     with suppress(ReadError, OSError, LookupError, TypeError, AttributeError):  # the error is reported in any case
         about = read_json(path, dict[str, Any], _GO_ON)
@@ -248,7 +248,7 @@ def record_end(folder: Path, how: Literal["stopped", "failed"], words: str) -> N
 
 
 class FollowedRun(Run):
-    """The folder of a run that another process of the same job owns: only read."""
+    """The folder of a run that another process of the same job owns; this process only reads it."""
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         super().__init__(folder, config, {})
@@ -260,14 +260,14 @@ class FollowedRun(Run):
         return Metrics(None)
 
     def _leave_to_owner(self, *_: Any, **__: Any) -> Any:
-        """Nothing here: the process that owns the folder does it."""
+        """Do nothing: the process that owns the folder does it."""
 
     begin = record_stop = record_failure = set_checkpoint_aside = set_metrics_aside = _leave_to_owner
     keep_tokenizer = keep_companions = branch = close = _leave_to_owner
 
 
 class Metrics:
-    """metrics.jsonl, one JSON object a line; without a path, for ranks that do not own the run, nothing is kept."""
+    """metrics.jsonl, one JSON object per line. Without a path, as on ranks that do not own the run, writes nothing."""
 
     def __init__(self, path: Path | None, until: int = 0) -> None:
         self._file: AppendedFile | None = None
@@ -282,7 +282,7 @@ class Metrics:
             self._file.write((json.dumps(record) + "\n").encode())
 
     def sync(self) -> None:
-        """Wait until all lines are on the disk. A checkpoint must not be newer than its metrics."""
+        """Wait until all lines are on disk. A checkpoint must not be newer than its metrics."""
         if self._file is not None:
             self._file.sync()
 
@@ -340,9 +340,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def failed_early(folder: Path) -> bool:
-    """Whether a folder holds only what a run leaves that ended before its first checkpoint, or is about to write one.
+    """Whether a folder holds only the files of a run that has not completed its first checkpoint.
 
-    A folder with any other file, with a checkpoint, or without a record of training is not such a one.
+    False for a folder with any other file, with a checkpoint, or without a record of training.
     """
     if not all((folder / name).is_file() for name in ("config.toml", ENVIRONMENT)):
         return False
@@ -375,7 +375,7 @@ def _check_changes(folder: Path, old: RunConfig, new: RunConfig, changes: dict[s
         )
     for key, (before, after) in changes.items():
         if key == "data.tokenizer" and new.data.path is not None:
-            continue  # its prepared text has its own, which checkpoints check
+            continue  # prepared text has its own tokenizer, which is checked against the checkpoint
         if key.startswith(_FIXED):
             raise ConfigError(
                 f"{key} was {before!r} when {folder} was started, but is {after!r} now: "
@@ -389,6 +389,6 @@ def _check_changes(folder: Path, old: RunConfig, new: RunConfig, changes: dict[s
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    with suppress(OSError):  # another process has written to it in the meantime
+    with suppress(OSError):  # another process may have written to it in the meantime
         for folder in folders:
             folder.rmdir()

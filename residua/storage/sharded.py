@@ -1,8 +1,8 @@
 """Checkpoints of several ranks: each rank writes its own part (torch.distributed.checkpoint).
 
-`checkpoints/step-N/shards/` holds one safetensors file per rank, which lists the rows it has; `state.json` is next to
-it, as in a checkpoint of one process. Tensor names are the same in both kinds, so any number of ranks can read either
-kind. Nothing is ever unpickled.
+`checkpoints/step-N/shards/` holds one safetensors file per rank, which lists the rows it holds; `state.json` is next to
+the folder, as in a checkpoint of one process. Tensor names are the same in both kinds, so any number of ranks can read
+either kind. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ if TYPE_CHECKING:
 
 
 ROWS = "DCP_SHARDING_INFO"
-"""The key in a file's header that lists the rows it has, as torch.distributed.checkpoint writes it."""
+"""The header key under which torch.distributed.checkpoint lists the rows in a file."""
 
 
 class Saver:
-    """Saves while training continues: `save` copies tensors to host memory; a thread writes them during later steps.
+    """Saves while training continues: `save` copies tensors to host memory, a thread writes them during later steps.
 
-    Every rank of the default process group has one, and calls the same methods in the same order.
+    Every rank of the default process group has a `Saver` and calls the same methods in the same order.
     """
 
     def __init__(self) -> None:
-        # A group of its own: the writing thread communicates at the same time as the training thread.
+        # A separate group, because the writing thread communicates at the same time as the training thread.
         self.group = dist.new_group(backend="gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._saving: Future[Any] | None = None
@@ -70,7 +70,7 @@ class Saver:
     def save(
         self, run: Path, number: int, model: nn.Module, optimizer: OptimizerState, state: Mapping[str, Any], keep: int
     ) -> None:
-        """Begin to write `step-N`; rank 0 gives the folder its name when all ranks have written."""
+        """Start writing `step-N`; rank 0 renames the folder when all ranks have written."""
         self.settle()
         final = run / FOLDER / f"step-{number}"
         known = torch.tensor(int(self.rank == 0 and final.exists()))
@@ -107,7 +107,7 @@ class Saver:
             if self.rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
             lost = isinstance(error, RuntimeError) and not isinstance(error.__cause__ or error.__context__, OSError)
-            # another rank has died, and nothing is wrong with the disk
+            # another rank has died; the disk is fine
             saving.set_exception(
                 error if lost else WriteError(final, _cause(error, final), what_is_left(final.parents[1]))
             )
@@ -127,9 +127,9 @@ class Saver:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes the file of this rank; on rank 0 `finish` also checks that the files of all ranks have arrived there.
+    """Writes the file of this rank; on rank 0, `finish` also checks that the files of all ranks are in its folder.
 
-    A node whose shared disk is gone writes into a folder of its own, and nothing else would notice.
+    A node that has lost the shared disk writes into a local folder, and nothing else would notice.
     """
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -155,7 +155,7 @@ def _arrived(file: Path, tensors: set[str]) -> bool:
 
 
 def _begin(temporary: Path, state: Mapping[str, Any]) -> None:
-    """Make the folder that the ranks write into; leaves nothing if it cannot."""
+    """Make the folder that the ranks write into; leaves nothing behind if that fails."""
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         (temporary / SHARDS).mkdir(parents=True)
@@ -182,7 +182,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None = None) -> None:
-    """Fill a model and an optimizer, whole or sharded, from a checkpoint of any number of ranks or of one process."""
+    """Fill a model and an optimizer, whole or sharded, from a checkpoint written by any number of ranks."""
     expected = dict(model_tensors(model)) | (optimizer.tensors() if optimizer is not None else {})
     wanted = {name: tensor.detach() for name, tensor in expected.items()}
     require_shards(path, expected)
@@ -193,7 +193,7 @@ def load_shards(path: Path, model: nn.Module, optimizer: OptimizerState | None =
 
 
 def require_shards(path: Path, expected: Mapping[str, Tensor]) -> None:
-    """Refuse a checkpoint that cannot be read, or lacks rows of these tensors."""
+    """Refuse a checkpoint that cannot be read or lacks rows of these tensors."""
     source = _files(path)
     check_links(path)
     _check_rows(source, lambda: elsewhere(path))
@@ -205,7 +205,7 @@ def require_shards(path: Path, expected: Mapping[str, Tensor]) -> None:
 
 
 def fill(path: Path, wanted: dict[str, Tensor]) -> None:
-    """Fill tensors, whole or sharded, from a checkpoint that `require_shards` has seen."""
+    """Fill tensors, whole or sharded, from a checkpoint that `require_shards` has accepted."""
     source = _files(path)
     try:
         with quietly():
@@ -216,7 +216,7 @@ def fill(path: Path, wanted: dict[str, Tensor]) -> None:
 
 
 def _files(path: Path) -> Path:
-    """The folder with the files of a checkpoint of several ranks, or of one process."""
+    """The folder that holds the files of a checkpoint, written by several ranks or by one process."""
     return path / SHARDS if (path / SHARDS).is_dir() else path
 
 
@@ -225,7 +225,7 @@ class _Rows(Shape):
 
 
 def _check_rows(source: Path, hint: Hint) -> None:
-    """Refuse files that cannot be read, or whose list of the rows they hold makes no sense."""
+    """Refuse files that cannot be read or whose list of rows is invalid."""
     for file in sorted(source.glob("*.safetensors")):
         with open_tensors(file, hint) as content:
             rows = (content.metadata() or {}).get(ROWS)
@@ -235,7 +235,7 @@ def _check_rows(source: Path, hint: Hint) -> None:
 
 
 def require_held(source: Path, metadata: Mapping[str, Any], expected: Mapping[str, Tensor]) -> None:
-    """Refuse a checkpoint that lacks tensors or rows of them, or holds them in other shapes, by its description."""
+    """Refuse a checkpoint whose metadata lacks tensors or rows of them, or gives them other shapes."""
     blame = "it was written with a different configuration than config.toml."
     for name, tensor in expected.items():
         stored = metadata.get(name)
@@ -252,7 +252,7 @@ def require_held(source: Path, metadata: Mapping[str, Any], expected: Mapping[st
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Silence the warnings that torch.distributed.checkpoint gives on every call."""
+    """Silence the warnings that torch.distributed.checkpoint prints on every call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

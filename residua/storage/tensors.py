@@ -1,4 +1,4 @@
-"""Tensors of safetensors files: the one place that opens them. They are checked before anything is copied from them."""
+"""The only module that opens safetensors files. It checks tensors before anything is copied from them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from residua.storage.formats import WEIGHTS as WEIGHTS
 
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The names of floating-point types in a file's header."""
+"""Floating-point types by their name in a file's header."""
 LONGEST_HEADER = 32 * MIB
 MOST_TENSORS = 100_000
-"""Entries of a header; the largest published files have some ten thousand."""
+"""Maximum entries in a header; the largest published files have about ten thousand."""
 
 
 class _Index(Shape):
@@ -53,7 +53,7 @@ def stored_shapes(path: Path, hint: Hint) -> dict[str, Tensor]:
     with open_tensors(path, hint) as content:
         slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118  # not a mapping
         about = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
-    unknown = torch.int8  # or any other type that no weight has
+    unknown = torch.int8  # any type that no weight has will do
     return {
         name: torch.empty(shape, dtype=DTYPES.get(kind, unknown), device="meta")
         for name, (shape, kind) in about.items()
@@ -61,11 +61,11 @@ def stored_shapes(path: Path, hint: Hint) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a file; an error of the disk is an `OSError`, as for any other file."""
+    """Write a file; disk errors raise `OSError`, as for any other file."""
     copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         path.touch()
-        mode = path.stat().st_mode  # safetensors replaces the file by one that only its owner can read
+        mode = path.stat().st_mode  # safetensors replaces the file with one that only its owner can read
         save_file(copies, path, metadata)
         path.chmod(mode)
     except SafetensorError as error:
@@ -73,7 +73,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def as_os_error(error: Exception, path: Path) -> OSError:
-    """The error of the system that safetensors, which is written in Rust, reports in words."""
+    """The system error that safetensors, which is written in Rust, reports only as text."""
     number = re.search(r"\(os error (\d+)\)", str(error))
     code = int(number[1]) if number else errno.EIO
     return OSError(code, os.strerror(code) if number else str(error), str(path))
@@ -119,7 +119,7 @@ def weight_files(folder: Path, hint: Hint) -> list[Path]:
 
 
 def fitting(where: Path, name: str, tensor: Tensor | None, expected: Tensor, hint: Hint) -> Tensor:
-    """The tensor found for a name. Refuses a missing one, and one whose shape or kind of number is not the model's."""
+    """The tensor found for a name, unless it is missing or its shape or kind (floating point or not) is wrong."""
     if tensor is None:
         refuse(f"{where} lacks tensor {name!r}", hint)
     if tensor.shape != expected.shape:
@@ -143,7 +143,7 @@ def _opening(path: Path, hint: Hint) -> Iterator[None]:
 
 
 def _check_size_of_header(path: Path, hint: Hint) -> None:
-    """Refuse a header that would take long to read, before a library does so."""
+    """Refuse a header that would take long to parse, before a library tries to."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if LONGEST_HEADER < size <= path.stat().st_size:
@@ -158,8 +158,8 @@ def _check_size_of_header(path: Path, hint: Hint) -> None:
 def nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the tensors that hold NaN or infinity.
 
-    NaN and infinity both show in the smallest and the largest value, which take one pass and no memory: 0.07 s for 100M
-    parameters on one core, a sixth of what `isfinite` takes. The device is read once.
+    NaN and infinity both show in the minimum and maximum, which take one pass and no memory: 0.07 s for 100M parameters
+    on one core, a sixth of the time of `isfinite`. Reads from the device once.
     """
     checked = {name: t.detach() for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     verdicts = [torch.stack(torch.aminmax(_comparable(t))).isfinite().all() for t in checked.values()]
@@ -188,14 +188,14 @@ def describe(tensors: Mapping[str, Tensor], broken: list[str]) -> str:
 
 
 def require_finite(tensors: Mapping[str, Tensor], source: str | Path, advice: str) -> None:
-    """Refuse weights that are not finite; `advice` ends the sentence."""
+    """Refuse weights that are not finite; `advice` ends the error message."""
     broken = nonfinite(tensors)
     if broken:
         raise UserError(f"{source}: {describe(tensors, broken)}: {advice}.")
 
 
 def overflowed(what: str, model: nn.Module) -> ValueError:
-    """The error for a result that is not finite although the weights, which were checked when they were loaded, are."""
+    """The error for a non-finite result of a model whose weights were finite when they were loaded."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     advice = "try --precision float32" if dtype != "float32" else "some weights are too large, use another checkpoint"
     return UserError(f"{what} is not finite although every weight is: activations overflow in {dtype}, {advice}.")
@@ -207,7 +207,7 @@ FINITE = "use finite weights, or a wider type if they are finite"
 
 
 class Entry(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -221,9 +221,9 @@ class Entry(NamedTuple):
 def write_tensors(
     path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], source: str | Path = "the model"
 ) -> None:
-    """Write the tensors, in the order of `entries`; each is converted to its dtype, and released before the next.
+    """Write the tensors in the order of `entries`; each is converted to its dtype and released before the next.
 
-    A tensor that is not finite in its dtype is refused; `source` says where it came from.
+    A tensor that is not finite in its dtype is refused; `source` says in the message where it came from.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -243,9 +243,9 @@ def write_tensors(
 
 
 def write_shards(folder: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], limit: int) -> None:
-    """Write model.safetensors, or if it would have more than `limit` bytes, several files and their index.
+    """Write model.safetensors or, if it would exceed `limit` bytes, several files and their index.
 
-    A tensor with more bytes has a file of its own. As in `write_tensors`, one tensor is in memory at a time.
+    A tensor larger than the limit gets its own file. As in `write_tensors`, one tensor is in memory at a time.
     """
     shards: list[list[Entry]] = []
     room = 0
