@@ -1,6 +1,6 @@
 """Turn a run that several ranks saved into a run of one process: `python -m residua.distributed.convert RUN OUT`.
 
-The other direction needs no conversion: any number of ranks can read the checkpoints of one process.
+The other direction needs no conversion: any number of ranks can read a checkpoint of one process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COPIED = (*TOKENIZER, "metrics.jsonl", "environment.json", "result.json")
 
 
 def convert(run: Path, out: Path) -> Path:
-    """Write the last checkpoint of a run, and the best, to a new run folder, each as model.safetensors and
-    optimizer.safetensors. Returns the last."""
+    """Write the last and the best checkpoint of a run to a new run folder, each as model.safetensors and
+    optimizer.safetensors; returns the path of the last."""
     if not run.is_dir():
         raise UserError(f"{run} is not a folder: name a run folder.")
     saved = require_checkpoints(run)
@@ -51,7 +51,7 @@ def convert(run: Path, out: Path) -> Path:
 
 
 def require_checkpoints(run: Path) -> list[Checkpoint]:
-    """The checkpoints of a run, oldest first; refuses a run without any."""
+    """The checkpoints of a run, oldest first; refuses a run that has none."""
     saved = checkpoints(run)
     if not saved:
         raise UserError(f"{run} has no checkpoint: train it first.")
@@ -60,7 +60,7 @@ def require_checkpoints(run: Path) -> list[Checkpoint]:
 
 @contextmanager
 def new_run(source: Path, out: Path, config: RunConfig, names: Sequence[str]) -> Iterator[None]:
-    """Make the folder of a run of one process, with these files of another folder; the block adds checkpoints."""
+    """Make the folder of a one-process run with these files of another folder; the `with` block adds checkpoints."""
     alone = config.model_copy(update={"parallel": ParallelConfig()})
     run = Run.create(out, alone, "name a new folder")
     try:
@@ -72,7 +72,7 @@ def new_run(source: Path, out: Path, config: RunConfig, names: Sequence[str]) ->
 
 
 def copy_files(source: Path, out: Path, names: Sequence[str]) -> None:
-    """Copy these files of a model's folder, and the settings of an imported model."""
+    """Copy these files of a model folder, and the companion files of an imported model."""
     for name in names:
         if inside(source, name).exists():
             shutil.copy(source / name, out / name)
@@ -80,7 +80,7 @@ def copy_files(source: Path, out: Path, names: Sequence[str]) -> None:
 
 
 def _other_best(saved: list[Checkpoint], model: nn.Module, optimizer: HybridOptimizer) -> Checkpoint | None:
-    """The best checkpoint, if it is not the last and can be read; tells if it cannot."""
+    """The best checkpoint, if it is not the last; if it cannot be read, print why and return None."""
     try:
         winner = best(saved)
         if winner is None or winner == saved[-1]:
@@ -95,7 +95,7 @@ def _other_best(saved: list[Checkpoint], model: nn.Module, optimizer: HybridOpti
 
 
 def read_finite(checkpoint: Checkpoint, model: nn.Module, optimizer: HybridOptimizer) -> None:
-    """Restore a checkpoint, and refuse it if it is not finite."""
+    """Restore a checkpoint; refuse it if a tensor is not finite."""
     restore(checkpoint.path, model, optimizer)
     tensors = model_tensors(model) | optimizer.tensors()
     require_finite(tensors, checkpoint.path, f"move {checkpoint.path} elsewhere to convert another")

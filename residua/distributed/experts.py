@@ -2,17 +2,17 @@
 
 The stacked matrices of the experts are sharded by rows over `parallel.shard` ranks, as FSDP2 shards every matrix. With
 `parallel.experts` = N they are not gathered over all these ranks. The shard ranks form groups of N; the ranks of a
-group have different experts, E/N each, and the shard/N ranks that have the same experts gather the rows of these only.
+group have different experts, E/N each. The shard/N ranks that have the same experts gather only the rows of these.
 A mixture then runs in four steps:
 
 1. Every rank routes its own tokens and sorts their slots by expert, as on one process.
 2. All-to-all: each slot goes to the rank of its group that has its expert. No token is dropped, so the sizes differ
    from rank to rank; a first all-to-all exchanges the counts, and the host reads them (on a GPU, it waits for them).
-3. The rank applies its experts to what it received.
-4. All-to-all back. The results are where the slots were, and the rank weighs and adds them.
+3. The rank applies its experts to the slots it received.
+4. All-to-all back. The results return to the slots' places, and the rank weights and adds them.
 
-The backward pass takes the same way back. The gradient of an expert is complete within its group; it is summed over the
-ranks that have the same expert, and over the copies of the model (`data`).
+The backward pass reverses these exchanges. The gradient of an expert is complete within its group; it is summed over
+the ranks that have the same expert, and over the copies of the model (`data`).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from residua.model.moe import Experts, mixtures
 from residua.ops.expert_slots import Slots, dispatch, sort_slots
 from residua.storage.sharded import local
 
-# names since PyTorch 2.13; the older ones warn there
+# the name since PyTorch 2.13, where the older name gives a warning
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def divide_experts(model: nn.Module, mesh: Mesh, precision: torch.dtype, recompute: str) -> set[nn.Parameter]:
-    """Let the ranks of `mesh` share the experts of a model on the meta device; returns the matrices of the experts.
+    """Divide the experts of a model on the meta device among the ranks of `mesh`; returns the experts' matrices.
 
-    `recompute` is `train.recompute`: sublayers that are computed again gather their experts again by themselves.
+    `recompute` is `train.recompute`: recomputed sublayers already gather their experts again.
     """
     again = recompute == "none"
     divided: set[nn.Parameter] = set()
@@ -52,14 +52,14 @@ def divide_experts(model: nn.Module, mesh: Mesh, precision: torch.dtype, recompu
 
 
 def expert_matrices(model: nn.Module, mesh: Mesh) -> list[nn.Parameter]:
-    """The matrices that `divide_experts` divided; they are other objects once they have memory."""
+    """The matrices that `divide_experts` divided; allocating their memory replaces these objects."""
     layers = mixtures(model) if mesh.config.experts > 1 else ()
     return [parameter for mixture in layers for parameter in (mixture.experts.up, mixture.experts.out)]
 
 
 @torch.no_grad()
 def complete_expert_gradients(matrices: Sequence[nn.Parameter], mesh: Mesh) -> None:
-    """Sum their gradients over the copies of the model; every rank had multiplied its loss by the number of ranks."""
+    """Sum the experts' gradients over the copies of the model; each rank had multiplied its loss by the rank count."""
     for parameter in matrices:
         assert parameter.grad is not None
         gradient = local(parameter.grad)
@@ -69,16 +69,16 @@ def complete_expert_gradients(matrices: Sequence[nn.Parameter], mesh: Mesh) -> N
 
 
 def _sharded(whole: Tensor, mesh: Mesh) -> DTensor:
-    """A matrix without memory, its rows divided over the shard ranks: as FSDP2 would shard it."""
+    """A matrix without memory, its rows divided over the shard ranks as FSDP2 would divide them."""
     rows = whole.new_empty((len(whole) // mesh.config.shard, *whole.shape[1:]))
     placements = (Replicate(), Shard(0)) if mesh.config.data > 1 else (Shard(0),)
     return DTensor.from_local(rows, mesh.shards, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 class DividedExperts(nn.Module):
-    """The experts of a mixture, a part of them on each rank; takes the place of `Experts` in the model.
+    """The experts of a mixture, divided among the ranks; replaces `Experts` in the model.
 
-    `again`: the backward pass gathers and rounds the matrices again, so that they are held for one layer at a time.
+    `again`: the backward pass gathers and rounds the matrices again, so only one layer's are in memory at a time.
     """
 
     def __init__(self, experts: Experts, mesh: Mesh, precision: torch.dtype, again: bool = True) -> None:
@@ -87,9 +87,9 @@ class DividedExperts(nn.Module):
         self.count, self.hidden_matrices, self._run = experts.count, experts.hidden_matrices, experts.run
         self.up, self.out = (nn.Parameter(_sharded(whole, mesh)) for whole in (experts.up, experts.out))
 
-    @torch._disable_dynamo  # group sizes are data: the compiler would compile every new split again
+    @torch._disable_dynamo  # group sizes are data, so every new split would cause a recompilation
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """Apply each expert, here or elsewhere, to its rows of x [slots, C], which end at `ends` [E]."""
+        """Apply each expert, on this rank or another, to its rows of x [slots, C], which end at `ends` [E]."""
         trip = self._plan(ends)
         arrived = _Exchange.apply(x, trip.sent, trip.received, self.mesh.experts)
         rows = [cast(DTensor, parameter).to_local() for parameter in (self.up, self.out)]
@@ -112,11 +112,11 @@ class DividedExperts(nn.Module):
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        """The ranks that have the same experts, if there are others."""
+        """The ranks that have the same experts; None if this is the only one."""
         return self.mesh.slices if self.mesh.config.slices > 1 else None
 
     def _made_again(self, rows: list[Tensor], weights: list[Tensor]) -> AbstractContextManager[None]:
-        """Inside, autograd saves the rows of this rank in place of the weights made from them."""
+        """Inside the block, autograd saves this rank's rows instead of the weights gathered from them."""
         sources = {w.untyped_storage().data_ptr(): r.detach() for w, r in zip(weights, rows, strict=True) if w is not r}
 
         def pack(saved: Tensor) -> Any:
@@ -134,7 +134,7 @@ class DividedExperts(nn.Module):
 
 
 class _Trip(NamedTuple):
-    """Rows sent to and received from each rank of the group, and the received ones sorted by expert."""
+    """Row counts sent to and received from each rank of the group, and the received rows sorted by expert."""
 
     sent: list[int]
     received: list[int]
@@ -163,7 +163,7 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.Proc
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all ranks of a group, rounded to a precision; the backward pass sums gradients in the rows' type."""
+    """The rows of all ranks of a group, rounded to a precision; the backward pass sums gradients in the rows' dtype."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, precision: torch.dtype, group: dist.ProcessGroup | None) -> Tensor:

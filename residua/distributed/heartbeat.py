@@ -1,22 +1,22 @@
-"""Heartbeats: every rank reports once a second that it is alive, and a silent or failed rank is named to the others.
+"""Heartbeats: every rank reports once a second that it is alive, so the others can name a silent or failed rank.
 
 A collective whose partner has died fails at once on some transports and hangs forever on others. So every rank runs a
 thread that does two things per beat, through the key-value store of the job:
 
 1. It writes its own beat: the time, the last finished step, host and process.
-2. It reads the beat of the next rank and the list of failures. The ranks form a ring, so every rank, rank 0 too, is
-   watched by one other. The list is one key that all ranks share. A rank that fails adds itself to it. A rank that has
-   been silent for `patience` seconds is added by the one that watches it; after a failed collective, by any other.
+2. It reads the beat of the next rank and the list of failures. The ranks form a ring, so one other rank watches each
+   rank, rank 0 included. The list is one key that all ranks share. A rank that fails adds itself to it. A rank that has
+   been silent for `patience` seconds is added by its watcher or, after a failed collective, by any rank.
 
 When the list names another rank, the training thread gets a few seconds to notice the failure itself (`who_died`).
-Otherwise the heartbeat thread prints a sentence that names the rank and ends the process. torchrun may then start the
-job again. One rank of each node speaks: the first that claims the voice of its node. Where rank 0 is and a rank said
-itself why it fails, that is rank 0.
+Otherwise the heartbeat thread prints a sentence that names the rank and ends the process. torchrun may then restart the
+job. One rank per node prints the message: the first to claim it. If a rank gave the reason for its failure itself,
+rank 0 prints it on its node.
 
 torchrun sends SIGTERM to the ranks of a node when one of them has ended, and SIGKILL 30 seconds later. A rank that
-hears SIGTERM therefore calls a silent rank dead sooner (`HURRIED_BEATS`).
+receives SIGTERM therefore declares a silent rank dead sooner (`HURRIED_BEATS`).
 
-A beat costs a rank three store requests, however many ranks there are.
+A beat costs a rank three store requests, regardless of the number of ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ BEAT_SECONDS = 1.0
 """Seconds between beats."""
 
 MISSED_BEATS = 4
-"""Beats that a rank must miss before it is called dead, after a collective has failed."""
+"""Missed beats after which a rank is declared dead once a collective has failed."""
 
 HURRIED_BEATS = 3 * MISSED_BEATS
-"""Beats that a rank may miss once torchrun has asked this one to end: it must speak within 30 seconds."""
+"""Missed beats allowed once torchrun has asked this rank to end: it must report within 30 seconds."""
 
 FAILURES = "failures"
 """The shared key: one line of JSON per failure, oldest first."""
@@ -53,7 +53,7 @@ STORE_GONE = "torchrun's store is gone, so the machine of rank 0 is probably dow
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that failed, in a sentence; `explained` if it gave the reason itself."""
+    """A sentence about a rank that failed; `explained` if the rank gave the reason itself."""
 
     rank: int
     explained: bool
@@ -63,10 +63,10 @@ class Failure:
 class Heartbeat:
     """The heartbeat of this rank, and its watch over the others.
 
-    `store` needs a connection of its own: that of the process group is busy while a collective waits. `node` is the
-    ranks of this machine, all by default. `advice` ends every sentence that is printed. `done` is the last step that
-    this rank has finished, `common` the last that all have; the trainer updates both. `record` writes down what this
-    rank was doing, and returns a clause that says where; it is called before this rank ends, and once when no step was
+    `store` needs a separate connection: that of the process group is busy while a collective waits. `node` holds the
+    ranks of this machine, by default all ranks. `advice` ends every printed sentence. `done` is the last step that this
+    rank has finished, `common` the last that all have; the trainer updates both. `record` writes what this rank was
+    doing to a file, and returns a clause that says where. It is called before this rank ends, and once when no step has
     finished for `stall` seconds.
     """
 
@@ -95,7 +95,7 @@ class Heartbeat:
         self._voice: bool | None = None
         self._asked_to_end = False
         self._may_end = True
-        self._append("")  # reading a missing key would wait for it
+        self._append("")  # reading a missing key would block
         self._write_beat()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="residua-heartbeat", daemon=True)
@@ -103,13 +103,13 @@ class Heartbeat:
 
     def fail(self, reason: str) -> None:
         """Tell the others that this rank is about to end, and why."""
-        with suppress(RuntimeError):  # without a store the others end anyway
+        with suppress(RuntimeError):  # if the store is gone, the others end anyway
             self._claim_voice(explained=True)
             self._add_failure(self.rank, f"failed: {reason}", explained=True)
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says on its node why the job ends; known after `fail` and `who_died`."""
+        """Whether this rank prints on its node why the job ends; known after `fail` or `who_died`."""
         return self._voice is not False
 
     @property
@@ -118,26 +118,26 @@ class Heartbeat:
         return self._failure is not None and self._failure.explained
 
     def hurry(self) -> None:
-        """torchrun has asked this rank to end, maybe because another has: do not wait long for a silent one."""
+        """Wait less for a silent rank: torchrun has asked this one to end, perhaps because another has ended."""
         self.patience = min(self.patience, HURRIED_BEATS * BEAT_SECONDS)
 
     def end_soon(self, *_: object) -> None:
-        """Name a rank that has died, if one has, and end: a handler of SIGTERM where the run cannot be saved."""
+        """SIGTERM handler for when the run cannot be saved: name a rank that has died, if any, and exit."""
         self._asked_to_end = True
 
     def stop(self, *, finished: bool) -> None:
-        """Stop beating; a rank that has `finished` is not missed."""
+        """Stop beating; a rank that has `finished` is not reported as silent."""
         self._stopped.set()
         if finished:
             self._may_end = False
             self._thread.join()
-            with suppress(RuntimeError):  # rank 0 may have finished first, and its store with it
+            with suppress(RuntimeError):  # rank 0 may have finished first and taken its store down
                 self._write_beat(finished=True)
 
     def outlast(self, rank: int) -> None:
-        """Wait silently until `rank`, which is about to end, has ended: its beat stops or its store is gone.
+        """Wait silently until `rank` has ended: its beat stops or its store is gone. Waits at most 12 s.
 
-        That rank may not have noticed yet that it must end. Waits at most 12 s.
+        That rank may not have noticed yet that it must end.
         """
         self._may_end = False
         start = news = time.monotonic()
@@ -166,7 +166,7 @@ class Heartbeat:
         return None if self._failure is None else self._failure.sentence
 
     def _look_for_dead(self) -> None:
-        """Wait for a reported failure, then for beats; report a rank that is found dead to the others."""
+        """Wait for a reported failure, then for beats; report a dead rank to the others."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         before = self._read_beats(others)
         for _ in range(MISSED_BEATS):
@@ -178,9 +178,9 @@ class Heartbeat:
         silent = [rank for rank in others if before.get(rank) == now.get(rank) and not _finished(now.get(rank, ""))]
         if silent:
             self._add_failure(silent[0], "died")
-            self._first_failure(self._store.get(FAILURES))  # another rank may have found another one first
+            self._first_failure(self._store.get(FAILURES))  # another rank may have reported a different one first
             if len(self.node) < self.size:
-                time.sleep(2 * BEAT_SECONDS)  # the other nodes read it in a store that may end with this rank
+                time.sleep(2 * BEAT_SECONDS)  # the store may end with this rank; give other nodes time to read it
 
     def tick(self) -> None:
         """One beat: write this rank's, look at the next rank's and at the list of failures."""
@@ -194,7 +194,7 @@ class Heartbeat:
             self._end(STORE_GONE if self._failure is None else self._failure.sentence, silent=not self.speaks)
 
     def _leave(self) -> None:
-        """End because torchrun asked for it: name the dead rank that it may have been for."""
+        """End because torchrun asked for it; name the dead rank that may have been the cause."""
         sentence = self._find_dead()
         if sentence is not None:
             self._end(sentence, silent=not self.speaks)
@@ -203,7 +203,7 @@ class Heartbeat:
             os._exit(128 + signal.SIGTERM)
 
     def _notice_stall(self) -> None:
-        """Record once that training stands still, while every rank is alive; the first step may compile for long."""
+        """Record once that training has stalled although all ranks live; the first step may take long to compile."""
         now = time.monotonic()
         if self.done != self._seen_done or self.done == 0:
             self._seen_done, self._moved = self.done, now
@@ -225,13 +225,13 @@ class Heartbeat:
             self._noticed = now if self._noticed is None else self._noticed
             if (
                 now - self._noticed > (2 * MISSED_BEATS + MISSED_BEATS * silent) * BEAT_SECONDS
-            ):  # the training thread has had its time
+            ):  # the training thread had time to react
                 self._end(failure.sentence, silent=silent)
         elif time.monotonic() - self._last_heard > self.patience:
             self._add_failure(self._watched, f"failed: it sent nothing for {self.patience:.0f} seconds")
 
     def _look(self) -> tuple[str, Failure | None]:
-        """The beat of the watched rank, empty if there was none yet, and the first failure, if there was any."""
+        """The beat of the watched rank, empty if there is none yet, and the first failure, if any."""
         key = f"beat/{self._watched}"
         keys = [FAILURES, key] if self._store.check([key]) else [FAILURES]
         failures, *beats = self._store.multi_get(keys)
@@ -247,7 +247,7 @@ class Heartbeat:
         os._exit(1)
 
     def _print(self, words: str) -> None:
-        with suppress(OSError):  # standard error may go to a disk that is full
+        with suppress(OSError):  # standard error may go to a full disk
             print(f"residua: {words}.", file=sys.stderr, flush=True)
 
     def _write_beat(self, *, finished: bool = False) -> None:
@@ -270,7 +270,7 @@ class Heartbeat:
         self._store.append(FAILURES, text)  # type: ignore[attr-defined]  # missing in PyTorch's type stubs
 
     def _first_failure(self, lines: bytes) -> Failure | None:
-        """The first rank but this one that failed. It is remembered: the store may be gone when it is to be named."""
+        """The first other rank that failed. It is remembered, because the store may be gone when it must be named."""
         others = [failure for failure in map(json.loads, lines.splitlines()) if failure["rank"] != self.rank]
         if self._failure is None and others:
             rank, explained, step = others[0]["rank"], others[0]["explained"], others[0]["step"]
@@ -286,7 +286,7 @@ class Heartbeat:
             self._voice = self._store.add(f"voice/{self.node[0]}", 1) == 1
 
     def _sentence(self, rank: int, how: str, step: int) -> str:
-        """The rank with its process and host, and the last step that anyone knows it to have finished."""
+        """A sentence with the rank's process and host, and the last step that it is known to have finished."""
         beat = json.loads(self._read_beats([rank]).get(rank, "{}"))
         where = f" (process {beat['process']} on {beat['host']})" if beat else ""
         return f"rank {rank}{where} {how}, last heard of after step {max(step, self.common, beat.get('step', 0))}"
@@ -318,10 +318,10 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 class Terminations:
-    """From here on SIGTERM ends this rank only after its heartbeat thread has looked for a rank that died.
+    """While installed, SIGTERM ends this rank only after its heartbeat thread has looked for a rank that died.
 
-    `train` handles it itself while it can save the run (`StopSignals`). Python runs handlers in the main thread, which
-    may wait in a collective; so a byte in a pipe tells the heartbeat thread at once.
+    `train` handles SIGTERM itself while it can save the run (`StopSignals`). Python runs handlers in the main thread,
+    which may be waiting in a collective, so a byte in a pipe notifies the heartbeat thread at once.
     """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
@@ -336,12 +336,12 @@ class Terminations:
         threading.Thread(target=_listen, args=(reads, heartbeat), name="residua-signals", daemon=True).start()
 
     def ignore(self) -> None:
-        """This rank is ending anyway."""
+        """Ignore SIGTERM: this rank is already ending."""
         if self._main:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """As it was before."""
+        """Restore the previous signal handling."""
         if self._main:
             signal.set_wakeup_fd(self._wakeup)
             signal.signal(signal.SIGTERM, self._previous)
@@ -349,7 +349,7 @@ class Terminations:
 
 
 def _listen(reads: int, heartbeat: Heartbeat) -> None:
-    """Hurry the heartbeat for every SIGTERM, until the other end of the pipe is closed."""
+    """Call `hurry` for every SIGTERM, until the other end of the pipe is closed."""
     with suppress(OSError):
         while number := os.read(reads, 1):
             if number[0] == signal.SIGTERM:

@@ -1,7 +1,7 @@
 """The processes of a run, and their grid: pipeline × data × shard.
 
-`Processes` starts the process group, `Mesh` arranges its ranks, `job_store` is the key-value store they meet in, and
-`one_rank` is a mesh of this process alone.
+`Processes` starts the process group, `Mesh` arranges its ranks, `job_store` connects to the key-value store of the job,
+and `one_rank` is a mesh of this process alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ AXES = ("pipeline", "data", "shard")
 class Mesh:
     """The place of this rank in the grid, and its process group along each axis.
 
-    With `parallel.experts` > 1 the shard axis has two more: `experts`, the ranks that exchange tokens because each has
-    other experts, and `slices`, the ranks that have the same experts and shard them further.
+    With `parallel.experts` > 1 the shard axis is split in two: `experts`, ranks with different experts, which exchange
+    tokens, and `slices`, ranks with the same experts, which shard them further.
     """
 
     experts: dist.ProcessGroup
@@ -46,7 +46,7 @@ class Mesh:
             self._divide_experts()
 
     def _divide_experts(self) -> None:
-        """Ranks with the same experts are neighbours: so the experts are divided by rows, like any matrix."""
+        """Ranks with the same experts are neighbours, so the experts are divided by rows, like any matrix."""
         config = self.config
         sizes = (config.pipeline * config.data, config.experts, config.slices)
         within = init_device_mesh(self.device.type, sizes, mesh_dim_names=("others", "experts", "slices"))
@@ -54,17 +54,17 @@ class Mesh:
 
     @property
     def shards(self) -> DeviceMesh:
-        """The axes that FSDP2 takes: one for shards, two for replicated shards."""
+        """The mesh axes for FSDP2: one for shards, two for replicated shards."""
         return self.grid["shard"] if self.config.data == 1 else self.grid["data", "shard"]
 
     @property
     def expert_rank(self) -> int:
-        """Which of the `parallel.experts` parts of the experts this rank has; shard / experts ranks have the same."""
+        """Which of the `parallel.experts` parts of the experts this rank has; shard / experts ranks share each part."""
         return self.shard_rank // self.config.slices
 
     @property
     def batch_rank(self) -> int:
-        """Which share of a step's micro-batches this rank computes; all ranks of one pipeline have the same."""
+        """Which share of a step's micro-batches this rank computes; the same on all ranks of a pipeline."""
         return self.data_rank * self.config.shard + self.shard_rank
 
     def over_batch(self, tensor: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class Processes:
 
 @contextmanager
 def one_rank(device: torch.device, config: ParallelConfig) -> Iterator[Mesh]:
-    """A mesh of this process alone: runs the distributed code on one device, to measure and test it."""
+    """A mesh of this process alone, to measure and test the distributed code on one device."""
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(_backend(device), store=dist.HashStore(), rank=0, world_size=1)
@@ -132,14 +132,14 @@ def one_rank(device: torch.device, config: ParallelConfig) -> Iterator[Mesh]:
 
 
 _served: list[dist.Store] = []
-"""The store that this process serves, if it does; it lives as long as the process."""
+"""The store that this process serves, if any; it lives as long as the process."""
 
 
 def job_store(name: str, timeout: timedelta) -> dist.Store:
     """A new connection to the key-value store of the job.
 
-    torchrun keeps one store through all restarts of a job. The keys begin with `name`, which holds that of the start
-    (`nodes.meet`), so that a process never finds what dead ones left. Without torchrun, rank 0 serves the store at
+    torchrun keeps one store through all restarts of a job. Keys begin with `name`, which contains the name of the start
+    (`nodes.meet`), so a process never reads entries of dead ones. Without torchrun, rank 0 serves the store at
     MASTER_PORT.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

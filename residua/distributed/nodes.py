@@ -1,7 +1,7 @@
-"""Several nodes: the processes of a job find each other, share the run's folder, and record what they last sent.
+"""Several nodes: the processes of a job find each other, share the run's folder, and record their last collectives.
 
-torchrun counts restarts on each node apart, and a node that joins later begins at 0. So the processes agree on a name
-for their start themselves (`meet`), and a start counts as a restart if any process of the job has been started before.
+torchrun counts restarts separately on each node, and a node that joins later begins at 0. So the processes themselves
+agree on a name for their start (`meet`); it is a restart if any process of the job has been started before.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import torch.distributed as dist
 from residua.files import UNFINISHED, write_atomically, writing
 
 POLL_SECONDS = 0.05
-"""Seconds between two looks at the store."""
+"""Seconds between two polls of the store."""
 
 MAX_SECONDS_FOR_A_FILE = 20.0
-"""Seconds that a rank looks for a file of another node: NFS may remember for a while that there was none."""
+"""How long a rank looks for a file of another node: NFS may cache for a while that the file did not exist."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job: a name that no other start has, and whether the job was started before."""
+    """One start of a job: a unique name, and whether the job was started before."""
 
     name: str
     again: bool
 
 
 def meet(store: dist.Store, rank: int, size: int, restarts: int) -> Start:
-    """Agree with the other processes of this start; the store may hold what processes of earlier starts left.
+    """Agree with the other processes of this start; the store may hold entries of processes of earlier starts.
 
-    `restarts` is what torchrun counts on this node.
+    `restarts` is torchrun's count on this node.
 
-    Every process leaves a new number of its own. Rank 0 answers each number with the name of the start, until all other
-    ranks have heard it; the answer to a number that a dead process left is never read.
+    Every process posts a new number. Rank 0 answers each number with the name of the start, until all other ranks have
+    received it. Nobody reads the answer to a number that a dead process posted.
     """
     mine = secrets.token_hex(8)
     if rank > 0:
@@ -67,7 +67,7 @@ def meet(store: dist.Store, rank: int, size: int, restarts: int) -> Start:
 
 
 def node_count() -> int:
-    """The number of nodes that torchrun started this job on."""
+    """The number of nodes on which torchrun started this job."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
@@ -78,9 +78,9 @@ def ranks_here(rank: int, size: int) -> range:
 
 
 def keep_records(folder: Path | None) -> None:
-    """Let PyTorch's flight recorder remember collectives; before the process group starts.
+    """Turn on PyTorch's flight recorder of collectives. Call it before the process group starts.
 
-    When a collective of NCCL times out, PyTorch itself writes what it remembers into the run's folder.
+    When an NCCL collective times out, PyTorch itself writes its records into the run's folder.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -89,7 +89,7 @@ def keep_records(folder: Path | None) -> None:
 
 
 def write_records(folder: Path, rank: int) -> Path | None:
-    """Write the collectives that this rank started last as JSON; None if there is no recorder, or no room."""
+    """Write this rank's last collectives as JSON; returns the path, or None if it cannot be written."""
     records = {}
     for library, name in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
         dump = getattr(torch._C._distributed_c10d, name, None)
@@ -104,7 +104,7 @@ def write_records(folder: Path, rank: int) -> Path | None:
 
 
 class Probe:
-    """Files that every rank leaves in the run's folder for a moment, to see that all ranks have the same folder.
+    """Temporary files of every rank in the run's folder, to check that all ranks have the same folder.
 
     In order: rank 0 writes its own (`write`), the others look for it and write theirs (`answer`), rank 0 looks for
     theirs (`missing`), and every rank removes its own (`remove`).
@@ -118,7 +118,7 @@ class Probe:
             self._path(self.rank).write_text(self.token, encoding="utf-8")
 
     def answer(self) -> dict[str, Any]:
-        """Where this rank is, and why the folder here is not that of rank 0, if it is not."""
+        """The place of this rank and, if its folder is not that of rank 0, the problem."""
         place = {"rank": self.rank, "host": socket.gethostname(), "folder": str(self.folder.resolve())}
         if not self._finds(0):
             return place | {"problem": "does not contain what rank 0 wrote there"}
@@ -151,7 +151,7 @@ class Probe:
         return self.folder / f"{UNFINISHED}probe-{self.token}-{rank}"
 
     def _finds(self, rank: int) -> bool:
-        """Whether the file of a rank is here within `MAX_SECONDS_FOR_A_FILE` seconds."""
+        """Whether the file of a rank appears within `MAX_SECONDS_FOR_A_FILE` seconds."""
         until = time.monotonic() + MAX_SECONDS_FOR_A_FILE
         while True:
             with suppress(OSError):

@@ -1,11 +1,11 @@
 """Muon on several ranks: every matrix is orthogonalised once, on one rank, its owner.
 
-Momentum and AdamW are elementwise: each rank updates the rows it has. Orthogonalisation needs a whole matrix. It is
-done in turns. In each turn every rank owns one or a few matrices: it receives their rows from the other shards
-(all-to-all), orthogonalises them, and sends each shard its rows of the update. While it computes, the rows of the next
-turn are already being sent. If the model is replicated, each copy does a part of the matrices and broadcasts the result
-to the other copies. Directions and updates are sent in the type they are computed in, bf16 on a GPU, so the result is
-what one process computes.
+Momentum and AdamW are elementwise: each rank updates the rows it has. Orthogonalisation needs a whole matrix and runs
+in turns. In each turn every rank owns one or a few matrices: it receives their rows from the other shards
+(all-to-all), orthogonalises them, and sends each shard its rows of the update. Meanwhile the rows of the next turn are
+already being sent. If the model is replicated, each copy handles a part of the matrices and broadcasts the result to
+the other copies. Directions and updates are sent in the dtype they are computed in, bf16 on a GPU, so the result equals
+that of one process.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from residua.distributed.shard import rows_of
 from residua.storage.sharded import local
 from residua.train.optimizer import HybridOptimizer, Parts, Rows, Updates, orthogonal_updates, working_dtype
 
-# Elements that an owner orthogonalises in one turn: enough to fill a GPU, few enough that turns overlap.
+# Elements that an owner orthogonalises per turn: enough to fill a GPU, few enough that turns overlap.
 TURN_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Owners:
-    """The ranks that share the work on some matrices: `copies` of them, each divided by rows into `shards`.
+    """The ranks that share the work on some matrices, which exist in `copies`, each divided by rows into `shards`.
 
-    `copy` and `shard` are the place of this rank. `data` is the group of the ranks that have the same rows, `rows` that
-    of the ranks with the other rows of this copy.
+    `copy` and `shard` give the place of this rank. `data` is the group of ranks that have the same rows, `rows` the
+    group of ranks with the other rows of this copy.
     """
 
     copies: int
@@ -47,9 +47,9 @@ class Owners:
 
 
 class RankedOptimizer(HybridOptimizer):
-    """The optimizer of one process on the rows of this rank, with the same updates.
+    """The optimizer of one process, applied to the rows of this rank, with the same updates.
 
-    Experts that ranks divide among them (`experts.py`) are orthogonalised by the ranks that have them.
+    Divided experts (`experts.py`) are orthogonalised by the ranks that have them.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], mesh: Mesh, experts: Iterable[Tensor] = ()) -> None:
@@ -79,7 +79,7 @@ class RankedOptimizer(HybridOptimizer):
 
 
 class Matrices(NamedTuple):
-    """Matrices to orthogonalise: their whole shapes, this rank's rows of their directions, and their parts."""
+    """Matrices to orthogonalise: their full shapes, this rank's rows of their directions, and their parts."""
 
     shapes: Sequence[torch.Size]
     directions: Sequence[Tensor]
@@ -87,12 +87,12 @@ class Matrices(NamedTuple):
 
 
 def whole_matrices(parameters: Sequence[Tensor], shards: int) -> list[int]:
-    """Matrices that every rank has whole although others are sharded: stages of a pipeline share them."""
+    """Indices of matrices that every rank has whole although others are sharded: those that pipeline stages share."""
     return [i for i, parameter in enumerate(parameters) if shards > 1 and not isinstance(parameter, DTensor)]
 
 
 def local_updates(chosen: Sequence[int], matrices: Matrices) -> Iterator[Updates]:
-    """Updates of whole matrices, computed alike on every rank."""
+    """Updates of whole matrices; every rank computes the same ones."""
     directions, parts = [matrices.directions[i] for i in chosen], [matrices.parts[i] for i in chosen]
     for rows, values, scale in orthogonal_updates(directions, parts):
         yield [row._replace(matrix=chosen[row.matrix]) for row in rows], values, scale
@@ -101,7 +101,7 @@ def local_updates(chosen: Sequence[int], matrices: Matrices) -> Iterator[Updates
 def remaining_updates(
     owners: Owners, done: Sequence[int], parameters: Sequence[Tensor], matrices: Matrices
 ) -> Iterator[Updates]:
-    """Updates of all matrices but those that are `done`; all owners call it together."""
+    """Updates of all matrices except those in `done`; all owners must call it together."""
     alone = [i for i in whole_matrices(parameters, owners.shards) if i not in done]
     yield from local_updates(alone, matrices)
     rest = [i for i in range(len(parameters)) if i not in done and i not in alone]
@@ -110,7 +110,7 @@ def remaining_updates(
 
 
 def shared_updates(owners: Owners, chosen: Sequence[int], matrices: Matrices) -> Iterator[Updates]:
-    """Updates for this rank's rows of the chosen matrices; all owners call it together."""
+    """Updates for this rank's rows of the chosen matrices; all owners must call it together."""
     if owners.copies * owners.shards == 1:
         yield from local_updates(chosen, matrices)
         return
@@ -131,7 +131,7 @@ def shared_updates(owners: Owners, chosen: Sequence[int], matrices: Matrices) ->
 
 @dataclass(frozen=True)
 class _Task:
-    """A matrix, by number, and its owner: the shard of a copy of the model."""
+    """The number of a matrix, and its owner: a shard of a copy of the model."""
 
     matrix: int
     copy: int
@@ -139,7 +139,7 @@ class _Task:
 
 
 def _turns(shapes: Mapping[int, torch.Size], copies: int, shards: int) -> list[list[_Task]]:
-    """Deal matrices out to owners, the costly ones first, so that the owners of a turn have equal work."""
+    """Assign matrices to owners, the most expensive first, so that the owners of a turn have equal work."""
     owners = copies * shards
     order = sorted(shapes, key=lambda i: (-prod(shapes[i]) * min(shapes[i][-2:]), i))
     turns: list[list[_Task]] = []
@@ -156,7 +156,7 @@ def _turns(shapes: Mapping[int, torch.Size], copies: int, shards: int) -> list[l
 
 
 class _Turn:
-    """One turn: the constructor sends rows to their owners, `compute` orthogonalises, `updates` receives the result."""
+    """One turn: the constructor sends rows to owners, `compute` orthogonalises them, `updates` receives the results."""
 
     def __init__(self, owners: Owners, tasks: list[_Task], matrices: Matrices) -> None:
         self.owners, (self.shapes, self.directions, self.parts) = owners, matrices
@@ -172,7 +172,7 @@ class _Turn:
         self.received, self.work = self._exchange(sent, self.out_sizes, self.in_sizes)
 
     def compute(self) -> None:
-        """Orthogonalise the matrices that this rank owns and start to send the results back."""
+        """Orthogonalise the matrices that this rank owns and start sending the results back."""
         _wait(self.work)
         whole = [torch.empty(self.shapes[m], dtype=self.dtype, device=self.received.device) for m in self.owned]
         self._copy_rows(dict(zip(self.owned, whole, strict=True)), self.received, write=False)
@@ -202,7 +202,7 @@ class _Turn:
             yield rows_list, values_list, scale
 
     def _spread(self) -> list[tuple[Tensor, dist.Work | None]]:
-        """For every copy of the model, its results, broadcast by the rank of that copy that has our rows."""
+        """The results of every copy of the model, broadcast by the rank of that copy that has the same rows."""
         if self.owners.copies == 1:
             return [(self.received, self.work)]
         _wait(self.work)
@@ -226,7 +226,7 @@ class _Turn:
                 yield here, update[here.start : here.stop], max(1.0, count / columns) ** 0.5
 
     def _copy_rows(self, matrices: dict[int, Tensor], buffer: Tensor, *, write: bool) -> None:
-        """Copy between whole matrices and a buffer that holds, shard after shard, that shard's rows of each matrix."""
+        """Copy between whole matrices and a buffer that holds each shard's rows of all matrices, in order of shards."""
         place = 0
         for shard in range(self.owners.shards):
             for matrix, values in matrices.items():

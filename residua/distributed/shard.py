@@ -1,7 +1,7 @@
-"""Prepares a model for several ranks, from outside: replicated by DDP, or sharded by FSDP2.
+"""Prepares a model for several ranks from outside: replicated by DDP, or sharded by FSDP2.
 
-`replicated_losses` returns what computes the losses of a replicated model, `sharded_losses` the same for one that
-`shard_model` has sharded. `shard_slice` shards one stage of a pipeline.
+`replicated_losses` returns the loss function of a replicated model, `sharded_losses` that of a model that `shard_model`
+has sharded. `shard_slice` shards one stage of a pipeline.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def shard_model(
 ) -> nn.Module:
     """Shard the rows of every parameter over `parallel.shard` ranks; layers are gathered a few at a time.
 
-    FSDP2 gathers in groups. The matrices of the layers are gathered a unit (see `units`) at a time, in the precision
+    FSDP2 gathers in groups. The matrices of the layers are gathered one unit (see `units`) at a time, in the precision
     they compute in. One root group holds the rest in float32 and is gathered once per step: the vectors of the layers,
-    which are small and not rounded on one process either, and what layers share (embedding, head, topology, anchors).
-    With `parallel.unit = "model"` the root group holds everything: more memory, but one gather, and the model compiles
-    as a whole. Experts that are already `divided` among the ranks are left alone.
+    which are small and not rounded on one process either, and the modules that layers share (embedding, head, topology,
+    anchors). With `parallel.unit = "model"` the root group holds everything: this takes more memory, but needs one
+    gather, and the model compiles as a whole. Experts that are already `divided` among the ranks are left alone.
 
     Returns the module that computes the losses, which is the root of all groups.
     """
@@ -62,8 +62,8 @@ def reshards(mesh: Mesh) -> bool:
 def gathered_modules(root: nn.Module, mesh: Mesh) -> list[Any]:
     """The groups that stay gathered for a whole step; their gradients are reduced at its end.
 
-    The root group always is: it is needed before the first layer and after the last, so every micro-batch needs its
-    memory anyway. Units of layers are if resharding them saves nothing.
+    The root group always stays gathered: it is needed before the first layer and after the last, so every micro-batch
+    needs its memory anyway. Units of layers stay gathered if resharding them saves nothing.
     """
     return [root] if reshards(mesh) else [m for m in root.modules() if isinstance(m, FSDPModule)]
 
@@ -86,12 +86,12 @@ def _shard(
             unit, mesh=mesh.shards, mp_policy=narrow, ignored_params=roots, reshard_after_forward=reshards(mesh)
         )
         sharded |= set(unit.parameters()) - roots
-    # the root also holds the sublayers under other names
+    # the root also holds the sublayers, under other names
     fully_shard(root, mesh=grid, mp_policy=wide, ignored_params=left | sharded, reshard_after_forward=False)
 
 
 class GatheredCopies(WorkingCopies):
-    """Working copies of a model that is gathered as a whole; their masters are FSDP2's gathered parameters."""
+    """Working copies for a model that is gathered as a whole; their masters are FSDP2's gathered parameters."""
 
     def __init__(self, root: Any, dtype: torch.dtype) -> None:
         self._root = root
@@ -105,7 +105,7 @@ class GatheredCopies(WorkingCopies):
 
 
 def sharded_losses(root: Any, compiled: bool, z_loss: float, copies: WorkingCopies | None) -> LossFunction:
-    """The function for the losses of a sharded model, compiled between gathers: each unit, or the whole model."""
+    """The loss function of a sharded model, compiled between gathers: each unit, or the whole model."""
     if isinstance(root, LayeredLosses):
         if compiled:
             root.compile_parts()
@@ -117,7 +117,7 @@ def sharded_losses(root: Any, compiled: bool, z_loss: float, copies: WorkingCopi
 
 
 def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float) -> DistributedDataParallel:
-    """The function for the losses of a replicated model; DDP reduces gradients while the backward pass runs."""
+    """The loss function of a replicated model; DDP reduces gradients while the backward pass runs."""
     losses = Losses(model, z_loss)
     if compiled:
         losses.forward = compile_rewritten(losses.forward)  # type: ignore[method-assign]
@@ -125,12 +125,12 @@ def replicated_losses(model: Decoder, compiled: bool, mesh: Mesh, z_loss: float)
 
 
 def shard_slice(module: Slice, mesh: Mesh, precision: torch.dtype, left: set[nn.Parameter]) -> None:
-    """As `shard_model`, for one stage of a pipeline; leaves divided experts and what several stages share alone."""
+    """Like `shard_model`, for one stage of a pipeline; leaves divided experts and shared parameters (`left`) alone."""
     _shard(module, module.units if mesh.config.unit == "layer" else (), mesh, precision, left)
 
 
 Parts = Iterable[tuple[str, nn.Module]]
-"""Pieces of a model with weights, by name; the name of a whole model is empty."""
+"""Named pieces of a model with weights; a whole model has an empty name."""
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
@@ -147,7 +147,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(places: dict[str, Tensor], parts: Parts, copy: Callable[[Tensor, Tensor], None]) -> None:
-    """`copy(place, value)` for every place of a divided model. Each part is dropped before the next is asked for."""
+    """Call `copy(place, value)` for every place of a divided model. Each part is freed before the next is requested."""
     for prefix, part in parts:
         for name, value in chain(part.named_parameters(prefix), part.named_buffers(prefix)):
             if (place := places.pop(name, None)) is not None:

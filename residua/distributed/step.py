@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class RankedStep(Step):
-    """The common part of replicated, sharded and pipelined steps.
+    """The base of replicated, sharded and pipelined steps.
 
     DDP and FSDP2 average gradients over the ranks that have different micro-batches, but the loss of a step is a sum
     over them. So each rank multiplies its loss by the number of ranks before the backward pass.
@@ -64,7 +64,7 @@ class RankedStep(Step):
         super().__init__(model, config.train, mesh.device)
 
     def totals(self) -> Totals:
-        """The sums over all ranks; every rank must call it. Norm and step count, equal on all, count on rank 0 only."""
+        """The sums over all ranks; every rank must call it. Norm and step count, equal on all, come from rank 0."""
         summed = self._totals.clone()
         if self.mesh.rank:
             summed[2:] = 0
@@ -99,11 +99,11 @@ class RankedStep(Step):
         return clip_together(self._parameters, self._counts, groups, self._clip_norm, self.device)
 
     def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank adds its part of a parameter to the norm: of equal copies, one rank does."""
+        """Whether this rank adds its part of a parameter to the norm; of equal copies, only one counts."""
         return isinstance(parameter, DTensor) or self.mesh.shard_rank == 0
 
     def _complete_gradients(self) -> None:
-        """Reduce the gradients that DDP or FSDP2 did not; before clipping."""
+        """Before clipping, reduce the gradients that DDP or FSDP2 did not."""
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def clip_together(
     max_norm: float,
     device: torch.device,
 ) -> Tensor:
-    """Scale all gradients to a common norm of at most `max_norm` over the ranks of `groups`; the norm before.
+    """Scale all gradients to a common norm of at most `max_norm` over the ranks of `groups`; returns the norm before.
 
     `counts`: whether this rank adds its part of a parameter to the norm, in which each element counts once.
     """
@@ -170,7 +170,7 @@ class ShardedStep(RankedStep):
         return sharded_losses(self._root, self.compiled, config.z_loss, self._copies)
 
     def _build_copies(self, config: TrainConfig) -> GatheredCopies | None:
-        """Only if the model is gathered as one unit: units of layers are gathered in the compute precision already."""
+        """Copies only if the model is gathered as one unit: layer units are already gathered in compute precision."""
         rounded = self.precision is not torch.float32 and config.recompute == "none"
         return GatheredCopies(self._root, self.precision) if rounded and self.parallel.unit == "model" else None
 

@@ -1,4 +1,4 @@
-"""The units that FSDP2 gathers: a few transformer layers and the junctions after their sublayers, called as one."""
+"""The units that FSDP2 gathers: a few transformer layers and the junctions after their sublayers, as one module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def divide(sublayers: Sequence[nn.Module]) -> list[range]:
-    """The sublayers of each unit: pairs, as few as have `SMALLEST_UNIT` parameters; the last may have fewer."""
+    """The sublayers of each unit: the fewest pairs that reach `SMALLEST_UNIT` parameters; the last may have fewer."""
     count = len(sublayers)
     units, first = [], 0
     for end in [*range(2, count, 2), *([count] if count else [])]:
@@ -38,9 +38,9 @@ class Carried:
     """Hides the state of the topology from FSDP2's hooks, which would treat its tensors as inputs of the unit.
 
     The hooks look into tuples and dataclasses, so this is neither. In most topologies the input h of the unit is one of
-    the state's tensors, and the hooks replace h by another tensor. So its places in the state are left empty and filled
-    with the new h inside the unit; otherwise h would be read from two tensors, and their gradients would be added.
-    Several reads have numbers there.
+    the state's tensors, and the hooks replace h with another tensor. So the state holds the index of a read in place of
+    its tensor, and the unit puts the new tensor there. Otherwise h would be read from two tensors, and their gradients
+    would be added.
     """
 
     def __init__(self, h: Input, state: State) -> None:
@@ -54,7 +54,7 @@ class Carried:
 
 
 class Unit(nn.Module):
-    """Sublayers k, k+1 … of a decoder, each with the junction after it; if not `closed`, without the last junction."""
+    """Sublayers k, k+1 … of a decoder, each with the junction after it, except the last unless `closed`."""
 
     def __init__(self, first: int, sublayers: Sequence[nn.Module], topology: Topology, *, closed: bool = True) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Unit(nn.Module):
         self.watch: Stopwatch | None = None
 
     def forward(self, h: Input, anchors: Anchors, context: Context, carried: Carried) -> tuple[Any, ...]:
-        """The next unit's input (if not `closed`, the last output), the anchors, and routing if there was any."""
+        """The next unit's input (the last output if not `closed`), the anchors, and routing if there was any."""
         with nullcontext() if self.watch is None else self.watch.measure():
             h, state, anchors, routed = self.run(h, carried.with_input(h), anchors, context)
         carried.state = state
@@ -97,7 +97,7 @@ class Unit(nn.Module):
 def pass_through(
     units: Iterable[nn.Module], h: Input, state: State, anchors: Anchors, context: Context
 ) -> tuple[Any, State, Anchors, list[Routing]]:
-    """Call the units in order: h, state and anchors after the last, and the routing of mixtures of experts."""
+    """Call the units in order; returns h, state and anchors after the last, and the routing of mixtures of experts."""
     routed: list[Routing] = []
     for unit in units:
         carried = Carried(h, state)
@@ -108,7 +108,7 @@ def pass_through(
 
 
 def compile_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a method of one of many similar objects, so that they do not count as recompilations of each other."""
+    """Compile a method of one of many similar objects without counting them as recompilations of each other."""
 
     def call(*args: Any) -> Any:
         return function(*args)
@@ -137,7 +137,7 @@ class LayeredLosses(nn.Module):
         return cross_entropy, z, Routing.stack(routed) if routed else None
 
     def compile_parts(self) -> None:
-        """Compile between gathers: each unit, and what comes before the first and after the last."""
+        """Compile between gathers: each unit, the code before the first unit, and the code after the last."""
         for unit in self.units:
             unit.compile_parts()  # type: ignore[operator]
         if self.model.topology.boundary().plain:

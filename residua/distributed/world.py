@@ -39,13 +39,13 @@ from residua.train.world import World, check_processes
 T = TypeVar("T")
 
 STALL_SHARE = 0.9
-"""Share of the time limit of a collective after which a step that is not finished is reported."""
+"""Share of a collective's time limit after which an unfinished step is reported."""
 SLOW_FACTOR = 1.3
-"""Times the median from which on a rank is called slow."""
+"""A rank that takes at least this multiple of the median time is called slow."""
 
 
 class Ranks(World):
-    """The processes that torchrun started, seen from one of them. Rank 0 leads: it owns the folder of the run."""
+    """The processes that torchrun started, as one of them sees them. Rank 0 leads: it owns the folder of the run."""
 
     def __init__(self, processes: Processes, mesh: Mesh, config: RunConfig) -> None:
         super().__init__(processes.device)
@@ -55,11 +55,11 @@ class Ranks(World):
         self.restarted = processes.started.again
         self.folder: Path | None = None
         self.saver = Saver()
-        # a connection of its own: that of the process group is busy while a collective waits
+        # a separate connection: that of the process group is busy while a collective waits
         store = job_store(f"heartbeat/{processes.started.name}", timedelta(seconds=30))
         self.hosts = [""] * mesh.size
         self._slow: dict[int, int] = {}
-        """Ranks that are slow, and for how many log lines they have been."""
+        """Slow ranks, and for how many log lines they have been slow."""
         self.heartbeat = Heartbeat(
             store, mesh.rank, mesh.size, config.parallel.patience, self._advice(), record=self._record,
             node=ranks_here(mesh.rank, mesh.size), stall=STALL_SHARE * processes.timeout.total_seconds(),
@@ -68,7 +68,7 @@ class Ranks(World):
 
     @classmethod
     def start(cls, config: RunConfig, device: torch.device) -> Self:
-        """Join the other processes. One that ends meanwhile cannot be named, because it has no heartbeat yet."""
+        """Join the other processes. One that dies before this returns cannot be named: it has no heartbeat yet."""
         try:
             processes = Processes.start(device, config.parallel.patience)
             return cls(processes, Mesh(config.parallel, processes.device), config)
@@ -82,7 +82,7 @@ class Ranks(World):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is not None:
-            # torchrun sends SIGTERM to every rank when the first one ends, and this one must still say why
+            # torchrun sends SIGTERM to every rank when the first one ends, and this rank must still print why
             self._terminations.ignore()
         try:
             if isinstance(error, TrainingStopped) or (isinstance(error, Exception) and failure.is_expected(error)):
@@ -98,12 +98,12 @@ class Ranks(World):
                 self.processes.stop()
 
     def _leave_to_leader(self, code: int) -> NoReturn:
-        """End silently, after rank 0: it prints why, and torchrun would end it if another rank ended first."""
+        """Exit silently after rank 0, which prints the reason; if another rank ended first, torchrun would kill it."""
         self.heartbeat.outlast(rank=0)
         raise SystemExit(code)
 
     def _explain(self, error: Exception) -> None:
-        """Say why this rank fails: for its own reason, or because another rank died."""
+        """Report why this rank fails: for a reason of its own, or because another rank died."""
         place = plugin_place(error)
         if not lost_a_peer(error) or (place is not None and place.raised):
             self.heartbeat.fail(failure.sentence(error))
@@ -113,13 +113,13 @@ class Ranks(World):
             sentence = f"a collective failed, although all ranks are alive ({reason(error)}){self._record()}"
         elif self.leads and self.folder is not None:
             record_end(self.folder, "failed", sentence)
-        if not self.heartbeat.speaks:  # another rank of this node does
+        if not self.heartbeat.speaks:  # another rank of this node prints the reason
             self._leave_to_leader(1) if self.heartbeat.explained else sys.exit(1)
         left = what_is_left(self.folder) if self.folder is not None else "nothing was saved"
         raise TrainingStopped(f"{sentence}; {left}; {self.heartbeat.advice}.") from None
 
     def _record(self) -> str:
-        """Write down the last collectives of this rank; a clause that says where those of all ranks are."""
+        """Save this rank's last collectives; returns a clause that says where those of all ranks are."""
         if self.folder is None or write_records(self.folder, self.mesh.rank) is None:
             return ""
         return f"; the last collectives of each rank are in {self.folder}/collectives-rank-*.json"
@@ -147,7 +147,7 @@ class Ranks(World):
         return run
 
     def _require_shared(self, folder: Path) -> None:
-        """Refuse a folder that is not the same one on all nodes: each would get a part of every checkpoint."""
+        """Refuse a folder that differs between nodes: each would get a part of every checkpoint."""
         probe = Probe(folder, self.mesh.rank, self.processes.started.name)
         self._lead(probe.write) if self.leads else self._follow()
         answers: list[Any] = [None] * self.size
@@ -168,7 +168,7 @@ class Ranks(World):
         return work()
 
     def _lead(self, work: Callable[[], T]) -> T:
-        """On rank 0: do the work and tell the others, which wait in `_follow`, whether it failed."""
+        """On rank 0: do the work, then report whether it failed to the others, which wait in `_follow`."""
         try:
             result = work()
         except Exception as error:
@@ -178,7 +178,7 @@ class Ranks(World):
         return result
 
     def _follow(self) -> None:
-        """Wait for the work of rank 0. If it failed, end and leave it to rank 0 to print the reason."""
+        """Wait for the work of rank 0. If it failed, exit and let rank 0 print the reason."""
         if self._broadcast(None) is not None:
             self._leave_to_leader(2)
 
@@ -245,9 +245,9 @@ class Ranks(World):
 
 
 def slow_ranks(seconds: Sequence[float], stages: Sequence[float], hosts: Sequence[str]) -> dict[int, str]:
-    """A sentence for each rank that takes `SLOW_FACTOR` times as long as the median of ranks with the same `stages`.
+    """A sentence for each rank that takes `SLOW_FACTOR` times the median of ranks with the same `stages`.
 
-    Ranks with other stages of a pipeline do other work, whose time no count of FLOPs predicts well enough.
+    Ranks with other pipeline stages do different work, whose time a FLOP count does not predict well enough.
     """
     usual = {
         stages_here: median_low(s for s, stage in zip(seconds, stages, strict=True) if stage == stages_here)
@@ -272,7 +272,7 @@ STEPS: dict[Way, Callable[[Decoder, Parts, RunConfig, Mesh], RankedStep]] = {
 def build_ranked_step(parts: Parts, config: RunConfig, mesh: Mesh, way: Way | None = None) -> RankedStep:
     """The step for a mesh, with the weights of `parts`.
 
-    `way` chooses a kind even if its axis has a single rank, as benchmarks and tests do.
+    `way` selects a kind of step even if its axis has a single rank, as benchmarks and tests do.
     """
     parallel = config.parallel
     default: Way = "pipeline" if parallel.pipeline > 1 else "shard" if parallel.shard > 1 else "replicate"

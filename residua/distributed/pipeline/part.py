@@ -1,6 +1,6 @@
-"""The part of a model that one rank of a pipeline has: slices of it for its stages, and what stages on ranks share.
+"""The part of a model on one rank of a pipeline: the slices for its stages, and parameters shared between ranks.
 
-Of a parameter that several ranks use, each computes a part of the gradient, and all apply the sum.
+Each rank that uses a shared parameter computes a part of its gradient, and all apply the sum.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 class Part:
     """The slices of a model on the meta device that the stages of this rank run; the model keeps nothing else.
 
-    `shape` is that of a micro-batch [B, T, C]. `tensor_ranks` divide the tokens of hidden states among them, and the
-    heads of anchors. `balance` takes how all mixtures of experts routed a micro-batch, with zeros for those of other
-    stages, and returns their loss when the stage trains.
+    `shape` is that of a micro-batch [B, T, C]. `tensor_ranks` is the number of ranks that divide the tokens of hidden
+    states, and the heads of anchors, among them. `balance` takes the routing of a micro-batch by all mixtures of
+    experts, with zeros for those of other stages, and returns their loss when the stage trains.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Part:
 
     @property
     def unsharded(self) -> set[nn.Parameter]:
-        """Parameters that FSDP2 must leave alone: divided experts, and those that stages share."""
+        """Parameters that FSDP2 must not shard: divided experts, and those that stages share."""
         return self._divided | self.shared.unsharded
 
     def build_stages(self) -> list[Stage]:
@@ -91,7 +91,7 @@ class Part:
         ]
 
     def _examples(self, i: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Tensors without memory, shaped like what stage i receives and returns."""
+        """Tensors without memory, in the shapes that stage i receives and returns."""
 
         def outlines(names: Sequence[str], boundary: int) -> tuple[Tensor, ...]:
             return tuple(torch.empty_like(self.boundaries[boundary][name]).requires_grad_() for name in names)
@@ -103,7 +103,7 @@ class Part:
 
 
 def _with_all_tokens(items: Items, ranks: int) -> Items:
-    """Anchors are divided by heads, not by tokens."""
+    """The items, with anchors extended to all tokens: ranks divide anchors by heads, not by tokens."""
     return {
         name: item.new_empty((len(item), item.shape[1] * ranks, *item.shape[2:]))
         if name.startswith("anchor.")
@@ -115,13 +115,13 @@ def _with_all_tokens(items: Items, ranks: int) -> Items:
 def _balance_among(
     balance: Callable[[Routing], Tensor | None], first: int, count: int, routing: Routing
 ) -> Tensor | None:
-    """`balance` of a stage's mixtures, from number `first` of the model's `count` on, with zeros for the others."""
+    """`balance` of a stage's mixtures, numbered from `first` of `count` in the model, with zeros for the others."""
     after = count - first - len(routing.load)
     return balance(Routing(*(pad(part, (*(0, 0) * (part.dim() - 1), first, after)) for part in routing)))
 
 
 def _keep_only(model: Decoder, modules: Sequence[Slice], shared: Mapping[str, nn.Module]) -> None:
-    """Remove from the decoder what this rank's stages do not use; the rest keeps its names."""
+    """Remove the modules that this rank's stages do not use from the decoder; the others keep their names."""
     layers = dict(shared) | {key: layer for module in modules for key, layer in module.sublayers.items()}
     model.sublayers = nn.ModuleDict(layers)  # type: ignore[assignment]
     for name in ("embed", "places", "norm", "unembed"):
@@ -130,9 +130,9 @@ def _keep_only(model: Decoder, modules: Sequence[Slice], shared: Mapping[str, nn
 
 
 class SharedParameters:
-    """Every rank has the parameters of the topology, and of layers that several ranks run. The head's matrix is on each
-    rank that computes a part of it, and on the first if it is tied to the embedding.
+    """Parameters on several ranks: those of the topology, and of layers that several ranks run, are on every rank.
 
+    The head's matrix is on each rank that computes a part of it, and on the first if it is tied to the embedding.
     Every rank has ExoFormer's projections if stages recompute anchors; otherwise only the first stage uses them.
     """
 
@@ -145,7 +145,7 @@ class SharedParameters:
         self.layers = {str(j): model.sublayers[j] for j, ranks in runs.items() if len(ranks) > 1}
         """Sublayers of a loop that several ranks run, by name."""
         common = [model.topology, *([model.anchors] if recompute_anchors else []), *self.layers.values()]
-        for module in common:  # they stay whole, so they can have their memory now, and be known by it
+        for module in common:  # they stay whole, so allocate them now and identify them by it
             materialise(module, mesh.device)
         everywhere = [parameter for module in common for parameter in module.parameters()]
         if not recompute_anchors and mesh.pipeline_rank > 0:
@@ -160,18 +160,18 @@ class SharedParameters:
 
     @property
     def unsharded(self) -> set[nn.Parameter]:
-        """Parameters that FSDP2 must leave whole on every rank: the shared ones, and a head that a rank uses twice."""
+        """Parameters that FSDP2 must keep whole on every rank: shared ones, and a head that a rank uses twice."""
         head = self._head() if self._repeats else None
         return self._known if head is None else self._known | {cast(nn.Parameter, head)}
 
     def counts(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank adds a parameter to the gradient norm: of a shared one, the first rank does."""
+        """Whether this rank adds a parameter to the gradient norm; for a shared one, only the first rank does."""
         if parameter in self._known:
             return self.mesh.pipeline_rank == 0
         return parameter is not self._head() or self.mesh.pipeline_rank == self.users[0]
 
     def complete(self, whole: Sequence[nn.Parameter], ranks: int) -> None:
-        """Reduce gradients: of shared parameters over the pipeline, of unsharded (`whole`) ones over the batch."""
+        """Reduce the gradients of shared parameters over the pipeline, of unsharded (`whole`) ones over the batch."""
         if self.mesh.config.pipeline > 1:
             self._add(self.parameters, self.mesh.pipeline)
             self._add_head()
@@ -194,7 +194,7 @@ class SharedParameters:
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def _add_head(self) -> None:
-        """The ranks that have the head's matrix exchange their gradients of it, and add them in the same order."""
+        """Sum the gradient of the head's matrix over the ranks that have it, adding in the same order on each."""
         if len(self.users) == 1 or self.mesh.pipeline_rank not in self.users:
             return
         head = self._head()
@@ -218,6 +218,6 @@ class SharedParameters:
         local(head.grad).copy_(summed)
 
     def _head(self) -> Tensor | None:
-        # looked up each time: sharding replaces the parameter
+        # look it up each time: sharding replaces the parameter
         module = self.model.embed if self.tied else self.model.unembed
         return None if module is None else module.weight

@@ -1,10 +1,11 @@
-"""Deals a model out to the stages of a pipeline, so that no stage has much more work than the others.
+"""Divides a model among the stages of a pipeline, so that no stage has much more work than the others.
 
-A stage has neighbouring sublayers; it may end inside a layer, between attention and feed-forward. The first stage also
-embeds. The head of a large vocabulary costs as much as several layers. The last stage has it alone if that leaves the
-stages even; otherwise the head is cut along the vocabulary into pieces that the last stages share (`stage`).
+A stage has consecutive sublayers; it may end inside a layer, between attention and feed-forward. The first stage also
+embeds. The head of a large vocabulary costs as much as several layers. The last stage computes it alone if that leaves
+the stages balanced; otherwise the head is cut along the vocabulary into pieces that the last stages share (`stage`).
 
-Between stages cross the topology's state (`Topology.boundary`), the anchors, and the numbers of a divided head.
+Three things cross between stages: the topology's state (`Topology.boundary`), the anchors, and the numbers of a divided
+head.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ EMBEDDING, HIDDEN, LSE, PICKED = "embedding", "head.hidden", "head.lse", "head.p
 """Names of tensors that cross between stages."""
 
 MAX_UNEVENNESS = 1.10
-"""Work of the most expensive stage over the mean, up to which the head stays in one piece."""
+"""The head stays in one piece if the most expensive stage has at most this multiple of the mean work."""
 
 HEAD_PIECES = 16
-"""Pieces of a head that is divided."""
+"""Pieces of a divided head."""
 
 DIVIDED_HEAD_COST = 1.25
-"""How much more a divided head costs, an assumption: on an H200 pieces that make their logits twice took 1.49 times as
-long as a whole head (docs/lab/ranks.md); those that keep their softmax were not measured."""
+"""Assumed cost of a divided head relative to a whole one. On an H200, pieces that compute their logits twice took 1.49
+times as long (docs/lab/ranks.md); pieces that keep their softmax were not measured."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The computation of one stage: sublayers, and some of the `pieces` of the head."""
+    """The computation of one stage: its sublayers, and its pieces of a head cut into `pieces`."""
 
     sublayers: range
     head: range
@@ -53,7 +54,7 @@ class Share:
 
 
 def shares_of(config: RunConfig, work: Work | None = None, *, stages: int | None = None) -> list[Share]:
-    """The shares of the stages of a run; `work` is that of its model, if known, `stages` may be others than its own."""
+    """The shares of a run's stages; `work` is that of its model, if known, `stages` overrides the configured number."""
     stages = stages or config.parallel.stages
     if config.parallel.split == "layers":
         return share_layers(len(config.model.executed), stages)
@@ -61,18 +62,18 @@ def shares_of(config: RunConfig, work: Work | None = None, *, stages: int | None
 
 
 def work_of(config: RunConfig) -> Work:
-    """The work of a run's model, for the sequences it trains on."""
+    """The work of a run's model at its training sequence length."""
     return measure_work(config.model.model_copy(update={"context": config.sequence}))
 
 
 def share_layers(layers: int, stages: int) -> list[Share]:
-    """Whole layers, divided equally; the first stages have one more if needed, the last has the head."""
+    """Whole layers, divided evenly; the first stages get one more if needed, the last has the head."""
     sizes = [layers // stages + (i < layers % stages) for i in range(stages)]
     return cut([2 * sum(sizes[: i + 1]) for i in range(stages - 1)], 2 * layers, 1)
 
 
 def share_work(work: Work, stages: int, pieces: int) -> list[Share]:
-    """The division whose most expensive stage is cheapest; of several such, the most even one."""
+    """The division whose most expensive stage is cheapest; among ties, the most even one."""
     count = len(work.sublayers)
     whole = cut(_best_cuts(_costs(work, 1), stages), count, 1)
     if max(stage_work(work, whole)) <= MAX_UNEVENNESS * work.total / stages:
@@ -82,7 +83,7 @@ def share_work(work: Work, stages: int, pieces: int) -> list[Share]:
 
 
 def stage_work(work: Work, shares: Sequence[Share]) -> list[float]:
-    """The cost of each stage of a division, in FLOPs per token."""
+    """The cost of each stage, in FLOPs per token."""
     return [
         (work.embedding if number == 0 else 0.0)
         + sum(work.sublayers[share.sublayers.start : share.sublayers.stop])
@@ -103,13 +104,13 @@ def head_repeats(shares: Sequence[Share], ranks: int, tied: bool) -> bool:
 
 
 def _costs(work: Work, pieces: int) -> list[float]:
-    """What is dealt out, in order: sublayers, the first with the embedding, then pieces of the head."""
+    """The costs to divide, in order: sublayers, the first including the embedding, then pieces of the head."""
     first, *others = work.sublayers
     return [work.embedding + first, *others, *[_piece(work, pieces)] * pieces]
 
 
 def head_work(work: Work, share: Share) -> float:
-    """The cost of the head for a stage."""
+    """The cost of a stage's pieces of the head."""
     return _piece(work, share.pieces) * len(share.head)
 
 
@@ -131,9 +132,9 @@ def cut(cuts: Sequence[int], sublayers: int, pieces: int) -> list[Share]:
 
 
 def _best_cuts(costs: Sequence[float], stages: int) -> list[int]:
-    """Where to cut a list into parts, none empty, so that the largest sum is smallest, and then the squares."""
+    """Where to cut a list into nonempty parts to minimize the largest sum, and among ties the sum of squares."""
     bound, _ = _best(costs, stages, max, lambda cost: cost)
-    # rounding must not exclude the part that sets the bound
+    # rounding must not exclude the part that determines the bound
     _, cuts = _best(costs, stages, lambda a, b: a + b, lambda cost: cost**2 if cost <= bound * (1 + 1e-9) else inf)
     return list(cuts)
 
@@ -141,7 +142,7 @@ def _best_cuts(costs: Sequence[float], stages: int) -> list[int]:
 def _best(
     costs: Sequence[float], stages: int, join: Callable[[float, float], float], weigh: Callable[[float], float]
 ) -> tuple[float, tuple[int, ...]]:
-    """The least `join` of the weighed sums of all parts, and the cuts between them."""
+    """The least `join` of the weighted sums of all parts, and the cuts between them."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -163,7 +164,7 @@ def _best(
 
 
 def anchors_after(config: ModelConfig, k: int) -> dict[str, str]:
-    """By name, the pathways of the anchors after sublayer k, in order; anchors that replace others get new names."""
+    """The anchors after sublayer k, in order: name → pathway. Anchors that replace others get new names."""
     layers = sum(2 * config.executed.index(layer) <= k for layer in config.softmax_layers)
     writer = config.anchors.lender(layers) if config.anchors.taken(layers) else 0
     carried = () if config.softmax is None else config.anchors.carried(layers)
@@ -180,9 +181,9 @@ def _anchor_items(config: ModelConfig, k: int, shape: Sequence[int], dtype: torc
 
 
 def recomputes_anchors(config: ModelConfig, how: str) -> bool:
-    """Whether slices compute anchors from the embedding (ExoFormer's) instead of receiving them.
+    """Whether slices compute anchors (ExoFormer's) from the embedding instead of receiving them.
 
-    The embedding costs one width per token, and nothing if it crosses anyway; the anchors cost up to four.
+    Sending the embedding costs one width per token, or nothing if it crosses anyway; the anchors cost up to four.
     """
     if not config.anchors.from_embedding or config.softmax is None:
         return False
@@ -194,7 +195,7 @@ def recomputes_anchors(config: ModelConfig, how: str) -> bool:
 def crossing(
     config: ModelConfig, ends: Sequence[int], shape: Sequence[int], dtype: torch.dtype, anchors: str
 ) -> list[Items]:
-    """The tensors that cross after each sublayer of `ends`, as tensors without memory; `shape` is [B, T, C]."""
+    """The tensors that cross after each sublayer in `ends`, without memory; `shape` is [B, T, C]."""
     sends: list[Items] = []
     with FakeTensorMode(), torch.no_grad():
         topology = build_topology(config.topology, config.sublayers, config.width)
@@ -222,9 +223,9 @@ def boundaries_of(
     anchors: str,
     known: Mapping[int, Items] | None = None,
 ) -> list[Items]:
-    """The tensors that cross between the stages of a pipeline, as tensors without memory; `shape` is [B, T, C].
+    """The tensors that cross between the stages of a pipeline, without memory; `shape` is [B, T, C].
 
-    `known` may hold what crosses after each sublayer.
+    `known` may hold the tensors that cross after each sublayer.
     """
     ends = [share.sublayers.stop - 1 for share, after in pairwise(shares) if after.head.start == 0]
     items = crossing(config, ends, shape, dtype, anchors) if known is None else [known[end] for end in ends]
@@ -232,7 +233,7 @@ def boundaries_of(
 
 
 def head_items(share: Share, shape: Sequence[int], dtype: torch.dtype) -> Items:
-    """The tensors that cross inside a head that is cut: its input, which stays the same, and two numbers per token."""
+    """The tensors that cross inside a divided head: its input, which does not change, and two numbers per token."""
     numbers = torch.empty(*shape[:-1], dtype=torch.promote_types(dtype, torch.float32), device="meta")
     hidden = torch.empty(*shape, dtype=dtype, device="meta")
     return {HIDDEN: hidden, f"{LSE}.{share.head.stop}": numbers, f"{PICKED}.{share.head.stop}": numbers.clone()}

@@ -1,11 +1,11 @@
 """A slice of a decoder as one stage of a pipeline.
 
-Several stages may share the head: each multiplies with some rows of the vocabulary and hands on two numbers. With the
-logits ℓ_v = w_v·h of its rows, a stage adds to what it received, for every token,
+Several stages may share the head: each multiplies by some rows of the vocabulary and sends on two numbers per token.
+With the logits ℓ_v = w_v·h of its rows, a stage updates the numbers it received for every token,
 
     lse ← log(exp(lse) + Σ_v exp ℓ_v),     picked ← picked + ℓ_target, if the target is one of its rows,
 
-and the last one computes the loss, mean(lse − picked), and the z-term from them. Gradients take the same way back.
+and the last one computes the loss, mean(lse − picked), and the z-term from them. Gradients return along the same path.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Settings:
-    """The common settings of all slices of a rank."""
+    """Settings that all slices of a rank share."""
 
     shares: Sequence[Share]
     boundary: Boundary
@@ -55,10 +55,10 @@ class Settings:
 
 
 class Slice(nn.Module):
-    """The sublayers of one stage and the junctions after them; the first embeds, the last has norm and head.
+    """The sublayers of one stage and the junctions after them; the first also embeds, the last has norm and head.
 
-    The last stages may share the head, and may have no sublayers. A slice uses the modules of the decoder itself, so
-    parameters keep their names there.
+    The last stages may share the head, and may have no sublayers. A slice uses the decoder's own modules, so parameters
+    keep their names.
     """
 
     def __init__(self, model: Decoder, number: int, route: Route, settings: Settings) -> None:
@@ -84,13 +84,13 @@ class Slice(nn.Module):
         self._rotary, self._context = model._rotary, model._context
         self.body = self._body
         self.balance: Callable[[Routing], Tensor | None] = lambda routing: None
-        """Takes how the stage's mixtures of experts routed a micro-batch; returns their loss when the stage trains."""
+        """Takes the routing of a micro-batch by the stage's mixtures; returns their loss when the stage trains."""
 
     def forward(self, *received: Tensor, batch: Tensor, **inputs: Tensor) -> Any:
         """One micro-batch, number `batch`: received tensors in, tensors to send out.
 
-        The first stage takes tokens [B, T], the last returns the losses. `inputs`: segments and targets [B, T], if any,
-        positions [B, T] if they are not 0, 1, …, the same in all rows; tokens [B, T] if a part of the model reads ids.
+        The first stage takes tokens [B, T], the last returns the losses. `inputs`: segments and targets [B, T], if any;
+        positions [B, T] unless they are 0, 1, … in all rows; tokens [B, T] if a part of the model reads ids.
         """
         number = int(batch)
         ids = inputs.pop("tokens", None)
@@ -108,7 +108,7 @@ class Slice(nn.Module):
         return (with_loss(hold(sent[0], passive), loss), *sent[1:])
 
     def compile_parts(self, *, whole: bool) -> None:
-        """Compile the `whole` computation, or each unit if FSDP2 gathers them one at a time."""
+        """Compile the `whole` computation, or each unit separately if FSDP2 gathers them one at a time."""
         if whole:
             self.body = compile_rewritten(self._body)
             return
@@ -116,7 +116,7 @@ class Slice(nn.Module):
             unit.compile_parts()  # type: ignore[operator]
 
     def _cached(self, batch: int, name: str, value: Tensor) -> Tensor:
-        """The value, put into the cache if later stages of this rank read it."""
+        """The value, which is also cached if later stages of this rank read it."""
         readers = self.route.to_cache.get(name, 0)
         return self.cache.put(batch, name, value, readers) if readers else value
 
@@ -128,7 +128,7 @@ class Slice(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Items, list[Routing]]:
-        """The computation itself, without communication: it can be compiled."""
+        """The computation itself, without communication, so that it can be compiled."""
         with autocast(self.settings.device, self.settings.precision):
             if self.share.head.start > 0:
                 return self._headed(items[HIDDEN], targets, items), []
@@ -165,14 +165,14 @@ class Slice(nn.Module):
         return h, state, tuple(items[name] for name in anchors_after(self.config, self.range.start - 1)), None
 
     def _onward(self, anchors: Sequence[Tensor], embedding: Tensor | None) -> Items:
-        """The tensors for the anchors of later stages, besides the state of the topology."""
+        """The tensors for the anchors of later stages, in addition to the topology's state."""
         if not self.settings.recompute_anchors:
             return dict(zip(anchors_after(self.config, self.range.stop - 1), anchors, strict=True))
         assert embedding is not None
         return {} if self.boundary.embedding() else {EMBEDDING: embedding}
 
     def _headed(self, hidden: Tensor, targets: Tensor | None, items: Items) -> Items:
-        """The losses, or what the next stage needs for them if it has more pieces of the head."""
+        """The losses or, if the next stage has more pieces of the head, the tensors it needs for them."""
         head = self.unembed if self.unembed is not None else self.embed
         assert head is not None and targets is not None
         passive = [value for name, value in items.items() if name.startswith(PASSIVE)]
@@ -193,10 +193,9 @@ class Slice(nn.Module):
 
 
 class Stage(PipelineStage):
-    """PyTorch's stage with three additions: it counts the bytes it sends, times its forward passes, and frees receive
-    buffers after use.
+    """PyTorch's stage with three additions: it counts sent bytes, times forward passes, and frees receive buffers.
 
-    PyTorch's own keeps a buffer per micro-batch and tensor for the whole run.
+    PyTorch's own stage keeps a buffer per micro-batch and tensor for the whole run.
     """
 
     sent_forward = sent_backward = 0
@@ -233,9 +232,9 @@ class Stage(PipelineStage):
         return ops_list
 
     def _remake(self, infos: Sequence[Any], device: torch.device) -> None:
-        """Move the buffers; to drop them is to leave tensors without memory, which PyTorch 2.11 needs to clear them."""
+        """Move the buffers. Dropping them leaves tensors without memory, which PyTorch 2.11 needs to clear them."""
         for info in infos:
-            old = getattr(info, "buffer", None)  # the first stage has none: it is given its tokens
+            old = getattr(info, "buffer", None)  # the first stage has none: its tokens are arguments
             if old is not None and old.device.type != device.type:
                 info.buffer = torch.empty(old.shape, dtype=old.dtype, device=device, requires_grad=old.requires_grad)
 
@@ -247,7 +246,7 @@ def _bytes(operations: Sequence[dist.P2POp]) -> int:
 def piece_of_head(
     hidden: Tensor, weight: Tensor, targets: Tensor, start: int, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """lse and picked of one piece, [...] each, at least in float32.
+    """lse and picked of one piece of the head, [...] each, at least in float32.
 
     hidden [..., C], weight [R, C] (rows `start` … of the head), targets [...].
     """

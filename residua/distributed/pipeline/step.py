@@ -43,8 +43,7 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 class PipelinedStep(RankedStep):
     """A part of the layers on every rank; each part may also be replicated (data) or sharded.
 
-    Parameters that several stages use (see `part`) are on each of these ranks, and their gradients are
-    summed.
+    Parameters that several stages use (see `part`) are on each of their ranks, and their gradients are summed.
     """
 
     def __init__(self, model: Decoder, parts: Parts, config: RunConfig, mesh: Mesh) -> None:
@@ -70,7 +69,7 @@ class PipelinedStep(RankedStep):
         super().__init__(model, config.model_copy(update={"train": plain}), mesh)
 
     def _build_losses(self, config: TrainConfig) -> Callable[..., Any]:
-        """Build the stages and their schedule, which runs instead of the function that is returned."""
+        """Build the stages and their schedule, which runs in place of the returned function."""
         for module in self.part.slices if self.compiled else ():
             module.compile_parts(whole=self.parallel.shard == 1 or self.parallel.unit == "model")
         self.stages = self.part.build_stages()
@@ -87,7 +86,7 @@ class PipelinedStep(RankedStep):
         counts = torch.stack([(batch.targets != IGNORED).sum() for batch in batches])
         total = self._over_ranks(counts.sum())
         if self.balancer is not None:
-            routed = cache(lambda: self._routing(batches))  # of all micro-batches at once, if it is asked for
+            routed = cache(lambda: self._routing(batches))  # of all micro-batches at once, computed on demand
             self.balancer.begin(batches, [self._share] * len(batches), lambda _: routed())
         for stage in self.stages:
             stage.sent_forward = stage.sent_backward = 0
@@ -115,12 +114,12 @@ class PipelinedStep(RankedStep):
         return total / targets, int(targets)
 
     def traffic(self) -> dict[str, int]:
-        """Bytes that all ranks together sent between stages in the last step. Every rank must call it."""
+        """Total bytes that all ranks sent between stages in the last step. Every rank must call it."""
         totals = self.mesh.over_all(torch.tensor(self._sent, device=self.device).sum(0)).tolist()
         return {"forward": totals[0], "backward": totals[1]}
 
     def notice(self) -> str:
-        """A sentence on the bytes sent in a step, and what they would be without the cache."""
+        """A sentence on the bytes sent in a step, with and without the cache."""
         sent = self.traffic()
         pipelines = self.flowing * self.ranks
         every = plan_routes([list(items) for items in self.part.boundaries], self.parallel.pipeline, "naive")
@@ -151,7 +150,7 @@ class PipelinedStep(RankedStep):
         run(*tokens, target=shares if self._ends_here() else None, **inputs)
 
     def _build_balancer(self, config: TrainConfig) -> Balancer | None:
-        """A balancer of all layers on every rank: each adds what its own layers did, and knows the load of all."""
+        """A balancer of all layers on every rank: each rank adds the load of its own layers and gets that of all."""
         self._share = 1 / (self.flowing * self.ranks)
         self._measured: Tensor | None = None
         if not self.part.mixtures:
@@ -176,7 +175,7 @@ class PipelinedStep(RankedStep):
         return Routing(load, torch.zeros_like(load), torch.zeros_like(load[:, 0]))
 
     def _loss(self, losses: Tensor, share: Tensor) -> Tensor:
-        """The part of a micro-batch in the step's loss; `losses` are the cross-entropy and z-term of the last stage."""
+        """A micro-batch's part of the step's loss; `losses` are the cross-entropy and z-term of the last stage."""
         share = share.squeeze()
         if self._validation is not None:
             self._validation += losses[0].double() * share
@@ -188,7 +187,7 @@ class PipelinedStep(RankedStep):
         return self.mesh.pipeline_rank == self.parallel.pipeline - 1
 
     def _filled(self, batch: Batch) -> Batch:
-        """The batch, padded to the size that stages are built for; added rows have no targets."""
+        """The batch, padded to the size that stages are built for; padding rows have no targets."""
         missing = self.config.train.micro_batch - len(batch.tokens)
         if missing == 0:
             return batch

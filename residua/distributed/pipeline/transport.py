@@ -1,15 +1,15 @@
 """Which tensors are sent between pipeline stages, and how a rank caches those that its later stages need.
 
-Naive: every tensor that crosses a stage boundary is sent there. Cached (Attention Residuals, arXiv 2603.15031): a rank
-with several stages caches what it received or made, and is sent only what it does not have. With P ranks of V stages
-each and N_p blocks made per stage, in blocks per token and direction,
+Naive: every tensor is sent across each stage boundary that it crosses. Cached (Attention Residuals, arXiv 2603.15031):
+a rank with several stages caches the tensors it receives or computes, and receives only those that it lacks. With P
+ranks of V stages each and N_p blocks computed per stage, in blocks per token and direction,
 
     naive    PV(PV−1)/2 · N_p
-    cached   P(P−1)/2 · N_p + (V−1) P² · N_p         in the paper; we also cache what the rank made itself, so our
+    cached   P(P−1)/2 · N_p + (V−1) P² · N_p         in the paper; we also cache the rank's own blocks, so our
                                                      second term is (V−1) P(P−1) · N_p
 
-The cache holds the tensor that was received or made, not a copy. In the backward pass, later stages of the rank add
-their gradients to the cache entry. The stage that received or made the tensor adds their sum to its own gradient.
+The cache holds the tensor itself, not a copy. In the backward pass, later stages of the rank add their gradients to the
+cache entry. The stage that received or computed the tensor adds their sum to its own gradient.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from residua.config.run import ParallelConfig
 
 @dataclass(frozen=True)
 class Route:
-    """The tensors of one stage, by name: received, taken from the cache of its rank, put there, and sent on.
+    """The tensors of one stage, by name: received, read from its rank's cache, put into the cache, and sent on.
 
-    `to_cache` says how many later stages of the rank will read a tensor.
+    `to_cache` gives the number of later stages of the rank that will read each tensor.
     """
 
     receives: tuple[str, ...] = ()
@@ -39,10 +39,10 @@ class Route:
 
 
 def plan_routes(boundaries: Sequence[Sequence[str]], ranks: int, transport: str) -> list[Route]:
-    """The routes of all stages, dealt out to the ranks in turn; `boundaries` are the names that cross each boundary."""
+    """The routes of all stages, assigned to ranks round-robin; `boundaries` are the names that cross each boundary."""
     stages = len(boundaries) + 1
     origins: list[dict[str, int]] = [{} for _ in range(ranks)]
-    """For each rank, the stage that first received or made a tensor."""
+    """For each rank, the stage that first received or computed a tensor."""
     receives: list[tuple[str, ...]] = [()]
     from_cache: list[tuple[str, ...]] = [()]
     to_cache: list[dict[str, int]] = [{} for _ in range(stages)]
@@ -81,7 +81,7 @@ class Entry:
     gradient: Tensor | None = None
 
     def take_gradient(self, leaf: Tensor) -> None:
-        """Add the gradient of a reader, which gives it away."""
+        """Add the gradient of a reader and take ownership of it."""
         assert leaf.grad is not None
         self.gradient = leaf.grad if self.gradient is None else self.gradient + leaf.grad
         leaf.grad = None
@@ -100,7 +100,7 @@ class StageCache:
         return cached
 
     def get(self, batch: int, name: str) -> Tensor:
-        """A cached value, as the leaf of a new autograd graph; its gradient goes to the cache entry."""
+        """A cached value as the leaf of a new autograd graph; its gradient goes to the cache entry."""
         entry = self.entries[batch, name]
         assert entry.value is not None
         value = entry.value.detach()
@@ -115,7 +115,7 @@ class StageCache:
 
 
 class _Put(torch.autograd.Function):
-    """x in the forward pass; the backward pass adds the gradients of the later stages, which have run before it."""
+    """x in the forward pass; the backward pass adds the gradients of the later stages, whose backward ran earlier."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, entry: Entry) -> Tensor:
@@ -145,7 +145,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_loss(x: Tensor, loss: Tensor | None) -> Tensor:
-    """x, whose backward pass also runs that of a loss of this stage alone, if there is one."""
+    """x; its backward pass also runs that of this stage's own loss, if there is one."""
     carrying: Tensor = x if loss is None else _WithLoss.apply(x, loss)
     return carrying
 
@@ -166,14 +166,14 @@ class _Hold(torch.autograd.Function):
 
 
 def hold(x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """x, with all of `tensors` in its backward pass. Received tensors always get a gradient, possibly zero."""
+    """x, with all of `tensors` in its backward pass, so that received tensors always get a gradient, possibly zero."""
     received = [t for t in tensors if t.requires_grad]
     holding: Tensor = _Hold.apply(x, *received) if received and x.requires_grad else x
     return holding
 
 
 def hop_bytes(boundaries: Sequence[dict[str, Tensor]], routes: Sequence[Route]) -> list[int]:
-    """For each hop, the bytes that one micro-batch sends in one direction."""
+    """The bytes that one micro-batch sends over each hop in one direction."""
     return [
         sum(items[name].numel() * items[name].element_size() for name in route.sends)
         for items, route in zip(boundaries, routes, strict=False)
@@ -182,14 +182,14 @@ def hop_bytes(boundaries: Sequence[dict[str, Tensor]], routes: Sequence[Route]) 
 
 @dataclass(frozen=True)
 class Formulas:
-    """Bytes that one micro-batch sends over all hops in one direction, blocks only, by the formulas of `transport`."""
+    """Bytes of blocks that one micro-batch sends over all hops in one direction, by the formulas of this module."""
 
     naive: float
     cached: float
 
 
 def formulas(blocks: float | None, parallel: ParallelConfig, block: int) -> Formulas | None:
-    """For Attention Residuals with so many blocks of `block` bytes (`Boundary.blocks`); None for other topologies."""
+    """For Attention Residuals with `blocks` blocks (`Boundary.blocks`) of `block` bytes; None for other topologies."""
     if blocks is None:
         return None
     arguments = parallel.pipeline, parallel.stages_per_rank, blocks / parallel.stages
@@ -197,5 +197,5 @@ def formulas(blocks: float | None, parallel: ParallelConfig, block: int) -> Form
 
 
 def mib(size: float) -> str:
-    """Bytes as people read them."""
+    """A human-readable size."""
     return f"{size / 2**20:.3g} MiB"
