@@ -83,7 +83,7 @@ class DeepseekV2(DeepseekV3):
     }
     UNKNOWN = DeepseekV3.UNKNOWN | {
         "mlp_bias": (False,),
-        "norm_topk_prob": (False,),  # transformers ignores it
+        "norm_topk_prob": (False,),  # transformers ignores this key
         "topk_method": ("greedy", "group_limited_greedy"),
         "scoring_func": ("softmax",),
     }
@@ -98,7 +98,7 @@ class DeepseekV2(DeepseekV3):
 
 
 def _score_factor(keys: Mapping[str, Any]) -> float:
-    """The factor that YaRN with `mscale_all_dim` puts on scores, (0.1 · mscale_all_dim · ln factor + 1)²."""
+    """The factor by which YaRN with `mscale_all_dim` scales scores, (0.1 · mscale_all_dim · ln factor + 1)²."""
     stored = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     weight, factor = stored.get("mscale_all_dim"), stored.get("factor") or 1.0
     return float((0.1 * weight * math.log(factor) + 1) ** 2) if weight and factor > 1 else 1.0

@@ -1,4 +1,4 @@
-"""All families by `model_type`; each file has those that are alike."""
+"""All families by `model_type`; each file holds similar families."""
 
 from __future__ import annotations
 

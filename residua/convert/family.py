@@ -1,8 +1,8 @@
-"""The declarations of a family of transformers' models, and the rules that follow from them.
+"""The base class of families of transformers models, and the conversion rules that follow from their declarations.
 
 A family reads its config.json into Residua's tables (`tables`), writes it back (`keys`), and names the tensors that
 each of Residua's parameters consists of (`TOP`, `ATTENTION`, `FEED_FORWARD`): parts that Residua has fused are stacked
-by rows. A family refuses, by name, mathematics that Residua lacks.
+by rows. A family refuses settings that Residua does not implement, and names them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Factor = Annotated[float, Field(gt=0)]
 
 
 class Keys(OpenShape):
-    """Keys that config.json must hold for any family, and keys of some that are computed with; others are kept."""
+    """Keys that config.json needs for every family, and keys of some families that we compute with; others are kept."""
 
     vocab_size: Size
     hidden_size: Size
@@ -80,14 +80,14 @@ class Keys(OpenShape):
 
 
 Names = dict[str, tuple[str, ...]]
-"""A parameter of ours to the tensors of theirs that are stacked to make it; `{e}` stands for each expert."""
+"""Our parameter → their tensors that are stacked to form it; `{e}` stands for each expert."""
 
 GATED = {"silu": "swiglu", "swish": "swiglu", "sigmoid": "glu", "gelu_pytorch_tanh": "geglu"}
-"""`hidden_act` of a gated feed-forward to its kind."""
+"""`hidden_act` of a gated feed-forward → its kind."""
 
 TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 PLAIN = {"gelu": "gelu", "relu2": "relu2", **dict.fromkeys(TANH, "gelu_tanh")}
-"""`hidden_act` of a feed-forward without a gate to its kind."""
+"""`hidden_act` of a feed-forward without a gate → its kind."""
 
 FAMILIES: dict[str, type[Family]] = {}
 """Families by `model_type`."""
@@ -95,11 +95,11 @@ FAMILIES: dict[str, type[Family]] = {}
 MISSING = {
     "bloom": ("position biases in the scores (ALiBi)", "gpt_neox"),
 }
-"""Parts that Residua lacks for a `model_type`, and the nearest family."""
+"""The parts of a `model_type` that Residua lacks, and the closest supported family."""
 
 
 def register(family: type[Family]) -> type[Family]:
-    """Make a family known by its `model_type`."""
+    """Register a family under its `model_type`."""
     FAMILIES[family.model_type] = family
     return family
 
@@ -113,7 +113,7 @@ def find_family(model_type: object) -> Family:
     """The family of a `model_type`."""
     if not is_known(model_type):
         lacks, near = MISSING.get(str(model_type), (None, None))
-        text = f"{model_type}_text"  # the text part of a model that also sees
+        text = f"{model_type}_text"  # the text part of a vision-language model
         alike = [text] if text in FAMILIES else get_close_matches(str(model_type), FAMILIES, cutoff=0.5)
         nearest = near or next(iter(alike), "llama")
         why = "" if lacks is None else f", because Residua lacks {lacks}"
@@ -123,7 +123,7 @@ def find_family(model_type: object) -> Family:
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of ours: the tensors of theirs stacked by `rows`, then (x + shift) · scale."""
+    """How to form one parameter of ours: their tensors, stacked by `rows`, then (x + shift) · scale."""
 
     ours: str
     shape: tuple[int, ...]
@@ -133,21 +133,21 @@ class Rule:
     scale: float = 1.0
     layout: Layout = ROWS
     also: tuple[str, ...] = ()
-    """Tensors of theirs that are read besides, and written by other rules."""
+    """More of their tensors that this rule reads; other rules write them."""
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The tensors of theirs, by name, and their shapes."""
+        """The names and shapes of their tensors."""
         for name, rows in zip(self.theirs, self.rows, strict=True):
             yield name, self.layout.shape(rows, self.shape)
 
     @property
     def exact(self) -> bool:
-        """Whether values are copied unchanged, so that they can keep their precision."""
+        """Whether values are copied unchanged and can therefore keep their precision."""
         return self.shift == 0 and self.scale == 1 and self.layout.exact
 
     def read(self, parts: list[Tensor]) -> Tensor:
         """Our parameter from their tensors."""
-        parts = parts or [torch.empty(self.shape)]  # they have none
+        parts = parts or [torch.empty(self.shape)]  # they have no such tensor
         whole = self.layout.read(parts[0] if len(parts) == 1 else torch.cat(parts))
         return whole if self.exact else (whole.float() + self.shift) * self.scale
 
@@ -162,60 +162,60 @@ class Rule:
 
 
 def alike(name: str, *projections: str) -> Names:
-    """The weight and the bias of a projection, built from these."""
+    """Names for the weight and the bias of a projection that is fused from these `projections`."""
     return {f"{name}.{suffix}": tuple(f"{each}.{suffix}" for each in projections) for suffix in ("weight", "bias")}
 
 
 def expert_names(block: str = "mlp", maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Names:
-    """A router, and experts whose gate, up and out are tensors of their own."""
+    """Names of a router, and of experts with separate tensors for gate, up and out."""
     gate, up, out = (f"{block}.experts.{{e}}.{name}.weight" for name in maps)
     router = f"{block}.gate.weight"
     return {"body.router.weight": (router,), "body.experts.up": (gate, up), "body.experts.out": (out,)}
 
 
 def shared_names(block: str) -> Names:
-    """A shared expert."""
+    """Names of a shared expert."""
     up = alike("body.shared.gate_up", f"{block}.gate_proj", f"{block}.up_proj")
     return up | alike("body.shared.out", f"{block}.down_proj")
 
 
 class Family:
-    """A family with Llama's layout: subclass it and say what differs."""
+    """A family with Llama's layout: subclass it and override what differs."""
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     mixture: ClassVar[bool] = False
     """Whether its feed-forwards have experts."""
     partial: ClassVar[bool] = False
-    """Whether heads may turn in part."""
+    """Whether rotary positions may turn only a part of each head."""
     interleaved: ClassVar[bool] = False
     """Whether neighbouring elements of a head turn together."""
     less_one: ClassVar[bool] = False
-    """Whether the gains of norms are stored less one."""
+    """Whether norm gains are stored minus one."""
     KEYS: ClassVar[type[OpenShape]] = Keys
     """Keys that its config.json must hold."""
     SPELLINGS: ClassVar[dict[str, str]] = {}
-    """Its names of keys to the usual ones."""
+    """The family's key names → the usual ones."""
     ABSENT: ClassVar[tuple[str, ...]] = ()
     """Usual keys that transformers does not read from its config.json."""
 
     TABLES: ClassVar[dict[str, Any]] = {}
-    """Residua's keys that all its models have."""
+    """Residua's keys that all models of the family have."""
     MIXERS: ClassVar[tuple[type, ...]] = (choices.SoftmaxAttention,)
-    """The kinds of its mixers."""
+    """The mixers that its models may have."""
     BIAS: ClassVar[tuple[str | None, str] | None] = None
-    """The key that gives attention biases (None: all models have them), and which these are."""
+    """The key that turns on attention biases (None: all models have them), and which biases these are."""
     QK_NORM: ClassVar[str] = "none"
     NORM: ClassVar[dict[str, Any]] = {"kind": "rmsnorm"}
     EPS: ClassVar[str] = "rms_norm_eps"
     WINDOWS: ClassVar[tuple[str, ...]] = ()
-    """The keys of windows that it has, of those in `WINDOW_KEYS`."""
+    """The keys in `WINDOW_KEYS` that the family uses."""
     OTHER: ClassVar[str] = SLIDING
-    """The layers in `layer_types` that are not "full_attention"."""
+    """The name in `layer_types` of layers that are not "full_attention"."""
     EVERY: ClassVar[str] = "sliding_window_pattern"
-    """The key that says that every n-th layer is full, where `layer_types` are not given."""
+    """The key with n, where every n-th layer is full and `layer_types` are not given."""
     ACTS: ClassVar[dict[str, str]] = GATED
-    """`hidden_act` to the kinds of feed-forwards that it has."""
+    """`hidden_act` → kind, for the feed-forwards that the family has."""
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -223,13 +223,13 @@ class Family:
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
     }
-    """The defaults of transformers for keys that a config.json leaves out."""
+    """transformers' defaults for keys that a config.json leaves out."""
     UNKNOWN: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Keys that Residua has no counterpart of, and the values with which they change nothing (besides null)."""
+    """Keys without a counterpart in Residua, and the values (besides null) with which they have no effect."""
     FREE: ClassVar[tuple[str, ...]] = ()
-    """Keys whose values `change` works into the weights, so that a model can be written with any of them."""
+    """Keys whose values `change` folds into the weights, so a model can be written with any value."""
     BODY: ClassVar[str] = "model."
-    """Begins the names of all tensors but the head's."""
+    """The prefix of all tensor names except the head's."""
     LAYERS: ClassVar[str] = "layers"
     TOP: ClassVar[Names] = {
         "embed.weight": ("model.embed_tokens.weight",),
@@ -244,7 +244,7 @@ class Family:
         "body.qk_norm.key": ("self_attn.k_norm.weight",),
     }
     OTHER_ATTENTION: ClassVar[Names] = {}
-    """The names in layers that do not attend to single tokens."""
+    """The names in layers of linear attention."""
     FEED_FORWARD: ClassVar[Names] = {
         "norm.weight": ("post_attention_layernorm.weight",),
         **alike("body.gate_up", "mlp.gate_proj", "mlp.up_proj"),
@@ -252,25 +252,25 @@ class Family:
     }
 
     LAYOUTS: ClassVar[dict[str, Layout]] = {}
-    """Parameters, by the end of their name, whose tensors in the folder are not simply rows of them."""
+    """Name suffix → layout, for parameters whose tensors in the folder are not simply their rows."""
 
     def spelled(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """A config.json with the usual names of its keys."""
+        """A config.json with its keys renamed to the usual ones."""
         usual = {self.SPELLINGS.get(key, key): value for key, value in keys.items()}
         return {key: value for key, value in usual.items() if key not in self.ABSENT}
 
     def named(self, tensor: str) -> str:
-        """The usual name of a tensor that folders name in several ways."""
+        """The usual name of a tensor that has several names in folders."""
         return tensor
 
     def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        """Whether the model ignores a tensor of a folder, as transformers does."""
+        """Whether to ignore a tensor of a folder, as transformers does."""
         return False
 
     def read(self, keys: Mapping[str, Any]) -> ModelConfig:
-        """The configuration that a config.json describes; raises ValueError with what is not supported."""
+        """The configuration that a config.json describes; raises a ValueError that names what is not supported."""
         known = self.DEFAULTS | self.spelled(dict(keys))
-        if known.get("rope_parameters") is None:  # null stands for the default there
+        if known.get("rope_parameters") is None:  # in transformers, null means the default
             known["rope_parameters"] = self.DEFAULTS.get("rope_parameters")
         if known.get("quantization_config"):
             raise UserError("its weights are quantized: import the original model.")
@@ -288,7 +288,7 @@ class Family:
             raise UserError(f"config.json lacks {error.args[0]!r}.") from None
 
     def tables(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Residua's tables from the keys of a config.json, `DEFAULTS` filled in."""
+        """Residua's tables from the keys of a config.json, with `DEFAULTS` filled in."""
         return {
             "vocab_size": keys["vocab_size"],
             "context": keys["max_position_embeddings"],
@@ -325,7 +325,7 @@ class Family:
         return {"kind": self.act(keys["hidden_act"]), "hidden": keys["intermediate_size"]}
 
     def act(self, name: str) -> str:
-        """The kind of a feed-forward by its activation."""
+        """The kind of feed-forward with this activation."""
         if name not in self.ACTS:
             form = "plain" if self.ACTS is PLAIN else "gated"
             raise UserError(
@@ -343,7 +343,7 @@ class Family:
         return []
 
     def window(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """The keys of a window, if layers have one."""
+        """The keys for windowed attention, if layers have a window."""
         off = "use_sliding_window" in self.WINDOWS and not keys.get("use_sliding_window")
         return {} if off or not self.WINDOWS else layer_windows(keys, self.types(keys))
 
@@ -357,12 +357,12 @@ class Family:
         return list(types)
 
     def slides(self, layer: int, keys: dict[str, Any]) -> bool:
-        """Whether a layer is not full where `layer_types` are not given: all, or all but every n-th."""
+        """Whether a layer is not full when `layer_types` is not given: all layers, or all but every n-th."""
         every = keys.get(self.EVERY) if self.EVERY in self.DEFAULTS else None
         return not every or (layer + 1) % every != 0
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of a config.json, by their usual names; `misfits` says whether they hold all of the model."""
+        """The keys of a config.json, by their usual names; `misfits` checks that they describe the whole model."""
         return {
             **{key: values[0] if values else None for key, values in self.UNKNOWN.items()},
             "architectures": [self.architecture],
@@ -396,19 +396,18 @@ class Family:
         }
 
     def own_keys(self, config: ModelConfig) -> dict[str, Any]:
-        """`keys` as the family spells them."""
+        """`keys` under the family's own names."""
         spelled = {usual: own for own, usual in self.SPELLINGS.items()}
         return {spelled.get(key, key): value for key, value in self.keys(config).items() if key not in self.ABSENT}
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
-        """The config.json of a model; raises ValueError with the first key of ours that the layout cannot hold."""
+        """The config.json of a model; raises a ValueError that names the first key that the layout cannot express."""
         if misfits := self.misfits(config):
             raise UserError(f"{misfits[0]} has no counterpart in the {self.model_type} layout.")
         return self.own_keys(config)
 
     def misfits(self, config: ModelConfig) -> list[str]:
-        """The keys of ours that the layout cannot hold, those that others follow from first: what is written is read
-        back and compared."""
+        """Our keys that the layout cannot express, each `kind` first; writes a config, reads it back and compares."""
         if not self.has_attention(config):
             return [f"attention.kind = '{config.attention.kind}'"]
         if config.ffn.mixture != self.mixture:
@@ -418,7 +417,7 @@ class Family:
         return [f"{key} = {wanted.get(key)!r}" for key in sorted(different, key=lambda key: not key.endswith(".kind"))]
 
     def has_attention(self, config: ModelConfig) -> bool:
-        """Whether the layers of a model have the mixers of the family."""
+        """Whether all layers of a model have mixers that the family supports."""
         return all(isinstance(mixer, self.MIXERS) for mixer in config.mixers)
 
     def change(self, name: str, keys: Mapping[str, Any]) -> tuple[float, float]:
@@ -427,7 +426,7 @@ class Family:
         return float(self.less_one and gain and not name.endswith("body.norm.weight")), 1.0
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        """How their tensors lie in a parameter; most are rows of it."""
+        """How their tensors are laid out in a parameter; most are its rows."""
         if self.partial or self.interleaved:
             if ".body.project." in name:
                 return Reordered(query_key_order(config, interleaved=self.interleaved))
@@ -436,7 +435,7 @@ class Family:
         return next((self.LAYOUTS[end] for end in self.LAYOUTS if name.endswith(end)), ROWS)
 
     def rules(self, config: ModelConfig, keys: Mapping[str, Any]) -> Iterator[Rule]:
-        """How every parameter of a model is made, in the model's order; `keys` are those of config.json."""
+        """The rule for every parameter of a model, in the model's order; `keys` are those of config.json."""
         with torch.device("meta"), shapes_only():
             model = build(config)
         saved = model.state_dict().keys()
@@ -463,12 +462,12 @@ class Family:
         return tuple(f"{path}.{each}".replace("{e}", str(e)) for e in experts for each in names)
 
     def of_mixer(self, layer: int, config: ModelConfig) -> Names:
-        """The names in the attention of a layer."""
+        """The tensor names in a layer's attention."""
         return self.ATTENTION if config.mixers[layer].attends else self.OTHER_ATTENTION
 
 
 def query_key_order(config: ModelConfig, *, interleaved: bool = False) -> Tensor:
-    """The rows of the stacked queries, keys and values of theirs in our order, where queries and keys turn."""
+    """Row indices that put their stacked queries, keys and values into our order, with rotated queries and keys."""
     softmax, width = config.softmax, head_dim(config)
     assert softmax is not None
     order, kv = turned_order(width, turned_width(config), interleaved=interleaved), softmax.kv_heads or softmax.heads
@@ -476,7 +475,7 @@ def query_key_order(config: ModelConfig, *, interleaved: bool = False) -> Tensor
 
 
 def _settled(config: ModelConfig) -> dict[str, Any]:
-    """The settings that decide a model's function, with derived defaults filled in; not its initialization."""
+    """The settings that determine a model's outputs, with derived defaults filled in; excludes initialization."""
     tables = config.model_dump(exclude={"init": True, "head": {"init"}}, exclude_none=True)
     softmax = config.softmax
     if softmax is not None:
@@ -501,7 +500,7 @@ def _settled(config: ModelConfig) -> dict[str, Any]:
 
 
 def _parts(model: Decoder, name: str, parameter: Tensor) -> tuple[int, ...]:
-    """The rows of the independent maps that are fused in a parameter."""
+    """The row counts of the independent maps that are fused in a parameter."""
     parent, _, leaf = name.rpartition(".")
     module: nn.Module = model.get_submodule(parent)
     return declared_matrices(module).get("weight" if leaf == "bias" else leaf, (parameter.shape[0],))

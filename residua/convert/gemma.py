@@ -1,4 +1,4 @@
-"""The Gemmas: scaled embeddings, gains stored less one, norms on both sides and windows from Gemma 2 on."""
+"""The Gemmas: scaled embeddings, gains stored minus one; from Gemma 2 on, norms on both sides and windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from residua.errors import UserError
 
 
 class Gemma(Family):
-    """The common part of all Gemmas: embeddings times √width, gains stored less one, GeGLU."""
+    """The base of all Gemmas: embeddings times √width, gains stored minus one, GeGLU."""
 
     less_one = True
     BIAS = ("attention_bias", "all")
@@ -45,12 +45,12 @@ class Gemma1(Gemma):
     architecture = "GemmaForCausalLM"
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:
-        act = keys["hidden_act"]  # "gelu" stands for its approximation in the first releases
+        act = keys["hidden_act"]  # in the first releases, "gelu" means the tanh approximation
         return super().feed_forward(keys | {"hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act})
 
 
 class SandwichGemma(Gemma):
-    """The common part of Gemma 2 and 3: norms on both sides of a sublayer, and windows in most layers."""
+    """The base of Gemma 2 to 4: norms on both sides of a sublayer, and windows in several layers."""
 
     WINDOWS = ("sliding_window", "layer_types")
     TABLES = Gemma.TABLES | {"placement": "both"}
@@ -101,7 +101,7 @@ class Gemma3(SandwichGemma):
     architecture = "Gemma3ForCausalLM"
     QK_NORM = "rms"
     DEFAULTS = SandwichGemma.DEFAULTS | {"rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0}
-    # transformers' eager attention caps scores, and the one that it takes by default ignores the key
+    # transformers' eager attention caps scores, but its default attention ignores the key
     UNKNOWN = Gemma.UNKNOWN | {"attn_logit_softcapping": ()}
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Gemma3(SandwichGemma):
 class Gemma4(SandwichGemma):
     """Gemma 4, text only: wider heads in layers without a window, normed values, a factor on the sum after each layer.
 
-    The sizes with inputs of their own for each layer (E2B, E4B) and with experts (26B-A4B) are refused.
+    Sizes with per-layer inputs (E2B, E4B) or with experts (26B-A4B) are refused.
     """
 
     model_type = "gemma4_text"
@@ -161,7 +161,7 @@ class Gemma4(SandwichGemma):
         return attention | (full if "window" not in attention else {"full": full} if full else {})
 
     def _full(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """The keys of layers without a window: transformers reads those of single layers, if there are any."""
+        """The keys of layers without a window; as in transformers, keys for single layers take precedence."""
         values, kv_heads = {}, keys["num_key_value_heads"]
         if keys["attention_k_eq_v"]:
             values, kv_heads = {"values": "keys"}, keys["num_global_key_value_heads"] or kv_heads
@@ -198,7 +198,7 @@ class Gemma4(SandwichGemma):
         if not name.endswith("qk_norm.query"):
             return super().layout(name, config, keys)
         width = config.mixers[int(name.split(".")[1]) // 2].turned(config.width)
-        return Reordered(torch.arange(width), None, torch.full((width,), width**0.5))  # scores are not divided there
+        return Reordered(torch.arange(width), None, torch.full((width,), width**0.5))  # theirs does not divide scores
 
     def _theirs(self, name: str, config: ModelConfig) -> tuple[str, ...] | None:
         if name == "topology.factor":
@@ -207,6 +207,6 @@ class Gemma4(SandwichGemma):
 
 
 def _score_factor(keys: Mapping[str, Any]) -> float:
-    """Scores are divided by √query_pre_attn_scalar there and by √head_dim here."""
+    """transformers divides scores by √query_pre_attn_scalar, Residua by √head_dim; the factor between them."""
     width = keys["head_dim"] or keys["hidden_size"] // keys["num_attention_heads"]
     return float((width / keys["query_pre_attn_scalar"]) ** 0.5)

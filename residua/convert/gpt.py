@@ -1,4 +1,4 @@
-"""Families with LayerNorm, or without gains: GPT-2, GPT-NeoX and those after them. transformers is the reference."""
+"""Families with LayerNorm or without gains: GPT-2, GPT-NeoX and their successors. transformers is the reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlainFeedForwards(LayerNormed):
         return super().feed_forward(keys) | {"bias": True}
 
     def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        """Masks that old versions of transformers wrote."""
+        """True for masks that old versions of transformers wrote."""
         return re.fullmatch(r"\w+\.(h|layers)\.\d+\.(attn|attention)\.(masked_)?bias", tensor) is not None
 
 
@@ -165,7 +165,7 @@ class GPTNeoX(PlainFeedForwards):
         return super().keys(config) | {"use_parallel_residual": config.topology.kind == "parallel"}
 
     def layout(self, name: str, config: ModelConfig, keys: Mapping[str, Any]) -> Layout:
-        """Theirs has queries, keys and values of one head after another."""
+        """Their projection stores, head by head, its query, key and value; ours all queries, then keys, then values."""
         if ".body.project." not in name or config.softmax is None:
             return super().layout(name, config, keys)
         width = head_dim(config)
@@ -175,10 +175,10 @@ class GPTNeoX(PlainFeedForwards):
 
 
 class HeadWithBias(Rule):
-    """W' of a head (W, b) behind a LayerNorm with gain g and bias β, where our norm has gains and biases of 1.
+    """W' for a head (W, b) after a LayerNorm with gain g and bias β, where our norm has gains and biases of 1.
 
     A LayerNorm without parameters gives x with Σ x = 0. So W' = W diag(g) + c 1ᵀ gives W'(x + 1) = W(g ⊙ x + β) + b
-    for c = (W β + b − W g) / C: the head takes in its bias without a parameter for it.
+    for c = (W β + b − W g) / C: the bias is folded into the head and needs no parameter.
     """
 
     @property
@@ -199,7 +199,7 @@ class HeadWithBias(Rule):
 
 
 class SharedNorm(Family):
-    """Parallel sublayers that read the output of one norm; ours has a norm for each."""
+    """Parallel sublayers that share one norm; Residua has a norm for each."""
 
     TABLES = Family.TABLES | {"topology": {"kind": "parallel"}}
 
@@ -266,7 +266,7 @@ class Cohere2(Cohere):
 
 
 class NormedRows(Layout):
-    """Their rows, normed: the model norms what it embeds, which ours does not."""
+    """Their rows, normalized: their model normalizes its embeddings, ours does not."""
 
     exact = False
 
@@ -277,7 +277,7 @@ class NormedRows(Layout):
         return rms(stacked.float(), self.eps)
 
     def write(self, parameter: Tensor) -> Tensor:
-        """x with x / sqrt(mean(x²) + eps) = p, which is p · sqrt(eps / (1 − mean(p²)))."""
+        """The x with x / sqrt(mean(x²) + eps) = p: x = p · sqrt(eps / (1 − mean(p²)))."""
         square = parameter.double().square().mean(-1, keepdim=True)
         if (square > 1 + 1e-5).any():
             raise UserError("the nanochat layout norms embedded tokens, and training has made some longer than that.")
@@ -302,7 +302,7 @@ class NanoChat(Family):
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         positions = super().positions(keys)
-        if "attention_factor" in positions.get("rope_scaling", {}):  # norms after the turn take it out
+        if "attention_factor" in positions.get("rope_scaling", {}):  # norms after the rotation cancel it
             positions["rope_scaling"]["attention_factor"] = 1.0
         return positions
 
@@ -317,7 +317,7 @@ class NanoChat(Family):
             return NormedRows({**self.DEFAULTS, **keys}["rms_norm_eps"])
         if ".body.project." not in name or config.softmax is None:
             return super().layout(name, config, keys)
-        # pairs turn the other way there, which is the same for halves in the other order
+        # theirs rotates pairs in the other direction, which equals swapping the halves
         width, kv = head_dim(config), config.softmax.kv_heads or config.softmax.heads
         swapped = torch.arange(width).roll(width // 2)
         return Reordered(by_head((config.softmax.heads, kv, kv), (swapped, swapped, torch.arange(width))))

@@ -24,7 +24,7 @@ SPELLINGS = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-"""Names in the published config.json to those that transformers also takes."""
+"""Names in the published config.json → names that transformers also accepts."""
 LINEAR_SPELLINGS = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
@@ -66,7 +66,7 @@ class Rates(Layout):
 
 
 def hybrid(types: list[str], softmax: dict[str, Any], linear: dict[str, Any]) -> dict[str, Any]:
-    """The table of layers of two kinds, or of one."""
+    """The attention table of a model whose layers are of one or two kinds."""
     full = [layer for layer, kind in enumerate(types) if kind == FULL]
     if not full or len(full) == len(types):
         return softmax if full else linear
@@ -180,12 +180,12 @@ class KimiLinear(Latent):
         usual |= {new: linear[old] for old, new in LINEAR_SPELLINGS.items() if old in linear}
         full = linear.get("full_attn_layers")
         if isinstance(full, list) and isinstance(layers := usual.get("num_hidden_layers"), int):
-            # layers are counted from 1 there
+            # the published file counts layers from 1
             usual["layer_types"] = [FULL if layer + 1 in full else LINEAR for layer in range(layers)]
         return usual
 
     def named(self, tensor: str) -> str:
-        """transformers saves dense layers as if they had experts."""
+        """The usual name: transformers saves dense layers under the names of layers with experts."""
         return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", tensor)
 
     def attention(self, keys: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How the tensors of a folder lie in a parameter of ours: as its rows, in another order, scaled, or transposed."""
+"""How the tensors of a folder are laid out in our parameters: as rows, reordered, scaled, or transposed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class Layout:
-    """Tensors of theirs are the rows of a parameter of ours."""
+    """Their tensors are the rows of our parameter."""
 
     exact = True
     """Whether values are copied unchanged."""
 
     def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The rows of each of `count` tensors; `parts` are those of the maps that are fused in the parameter.
+        """The row counts of `count` tensors; `parts` are those of the maps that are fused in the parameter.
 
-        One tensor holds all of them.
+        If `count` is 1, the tensor has the rows of all maps.
         """
         return (sum(parts),) if count == 1 else parts
 
     def shape(self, rows: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor of theirs with so many rows, `ours` being the parameter's."""
+        """The shape of a tensor of theirs with `rows` rows; `ours` is our parameter's shape."""
         return rows, *ours[1:]
 
     def read(self, stacked: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ ROWS = Layout()
 
 
 class Transposed(Layout):
-    """The tensor of theirs has inputs as rows (the Conv1D of GPT-2)."""
+    """Their tensor has inputs as rows (GPT-2's Conv1D)."""
 
     def rows(self, parameter: Tensor, parts: tuple[int, ...], count: int) -> tuple[int, ...]:
         return (parameter.shape[1],)
@@ -55,7 +55,7 @@ class Transposed(Layout):
 
 
 class Ones(Layout):
-    """Our parameter is 1, whatever theirs is: another one takes theirs in, or they have none."""
+    """Our parameter is 1, whatever theirs is: another parameter absorbs theirs, or they have none."""
 
     exact = False
 
@@ -87,7 +87,7 @@ class Stacked(Layout):
 
 
 class TransposedStacks(Stacked):
-    """Theirs are [E, C, rows], or biases [E, rows]; `interleaved` if rows of gate and up take turns there (gpt-oss)."""
+    """Theirs are [E, C, rows], or biases [E, rows]; `interleaved` if rows of gate and up alternate (gpt-oss)."""
 
     def __init__(self, experts: int, *, interleaved: bool) -> None:
         super().__init__(experts)
@@ -109,9 +109,9 @@ class TransposedStacks(Stacked):
 
 @dataclass(frozen=True)
 class Reordered(Layout):
-    """Row i of ours is row `order[i]` of their tensors, which have `sizes` rows (None: those of the fused maps).
+    """Our row i is row `order[i]` of their tensors, which have `sizes` rows (None: those of the fused maps).
 
-    With `factor` [rows], row i of ours is factor[i] times theirs.
+    With `factor` [rows], our row i is factor[i] times theirs.
     """
 
     order: Tensor
@@ -139,10 +139,10 @@ class Reordered(Layout):
 
 
 def turned_order(head_dim: int, turned: int | None = None, *, interleaved: bool = False) -> Tensor:
-    """The elements of a head of theirs in the order of ours, [head_dim].
+    """Indices [head_dim] that put the elements of their heads into our order.
 
-    Ours turns the pairs (i, i + head_dim/2), of which the first turned/2 have a frequency. Theirs turns the first
-    `turned` elements: pairs are (i, i + turned/2), or (2i, 2i + 1) if interleaved.
+    Residua rotates the pairs (i, i + head_dim/2), of which the first turned/2 have a frequency. They rotate the first
+    `turned` elements in pairs (i, i + turned/2), or (2i, 2i + 1) if interleaved.
     """
     turned = head_dim if turned is None else turned
     first = torch.arange(turned).unflatten(0, (-1, 2)).T if interleaved else torch.arange(turned).unflatten(0, (2, -1))
@@ -151,7 +151,7 @@ def turned_order(head_dim: int, turned: int | None = None, *, interleaved: bool 
 
 
 def by_head(heads: Sequence[int], orders: Sequence[Tensor]) -> Tensor:
-    """The order of the rows of maps with so many heads each, whose elements are in these orders."""
+    """The row order of stacked maps: each has `heads` heads, whose elements are in the matching one of `orders`."""
     start, rows = 0, []
     for count, order in zip(heads, orders, strict=True):
         width = len(order)

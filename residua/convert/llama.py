@@ -1,4 +1,4 @@
-"""Dense families that are Llama with few differences. transformers is the reference."""
+"""Dense families that differ little from Llama. transformers is the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from residua.errors import UserError
 
 
 def scaled_queries(config: ModelConfig, factor: float) -> Layout:
-    """Stacked queries, keys and values whose queries take a factor on scores in."""
+    """Stacked queries, keys and values, with a factor on scores folded into the queries."""
     softmax = config.softmax
     assert softmax is not None
     heads = [softmax.heads, 2 * (softmax.kv_heads or softmax.heads)]
@@ -159,13 +159,13 @@ class Phi3(Family):
 
     def positions(self, keys: dict[str, Any]) -> dict[str, Any]:
         stored = keys.get("rope_scaling") or keys.get("rope_parameters")
-        if stored and stored.get("rope_type", stored.get("type")) in ("su", "yarn"):  # the first releases' names
+        if stored and stored.get("rope_type", stored.get("type")) in ("su", "yarn"):  # names in the first releases
             keys = keys | {"rope_scaling": stored | {"rope_type": "longrope"}}
         return super().positions(keys)
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
         keys, scaling = super().keys(config), None if config.softmax is None else config.softmax.rope_scaling
-        if isinstance(scaling, LongRope):  # transformers reads the length of the first training here
+        if isinstance(scaling, LongRope):  # transformers reads the original training length here
             keys["original_max_position_embeddings"] = scaling.original_context
         return keys
 
@@ -200,7 +200,7 @@ class Glm4(Glm):
 
 
 class Qwen(Family):
-    """The common part of Qwen 2 and 3: a window in the layers from `max_window_layers` on, if it is switched on."""
+    """The base of Qwen 2 and 3: a window, if switched on, in the layers from `max_window_layers` on."""
 
     WINDOWS = ("use_sliding_window", "sliding_window", "layer_types")
     DEFAULTS = Family.DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28}
@@ -295,7 +295,7 @@ FACTORS = {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_m
 class Factors(Family):
     """Scores times `attention_multiplier`, outputs of sublayers times `residual_multiplier`, logits / `logits_scaling`.
 
-    Queries, last maps and the gain of the final norm take the factors in.
+    The factors are folded into queries, output maps and the gain of the final norm.
     """
 
     BIAS = ("attention_bias", "all")

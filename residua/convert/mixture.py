@@ -17,11 +17,11 @@ NORM: Names = {"norm.weight": ("post_attention_layernorm.weight",)}
 
 
 class Mixture(Family):
-    """The common part of mixtures of experts: Qwen's names of their parts."""
+    """The base of mixtures of experts, with Qwen's names for their parts."""
 
     mixture = True
     EXPERTS: ClassVar[tuple[str, ...]] = ("num_experts", "num_local_experts")
-    """The names of the number of experts."""
+    """Key names for the number of experts."""
     HIDDEN: ClassVar[str] = "intermediate_size"
     FEED_FORWARD: ClassVar[Names] = NORM | expert_names()
 
@@ -168,7 +168,7 @@ class FlexOlmo(Mixture):
 
 
 class SharedExpert(Mixture):
-    """A shared expert behind a sigmoid gate, as wide as a whole number of the others."""
+    """A shared expert with a sigmoid gate; its width is a multiple of the other experts'."""
 
     HIDDEN = "moe_intermediate_size"
     UNKNOWN = Qwen3Moe.UNKNOWN
@@ -216,7 +216,7 @@ class Qwen2Moe(SharedExpert):
 
 
 class SigmoidMixture(Mixture):
-    """Experts chosen by sigmoid scores with a bias, a shared one, dense first layers (DeepSeek-V3)."""
+    """Experts chosen by sigmoid scores with a bias, a shared expert, dense first layers (DeepSeek-V3)."""
 
     EXPERTS = ("n_routed_experts",)
     HIDDEN = "moe_intermediate_size"
@@ -238,7 +238,7 @@ class SigmoidMixture(Mixture):
     )
 
     def is_left_out(self, tensor: str, config: ModelConfig) -> bool:
-        """Layers after the last predict further tokens in training."""
+        """True for layers after the last, which predict further tokens in training."""
         return re.match(rf"model\.layers\.{config.layers}\.", tensor) is not None
 
     def feed_forward(self, keys: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Positions and windows, in transformers' keys and Residua's tables.
+"""Converts positions and windows between transformers' keys and Residua's tables.
 
-Rotary positions are `rope_parameters` there (`rope_scaling` before version 5), windows `sliding_window` and
-`layer_types`.
+transformers stores rotary positions in `rope_parameters` (`rope_scaling` before version 5), windows in
+`sliding_window` and `layer_types`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NAMES = {
     "high": "high_freq_factor",
     "share": "partial_rotary_factor",
 }
-"""Our keys of a scaling that transformers names otherwise."""
+"""Our keys of a scaling → transformers' names, where these differ."""
 
 
 def read_positions(config: dict[str, Any], default_theta: float, *, partial: bool = False) -> dict[str, Any]:
-    """The keys `rope_theta` and `rope_scaling` of an attention table; `partial` if heads may turn in part."""
+    """`rope_theta` and `rope_scaling` of an attention table; `partial` if a part of each head may stay unrotated."""
     stored = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in stored.values()):
         raise UserError("rope_parameters differ between layers, which is not supported for this family.")
@@ -52,11 +52,11 @@ def read_positions(config: dict[str, Any], default_theta: float, *, partial: boo
 
 
 def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[str, Any]:
-    """`rope_parameters`, the one form that transformers writes since version 5."""
+    """`rope_parameters`, the form that transformers has written since version 5."""
     if scaling is None:
         return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     numbers = scaling.model_dump(mode="json", exclude={"kind"})
-    if isinstance(scaling, scalings.DynamicRope):  # there it is max_position_embeddings
+    if isinstance(scaling, scalings.DynamicRope):  # transformers uses max_position_embeddings
         del numbers["original_context"]
     kind = {"dynamic_ntk": "dynamic", "partial": "default"}.get(scaling.kind, scaling.kind)
     written = {"rope_type": kind, **{NAMES.get(key, key): value for key, value in numbers.items()}}
@@ -64,14 +64,14 @@ def write_positions(theta: float, scaling: scalings.RopeScaling | None) -> dict[
 
 
 def turned_width(config: ModelConfig) -> int:
-    """The first elements of a softmax head that turn."""
+    """How many leading elements of a softmax head rotate."""
     scaling = None if config.softmax is None else config.softmax.rope_scaling
     share = scaling.share if isinstance(scaling, scalings.PartialRope) else 1.0
     return 2 * int(share * (head_dim(config) // 2))
 
 
 def read_layered_positions(keys: dict[str, Any], default_theta: float, local_theta: float) -> dict[str, Any]:
-    """The keys of an attention table where `rope_parameters` tell layers with a window from the others."""
+    """The keys of an attention table, where `rope_parameters` differ between layers with and without a window."""
     by_layer = {FULL: {}, SLIDING: {}} | (keys.get("rope_parameters") or {})
     plain = {key: value for key, value in keys.items() if key not in ("rope_parameters", "rope_scaling")}
     full = (by_layer[FULL] or {}) | (keys.get("rope_scaling") or {})
@@ -93,7 +93,7 @@ def write_layered_positions(
 
 
 def _original(stored: dict[str, Any], config: dict[str, Any]) -> int:
-    """The length of the first training: transformers gives the key outside of the table precedence."""
+    """The original training length; like transformers, prefers the key outside the table."""
     inside = stored.get("original_max_position_embeddings", config["max_position_embeddings"])
     return int(config.get("original_max_position_embeddings") or inside)
 
@@ -104,7 +104,7 @@ def _factor(stored: dict[str, Any], config: dict[str, Any]) -> float:
 
 
 def _read_yarn(stored: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    if "factor" not in stored:  # transformers asks for the key, which may be null
+    if "factor" not in stored:  # transformers requires the key, which may be null
         raise KeyError("factor")
     factor, attention = _factor(stored, config), stored.get("attention_factor")
 
@@ -188,4 +188,4 @@ WINDOW_KEYS: dict[str, Callable[[ModelConfig], Any]] = {
     "layer_types": layer_types,
     "use_sliding_window": lambda config: window_of(config) is not None,
 }
-"""Keys of windows, and how each is written."""
+"""The keys of windows, and how each is computed from the configuration."""

@@ -18,11 +18,11 @@ from residua.convert.positions import FULL, turned_width
 from residua.errors import UserError
 
 DELTA_EPS = choices.RMSNorm().eps
-"""That of the norm on the delta rule's output, which is the model's there."""
+"""The eps of Residua's norm on the delta rule's output; transformers uses the model's eps there."""
 
 
 class GatedHybrid(Family):
-    """The common part: gains stored less one, heads that turn in part, queries stored with their gates."""
+    """The base: gains stored minus one, partly rotated heads, queries stored with their gates."""
 
     partial = less_one = True
     MIXERS = (choices.SoftmaxAttention, choices.GatedDeltaNet)
@@ -98,7 +98,7 @@ class GatedHybrid(Family):
         return super().layout(name, config, keys)
 
     def delta_layout(self, name: str, delta: choices.GatedDeltaNet) -> Layout:
-        """How the projections of the delta rule lie: theirs has queries, keys and values in one, and gates apart."""
+        """The layout of the delta rule's projections: theirs fuses queries, keys and values, and separates gates."""
         if ".body.gates." in name:
             return Layout()
         keys, values = delta.key_heads * delta.head_dim, delta.value_heads * delta.head_dim
@@ -106,7 +106,7 @@ class GatedHybrid(Family):
 
 
 def _gated_queries(softmax: choices.SoftmaxAttention, width: int, turned: int) -> Layout:
-    """Theirs has each head's queries and then its gate; ours has all gates after the values."""
+    """Theirs stores each head's query followed by its gate; ours stores all gates after the values."""
     heads, kv = softmax.heads, softmax.kv_heads or softmax.heads
     order = turned_order(width, turned)
     rows = by_head((heads, kv, kv), (torch.cat([order, width + torch.arange(width)]), order, torch.arange(width)))
@@ -134,7 +134,7 @@ class Qwen3Next(GatedHybrid, SharedExpert):
     }
 
     def delta_layout(self, name: str, delta: choices.GatedDeltaNet) -> Layout:
-        """Theirs has each key head with the value heads that it serves, and β before the decay."""
+        """Theirs stores each key head with the value heads that use it, and β before the decay."""
         served = delta.value_heads // delta.key_heads
         width = 1 if ".body.gates." in name else delta.head_dim
         parts = (served, served) if ".body.gates." in name else (1, 1, served, served)
@@ -145,7 +145,7 @@ class Qwen3Next(GatedHybrid, SharedExpert):
 
 
 def _parts_first(heads: int, parts: list[int]) -> Tensor:
-    """Rows that are stored head by head, each with these parts, in an order with all heads of a part together."""
+    """The order that groups rows by part, where each of the heads stores rows of all `parts` together."""
     rows = torch.arange(heads * sum(parts)).unflatten(0, (heads, -1))
     return torch.cat([part.flatten() for part in rows.split(parts, 1)])
 
