@@ -1,6 +1,6 @@
-"""The part of a parameter on a tensor-parallel rank, saved by its place in the whole one: any mesh reads it.
+"""Saves the part of a parameter on a tensor-parallel rank by its place in the whole, so that any mesh can read it.
 
-torch.distributed.checkpoint pickles whatever is not a tensor, so small JSON is packed into one.
+torch.distributed.checkpoint pickles everything that is not a tensor, so small JSON is packed into a tensor.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from residua.reading import parse_json
 
 Placed = tuple[tuple[int, ...], Tensor]
-"""Where a piece begins in the whole parameter, and the piece."""
+"""The offset of a piece in the whole parameter, and the piece."""
 
 
 class Pieces(Tensor):
-    """A whole parameter of which this rank has some pieces; torch.distributed.checkpoint reads and writes those."""
+    """A parameter of which this rank has some pieces; torch.distributed.checkpoint reads and writes these."""
 
     placed: list[Placed]
 
@@ -37,7 +37,7 @@ class Pieces(Tensor):
         raise NotImplementedError(f"{func} of a parameter that is divided among ranks")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the first piece: torchtitan compares it to see whether a tensor is still the same."""
+        """The storage of the first piece, which torchtitan compares to see whether a tensor is still the same."""
         return self.placed[0][1].untyped_storage() if self.placed else torch.UntypedStorage(0)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -59,7 +59,7 @@ class Pieces(Tensor):
 
 @torch.no_grad()
 def copy_share(into: Tensor, value: Tensor) -> None:
-    """Copy from a whole tensor what this rank has of it."""
+    """Copy this rank's part of a whole tensor."""
     if isinstance(into, Pieces):
         for place, piece in into.placed:
             piece.copy_(value[tuple(slice(o, o + n) for o, n in zip(place, piece.shape, strict=True))])
@@ -75,7 +75,7 @@ SIZE = 1024
 
 
 def pack(value: dict[str, Any]) -> Tensor:
-    """JSON as bytes [SIZE], filled up with spaces."""
+    """JSON as bytes [SIZE], padded with spaces."""
     text = json.dumps(value).encode()
     assert len(text) <= SIZE, f"{len(text)} bytes do not fit"
     return torch.tensor(list(text.ljust(SIZE)), dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""What torchtitan 0.3.0 expects of a newer PyTorch, and of an accelerator where there is none.
+"""Stand-ins for what torchtitan 0.3.0 expects of a newer PyTorch, and of an accelerator on machines without one.
 
-And the run that a name stands for, which goes through torchtitan's configuration as text.
+Also finds the run that a name stands for; torchtitan's configuration carries it as text.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from residua.machine import free_memory
 
 
 def prepare() -> None:
-    """Make the torchtitan that is being imported run with this PyTorch and on this machine."""
-    if not hasattr(dist, "set_timeout"):  # newer than PyTorch 2.13
+    """Make the imported torchtitan run with this PyTorch and on this machine."""
+    if not hasattr(dist, "set_timeout"):  # added after PyTorch 2.13
         dist.set_timeout = _set_pg_timeout  # type: ignore[attr-defined]
     if not torch.accelerator.is_available():
         _use_cpu()
 
 
 def _use_cpu() -> None:
-    """Train on the CPU with gloo: without an accelerator torchtitan assumes a GPU.
+    """Train on the CPU with gloo; without an accelerator, torchtitan assumes a GPU.
 
-    Its modules have imported the device by name, so it is replaced in each of them.
+    torchtitan's modules have imported the device by name, so it is replaced in each of them.
     """
     device: Any = SimpleNamespace(
         device_count=lambda: 1,
@@ -53,7 +53,7 @@ def _use_cpu() -> None:
 
 
 def find_run(name: str) -> RunConfig:
-    """The run of `--config NAME`: a preset or a TOML file, followed by changes: "mini train.steps=50"."""
+    """The run of `--config NAME`: a preset or a TOML file, followed by changes, as in "mini train.steps=50"."""
     source, *changes = shlex.split(name)
     config = RunConfig.find(source).override(changes)
     if names_vocabulary(source, changes):

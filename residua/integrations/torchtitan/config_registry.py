@@ -1,6 +1,6 @@
 """torchtitan's configuration of a run. torchtitan looks up `--config NAME` as a function of this module.
 
-Every name is one: a preset, or the path of a TOML file, followed by changes if it is quoted.
+This module accepts as a name any preset or path of a TOML file; in quotes, changes may follow it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Callable[[], Any]:
 
 
 def trainer_config(name: str) -> Any:
-    """The configuration with which torchtitan trains what `residua train NAME` would; its flags may change it."""
+    """The configuration with which torchtitan trains the run of `residua train NAME`; its flags may change it."""
     with plainly():
         run = find_run(name)
         refuse_run(run)
@@ -83,7 +83,7 @@ def trainer_config(name: str) -> Any:
 
 
 def _degrees(parallel: ParallelConfig) -> dict[str, Any]:
-    """The mesh of a run; without a table `[parallel]`, all processes share the weights."""
+    """The mesh of a run; without a `[parallel]` table, the weights are sharded over all processes."""
     names = {schedule: name for name, schedule in SCHEDULES.items()}
     return {
         "spmd_backend": "partial_dtensor",

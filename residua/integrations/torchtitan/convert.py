@@ -1,10 +1,10 @@
-"""Checkpoints of torchtitan from and to run folders: `python -m residua.integrations.torchtitan.convert FROM TO`.
+"""Converts torchtitan checkpoints from and to run folders: `python -m residua.integrations.torchtitan.convert FROM TO`.
 
-A dump folder of torchtitan (`--dump_folder`) becomes a run, which every `residua` verb opens and `residua train
+A torchtitan dump folder (`--dump_folder`) becomes a run, which every `residua` command opens and `residua train
 --resume` continues. A run becomes a dump folder, which torchtitan continues on any mesh. torchtitan is not needed.
 
-torch.distributed.checkpoint describes its files in a pickle. Only names that such a description consists of are taken
-from it, and only tensors are read.
+torch.distributed.checkpoint describes its files in a pickle. Unpickling is limited to the classes that such a
+description needs, and only tensors are read.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from residua.train.optimizer import HybridOptimizer, build_optimizer
 from residua.train.state import random_states
 
 DUMP = "checkpoint"
-"""The folder of torchtitan's checkpoints in its dump folder."""
+"""The checkpoint folder inside torchtitan's dump folder."""
 OPTIMIZER = "optimizer."
 PLACE, LOAD = "dataloader.place", "train_state.expert_load"
 _HINT = "restore it from a copy"
 
 
 class _Names(pickle.Unpickler):
-    """Reads a description and nothing else: a pickle can name any function, and runs it."""
+    """Unpickles only checkpoint descriptions: loading an arbitrary pickle can run any function."""
 
     ALLOWED = (
         (
@@ -67,7 +67,7 @@ class _Names(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Reads the tensors of a checkpoint without running what its files say."""
+    """Reads the tensors of a checkpoint without running code from its files."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         file = inside(Path(self.path), ".metadata")
@@ -91,7 +91,7 @@ def dump_checkpoints(dump: Path) -> list[Checkpoint]:
 
 
 def to_run(dump: Path, out: Path) -> Path:
-    """Write the last checkpoint of a dump folder to a new run folder. One that holds only a model stays only that."""
+    """Write the last checkpoint of a dump folder to a new run folder; a model-only checkpoint stays one."""
     folders = dump_checkpoints(dump)
     if not folders:
         raise UserError(f"{dump} holds no finished checkpoint of torchtitan: train it with --checkpoint.enable.")
@@ -132,7 +132,7 @@ def _read(reader: _Reader, path: Path, described: Any, wanted: dict[str, Tensor]
 
 
 def _state(step: int, read: dict[str, Tensor]) -> dict[str, Any]:
-    """The state for a resumed run; a checkpoint of a model alone has only its step."""
+    """The state for a resumed run; a model-only checkpoint has just its step."""
     state: dict[str, Any] = {"step": step, "validation_loss": None}
     if PLACE not in read:
         return state
@@ -188,7 +188,7 @@ def _states(config: RunConfig, last: Checkpoint, model: Any, optimizer: HybridOp
 
 
 def convert(source: Path, out: Path) -> Path:
-    """A dump folder to a run, a run to a dump folder."""
+    """Convert a dump folder to a run, or a run to a dump folder."""
     if not source.is_dir():
         raise UserError(f"{source} is not a folder: name a dump folder of torchtitan or a run.")
     return to_run(source, out) if inside(source, DUMP).is_dir() else to_dump(source, out)

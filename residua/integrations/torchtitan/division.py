@@ -4,22 +4,22 @@ Tensor parallelism: every rank has some heads and hidden channels of each layer,
 model is a decoder with fewer heads and narrower feed-forwards (`narrow`). Its fused projections hold its rows of every
 part: of Q, K, V and G, of gate and up. Between the layers it has T/N tokens of each sequence, so norms, depth
 connections, mixtures of experts, embedding and head stay unchanged (sequence parallelism). A layer gathers the tokens
-before its first projection, and its last one sums over the ranks what each needs (`communicate`):
+before its first projection; after its last one, the outputs are summed and scattered over the ranks (`communicate`):
 
     x [B, T/N, C] → gather → x [B, T, C] → heads of this rank → y [B, T, C] → sum, scatter → y [B, T/N, C]
 
-Anchors are made and mixed head by head, so they stay on the rank of their heads. Replicated parameters (gains,
-queries of junctions, experts) see other tokens or serve other heads on each rank: their gradient is the sum.
+Anchors are computed and mixed head by head, so they stay on the rank of their heads. Replicated parameters (gains,
+junction queries, experts) see different tokens or serve different heads on each rank, so their gradients are summed.
 
-Context parallelism: every rank has some tokens of each sequence, at explicit positions. Everything but attention acts
-token by token. Softmax attention gathers the keys and values of all ranks, puts them in the order of their positions,
-and attends from the rank's own queries: so documents, windows and sinks work as on one process, and the ranks may have
-any tokens, also torchtitan's balanced halves from both ends. torch's ring attention passes keys round instead; it has
-no kernels for the CPU, for documents, windows or sinks.
+Context parallelism: every rank has some tokens of each sequence, at explicit positions. Everything except attention
+works token by token. Softmax attention gathers the keys and values of all ranks, sorts them by position, and attends
+from the rank's own queries. So documents, windows and sinks work as on one process, and a rank may have any tokens,
+including torchtitan's balanced halves from both ends. PyTorch's ring attention passes keys around instead; it has no
+kernels for the CPU, for documents, windows or sinks.
 
-The state of Gated DeltaNet runs along the sequence. Instead of waiting for each other, the ranks divide its heads: each
-gathers all tokens, computes its heads from their first token to the last, and the sums over heads are scattered back.
-Weights stay whole on every rank; each has the gradient of its heads, and FSDP2 adds them up.
+The state of Gated DeltaNet runs along the sequence. Instead of waiting for each other, the ranks divide its heads. Each
+gathers all tokens and computes its heads over the whole sequence; the sums over heads are scattered back. Weights stay
+whole on every rank; each rank has the gradient of its heads, and FSDP2 adds them up.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CONTEXT = "--parallelism.context_parallel_degree"
 
 
 def narrow(model: ModelConfig, ranks: int) -> ModelConfig:
-    """The model of one of so many ranks."""
+    """The model of one rank, with its share of heads and hidden channels."""
     if ranks == 1:
         return model
     if model.anchors.joins_heads:
@@ -70,7 +70,7 @@ def narrow(model: ModelConfig, ranks: int) -> ModelConfig:
 
 
 def narrow_heads(mixer: Any, ranks: int, flag: str = TENSOR) -> Any:
-    """A mixer with the heads of one of so many ranks."""
+    """A mixer with one rank's share of the heads."""
     counts = mixer.head_counts()
     return mixer.model_copy(update={key: _share(f"attention.{key}", n, ranks, flag) for key, n in counts.items()})
 
@@ -94,7 +94,7 @@ def _narrow_mixer(mixer: Any, width: int, ranks: int) -> Any:
             "them together: use data_parallel_shard_degree."
         )
     _refuse_bias("attention.bias = 'all'", getattr(mixer, "bias", "none") == "all", ranks)
-    head_dim = mixer.turned(width) or mixer.head_dim  # which would follow from the number of heads
+    head_dim = mixer.turned(width) or mixer.head_dim  # its default depends on the number of heads
     return narrow_heads(mixer, ranks).model_copy(update={"head_dim": head_dim})
 
 
@@ -113,20 +113,20 @@ def _refuse_bias(key: str, biased: bool, ranks: int) -> None:
 
 
 class Split(NamedTuple):
-    """How ranks divide a parameter: along `dim`, of each of its parts so many rows or columns on every rank."""
+    """How ranks divide a parameter: along `dim`; `parts` are the sizes of its parts on every rank."""
 
     dim: int
     parts: tuple[int, ...]
 
     def intervals(self, rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
-        """For every part: where it begins and ends on this rank, and where it begins in the whole parameter."""
+        """For every part: its start and end on this rank, and its start in the whole parameter."""
         for stop, size in zip(accumulate(self.parts), self.parts, strict=True):
             begin = stop - size
             yield begin, stop, begin * ranks + rank * size
 
 
 def find_splits(mine: nn.Module, whole: nn.Module) -> dict[str, Split]:
-    """The parameters that differ between the model, or layer, of a rank and the whole one, by name."""
+    """The divided parameters, by name: those whose shapes differ between a rank's model or layer and the whole one."""
     parts = dict(_declared_parts(mine))
     splits = {}
     for name, parameter in mine.named_parameters():
@@ -139,7 +139,7 @@ def find_splits(mine: nn.Module, whole: nn.Module) -> dict[str, Split]:
 
 
 def _declared_parts(model: nn.Module) -> Iterator[tuple[tuple[str, int], tuple[int, ...]]]:
-    """The maps that are fused in one parameter, along an axis."""
+    """The sizes of the maps that are fused in a parameter, along an axis."""
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, rows in declared_matrices(module).items():
@@ -151,9 +151,9 @@ def _declared_parts(model: nn.Module) -> Iterator[tuple[tuple[str, int], tuple[i
 
 
 def pieces(split: Split, rank: int, ranks: int, first: int, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """The parts of a whole parameter that a rank has: their places in it, and views of them.
+    """The parts of a whole parameter that a rank has: their offsets in it, and views of them.
 
-    `tensor` are the rows from `first` on of what the rank has; FSDP2 divides that further.
+    `tensor` holds the rank's rows from `first` on; FSDP2 divides the rank's rows further.
     """
     others = (0,) * (tensor.dim() - 2)
     for begin, stop, place in split.intervals(rank, ranks):
@@ -166,7 +166,7 @@ def pieces(split: Split, rank: int, ranks: int, first: int, tensor: Tensor) -> I
 
 
 def communicate(model: Decoder, group: dist.ProcessGroup) -> None:
-    """Let layers gather tokens before their first projection, and scatter the sums of their last."""
+    """Make layers gather tokens before their first projection, and sum and scatter the outputs of their last."""
 
     def gather(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return map_reads(lambda x: gathered(x, group), inputs[0]), *inputs[1:]
@@ -176,7 +176,7 @@ def communicate(model: Decoder, group: dist.ProcessGroup) -> None:
 
     for k, sublayer in enumerate(model.sublayers):
         body = sublayer.get_submodule("body")
-        if k % 2 == 0 or not model.config.ffn.at(k // 2).mixture:  # a mixture acts token by token, with whole experts
+        if k % 2 == 0 or not model.config.ffn.at(k // 2).mixture:  # a mixture works token by token, with whole experts
             body.register_forward_pre_hook(gather)
             body.register_forward_hook(scatter)
     if isinstance(model.anchors, ExoSource):
@@ -190,7 +190,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scattered(y: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sums [B, T/N, …] over all ranks for the tokens of this one; gradients are gathered."""
+    """The sums over all ranks for this rank's tokens [B, T/N, …]; gradients are gathered."""
     shard: Tensor = wait_tensor(reduce_scatter_tensor_autograd(y.contiguous(), "sum", 1, group))
     return shard
 
@@ -208,16 +208,16 @@ class Across:
         return attend(q, k, v, positions=self.positions, **options)
 
     def in_order(self, x: Tensor) -> Tensor:
-        """The tokens [B, T, …] of all ranks in the order of their positions."""
+        """The tokens [B, T, …] of all ranks, sorted by position."""
         return gathered(x, self.group).index_select(1, self.order)
 
     def back(self, y: Tensor) -> Tensor:
-        """Of sums [B, T, …] in the order of positions, over all ranks, those for this rank's tokens."""
+        """The sums over all ranks of y [B, T, …], which is sorted by position, for this rank's tokens."""
         return scattered(y.index_select(1, self.places), self.group)
 
 
 class HeadsOfSequences:
-    """In place of `forward` of a Gated DeltaNet: all tokens of the sequences, for this rank's share of the heads."""
+    """Replaces `forward` of a Gated DeltaNet: computes this rank's share of the heads for all tokens."""
 
     def __init__(self, body: Any, mixer: Any, rank: int, ranks: int) -> None:
         with torch.device("meta"), shapes_only():
@@ -250,7 +250,7 @@ def divide_states(model: Decoder, rank: int, ranks: int) -> None:
 
 
 def refuse_mixers(model: ModelConfig, ranks: int) -> None:
-    """Refuse models whose tokens need more of the others than keys and values."""
+    """Refuse models in which tokens depend on more of other tokens than keys and values."""
     for mixer in {mixer.kind: mixer for mixer in map(model.attention.at, range(model.layers))}.values():
         if not mixer.attends and mixer.head_counts():
             narrow_heads(mixer, ranks, CONTEXT)

@@ -1,4 +1,4 @@
-"""A Residua decoder as torchtitan builds, fills and checkpoints it."""
+"""A Residua decoder that torchtitan can build, initialize and checkpoint."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 class ResiduaModel(Decoder, BaseModel):
     """Tokens and targets [B, T] in, losses out: cross-entropy, z-term and, with experts, their balance.
 
-    Parameters have the names that they have in a run's checkpoints. In a pipeline it holds this rank's share of them,
-    and stages compute with it.
+    Parameters have the same names as in a run's checkpoints. In a pipeline, the model holds this rank's share of them,
+    and the stages compute with it.
     """
 
     grid: Grid
@@ -66,18 +66,18 @@ class ResiduaModel(Decoder, BaseModel):
         self.balancer: Balancer | None = None
         self.shared: SharedParameters | None = None  # in a pipeline
         self.mixtures: list[MoE] = []  # of all stages, in a pipeline
-        self.part = 1.0  # of a step's tokens, in one micro-batch
+        self.part = 1.0  # share of a step's tokens in one micro-batch
         self.precision, self.device_type, self.compiled = torch.float32, "cpu", False
         self.recomputes = False
         self.copies: WorkingCopies | None = None
         self._losses: tuple[LossFunction, ...] = ()
 
     def compute_with(self, losses: LossFunction) -> None:
-        """Let `forward` call this function; it may be a module that holds this one."""
+        """Let `forward` call this function, which may be a module that contains this one."""
         self._losses = (losses,)  # in a tuple, so that it does not become a child of this module
 
     def compute_alone(self) -> None:
-        """Compute the losses as one process of `residua train` does: compiled as a whole, on working copies."""
+        """Compute the losses as `residua train` does on one process: compiled as a whole, on working copies."""
         recipe = self.run.train
         if self.precision is not torch.float32 and not self.recomputes:
             self.copies = WorkingCopies(self, self.precision)
@@ -93,12 +93,12 @@ class ResiduaModel(Decoder, BaseModel):
         return torch.stack([cross_entropy, z, balance])
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ResiduaModel:
-        """Give memory to tensors that have none; tensors shared by stages have it already."""
+        """Allocate tensors that have no memory; those shared by stages already have it."""
         materialise(self, torch.device(device))
         return self
 
     def init_states(self, *, buffer_device: Any = None) -> None:
-        """Fill what this rank holds, a layer at a time, with the weights that `residua train` starts from."""
+        """Fill this rank's tensors, one layer at a time, with the initial weights of `residua train`."""
         torch.manual_seed(self.seed)
         with torch.device("cpu"):
             fill(self.state_dict(), starting_parts(self.run), copy_share)
@@ -109,12 +109,12 @@ class ResiduaModel(Decoder, BaseModel):
         return {name: self.placed(name, tensor) for name, tensor in super().state_dict(*args, **kwargs).items()}
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take tensors that were not written in place; torch.distributed.checkpoint writes to those of `state_dict`."""
+        """Load tensors that were not written in place; torch.distributed.checkpoint writes to those of `state_dict`."""
         if not self.splits:
             return super().load_state_dict(state_dict, *args, **kwargs)
 
     def placed(self, name: str, tensor: Tensor) -> Tensor:
-        """A parameter, or optimizer state of its shape, as checkpoints hold it: by its place in the whole model."""
+        """A parameter, or optimizer state of its shape, as checkpoints hold it: with its place in the whole model."""
         split = self.splits.get(name)
         if split is None:
             return tensor
@@ -138,11 +138,11 @@ class ResiduaModel(Decoder, BaseModel):
         return Context(rotary, segments, now, across=Across(positions, self.grid.context))
 
     def verify_module_protocol(self) -> None:
-        """torchtitan's own models use its modules; Residua's use those of PyTorch."""
+        """Accept any module: torchtitan's own models use its modules, Residua's use PyTorch's."""
 
 
 class OwnNames(StateDictAdapter):
-    """Residua's names in the safetensors that `--checkpoint.last_save_in_hf` writes."""
+    """Uses Residua's names in the safetensors that `--checkpoint.last_save_in_hf` writes."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return dict(state_dict)

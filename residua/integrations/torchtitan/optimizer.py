@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class ResiduaOptimizers(OptimizersContainer):
     """Muon and AdamW as `train.optimizer` says, one optimizer for all parameters of this rank.
 
-    Its state has the names that it has in a run's checkpoints, so any mesh can read it.
+    Its state has the same names as in a run's checkpoints, so any mesh can read it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class ResiduaOptimizers(OptimizersContainer):
         self._post_init([p for group in self.optimizer.param_groups for p in group["params"]])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step."""
+        """Clear the gradients and refresh working copies at the start of a step."""
         super().zero_grad(set_to_none)
         if self.model.copies is not None:
             self.model.copies.begin()
@@ -74,12 +74,12 @@ class ResiduaOptimizers(OptimizersContainer):
         return {key: self.model.placed(key.rpartition("/")[0], t) for key, t in self.optimizer.tensors().items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Take the step counts; torch.distributed.checkpoint has written to the other tensors in place."""
+        """Load the step counts; torch.distributed.checkpoint has written the other tensors in place."""
         self.optimizer.set_steps(state_dict)
 
 
 class ResiduaSchedule(LRSchedulersContainer):
-    """`train.schedule`, with torchtitan's names of its settings."""
+    """`train.schedule`, with torchtitan's names for its settings."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LRSchedulersContainer.Config):
@@ -91,7 +91,7 @@ class ResiduaSchedule(LRSchedulersContainer):
             return ResiduaSchedule(optimizers, lambda step: schedule.factor(min(step, steps - 1), steps))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a step, and set its rates: here the optimizer's state does not include them."""
+        """Go to a step and set its learning rates, which this optimizer's state does not include."""
         super().load_state_dict(state_dict)
         for scheduler in self.schedulers:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
@@ -123,11 +123,11 @@ def schedule_of(settings: Any) -> WarmUp:
 
 
 class DividedOptimizer(RankedOptimizer):
-    """The optimizer on ranks that divide matrices among them, with the updates of one process.
+    """The optimizer on ranks that divide matrices among them, with the same updates as on one process.
 
-    A direction that the ranks divide is gathered from them first. If they divide its rows, those of one place on all
-    ranks are put side by side: each part of a fused projection stays together, and the order of the rows in a part does
-    not change how it is orthogonalised. Every tensor-parallel rank then does the same work and keeps its share.
+    A divided direction is first gathered from the ranks. If its rows are divided, row i of all ranks is put side by
+    side: each part of a fused projection stays together, and the order of the rows in a part does not change how it is
+    orthogonalised. Every tensor-parallel rank then does the same work and keeps its share.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], model: ResiduaModel) -> None:
@@ -167,7 +167,7 @@ class DividedOptimizer(RankedOptimizer):
         yield from remaining_updates(everyone, split, parameters, matrices)
 
     def _gathered(self, direction: Tensor) -> Tensor:
-        """[rows, ranks, columns]."""
+        """The direction of all ranks, [rows, ranks, columns]."""
         by_rank = [torch.empty_like(direction) for _ in range(self.grid.tensor_ranks)]
         dist.all_gather(by_rank, direction.contiguous(), group=self.grid.tensor)
         return torch.stack(by_rank, 1)

@@ -45,7 +45,7 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> ResiduaModel:
-    """Make a model on the meta device ready for its ranks, and choose what computes its losses."""
+    """Prepare a model on the meta device for its ranks, and choose the function that computes its losses."""
     device = get_local_device()
     model.grid = grid = Grid(parallel_dims, model.run.parallel, device)
     model.precision, model.device_type = TORCH_DTYPE_MAP[training.mixed_precision_param], device.type
@@ -66,7 +66,7 @@ def parallelize(
 
 
 def divide(model: ResiduaModel) -> None:
-    """Let layers communicate where ranks divide heads or tokens among them; before recomputation, which repeats it."""
+    """Make layers communicate if ranks divide heads or tokens; call it before recomputation, which repeats it."""
     grid = model.grid
     if grid.tensor_ranks > 1:
         communicate(model, grid.tensor)
@@ -75,10 +75,10 @@ def divide(model: ResiduaModel) -> None:
 
 
 def shard_divided(root: nn.Module, units: Iterable[nn.Module], model: ResiduaModel, left: set[nn.Parameter]) -> None:
-    """FSDP2 for tensor-parallel ranks, in the groups of `distributed.shard`; `left` stays whole.
+    """FSDP2 for tensor-parallel ranks, in the groups of `distributed.shard`; parameters in `left` stay whole.
 
-    Matrices that the ranks divide are sharded over the ranks with the same heads; everything else is alike on
-    them, sees other tokens on each, and is sharded over all. Vectors that the ranks divide are small and stay whole.
+    Divided matrices are sharded over the ranks with the same heads. Everything else is identical on all tensor-parallel
+    ranks, sees different tokens on each, and is sharded over all. Divided vectors are small and stay whole.
     """
     grid = model.grid
     narrow, wide = precisions(model.precision)
@@ -102,7 +102,7 @@ def compiles(config: Any) -> bool:
 
 
 def recompute(model: ResiduaModel, policy: Any, dump_folder: str) -> None:
-    """Apply torchtitan's choice of activation checkpointing: full recomputes sublayers, a budget is the compiler's."""
+    """Apply torchtitan's activation checkpointing: "full" recomputes sublayers, the compiler handles a budget."""
     if policy is None:
         return
     if type(policy).__qualname__.startswith("FullAC"):
@@ -113,11 +113,11 @@ def recompute(model: ResiduaModel, policy: Any, dump_folder: str) -> None:
 
 
 def sum_gradients(root: nn.Module, parallelism: Any, device: torch.device) -> None:
-    """Let FSDP2 add gradients up, not average them: the trainer has divided the loss by the targets of all ranks."""
+    """Let FSDP2 sum gradients, not average them: the trainer has divided the loss by the targets of all ranks."""
     disable_fsdp_gradient_division(root)
     if parallelism.enable_fsdp_symm_mem:
         enable_fsdp_symm_mem(root)
-    if device.type == "cpu":  # gloo cannot scale while it adds
+    if device.type == "cpu":  # gloo cannot scale while it reduces
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
@@ -148,7 +148,7 @@ class Grid(Mesh):
             self._join_tokens()
 
     def _join_tokens(self) -> None:
-        """The ranks that have different tokens of a copy of the model, along one axis: shard × tensor."""
+        """Join the ranks of a model copy that have different tokens along one axis: shard × tensor."""
         sizes = (self.config.pipeline, self.config.data, self.config.shard * self.tensor_ranks)
         joined = init_device_mesh(self.device.type, sizes, mesh_dim_names=("stage", "copy", "token"))
         self.tokens, self.tokens_rank = joined.get_group("token"), joined.get_local_rank("token")
@@ -156,7 +156,7 @@ class Grid(Mesh):
 
     @property
     def ranks(self) -> int:
-        """Ranks that hold different tokens of a step."""
+        """How many ranks hold different tokens of a step."""
         return self.config.data * self.config.shard * self.tensor_ranks
 
     def over_batch(self, tensor: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class Grid(Mesh):
         return tensor
 
     def over_copies(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks that have the same heads and other sequences, in place."""
+        """Sum over the ranks that have the same heads and different sequences, in place."""
         return super().over_batch(tensor)
 
 
@@ -186,7 +186,7 @@ def pipeline(
 ) -> tuple[Any, list[nn.Module], bool, bool]:
     """The schedule, the one model part of this rank, and whether the rank has the first and the last stage.
 
-    The part is the decoder without what other ranks hold; the slices that run are views of it.
+    The part is the decoder without the modules of other ranks; the slices that run are views of it.
     """
     run, grid = model.run, Grid(parallel_dims, model.run.parallel, device)
     model.grid = grid
@@ -232,9 +232,9 @@ def _balance(model: ResiduaModel, routing: Routing) -> Tensor:
 
 
 def stages_per_rank(run: RunConfig, parallelism: Any) -> int:
-    """How many stages a rank has: 1, or for the interleaved schedule what the run or torchtitan asks for, by default 2.
+    """Stages per rank: 1 or, for the interleaved schedule, the number set by the run or torchtitan, by default 2.
 
-    torchtitan counts layers per stage.
+    torchtitan sets layers per stage.
     """
     if SCHEDULES[parallelism.pipeline_parallel_schedule] != "interleaved":
         return 1
@@ -252,7 +252,7 @@ def stages_per_rank(run: RunConfig, parallelism: Any) -> int:
 
 
 def _first(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
-    """torchtitan's losses return metrics besides the loss; a schedule takes the loss alone."""
+    """The loss without the metrics that torchtitan's losses also return: a schedule takes the loss alone."""
 
     def loss(*args: Any, **kwargs: Any) -> Tensor:
         first: Tensor = loss_fn(*args, **kwargs)[0]
@@ -262,7 +262,7 @@ def _first(loss_fn: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _taking_micro_batches(run: Callable[..., Any]) -> Callable[..., Any]:
-    """torchtitan hands a schedule its micro-batches; those of PyTorch up to 2.13 take a whole batch and divide it."""
+    """Accept the micro-batches that torchtitan passes; PyTorch's schedules up to 2.13 take and split a whole batch."""
 
     def step(
         *,

@@ -1,4 +1,4 @@
-"""Combinations that Residua's runs and torchtitan do not support: refused in one sentence that names both."""
+"""Refuses combinations that Residua's runs and torchtitan do not support, in one sentence that names both."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from residua.report.failure import describe, show
 from residua.train.start import check_model
 
 SCHEDULES = {"GPipe": "gpipe", "1F1B": "1f1b", "Interleaved1F1B": "interleaved"}
-"""torchtitan's name of each schedule that Residua's stages run under, and Residua's name of it."""
+"""torchtitan's name → Residua's name, for each schedule that Residua's stages support."""
 
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Let a refusal end the process with its sentence, on rank 0, instead of a traceback on every rank."""
+    """Let a refusal end the process with its sentence on rank 0 instead of a traceback on every rank."""
     try:
         yield
     except ConfigError as error:
@@ -30,7 +30,7 @@ def plainly() -> Iterator[None]:
 
 
 def refuse_run(run: RunConfig) -> None:
-    """Refuse a run that cannot learn, or with a choice that torchtitan has no place for."""
+    """Refuse a run that cannot learn, or that has a setting without a counterpart in torchtitan."""
     check_model(run)
     recipe = run.train
     if run.model.repeats:
@@ -53,7 +53,7 @@ def refuse_run(run: RunConfig) -> None:
 
 
 def refuse_engine(config: Any, run: RunConfig) -> None:
-    """Refuse settings of torchtitan, after its command line was read, that this run cannot be trained with."""
+    """After torchtitan has read its command line, refuse settings of it that cannot train this run."""
     _refuse_mesh(config, run)
     if config.parallelism.pipeline_parallel_degree > 1:
         _refuse_pipeline(config.parallelism)

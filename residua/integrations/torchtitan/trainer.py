@@ -1,4 +1,4 @@
-"""torchtitan's trainer for a Residua run: its text, loss and gradients, and what makes its checkpoints run folders."""
+"""torchtitan's trainer for a Residua run: its text, loss, gradients, and the files for converting its checkpoints."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ from residua.train.balance import Balancer
 
 
 class ResiduaLoss(BaseLoss):
-    """The loss of `residua train`: cross-entropy, z-term, balance of experts. It reports the cross-entropy alone.
+    """The loss of `residua train`: cross-entropy, z-term, balance of experts. It reports only the cross-entropy.
 
     Incoming losses are means over this rank's targets; outgoing ones are its parts of the means over the step.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
-        """Nothing to choose: weights of the terms are in the run."""
+        """No settings: the run holds the weights of the terms."""
 
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         self.tokens: dist.ProcessGroup | None = None
-        """Ranks with other tokens that torchtitan does not know of: it adds up losses over its own axes only."""
+        """Ranks with different tokens that torchtitan does not know: it sums losses only over its own axes."""
 
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **_: Any
@@ -72,16 +72,16 @@ def _report(value: Tensor, trained: Tensor) -> Tensor:
 
 
 class ResiduaTrainer(Trainer):
-    """torchtitan's trainer as it is, but for three things.
+    """torchtitan's trainer with three changes.
 
-    Targets go into the model, which computes the loss with its head, so that logits are never stored. Gradients are
-    clipped by `Gradients`: torchtitan's own function mixes no sharded with whole parameters, and counts what stages
-    share repeatedly. The dump folder is given the run's configuration and tokenizer.
+    Targets go into the model, which computes the loss with its head, so that logits are never stored. `Gradients` clips
+    gradients, because torchtitan's function does not mix sharded with whole parameters, and counts parameters that
+    stages share repeatedly. The run's configuration and tokenizer are written to the dump folder.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's, and the run as TOML."""
+        """torchtitan's settings, and the run as TOML."""
 
         run: Annotated[str, tyro.conf.Suppress] = ""
 
@@ -101,7 +101,7 @@ class ResiduaTrainer(Trainer):
             self._describe(run, model)
 
     def _balance(self, model: ResiduaModel, run: RunConfig) -> None:
-        """Experts are balanced over all tokens of a step, on all ranks."""
+        """Balance experts over all tokens of a step, on all ranks."""
         batches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         model.part = 1 / (batches * model.grid.ranks)
         add = model.grid.over_all if model.mixtures else model.grid.over_batch
@@ -124,14 +124,14 @@ class ResiduaTrainer(Trainer):
                     write_atomically(folder / name, source.read_text(encoding="utf-8"))
 
     def _trained(self, run: RunConfig, model: ResiduaModel) -> RunConfig:
-        """The run with what torchtitan's flags have changed."""
+        """The run with the changes from torchtitan's flags."""
         training, grid = self.config.training, model.grid
         flowing = self.num_pipeline_parallel_microbatches
         batches = self.gradient_accumulation_steps * flowing * grid.config.data * grid.config.shard
         schedule = schedule_of(self.config.lr_scheduler).model_dump()
         return run.override(
             [
-                # how long the schedule is: a job may train a part of it
+                # the length of the schedule; a job may train only a part of it
                 f"train.steps={self.config.lr_scheduler.total_steps or training.steps}",
                 f"train.micro_batch={training.local_batch_size // flowing}",
                 f"train.accumulate={batches // grid.context_ranks}",
@@ -147,12 +147,12 @@ class ResiduaTrainer(Trainer):
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         grid = self.gradients.grid
         batch = dict(input_dict)
-        if grid.tensor_ranks * grid.context_ranks > 1:  # torchtitan gives each context-parallel rank its part of them
+        if grid.tensor_ranks * grid.context_ranks > 1:  # torchtitan gives each context-parallel rank its positions
             tokens = batch["input"]
             batch["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).contiguous()
         inputs, labels, batch = super().post_dataloading_process(batch, labels)
         if grid.tensor_ranks * grid.context_ranks > 1:
-            if not self.parallel_dims.pp_enabled:  # a schedule divides what it is given by rows
+            if not self.parallel_dims.pp_enabled:  # a schedule divides its inputs by rows
                 batch["positions"] = batch["positions"][0].contiguous()
             inputs, labels = (x.chunk(grid.tensor_ranks, 1)[grid.tensor_rank].contiguous() for x in (inputs, labels))
         if self.parallel_dims.pp_enabled and self.model_parts[0].token_readers:
@@ -167,7 +167,7 @@ class ResiduaTrainer(Trainer):
 
     @contextmanager
     def _clipping(self) -> Iterator[None]:
-        """torchtitan calls its function by the name of its module: during a step that is ours."""
+        """Replace torchtitan's clipping function, which it looks up in its module, with ours during a step."""
         theirs = engine.clip_grad_norm_
         engine.clip_grad_norm_ = lambda _, max_norm, **__: self.gradients.clip(max_norm)
         try:
@@ -188,7 +188,7 @@ class ResiduaTrainer(Trainer):
 
 
 def _fill_pipeline(config: Any, run: RunConfig) -> None:
-    """Let all micro-batches of a step flow through a pipeline at once, unless another local batch is asked for."""
+    """Send all micro-batches of a step through the pipeline at once, unless a flag sets another local batch size."""
     mesh, training = config.parallelism, config.training
     if mesh.pipeline_parallel_degree == 1 or training.local_batch_size != run.train.micro_batch:
         return
@@ -199,10 +199,10 @@ def _fill_pipeline(config: Any, run: RunConfig) -> None:
 
 
 class Gradients:
-    """The gradients of this rank's model part, built when its parameters have their final form.
+    """The gradients of this rank's model part. Create it when the parameters have their final form.
 
-    FSDP2 has added up those of its parameters. Others are whole on every rank: scalars, and in a pipeline what several
-    stages use.
+    FSDP2 has summed the gradients of its parameters. Others are whole on every rank: scalars and, in a pipeline,
+    parameters that several stages use.
     """
 
     def __init__(self, model: ResiduaModel) -> None:
@@ -213,13 +213,13 @@ class Gradients:
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> Tensor:
-        """Add up over the ranks what is not yet, and scale all to a common norm of at most `max_norm`."""
+        """Sum gradients not yet summed over the ranks, and scale all to a common norm of at most `max_norm`."""
         self.complete()
         groups = (self.grid.shard, self.grid.tensor, self.grid.pipeline)
         return clip_together(self.parameters, self._counts, groups, max_norm, self.grid.device)
 
     def complete(self) -> None:
-        """Add up the gradients of shared parameters over stages, and of whole ones over ranks with other tokens."""
+        """Sum the gradients of shared parameters over stages, and of whole ones over ranks with different tokens."""
         if self.shared is not None:
             self.shared.complete([], ranks=1)
         if self.grid.ranks == 1:
@@ -234,7 +234,7 @@ class Gradients:
                 self.grid.over_copies(parameter.grad) if split else self.grid.over_batch(parameter.grad)
 
     def _counts(self, parameter: Any) -> bool:
-        """Whether this rank adds its part of a parameter to the norm: of equal copies, one rank does."""
+        """Whether this rank adds its part of a parameter to the norm; of equal copies, only one counts."""
         if not isinstance(parameter, DTensor):
             first = self.grid.shard_rank == 0 and (self.grid.tensor_rank == 0 or parameter in self.split)
             if not first:
@@ -256,7 +256,7 @@ class PreparedText(BaseDataLoader):
     ) -> None:
         run = parse_run(config.run)
         if dist.get_rank() == 0:
-            open_data(run)  # which prepares the embedded text if it must
+            open_data(run)  # prepares the embedded text if necessary
         dist.barrier()
         self.dataset = open_data(run)
         self.loader = Loader(
@@ -275,7 +275,7 @@ class PreparedText(BaseDataLoader):
             yield {"input": batch.tokens, **documents}, batch.targets
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the global order, which is the same on all ranks, so that any number of them can go on."""
+        """The position in the global order. It is the same on all ranks, so any number of ranks can continue."""
         return {"place": pack(self.loader.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -284,11 +284,11 @@ class PreparedText(BaseDataLoader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """Prepared text needs no tokenizer."""
+    """Stands in for a tokenizer, which prepared text does not need."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """Nothing to choose."""
+        """No settings."""
 
     def __init__(self, config: Config, **_: Any) -> None:
         super().__init__()
