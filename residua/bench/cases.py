@@ -1,8 +1,8 @@
-"""The cases of `residua bench ops`: each operator at one shape, with the least bytes and arithmetic it needs.
+"""The cases of `residua bench ops`: each operator at one shape, with the minimum of bytes and FLOPs it needs.
 
-Bytes count what an operator must read from memory once and write once. A depth path counts its junctions one by one
-(`Costs.floor`), each reading its state from memory and writing it back, because a sublayer runs in between; kernels
-that evaluate several reads together can move less. Backward, every tensor that forward read is still stored.
+Bytes count each required read and write of memory once. A depth path counts its junctions separately (`Costs.floor`):
+each reads its state from memory and writes it back, because a sublayer runs in between. Kernels that evaluate several
+reads together can move less. In the backward pass, every tensor that the forward pass read is still stored.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class Shape:
 class Case:
     """An operator with its inputs; all floating-point inputs get gradients.
 
-    `forward_bytes` and `backward_bytes` are the least that can be moved, `flops` the arithmetic of both passes where
-    that is the limit and not memory. If a depth path consists of reads, `by_reads` builds the same path from another
-    function for each read, called as `depth_attention` is. `peers` are other ways to compute it, for these inputs.
+    `forward_bytes` and `backward_bytes` are the minimum that must be moved. `flops` counts the arithmetic of both
+    passes if that is the limit instead of memory. If a depth path consists of reads, `by_reads` builds the same path
+    with another function for each read, which has the arguments of `depth_attention`. `peers` are other implementations
+    for these inputs.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Case:
 
 
 def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
-    """The cases by name; their tensors are made when one is called."""
+    """The cases by name; calling one allocates its tensors."""
     long = _sizes(shape, 8192)
     makers: dict[str, Callable[[Shape, torch.device], Case]] = {
         "multi_gate": partial(_declared, "multi_gate", f"multi_gate, {shape.streams} streams"),
@@ -89,7 +90,7 @@ def operators(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case
 
 
 def depth_paths(shape: Shape, device: torch.device) -> dict[str, Callable[[], Case]]:
-    """All of a model's depth and nothing else: every junction of `sublayers` sublayers, whose outputs are given."""
+    """Whole depth paths without the sublayers: every junction of `sublayers` sublayers, with given outputs."""
     blocks = max(1, shape.sublayers // 4)
     configs: dict[str, choices.Topology] = {
         "additive": choices.Additive(),
@@ -116,7 +117,7 @@ def _sequences(sizes: Sizes) -> str:
 def _declared(
     operator: str, title: str, shape: Shape, device: torch.device, *, sizes: Sizes | None = None, label: str = ""
 ) -> Case:
-    """The example that an operator declares, at this size; its inputs are the tensors in it, in order."""
+    """A case from the example that an operator declares, at this size; the inputs are its tensors, in order."""
     run = declared_operators()[operator]
     examples = run.cases(Draw(device, shape.dtype, sizes or _sizes(shape), same_everywhere=False))
     example = next(case for case in examples if case.label == label)
@@ -150,7 +151,7 @@ def _depth_attention(shape: Shape, device: torch.device) -> Case:
 
 
 def _manifold_hyper(shape: Shape, device: torch.device) -> Case:
-    """A junction of mHC: the write, all weights of the next sublayer with 20 Sinkhorn iterations, and its read."""
+    """A junction of mHC: the write, all mixing weights of the next sublayer (20 Sinkhorn iterations), and its read."""
     n = shape.streams
     sizes = (n, n, n * n)
     streams, update = _random(shape, device, n), _random(shape, device)
@@ -182,7 +183,7 @@ def _cross_entropy(name: str, shape: Shape, device: torch.device) -> Case:
 
 
 def _expert_ffn(activation: str, shape: Shape, device: torch.device) -> Case:
-    """Experts as wide as the model, on tokens that were routed at random."""
+    """Experts as wide as the model, on randomly routed tokens."""
     name = f"expert_ffn, {activation}, {shape.top_k} of {shape.experts} experts"
     case = _declared("expert_ffn", name, shape, device, label=f"routed, {activation}")
     x, up, out, *_ = case.inputs
@@ -203,7 +204,7 @@ def _expert_ffn(activation: str, shape: Shape, device: torch.device) -> Case:
 
 
 def _chosen(order: Tensor, ends: Tensor, top_k: int) -> Tensor:
-    """[N, k]: the expert of each slot, from the slots sorted by expert."""
+    """The expert of each slot [N, k], from the slots sorted by expert."""
     rows = torch.arange(order.numel(), device=order.device, dtype=ends.dtype)
     experts = torch.empty_like(order)
     experts[order.long()] = torch.searchsorted(ends, rows, right=True).to(order.dtype)

@@ -1,4 +1,4 @@
-"""Compare training on the fused operators with training on the references: three runs from the same weights."""
+"""Compares training with fused operators to training with their references: three runs from the same weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from residua.train.step import arithmetic, build_step
 from residua.train.timing import release_memory
 
 WINDOW = 10
-"""Steps that each mean covers."""
+"""Steps per mean."""
 RUNS = {"fused": "auto", "fused again": "auto", "reference": "reference"}
 """The backend of each run."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's mean loss over each WINDOW of steps, and a digest of the weights it ended with."""
+    """A run's mean loss over each WINDOW of steps, and a digest of its final weights."""
 
     losses: list[float]
     weights: str
@@ -42,13 +42,13 @@ class CurveResult:
 
     @property
     def differences(self) -> list[float]:
-        """|fused − reference| of each mean, in nats."""
+        """|fused − reference| for each mean, in nats."""
         fused, reference = self.curves["fused"], self.curves["reference"]
         return [abs(a - b) for a, b in zip(fused.losses, reference.losses, strict=True)]
 
     @property
     def same_bits(self) -> bool:
-        """Whether both fused runs had the same losses and ended with the same weights, to the last bit."""
+        """Whether the losses and final weights of both fused runs are bit-identical."""
         return self.curves["fused"] == self.curves["fused again"]
 
 
@@ -57,7 +57,7 @@ def bench_curve(
 ) -> CurveResult:
     """Train a configuration three times from the same weights on the same batches, to its last step.
 
-    `train.determinism` should be "exact": otherwise PyTorch's own operators may differ from run to run on a GPU.
+    `train.determinism` should be "exact"; otherwise PyTorch's own operators may differ between runs on a GPU.
     """
     curves = {}
     for name, backend in RUNS.items():
@@ -99,7 +99,7 @@ def _digest(model: nn.Module) -> str:
 
 
 def print_curves(console: Console, config: RunConfig, device: torch.device, result: CurveResult) -> None:
-    """The mean losses, the largest difference, and whether the fused runs agree to the last bit."""
+    """Print the mean losses, the largest difference, and whether the fused runs are bit-identical."""
     recipe = config.train
     console.print(
         f"{recipe.steps} steps of {config.tokens_per_step:,} tokens, three runs from the same weights, "
@@ -128,7 +128,7 @@ def _steps(window: int, steps: int) -> str:
 
 
 def curve_facts(config: RunConfig, result: CurveResult) -> dict[str, Any]:
-    """Everything for a file, in nats."""
+    """The contents of the report file; losses in nats."""
     return {
         "config": config.model_dump(mode="json"),
         "window": WINDOW,

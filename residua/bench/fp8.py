@@ -1,6 +1,6 @@
-"""FP8 linear layers against bf16 by size: the product alone, and with the rounding of its input.
+"""Compares FP8 linear layers with bf16 by size: the product alone, and including the rounding of its input.
 
-On a CPU, where bf16 is mostly emulated, the plain layer is fp32.
+On a CPU, where bf16 is mostly emulated, the baseline is fp32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEMES = ("fp8-row", "fp8-group", "fp8")
 
 @dataclass(frozen=True)
 class LinearResult:
-    """One size and scheme: seconds of the plain layer, of the FP8 product, and of it with rounding its input."""
+    """One size and scheme: seconds of the plain layer, of the FP8 product, and of the product with input rounding."""
 
     tokens: int
     inputs: int
@@ -79,7 +79,7 @@ def _scheme(x: Tensor, w: Tensor, scheme: str, plain: Sample, repeats: int) -> L
 
 
 def print_linear(console: Console, results: Sequence[LinearResult]) -> None:
-    """One row per size and scheme; × is how many times as fast as the plain layer."""
+    """Print one row per size and scheme; × is the speedup over the plain layer."""
     measured = ("plain ms", "product ms", "×", "with rounding ms", "×", "from simulation")
     table = new_table(("tokens × inputs → outputs", "scheme"), measured)
     for row in results:

@@ -1,6 +1,6 @@
-"""Inference: the time to the first token, and of a decoding step, of several models side by side.
+"""Compares inference of several models: the time to the first token, and of a decoding step.
 
-The models take turns in every round, so that a change of the device's clock affects all of them alike.
+The models take turns in every round, so that changes of the device's clock affect all of them equally.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PEER = "transformers"
 
 @dataclass(frozen=True)
 class DecodeResult:
-    """The time of one model's decoding step at one batch size, and its ratio to the first model's.
+    """The time of one model's decoding step at one batch size, and its ratio to that of the first model.
 
     A step reads `weight_bytes` of weights and `cache_bytes` of the cache, and launches `kernels` kernels.
     """
@@ -65,9 +65,9 @@ class DecodeResult:
 class PrefillResult:
     """The time from `batch` prompts of `length` tokens on the host to their first new tokens on the host.
 
-    `ratio` is to the first model. `first_call` is the time of the first prompts that the process read with this model,
-    which includes loading or compiling kernels. MFU is the model's FLOPs per second as a share of the device's peak;
-    on a CPU it is not known.
+    `ratio` is relative to the first model. `first_call` is the time of the process's first prefill with this model,
+    which includes loading or compiling kernels. MFU is the model's FLOP/s as a share of the device's peak; it is
+    unknown on a CPU.
     """
 
     model: str
@@ -83,13 +83,13 @@ class PrefillResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the prompts read per second."""
+        """Prompt tokens read per second."""
         return self.batch * self.length / self.first_token.median
 
 
 @dataclass
 class _Contender:
-    """`time` is one timing, in seconds; `facts` go into the result."""
+    """A model to time: `time` returns the seconds of one run; `facts` go into the result."""
 
     name: str
     time: Callable[[], float]
@@ -101,7 +101,7 @@ class _Contender:
 def _built(
     cases: Sequence[Case], build: Callable[[Case], _Contender], title: str, tell: Tell
 ) -> list[_Contender]:  # fmt: skip
-    """The contenders of all cases. `tell` gets what is done and the share of the whole that is behind it: building
+    """The contenders of all cases. `tell` gets the current activity and the share of all work that is done; building
     counts as half."""
     contenders = []
     for done, case in enumerate(cases):
@@ -113,7 +113,7 @@ def _built(
 def _timed(
     contenders: Sequence[_Contender], rounds: int, title: str, tell: Tell
 ) -> Iterator[tuple[_Contender, Sample, float]]:
-    """The contenders with their times and the ratios of these to the first."""
+    """The contenders with their times, and the ratios of their medians to the first one's."""
     for done in range(rounds):
         tell(f"{title}: round {done + 1} of {rounds}", (1 + done / rounds) / 2)
         for contender in contenders:
@@ -146,7 +146,7 @@ def bench_decode(
     rounds: int,
     tell: Tell = lambda text, share: None,
 ) -> list[DecodeResult]:
-    """Time `rounds` × 8 steps of every case with `filled` tokens in each row of the cache, ratios to the first."""
+    """Time `rounds` × 8 steps of every case with `filled` tokens per cache row; ratios are to the first case."""
     engine, title = resolve_engine(engine, device), f"{model}, batch {batch}"
     build = partial(_decoding, device=device, batch=batch, filled=filled, engine=engine)
     contenders = _built(cases, build, title, tell)
@@ -193,7 +193,7 @@ def _decoding(case: Case, device: torch.device, batch: int, filled: int, engine:
 
 
 def _kernels(step: Step, cache: Cache) -> int:
-    """How many kernels the device runs in one step."""
+    """The number of kernels that the device runs in one step."""
     tokens = torch.zeros_like(cache.lengths)
     step(tokens)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -215,7 +215,7 @@ def bench_prefill(
     peers: bool = True,
     tell: Tell = lambda text, share: None,
 ) -> list[PrefillResult]:
-    """Time every case `rounds` times, ratios to the first; with `peers`, transformers' Llama of its shape too."""
+    """Time every case `rounds` times; ratios are to the first. With `peers`, also a transformers Llama of its shape."""
     torch.manual_seed(0)
     rows = torch.randint(cases[0].config.model.vocab_size, (batch, length)).tolist()
     title = f"{model}, {batch} × {length}"
@@ -256,14 +256,14 @@ def _reading(case: Case, device: torch.device, rows: list[list[int]], engine: st
 
 
 def prefill_flops(config: ModelConfig, batch: int, length: int) -> float:
-    """Two per multiply-add of every active weight and of causal attention; the head counts for the last tokens only."""
+    """Two FLOPs per multiply-add of active weights and causal attention; the head counts only for the last tokens."""
     head = 2 * config.vocab_size * config.width
     each = measure(config.override([f"context={length}"])).flops_per_token / 3 - head
     return batch * (length * each + head)
 
 
 def _llama(config: ModelConfig, device: torch.device, rows: list[list[int]], flops: float) -> _Contender | None:
-    """A Llama with as many weights in attention and feed-forward as a dense softmax model; None if there is none."""
+    """A Llama with as many attention and feed-forward weights as a dense softmax model; None if not applicable."""
     softmax, ffn = config.softmax, config.ffn
     if find_spec(PEER) is None or softmax is None or ffn.mixture:
         return None
@@ -293,7 +293,7 @@ def bench_each(
     presets: Sequence[str], compare: str, sizes: Mapping[str, Sequence[Any]], run: Callable[..., list[T]],
     device: torch.device,
 ) -> tuple[list[T], Ceilings]:  # fmt: skip
-    """Results of every model and all `sizes`, by `bench_decode` or `bench_prefill`; and the ceilings of the device."""
+    """Results of `bench_decode` or `bench_prefill` for every model at all `sizes`, and the ceilings of the device."""
     models = read_models(presets, compare.split(","))
     results, parts = [], list(product(models, *sizes.values()))
     with BenchProgress(len(parts)) as progress:
@@ -306,7 +306,7 @@ def bench_each(
 
 
 def print_decode(console: Console, results: Sequence[DecodeResult], ceilings: Ceilings) -> None:
-    """One row per model, batch size and case, ratios to the first case."""
+    """Print one row per model, batch size and case, with ratios to the first case."""
     measured = ("batch", "step µs", "p10–p90", "time ×", "tokens/s", "kernels", "GB/s", "of copy")
     table = new_table(("model", "case", "engine"), measured)
     for result in results:
@@ -333,7 +333,7 @@ def print_decode(console: Console, results: Sequence[DecodeResult], ceilings: Ce
 
 
 def print_prefill(console: Console, results: Sequence[PrefillResult]) -> None:
-    """One row per model, size of the prompts and case, ratios to the first case."""
+    """Print one row per model, prompt size and case, with ratios to the first case."""
     measured = ("prompts", "first token ms", "p10–p90", "time ×", "tokens/s", "MFU", "first call s")
     table = new_table(("model", "case", "engine"), measured)
     for result in results:

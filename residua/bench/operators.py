@@ -1,6 +1,6 @@
-"""Time operators, forward and forward + backward: ours, the plain reference, and the peers that are installed.
+"""Times operators, forward and forward + backward: ours, the plain reference, and installed peers.
 
-The copy bandwidth and matrix product rate of the device are the ceilings that results are compared with.
+Results are compared with two ceilings of the device: its copy bandwidth and its matrix product rate.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FLUSH_BYTES = 2**28
 
 @dataclass(frozen=True)
 class OpResult:
-    """One implementation of one case; one with a `problem` has no timings.
+    """One implementation of one case; if it has a `problem`, it has no timings.
 
-    Bytes are the least the case must move, forward and in both passes. Shares are of the copy bandwidth, or of the
-    matrix product's rate where arithmetic is the limit. Memory is what both passes need on top of the inputs.
+    Bytes are the minimum that the case must move, in the forward pass and in both. Shares are of the copy bandwidth, or
+    of the matrix product rate where arithmetic is the limit. Memory excludes the inputs and covers both passes.
     """
 
     case: str
@@ -41,7 +41,7 @@ class OpResult:
 
 
 def implementations(device: torch.device, names: Sequence[str]) -> dict[str, Callable[[Function], Function]]:
-    """The ways to run a case: the fused path (on a GPU), the reference, the reference compiled."""
+    """The ways to run a case: the fused path (on a GPU), the reference, the compiled reference."""
     known = {"fused": _fused, "reference": _reference, "compiled": _compiled}
     for name in names:
         if name not in known:
@@ -63,7 +63,7 @@ def bench_operator(
 ) -> Iterator[OpResult]:
     """Time the implementations of a case on the same inputs, one per iteration; `tell` gets the name of each.
 
-    An exception in a peer becomes its result; an exception in our code is raised.
+    An exception in a peer becomes the `problem` of its result; an exception in our code is raised.
     """
     for name, function in [*functions.items(), *peers.items()]:
         tell(f"{case.name}: {name}")
@@ -119,13 +119,13 @@ def _share(bytes_moved: int, flops: float, sample: Sample, ceilings: Ceilings) -
 
 
 def _time(work: Callable[[], object], device: torch.device, repeats: int) -> Sample:
-    """Repeated runs, each from a cold cache."""
+    """Time repeated runs, each from a cold cache."""
     flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     return Sample.measure(work, repeats, device, before=flush.zero_)
 
 
 def _captured(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The work as a CUDA graph, so that launches do not count; unchanged if it cannot be captured."""
+    """The work as a CUDA graph, to exclude launch overhead; unchanged if it cannot be captured."""
     if device.type != "cuda":
         return work
     side = torch.cuda.Stream()
@@ -186,7 +186,7 @@ def _compiled(function: Function) -> Function:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Copy bandwidth (bytes read plus written, per second) and the rate of a large matrix product in `dtype`."""
+    """Copy bandwidth (bytes read plus written per second), and the FLOP/s of a large matrix product in `dtype`."""
 
     copy_bytes_per_second: float
     matmul_flops_per_second: float
@@ -194,9 +194,9 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Time a copy much larger than any cache, and the product of two square matrices; random data, medians.
+    """Time a copy much larger than any cache, and the product of two square random matrices; takes medians.
 
-    The product is in the precision that training uses: bf16 on a GPU, fp32 on a CPU.
+    The product is in the training precision: bf16 on a GPU, fp32 on a CPU.
     """
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -1,13 +1,17 @@
-"""Estimates, for every way to divide a run among N devices, memory and bytes per rank and the time of a step.
+"""Estimates memory and bytes per rank, and the time of a step, for every way to divide a run among N devices.
 
 Ranks with neighbouring numbers are in one node. The axes, from the inside out: tensor, context, shard, data, pipeline.
-`residua train` runs data, shard and pipeline, and divides experts among shard ranks; tensor and context parallelism are
-torchtitan's (docs/torchtitan.md).
+`residua train` runs data, shard and pipeline, and divides experts among shard ranks; tensor and context parallelism
+need torchtitan (docs/torchtitan.md).
 
-Time of a step is the sum of: the computation of the slowest rank of the pipeline at the rate it reaches, with the
-traffic of its junctions; the pipeline's bubble; gathers and reductions of layers as far as they take longer than the
-computation they overlap; and what overlaps nothing: the outermost FSDP group, the copies' gradients, Muon's exchange,
-the exchanges of tensor and context parallelism and of divided experts, and one hop through the pipeline per direction.
+The time of a step is the sum of:
+
+- the computation of the slowest rank of the pipeline at the rate it reaches, with the traffic of its junctions;
+- the pipeline's bubble;
+- gathers and reductions of layers, where they take longer than the computation they overlap;
+- communication that overlaps nothing: the outermost FSDP group, the copies' gradients, Muon's exchange, the exchanges
+  of tensor and context parallelism and of divided experts, and one hop through the pipeline per direction.
+
 `plan_costs` counts memory and bytes.
 """
 
@@ -50,9 +54,8 @@ class Machine:
     """A device, its links and its node.
 
     memory: bytes of a device. flops: FLOP/s that an additive model's step reaches. link, between: bytes/s that a device
-    sends to others of its node, and to other nodes. bandwidth: bytes/s of a copy in its memory, read and written bytes
-    together (an H200's, measured). node: devices in a node. latency: seconds until a message arrives. host: bytes of a
-    node's memory.
+    sends within its node and to other nodes. bandwidth: bytes/s of a copy in its memory, reads plus writes (measured on
+    an H200). node: devices in a node. latency: seconds until a message arrives. host: bytes of a node's memory.
     """
 
     memory: float
@@ -65,24 +68,24 @@ class Machine:
     host: float = 2000 * GIB
 
     def group(self, size: int, stride: int) -> Group:
-        """The links of `size` ranks, each `stride` after the one before."""
+        """The group of `size` ranks whose numbers are `stride` apart."""
         nodes = max(1, size * stride // self.node)
         return Group(self, size, 1 if size * stride <= self.node else min(size, nodes))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, and the number of nodes they are on."""
+    """A group of communicating ranks, and the number of nodes they are on."""
 
     machine: Machine
     size: int
     nodes: int
 
     def ring(self, sent: float, collectives: float = 1.0) -> float:
-        """Seconds of ring collectives in which each rank sends so many bytes.
+        """Seconds of ring collectives in which each rank sends `sent` bytes.
 
-        The ranks of one node cross to the next over all their network cards at once. A collective over k nodes takes k
-        latencies.
+        The ranks of one node send to the next node over all their network cards at once. A collective over k nodes
+        takes k latencies.
         """
         if self.size == 1:
             return 0.0
@@ -91,7 +94,7 @@ class Group:
         return sent / rate + collectives * self.nodes * self.machine.latency
 
     def exchange(self, sent: float, collectives: float = 1.0) -> float:
-        """Seconds in which each rank sends so many bytes, divided among all others (all-to-all)."""
+        """Seconds of all-to-alls in which each rank sends `sent` bytes, divided among all others."""
         if self.size == 1:
             return 0.0
         leaving = sent * (1 - 1 / self.nodes)
@@ -99,16 +102,16 @@ class Group:
         return rates + collectives * self.machine.latency
 
     def hop(self, sent: float) -> float:
-        """Seconds until the next rank has so many bytes."""
+        """Seconds to send `sent` bytes to the next rank."""
         return sent / (self.machine.link if self.nodes == 1 else self.machine.between) + self.machine.latency
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """One way to divide a run. Bytes are those of a rank in one step, `seconds` a step's.
+    """One way to divide a run. Bytes are per rank and step, `seconds` per step.
 
-    `memory` is the fullest rank's, `host` a node's. `slowest` is the work of the slowest rank of a pipeline over the
-    mean. `depth` is the part of `seconds` that the junctions take beyond an additive model's.
+    `memory` is that of the fullest rank, `host` that of a node. `slowest` is the ratio of the slowest pipeline rank's
+    work to the mean. `depth` is the part of `seconds` that junctions add to those of an additive model.
     """
 
     parallel: ParallelConfig
@@ -133,9 +136,9 @@ class MeshPlan:
 
 
 def plan(config: RunConfig, gpus: int, machine: Machine, *, engines: bool = False) -> list[MeshPlan]:
-    """Every division of the run among `gpus` devices that its configuration allows, the fastest that fits first.
+    """Every division of the run among `gpus` devices that its configuration allows, fastest that fits first.
 
-    With `engines`, also tensor and context parallelism, which torchtitan runs.
+    `engines` adds tensor and context parallelism, which need torchtitan.
     """
     facts = _facts(config, alone=gpus == 1)
     # many divisions have the same stages
@@ -164,7 +167,7 @@ def _facts(config: RunConfig, *, alone: bool) -> Facts:
 
 
 def _inner(config: RunConfig, gpus: int, machine: Machine) -> Iterator[tuple[int, int]]:
-    """Sizes of tensor × context: tensor parallelism inside a node, in parts that have whole heads."""
+    """Sizes of tensor × context: tensor parallelism stays inside a node and keeps heads whole."""
     attention = config.model.softmax
     heads = 1 if attention is None else attention.kv_heads or attention.heads
     for tensor in _divisors(machine.node):
@@ -175,9 +178,9 @@ def _inner(config: RunConfig, gpus: int, machine: Machine) -> Iterator[tuple[int
 
 
 def _divisions(config: RunConfig, gpus: int, *, experts: bool) -> Iterator[RunConfig]:
-    """data × shard × pipeline = gpus, each pipeline with one and with two stages per rank, where it is allowed.
+    """All data × shard × pipeline = gpus; pipelines with one stage per rank and, where allowed, with two.
 
-    `experts`: of mixtures, each also with its experts divided among 2 and more of the shard ranks.
+    `experts`: for mixtures, also with the experts divided among 2 or more of the shard ranks.
     """
     settings = config.parallel.model_dump()
     for pipeline in _divisors(gpus):
@@ -234,7 +237,7 @@ def _plan(d: Division, machine: Machine) -> MeshPlan:
 
 
 def _computation(d: Division, machine: Machine) -> tuple[float, float, float]:
-    """Seconds of the slowest rank, the part of them that junctions take, and its work over the mean."""
+    """Seconds of the slowest rank, the part of them that junctions take, and the ratio of its work to the mean."""
     tokens = d.tokens * d.micro / d.tensor
     if d.parallel.pipeline == 1:
         depth = d.facts.depth * tokens / machine.bandwidth
@@ -258,7 +261,7 @@ MIB = 2**20
 def print_plans(
     console: Console, preset: Sequence[str], config: RunConfig, machine: Machine, plans: Sequence[MeshPlan], rows: int
 ) -> None:
-    """The first `rows` meshes, and how to start the first of all; `preset` is its name and the changes to it."""
+    """Print the first `rows` meshes, and the command for the first one; `preset` holds its name and the changes."""
     batches = counted(config.train.accumulate, "micro-batch", "micro-batches")
     console.print(
         f"one step: {config.tokens_per_step} tokens in {batches} of {config.train.micro_batch} × {config.sequence}; "
@@ -329,6 +332,6 @@ def command(p: MeshPlan, preset: Sequence[str], nodes: int) -> str:
 
 
 def plan_report(config: RunConfig, machine: Machine, plans: Sequence[MeshPlan]) -> dict[str, Any]:
-    """Everything printed, as plain JSON."""
+    """The printed content as plain JSON."""
     rows = [{**asdict(p), "parallel": p.parallel.model_dump(), "memory": p.memory} for p in plans]
     return {"config": config.model_dump(mode="json"), "machine": asdict(machine), "plans": rows}

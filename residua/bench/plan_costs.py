@@ -1,14 +1,13 @@
-"""The costs of a division of a run for a rank: memory, bytes sent, traffic of junctions; counted from the equations.
+"""The costs of a division for each rank, counted from the equations: memory, bytes sent, traffic of junctions.
 
 Memory per rank: states + gathered weights + activations. States: fp32 weights and gradients, Muon's momentum or AdamW's
-two moments, a bf16 copy of the weights unless they are sharded. Activations per token are counted in widths of two
-bytes, from what the backward pass reads: per attention 2C + 2(q + k) + v + q, per feed-forward 2C and each hidden
-tensor, per junction what the topology states, and once the logits and six widths around the head. A stage holds those
-of every micro-batch in flight, and what it received for them.
+two moments, a bf16 copy of the weights unless they are sharded. Activations per token are counted in two-byte elements
+that the backward pass reads: per attention 2C + 2(q + k) + v + q, per feed-forward 2C and each hidden tensor, per
+junction the topology's figure, and once the logits and six widths around the head. A stage holds the activations of
+every micro-batch in flight, and the tensors it received for them.
 
-Memory per node, in the host: while a checkpoint is written, the copies of weights and optimizer states of its ranks;
-while the model is built, one layer or the embedding for each rank. Python, CUDA and the files that the system caches
-are not counted.
+Host memory per node: while a checkpoint is written, copies of its ranks' weights and optimizer states; while the model
+is built, one layer or the embedding for each rank. Python, CUDA and the system's file cache are not counted.
 
 Bytes that a rank sends in a step, by ring collectives:
 
@@ -16,19 +15,20 @@ Bytes that a rank sends in a step, by ring collectives:
   fp32, for every micro-batch.
 - root: the outermost FSDP2 group (embedding, head, vectors, topology) is gathered and reduced once per step, in fp32.
 - gradients: fp32, once per step, summed over the copies of the model.
-- muon: bf16 directions to the owners of matrices and updates back, then updates to the other copies.
+- muon: bf16 directions to the owners of matrices, updates back, then updates to the other copies.
 - stages: the tensors between stages, forward and backward.
 - tensor: with sequence parallelism every sublayer gathers its input and reduces its output, [tokens, C] in bf16, and
-  the same for the gradients; embedding and head once each.
-- context: ring attention hands keys and values round, forward and again backward, with their gradients.
-- tokens, experts: with `parallel.experts` the matrices of the experts are not gathered with their layer. The shard /
-  experts ranks that have the same ones gather these in bf16 for the forward pass, again for the backward, and reduce
-  their gradients in fp32. Each of a token's `top_k` rows of C elements goes in bf16 to the rank of its expert, unless
-  it is there already, and the result comes back; in the backward pass the gradients do the same, and with recomputation
-  the rows travel once more. Nothing overlaps these. Experts are taken to be equally loaded.
+  does the same for the gradients; embedding and head do so once each.
+- context: ring attention passes keys and values around in the forward pass, and again, with their gradients, in the
+  backward pass.
+- tokens, experts: with `parallel.experts` the experts' matrices are not gathered with their layer. The shard / experts
+  ranks that have the same experts gather these in bf16 for the forward pass, again for the backward, and reduce their
+  gradients in fp32. Each of a token's `top_k` rows of C elements is sent in bf16 to the rank of its expert, unless it
+  is already there, and the result is sent back. In the backward pass the gradients travel likewise; with recomputation
+  the rows travel once more. Nothing overlaps these. Experts are assumed to be equally loaded.
 
-Junctions: a topology states the rows of C two-byte elements that they move (`Topology.costs`) and the share of the
-bandwidth they reach. The rate that an additive model's step reaches was measured with its additions, so their rows are
+Junctions: a topology states how many rows of C two-byte elements they move (`Topology.costs`) and the share of the
+bandwidth they reach. The measured rate of an additive model's step includes its additions, so their rows are
 subtracted.
 """
 
@@ -56,8 +56,8 @@ from residua.model.topology.facts import ADDED_IN_NORM, Costs
 class Facts:
     """Facts that all divisions of a run share.
 
-    depth: bytes that junctions move per token when the model is not cut. per_layer, once: elements kept per token for
-    the backward pass (`activation_widths`). crossing: the elements that would cross after each sublayer.
+    depth: bytes that junctions move per token when the model is not cut. per_layer, once: elements stored per token for
+    the backward pass (`activation_widths`). crossing: the elements that would cross a cut after each sublayer.
     """
 
     size: Size
@@ -70,9 +70,9 @@ class Facts:
 
 @dataclass(frozen=True)
 class Division:
-    """A run, divided: its `parallel` table, and the axes that only torchtitan has.
+    """A divided run: its `parallel` table, and the axes that only torchtitan has.
 
-    `shares` are those of the stages, `hops` the bytes between them for one micro-batch and direction, in bf16.
+    `shares` are those of the stages, `hops` the bytes between them per micro-batch and direction, in bf16.
     """
 
     config: RunConfig
@@ -100,12 +100,12 @@ class Division:
 
     @property
     def micro(self) -> int:
-        """Micro-batches of a pipeline in a step."""
+        """Micro-batches per pipeline and step."""
         return self.config.train.accumulate // self.parallel.batch_ranks
 
     @property
     def tokens(self) -> float:
-        """Tokens of a micro-batch on one rank before they are divided by tensor parallelism."""
+        """Tokens of a micro-batch on one rank, before tensor parallelism divides them."""
         return self.config.train.micro_batch * self.config.sequence / self.context
 
     def of_rank(self, rank: int) -> Sequence[Share]:
@@ -134,7 +134,7 @@ def memory_of(d: Division, rank: int) -> Memory:
     copies = 2 * parameters if shard == 1 else 0.0
     gathered = 0.0
     if shard > 1:
-        # the unit that computes, the next one that is being gathered, their gradients; the outermost group in fp32
+        # the computing unit, the next unit being gathered, their gradients; the outermost group in fp32
         gathered = (2 + 2 + 4) * min(unit_size(d) / d.tensor, matrices) + (4 + 4) * root
         # the experts of one layer that this rank has, and their gradients
         gathered += (2 + 2 + 4) * divided_parameters(d.config, 1) / parallel.experts / d.tensor
@@ -153,12 +153,12 @@ def memory_of(d: Division, rank: int) -> Memory:
 
 
 def host_bytes(d: Division, node: int) -> float:
-    """The host memory of a node: copies of the states for a checkpoint, and what each rank builds at a time."""
+    """The host memory of a node: copies of the states for a checkpoint, and the parts that its ranks are building."""
     matrices, root = (max(sizes) / d.tensor for sizes in zip(*held_parameters(d), strict=True))
     # without gradients, which are 4 of the bytes of `_states`
     copied = (_states(d, matrices, matrices + root) - 4 * (matrices + root)) / (d.parallel.shard * d.context)
     if d.parallel.data > 1:
-        copied /= d.parallel.data  # equal copies are written once, by one rank each
+        copied /= d.parallel.data  # of equal copies, one rank writes one
     layer = (d.size.attention + d.size.ffn) / d.config.model.layers
     each: float = copied + 4 * max(layer, d.size.embedding)
     return min(node, d.ranks) * each
@@ -170,7 +170,7 @@ def _states(d: Division, matrices: float, parameters: float) -> float:
 
 
 def _in_flight(parallel: ParallelConfig, micro: int, rank: int) -> float:
-    """Micro-batches whose activations a rank holds at once, in units of all its layers."""
+    """How many micro-batches' activations a rank holds at once, counted over all its layers."""
     ranks, each = parallel.pipeline, parallel.stages_per_rank
     if parallel.schedule == "gpipe":
         return micro
@@ -179,7 +179,7 @@ def _in_flight(parallel: ParallelConfig, micro: int, rank: int) -> float:
 
 
 def activation_widths(config: RunConfig) -> tuple[float, float]:
-    """Elements kept per token: for one layer, and once for the embedding, the last norm and the head."""
+    """Elements stored per token: for one layer, and once for the embedding, the final norm and the head."""
     model, width = config.model, config.model.width
     depth = 2 * _costs(model).kept_widths * width
     if config.train.recompute == "sublayers":
@@ -210,7 +210,7 @@ def _attention(model: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of the fullest rank in a step, and how many collectives they are."""
+    """Bytes that the fullest rank sends in a step, and the number of collectives."""
 
     layers: float
     root: float
@@ -276,7 +276,7 @@ def sent_by(d: Division) -> Sent:
 
 
 def held_parameters(d: Division) -> list[tuple[float, float]]:
-    """For each rank of the pipeline: parameters of its layers' matrices, and those of the outermost group."""
+    """For each rank of the pipeline, the parameters in its layers' matrices and in the outermost group."""
     size, model, stages = d.size, d.config.model, d.parallel.pipeline
     matrices = (size.attention + size.ffn) / model.sublayers
     vectors = (size.norms + size.anchors) / model.sublayers
@@ -294,25 +294,25 @@ def held_parameters(d: Division) -> list[tuple[float, float]]:
 
 
 def unit_size(d: Division) -> float:
-    """Parameters of a unit that FSDP2 gathers: as many layers as have `SMALLEST_UNIT` together."""
+    """Parameters of a unit that FSDP2 gathers: the fewest layers that reach `SMALLEST_UNIT` together."""
     layer = (d.size.attention + d.size.ffn) / d.config.model.layers - divided_parameters(d.config, 1)
     return layer * min(ceil(SMALLEST_UNIT / layer), d.config.model.layers / d.parallel.pipeline)
 
 
 def uses_muon(config: RunConfig) -> bool:
-    """Whether the hidden matrices are Muon's."""
+    """Whether Muon updates the hidden matrices."""
     return isinstance(config.train.optimizer, Muon)
 
 
 def crossing_after(config: RunConfig) -> dict[int, Items]:
-    """The tensors that would cross after every sublayer, in bf16."""
+    """The tensors that would cross a cut after each sublayer, in bf16."""
     ends = list(range(config.model.sublayers))
     shape = _shape(config)
     return dict(zip(ends, crossing(config.model, ends, shape, torch.bfloat16, config.parallel.anchors), strict=True))
 
 
 def hop_bytes(config: RunConfig, shares: Sequence[Share], known: Mapping[int, Items]) -> list[float]:
-    """Bytes of each hop for one micro-batch and direction, as the stages would send them; 0 if there is no hop."""
+    """Bytes that stages send over each hop per micro-batch and direction; 0 if there is no hop."""
     parallel = config.parallel
     if parallel.pipeline == 1:
         return [0.0]
@@ -338,7 +338,7 @@ def _softmax_layers(d: Division) -> float:
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """Bytes that a rank sends in a step: rows of tokens, and weights of experts; and how many exchanges of rows."""
+    """Bytes that a rank sends in a step, as token rows and as expert weights, and the number of row exchanges."""
 
     tokens: float = 0.0
     weights: float = 0.0
@@ -346,7 +346,7 @@ class ExpertTraffic:
 
 
 def divided_parameters(config: RunConfig, layers: float) -> float:
-    """Of so many layers, the parameters of experts that are divided among ranks, and not gathered with their layer."""
+    """The expert parameters in `layers` layers that are divided among ranks and not gathered with their layer."""
     model, ffn = config.model, config.model.ffn
     if config.parallel.experts == 1:
         return 0.0
@@ -355,11 +355,11 @@ def divided_parameters(config: RunConfig, layers: float) -> float:
 
 
 def expert_traffic(config: RunConfig, layers: float, tokens: float, micro: int) -> ExpertTraffic:
-    """The bytes that a rank with so many layers sends for `micro` micro-batches of `tokens` tokens each."""
+    """The bytes that a rank with `layers` layers sends for `micro` micro-batches of `tokens` tokens each."""
     ffn, parallel = config.model.ffn, config.parallel
     if parallel.experts == 1:
         return ExpertTraffic()
-    share = layers / config.model.layers  # of what the whole model has
+    share = layers / config.model.layers  # share of the whole model
     mixtures = ffn.mixtures(config.model.layers) * share
     recomputed = config.train.recompute == "sublayers"
     trips = 6 if recomputed else 4
@@ -373,9 +373,9 @@ def expert_traffic(config: RunConfig, layers: float, tokens: float, micro: int) 
 
 
 def depth_bytes(model: ModelConfig) -> float:
-    """Bytes per token of all junctions, forward and backward, beyond an additive model's, at the full bandwidth.
+    """Bytes per token that all junctions move beyond those of an additive model, forward and backward.
 
-    Junctions that reach less of the bandwidth count for more.
+    Bytes of junctions that reach less than the full bandwidth are scaled up.
     """
     costs = _costs(model)
     beyond = max(0.0, costs.step - ADDED_IN_NORM * model.sublayers)

@@ -21,18 +21,18 @@ from residua.train.environment import describe_environment
 from residua.train.timing import Sample
 
 WIDTH = 180
-"""Of a log: the widest table fits."""
+"""Columns of a log, enough for the widest table."""
 LOG_EVERY = 10.0
-"""Seconds between two lines of progress in a log."""
+"""Seconds between progress lines in a log."""
 Tell = Callable[[str, float], object]
-"""Gets what is being measured, and the share of the work that is behind it."""
+"""Receives the name of the current measurement, and the share of the work that is done."""
 
 
 class BenchProgress:
-    """What is being measured and the time left, on standard error.
+    """Shows the current measurement and the remaining time on standard error.
 
-    A terminal gets a status line, a log a line every `LOG_EVERY` seconds. `parts` is how often `finish_part` will be
-    called; without it no time is given.
+    A terminal gets a status line, a log one line every `LOG_EVERY` seconds. `parts` is the number of calls of
+    `finish_part` to expect; without it, no time is shown.
     """
 
     keeps_log = True
@@ -52,7 +52,7 @@ class BenchProgress:
         self._status.stop()
 
     def tell(self, what: str, share: float = 0.0) -> None:
-        """Show what is being measured; `share` of the current part is done."""
+        """Show the current measurement; `share` of the current part is done."""
         now = time.monotonic()
         self._start = now if self._start is None else self._start
         line = what if self._parts is None else f"{what} ({self._place(share)})"
@@ -76,14 +76,14 @@ class BenchProgress:
 
 
 class Bench:
-    """A device that is measured: its versions, the console that shows them, and the file `out` for all numbers."""
+    """A benchmark of a device: its software versions, the console for output, and the file `out` for all numbers."""
 
     def __init__(self, device: torch.device, out: Path | None) -> None:
         self.device, self.out = device, out
         self.environment, self.console = describe_environment(device), open_console(WIDTH)
 
     def print_device(self, ceilings: Ceilings | None = None) -> None:
-        """The device, the versions, and the measured ceilings if there are any."""
+        """Print the device, the versions and, if measured, the ceilings."""
         about = self.environment
         versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "triton", "python") if about[name])
         self.console.print(f"{about.get('gpu') or about['processor'] or about['platform']}: {versions}")
@@ -94,7 +94,7 @@ class Bench:
             )
 
     def save(self, kind: str, **content: Any) -> None:
-        """Write everything as plain JSON: seconds, bytes, FLOP/s."""
+        """Write all results as plain JSON: seconds, bytes, FLOP/s."""
         save_report(self.console, self.out, {"kind": kind, "environment": self.environment, **content})
 
 
@@ -108,7 +108,7 @@ def describe_step(config: RunConfig) -> str:
 
 
 def print_steps(console: Console, results: Sequence[StepResult]) -> None:
-    """One row per case, ratios to the first."""
+    """Print one row per case, with ratios to the first."""
     measured = ("step ms", "p10–p90", "time ×", "tokens/s", "MFU", "GiB", "memory ×", "first step")
     table = new_table(("case",), ("parameters", *measured))
     for result in results:
@@ -134,20 +134,20 @@ def _cells(result: StepResult, first: StepResult) -> list[str]:
 
 
 def ratios(result: StepResult, first: StepResult) -> tuple[float | None, float | None]:
-    """Time and memory over the first case's, where both were measured."""
+    """Time and memory relative to the first case, where both were measured."""
     time = None if result.step is None or first.step is None else result.step.median / first.step.median
     ours, theirs = result.peak_memory_gib, first.peak_memory_gib
     return time, None if ours is None or theirs is None else ours / theirs
 
 
 def step_rows(results: Sequence[StepResult]) -> list[dict[str, Any]]:
-    """The results for a file, with ratios to the first."""
+    """The results for the report file, with ratios to the first."""
     both = [(result, *ratios(result, results[0])) for result in results]
     return [{**asdict(result), "time_ratio": time, "memory_ratio": memory} for result, time, memory in both]
 
 
 def print_operators(console: Console, results: Sequence[OpResult]) -> None:
-    """One row per implementation of each case."""
+    """Print one row per implementation of each case."""
     measured = ("p10–p90", "MiB", "share")
     table = new_table(("case", "implementation"), ("forward ms", *measured, "both ms", *measured, "GiB"))
     for result in results:
@@ -177,7 +177,7 @@ def _operator_cells(result: OpResult) -> list[str]:
 
 
 def operator_line(result: OpResult) -> str:
-    """One result in a line, for a log."""
+    """One result as a line for a log."""
     title = f"{result.case}: {result.implementation}"
     if result.forward is None or result.both is None:
         return f"{title} not timed, {result.problem}"
@@ -185,12 +185,12 @@ def operator_line(result: OpResult) -> str:
 
 
 def can_be_replaced(path: Path) -> bool:
-    """Whether writing again replaces the first report. A pipe or a device would pass on both."""
+    """Whether a second write replaces the first. A pipe or a device would emit both reports."""
     return path.is_file() or not path.exists()
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """Write a report and make its folder. A file is written atomically; a pipe or a device just gets the text."""
+    """Write a report, creating its folder. Files are written atomically; a pipe or a device just receives the text."""
     text = json.dumps(report, indent=1) + "\n"
     if can_be_replaced(path):
         write_atomically(path.resolve(), text, parents=True)
@@ -200,14 +200,14 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
 
 
 def save_report(console: Console, out: Path | None, report: dict[str, Any]) -> None:
-    """Write a report to `out`, if a file was asked for, and say so."""
+    """Write a report to `out`, if given, and print where it is."""
     if out is not None:
         write_json(out, report)
         console.print(f"written to {out}", soft_wrap=True)
 
 
 def number(value: float | None, form: str) -> str:
-    """A cell of a table: a dash if there is no measurement."""
+    """A table cell; a dash if there is no measurement."""
     return "–" if value is None else format(value, form)
 
 

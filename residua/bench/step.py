@@ -1,4 +1,4 @@
-"""The whole training step as `residua train` runs it, timed: micro-batches forward and backward, clip, update."""
+"""Times the whole training step as `residua train` runs it: micro-batches forward and backward, clip, update."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ WAYS = ("replicate", "shard", "pipeline")
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration to time, under a name, with the operators' backend.
+    """A named configuration to time, with the operators' backend.
 
-    `way` times it as one rank of a parallel run: replicate, shard or pipeline.
+    With `way`, it is timed as one rank of a parallel run: replicate, shard or pipeline.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Case:
 class StepResult:
     """The timings of one case. `first_step` includes compilation; memory is the peak of all later steps.
 
-    A case with a `problem` (out of memory) has no timings. On a CPU, memory and MFU are not measured.
+    A case with a `problem` (such as out of memory) has no timings. On a CPU, memory and MFU are not measured.
     """
 
     name: str
@@ -60,10 +60,10 @@ class StepResult:
 
 
 def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
-    """The cases of a comparison; without one, the base alone.
+    """The cases of a comparison; without any, only the base.
 
-    A case is words separated by spaces: known variants (`prenorm`, `mgr+exoformer`), overrides
-    (`model.topology.streams=8`), `backend=reference` and `parallel=shard`. Its name is what was written.
+    A case consists of words separated by spaces: known variants (`prenorm`, `mgr+exoformer`), overrides
+    (`model.topology.streams=8`), `backend=reference` and `parallel=shard`. Its name is this text.
     """
     cases = []
     for text in compare or ["base"]:
@@ -84,7 +84,7 @@ def read_cases(base: RunConfig, compare: Sequence[str]) -> list[Case]:
 
 
 def read_models(presets: Sequence[str], compare: Sequence[str]) -> dict[str, list[Case]]:
-    """The same cases of each model, by the names of the models."""
+    """The same cases for each model, by model name."""
     models = {Path(preset).stem: RunConfig.find(preset) for preset in presets}
     return {name: read_cases(base, compare) for name, base in models.items()}
 
@@ -116,9 +116,9 @@ def _run(case: Case, device: torch.device, steps: int, warmup: int, tell: Callab
 
 
 def describe(case: Case, timed: TimedStep | str) -> StepResult:
-    """The result of a case that was timed, or of one that has a problem."""
+    """The result of a case that was timed or that had a problem."""
     config = case.config
-    # Count the FLOPs of attention at the sequence length that is run, not at the model's context.
+    # Count attention FLOPs at the sequence length of the run, not at the model's context.
     size = measure(config.model.override([f"context={config.sequence}"]))
     counted = (case.name, size.parameters, size.flops_per_token, config.tokens_per_step)
     if isinstance(timed, str):
@@ -138,7 +138,7 @@ def describe(case: Case, timed: TimedStep | str) -> StepResult:
 
 
 def build_case(case: Case, device: torch.device, open_ranks: ExitStack) -> Step:
-    """The step of a case, as `residua train` builds it; a rank's world stays open with `open_ranks`."""
+    """The step of a case, as `residua train` builds it; `open_ranks` keeps a rank's process group open."""
     torch.manual_seed(case.config.train.seed)
     if case.way is None:
         return build_step(build_if_it_fits(case.config.model, case.name), case.config.train, device)

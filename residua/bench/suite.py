@@ -1,4 +1,4 @@
-"""`residua bench ops` from end to end: choose the cases, time them, print and write the report.
+"""`residua bench ops` from start to finish: chooses the cases, times them, prints and writes the report.
 
 Kernels of other libraries for the same operators are timed in the same run, if they are installed.
 """
@@ -30,7 +30,7 @@ PRECISIONS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class SuitePlan:
-    """The cases to time, and how."""
+    """The cases to time, and the implementations to time them with."""
 
     shape: Shape
     device: torch.device
@@ -40,7 +40,7 @@ class SuitePlan:
 
 @dataclass(frozen=True)
 class Report:
-    """What was timed so far, of `planned` rows."""
+    """The results so far, of `planned` rows."""
 
     shape: Shape
     environment: dict[str, Any]
@@ -50,7 +50,7 @@ class Report:
 
 
 def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: dict[str, int]) -> SuitePlan:
-    """Check the request and plan it; without names, every operator and whole depths."""
+    """Check the request and plan it; without names, every operator and all depth paths."""
     device = choose_device("auto")
     precision = precision or ("bfloat16" if device.type == "cuda" else "float32")
     if precision not in PRECISIONS:
@@ -66,7 +66,7 @@ def plan(names: Sequence[str], ways: Sequence[str], precision: str, settings: di
 
 
 def count_rows(plan: SuitePlan) -> int:
-    """How many rows the tables will have. The cases are built on the meta device to count them."""
+    """How many rows the tables will have, counted by building the cases on the meta device."""
     nowhere = torch.device("meta")
     sketches = {**operators(plan.shape, nowhere), **depth_paths(plan.shape, nowhere)}
     return sum(len(plan.ways) + len(_installed(plan, name, sketches[name]())) for name in plan.cases)
@@ -78,7 +78,7 @@ def run(
     tell: Callable[[str], object] = lambda text: None,
     keep: Callable[[Report], object] = lambda report: None,
 ) -> Report:
-    """Time every case in turn; `tell` gets the name of each, `keep` the report after every row."""
+    """Time every case in turn; `tell` receives the name of each, `keep` the report after every row."""
     environment, ceilings = describe_environment(plan.device), measure_ceilings(plan.device)
     report = Report(plan.shape, environment, ceilings, [], count_rows(plan))
     for name, make in plan.cases.items():
@@ -96,14 +96,14 @@ def _installed(plan: SuitePlan, name: str, case: Case) -> dict[str, Function]:
 
 
 def _others(name: str, case: Case) -> dict[str, Function]:
-    """The peers of a case. For a whole depth, the peers of one read, applied to every read."""
+    """The peers of a case. For a depth path, the peers of one read, applied to every read."""
     if case.by_reads is None:
         return case.peers | peers(name)
     return {peer: case.by_reads(read) for peer, read in peers("depth_attention").items()}
 
 
 class SuiteProgress(show.BenchProgress):
-    """Keeps the measurements; a log gets one line per finished row."""
+    """Stores the measurements; a log gets one line per finished row."""
 
     keeps_log = False
 
@@ -113,7 +113,7 @@ class SuiteProgress(show.BenchProgress):
         self._out = out
 
     def keep(self, report: Report) -> None:
-        """Keep the report, rewrite the file, and print a line to a log."""
+        """Store the report, rewrite the file and, in a log, print a line."""
         self.report = report
         self.finish_part()
         if self._out is not None and show.can_be_replaced(self._out):
@@ -122,7 +122,7 @@ class SuiteProgress(show.BenchProgress):
 
 
 def run_suite(plan: SuitePlan, repeats: int, out: Path | None) -> None:
-    """Measure and show. If it ends early, the rows measured so far are still printed and in the file."""
+    """Measure and show the results. If it ends early, the rows so far are still printed and written to the file."""
     progress, bench = SuiteProgress(count_rows(plan), out), show.Bench(plan.device, out)
     try:
         with progress:
@@ -156,7 +156,7 @@ def show_report(report: Report, bench: show.Bench) -> None:
 
 
 def peers(operator: str) -> dict[str, Function]:
-    """The installed implementations of an operator; they take the inputs of its case."""
+    """The installed peer implementations of an operator; they take the inputs of its case."""
     candidates: dict[str, dict[str, Function]] = {
         "depth_attention": {"fla": _fla_attention, "liger_kernel": _liger_attention},
         "manifold_hyper": {"liger_kernel": _liger_manifold_hyper},
@@ -176,14 +176,14 @@ def _fla_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Te
 
 
 def _liger_attention(query: Tensor, gain: Tensor, *sources: Tensor) -> Sequence[Tensor]:
-    """Liger takes the sources stacked, so stacking them counts."""
+    """Liger takes stacked sources, so the time includes stacking them."""
     from liger_kernel.ops.attn_res import LigerAttnResFunction
 
     return [LigerAttnResFunction.apply(torch.stack(sources), query, gain, 1e-6)]
 
 
 def _fla_gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Sequence[Tensor]:
-    """Refuses its backward pass on Hopper with Triton 3.4.0 to 3.7.0, which compile it wrongly (its issue 640)."""
+    """fla refuses the backward pass on Hopper with Triton 3.4.0 to 3.7.0, which miscompile it (its issue 640)."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return [chunk_gated_delta_rule(q, k, v, g, beta, scale=1.0)[0]]
@@ -198,7 +198,7 @@ def _fla_kimi_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) ->
 def _liger_manifold_hyper(
     X: Tensor, y: Tensor, post: Tensor, mix: Tensor, phi: Tensor, a: Tensor, b: Tensor
 ) -> Sequence[Tensor]:
-    """Liger's three operators of one junction; its Sinkhorn takes rows first, at the same cost."""
+    """Liger's three operators of one junction; its Sinkhorn normalizes rows first, at the same cost."""
     from liger_kernel.ops.mhc import LigerMHCCoeffsFunction, LigerMHCPostResFunction, LigerMHCPreFunction
 
     X = LigerMHCPostResFunction.apply(X, y, post, mix)

@@ -1,6 +1,6 @@
-"""Training steps of several cases that take turns, a few steps each, all compiled before and in memory at once.
+"""Times training steps of several cases in turns of a few steps; all are compiled in advance and in memory at once.
 
-`python -m residua.bench.turns CONFIG.toml BACKEND WARMUP [WAY]` is the process of a case.
+`python -m residua.bench.turns CONFIG.toml BACKEND WARMUP [WAY]` runs the process of one case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def bench_turns(
     warmup: int,
     tell: Callable[[str], object] = lambda text: None,
 ) -> list[StepResult]:
-    """Time `rounds` turns of `steps` steps of each case, on the same random tokens; `tell` gets a line about it."""
+    """Time `rounds` turns of `steps` steps for each case, on the same random tokens; `tell` receives progress lines."""
     with TemporaryDirectory() as folder, ExitStack() as open_cases:
         turns = [
             open_cases.enter_context(_open(case, Path(folder) / str(number), warmup))
