@@ -1,4 +1,4 @@
-"""Load balancing of experts over a whole step, independent of its division into micro-batches and ranks.
+"""Load balancing of experts over a whole step, however it is divided into micro-batches and ranks.
 
 Per layer the loss is L = E · Σ_e f_e P_e: f_e is the share of the step's choices that fell on expert e, a count without
 gradient, and P_e the mean router probability over the step's tokens (arXiv 2501.11873). With f given, L is linear
@@ -7,13 +7,13 @@ in P, and P is a mean over micro-batches: Σ_m s_m P_e^m, where micro-batch m ha
     Σ_m s_m · E Σ_e f_e P_e^m = E Σ_e f_e P_e
 
 in value and gradient, for any division. But f must be known before the first backward pass. `same_step` measures it
-with an extra forward pass over the step's micro-batches, unless there is only one; `previous_step` uses the last step's
-f, which every rank knows (uniform before the first step, where L is constant): routing changes little in one step. The
-forward pass returns its statistics and they are summed here, so a sublayer that is recomputed in the backward pass is
-not counted twice.
+with an extra forward pass over the step's micro-batches, unless there is only one. `previous_step` uses the last step's
+f, which every rank knows, because routing changes little in one step; before the first step f is uniform, so L is
+constant. The forward pass returns its statistics and they are summed here, so a sublayer that is recomputed in the
+backward pass is not counted twice.
 
-Routers with a bias (`model/moe.py`) are balanced by it: after each step it moves by the load of the whole step, and
-is the same on every rank.
+In routers with a bias (`model/moe.py`), the bias does the balancing: after each step it is updated from the load of the
+whole step, equally on every rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from residua.model.moe import MoE, Routing, balance_loss, mixtures
 
 @dataclass(frozen=True)
 class Spread:
-    """The experts over some steps: means of the balance loss (1 is balanced) and the router's lse² over steps and
-    layers, and the share of the choices that each expert of each layer got."""
+    """Statistics of the experts over several steps.
+
+    The balance loss (1 is balanced) and the router's lse² are means over steps and layers; `load` is the share of the
+    choices that each expert of each layer got.
+    """
 
     balance: float
     router_z: float
@@ -42,16 +45,16 @@ class Spread:
 
     @property
     def heaviest(self) -> float:
-        """The load of the busiest expert in any layer; 1 is an equal share."""
+        """The load of the busiest expert of any layer; 1 is an equal share."""
         return max(max(layer) * len(layer) for layer in self.load)
 
     @property
     def lightest(self) -> float:
-        """The load of the least used expert in any layer; 1 is an equal share."""
+        """The load of the least used expert of any layer; 1 is an equal share."""
         return min(min(layer) * len(layer) for layer in self.load)
 
     def record(self) -> dict[str, Any]:
-        """The record for metrics.jsonl, rounded."""
+        """The rounded values for metrics.jsonl."""
         return {
             "balance": round(self.balance, 6),
             "router_z": round(self.router_z, 6),
@@ -75,11 +78,11 @@ class Balancer:
         add_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.config, self._add_ranks = config, add_ranks
-        # a stage of a pipeline has the routers of its own layers; the others are without memory
+        # a pipeline stage has only the routers of its layers; the others have no memory
         self._routers = {i: m.router for i, m in enumerate(mixtures) if not m.router.weight.is_meta}
         experts = mixtures[0].count
         zeros = torch.zeros(len(mixtures), experts, dtype=torch.float64, device=device)
-        # A captured step reads and writes these at their addresses: they are only ever changed in place.
+        # A captured step reads and writes these at fixed addresses, so change them only in place.
         self._load = zeros + 1 / experts
         self._alone = torch.zeros((), dtype=torch.bool, device=device)
         self._step = Routing(zeros.clone(), zeros.clone(), zeros[:, 0].clone())
@@ -87,7 +90,7 @@ class Balancer:
         self._steps = 0
 
     def begin(self, batches: Sequence[Batch], shares: Sequence[float], route: Callable[[Batch], Routing]) -> None:
-        """Before a step's first forward pass: decide its f. `shares` are the batches' shares of the step's tokens."""
+        """Determine f before a step's first forward pass. `shares` are the batches' shares of the step's tokens."""
         if self.config.load == "same_step":
             alone = len(batches) == 1 and self._add_ranks is None
             self._alone.fill_(alone)
@@ -95,18 +98,18 @@ class Balancer:
                 self._load.copy_(self._measure(batches, shares, route))
 
     def loss(self, routing: Routing, share: float | Tensor) -> Tensor:
-        """The part of the balance loss of a micro-batch that has `share` of the step's tokens."""
+        """The balance loss of a micro-batch that has `share` of the step's tokens."""
         dtype = routing.probability.dtype
         share = torch.as_tensor(share, dtype=torch.float64, device=self._load.device)
         for total, part in zip(self._step, routing, strict=True):
             total.add_(part.detach().double() * share)
-        # alone in its step, a micro-batch has the step's load
+        # if a step has one micro-batch, its load is the step's
         load = torch.where(self._alone, routing.load, self._load.to(dtype))
         balance = balance_loss(load, routing.probability).sum()
         return share.to(dtype) * (self.config.weight * balance + self.config.router_z * routing.z.sum())
 
     def end(self) -> None:
-        """After a step's last backward pass: complete its statistics and update the router biases."""
+        """Complete a step's statistics after its last backward pass, and update the router biases."""
         step = Routing(*(self._summed(part) for part in self._step))
         self._load.copy_(step.load)
         for i, router in self._routers.items():
@@ -120,7 +123,7 @@ class Balancer:
             part.zero_()
 
     def restart(self) -> None:
-        """Start another run: reset all statistics."""
+        """Reset all statistics for another run."""
         self._load.fill_(1 / self._load.shape[-1])
         for part in self._step:
             part.zero_()

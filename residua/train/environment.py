@@ -16,9 +16,9 @@ import torch
 from residua.version import MATHEMATICS, __version__
 
 TEXT = "text"
-"""Key of the fingerprint of the text in a run's environment."""
+"""Key of the text's fingerprint in a run's environment."""
 START = "start"
-"""Key of the fingerprint of the initial weights (`train.start`) in a run's environment."""
+"""Key of the initial weights' fingerprint (`train.start`) in a run's environment."""
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -51,7 +51,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's with the threads in use: speeds with the same name can be compared."""
+    """The GPU's name, or the processor's with the threads in use; speeds under the same name are comparable."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
     return f"{_processor()}, {torch.get_num_threads()} threads"
@@ -59,9 +59,9 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def code_commit() -> str | None:
-    """The git commit this package runs from, with `+changes` where the tree differs; None outside a checkout.
+    """The git commit that this package runs from, with `+changes` if the tree differs; None outside a checkout.
 
-    Computed once per process, which runs the code that it has loaded even if the tree changes.
+    Computed once per process, because a process keeps running the code it has loaded even if the tree changes.
     """
     package = Path(__file__).parents[1]
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
@@ -72,7 +72,7 @@ def code_commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """The output of git, or None. It only reads: `git status` alone would take index.lock from another git command."""
+    """The output of git, or None. Git is run read-only: plain `git status` would lock the index for other commands."""
     command, variables = ["git", *arguments], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(
@@ -84,7 +84,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _processor() -> str:
-    """Name and number of the cores; where Linux knows no name, as on ARM, the numbers of their maker and design."""
+    """Name and number of cores; if Linux gives no name, as on ARM, the implementer and part numbers."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:

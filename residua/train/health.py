@@ -1,4 +1,4 @@
-"""When a run stops: on a signal, or if its loss is not finite, has diverged or is no better than token frequencies."""
+"""Stops a run on a signal, or if its loss is not finite, has diverged, or does no better than token frequencies."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class Interrupted(TrainingStopped):
 
 
 MIN_SKEW_NATS = 0.5
-"""Minimum gap in nats between guessing and token frequencies for which losses are compared with them."""
+"""Minimum gap in nats between guessing and token frequencies; below it, losses are not compared with them."""
 FAIR_STEPS = 10.0
 """Steps at the full learning rate by which a healthy loss starts to fall."""
 MAX_STILL_STEPS, MAX_STILL_LINES = 500, 5
-"""Steps after warm-up, and log lines, without a fall that end a run whose loss token frequencies alone would give."""
+"""Steps after warm-up, and log lines, without a fall after which a run no better than token frequencies is ended."""
 MIN_FALL_NATS = 0.01
 """Minimum decrease of the loss in nats that counts as a fall."""
 MIN_LEARNED_SHARE = 0.05
-"""Of the way from guessing to token frequencies: a loss that has not come so far has learned nothing."""
+"""A model has learned nothing if its loss covers less than this share of the gap from guessing to frequencies."""
 SAMPLED_TOKENS = 1 << 20
-"""Training tokens from which frequencies are counted."""
+"""Training tokens used to count frequencies."""
 MAX_RISE_NATS = 0.5
-"""Nats above its lowest value at which a loss no better than token frequencies means that the model was lost."""
+"""If a loss no better than token frequencies is this many nats above its lowest value, the model was lost."""
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Losses to judge a run by, in nats per token: `guessing` any token, and knowing `unigram` frequencies only.
+    """Losses to judge a run by, in nats per token: `guessing` any token, and knowing only `unigram` frequencies.
 
-    On text with common and rare tokens, a healthy model is below `unigram` after some hundred steps. A run at a huge
+    On text with common and rare tokens, a healthy model is below `unigram` after a few hundred steps. A run with a huge
     learning rate stays at `guessing`: its norms keep activations finite, so the loss does not explode.
     """
 
@@ -55,7 +55,7 @@ class Frequencies:
 
     @property
     def telling(self) -> bool:
-        """Whether the text can show that a run learns; random tokens cannot."""
+        """Whether the losses on this text show if a run learns; on random tokens they do not."""
         return self.guessing - self.unigram >= MIN_SKEW_NATS
 
 
@@ -69,7 +69,7 @@ def token_frequencies(config: RunConfig, dataset: Dataset, tokens: int | None = 
 
 
 def had_fair_steps(recipe: TrainConfig) -> bool:
-    """Whether the rates of a run's steps add up to those of `FAIR_STEPS` steps at its full rate."""
+    """Whether the learning rates of a run's steps add up to at least `FAIR_STEPS` steps at the full rate."""
     rates = accumulate(recipe.schedule.factor(step, recipe.steps) for step in range(recipe.steps))
     return any(total >= FAIR_STEPS for total in rates)
 
@@ -78,8 +78,8 @@ def had_fair_steps(recipe: TrainConfig) -> bool:
 class Watch:
     """Checks each logged loss. `strikes` counts how often in a row it was more than `margin` above `first_loss`.
 
-    A healthy loss starts near ln(vocabulary) and falls. One that stays a margin above its start has diverged: it does
-    not recover. `stale` counts the log lines since the loss was at its `lowest`, in step `lowest_step`.
+    A healthy loss starts near ln(vocabulary) and falls. A loss that stays a margin above its start has diverged and
+    does not recover. `stale` counts the log lines since the loss was `lowest`, at step `lowest_step`.
     """
 
     margin: float
@@ -91,7 +91,7 @@ class Watch:
     stale: int = 0
 
     def stuck(self, step: int, loss: float, known: Frequencies) -> str | None:
-        """None, or how long this loss, already checked, has not fallen though token frequencies alone would do."""
+        """A sentence if this loss, already checked, has stopped falling above that of token frequencies; else None."""
         still = step - max(self.lowest_step, known.warmup)
         if not known.telling or loss < known.unigram or still < MAX_STILL_STEPS or self.stale < MAX_STILL_LINES:
             return None
@@ -101,7 +101,7 @@ class Watch:
         )
 
     def unlearned(self, steps: int, loss: float, known: Frequencies) -> str | None:
-        """None, or why the last `loss` of a run that had `FAIR_STEPS` is not that of a trained model."""
+        """Why the last `loss` of a run that had `FAIR_STEPS` is not that of a trained model; None if it is."""
         if not known.telling or loss < known.unigram:
             return None
         if loss > known.guessing - MIN_LEARNED_SHARE * (known.guessing - known.unigram):
@@ -117,7 +117,7 @@ class Watch:
         return None
 
     def too_high(self, loss: float) -> bool:
-        """Whether a loss is more than the margin above the first that was checked."""
+        """Whether a loss is more than the margin above the first one checked."""
         return self.first_loss is not None and loss > self.first_loss + self.margin
 
     def check(self, step: int, loss: float, grad_norm: float) -> str | None:
@@ -140,7 +140,7 @@ class Watch:
 
 
 class StopSignals:
-    """In the `with` block the first SIGINT or SIGTERM only sets `received`; the second ends the program as usual."""
+    """In the `with` block, the first SIGINT or SIGTERM only sets `received`; a second one ends the program as usual."""
 
     def __init__(self) -> None:
         self.received: int | None = None

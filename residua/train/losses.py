@@ -2,13 +2,13 @@
 
 From the inside out, each calls the one before it:
 
-1. `Losses`: the model as written. Tokens in; cross-entropy, z-term and routing of the experts out.
+1. `Losses`: the model as written. Tokens in; cross-entropy, z-term and expert routing out.
 2. `CopiedLosses`: the same on working copies of the weights, in the precision of the products (`working_copies.py`).
-3. Compiled: the whole as one graph with our rewrites (`rewrites/`), or each sublayer by itself (`layers.py`).
+3. Compiled: the whole model as one graph with our rewrites (`rewrites/`), or each sublayer by itself (`layers.py`).
 
-`build_losses` is the only place that composes them for one process. A CUDA graph is not a layer of these: it holds
-forward and backward together, so `Step` puts it around both (`cuda_graphs.py`). All these files are in `compile/`. On
-several ranks `distributed.shard` has its own composition, with DDP or FSDP2 between the model and the compiler.
+Only `build_losses` composes them for one process. A CUDA graph is not one of these layers: it holds forward and
+backward together, so `Step` wraps it around both (`cuda_graphs.py`). All these files are in `compile/`. On several
+ranks, `distributed.shard` composes the losses differently, with DDP or FSDP2 between the model and the compiler.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 LossFunction = Callable[..., tuple[Tensor, Tensor, Any]]
-"""(tokens, targets, segments=None) → cross-entropy, z-term, routing of the experts (None without experts)."""
+"""(tokens, targets, segments=None) → cross-entropy, z-term, expert routing (None without experts)."""
 
 
 class Losses(nn.Module):
-    """A model's losses as the forward pass of a module, which is what DDP wraps and what copies can be put into."""
+    """A model's losses as the forward pass of a module, so that DDP can wrap it and copies can replace its weights."""
 
     def __init__(self, model: Decoder, z_loss: float) -> None:
         super().__init__()
         self.model = model
         self.z_loss = z_loss
-        self._routed_losses = model.routed_losses  # as it is now: FSDP2 replaces the method later
+        self._routed_losses = model.routed_losses  # the current method: FSDP2 replaces it later
 
     def forward(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
@@ -57,7 +57,7 @@ class CopiedLosses:
 
 
 def build_losses(model: Decoder, config: TrainConfig, copies: WorkingCopies | None, compiled: bool) -> LossFunction:
-    """The function that computes the losses of a micro-batch on one process."""
+    """The loss function of a micro-batch on one process."""
     losses = eager_losses(model, config.z_loss, copies)
     if not compiled:
         return losses
@@ -68,6 +68,6 @@ def build_losses(model: Decoder, config: TrainConfig, copies: WorkingCopies | No
 
 
 def eager_losses(model: Decoder, z_loss: float, copies: WorkingCopies | None) -> LossFunction:
-    """The losses without a compiler, on copies if there are any."""
+    """The uncompiled losses, on copies if there are any."""
     losses = Losses(model, z_loss)
     return losses.forward if copies is None else CopiedLosses(losses, copies)

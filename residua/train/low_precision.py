@@ -1,12 +1,13 @@
 """Training in low precision: which matrices multiply in FP8 or NVFP4, their ranges, and their telemetry.
 
 `ops/low_precision/product.py` has the mathematics. Masters, optimizer, norms, attention, depth operators, embedding and
-head stay unchanged. A projection is changed by replacing its `forward`, so that kernels which would read its weight
-directly step aside.
+head stay unchanged. A projection is changed by replacing its `forward`; kernels that would read its weight directly are
+then not used.
 
-The range of a tensor in FP8 is the largest magnitude of the last `history` steps, over all ranks. So it is known before
-the tensor is, and needs no pass of its own over memory; a value beyond it is clamped, counted, and part of the next
-range. Before the first step, passes over its first sequences find the ranges, each tensor in its own (`Step`).
+The range of a tensor in FP8 is the largest magnitude of the last `history` steps, over all ranks. So the range is known
+before the tensor, and needs no extra pass over memory. A value beyond it is clamped and counted, and enters the next
+range. Before the first step, passes over its first sequences measure the ranges; in these passes, each tensor is scaled
+by its own magnitude (`Step`).
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ from residua.ops.low_precision.product import (
 from residua.reading import counted
 
 FIGURES = ("kurtosis", "block_share", "saturated", "underflow", "reach")
-"""Figures of the input of every product, for telemetry."""
+"""Telemetry figures for the input of every product."""
 AGREES = 1e-2
-"""How far a product of the hardware may be from its simulation."""
+"""Maximum relative error of a hardware product against its simulation."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A low precision: its name, the `smallest` matrices and the share of last layers `spared` by default.
+    """A low precision: its name, the `smallest` matrices to convert and the share of last layers `spared` by default.
 
-    FP8 has a product of codes, `multiply`; NVFP4 computes its own.
+    FP8 multiplies codes with `multiply`; NVFP4 has its own product.
     """
 
     words: str
@@ -68,11 +69,11 @@ RECIPES = {
     "fp8_emulated": Recipe("emulated FP8", 16, 0.0, simulated),
     "nvfp4_emulated": Recipe("emulated NVFP4", 16, 0.15, None),
 }
-"""By `train.precision`. Emulations are for quality alone, so they take small matrices too."""
+"""Recipes by `train.precision`. Emulations only measure quality, so they also take small matrices."""
 
 
 class LowLinear:
-    """Stands in for the `forward` of a projection; `place` is its sublayer's number and its name there."""
+    """Replaces the `forward` of a projection; `place` is its sublayer's number and its name in the sublayer."""
 
     def __init__(self, projection: Projection, place: tuple[int, str]) -> None:
         self.projection = projection
@@ -88,13 +89,13 @@ class LowLinear:
         raise NotImplementedError
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, K] as the product sees it, and the magnitude above which values are clamped."""
+        """x [tokens, K] after rounding, and the magnitude above which values are clamped."""
         raise NotImplementedError
 
     def figures(self, x: Tensor) -> Tensor:
         """`FIGURES` of an input: E x⁴ / (E x²)², the mean over blocks of 16 of max|x| / Σ|x|, shares, max|x| / limit.
 
-        A value is saturated if it was clamped, and underflows if it is not zero and was rounded to it.
+        A value is saturated if it was clamped, and underflows if it is nonzero and was rounded to zero.
         """
         rows = x.flatten(end_dim=-2).float()
         low, limit = self.rounded(rows)
@@ -110,14 +111,14 @@ class LowLinear:
 
 @dataclass
 class Known:
-    """Facts that all FP8 products of a model share: whether ranges are known, and codes of the weights as they are."""
+    """Flags that all FP8 products of a model share: whether ranges, and codes of the current weights, are known."""
 
     ranges: bool = False
     weights: bool = False
 
 
 class Fp8Linear(LowLinear):
-    """In FP8, with ranges from earlier steps."""
+    """A projection in FP8, with ranges from earlier steps."""
 
     def __init__(
         self, projection: Projection, place: tuple[int, str], scales: Scales, multiply: Multiply, known: Known
@@ -142,9 +143,9 @@ class Fp8Linear(LowLinear):
 
 
 class Fp8SquaredRelu:
-    """Stands in for the `forward` of a feed-forward with relu(·)² whose maps are both in FP8: see `fp8_squared_relu`.
+    """Replaces the `forward` of a feed-forward with relu(·)² whose maps are both in FP8: see `fp8_squared_relu`.
 
-    Where ranges or codes of the weights are not known, the maps run one by one.
+    If ranges or weight codes are not known, the maps run separately.
     """
 
     def __init__(self, up: Fp8Linear, out: Fp8Linear, by_maps: Callable[..., tuple[Tensor, Anchors]]) -> None:
@@ -158,7 +159,7 @@ class Fp8SquaredRelu:
 
 
 class Nvfp4Linear(LowLinear):
-    """In NVFP4, whose scales are those of the tensor itself, so that nothing is clamped."""
+    """A projection in NVFP4, whose scales are computed from the tensor itself, so that nothing is clamped."""
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         return nvfp4_linear(x, weight)
@@ -169,7 +170,7 @@ class Nvfp4Linear(LowLinear):
 
 @dataclass
 class Beyond:
-    """A tensor that was clamped in the last step: how many times its largest magnitude exceeded its limit."""
+    """A tensor that was clamped in the last step, and the ratio of its largest magnitude to its limit."""
 
     place: tuple[int, str]
     tensor: str
@@ -177,9 +178,9 @@ class Beyond:
 
 
 class LowPrecision:
-    """The products of a model in low precision, and the ranges of FP8 over steps. `Step` owns it.
+    """The low-precision products of a model, and their FP8 ranges over steps. `Step` owns it.
 
-    `whole`: whether this process has all of every weight, so that it can round each once per step.
+    `whole`: whether this process has all of every weight and can therefore round each once per step.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, device: torch.device, whole: bool = True) -> None:
@@ -191,7 +192,7 @@ class LowPrecision:
             )
         chosen = chosen_products(model, config)
         self.places = [place for place, _ in chosen]
-        # tensors of their own: some are written to in a compiled graph, where parts of one tensor would count as one
+        # separate tensors: compiled graphs write to some, and would treat parts of one tensor as one
         self._scales = [Scales(*(torch.zeros((), device=device) for _ in Scales._fields)) for _ in chosen]
         self._history = torch.zeros(self.config.history, 2 * len(chosen), device=device)
         self._beyond = torch.zeros(2 * len(chosen), device=device)
@@ -210,17 +211,17 @@ class LowPrecision:
 
     @property
     def knows_ranges(self) -> bool:
-        """Whether nothing is left to find out before a step."""
+        """Whether no range must be measured before a step."""
         return self._known.ranges or not self._products
 
     @property
     def encoded(self) -> list[Tensor]:
-        """The weights that products read as codes alone, inside `encoded_weights`."""
+        """The weights that products read only as codes inside `encoded_weights`."""
         return [product.projection.weight for product in self._products] if self._whole else []
 
     @contextmanager
     def encoded_weights(self) -> Iterator[None]:
-        """Inside, products take FP8 codes of the weights as they are now, instead of making them at every use."""
+        """Inside the block, products use FP8 codes of the current weights instead of encoding them at every use."""
         if not self._whole or not self._products:
             yield
             return
@@ -248,19 +249,19 @@ class LowPrecision:
 
     @torch.no_grad()
     def end_step(self, largest_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Take the magnitudes of a step into the ranges of the next."""
+        """Update the ranges for the next step with the magnitudes of this one."""
         if not self._products:
             return
         seen = [value for scales in self._scales for value in (scales.seen_x, scales.seen_g)]
         now = largest_over_ranks(torch.stack(seen))
-        now = torch.where(now.isfinite(), now, torch.zeros_like(now))  # a range that is NaN would stay it
+        now = torch.where(now.isfinite(), now, torch.zeros_like(now))  # a NaN range would stay NaN
         self._beyond = now / self._limits
         self._set(torch.cat([self._history[1:], now[None]]))
         self._known.ranges = True
         torch._foreach_zero_(seen)
 
     def _set(self, history: Tensor) -> None:
-        """Take a history, and scales from it; a tensor that was always zero gets some scale."""
+        """Set the history and compute scales from it; a tensor that was always zero gets an arbitrary scale."""
         self._history = history
         if not self._scales:
             return
@@ -282,7 +283,7 @@ class LowPrecision:
         return values
 
     def set_state(self, history: list[list[float]]) -> None:
-        """Continue from `state`."""
+        """Continue from a state that `state` returned."""
         values = torch.tensor(history, device=self._history.device).reshape(len(history), -1)
         if values.shape != self._history.shape:
             raise ValueError(f"ranges of shape {tuple(values.shape)}, expected {tuple(self._history.shape)}")
@@ -290,14 +291,14 @@ class LowPrecision:
         self._known.ranges = any(any(row) for row in history)
 
     def restart(self) -> None:
-        """Begin another run."""
+        """Reset the ranges for another run."""
         self._set(torch.zeros_like(self._history))
         self._limits.fill_(torch.inf)
         self._known.ranges = False
         torch._foreach_zero_([value for scales in self._scales for value in (scales.seen_x, scales.seen_g)])
 
     def describe(self) -> str:
-        """A line for the summary of a run."""
+        """A line for the summary of the run."""
         smallest = self.config.smallest or self.recipe.smallest
         if not self.places:
             return f"no product in {self.recipe.words}: no matrix has at least {smallest:,} rows and columns"
@@ -305,7 +306,7 @@ class LowPrecision:
 
 
 def chosen_products(model: Decoder, config: TrainConfig) -> list[tuple[tuple[int, str], Projection]]:
-    """The projections that multiply in low precision, each with its place."""
+    """The projections that use low precision, each with its place."""
     recipe, chosen = RECIPES[config.precision], config.low_precision
     smallest = chosen.smallest or recipe.smallest
     share = recipe.spared if chosen.spared is None else chosen.spared
@@ -323,12 +324,12 @@ def chosen_products(model: Decoder, config: TrainConfig) -> list[tuple[tuple[int
 def build_low_precision(
     model: Decoder, config: TrainConfig, device: torch.device, whole: bool = True
 ) -> LowPrecision | None:
-    """Install the low precision of `train.precision` in the model; None for bf16 and float32."""
+    """Install the low precision that `train.precision` sets in the model; None for bf16 and float32."""
     return LowPrecision(model, config, device, whole) if config.precision in RECIPES else None
 
 
 def multiplies(device: torch.device) -> bool:
-    """Whether FP8 products of a device match the simulation."""
+    """Whether a device's FP8 products match the simulation."""
     generator = torch.Generator().manual_seed(0)
     matrices = [torch.randn(32, 64, generator=generator).to(device) for _ in range(2)]
     a, b = (encode(matrix, matrix.new_tensor(2**-6)) for matrix in matrices)
@@ -341,7 +342,7 @@ def multiplies(device: torch.device) -> bool:
 
 
 def _projections(sublayer: nn.Module) -> Iterator[tuple[str, Projection]]:
-    """The large maps of a sublayer by name."""
+    """The large projections of a sublayer, by name."""
     body = cast("Body", sublayer.body)
     for name, module in body.named_modules():
         if isinstance(module, Projection) and not any(fnmatchcase(f".{name}", pattern) for pattern in STEERING):

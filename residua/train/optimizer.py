@@ -2,11 +2,11 @@
 
 Cautious weight decay (arXiv 2510.12402): x ← x − η(u + wd·1[u⊙x ≥ 0]⊙x), decay only where the update itself moves
 the weight towards zero. Plain decay: x ← x − η(u + wd·x). Parameters are the fp32 masters; in bf16 storage a decay of
-η·wd = 1e-3 would round to nothing.
+η·wd = 1e-3 would be rounded away.
 
 Modules declare which matrices Muon updates: `hidden_matrices` maps the name of a module's own 2-D parameter to the row
 counts of its independent parts. So the projections of a fused Q, K, V, G matrix are orthogonalised separately.
-They also declare factors on the learning rate of single parameters (`RatedModule`); those form groups of their own.
+Modules also declare factors on the learning rate of single parameters (`RatedModule`), which form separate groups.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def hidden_matrices(model: nn.Module) -> dict[str, Parts]:
 
 
 def _plain(method: Callable[..., None]) -> Callable[..., None]:
-    """A method of torch's without the decorator that imports `torch._dynamo`: seconds, for nothing on a CPU."""
+    """A torch method without its decorator, which would import `torch._dynamo`: seconds of no use on a CPU."""
     undecorated: Callable[..., None] = getattr(method, "__wrapped__", method)
     return undecorated
 
 
 class HybridOptimizer(torch.optim.Optimizer):
-    """One optimizer over groups that each follow a rule, `muon` or `adamw`.
+    """One optimizer whose groups each follow a rule, `muon` or `adamw`.
 
     Every group has `names`, so that its state can be saved by parameter name, and a `peak_lr`; `set_rate` sets the
-    share of it that the next step uses.
+    fraction of it for the next step.
     """
 
     add_param_group = _plain(torch.optim.Optimizer.add_param_group)
@@ -67,7 +67,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
-        A `closure`, as other trainers pass it, computes the gradients first; its loss is returned, as by torch's own
+        A `closure`, which other trainers pass, computes the gradients first; its loss is returned, as in torch's own
         optimizers.
         """
         loss = None
@@ -83,13 +83,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         return loss
 
     def here(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The part of each tensor that is on this process: here, all of it."""
+        """The part of each tensor on this process; in this class, all of it."""
         return list(tensors)
 
     def orthogonalise(
         self, parameters: Sequence[Tensor], directions: Sequence[Tensor], parts: Sequence[Parts]
     ) -> Iterator[Updates]:
-        """Updates for the rows of each matrix that are on this process, from the same rows of its direction."""
+        """Updates for this process's rows of each matrix, from the same rows of its direction."""
         return orthogonal_updates(directions, parts)
 
     def state_size(self) -> int:
@@ -121,7 +121,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 def build_optimizer(
     model: nn.Module, config: Muon | AdamW, kind: Callable[[list[dict[str, Any]]], HybridOptimizer] = HybridOptimizer
 ) -> HybridOptimizer:
-    """The optimizer a configuration describes, grouped by what the modules of the model declare."""
+    """The optimizer that a configuration describes, with groups as the model's modules declare them."""
     declared = hidden_matrices(model)
     named = dict(model.named_parameters())
     matrices = {name: parameter for name, parameter in named.items() if name in declared}
@@ -155,7 +155,7 @@ PER_PARAMETER = ("params", "names", "parts")
 
 
 def _by_factor(group: dict[str, Any], factors: Mapping[str, float]) -> Iterator[dict[str, Any]]:
-    """A group divided by the factors on its rate, the parameters without one first."""
+    """Split a group by learning-rate factor, with the parameters without a factor first."""
     of_each = [factors.get(name, 1.0) for name in group["names"]]
     for factor in (1.0, *sorted(set(of_each) - {1.0})):
         chosen = [i for i, of_one in enumerate(of_each) if of_one == factor]
@@ -195,11 +195,11 @@ class Rows(NamedTuple):
 
 
 Updates = tuple[list[Rows], list[Tensor], float]
-"""Rows, their updates, and a factor on the learning rate that is the same for all of them."""
+"""Rows, their updates, and their common factor on the learning rate."""
 
 
 def orthogonal_updates(directions: Sequence[Tensor], parts: Sequence[Parts]) -> Iterator[Updates]:
-    """Orthogonalise every part of every matrix; parts of one shape go through as one batch."""
+    """Orthogonalise every part of every matrix; parts of the same shape form one batch."""
     by_shape: dict[tuple[int, int], list[Rows]] = {}
     for i, (direction, counts) in enumerate(zip(directions, parts, strict=True)):
         for stop, count in zip(accumulate(counts), counts, strict=True):
@@ -210,7 +210,7 @@ def orthogonal_updates(directions: Sequence[Tensor], parts: Sequence[Parts]) -> 
 
 
 def _orthogonal(directions: list[Tensor]) -> list[Tensor]:
-    """Matrices of one shape, orthogonalised in one batch."""
+    """Orthogonalise matrices of the same shape in one batch."""
     first = directions[0]
     stack = first.new_empty((len(directions), *first.shape), dtype=working_dtype(first))
     torch._foreach_copy_(list(stack.unbind()), directions)
@@ -248,21 +248,21 @@ EPS = 1e-6
 
 
 def working_dtype(parameter: Tensor) -> torch.dtype:
-    """bf16 on a GPU, where it is the fast matrix type and enough for a direction; elsewhere the parameter's own."""
+    """bf16 on a GPU, where matrix products in it are fast and precise enough for a direction; else the parameter's."""
     return torch.bfloat16 if parameter.is_cuda and parameter.dtype != torch.float64 else parameter.dtype
 
 
 def polar_express(gradients: Tensor) -> Tensor:
-    """Polar Express: the nearest semi-orthogonal matrix by five matrix polynomials (Amsel et al., arXiv 2505.16932).
+    """Polar Express: the nearest semi-orthogonal matrix, by five matrix polynomials (Amsel et al., arXiv 2505.16932).
 
     For G = UΣVᵀ it returns about UVᵀ: X = G / (1.02‖G‖_F + 1e-6), then five times A = XXᵀ, X ← (aI + bA + cA²)X. Each
     step maps every singular value s to as + bs³ + cs⁵; the coefficients are the minimax-optimal sequence for singular
     values between 1e-3 and 1 of the norm, which all end within 1 ± 0.1412. The 1.02 is a margin for rounding in bf16.
     A and aI + bA + cA² = aI + bA + cAAᵀ are symmetric: on a GPU only half of each is computed.
 
-    Takes a stack of matrices [..., rows, columns], each orthogonalised on its own in the stack's own dtype. A tall
-    matrix is multiplied from the right, X ← X(aI + bA + cA²) with A = XᵀX, which is the same as transposing it and back
-    without the two copies.
+    Takes a stack of matrices [..., rows, columns] and orthogonalises each separately in the stack's dtype. A tall
+    matrix is multiplied from the right, X ← X(aI + bA + cA²) with A = XᵀX, which equals transposing it before and after
+    but saves two copies.
     """
     tall = gradients.size(-2) > gradients.size(-1)
     x = gradients.reshape(-1, *gradients.shape[-2:])

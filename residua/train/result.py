@@ -1,9 +1,9 @@
 """The files of a finished run: validation.json, result.json and inspection.json.
 
-While a run trains, it is validated on a fixed part of the text (`data.validation_tokens`). The loss that counts in the
-end is on all of it, or on its first two million tokens, with the loss of each document. How long a run trains does not
-change that, so the budgets and trials of a study are measured on the same text. Two models that read the same documents
-can be paired by them, which gives the error from sampling text.
+During training, a run is validated on a fixed part of the text (`data.validation_tokens`). Its final loss is on all of
+the validation text, or on the first two million tokens of it, with the loss of each document. This text does not depend
+on the length of a run, so all budgets and trials of a study are measured on the same text. Two models that read the
+same documents can be compared in pairs, which gives the sampling error of the text.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The content of `result.json`. Losses: nats per token of validation text. Speed: median over log lines.
+    """The content of `result.json`. Losses are in nats per token of validation text, speeds medians over log lines.
 
-    `validation_loss` is on `validation_tokens`, all of the text; `best_validation_loss` is the lowest while it trained,
-    on the part of the text that it was validated on then. `unigram_entropy` is the loss of a model that knows only how
-    often tokens occur.
+    `validation_loss` is on the final `validation_tokens`; `best_validation_loss` is the lowest during training, on the
+    part of the text that is used then. `unigram_entropy` is the loss of a model that knows only how often tokens occur.
     """
 
     folder: str
@@ -79,7 +78,7 @@ def collect_result(
             f"{folder / METRICS} has no training or no validation record, so the run has no result",
             f"restore the file, or train longer with train.steps={2 * config.train.steps}",
         )
-    # The first line covers the first step only, which includes compilation and warm-up.
+    # The first line covers only the first step, which includes compilation and warm-up.
     speed = median(line["tokens_per_second"] for line in lines[1:] or lines)
     return Result(
         folder=str(folder),
@@ -100,7 +99,7 @@ def collect_result(
 
 
 def closing_words(result: Result, command: str) -> str:
-    """What to print when a run has finished: its result and what to do next; `command` starts a run."""
+    """The text to print when a run has finished: its result and the next commands; `command` starts a run."""
     frequencies = f"token frequencies alone, {result.unigram_entropy:.4f}"
     folder = shlex.quote(result.folder)
     early = f"It is not below the loss of {frequencies}: the model has learned nothing yet.\n"
@@ -120,13 +119,13 @@ def closing_words(result: Result, command: str) -> str:
 
 FINAL = "validation.json"
 FINAL_LIMIT = 2_097_152
-"""The last validation reads at most so many tokens."""
+"""Maximum tokens of the final validation."""
 TOY_FACTOR = 128
-"""It reads at most so many times `data.validation_tokens`: a toy stays one, and every preset reaches FINAL_LIMIT."""
+"""It also reads at most this multiple of `data.validation_tokens`: toys stay fast, presets reach FINAL_LIMIT."""
 UNNAMED = "other"
-"""The source of documents that name none, where others do."""
+"""The source of documents without a named source, in a text where others have one."""
 GROUPS = 256
-"""Documents are put together, in order, into at most so many groups of about as many tokens."""
+"""Maximum groups of consecutive documents; each group has about the same number of tokens."""
 
 
 class SourceLoss(Frozen):
@@ -152,14 +151,14 @@ class FinalValidation(Frozen):
 
 
 def final_tokens(config: RunConfig, tokens: int) -> int:
-    """How many of the `tokens` of a validation text the last validation of a run reads."""
+    """How many of a validation text's `tokens` the final validation of a run reads."""
     part = config.data.validation_tokens
     limit = max(part, min(FINAL_LIMIT, TOY_FACTOR * part))
     return validated_tokens(tokens, config.sequence, limit)
 
 
 def final_batches(config: RunConfig, dataset: Dataset) -> Iterator[Batch]:
-    """The batches of the last validation, as large as those of training, so that they need no more memory."""
+    """The batches of the final validation, as large as those of training, so that they need no more memory."""
     split, segments = dataset.split("validation"), config.data.masking == "documents"
     limit = final_tokens(config, split.tokens)
     return validation_batches(split, config.sequence, config.train.micro_batch, limit, segments)
@@ -168,7 +167,7 @@ def final_batches(config: RunConfig, dataset: Dataset) -> Iterator[Batch]:
 def by_document(
     batches: Iterator[Batch], losses_of: Callable[[Batch], Tensor], config: RunConfig, dataset: Dataset
 ) -> FinalValidation:
-    """The validation of a model whose loss of each target `losses_of` gives, [B, T]."""
+    """The validation of a model by document; `losses_of` gives the loss of each target, [B, T]."""
     split = dataset.split("validation")
     read = final_tokens(config, split.tokens) + 1
     begins = np.zeros(read, np.int64)
@@ -211,7 +210,7 @@ def by_document(
 
 
 def without_documents(batches: list[Batch], loss: float, tokens: int, dataset: Dataset) -> FinalValidation:
-    """The validation of a model that no process has as a whole."""
+    """The validation of a model that is divided among processes."""
     scored = (batch.targets[batch.targets != IGNORED].numpy() for batch in batches)
     size = math.fsum(dataset.bytes_of(targets, "validation") for targets in scored)
     return FinalValidation(loss=loss, bits_per_byte=loss * tokens / math.log(2) / size, tokens=tokens)
@@ -223,10 +222,13 @@ SEQUENCES = 4
 def inspect_model(model: Decoder, batch: Batch) -> dict[str, Any]:
     """Magnitudes, gradients, depth weights and gates on a few sequences of a batch, in fp32: `inspection.json`.
 
-    By sublayer the RMS of its output and of its parameters' gradients, and how much of its output each stream takes in
-    (`beta`); the mean weight of each source at each read, row r being that after sublayer `readers[r]`; by layer the
-    mean of the attention gate and the share of it that is nearly closed, and the experts' shares of the choices. One
-    forward and backward pass with the model's taps recorded; sections whose taps it does not have are left out.
+    Runs one forward and backward pass and records the model's taps; sections without taps are left out:
+
+    - by sublayer: the RMS of its output and of its parameters' gradients, and how much of its output each stream takes
+      in (`beta`);
+    - by read: the mean weight of each source, where row r is the read after sublayer `readers[r]`;
+    - by layer: the mean of the attention gate, the share of it that is nearly closed, and each expert's share of the
+      choices.
     """
     device = next(model.parameters()).device
     tokens, targets = batch.tokens[:SEQUENCES].to(device), batch.targets[:SEQUENCES].to(device)
@@ -256,7 +258,7 @@ def inspect_model(model: Decoder, batch: Batch) -> dict[str, Any]:
 
 
 def _numbered(tensors: dict[str, Tensor], part: str, what: str) -> list[tuple[int, Tensor]]:
-    """The taps of this name, such as depth.N.weights, by their number."""
+    """The taps of this kind, such as depth.N.weights, with their numbers N."""
     named = ((taps.parts(name), tensor) for name, tensor in tensors.items())
     matches = [(of[1], x.detach()) for of, x in named if of is not None and (of[0], of[2]) == (part, what)]
     return sorted(matches, key=itemgetter(0))
@@ -268,6 +270,6 @@ def _mean_over_tokens(values: Tensor) -> list[float]:
 
 
 def _rms(tensors: list[Tensor]) -> float:
-    """The root mean square over all elements together."""
+    """The root mean square over the elements of all tensors."""
     squares = torch.stack([t.double().square().sum() for t in tensors]).sum()
     return float((squares / sum(t.numel() for t in tensors)).sqrt())

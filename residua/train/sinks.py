@@ -1,6 +1,6 @@
-"""Where records of a run go besides metrics.jsonl: the display, TensorBoard if installed, Weights & Biases on request.
+"""Sinks for a run's records in addition to metrics.jsonl: display, TensorBoard if installed, optional Weights & Biases.
 
-A run stops when metrics.jsonl, its record, cannot be written. It continues without a tracker or a display that fails.
+A run stops if metrics.jsonl cannot be written. If a tracker or the display fails, the run continues without it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Sink(Protocol):
 
 
 class Optional:
-    """An optional sink: when it cannot be written, `tell` reports it once, and nothing more goes to it.
+    """An optional sink: if writing fails, `tell` reports it once, and the sink gets no more records.
 
-    `errors` are those that mean so: a library has its own besides those of the system. Raises the error of a closed
-    pipe: the person who read the output has left.
+    `errors` are the exceptions that count as a failure: libraries have their own in addition to the system's. A closed
+    pipe is raised, because nobody reads the output any longer.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Optional:
         except self._errors as error:
             self._sink = None
             what = "{} ({})".format(*explain(error)) if isinstance(error, OSError) else reason(error)
-            with suppress(OSError):  # what is printed may go to the same disk
+            with suppress(OSError):  # the message may go to the same disk
                 self._tell(f"{self._name} is off from now on: {what}; the run and metrics.jsonl continue")
 
 
 class TensorBoard:
     """Event files under `RUN/tensorboard`; hides steps after `start` that an interrupted session wrote.
 
-    Writes the records itself: the library's writer does so in a thread, which dies with a traceback on a full disk.
+    Writes the records itself, because the library's writer thread dies with a traceback on a full disk.
     """
 
     _numbers = count()
@@ -107,7 +107,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run named after the folder, continued when the run is resumed."""
+    """A Weights & Biases run named after the folder; it continues when the run resumes."""
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         import wandb
@@ -132,7 +132,7 @@ class WandB:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record as `kind/name`, its figures by place as `kind.figure/03`; other tables are left out."""
+    """A record's numbers as `kind/name`, and its figures by place as `kind.figure/03`; omits other tables."""
     curves = {
         f"{record['kind']}/{key}": value
         for key, value in record.items()
@@ -148,9 +148,9 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def open_trackers(config: RunConfig, folder: Path, start: int, tell: Callable[[str], None]) -> list[Sink]:
-    """The trackers this run writes to; `tell` prints a notice."""
+    """The trackers that this run writes to; `tell` prints a notice."""
     trackers: list[Sink] = []
-    with suppress(ImportError):  # TensorBoard is a convenience, metrics.jsonl is the record
+    with suppress(ImportError):  # TensorBoard is optional; metrics.jsonl is the record
         trackers.append(Optional("TensorBoard", lambda: TensorBoard(folder, start), tell))
     if config.train.track == "wandb":
         trackers.append(Optional("Weights & Biases", lambda: WandB(folder, config), tell, Exception))
@@ -185,7 +185,7 @@ class Display:
                 f"step {record['step']}  validation loss {record['loss']:.4f} nats/token, "
                 f"{record['bits_per_byte']:.4f} bits/byte over {short(record['tokens'])} tokens"
             )
-        elif record["kind"] == "experts":  # the load of the lightest and the heaviest, 1 being a fair share
+        elif record["kind"] == "experts":  # the lowest and the highest load; 1 is an equal share
             self._experts = f"experts {record['lightest']:.2f}–{record['heaviest']:.2f}"
         elif record["kind"] == "train":
             self._show(record)

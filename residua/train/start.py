@@ -1,4 +1,4 @@
-"""The model that a run begins with: a new one, or one that starts as another (`train.start`, docs/retrofit.md)."""
+"""The initial model of a run: a new one, or one that starts from other weights (`train.start`, docs/retrofit.md)."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def starting_model(config: RunConfig) -> Decoder:
 
 
 def starting_parts(config: RunConfig, *, resumed: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """The same weights part by part, for ranks that keep a share of each; whole if the run starts as another.
+    """The same weights part by part, for ranks that keep a share of each; whole if the run starts from another model.
 
-    `resumed`: the weights will be read from a checkpoint, so large tensors are not drawn and hold anything.
+    `resumed`: a checkpoint will replace the weights, so large tensors are left uninitialized.
     """
     if resumed:
         with shapes_only(["normal_"]):
@@ -50,13 +50,13 @@ def starting_parts(config: RunConfig, *, resumed: bool = False) -> Iterator[tupl
 
 
 def what_is_kept(model: ModelConfig, old: ModelConfig) -> dict[str, InitFidelity]:
-    """The fidelity of a retrofit, by part, and under `model` for the whole; computed without memory."""
+    """The fidelity of a retrofit by part, and for the whole under `model`; computed on the meta device."""
     with torch.device("meta"), shapes_only():
         return retrofit(build(model), build(old))
 
 
 def start_lines(config: RunConfig) -> Iterator[str]:
-    """What to print about a run's start."""
+    """The lines to print about a run's start."""
     if config.train.start is None:
         return
     with _explained(config.train.start):
@@ -78,7 +78,7 @@ def start_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _last_rate(folder: Path) -> float | None:
-    """The learning rate that a run ended with; None for an imported model, or if its metrics cannot be read."""
+    """A run's final learning rate; None for an imported model, or if its metrics cannot be read."""
     with suppress(UserError):
         rates = [row["lr"] for row in read_metrics(folder / "metrics.jsonl") if row["kind"] == "train"]
         return rates[-1] if rates else None
@@ -86,9 +86,9 @@ def _last_rate(folder: Path) -> float | None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Refuse a model that trains and gives wrong numbers: a router that learns nothing, a plugin that breaks a rule.
+    """Refuse a model that would train with wrong results: a router that cannot learn, a plugin that breaks a rule.
 
-    A router from initial weights (`train.start`) is already trained.
+    Such a router is accepted with initial weights (`train.start`), because it is already trained.
     """
     check_plugins(config.model)
     if config.train.start is None and config.model.ffn.constant_weight:
@@ -114,7 +114,7 @@ def check_tokenizer(config: RunConfig, dataset: Dataset) -> None:
 
 @contextmanager
 def _explained(start: str) -> Iterator[None]:
-    """Let refusals name the run with the initial weights."""
+    """Make refusals name the run with the initial weights."""
     try:
         yield
     except ConfigError:

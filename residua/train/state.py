@@ -1,4 +1,4 @@
-"""Checks before a run resumes: the keys of state.json in its checkpoint, and that it has the same text."""
+"""Checks before a run resumes: the keys of its checkpoint's state.json, and that the text is the same."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read_state(checkpoint: Checkpoint) -> RunState:
 
 @contextmanager
 def fitting_state(checkpoint: Checkpoint) -> Iterator[None]:
-    """Name the checkpoint in errors of what is restored from its state."""
+    """Name the checkpoint in errors that restoring its state raises."""
     try:
         yield
     except (ValueError, RuntimeError, TypeError) as error:
@@ -90,9 +90,9 @@ def fitting_state(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def check_text(run: Run, dataset: Dataset) -> None:
-    """Refuse to go on from a checkpoint with another text than the run was trained on, wherever that is now.
+    """Refuse to resume with a text other than the run's; the text may have moved.
 
-    Runs from before texts had fingerprints, and those of other trainers, tell only its number of tokens.
+    Runs from before texts had fingerprints, and runs of other trainers, record only the number of tokens.
     """
     if not (candidates := run.checkpoints()):
         return
@@ -119,7 +119,7 @@ def random_states(device: torch.device) -> dict[str, str]:
 
 
 def set_random_states(states: dict[str, str]) -> None:
-    """Restore states that `random_states` returned; skips that of a GPU if this machine has none."""
+    """Restore states that `random_states` returned; skips the GPU's if this machine has none."""
     setters = {"cpu": torch.set_rng_state, "cuda": torch.cuda.set_rng_state}
     for name, text in states.items():
         if name == "cpu" or (name == "cuda" and torch.cuda.is_available()):

@@ -1,16 +1,16 @@
 """One optimizer step: forward and backward of each micro-batch, clip, update. Training and benchmarks run this.
 
-What `Step.__call__` does, in order, on one process:
+The order of `Step.__call__` on one process:
 
 1. `WorkingCopies.begin` rounds the fp32 masters to the precision of the products, once for all micro-batches, and
    zeroes the gradient buffers (only where autocast would round them in every micro-batch).
-2. For every micro-batch, `_learn`: replays its CUDA graph if one is captured; otherwise it calls `_pass`, which is
+2. For every micro-batch, `_learn` replays its CUDA graph if one is captured; otherwise it calls `_pass`, which runs
    - `_forward`: autocast around `self._losses`: the model as written, on copies, compiled (`losses.py` composes them);
    - the loss, (cross-entropy + z-term) × the micro-batch's share of the step's targets, + balance of the experts;
    - `_backward`: adds its gradients to those of earlier micro-batches.
-   In FP8, weights are rounded before the first one, and before the first step passes find the ranges of products.
-3. `_update`: clips the norm of all gradients together, sets the learning rate, lets the optimizer (Muon and AdamW)
-   change the masters, and drops the gradients.
+   In FP8, weights are rounded before the first micro-batch; before the first step, extra passes measure the ranges.
+3. `_update` clips the norm of all gradients together, sets the learning rate, lets the optimizer (Muon and AdamW)
+   update the masters, and drops the gradients.
 
 `distributed.step` overrides the methods with a leading underscore for several ranks. Nothing here waits for the GPU:
 losses and norms are summed on the device, and `totals` reads the sums when asked.
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 LOGITS = 1024
-"""Tokens whose logits are in memory at once where the loss of each is asked for."""
+"""Tokens whose logits are in memory at once when per-token losses are computed."""
 
 
 class Totals(NamedTuple):
-    """Sums over the `steps` since they were last taken."""
+    """Sums over the `steps` since the last reset."""
 
     loss: float
     z: float
@@ -80,10 +80,10 @@ class Step:
     """A model, its optimizer and its loss, ready to train. The model's parameters are the masters and stay fp32."""
 
     ranks, place = 1, 0
-    """Processes that share the micro-batches of a step, and the number of this one among them."""
+    """How many processes share the micro-batches of a step, and the index of this one."""
 
     capturable = True
-    """Whether this process may capture CUDA graphs and use all cores of the machine to compile kernels."""
+    """Whether this process may capture CUDA graphs and use all of the machine's cores to compile kernels."""
 
     copying = True
     """Whether micro-batches may run on working copies of the weights."""
@@ -114,13 +114,13 @@ class Step:
     def __call__(self, batches: Sequence[Batch], rate: float = 1.0) -> None:
         """Train on the micro-batches of one step at `rate` of the peak learning rate.
 
-        The loss is the mean over all targets of the step, so the split into micro-batches changes nothing.
+        The loss is the mean over all targets of the step, so it does not depend on the split into micro-batches.
         """
         helpers, self._helpers = self._helpers, None
         if helpers is None:
             self._train(batches, rate)
             return
-        with helpers.listening():  # the first step: helper processes compile kernels that it will launch
+        with helpers.listening():  # in the first step, helper processes compile kernels before their launch
             self._rehearse(batches[0])
             self._train(batches, rate)
 
@@ -136,7 +136,7 @@ class Step:
         self._update(rate)
 
     def _train_on(self, batches: Sequence[Batch], counts: Sequence[Tensor], total: Tensor) -> None:
-        """Forward and backward of each micro-batch, whose targets are counted, of `total` in the step."""
+        """Forward and backward of each micro-batch; `counts` are their numbers of targets, `total` that of the step."""
         sizes = [batch.tokens.numel() for batch in batches]
         parts = [size / (sum(sizes) * self.ranks) for size in sizes]
         if self.balancer is not None:
@@ -150,9 +150,9 @@ class Step:
             self._totals[1] += z * share
 
     def _find_ranges(self, batches: Sequence[Batch], total: Tensor) -> None:
-        """Let products in FP8 see the magnitudes of a step: a pass over the first sequence of each micro-batch.
+        """Measure the magnitudes of FP8 products in a pass over the first sequence of each micro-batch.
 
-        The gradients are dropped. All ranks together see the same sequences as one process would.
+        The gradients are dropped. All ranks together process the same sequences as one process would.
         """
         assert self.low_precision is not None
         for i, batch in enumerate(batches, 1):
@@ -160,7 +160,7 @@ class Step:
             first = Batch(batch.tokens[:1], batch.targets[:1], segments)
             share = (first.targets != IGNORED).sum() / total
             self._begin_micro_batch(last=i == len(batches))
-            with torch.compiler.set_stance("force_eager"):  # once: not worth a compilation of its own
+            with torch.compiler.set_stance("force_eager"):  # runs once, not worth compiling
                 self._pass(*self._moved(first), self._move(share))
         self.low_precision.end_step(self._largest_over_ranks)
         self.optimizer.zero_grad(set_to_none=True)
@@ -172,7 +172,7 @@ class Step:
 
     @torch.no_grad()
     def restart(self, model: Decoder, config: TrainConfig) -> None:
-        """Begin another run with the weights of `model`; compiled code, CUDA graphs and buffers stay in use.
+        """Start another run with the weights of `model`; compiled code, CUDA graphs and buffers stay in use.
 
         `model` and `config` must compute the same graph as before (`world.graph_of`).
         """
@@ -191,9 +191,9 @@ class Step:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """Mean cross-entropy over the targets of all batches, in nats, and how many there were.
+        """Mean cross-entropy over the targets of all batches, in nats, and the number of targets.
 
-        Processes take turns; idle ones rerun batch 0 with weight 0, so that collectives match.
+        Batches are dealt to the processes; idle ones rerun batch 0 with weight 0, so that collectives match.
         """
         total, targets = torch.zeros((), dtype=torch.float64, device=self.device), 0
         if self._copies is not None:
@@ -209,9 +209,9 @@ class Step:
 
     @torch.no_grad()
     def observe(self, batch: Batch, into: dict[str, Tensor]) -> None:
-        """Publish the taps of a forward pass over a batch into `into`, in the precision of training.
+        """Write the taps of a forward pass over a batch to `into`, in the training precision.
 
-        The model runs as written, kernel by kernel: working copies, compiled code and CUDA graphs are left alone.
+        The model runs eagerly as written, without working copies, compiled code or CUDA graphs.
         """
         tokens, _, segments = self._moved(batch)
         with self._autocast(), taps.record(into):
@@ -219,7 +219,7 @@ class Step:
 
     @torch.no_grad()
     def token_losses(self, batch: Batch) -> Tensor:
-        """The cross-entropy of each target in nats, 0 where it is ignored: [B, T]. The model runs as in `observe`."""
+        """The cross-entropy of each target [B, T] in nats, 0 if ignored. The model runs as in `observe`."""
         tokens, targets, segments = self._moved(batch)
         with self._autocast():
             hidden = self.model.hidden(tokens, segments).flatten(0, 1)
@@ -230,9 +230,9 @@ class Step:
         return torch.cat(losses).view_as(targets)
 
     def keep_streams(self, junctions: Sequence[int]) -> None:
-        """Let these junctions, and no others, keep the streams that their backward pass would recover inexactly.
+        """Make exactly these junctions store the streams that their backward pass would recover inexactly.
 
-        They are then part of the graph: what is compiled is compiled again, and CUDA graphs are captured again.
+        This changes the graph, so the model is compiled again and CUDA graphs are captured again.
         """
         recovery = self.model.topology.recovery()
         if recovery is None or tuple(junctions) == recovery.kept:
@@ -243,7 +243,7 @@ class Step:
         self._graphed = self._build_graphed()
 
     def totals(self) -> Totals:
-        """Read the sums. Waits for the device."""
+        """Read the sums; waits for the device."""
         return Totals(*self._totals.tolist())
 
     def set_totals(self, totals: Sequence[float]) -> None:
@@ -251,7 +251,7 @@ class Step:
         self._totals = torch.tensor(totals, device=self.device, dtype=torch.float32)
 
     def notice(self) -> str | None:
-        """A remark for the person, printed after the first step."""
+        """A remark for the user, printed after the first step."""
         return None
 
     def _forward(self, tokens: Tensor, targets: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor, Any]:
@@ -265,9 +265,9 @@ class Step:
     def _pass(
         self, tokens: Tensor, targets: Tensor, segments: Tensor | None, share: Tensor, part: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Forward and backward of a micro-batch, kernel by kernel; its cross-entropy and z-term.
+        """Forward and backward of a micro-batch without a CUDA graph; returns its cross-entropy and z-term.
 
-        `share` is its part of the step's targets, `part` of the step's tokens, for the balancer.
+        `share` is its share of the step's targets; `part`, for the balancer, its share of the step's tokens.
         """
         ce, z, routing = self._forward(tokens, targets, segments)
         loss = (ce + z) * share
@@ -277,7 +277,7 @@ class Step:
         return ce.detach(), z.detach()
 
     def _update(self, rate: float) -> None:
-        """Clip the gradients of the step, change the parameters by them, and drop them."""
+        """Clip the gradients of the step, update the parameters, and drop the gradients."""
         self._totals[2] += self._clip()
         self._totals[3] += 1
         if self.balancer is not None:
@@ -295,7 +295,7 @@ class Step:
         return build_balancer(self.model, config.balance, self.device)
 
     def _build_copies(self, config: TrainConfig) -> WorkingCopies | None:
-        """None if autocast rounds nothing, or if sublayers are recomputed: they would read the masters then."""
+        """Copies; None if autocast rounds nothing, or if sublayers are recomputed: they would read the masters."""
         rounded = self.precision is not torch.float32 and config.recompute == "none"
         kind = LayeredCopies if config.compile == "layers" else WorkingCopies
         unread = () if self.low_precision is None else self.low_precision.encoded
@@ -305,13 +305,13 @@ class Step:
         return GraphedPass(self._pass, self._parameters) if self._captures else None
 
     def _build_losses(self, config: TrainConfig) -> LossFunction:
-        """The function that computes the losses of a micro-batch."""
+        """The loss function of a micro-batch."""
         return build_losses(self.model, config, self._copies, self.compiled)
 
     def _rehearse(self, batch: Batch) -> None:
-        """Run what is not traced of the step on tensors without memory, so that helpers can compile its kernels now.
+        """Run the untraced parts of the step on tensors without memory, so that helpers can compile their kernels now.
 
-        A part that needs real data fails here without harm: its kernels are compiled at their first launch.
+        A part that needs real data fails here harmlessly; its kernels are compiled at their first launch.
         """
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
@@ -319,7 +319,7 @@ class Step:
                     matrices = [torch.empty_like(p, dtype=working_dtype(p)) for p in group["params"]]
                     list(orthogonal_updates(matrices, group["parts"]))
                 if self._traced:
-                    return  # a whole graph tells the helpers what it calls
+                    return  # tracing the whole graph sends its calls to the helpers
                 tokens, targets = (torch.empty_like(t, device=self.device) for t in (batch.tokens, batch.targets))
                 segments = None if batch.segments is None else torch.empty_like(tokens)
                 ce, z, _ = self._forward(tokens, targets, segments)
@@ -336,13 +336,13 @@ class Step:
         return values
 
     def _begin_micro_batch(self, *, last: bool) -> None:
-        """Called before each micro-batch; after the `last` one the gradients are complete."""
+        """Runs before each micro-batch; after the `last` one, the gradients are complete."""
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
     def _clip(self) -> Tensor:
-        """Scale all gradients so that their common norm is at most `train.clip_norm`; returns the norm before."""
+        """Scale all gradients to a common norm of at most `train.clip_norm`; returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(self._parameters, self._clip_norm, foreach=True)
 
     def _moved(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -359,7 +359,7 @@ class Step:
 
 
 def autocast(device: str, precision: torch.dtype) -> AbstractContextManager[object]:
-    """Round products to a precision inside the block; nothing for float32."""
+    """Compute products in this precision inside the block; does nothing for float32."""
     return nullcontext() if precision is torch.float32 else torch.autocast(device, dtype=precision)
 
 
@@ -368,14 +368,14 @@ def _tensors(model: Decoder) -> dict[str, Tensor]:
 
 
 def build_step(model: Decoder, config: TrainConfig, device: torch.device) -> Step:
-    """Move a model to the device and make it ready to train, exactly as `residua train` does."""
+    """Move a model to the device and prepare it for training, exactly as `residua train` does."""
     return Step(model.to(device), config, device)
 
 
 def resolve(config: TrainConfig, device: torch.device) -> tuple[torch.dtype, bool]:
     """The precision, and whether to compile; `auto` means bf16 and compiled on a GPU, fp32 and eager on a CPU.
 
-    In low precision (`low_precision.py`) it is that of everything else.
+    With FP8 or NVFP4 (`low_precision.py`), it is the precision of everything else.
     """
     on_gpu = device.type == "cuda"
     usual = torch.bfloat16 if on_gpu else torch.float32

@@ -1,4 +1,4 @@
-"""The summary that is printed before a run starts, and a check that its checkpoints fit on the disk."""
+"""The summary printed before a run starts, and checks that the run fits in memory and its checkpoints on the disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RULES = {"muon": "Muon", "adamw": "AdamW"}
 
 DEEP = 48
-"""From this many sublayers on, compiling them as one graph takes a minute or more."""
+"""With this many sublayers or more, compiling them as one graph takes at least a minute."""
 
 
 def summarise(
@@ -51,7 +51,7 @@ def _lines(config: RunConfig, step: Step, dataset: Dataset, size: Size) -> Itera
     shape = f"{counted(model.layers, 'layer')} of width {model.width}{turns}, {model.topology.kind}"
     active = f", {short(size.parameters - size.idle)} active per token" if size.idle else ""
     yield "model", f"{shape}, {short(size.parameters)} parameters{active}"
-    for group in build_optimizer(shapes(model), recipe.optimizer).param_groups:  # a rank may have a part of them
+    for group in build_optimizer(shapes(model), recipe.optimizer).param_groups:  # a rank may have only a part of them
         yield "", _group_line(group)
     yield "compute", f"{short(size.flops_per_token)}FLOP a token, {short(size.flops_per_token * tokens)}FLOP in all"
     available = dataset.split("train").tokens
@@ -111,15 +111,15 @@ def _compiled(config: RunConfig) -> str:
 
 
 TOKEN_BYTES = 16
-"""A token and its target."""
+"""Bytes of a token and its target."""
 
 
 def check_memory(config: RunConfig, device: torch.device) -> None:
-    """Refuse a run whose weights, gradients and optimizer state, all in float32, are larger than the free memory.
+    """Refuse a run whose weights, gradients and optimizer state, all in float32, exceed the free memory.
 
-    Several processes share the states. Each builds its share on its device, with one part of the model at a time in
-    host memory; a run that starts as another is built whole there, and so is one for a single GPU. Activations come on
-    top; they depend on what can be recomputed, so only a micro-batch's tokens and one state of it are counted.
+    Several processes share these states. Each builds its share on its device, with one part of the model at a time in
+    host memory. A run that starts from another model is built whole in host memory, and so is one for a single GPU.
+    Activations come on top but depend on recomputation, so only a micro-batch's tokens and one hidden state count.
     """
     model = shapes(config.model)
     weights = 4 * sum(tensor.numel() for tensor in model_tensors(model).values())

@@ -1,8 +1,8 @@
-"""Figures of every layer while a run trains: peaks, sinks, depth weights, gates, mixtures and gains.
+"""Measures figures of every layer while a run trains: peaks, sinks, depth weights, gates, mixtures and gains.
 
 Every `train.telemetry_every` steps (by default about twenty times in a run), the same few tokens of the validation text
-go through the uncompiled model, outside the step. Nothing is captured or drawn at random, and no training text is read.
-Figures are 0-dim tensors on the device until all are known; then the host reads them once.
+go through the uncompiled model, outside the step. This captures no graph, draws no random numbers and reads no training
+text. Figures are 0-dim tensors on the device until all are computed; then the host reads them once.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
     from residua.model.decoder import Decoder
 
 MEASURED_SHARE = 0.01
-"""Of the tokens trained between two measurements, so many are measured: a forward pass is a third of a step's work."""
+"""Share of the tokens trained between two measurements that is measured; a forward pass is a third of a step's work."""
 MIN_TOKENS = 64
-"""… but at least so many tokens."""
+"""Minimum tokens per measurement."""
 MEASUREMENTS, MAX_LOG_LINES = 20, 10
-"""By default a run is measured about so many times, but at least once in so many log lines."""
+"""Default number of measurements in a run, and maximum number of log lines between two of them."""
 REPORTED_GROWTH, GROWTH_WINDOW = 10.0, 0.1
-"""A peak that grows so many times within this share of the run is reported."""
+"""A peak is reported if it grows by this factor within this share of the run."""
 DIGITS = 5
 QUARTILES = ("beta_q1", "beta_median", "beta_q3", "beta_max")
 
 Table = dict[str, list[float | None]]
-"""A figure's name → its value at place 0, 1, …; None where a place has none, or where it is not finite."""
+"""A figure's name → its value at place 0, 1, …; None where a place has no value or a non-finite one."""
 
 
 class Gauges(dict[str, Tensor]):
-    """Receives the taps of one forward pass and keeps figures of them, by name and place.
+    """Receives the taps of one forward pass and computes figures from them, by name and place.
 
-    What is small (sizes of dimensions, gates, depth weights) is kept, and reduced for all places at once: on a GPU the
-    host's time to launch kernels is the cost.
+    Small tensors (sizes of dimensions, gates, depth weights) are stored and reduced for all places at once, because on
+    a GPU the cost is the host's time to launch kernels.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -83,7 +83,7 @@ class Gauges(dict[str, Tensor]):
                 self._gammas[number] = value
 
     def figures(self) -> dict[tuple[str, int], float]:
-        """All figures. Waits for the device."""
+        """All figures; waits for the device."""
         self._dimensions()
         for readers, weights in _alike(self._weights):
             self._note("entropy", readers, gauges.depth_entropy(weights).reshape(len(readers), -1).mean(-1))
@@ -119,7 +119,7 @@ class Gauges(dict[str, Tensor]):
             self._figures[name, place] = value
 
     def _dimensions(self) -> None:
-        """Residual-sink ratios, and the gain that each norm gives its largest dimension."""
+        """Residual-sink ratios, and each norm's gain on its largest dimension."""
         sizes = torch.stack([self._sizes[reader] for reader in self._sizes])
         self._note("sink_ratio", self._sizes, gauges.relative_sizes(sizes).amax(-1))
         norms = [*(sublayer.norm for sublayer in self.model.executions), self.model.norm]
@@ -138,7 +138,7 @@ class Gauges(dict[str, Tensor]):
                 self._note(name, sublayers, values)
 
     def _anchors(self) -> None:
-        """λ is a parameter, and γ, where there is one, was seen."""
+        """Scales of anchors and current projections: λ is a parameter; γ, if there is one, was tapped."""
         for k, sublayer in enumerate(self.model.executions):
             mix = sublayer.body.anchor_mix()
             scales = {} if mix is None else mix.scales(self._gammas.get(k // 2))
@@ -148,7 +148,7 @@ class Gauges(dict[str, Tensor]):
 
 
 def _alike(tensors: dict[int, Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """Tensors of one shape together: their places, and all of them stacked."""
+    """Group tensors by shape: the places of each group, and its tensors stacked."""
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
     for place, tensor in tensors.items():
         by_shape[tensor.shape].append(place)
@@ -161,9 +161,9 @@ def _rounded(value: float | None) -> float | None:
 
 
 class Growth:
-    """Notices a peak that grew tenfold within a tenth of the run.
+    """Detects a peak that grew tenfold within a tenth of the run.
 
-    Peaks of the first tenth, or of a longer warm-up, are not compared with: those of an untrained model are small.
+    Peaks in the first tenth, or in a longer warm-up, are ignored, because those of an untrained model are small.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -174,7 +174,7 @@ class Growth:
         self._history: list[tuple[int, dict[tuple[str, int], float]]] = []
 
     def check(self, step: int, table: Table) -> str | None:
-        """None, or a sentence about the peak that grew most; the next comparison is with this measurement."""
+        """A sentence about the peak that grew most, or None; after a sentence, comparisons restart from this step."""
         if step < self._first:
             return None
         peaks = {
@@ -212,7 +212,7 @@ class Growth:
 
 
 def _out_of_range(step: Step, done: int) -> list[str]:
-    """A sentence about the tensor that exceeded its FP8 range most in the last step, if any did."""
+    """A list with a sentence about the tensor that most exceeded its FP8 range in the last step, if any did."""
     beyond = [] if step.low_precision is None else step.low_precision.beyond()
     if not beyond:
         return []
@@ -226,7 +226,7 @@ def _out_of_range(step: Step, done: int) -> list[str]:
 
 
 class Telemetry:
-    """Measures a run's model, and says what a person should know of it."""
+    """Measures a run's model, and reports what a user should know."""
 
     def __init__(self, config: RunConfig, validation: Batch) -> None:
         recipe = config.train
@@ -240,12 +240,12 @@ class Telemetry:
         return done in (1, self.config.train.steps) or done % self.every == 0
 
     def recall(self, records: Iterable[dict[str, Any]]) -> None:
-        """Take what an earlier session of the run measured."""
+        """Restore the history from the records of the run's earlier sessions."""
         for record in telemetry_of(records):
             self.growth.check(record["step"], record["figures"])
 
     def measure(self, step: Step, done: int) -> dict[str, Any]:
-        """The record of step `done`: figures, the junctions that keep their streams from now on, sentences to print."""
+        """The record of step `done`: figures, junctions that store their streams from now on, sentences to print."""
         start = time.perf_counter()
         gauges = Gauges(step.model)
         step.observe(self.batch, gauges)
@@ -269,7 +269,7 @@ class Telemetry:
         }
 
     def _kept(self, step: Step, table: Table) -> tuple[list[int], Sequence[int]]:
-        """The junctions that keep their streams, and those that begin to."""
+        """The junctions that store their streams, and those of them that start to do so now."""
         recovery, epsilon = step.model.topology.recovery(), torch.finfo(step.precision).eps / 2
         if recovery is None:
             return [], []
@@ -295,20 +295,20 @@ def build_telemetry(config: RunConfig, validation: Batch, model: Decoder | None)
 
 
 def interval(recipe: TrainConfig) -> int:
-    """Steps between two measurements: as asked for, or whole log lines such that a run has about twenty, or more."""
+    """Steps between two measurements: as configured, or whole log lines for about twenty or more in a run."""
     lines = math.ceil(recipe.steps / (MEASUREMENTS * recipe.log_every))
     return recipe.telemetry_every or recipe.log_every * min(lines, MAX_LOG_LINES)
 
 
 def measured_tokens(config: RunConfig) -> int:
-    """At most `train.telemetry_tokens`, and a hundredth of what is trained between two measurements (but 64)."""
+    """Tokens per measurement: 1% of those trained in between, at least 64, at most `train.telemetry_tokens`."""
     recipe = config.train
     between = interval(recipe) * config.tokens_per_step
     return min(recipe.telemetry_tokens, max(MIN_TOKENS, int(MEASURED_SHARE * between)))
 
 
 def first_tokens(batch: Batch, tokens: int) -> Batch:
-    """The first `tokens` of a batch, as whole rows, or as the beginning of one row."""
+    """The first `tokens` of a batch, as whole rows or as the beginning of one row."""
     length = min(batch.tokens.shape[1], tokens)
     rows = tokens // length
     segments = None if batch.segments is None else batch.segments[:rows, :length]

@@ -1,4 +1,4 @@
-"""The figures of telemetry, by name, and their curves over tokens for the pages of studies and diagnoses; no torch."""
+"""Telemetry figures by name, and their curves over tokens for study and diagnosis pages; does not import torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 Place = Literal["reader", "sublayer", "layer"]
-"""The owner of a figure: a reader of the depth state (a sublayer's input, the last is the final norm's), the write
-after a sublayer, or a layer."""
+"""The owner of a figure: a reader of the depth state (a sublayer's input, or last the final norm's), the write after a
+sublayer, or a layer."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A figure that every place has: its name for people, whose it is, and how places are put together."""
+    """A figure with a value at every place: its readable name, its kind of owner, and how to combine places."""
 
     title: str
     place: Place
@@ -50,26 +50,26 @@ FAMILIES = {
     "gain": Family("norm gain, mean |g|", "reader", "mean"),
     "sink_gain": Family("norm gain of the largest dimension", "reader", "mean", logarithmic=True),
 }
-"""By name. `stream`, `anchor` and `current` exist once per stream or pathway: `stream.0`, `anchor.q`. From
-`kurtosis` to `reach` there is one of each product in low precision: `kurtosis.project`."""
+"""Families by name. `stream`, `anchor` and `current` exist per stream or pathway, as in `stream.0`, `anchor.q`. Those
+from `kurtosis` to `reach` exist per low-precision product, as in `kurtosis.project`."""
 
 KIND = "telemetry"
-"""The kind of these records in metrics.jsonl."""
+"""The `kind` of telemetry records in metrics.jsonl."""
 Records = Sequence[Mapping[str, Any]]
-"""The telemetry records of one run, in order of step."""
+"""The telemetry records of one run, ordered by step."""
 
 POINTS = 200
-"""The most points of a curve."""
+"""Maximum points of a curve."""
 STEPS = 60
-"""The most columns of a map over steps."""
+"""Maximum columns of a map over steps."""
 RAN_OUT = "which input ran out of range"
 PLACES = 8
-"""The most places, evenly spread, that have curves of their own."""
+"""Maximum places with their own curves; they are evenly spaced."""
 _PLACES: dict[Place, str] = {"reader": "read by sublayer", "sublayer": "written after sublayer", "layer": "layer"}
 
 
 def telemetry_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The telemetry among the records of a run."""
+    """The telemetry records among a run's records."""
     return [record for record in records if record["kind"] == KIND]
 
 
@@ -79,7 +79,7 @@ def said(records: Records) -> list[str]:
 
 
 def over_places(record: Mapping[str, Any], name: str) -> float | None:
-    """A family's value for the whole model: the largest or the mean over places, and over streams or pathways."""
+    """A family's value for the whole model: the maximum or mean over places, and over streams or pathways."""
     tables = [values for figure, values in record["figures"].items() if figure.partition(".")[0] == name]
     known: list[float] = [value for values in tables for value in values if value is not None]
     if not known:
@@ -88,19 +88,19 @@ def over_places(record: Mapping[str, Any], name: str) -> float | None:
 
 
 def measured(runs: Sequence[Records]) -> list[str]:
-    """The families that these runs have figures of, in the order of `FAMILIES`."""
+    """The families for which these runs have figures, in the order of `FAMILIES`."""
     families = {figure.partition(".")[0] for records in runs for record in records[-1:] for figure in record["figures"]}
     return [name for name in FAMILIES if name in families]
 
 
 def whole_model(records: Records, name: str) -> list[tuple[float, float]]:
-    """A family over tokens, put together over places."""
+    """A family's curve over tokens, combined over places."""
     values = ((float(record["tokens"]), over_places(record, name)) for record in evenly(records, POINTS))
     return [(x, y) for x, y in values if y is not None]
 
 
 def by_place(records: Records) -> dict[str, Figure]:
-    """For every figure of one run, curves of a few places over tokens: title → figure."""
+    """Curves over tokens of a few places, for every figure of one run: title → figure."""
     shown = evenly(records, POINTS)
     figures = records[-1]["figures"] if records else {}
     ran_out = range_map(records)
@@ -127,9 +127,9 @@ def _series(shown: Records, figure: str, kind: Place, final: int) -> list[Curve]
 
 
 def range_map(records: Records) -> Figure | None:
-    """For every input of a product in FP8, how near its largest value came to what its scale admits, step by step.
+    """A map over steps: the largest value of every FP8 product's input, as a multiple of the limit of its scale.
 
-    A cell above 1 was clamped. None for NVFP4, whose scales are computed from the values themselves.
+    Values in a cell above 1 were clamped. None for NVFP4, whose scales are computed from the values themselves.
     """
     shown = evenly(records, STEPS)
     tables = {figure: [record["figures"].get(figure, []) for record in shown] for figure in _figures(shown, "reach")}
@@ -154,5 +154,5 @@ def _known(values: Sequence[float | None]) -> list[tuple[int, float]]:
 
 
 def sublayer_name(k: int) -> str:
-    """Sublayer k as people name it."""
+    """A readable name for sublayer k."""
     return f"layer {k // 2} {('attention', 'feed-forward')[k % 2]}"

@@ -1,7 +1,7 @@
-"""Time, speed and memory: of a device and of a step on random tokens (benchmarks, studies), and of a run.
+"""Measures time, speed and memory of a device, of a step on random tokens (benchmarks, studies), and of a run.
 
-A run's training time, without validation and saving, is `Clock`'s, the time to its first step `Stages`'; `Profiler`
-traces chosen steps.
+`Clock` measures a run's training time without validation and saving, `Stages` the time to its first step; `Profiler`
+traces selected steps.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from residua.data.loader import Batch
 from residua.files import unfinished, writing
 from residua.train.step import Step
 
-# Share of the peak learning rate: small, so that training on random tokens does not diverge. The work is the same.
+# Share of the peak learning rate: small, so that training on random tokens does not diverge; the speed is the same.
 RATE = 0.01
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Repeated timings in seconds: the median and the spread, from the 10th to the 90th percentile."""
+    """Repeated timings in seconds: the median and the 10th and 90th percentiles."""
 
     median: float
     p10: float
@@ -67,7 +67,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def release_memory(device: torch.device) -> None:
-    """Drop graphs, compiled code and cached memory, so that the next case starts afresh."""
+    """Free graphs, compiled code and cached memory before the next case."""
     if "torch._dynamo" in sys.modules:  # importing it takes seconds
         torch.compiler.reset()
     gc.collect()
@@ -81,7 +81,7 @@ def time_each(
 ) -> list[float]:
     """Seconds of each of `repeats` calls; `before` runs before every call and is not counted.
 
-    A GPU is timed by events on the stream, read after the last call: the host never waits, as in training.
+    A GPU is timed with events on the stream, read after the last call, so that the host never waits, as in training.
     """
     synchronize(device)
     marks = []
@@ -96,7 +96,7 @@ def time_each(
 
 
 def _mark(device: torch.device) -> Any:
-    """This moment: on a GPU an event of the stream, which the host does not wait for."""
+    """The current time; on a GPU an event on the stream, for which the host does not wait."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -109,14 +109,14 @@ def _seconds(start: Any, end: Any) -> float:
 
 
 class Stopwatch:
-    """Times passes of training on a device without waiting for it.
+    """Times training passes on a device without waiting for it.
 
-    All ranks finish a step together, because they wait for each other in collectives. So a rank times what it computes
-    alone: forward passes, of a micro-batch (replicated), of a unit after it was gathered (sharded), of a stage.
+    All ranks finish a step together, because they wait for each other in collectives. So a rank times forward passes,
+    which it computes alone: of a micro-batch (replicated), of a gathered unit (sharded), or of a pipeline stage.
     """
 
     MOST = 64
-    """Passes that are timed between two log lines."""
+    """Maximum passes timed between two log lines."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -124,7 +124,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Time the block, if it trains and not enough have been timed yet."""
+        """Time the block if it is part of training and fewer than `MOST` have been timed."""
         if len(self._marks) >= self.MOST or not torch.is_grad_enabled():
             yield
             return
@@ -133,14 +133,14 @@ class Stopwatch:
         self._marks.append((start, _mark(self._device)))
 
     def take(self) -> float:
-        """Seconds of a pass, the mean since this was last called; 0 if none was timed. The device must be idle."""
+        """Mean seconds of a pass since the last call; 0 if none was timed. The device must be idle."""
         marks, self._marks = self._marks, []
         return mean(_seconds(*pair) for pair in marks) if marks else 0.0
 
 
 @dataclass(frozen=True)
 class TimedStep:
-    """Seconds of the first step, which compiles, and of each timed one; peak memory (GPU only); the mean loss."""
+    """Seconds of the first step, which compiles, and of each timed step; peak memory (GPU only); mean loss."""
 
     first: float
     seconds: list[float]
@@ -153,7 +153,7 @@ def time_step(
 ) -> TimedStep:
     """Train on random tokens: a first step, `warmup` more, then `steps` timed ones.
 
-    `started` is called after the first.
+    `started` is called after the first step.
     """
     device = trained.device
     step = partial(trained, random_batches(config), RATE)
@@ -217,13 +217,13 @@ def mfu(tokens_per_second: float, flops_per_token: float, device: torch.device) 
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Measure peak memory from here on (GPU only): a process may train more than one model."""
+    """Reset the peak memory (GPU only), because a process may train more than one model."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this process: PyTorch's allocations on the GPU, or the resident set on a CPU."""
+    """Peak memory of this process: PyTorch's allocations on a GPU, or the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -250,14 +250,14 @@ class Clock:
 
 
 class Stages:
-    """Seconds that each stage before a run's first step took, by name."""
+    """Seconds of each stage before a run's first step, by name."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time inside the block to the stage's."""
+        """Add the time inside the block to the stage `name`."""
         start = time.perf_counter()
         try:
             yield
@@ -268,7 +268,7 @@ class Stages:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """The stages so far, rounded to milliseconds; the next ones belong to another run."""
+        """The stages so far, rounded to milliseconds; resets them for the next run."""
         times, self._seconds = self._seconds, {}
         return {name: round(seconds, 3) for name, seconds in times.items()}
 

@@ -1,12 +1,12 @@
 """The training loop: steps, logs, validations and checkpoints, in an order that lets a run resume bit for bit.
 
-The order of `train`; `World` says on which processes:
+The order of `train`; `World` determines which processes do what:
 
-1. Opens the run's folder and text, and refuses what does not fit before anything is written.
-2. `Trainer` builds the step and resumes from the newest finite checkpoint, if there is any.
-3. `fit` writes config.toml and the environment, then takes one step after the other (`_train_step`). After each it does
-   what is due: telemetry, a log line, a validation, a checkpoint, the start of a shorter run (`Branch`). A log line
-   stops a run whose loss is not finite, has diverged or does not fall; a signal stops it once it is saved.
+1. It opens the run's folder and text, and refuses mismatches before anything is written.
+2. `Trainer` builds the step and resumes from the newest finite checkpoint, if there is one.
+3. `fit` writes config.toml and the environment, then runs step by step (`_train_step`). After each step it does
+   whatever is due: telemetry, a log line, a validation, a checkpoint, the start of a shorter run (`Branch`). A log line
+   stops a run whose loss is not finite, has diverged or does not fall; a signal stops the run after saving it.
 4. `finish` validates on all of the text, and writes validation.json, result.json and inspection.json.
 """
 
@@ -62,10 +62,10 @@ SMOOTHED_LINES = 10
 
 
 class Branch(NamedTuple):
-    """A shorter run that begins as a longer one: they differ only in `train.steps`.
+    """A shorter run that shares the beginning of a longer one: they differ only in `train.steps`.
 
-    Until its own decay begins, it has the rates, the batches and so the weights of the longer one, which saves that
-    moment in `folder`. From there the branch resumes like an interrupted run.
+    Until its own decay begins, it has the learning rates and batches of the longer run, and thus its weights. The
+    longer run saves that point in `folder`; from there the branch resumes like an interrupted run.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class Branch(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The last step that both have in common."""
+        """The last step that both runs share."""
         recipe = self.config.train
         return recipe.schedule.shared_steps(recipe.steps)
 
@@ -87,10 +87,10 @@ def train(
     world: World | None = None,
     branches: Sequence[Branch] = (),
 ) -> Result:
-    """Train a run in the folder `out`, or continue the one that is in it.
+    """Train a run in the folder `out`, or continue the run in it.
 
-    `world` is the processes that train it: this one only, or what `residua.distributed.world.open_world` returns.
-    `branches` are shorter runs that this one saves a start for on its way, so that they need not train it again.
+    `world` holds the processes that train it: only this one, or those of `residua.distributed.world.open_world`.
+    `branches` are shorter runs whose starting points this run saves on its way, so that they need not repeat its steps.
     Raises `UserError` for a mistake in the configuration, the data or the folder, before anything is written;
     `TrainingStopped` when the run cannot go on; `Interrupted` after a signal, once the run is saved.
     """
@@ -117,7 +117,7 @@ def train(
 
 
 def _check_data(run: Run, dataset: Dataset) -> None:
-    """Refuse text that the run cannot train on: not what it was trained on, or in tokens that its model cannot know."""
+    """Refuse text that the run was not trained on, or that contains tokens outside its model's vocabulary."""
     check_text(run, dataset)
     check_vocabulary(run.config, dataset)
     check_tokenizer(run.config, dataset)
@@ -158,7 +158,7 @@ class Trainer:
         self._restore()
 
     def _restore(self) -> None:
-        """Go on from the newest checkpoint whose weights and optimizer state are finite, if there is any checkpoint."""
+        """Resume from the newest checkpoint with finite weights and optimizer state, if there is any checkpoint."""
         saved = self.run.checkpoints()
         for checkpoint in reversed(saved):
             state = read_state(checkpoint)
@@ -224,7 +224,7 @@ class Trainer:
         try:
             self.clock.start()
             if self.done == 0 and self.config.train.start is not None:
-                self._validate()  # shows what the start has kept
+                self._validate()  # shows how much of the initial model was preserved
             while self.done < self.config.train.steps:
                 self._train_step()
                 signal_number = self.world.agree(signals.received, self.done)
@@ -236,7 +236,7 @@ class Trainer:
                 sink.close()
 
     def _environment(self) -> dict[str, Any]:
-        """The environment of the run: software, hardware, its text, and the weights that it began with."""
+        """The environment of the run: software, hardware, its text, and its initial weights."""
         about = {**describe_environment(self.device), TEXT: self.dataset.fingerprint}
         start = self.config.train.start
         if start is None or not self.world.leads:
@@ -261,7 +261,7 @@ class Trainer:
         if last and self.watch.strikes:
             self._stop_if("the run ended with a loss above its first value")
         if last and had_fair_steps(recipe) and self.validation_loss is not None:
-            # a run is not finished that had time to learn and whose losses say that it has not
+            # do not finish a run that had time to learn but whose losses show that it has not
             loss = min(self.loss, self.validation_loss)
             self._start_again_if(self.watch.unlearned(recipe.steps, loss, self.frequencies))
         if last or (self.done % recipe.save_every == 0 and self._sound()):
@@ -271,7 +271,7 @@ class Trainer:
                 self._begin(branch)
 
     def _observe(self, telemetry: Telemetry) -> None:
-        """One more record: figures of every layer, measured by the leader."""
+        """Write a telemetry record: figures of every layer, measured by the leader."""
         with self._paused():
             record = self.world.from_leader(lambda: telemetry.measure(self.step, self.done))
             self.step.keep_streams(record.get("kept", ()))
@@ -288,7 +288,7 @@ class Trainer:
         self.smoothed += (loss - self.smoothed) / min(self.lines, SMOOTHED_LINES)
         speed = totals.steps * self.config.tokens_per_step / self.clock.interval
         utilisation = mfu(speed / self.world.size, self.size.flops_per_token, self.device)
-        if self.step.balancer is not None:  # how the load of the experts was distributed over the interval
+        if self.step.balancer is not None:  # the load of the experts over the interval
             self._tell(kind="experts", step=self.done, **self.step.balancer.spread().record())
             self.step.balancer.clear()
         if (times := self.world.rank_times(self.step, self.done)) is not None:
@@ -323,7 +323,7 @@ class Trainer:
             self._tell(kind="validation", step=self.done, **rounded, tokens=tokens, seconds=seconds)
 
     def _sound(self) -> bool:
-        """Whether neither the last log line's loss nor the mean of the steps after it calls for not saving."""
+        """Whether the run is sound enough to save, by its last logged loss and the mean loss of the steps since."""
         totals = self.step.totals()
         loss = totals.loss / max(totals.steps, 1)
         finite = math.isfinite(loss) and math.isfinite(totals.grad_norm)
@@ -346,7 +346,7 @@ class Trainer:
             self.run.branch(branch.folder, branch.config, self.done, save)
 
     def _state(self) -> dict[str, Any]:
-        """The state for a resumed run besides the tensors, as plain JSON that reads back exactly."""
+        """The state for a resumed run except tensors, as plain JSON that reads back exactly."""
         return {
             "step": self.done,
             "validation_loss": self.validation_loss,
@@ -365,21 +365,21 @@ class Trainer:
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Wait for the device; the block is not training time."""
+        """Wait for the device; the block does not count as training time."""
         self.step.totals()
         self.clock.stop()
         yield
         self.clock.start()
 
     def finish(self) -> Result:
-        """Validate on all of the text, write validation.json, result.json and inspection.json, say what to do next."""
+        """Validate on all of the text, write validation.json, result.json and inspection.json, print the next steps."""
         self.world.settle()
         final = self._final_validation()
         self.world.trained()
         return self.world.from_leader(lambda: self._report(final))
 
     def _final_validation(self) -> FinalValidation:
-        """The loss on all of the validation text, by document where a process has the whole model."""
+        """The loss on all of the validation text, by document if a process has the whole model."""
         if self.world.whole_model(self.step) is None:
             batches = list(final_batches(self.config, self.dataset))
             return without_documents(batches, *self.step.evaluate(batches), self.dataset)
@@ -400,7 +400,7 @@ class Trainer:
         return result
 
     def _tell(self, **record: Any) -> None:
-        """Write a record to all sinks, and print the sentences that it has for a person."""
+        """Write a record to all sinks, and print its sentences for the user."""
         for sink in self.sinks:
             sink.write(record)
         for sentence in record.get("said", ()):
@@ -427,7 +427,7 @@ class Trainer:
             self._stop(reason, f"Try a learning rate other than {rate}, usually a lower one, in a new run.")
 
     def _stop(self, reason: str, advice: str) -> NoReturn:
-        """End the run for the sake of its losses, and keep the reason for those who watch."""
+        """End the run because of its losses, and record the reason in its folder."""
         self.run.record_stop(reason)
         raise TrainingStopped(f"{reason}; {what_is_left(self.run.folder)}. {advice}")
 
@@ -436,7 +436,7 @@ class Trainer:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Stop in a sentence that names what is left when the disk or the memory is full, or forbidden."""
+        """If the disk or memory is full, or access is denied, stop with a sentence that names the last checkpoint."""
         try:
             yield
         except BrokenPipeError:

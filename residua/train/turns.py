@@ -1,8 +1,9 @@
-"""Training steps that take turns: a machine's speed drifts, and the ratios within a round hardly do.
+"""Times training steps in turns: a machine's speed drifts, but the ratios within a round hardly do.
 
-Every model is built and compiled in a process of its own and then waits; of all that take part only one runs at a time.
-Such a process calls `take_turns`, and answers in lines of JSON, each after the word ANSWER: the seconds of its first
-step or the problem, then, for every number it reads, the seconds of so many steps, and at the end memory and loss.
+Every model is built and compiled in its own process and then waits; only one process runs at a time. Such a process
+calls `take_turns` and answers in lines of JSON, each after the word ANSWER. The first answer is the seconds of its
+first step, or a problem. Then, for every number that it reads, it answers with the seconds of that many steps, and at
+the end with memory and loss.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from residua.train.timing import RATE, peak_memory_gib, random_batches, synchron
 
 ANSWER = "ANSWER "
 PATIENCE = 5.0
-"""Seconds that a process may take to close what it opened."""
+"""Seconds that a process has to clean up before it is killed."""
 
 
 class Turn:
-    """A model in its process."""
+    """A model in its own process."""
 
     def __init__(self, title: str, child: subprocess.Popen[str], log: Path) -> None:
         self.title, self.child, self.log = title, child, log
 
     def ask(self, steps: int) -> list[float]:
-        """The seconds of each of so many steps."""
+        """Run `steps` steps; returns the seconds of each."""
         assert self.child.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: `answer` says how
+        with suppress(BrokenPipeError):  # the process has ended; `answer` reports how
             self.child.stdin.write(f"{steps}\n")
             self.child.stdin.flush()
         return self.answer()  # type: ignore[no-any-return]
 
     def end(self) -> dict[str, Any]:
-        """Memory and loss; the worker then accepts no more requests."""
+        """Memory and loss; afterwards the worker accepts no more requests."""
         assert self.child.stdin is not None
         with suppress(BrokenPipeError):
             self.child.stdin.close()
         return self.answer()  # type: ignore[no-any-return]
 
     def answer(self) -> Any:
-        """The next answer; output of libraries in between is skipped."""
+        """The next answer; skips output of libraries in between."""
         for line in self.child.stdout or ():
             if line.startswith(ANSWER):
                 return json.loads(line.removeprefix(ANSWER))
@@ -64,7 +65,7 @@ class Turn:
 
 @contextmanager
 def open_turn(title: str, command: Sequence[str], log: Path) -> Iterator[Turn]:
-    """Start a process that calls `take_turns`; it ends with the block. Its messages go to `log`."""
+    """Start a process that calls `take_turns`; it ends with the `with` block. Its messages go to `log`."""
     with log.open("w") as errors:
         child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=python_environment()
@@ -110,7 +111,7 @@ def take_turns(build: Callable[[], Step], config: RunConfig, warmup: int) -> Non
 
 @contextmanager
 def no_memory() -> Iterator[list[str]]:
-    """A list that names the problem if the model or its step is too large for this machine."""
+    """A list that receives the problem if the model or its step is too large for this machine."""
     problem: list[str] = []
     try:
         yield problem

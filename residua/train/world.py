@@ -1,6 +1,6 @@
 """The processes that train a run together, as the trainer sees them. `World` is the usual case: one process.
 
-Under torchrun the trainer is given `residua.distributed.world.Ranks` instead, which has the same methods.
+Under torchrun the trainer gets `residua.distributed.world.Ranks` instead, which has the same methods.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class World:
         self.restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         """Whether torchrun has started this job before."""
         self.stages = Stages()
-        """The stages of this process before the first step of the current run, and their seconds."""
+        """The seconds of this process's stages before the first step of the current run."""
         self.trained: Callable[[], None] = lambda: None
-        """Called when a run is trained and validated: after that it needs the device only to look inside its model."""
+        """Called when a run is trained and validated; afterwards only the inspection of its model needs the device."""
 
     @classmethod
     def alone(cls, config: RunConfig) -> Self:
-        """This process only; refused if the configuration asks for several."""
+        """This process alone; refuses a configuration for several processes."""
         check_processes(config)
         if config.parallel.ranks > 1:
             raise ConfigError(
@@ -73,7 +73,7 @@ class World:
     def open_run(self, folder: Path, config: RunConfig, *, resume: bool) -> Run:
         """Create or reopen the run's folder. A job that torchrun restarts resumes without --resume.
 
-        A run that failed before its first checkpoint has nothing to resume: another may start in its folder.
+        A run that failed before its first checkpoint has nothing to resume, so another may start in its folder.
         """
         if resume or (self.restarted and (folder / "config.toml").exists()):
             return Run.reopen(folder, config)
@@ -94,7 +94,7 @@ class World:
         return loader, list(validation)
 
     def leader_first(self, work: Callable[[], T]) -> T:
-        """Call `work` on the leader first, then on the others, which find the files it wrote."""
+        """Call `work` on the leader first, then on the others, which find the files that the leader wrote."""
         return work()
 
     def from_leader(self, work: Callable[[], T]) -> T:
@@ -102,11 +102,11 @@ class World:
         return work()
 
     def agree(self, signal_number: int | None, done: int) -> int | None:
-        """After step `done`: the signal that any of the processes received, or None."""
+        """The signal that any process has received by the end of step `done`, or None."""
         return signal_number
 
     def reset_peak_memory(self) -> None:
-        """Measure the peak memory of a run from here on: a process may have trained another model before."""
+        """Reset the peak memory, because this process may have trained another model before."""
         reset_peak_memory(self.device)
 
     def build_step(self, config: RunConfig) -> Step:
@@ -114,17 +114,17 @@ class World:
         return build_step(starting_model(config), config.train, self.device)
 
     def save(self, run: Path, number: int, step: Step, state: Mapping[str, Any], keep: int) -> None:
-        """Write checkpoint `number`, possibly in the background: it is complete after `settle`."""
+        """Write checkpoint `number`, possibly in the background; it is complete after `settle`."""
         save_checkpoint(run, number, step.model, step.optimizer, state, keep)
 
     def settle(self) -> None:
-        """Wait until the last checkpoint is on the disk."""
+        """Wait until the last checkpoint is on disk."""
 
     def restore(self, path: Path, step: Step) -> None:
         restore(path, step.model, step.optimizer)
 
     def nonfinite(self, step: Step) -> list[str]:
-        """The tensors of the model and its optimizer that are NaN or infinite on any process."""
+        """The names of model and optimizer tensors that are NaN or infinite on any process."""
         return nonfinite(model_tensors(step.model) | step.optimizer.tensors())
 
     def whole_model(self, step: Step) -> Decoder | None:
@@ -132,20 +132,20 @@ class World:
         return step.model
 
     def rank_times(self, step: Step, done: int) -> dict[str, Any] | None:
-        """How long the forward passes of each process took since the last call, up to step `done`; which are slow."""
+        """The time of each process's forward passes since the last call, up to step `done`, and which are slow."""
         return None
 
     def command(self, config: RunConfig) -> str:
-        """The command that starts such a run on these processes."""
+        """The command that starts a run with this configuration on these processes."""
         return config.parallel.command_on()
 
     def describe(self) -> str | None:
-        """A line for the run's summary."""
+        """A line for the run's summary, or None."""
         return None
 
 
 def check_processes(config: RunConfig) -> None:
-    """Refuse a run that asks for more or fewer processes than were started."""
+    """Refuse a run that needs more or fewer processes than were started."""
     needed, started = config.parallel.ranks, int(os.environ.get("WORLD_SIZE", 1))
     if needed != started:
         sizes = " × ".join(f"{name} {getattr(config.parallel, name)}" for name in ("data", "shard", "pipeline"))
@@ -161,20 +161,20 @@ _FREE = (
     "train.log_every", "train.validate_every", "train.save_every", "train.keep",
     "train.divergence_", "train.telemetry", "train.track", "train.profile",
 )  # fmt: skip
-"""Settings in which runs of one graph may differ: nothing that `train.step.Step` compiles."""
+"""Settings in which runs with the same graph may differ, because `train.step.Step` does not compile them."""
 
 
 def graph_of(config: RunConfig) -> str:
-    """Equal for runs that can share a step."""
+    """A key that is equal for runs that can share a step."""
     return json.dumps(settings(config, without=_FREE), sort_keys=True)
 
 
 class SharedWorld(World):
-    """One process that trains runs sequentially, on one step as long as they have the same graph.
+    """One process that trains runs sequentially, and reuses one step as long as they have the same graph.
 
     Two runs have the same graph if they differ only in seeds, rates, schedule, length and how often they log and save.
-    The second starts at once: its weights are built as in a process of its own and copied into the tensors that the
-    compiled code and the CUDA graphs use; optimizer, data order and random states start again. So a run gives the same
+    The second starts at once: its weights are built as in a separate process and copied into the tensors that the
+    compiled code and the CUDA graphs use; optimizer, data order and random states are reset. So a run gives the same
     bits wherever it trains.
     """
 
@@ -200,10 +200,10 @@ class SharedWorld(World):
         return self._step
 
     def reset_peak_memory(self) -> None:
-        """Only when a step is built: replays of its CUDA graphs allocate nothing, so its first run's peak holds."""
+        """Reset only when a step is built: CUDA graph replays allocate nothing, so its first run's peak stays valid."""
 
     def rehearse(self, config: RunConfig) -> None:
-        """Build the step of a run and let it compile: on a few steps and a validation whose results are dropped."""
+        """Build the step of a run and compile it in a few steps and a validation, whose results are dropped."""
         with self.stages.measure("data"):
             dataset = self.open_data(config)
         with self.stages.measure("build"):

@@ -1,1 +1,1 @@
-"""Speed-ups of the training step outside the model: working copies, graph rewrites, CUDA graphs, shared layers."""
+"""Speeds up the training step from outside the model: working copies, graph rewrites, CUDA graphs, shared layers."""

@@ -1,10 +1,10 @@
 """CUDA graphs of a micro-batch's forward and backward pass: the host launches one graph instead of a thousand kernels.
 
 Two graphs are captured after a few ordinary passes, when everything is compiled. The graph of a step's first
-micro-batch writes the gradients; the other one adds to them. Gradients of working copies are zeroed before the step, so
-there both graphs add. They replay the kernels of an ordinary pass, so results are bit-identical. A graph
-reads and writes fixed addresses: each batch is copied in, and after every replay the parameters get the graph's
-gradient buffers.
+micro-batch writes the gradients; the other graph adds to them. Gradients of working copies are zeroed before the step,
+so there both graphs add. The graphs replay the kernels of an ordinary pass, so results are bit-identical. A graph reads
+and writes fixed addresses: each batch is copied in, and after every replay the parameters get the graph's gradient
+buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 WARM_UP = 2
-"""Ordinary passes of each kind before its graph is captured."""
+"""Number of ordinary passes of each kind before its graph is captured."""
 
 Inputs = tuple[Tensor | None, ...]
 Pass = Callable[..., tuple[Tensor, Tensor]]
@@ -41,7 +41,7 @@ class _Graph(NamedTuple):
 
 
 class GraphedPass:
-    """`run`, replayed as a graph after the warm-up. A micro-batch of another shape runs without a graph."""
+    """`run`, replayed as a graph after the warm-up. Micro-batches of other shapes run without a graph."""
 
     def __init__(self, run: Pass, parameters: Sequence[nn.Parameter]) -> None:
         self._run = run
@@ -64,18 +64,18 @@ class GraphedPass:
         return self._ordinary(inputs)
 
     def _ready(self, first: bool) -> bool:
-        """Whether to capture now: the first micro-batch's graph, then the others', which adds to its buffers."""
+        """Whether to capture now: first the graph of first micro-batches, then the other, which adds to its buffers."""
         return first not in self._graphs and (first or True in self._graphs) and self._goes_on(first)
 
     def _goes_on(self, first: bool) -> bool:
-        """Whether the gradients so far are in the buffers that the graph adds to: true if the first was a replay."""
+        """Whether the gradients are in the buffers that the graph adds to; true if the first pass was a replay."""
         if first:
             return True
         pairs = zip(self._parameters, self._graphs[True].gradients, strict=True)
         return all(parameter.grad is gradient for parameter, gradient in pairs)
 
     def _ordinary(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Run without a graph, but on the capture stream, so that no state refers to another stream."""
+        """Run without a graph but on the capture stream, so that no state refers to another stream."""
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):

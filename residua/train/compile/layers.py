@@ -1,9 +1,9 @@
-"""Compiling sublayer by sublayer (`train.compile = "layers"`): the time to the first step does not grow with depth.
+"""Compiles sublayer by sublayer (`train.compile = "layers"`), so the time to the first step does not grow with depth.
 
-`torch.compile` takes about a second for each layer of a graph that holds the whole model. Here a graph holds one
-sublayer as a function of its weights, and sublayers of the same structure share it. Between sublayers, the topology's
-junctions run eagerly on their own kernels. The price: rewrites that reach from one sublayer into the next are lost, and
-hooks on modules inside a sublayer do not run (those on the sublayer itself do).
+`torch.compile` takes about a second per layer if one graph holds the whole model. Here a graph holds one sublayer as a
+function of its weights, and sublayers with the same structure share it. Between sublayers, the topology's junctions run
+eagerly with their own kernels. The cost: rewrites that span two sublayers are lost, and hooks on modules inside a
+sublayer do not run (hooks on the sublayer itself do).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class LayeredCopies(WorkingCopies):
-    """Working copies for compiled sublayers: their gradients are summed inside the sublayer's compiled code."""
+    """Working copies for compiled sublayers, whose compiled code sums the copies' gradients."""
 
     active: ClassVar[LayeredCopies | None] = None
-    """The copies with which the model is currently called."""
+    """The copies that the current call of the model uses."""
 
     def run(self, module: nn.Module, prefix: str, *args: Any, **settings: Any) -> Any:
         before, LayeredCopies.active = LayeredCopies.active, self
@@ -55,10 +55,10 @@ class LayeredCopies(WorkingCopies):
 
 
 class SharedForward:
-    """The forward pass of a sublayer: calls the shared code with the tensors that the sublayer holds at that moment.
+    """The forward pass of a sublayer: calls the shared code with the sublayer's current tensors.
 
-    Names of taps contain the layer, which shared code does not know: while taps are recorded, the sublayer runs
-    eagerly. A copy or pickle of the sublayer runs eagerly too, on its own weights: it gets the original forward pass.
+    Names of taps contain the layer, which shared code does not know, so the sublayer runs eagerly while taps are
+    recorded. A copy or pickle of the sublayer gets the original forward pass, and runs eagerly on its own weights.
     """
 
     def __init__(self, code: Callable[..., Any], sublayer: nn.Module) -> None:
@@ -80,7 +80,7 @@ class SharedForward:
 
 
 class _Plain(nn.Module):
-    """A sublayer called through its original forward pass, as a module that `functional_call` can put weights into."""
+    """A sublayer with its original forward pass, as a module whose weights `functional_call` can replace."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _plain(sublayer: nn.Module) -> Callable[..., Any]:
 
 
 def compile_sublayers(model: Decoder) -> None:
-    """Replace the forward pass of every sublayer by compiled code; modules, weights and names are unchanged."""
+    """Replace the forward pass of every sublayer with compiled code; modules, weights and names are unchanged."""
     allow_recompiling(len(model.sublayers))
     model.anchors.shares_gradient = False
     shared: dict[str, Callable[..., Any]] = {}
@@ -113,9 +113,9 @@ def compile_sublayers(model: Decoder) -> None:
 
 
 def structure(module: nn.Module) -> str:
-    """The computation of a module, without the values of its weights: equal for modules that can share compiled code.
+    """A description of a module's computation without the weight values; equal if modules can share compiled code.
 
-    A replaced `forward` (activation checkpointing) is not compared: it is assumed to be the same for all sublayers.
+    A replaced `forward` (activation checkpointing) is not compared; it is assumed to be the same for all sublayers.
     """
     parts = []
     for name, part in module.named_modules():
@@ -126,7 +126,7 @@ def structure(module: nn.Module) -> str:
 
 
 _IGNORED = frozenset(vars(nn.Module())) | {"layer"}
-"""Attributes of every module, and the layer number, which only names use."""
+"""Attributes that every module has, and the layer number, which only affects names."""
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor | None]]:
@@ -143,7 +143,7 @@ def _places(module: nn.Module) -> list[tuple[str, dict[str, Any], str]]:
 
 
 def _compile(sublayer: nn.Module) -> Callable[..., Any]:
-    """The sublayer as a compiled function of its weights; a gradient with a buffer is added to it."""
+    """The sublayer as a compiled function of its weights; gradients are added to their buffers, where given."""
     template = _template(sublayer)
     names = [name for name, _, _ in _places(template)]
 
@@ -154,7 +154,7 @@ def _compile(sublayer: nn.Module) -> Callable[..., Any]:
 
 
 def _template(sublayer: nn.Module) -> nn.Module:
-    """A copy of the sublayer on the meta device, without hooks: shared code must not run those of one sublayer."""
+    """A copy of the sublayer on the meta device, without hooks: shared code must not run one sublayer's hooks."""
     hooks = [v for part in sublayer.modules() for k, v in vars(part).items() if "_hooks" in k and isinstance(v, dict)]
     return deepcopy(sublayer, {id(v): type(v)() for v in hooks}).to("meta")
 
@@ -162,7 +162,7 @@ def _template(sublayer: nn.Module) -> nn.Module:
 def _weights(
     names: Sequence[str], origin: Tensor | None, tensors: Sequence[Tensor], totals: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:
-    """The tensors that a sublayer is called with, by name; where there is a total, the gradient is added to it."""
+    """The tensors to call a sublayer with, by name; gradients are added to their totals, where given."""
     return {
         name: tensor if total is None else adding_up(origin, tensor, total)
         for name, tensor, total in zip(names, tensors, totals, strict=True)

@@ -1,9 +1,9 @@
-"""Compile kernels ahead: helper processes fill Triton's cache on disk while `torch.compile` still traces the model.
+"""Compiles kernels ahead of time: helper processes fill Triton's disk cache while `torch.compile` traces the model.
 
-Triton compiles kernels sequentially, each when it is first launched, and a model's first step launches dozens of new
-ones. But long before that, tracing asks each operator for its outputs, with the shapes, strides and dtypes of the
-launch. A helper calls the same operator on stand-in CPU tensors, and so compiles the same kernels. The launch
-compiles as usual if the helper missed a kernel or is late.
+Triton compiles each kernel at its first launch, one at a time, and a model's first step launches dozens of new ones.
+Long before that, tracing asks each operator for its outputs, with the shapes, strides and dtypes of the launch. A
+helper calls the same operator on stand-in CPU tensors, and so compiles the same kernels. If the helper missed a kernel
+or is late, the launch compiles as usual.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from residua.ops._runtime import library, triton_support
 
 MOST_HELPERS = 8
 THREADS = 1024
-"""Most threads of a program."""
+"""Maximum threads per program."""
 
 
 class StandIn(NamedTuple):
-    """A tensor as compilation sees it: shape, strides and dtype."""
+    """The properties of a tensor that matter for compilation: shape, strides and dtype."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,18 +46,18 @@ class StandIn(NamedTuple):
         return _same(cls(tuple(map(int, x.shape)), tuple(map(int, x.stride())), x.dtype))
 
     def make(self) -> Tensor:
-        """A tensor whose memory is never touched, so that the system never allocates it."""
+        """A tensor whose memory is never touched, so the system never allocates it."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
 
 @cache
 def _same(stand_in: StandIn) -> StandIn:
-    """One object for all equal ones, so that a pickle holds it once."""
+    """The same object for all equal ones, so that a pickle stores it once."""
     return stand_in
 
 
 class Request(NamedTuple):
-    """A call of `residua::name`, registered by `module`."""
+    """A call of the operator `residua::name`, which `module` registers."""
 
     module: str
     name: str
@@ -66,11 +66,11 @@ class Request(NamedTuple):
 
 
 class Helpers:
-    """Processes that compile the kernels of traced operators. They end when done, or when this object is freed."""
+    """Processes that compile the kernels of traced operators. They exit when done or when this object is freed."""
 
     @classmethod
     def start(cls, device: torch.device) -> Helpers | None:
-        """Start as many as there are spare cores; None where no kernels run."""
+        """Start one helper for each spare pair of cores, up to a limit; None where no kernels run."""
         count = min(MOST_HELPERS, available_cores() // 2 - 1)
         if device.type != "cuda" or not triton_support.INSTALLED or triton_support.INTERPRETED or count < 1:
             return None
@@ -89,7 +89,7 @@ class Helpers:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Send the helpers what is traced inside the block; at its end they get no more requests."""
+        """Send operators traced inside the block to the helpers; closes the request queue at the end."""
         library.listeners.append(self.hear)
         try:
             yield
@@ -98,7 +98,7 @@ class Helpers:
             self.close()
 
     def hear(self, module: str, name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> None:
-        """Send a traced operator to a helper, once; neighbouring operators of a model go to different helpers."""
+        """Send a traced operator to a helper, once; consecutive operators go to different helpers."""
         with suppress(Exception):  # symbolic sizes
             request = Request(module, name, *tree_map_only(Tensor, StandIn.of, (args, settings)))
             if repr(request) not in self._request_keys:
@@ -107,7 +107,7 @@ class Helpers:
 
 
 def _distribute(requests: SimpleQueue[bytes | None], processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Send requests to the helpers in turn; on a thread, since a pipe may be full until its helper has started."""
+    """Send requests to the helpers in turn, on a thread: a pipe may be full until its helper has started."""
     pipes = [process.stdin for process in processes if process.stdin is not None]
     for request, pipe in zip(iter(requests.get, None), cycle(pipes), strict=False):
         with suppress(OSError):  # this helper died
@@ -123,7 +123,7 @@ def _distribute(requests: SimpleQueue[bytes | None], processes: Sequence[subproc
 def _environment() -> dict[str, str]:
     """A helper's environment: no GPU, and the cache that launches read.
 
-    When inductor compiles, it changes the cache directory of a process that has none set; so this sets it here, too.
+    Inductor sets the cache directory of this process when it compiles, unless one is set; so this sets it here, too.
     """
     from triton import knobs
 
@@ -144,7 +144,7 @@ def _is_leaf(x: object) -> bool:
 
 
 def serve(requests: Iterator[Request], capability: int, multiprocessors: int) -> list[str]:
-    """Call each request's operator, with kernels compiled and not launched; returns the names of the kernels."""
+    """Call each request's operator, compiling kernels without launching them; returns the kernels' names."""
     compiled: list[str] = []
     AbsentGPU(capability, multiprocessors, loaded=lambda name, *_: compiled.append(name)).install()
     for module, name, args, settings in requests:
@@ -156,16 +156,16 @@ def serve(requests: Iterator[Request], capability: int, multiprocessors: int) ->
 
 
 def received(parent: int) -> Iterator[Request]:
-    """The requests that a helper is sent, until its parent process ends."""
+    """The requests sent to a helper, until its parent process ends."""
     with suppress(EOFError):
         while os.getppid() == parent:
             yield pickle.load(sys.stdin.buffer)
 
 
 class AbsentGPU:
-    """A stand-in for Triton's driver. Operators called on CPU tensors choose and compile kernels as for this GPU.
+    """A stand-in for Triton's driver, so that operators on CPU tensors choose and compile kernels as for this GPU.
 
-    `loaded` gets each kernel's name, its binary and its bytes of shared memory; Triton refuses those that need more
+    `loaded` gets each kernel's name, its binary and its bytes of shared memory; Triton refuses kernels that need more
     than `shared_memory`.
     """
 
@@ -181,7 +181,7 @@ class AbsentGPU:
         self.utils = self
 
     def install(self) -> None:
-        """From here on, in this process."""
+        """Make this the driver of this process from here on."""
         from triton.runtime import driver
 
         driver.set_active(self)
@@ -202,7 +202,7 @@ class AbsentGPU:
         return {"max_shared_mem": self.shared_memory}
 
     def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        """Module, function, registers, spills and most threads of a kernel."""
+        """Module, function, registers, spills and maximum threads of a kernel."""
         self.loaded(name, binary, shared)
         return object(), 0, 0, 0, THREADS
 

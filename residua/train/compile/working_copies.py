@@ -3,8 +3,8 @@
 Autocast rounds every float32 master again for each micro-batch, and autograd reads and writes every gradient once more
 to add it to those of earlier micro-batches. Here the model runs on copies in the products' dtype, refreshed at the
 start of a step. A copy's backward pass adds its gradient to a float32 buffer; the compiler fuses this addition with the
-conversion to float32. The numbers are the same, with less memory traffic (but for folded weights of anchors, which are
-rounded once more: `ops/mix_projection/shared.py`). Autograd does not see the masters, so hooks on them do not run.
+conversion to float32. Results are the same with less memory traffic, except for folded weights of anchors, which are
+rounded once more (`ops/mix_projection/shared.py`). Autograd does not see the masters, so hooks on them do not run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.func import functional_call
 
 
 class WorkingCopies:
-    """Copies of what autocast would round: the trained weights that modules of a model name in `rounded`.
+    """Copies of the weights that autocast would round: the trained weights that modules list in `rounded`.
 
     Every copy has a gradient in every step, zero if no pass used it, so each such weight must be used in every step. A
     weight with several names (tied) is copied once, under its first name. `unread` weights only get gradients: their
-    copies are NaN and have no memory, for FP8 products read codes.
+    copies are NaN and have no memory, because FP8 products read codes.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, unread: Collection[Tensor] = ()) -> None:
@@ -41,7 +41,7 @@ class WorkingCopies:
             (copy, master) for copy, master in zip(self._copies, masters, strict=True) if id(master) not in skipped
         ]
         self._gradients = [torch.empty_like(m, requires_grad=False) for m in masters]
-        # Autograd runs the backward pass of the copies because they depend on this tensor, which requires a gradient.
+        # The copies depend on this tensor, which requires a gradient, so that autograd runs their backward pass.
         self._origin = next(iter(masters)).new_zeros(()).requires_grad_() if self._masters else None
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class WorkingCopies:
             torch._foreach_copy_(list(copies), list(masters))
 
     def begin(self) -> None:
-        """Start a step: refresh the copies, and give the masters gradients of zero."""
+        """Start a step: refresh the copies, and set the masters' gradients to zero."""
         self.refresh()
         if self._masters:
             torch._foreach_zero_(self._gradients)
@@ -60,7 +60,7 @@ class WorkingCopies:
             master.grad = gradient
 
     def run(self, module: nn.Module, prefix: str, *args: Any, **settings: Any) -> Any:
-        """Call a module with the copies in place of the weights; the model's name in it is `prefix`."""
+        """Call a module with copies instead of weights; `prefix` is the name of the model inside the module."""
         pairs = zip(self._masters, self._copies, self._gradients, strict=True)
         weights = {prefix + name: self._placed(name, copy, total) for name, copy, total in pairs}
         return functional_call(module, weights, args, settings)

@@ -1,7 +1,7 @@
-"""Rewrites of the graphs of a compiled training step: savings that show only when the whole graph is seen.
+"""Rewrites of the graphs of a compiled training step, for savings that are visible only in the whole graph.
 
-The model is written for people, one module after another; some savings are between modules, or between a module's
-backward pass and the optimizer's buffers. A rewrite is a function of a graph; it changes only patterns that it knows.
+The model is written for readers, module by module. Some savings lie between modules, or between a module's backward
+pass and the optimizer's buffers. A rewrite is a function of a graph; it changes only patterns that it recognizes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def compile_rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_code(function: Any) -> Callable[..., Any]:
-    """Give a closure its own code object, so that it is compiled apart from others made by the same lines.
+    """Give a closure its own code object, so that it is compiled separately from closures of the same source lines.
 
-    PyTorch caches compiled versions per code object and tries them at every call, the most recent first: closures that
-    take turns would always find theirs last, and would reach the recompile limit.
+    PyTorch caches compiled versions per code object and tries them at every call, most recent first. Closures that
+    alternate would always find their own version last, and would reach the recompile limit.
     """
     function.__code__ = function.__code__.replace()
     copy: Callable[..., Any] = function
@@ -33,7 +33,7 @@ def with_own_code(function: Any) -> Callable[..., Any]:
 def allow_recompiling(sublayers: int) -> None:
     """Raise the recompile limit to the number of sublayers, plus a few.
 
-    At a graph break inside a sublayer (experts in a loop), all sublayers share the code object that follows it.
+    After a graph break inside a sublayer (experts in a loop), all sublayers share the resumed code object.
     """
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, sublayers + 8)
@@ -52,7 +52,7 @@ def _rewrites() -> Any:
 
 @cache
 def _joint_rewrites() -> Any:
-    """Those of the graph of both passes, before it is divided into one for each."""
+    """The rewrites of the joint graph, before it is divided into forward and backward."""
     from residua.train.compile.rewrites.graphs import Rewrites
     from residua.train.compile.rewrites.normed_junctions import norm_in_junctions
 

@@ -1,4 +1,4 @@
-"""Rewriting a graph of torch operators in place, and handing rewrites to inductor."""
+"""Helpers that rewrite a graph of torch operators in place, and the pass that hands rewrites to inductor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 class Rewrites(CustomGraphPass):
-    """Applies the rewrites in turn. Inductor's cache key has their sources, so an edited rewrite takes effect."""
+    """Applies the rewrites in turn. Inductor's cache key includes their source, so an edited rewrite takes effect."""
 
     def __init__(self, *rewrites: Rewrite) -> None:
         self._rewrites = rewrites
@@ -39,8 +39,8 @@ class Rewrites(CustomGraphPass):
 def _announce_operators(graph: Graph) -> None:
     """Register fallbacks for our operators before inductor meets them.
 
-    Before torch 2.13, inductor logs the whole expression of an unknown operator's arguments. Where two outputs of each
-    operator go into the next one, that expression doubles with every layer, and compiling does not end.
+    Before torch 2.13, inductor logs the whole expression of an unknown operator's arguments. If two outputs of each
+    operator feed the next one, that expression doubles with every layer, and compilation never finishes.
     """
     if TorchVersion(torch.__version__) >= TorchVersion("2.13"):
         return
@@ -53,7 +53,7 @@ def _announce_operators(graph: Graph) -> None:
 
 
 def call(graph: Graph, operator: Any, *args: Any, **settings: Any) -> Node:
-    """A new call at the graph's insertion point, with the shape and dtype of its result in `meta`."""
+    """Insert a call at the graph's insertion point, with the shape and dtype of its result in `meta`."""
     node = graph.call_function(operator, args, settings)
     values, named = torch.fx.map_arg((args, settings), lambda argument: argument.meta["val"])
     node.meta["val"] = operator(*values, **named)
@@ -75,13 +75,13 @@ def source(node: Any) -> Node:
 
 
 def like(graph: Graph, node: Any, other: Any) -> Node:
-    """The node in the shape of another."""
+    """The node, viewed in the shape of `other`."""
     shape = other.meta["val"].shape
     return node if node.meta["val"].shape == shape else call(graph, aten.reshape.default, node, list(shape))
 
 
 def replace_outputs(graph: Graph, old: Node, new: Node) -> dict[Any, Node]:
-    """Make readers of an output of `old` read the same output of `new`."""
+    """Redirect readers of each output of `old` to the same output of `new`."""
     outputs = {}
     for item in list(old.users):
         which = item.args[1]

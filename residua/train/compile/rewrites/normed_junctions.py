@@ -1,13 +1,13 @@
-"""Let a junction with streams norm what it hands to the next sublayer.
+"""Lets a junction with streams apply the next sublayer's norm.
 
-The junction's h is read by one norm alone, and in the backward pass the norm's gradient by that junction alone:
+Only that norm reads the junction's h and, in the backward pass, only that junction reads the norm's gradient:
 
     rms_norm(multi_gate_forward(…)[0], gain)              =  multi_gate_forward(…, gain)[0]
     multi_gate_backward(rms_norm_backward(g, …)[0], …)    =  multi_gate_backward(g, …, gain, …)
 
 and the same for the junctions of hyper-connections that have a projection, `hyper_step`. Without h and its gradient, a
-junction and its norm move 5 rows less, and h is not kept. What is kept is decided when the graph of both passes is
-divided, so this rewrite is of that joint graph, before it is divided.
+junction and its norm move 5 rows less, and h is not saved. PyTorch decides what to save when it divides the joint graph
+of both passes, so this rewrite changes the joint graph before that.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from residua.train.compile.rewrites.graphs import VIEWS, call, like
 
 aten, prims = torch.ops.aten, torch.ops.prims
 SAME = (*VIEWS, aten.detach.default, aten.alias.default)
-"""Operators that return the numbers they are given."""
+"""Operators that return their input values unchanged."""
 
 
 class Found(NamedTuple):
-    """A junction and the norm after it, forward and backward."""
+    """A junction and the norm after it, in the forward and the backward pass."""
 
     junction: Node
     norm: Node
@@ -38,16 +38,18 @@ class Found(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The operators of a kind of junction, by name. With a gain and its eps, the forward one ends with the scalars of
-    h; with a gain and these scalars, the backward one takes the gradient of x, and its last output ends with the
-    gain's."""
+    """The names of the operators of a kind of junction.
+
+    Given a gain and its eps, the forward operator returns the scalars of h last. Given a gain and these scalars, the
+    backward operator takes the gradient of x, and its last output ends with the gain's gradient.
+    """
 
     forward: str
     backward: str
     hidden: int
-    """Which output is h, or x."""
+    """The index of the output that is h, or x."""
     belongs: Callable[[Found], bool]
-    """Whether the backward call is that of the junction, and the operators norm this junction."""
+    """Whether the backward call belongs to the junction, and the operators can apply this junction's norm."""
 
 
 def _belongs_multi_gate(match: Found) -> bool:
@@ -67,7 +69,7 @@ KINDS = (
 
 
 def norm_in_junctions(graph: Graph) -> None:
-    """Replace every junction whose h only a plain norm reads, in a joint graph of forward and backward pass."""
+    """In a joint graph of both passes, replace every junction whose h is read only by a plain norm."""
     if not INSTALLED:
         return
     import residua.ops.hyper_connection.launch
@@ -87,13 +89,13 @@ def _operator(name: str) -> Any:
 
 
 def _arguments(node: Node) -> dict[str, Any]:
-    """A call's arguments by name, without those left to their defaults."""
+    """A call's arguments by name, except those left at their defaults."""
     operator: Any = node.target
     return {argument.name: value for argument, value in zip(operator._schema.arguments, node.args, strict=False)}
 
 
 def _call_normed(graph: Graph, old: Node, **arguments: Any) -> dict[Any, Node]:
-    """The outputs of a new call with other arguments as well."""
+    """The outputs of a new call like `old` with additional arguments."""
     operator: Any = old.target
     arguments = _arguments(old) | arguments
     new = call(graph, operator, *(arguments[argument.name] for argument in operator._schema.arguments))
@@ -115,7 +117,7 @@ def _find(kind: Kind, junction: Node) -> Found | None:
 
 
 def _fits(kind: Kind, match: Found) -> bool:
-    """Whether the four belong together, none of them is checkpointed, and what they return is read late enough."""
+    """Whether the four nodes belong together, none is checkpointed, and their results are read late enough."""
     junction, norm, norm_backward, backward = match
     plain = len(norm.args) == 3 and len(norm_backward.args) == 4
     if not plain or any("recompute" in node.meta for node in match):
@@ -136,13 +138,13 @@ def _fits(kind: Kind, match: Found) -> bool:
 
 
 def _place_forward(match: Found) -> Node:
-    """The last node that the new forward call needs."""
+    """The last node that the new forward call depends on."""
     gain = match.norm.args[1]
     return max(n for n in (match.junction, gain) if isinstance(n, Node))
 
 
 def _place_backward(match: Found) -> Node:
-    """The last node that the new backward call needs, or the norm's backward, whichever is later."""
+    """The last node that the new backward call depends on, or the norm's backward, whichever is later."""
     return max(match.norm_backward, *(n for n in match.backward.all_input_nodes if n is not match.backward.args[0]))
 
 
@@ -152,7 +154,7 @@ def _follow(place: Node, items: Iterable[Node]) -> bool:
 
 
 def _replace_forward(graph: Graph, kind: Kind, match: Found) -> Node:
-    """Returns the scalars of h, which the new backward call needs."""
+    """Replace the forward calls; returns the scalars of h, which the new backward call needs."""
     junction, norm, *_ = match
     _, gain, norm_eps = norm.args
     with _inserting(graph, _place_forward(match), junction):
@@ -187,7 +189,7 @@ def _replace_backward(graph: Graph, match: Found, hidden_stats: Node) -> None:
 
 @contextmanager
 def _inserting(graph: Graph, place: Node, old: Node) -> Iterator[None]:
-    """Insert after `place`. New nodes belong to the pass that `old` belongs to."""
+    """Insert nodes after `place`, in the same pass as `old`."""
     before = set(graph.nodes)
     with graph.inserting_before(place.next):
         yield
@@ -198,7 +200,7 @@ def _inserting(graph: Graph, place: Node, old: Node) -> Iterator[None]:
 
 
 def _readers(node: Node, which: int) -> list[Node]:
-    """The nodes that read an output of a node, through views."""
+    """The nodes that read an output of a node, looking through views."""
     return [reader for item in node.users if item.args[1] == which for reader in _through(item)]
 
 
@@ -207,7 +209,7 @@ def _through(node: Node) -> list[Node]:
 
 
 def _is_output(node: Any, of: Node, which: int) -> bool:
-    """Whether it is this output of a node, or a view of it."""
+    """Whether `node` is the given output of another node, or a view of it."""
     while isinstance(node, Node) and node.target in SAME:
         node = node.args[0]
     return isinstance(node, Node) and node.target is getitem and node.args == (of, which)

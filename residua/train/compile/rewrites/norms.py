@@ -1,11 +1,11 @@
-"""Move what stands next to a norm into its kernels: additions, and the dot product of its input and its gradient.
+"""Moves operations next to a norm into its kernels: additions, and the dot product of its input and its gradient.
 
-To `torch.compile` the fused norm is an opaque operator, so its neighbours become kernels of their own: the sum that it
+To `torch.compile` the fused norm is an opaque operator, so its neighbours become separate kernels: the sum that it
 reads in the forward pass (x' = x + y), and in the backward pass the sum of its gradient and that of the residual path
 (g_x + g). The norm's kernels read or write these tensors anyway.
 
-A read over depth is followed by a norm, and the read's backward pass begins with δ = dh · h. The norm's backward has
-just computed dh from h; without this rewrite, δ is another pass over two tensors for one number per token.
+A read over depth is followed by a norm, and the read's backward pass starts with δ = dh · h. The norm's backward has
+just computed dh from h; without this rewrite, δ takes another pass over two tensors for one number per token.
 
     sum(rms_norm_backward(g, h)[0] ⊙ h)  =  the last output of rms_norm_backward(g, h, dotted=True)
 """
@@ -27,14 +27,14 @@ aten = torch.ops.aten
 
 
 class Norm(NamedTuple):
-    """The operators of a norm: `forward(x, …)`, normed rows first, and `backward`, the gradient of x first."""
+    """The operators of a norm: `forward(x, …)` returns normed rows first, `backward` the gradient of x first."""
 
     forward: OpOverload
     update: int
-    """Index of what is added to x among the arguments of `forward`; then the last output is the sum."""
+    """Index of the `forward` argument that is added to x; if given, the last output is the sum."""
     backward: OpOverload
     residual: int
-    """Index of the residual path's gradient among the arguments of `backward`."""
+    """Index of the `backward` argument for the residual path's gradient."""
 
 
 def _norms() -> Iterator[Norm]:
@@ -47,10 +47,10 @@ def _norms() -> Iterator[Norm]:
 
 
 def fuse_additions(graph: Graph) -> None:
-    """Fuse additions into the norms next to them, in a forward or backward graph of aten operators.
+    """Fuse additions into adjacent norms, in a forward or backward graph of aten operators.
 
-    Takes sums of two tensors of equal shape and dtype, unless one of them is elementwise work that inductor would
-    compute within the addition.
+    Fuses sums of two tensors of equal shape and dtype, unless one is an elementwise result that inductor would compute
+    within the addition.
     """
     if not INSTALLED:
         return
@@ -62,7 +62,7 @@ def fuse_additions(graph: Graph) -> None:
 
 
 def _fuse_forward(graph: Graph, old: Node, norm: Norm) -> None:
-    """norm(a + b) becomes one operator, in the sum's place; other readers of the sum read the operator's output."""
+    """Replace norm(a + b) with one operator at the sum's place; other readers of the sum read its output."""
     rows, *rest = old.args
     total = source(rows)
     if _given(old, norm.update) or not _is_plain_sum(total):
@@ -80,7 +80,7 @@ def _fuse_forward(graph: Graph, old: Node, norm: Norm) -> None:
 
 
 def _fuse_backward(graph: Graph, old: Node, norm: Norm) -> None:
-    """g_x + g becomes an operator that also takes g, placed after g is computed."""
+    """Replace g_x + g with an operator that also takes g, placed after the computation of g."""
     g_x = next((item for item in old.users if item.args[1] == 0), None)
     total = None if g_x is None else _only_reader(g_x)
     if total is None or _given(old, norm.residual) or not _is_plain_sum(total):
@@ -98,19 +98,19 @@ def _fuse_backward(graph: Graph, old: Node, norm: Norm) -> None:
 
 
 def _given(node: Node, index: int) -> bool:
-    """Whether a call has this argument."""
+    """Whether a call passes the argument at this index."""
     return len(node.args) > index and node.args[index] is not None
 
 
 def _with(args: Sequence[Any], index: int, value: Node) -> list[Any]:
-    """The arguments with this one, too."""
+    """The arguments with `value` at this index."""
     padded = [*args, *[None] * (index + 1 - len(args))]
     padded[index] = value
     return padded
 
 
 def _is_plain_sum(node: Node) -> bool:
-    """Whether this is a sum of two tensors of its own shape and dtype, both in memory anyway."""
+    """Whether this is a sum of two tensors of its own shape and dtype that are both in memory anyway."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
         return False
     total, *operands = (value(n) for n in (node, *node.args))
@@ -121,14 +121,14 @@ def _is_plain_sum(node: Node) -> bool:
 
 
 def _would_be_fused(operand: Any) -> bool:
-    """Whether it is elementwise work with one reader: `torch.compile` computes that within the addition."""
+    """Whether the operand is an elementwise result with one reader, which inductor computes within the addition."""
     while len(operand.users) == 1 and operand.target in VIEWS:
         operand = operand.args[0]
     return len(operand.users) == 1 and torch.Tag.pointwise in getattr(operand.target, "tags", ())
 
 
 def _only_reader(node: Node) -> Node | None:
-    """The one node that reads it, through views; None if there are several."""
+    """The only node that reads this one, looking through views; None if there are several."""
     while len(node.users) == 1:
         node = next(iter(node.users))
         if node.target not in VIEWS:
@@ -137,17 +137,17 @@ def _only_reader(node: Node) -> Node | None:
 
 
 def _last(node: Node, others: Iterable[Any]) -> Node:
-    """Whichever of them comes last in the graph."""
+    """Whichever of the nodes comes last in the graph."""
     return max([node, *(n for n in others if isinstance(n, Node))])
 
 
 aten, prims = torch.ops.aten, torch.ops.prims
 RESIDUAL = 4
-"""Index of the residual path's gradient among the backward operator's arguments; with it the sum is not the norm's."""
+"""Index of the backward argument for the residual path's gradient; with it, the result is not the norm's alone."""
 
 
 def take_dots(graph: Graph) -> None:
-    """Let each norm of a backward graph return the dot products of its gradient and its input, where used."""
+    """Let each norm in a backward graph return the dot products of its gradient and its input, where they are used."""
     if not INSTALLED:
         return
     import residua.ops.rms_norm.launch  # noqa: F401  (registers the operators)
@@ -159,7 +159,7 @@ def take_dots(graph: Graph) -> None:
 
 
 def _norm(total: Node) -> Node | None:
-    """The norm's backward node, if `total` sums the product of its gradient and its input over the last axis."""
+    """The norm's backward node, if `total` sums gradient ⊙ input of that norm over the last axis."""
     product, axes = total.args[:2]
     last = isinstance(product, Node) and axes in ([-1], [product.meta["val"].dim() - 1])
     # autocast requests float32 sums on a GPU, not on a CPU
@@ -177,7 +177,7 @@ def _norm(total: Node) -> Node | None:
 
 
 def _fits(total: Node, norm: Node) -> bool:
-    """Whether the sum is one number per token, of float32 products, as the dot products are."""
+    """Whether the sum gives one number per token from float32 products, like the norm's dot products."""
     sums, products, rstd = value(total), value(total.args[0]), value(norm.args[3])
     if sums is None or products is None or rstd is None:
         return False

@@ -1,7 +1,7 @@
-"""Write the gradient of an attention layer's projection [Q | K | V] in one piece.
+"""Writes the gradient of an attention layer's projection [Q | K | V] in one piece.
 
-The backward pass of QK-norm and rotation returns the gradients of queries and keys as separate tensors, attention that
-of the values. The projection's gradient is their concatenation, which reads and writes each of them once more:
+The backward pass of QK-norm and rotation returns the gradients of queries and keys as separate tensors; attention
+returns that of the values. Concatenating them to the projection's gradient reads and writes each once more:
 
     cat(norm_rotate_backward(dq, q), norm_rotate_backward(dk, k), dv)  =  packed_heads_backward(dq, dk, dv, q, k)
 """
@@ -24,10 +24,10 @@ RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, 
 
 
 def pack_head_gradients(graph: Graph) -> None:
-    """Replace concatenations of a layer's head gradients by the operator that writes all three.
+    """Replace concatenations of a layer's head gradients with the operator that writes all three.
 
-    Takes those that join, along the last axis, the gradients of queries and keys, which nothing else reads, and one
-    more tensor with as many heads as the keys. Nodes left without readers are not erased here.
+    A match joins, along the last axis, the gradients of queries and keys and a third tensor with as many heads as the
+    keys. Nothing else may read the first two. Nodes left without readers are not erased here.
     """
     if not INSTALLED:
         return
@@ -67,7 +67,7 @@ def _layer(cat: Node) -> Layer | None:
 
 
 def _fits(layer: Layer, parts: Any, joined: torch.Tensor) -> bool:
-    """Whether the three have the shapes and dtype of one projection's gradient, with fixed sizes."""
+    """Whether the three parts have the shapes and dtype of one projection's gradient, with static sizes."""
     q, k = (value(node.args[1]) for node in (layer.query, layer.key))
     tensors = [value(part) for part in parts]
     if q is None or k is None or any(v is None or v.dtype != q.dtype for v in (*tensors, k)):
@@ -90,7 +90,7 @@ def _normed(part: Any) -> Node | None:
 
 
 def _pack(graph: Graph, cat: Node, layer: Layer) -> None:
-    """Insert the operator before everything that reads it; the gains' gradients are its outputs 1 and 2."""
+    """Insert the operator before all its readers; the gains' gradients are its outputs 1 and 2."""
     gains = [(item, which) for which, node in ((1, layer.query), (2, layer.key)) for item in node.users if item.args[1]]
     place = min([cat, *(reader for item, _ in gains for reader in item.users)])
     if any(place <= n for n in layer.arguments if isinstance(n, Node)):
@@ -107,7 +107,7 @@ def _pack(graph: Graph, cat: Node, layer: Layer) -> None:
 
 
 def _heads(graph: Graph, values: Node, shape: list[int]) -> Node:
-    """The gradient of the values as heads [B, T, H_kv, D]: as attention returned it, if it was only reshaped since."""
+    """The gradient of the values as heads [B, T, H_kv, D]; attention's own output, if it was only reshaped since."""
     chain: list[Any] = [values]
     while chain[-1].target in RESHAPES:
         chain.append(chain[-1].args[0])

@@ -1,14 +1,14 @@
-"""Split weight gradients so that their tiles fill the GPU.
+"""Splits weight gradients so that their tiles fill the GPU.
 
-dW = dYᵀX sums over all tokens into a small matrix, whose tiles seldom make whole waves over the multiprocessors:
-5120×1280 is 200 tiles of 128×256 on 132 of them, so half of the GPU is idle during the second wave. Split over tokens
-into s shares, the product is a batch with s times as many tiles, and the shares are added where the gradient is
-converted to float32 anyway:
+dW = dYᵀX sums over all tokens into a small matrix, whose tiles rarely form whole waves over the multiprocessors:
+5120×1280 is 200 tiles of 128×256 on 132 of them, so half of the GPU is idle in the second wave. Split over tokens into
+s shares, the product is a batch with s times as many tiles. The shares are added where the gradient is converted to
+float32 anyway:
 
     dW = Σ_j dY_jᵀ X_j,   j = 1 … s
 
 The shares are rounded to the products' dtype, as the whole was, and added in float32. Below one wave a matrix library
-splits the sum itself, but gains less by it, and adds the shares in a pass of its own.
+splits the sum itself, but gains less from it, and adds the shares in a separate pass.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from residua.train.compile.rewrites.graphs import call, value
 aten, prims = torch.ops.aten, torch.ops.prims
 
 TILES = ((128, 256), (256, 128), (192, 192), (320, 128))
-"""Tiles of a matrix library's fast kernels."""
+"""Tile sizes of a matrix library's fast kernels."""
 SPLITS = (1, 2, 4, 8)
 FLOPS_PER_BYTE = 190
-"""FLOPs of a GPU in the time it moves a byte: the cost of a share's traffic."""
+"""FLOPs that a GPU computes while it moves a byte: the cost of a share's traffic."""
 GAIN = 1.08
-"""Least speedup for which a product is split."""
+"""Minimum speedup for splitting a product."""
 
 
 def split_weight_gradients(graph: Graph) -> None:
-    """Split every product dYᵀX of 16-bit matrices on a GPU that becomes faster by it."""
+    """Split every product dYᵀX of 16-bit matrices on a GPU that becomes faster when split."""
     for node in graph.find_nodes(op="call_function", target=aten.mm.default):
         operands = _weight_gradient(node)
         if operands is None:
@@ -49,7 +49,7 @@ def split_weight_gradients(graph: Graph) -> None:
 
 
 def best_split(tokens: int, rows: int, columns: int, multiprocessors: int) -> int:
-    """Into how many shares to cut the sum over `tokens` of a rows × columns gradient; 1 leaves it whole."""
+    """The number of shares to split the sum over `tokens` of a rows × columns gradient into; 1 leaves it whole."""
     possible = [s for s in SPLITS if tokens % (64 * s) == 0] or [1]
     cost = {s: _cost(s, tokens, rows, columns, multiprocessors) for s in possible}
     best = min(possible, key=lambda s: cost[s])
@@ -57,7 +57,7 @@ def best_split(tokens: int, rows: int, columns: int, multiprocessors: int) -> in
 
 
 def _cost(splits: int, tokens: int, rows: int, columns: int, multiprocessors: int) -> float:
-    """Time per element of the gradient, in FLOPs: whole waves of products, then the shares read and a sum written."""
+    """Time per gradient element, in FLOPs: whole waves of products, then reading the shares and writing the sum."""
     waves = [(r * c, ceil(ceil(rows / r) * ceil(columns / c) * splits / multiprocessors)) for r, c in TILES]
     filled = max(rows * columns * splits / (area * count * multiprocessors) for area, count in waves)
     return 2 * tokens / filled + FLOPS_PER_BYTE * (2 * splits + 4)
