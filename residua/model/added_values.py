@@ -1,4 +1,4 @@
-"""Values that layers add to their own, with a gate: those of the first layer (SATFormer), or a vector of the token."""
+"""Gated values that layers add to their own: the first layer's values (SATFormer), or an embedding of the token."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 LARGEST_START = 0.02
 NEARLY_CLOSED = 1e-3
-"""The share of W_α's std that a relu starts with where it should be closed: at exactly zero it would stay there."""
+"""The factor on W_α's std when a relu gate should start closed: at exactly zero it would never open."""
 
 
 class AddedValues(Unmixed):
-    """The base of kinds that add other values to a layer's own, times a gate per token and key-value head."""
+    """Base class: adds other values to a layer's own, times a gate per token and key-value head."""
 
     pathways = ("v",)
 
@@ -41,7 +41,7 @@ class AddedValues(Unmixed):
         tap(f"attention.{layer}.value_gate", lambda: self.gate(x))
 
     def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        """λ1 and λ2: the mean by head of the gate, and 1; nothing without the gate."""
+        """λ1 and λ2: the gate's mean per head, and 1; empty without the gate."""
         if gamma is None:
             return {}
         mean = wide(gamma).flatten(0, -2).mean(0)
@@ -53,9 +53,9 @@ class GatedValues(AddedValues):
 
         V̂_l = V_l + α_l ⊙ V_1,   α_l = gate(W_α x_l),   W_α: C → key-value heads        (arXiv 2605.03953)
 
-    x_l is the layer's normed input, V_1 the values of the first softmax layer as they were projected. `gate` is relu in
-    the paper, σ, tanh, or H · softmax over the H key-value heads. W_α starts normal with the model's std, as in the
-    public code.
+    x_l is the layer's normed input, V_1 the projected values of the first softmax layer. `gate` is relu (as in the
+    paper), σ, tanh, or H · softmax over the H key-value heads. W_α starts normal with the model's std, as in the public
+    code.
     """
 
     def __init__(self, config: choices.GatedValue, place: LayerPlace) -> None:
@@ -77,7 +77,7 @@ class GatedValues(AddedValues):
     def begin_as(self, old: Unmixed) -> InitFidelity:
         """W_α = 0 closes tanh exactly; relu starts with a thousandth of W_α, which is nearly closed and can open.
 
-        σ and softmax cannot be closed: the function changes. So it does from other anchors.
+        σ and softmax cannot be closed, so the function changes. It also changes when `old` has other anchors.
         """
         if isinstance(old, GatedValues):
             take_parameters(self, old)
@@ -92,17 +92,17 @@ class GatedValues(AddedValues):
 
 
 def build_gated_values(config: choices.GatedValue, place: LayerPlace) -> Unmixed:
-    """The first layer writes its values, the others read them."""
+    """The first layer writes its values; the others read them."""
     if place.layer == 0:
         return Write(place.sections, ("v",), "none", place.shape)
     return GatedValues(config, place)
 
 
 class ValueTable(nn.Embedding):
-    """Vectors [V, H_kv·D] of tokens, normal with `std`."""
+    """Token vectors [V, H_kv·D], initialised normal with `std`."""
 
     def __init__(self, vocabulary: int, width: int, *, std: float) -> None:
-        self.std = std  # nn.Embedding initialises itself
+        self.std = std  # set first: nn.Embedding's constructor initialises the weight
         super().__init__(vocabulary, width)
 
     def reset_parameters(self) -> None:
@@ -110,16 +110,16 @@ class ValueTable(nn.Embedding):
 
 
 class ValueEmbedding(AddedValues):
-    """Value embeddings: some layers add a learned vector of the token itself to their values.
+    """Value embeddings: some layers add a learned vector for each token to its values.
 
         V̂_l = V_l + s·σ(W_g x_l[:c]) ⊙ E_l[token],   W_g: c → key-value heads,  s = 3,  c = 12        (nanochat, gpt.py)
 
-    x_l is the layer's normed input, of which the first c channels make one gate per token and head. Every second
-    softmax layer has a table E_l [vocabulary, key-value heads · head_dim], the last one included. E_l starts like W_v,
+    x_l is the layer's normed input; its first c channels determine one gate per token and head. Every second softmax
+    layer, counting back from the last, has a table E_l [vocabulary, key-value heads · head_dim]. E_l starts like W_v,
     normal with the model's std; W_g starts uniform in [0, 0.02], so that gates begin near s/2.
 
-    The tables cost more than the reads: each step zeroes, clips and updates all their weights, 44 bytes each, whichever
-    tokens it saw (docs/results/step.md).
+    The tables cost more than the reads: each step zeroes, clips and updates all their weights, 44 bytes each, whatever
+    tokens the batch contains (docs/results/step.md).
     """
 
     def __init__(self, config: choices.ValueEmbeddings, place: LayerPlace) -> None:
@@ -155,6 +155,6 @@ class ValueEmbedding(AddedValues):
 
 
 def build_value_embedding(config: choices.ValueEmbeddings, place: LayerPlace) -> Unmixed:
-    """Every so many layers, counted from the last, has a table."""
+    """Every `every`-th layer has a table, counting back from the last."""
     has_table = (place.layers - 1 - place.layer) % config.every == 0
     return ValueEmbedding(config, place) if has_table else Unmixed(place.sections)

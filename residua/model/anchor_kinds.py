@@ -12,13 +12,13 @@ from residua.model.anchors import DynamicMix, LayerPlace, Mix, Unmixed, Write
 from residua.model.layer_heads import build_layer_mixture, build_layer_values, build_shared_heads
 
 BuildLayer = Callable[..., Unmixed]
-"""(config, place) in; the module by which one softmax layer mixes or writes anchors out."""
+"""Takes (config, place); returns the module with which one softmax layer mixes or writes anchors."""
 BuildSource = Callable[..., AnchorSource]
-"""(config, shape of the heads, width, std=…) in; the module that makes anchors from the embedding out."""
+"""Takes (config, shape of the heads, width, std=…); returns the module that makes anchors from the embedding."""
 
 
 def no_source(config: choices.AnchorChoice, shape: HeadShape | None, width: int, *, std: float) -> AnchorSource:
-    """Nothing is made from the embedding."""
+    """The source of a kind that makes no anchors from the embedding."""
     return AnchorSource()
 
 
@@ -69,17 +69,17 @@ ANCHORS: dict[type[choices.AnchorChoice], Builders] = {
 def register_anchors(choice: type[choices.AnchorChoice], layer: BuildLayer, source: BuildSource = no_source) -> None:
     """Make `anchors.kind = …` of a configuration build `layer(config, place)` in softmax layers; see docs/extend.md.
 
-    `source(config, shape, width, std=…)` makes the first anchors from the embedding, if there are such.
+    `source(config, shape, width, std=…)` makes the first anchors from the embedding, if the kind has any.
     """
     choices.AnchorChoice.join(choice)
     ANCHORS[choice] = Builders(layer, source)
 
 
 def build_mix(config: choices.AnchorChoice, place: LayerPlace) -> Unmixed:
-    """The module by which a softmax layer mixes or writes anchors, or neither."""
+    """Build the module with which a softmax layer mixes or writes anchors, or does neither."""
     return ANCHORS[type(config)].layer(config, place)
 
 
 def build_source(config: choices.AnchorChoice, shape: HeadShape | None, width: int, *, std: float) -> AnchorSource:
-    """The module that makes a model's first anchors."""
+    """Build the module that makes a model's first anchors."""
     return ANCHORS[type(config)].source(config, shape, width, std=std)

@@ -16,7 +16,7 @@ from residua.model.projection import Projection
 
 
 class HeadShape(NamedTuple):
-    """Heads of each pathway, and their width."""
+    """The heads of each pathway, and their width."""
 
     heads: Mapping[str, int]
     head_dim: int
@@ -45,7 +45,7 @@ class AnchorNorm(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, old: AnchorNorm, pathways: Sequence[str]) -> InitFidelity:
-        """Take the gains of these pathways; one that is normed in one model only is not kept."""
+        """Copy the gains of these pathways; the function changes if only one of the models norms a pathway."""
         for pathway in pathways:
             if pathway in self.gains and pathway in old.gains:
                 self.gains[pathway].copy_(old.gains[pathway])
@@ -54,16 +54,16 @@ class AnchorNorm(nn.Module):
 
 
 class AnchorSource(nn.Module):
-    """Makes the first anchors from the embedding. This one makes none: the first attention layer may."""
+    """Makes the first anchors from the embedding. This base class makes none; the first attention layer may."""
 
     shares_gradient = True
     """Whether one backward pass serves all layers that mix the anchors (`anchors.Sharing`).
 
-    Off where sublayers run in a way of their own: recomputed, they keep nothing whose place the gradients could take.
+    Off where sublayers are recomputed: they then store nothing whose memory the gradients could reuse.
     """
 
     def open(self, x: Tensor, context: Context | None = None) -> Anchors:
-        """The anchors of the embedding x [B, T, C]; without a context, for layers that share no gradient pass."""
+        """The anchors made from the embedding x [B, T, C]; without a context, layers share no gradient pass."""
         return ()
 
     def begin_as(self, old: AnchorSource) -> InitFidelity:
@@ -89,7 +89,7 @@ class ExoSource(AnchorSource):
 
     @torch.no_grad()
     def begin_as(self, old: AnchorSource) -> InitFidelity:
-        """Take the projections of the pathways that both have. The layers read nothing of a new one at first."""
+        """Copy the projections of the pathways that both have. Layers start with zero weight on a new one."""
         if not isinstance(old, ExoSource):
             return InitFidelity.EXACTLY
         ours, theirs = (

@@ -40,7 +40,7 @@ RotaryTable = tuple[Tensor, Tensor]
 
 
 GRANULARITIES = ("scalar", "headwise", "elementwise")
-"""Granularity by the number of axes of λ."""
+"""Granularities, indexed by the number of axes of λ."""
 
 
 class Gate(Protocol):
@@ -52,7 +52,7 @@ class Gate(Protocol):
 
 
 class SigmoidGate(NamedTuple):
-    """Y ⊙ σ(G). A tuple, as `Context` is: the compiler of torch 2.11 cannot call an object that it has built itself."""
+    """Y ⊙ σ(G). A tuple like `Context`, because torch 2.11 cannot call an object constructed in compiled code."""
 
     projected: Tensor
 
@@ -79,7 +79,7 @@ def _heads(own: Projections, gate: Gate | None = None) -> Heads:
 
 
 class QueryKeyNorm(nn.Module):
-    """Applied to queries and keys [B, T, heads, head_dim] before their product."""
+    """The operation on queries and keys [B, T, heads, head_dim] before their product."""
 
     def turn_queries(self, q: Tensor, table: RotaryTable) -> Tensor:
         """The queries, normalised and rotated by position."""
@@ -102,18 +102,18 @@ class QueryKeyNorm(nn.Module):
 
     @property
     def gains(self) -> tuple[Tensor, Tensor] | None:
-        """The gains per head, for kernels that compute it; None if it only rotates."""
+        """The gains, for kernels that compute this norm; None if it only rotates."""
         raise NotImplementedError(f"{type(self).__name__} has no gain shared by all heads")
 
     @property
     def in_kernels(self) -> bool:
-        """Whether decoding kernels support it."""
+        """Whether decoding kernels support this norm."""
         return False
 
 
 class LayerPlace(NamedTuple):
-    """A softmax layer whose mix is built: its number among the model's `layers` softmax layers, its heads, the sections
-    of its fused projection, and the model's width, std of new weights and vocabulary."""
+    """A softmax layer for which a mix is built: its index among the model's `layers` softmax layers, its heads, the
+    sections of its fused projection, and the model's width, std of new weights and vocabulary."""
 
     layer: int
     layers: int
@@ -128,7 +128,7 @@ class Unmixed(nn.Module):
     """A layer without anchors: splits the projection into heads, and normalises and rotates queries and keys."""
 
     pathways: tuple[str, ...] = ()
-    """Pathways that are mixed with an anchor or become one."""
+    """Pathways that the layer mixes with an anchor or writes as one."""
     taken: tuple[str, ...] = ()
     """Pathways that an earlier layer projects for this one."""
     WHOLE = 1.0
@@ -158,15 +158,15 @@ class Unmixed(nn.Module):
         return _heads(own), anchors
 
     def mix(self, own: Projections, x: Tensor, anchors: Anchors, context: Context) -> tuple[Projections, Anchors]:
-        """The layer's own projections with anchors mixed in, before QK-norm and rotation; and the anchors for later
-        layers.
+        """Mix anchors into the layer's own projections, before QK-norm and rotation; return both results, the mixed
+        projections and the anchors for later layers.
 
         A kind of anchors overrides this or `mix_turned`; one with its own kernels may override `forward`.
         """
         return own, anchors
 
     def mix_turned(self, own: Projections, anchors: Anchors) -> tuple[Projections, Anchors]:
-        """The same after QK-norm and rotation."""
+        """Like `mix`, but after QK-norm and rotation."""
         return own, anchors
 
     def publish(self, layer: int, x: Tensor) -> None:
@@ -179,7 +179,7 @@ class Unmixed(nn.Module):
 
     @property
     def only_values(self) -> bool:
-        """Whether anchors are only written from values, or mixed into values by static λ."""
+        """Whether the layer writes anchors only from values, or mixes them only into values with static λ."""
         return self.plain
 
     @property
@@ -193,7 +193,7 @@ class Unmixed(nn.Module):
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """W1 and W2 of the network that computes γ; empty for static mixing."""
+        """The projections W1 and W2 of the network that computes γ; empty for static mixing."""
         return ()
 
     @property
@@ -202,7 +202,7 @@ class Unmixed(nn.Module):
         return None
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
-        """Start as another layer's mixing, pathway by pathway. A pathway not mixed before gets none of its anchor."""
+        """Start as another layer's mixing, pathway by pathway. A newly mixed pathway starts with λ1 = 0."""
         return InitFidelity.EXACTLY if old.plain else InitFidelity.NOT
 
     def mixes(self, pathway: str) -> bool:
@@ -214,7 +214,7 @@ class Unmixed(nn.Module):
         return ()
 
     def divide_values(self) -> Callable[[Tensor], None] | None:
-        """How to divide the values of this layer per channel; None if impossible."""
+        """A function that divides this layer's values per channel; None if impossible."""
         return None
 
     def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -262,7 +262,7 @@ class Mix(Unmixed):
     """Ŝ = λ1 ⊙ S_anc + λ2 ⊙ S on each pathway, λ per element, head or layer; `start` gives both, ½ in the paper."""
 
     HANDLES = 1
-    """Handles of a layer that shares the gradient pass of the anchors."""
+    """The number of handles of a layer that shares the gradient pass of the anchors."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class Mix(Unmixed):
         return None
 
     def stacked(self, weight: Tensor) -> Tensor:
-        """The folded weights, stacked on W1 of the network that computes γ: all matrices that read x."""
+        """All matrices that read x: the folded weights, stacked on W1 of the network that computes γ."""
         first = [part.weight.to(weight.dtype) for part in self.projections[:1]]
         return torch.cat([self.folded(weight), *first]) if first else self.folded(weight)
 
@@ -316,21 +316,21 @@ class Mix(Unmixed):
         return known and all(map(is_plain, self.projections)) and not any(map(is_watched, (self, *self.children())))
 
     def scales_of(self, pathway: str) -> tuple[Tensor, Tensor] | None:
-        """The same, without copies."""
+        """`scales` for one pathway, without copies."""
         if pathway not in self.pathways:
             return None
         first, second = per_head(self.anchor_scale[pathway]), per_head(self.own_scale[pathway])
         return first.expand(self.sections[pathway]), second.expand(self.sections[pathway])
 
     def _shares(self, anchors: Anchors) -> bool:
-        """Whether handles follow the anchors; the first ones belong to this layer."""
+        """Whether handles come after the anchors in the tuple; the first handles belong to this layer."""
         return len(anchors) > len(self.pathways)
 
     @torch.no_grad()
     def begin_as(self, old: Unmixed) -> InitFidelity:
-        """λ1 = 0 and λ2 = 1 for a pathway that was not mixed; with γ, which starts at ½, λ2 = 2.
+        """A newly mixed pathway starts with λ1 = 0 and λ2 = 1; with γ, which starts at ½, λ2 = 2.
 
-        A pathway that was mixed keeps its λ, repeated where the granularity is finer now.
+        A pathway that was already mixed keeps its λ, repeated if the new granularity is finer.
         """
         if isinstance(old, Write):
             raise _other_source()
@@ -346,7 +346,7 @@ class Mix(Unmixed):
         return InitFidelity.NOT if lost else InitFidelity.EXACTLY
 
     def both(self, old: Mix) -> list[str]:
-        """The pathways mixed by both."""
+        """The pathways that both layers mix."""
         return [pathway for pathway in self.pathways if pathway in old.pathways]
 
     def forward(
@@ -382,7 +382,7 @@ class Mix(Unmixed):
         return _heads(heads), anchors
 
     def divide_values(self) -> Callable[[Tensor], None] | None:
-        """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: both λ, if they have one number per element."""
+        """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V: divides both λ, if they have one number per element."""
         return self._divide_scales if self.own_scale["v"].dim() == 2 else None
 
     @torch.no_grad()
@@ -417,7 +417,7 @@ class Modulation(nn.Module):
 
     @torch.no_grad()
     def begin_as(self, old: Modulation, rows: Sequence[tuple[int, int]]) -> None:
-        """Start as a narrower network; `rows` are pairs of an output row here and the row there."""
+        """Start as a narrower network; `rows` pairs each output row here with a row of the old network."""
         hidden = len(old.down.weight)
         if len(self.down.weight) < hidden:
             raise UserError(
@@ -476,7 +476,7 @@ class FoldedMix(Mix):
     """Ŝ = λ1 ⊙ S_anc + W' x with W' = diag(λ2) W, for inference (`attention.fold_mixing`).
 
     Mixing precedes QK-norm, rotation and the gate's sigmoid, so on every pathway the scale moves into W exactly, up to
-    rounding. A layer that writes the anchors keeps its W; a dynamic λ depends on the token and stays.
+    rounding. A layer that writes the anchors keeps its W. A dynamic λ depends on the token and cannot be folded.
     """
 
     def __init__(self, mix: Mix) -> None:
@@ -493,7 +493,7 @@ class FoldedMix(Mix):
 def mix_values(mix: Unmixed, own: Tensor, anchors: Anchors) -> tuple[Mixing | None, Anchors]:
     """How kernels mix a layer's own values [..., H_kv, D] (None: not at all), and the anchors for later layers.
 
-    For layers that mix only values (`only_values`).
+    Only for layers with `only_values`.
     """
     if isinstance(mix, Write):
         return None, (own,)
@@ -507,11 +507,11 @@ class Sharing(NamedTuple):
     readers: tuple[tuple[Mix, Projection], ...]
 
     def share(self, anchors: Anchors, source: Tensor | None = None, norm: AnchorNorm | None = None) -> Anchors:
-        """The anchors and the handles of each reader, so that one pass computes all gradients.
+        """Append each reader's handles to the anchors, so that one pass computes all gradients.
 
-        `source` and `norm` are the fused projection that the anchors come from, and its norm. There are no handles
-        where the anchors' gradient passes from layer to layer instead: outside of training, with weights that are
-        sharded or on several devices, or with a hook on a mixture or a projection.
+        `source` and `norm` are the fused projection that the anchors come from, and its norm. No handles are added
+        where the anchors' gradient passes from layer to layer instead: outside training, with weights that are sharded
+        or on several devices, or with a hook on a mixture or a projection.
         """
         watched = any(is_watched(part) for mix, _ in self.readers for part in (mix, *mix.children()))
         maps = [part for mix, own in self.readers for part in (own, *mix.projections)]
@@ -530,7 +530,7 @@ class Sharing(NamedTuple):
 
 
 def _repeated(old: Tensor, new: Tensor) -> Tensor:
-    """λ of one granularity, repeated to a finer shape."""
+    """Repeat λ to the shape of a finer granularity."""
     if old.dim() > new.dim():
         raise UserError(
             f"model.anchors.granularity = '{GRANULARITIES[new.dim()]}' has fewer λ than the initial model: keep "

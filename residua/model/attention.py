@@ -30,7 +30,7 @@ from residua.ops.inference.reference import KEY_EPS
 
 
 def head_shape(config: choices.SoftmaxAttention, width: int) -> HeadShape:
-    """Heads of each projection: queries, keys and values, and the gate if it is elementwise."""
+    """The heads of each projection: queries, keys and values, and the gate if it is elementwise."""
     kv = config.kv_heads or config.heads
     return HeadShape({"q": config.heads, "k": kv, "v": kv, "g": config.heads}, config.head_dim or width // config.heads)
 
@@ -45,9 +45,9 @@ def layer_place(
     vocabulary: int = 0,
     taken: Sequence[str] = (),
 ) -> LayerPlace:
-    """The place of a layer among the softmax `layers`, and the heads of its projection, for its anchors.
+    """A layer's place among the softmax `layers` and the heads of its projection, for its anchors.
 
-    It projects no heads that are `taken` from another layer.
+    The layer does not project heads that it takes (`taken`) from another layer.
     """
     shape = head_shape(config, width)
     gate = {"none": {}, "headwise": {"g": 1}, "elementwise": {"g": shape.head_dim}}[config.gate]
@@ -95,7 +95,7 @@ class QKNorm(QueryKeyNorm):
 
 
 class QKVNorm(QKNorm):
-    """The same, and RMS over head_dim without a gain for values (Gemma 4)."""
+    """`QKNorm`, plus RMS over head_dim without a gain for values (Gemma 4)."""
 
     @property
     def in_kernels(self) -> bool:
@@ -106,7 +106,7 @@ class QKVNorm(QKNorm):
 
 
 class JointQKNorm(QKNorm):
-    """RMS over all heads of the queries together, and of the keys, each with a gain [H·D] (OLMo 2)."""
+    """RMS over all query heads together, and over all key heads, each with a gain [H·D] (OLMo 2)."""
 
     @staticmethod
     def _sizes(shape: HeadShape) -> tuple[int, int]:
@@ -162,7 +162,7 @@ class NoQKNorm(QueryKeyNorm):
 
 
 def _begin_projection(new: Projection, old: Projection, rows: Tensor) -> InitFidelity:
-    """Take these rows of another; further ones are zero."""
+    """Copy these rows of another projection; the remaining rows are zero."""
     nn.init.zeros_(new.weight)
     new.weight[: len(rows)] = old.weight[rows]
     if isinstance(new, BiasedProjection):
@@ -176,16 +176,16 @@ def _begin_projection(new: Projection, old: Projection, rows: Tensor) -> InitFid
 def _begin_qk_norm(new: nn.Module, old: nn.Module) -> InitFidelity:
     if type(new) is not type(old):
         return InitFidelity.NOT
-    theirs = old.state_dict()  # a layer that takes keys of another has no gain for them
+    theirs = old.state_dict()  # may hold more: a layer that takes another layer's keys has no gain for them
     new.load_state_dict({name: theirs[name] for name in new.state_dict()})
     same_eps = not isinstance(new, QKNorm) or not isinstance(old, QKNorm) or new.eps == old.eps
     return InitFidelity.EXACTLY if same_eps else InitFidelity.UP_TO_EPS
 
 
 def remove_own_value(y: Tensor, v: Tensor) -> Tensor:
-    """z = y − (y·v) v/‖v‖², with v the value of the query's own token (XSA, arXiv 2603.09078).
+    """z = y − (y·v) v/‖v‖², where v is the value of the query's own token (XSA, arXiv 2603.09078).
 
-    y [B, T, H, D] are the heads' outputs, v [B, T, H_kv, D] the values, each shared by H/H_kv heads in turn.
+    y [B, T, H, D] are the heads' outputs, v [B, T, H_kv, D] the values; H/H_kv consecutive heads share each value.
     """
     heads = wide(y).unflatten(2, (v.shape[2], -1))
     own = normalize(wide(v), dim=-1).unsqueeze(3)
@@ -205,11 +205,11 @@ QK_NORMS: dict[str, Callable[[HeadShape, choices.SoftmaxAttention], QueryKeyNorm
 
 
 class SoftmaxAttention(Body):
-    """softmax(QKᵀ/√d) V, causal, with grouped key-value heads, and optionally
+    """softmax(QKᵀ/√d) V, causal, with grouped key-value heads. Options:
 
     a gate Y ⊙ σ(x W_g) on its output, one per element or head (arXiv 2505.06708); a learned sink, one logit per head in
-    the softmax's denominator; a window of tokens that each one sees; scores s capped, c·tanh(s/c); biases; outputs
-    without the direction of the token's own value (`remove_own_value`). `place` says where in the model it is.
+    the softmax's denominator; a sliding window; soft-capped scores c·tanh(s/c); biases; outputs without the direction
+    of the token's own value (`remove_own_value`). `place` is the layer's place in the model.
     """
 
     role = "attention"
@@ -257,7 +257,7 @@ class SoftmaxAttention(Body):
         assert context.rotary is not None
         cos, sin = context.rotary[self.table]
         project: Any = self.project
-        if isinstance(x, Reads):  # the mixture sees q's
+        if isinstance(x, Reads):  # the mixture sees q's input
             project, x = partial(self.projected, x), x.q
         (q, k, v, gate), anchors = self.mix(project, x, anchors, self.qk_norm, (cos, sin), context)
         if self.growth is not None:
@@ -286,11 +286,11 @@ class SoftmaxAttention(Body):
         return {"sink": self.sink, "window": self.window, "softcap": self.softcap}
 
     def projected(self, x: Input, *_: Tensor) -> Tensor:
-        """The fused projection [B, T, R] of one input, or of those of q, k and v; the gate reads q's."""
+        """The fused projection [B, T, R] of one input, or of separate inputs for q, k and v; the gate reads q's."""
         if isinstance(x, Tensor):
             whole: Tensor = self.project(x)
             return whole
-        # layers that take keys or values of others are refused here (`config/model.py`)
+        # `config/model.py` refuses several reads in a model whose layers take keys or values from others
         places = [{"q": 0, "k": 1, "v": 2, "g": 0}[s] for s in self.head_width]
         replaced = type(self.project) not in (Projection, BiasedProjection)
         if replaced or is_watched(self.project) or type(self.project.weight) not in (nn.Parameter, Tensor):
@@ -306,9 +306,9 @@ class SoftmaxAttention(Body):
     def begin_as(self, old: nn.Module) -> InitFidelity:
         """Start as another attention with the same heads.
 
-        A new gate starts at σ(0) = ½ with W_g = 0, and W_out is doubled; the gate of a head is repeated for its
-        elements. A new bias starts at zero. A new sink starts at `NEW_SINK`, which takes e^NEW_SINK off the softmax:
-        nearly nothing, yet with a gradient. Anchors start by themselves.
+        A new gate starts at σ(0) = ½ with W_g = 0, and W_out is doubled. A headwise gate is repeated for the elements
+        of its head. A new bias starts at zero. A new sink starts at `NEW_SINK`, which takes about e^NEW_SINK off the
+        softmax: almost nothing, but with a gradient. Anchors have their own `begin_as`.
         """
         if not isinstance(old, SoftmaxAttention) or self._heads != old._heads:
             raise UserError(
@@ -337,7 +337,7 @@ class SoftmaxAttention(Body):
         return dict(self.shape.heads), self.shape.head_dim
 
     def _rows_of(self, old: SoftmaxAttention) -> Tensor:
-        """The rows of another's projection that this one takes, those of its gate repeated where this one is finer."""
+        """The rows of the old projection to copy; its gate rows are repeated if the new gate is finer."""
         ours, theirs = self.head_width.get("g"), old.head_width.get("g")
         every = torch.arange(len(old.project.weight), device=old.project.weight.device)
         places = dict(zip(old.head_width, every.split(old.rows), strict=True))
@@ -360,22 +360,22 @@ class SoftmaxAttention(Body):
 
     @property
     def direct_to_cache(self) -> bool:
-        """Whether decoding kernels may put the projected heads straight into the cache: anchors are mixed into nothing
-        but values."""
+        """Whether decoding kernels may write the projected heads straight to the cache: anchors are mixed into values
+        only."""
         return self.mix.only_values and self.attends_to_all
 
     @property
     def attends_to_all(self) -> bool:
-        """Whether decoding kernels compute how heads attend to the whole cache.
+        """Whether decoding kernels can compute this attention over the whole cache.
 
         This requires a QK-norm that kernels support, angles independent of the length, no window, queries that do not
-        grow, and uncapped scores. Outputs must keep their own values, and values must be projected.
+        grow with position, and uncapped scores. Values must be projected, and outputs must keep their own values.
         """
         whole = self.window is None and self.softcap is None and self.growth is None and not self.removes_own
         return self.qk_norm.in_kernels and self.steady and whole and "v" in self.head_width
 
     def own_values(self, projected: Tensor) -> Tensor:
-        """The values [..., H_kv, D] of a fused projection [..., R], which share its memory."""
+        """The values [..., H_kv, D] of a fused projection [..., R], as a view."""
         first = sum(self.rows[:2])
         own: Tensor = projected[..., first : first + self.rows[2]].unflatten(-1, (-1, self.head_width["v"]))
         return own
@@ -403,7 +403,7 @@ class SoftmaxAttention(Body):
         return [Edge(f"{name}.values", (self.out.weight,), channel.flatten(), divide, self.out)]
 
     def _divide_values(self) -> Callable[[Tensor], None] | None:
-        """Without a mixture the rows of W_v are divided; in one, the anchors serve all layers and only λ can be."""
+        """Without anchors, divides the rows of W_v; with anchors, which all layers share, only λ can be divided."""
         if not self.mix.mixes("v"):
             return partial(divide_rows, self.project, sum(self.rows[:2]), self.rows[2])
         return self.mix.divide_values()
@@ -412,7 +412,7 @@ class SoftmaxAttention(Body):
 @torch.no_grad()
 def fold_mixing(model: nn.Module) -> int:
     """Fold every static λ2 of a model into its projections, in place; returns the number of layers changed."""
-    # a projection in low precision keeps its rounded rows
+    # skip projections in low precision, whose rows are already rounded
     attentions = [
         body
         for body in model.modules()

@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 class Body(nn.Module):
     """The computation of a sublayer between its norms.
 
-    `forward(x, anchors, context)` returns y and the anchors, a mixture of experts also its `Routing`; it is all that a
-    model calls. Every other method is a fact for tools, with a default.
+    A model calls only `forward(x, anchors, context)`, which returns y and the anchors; a mixture of experts also
+    returns its `Routing`. Every other method informs tools and has a default.
     """
 
     role = "feed-forward"
-    """Its name in diagnoses."""
+    """The sublayer's name in diagnoses."""
 
     takes_reads = False
-    """Whether `forward` takes several `Reads`; otherwise it is given r alone."""
+    """Whether `forward` takes several `Reads`; otherwise it gets r alone."""
 
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> SublayerCache | None:
-        """Room for what decoding keeps of up to `capacity` tokens in each of `batch` rows; None if it keeps nothing.
+        """A cache for up to `capacity` tokens in each of `batch` rows; None if decoding caches nothing here.
 
-        `like` gives dtype and device.
+        `like` sets dtype and device.
         """
         return None
 
     def anchor_mix(self) -> Unmixed | None:
-        """The module that mixes the anchors in; None if it passes them on."""
+        """The module that mixes the anchors in; None if the body only passes them on."""
         return None
 
     @property
@@ -51,13 +51,13 @@ class Body(nn.Module):
         return None
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """Where a factor per channel can move inside it, for SmoothQuant."""
+        """The edges inside the body along which a factor per channel can move (SmoothQuant)."""
         return []
 
 
 @runtime_checkable
 class Resettable(Protocol):
-    """A module with parameters or buffers of its own, which it fills."""
+    """A module that initialises its own parameters and buffers."""
 
     def reset_parameters(self) -> None: ...
 

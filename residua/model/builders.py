@@ -1,8 +1,7 @@
 """`residua.build` and `residua.build_topology`, and the checks of plugin parts against the rules of docs/extend.md.
 
-A plugin's topology, anchors or norm is run on a few tokens before training: a part that violates a rule would otherwise
-train and give wrong numbers. Residua's own parts are checked by the tests instead. The caller's random state is
-preserved.
+The checks run a plugin's topology, anchors or norm on a few tokens before training: a part that violates a rule would
+otherwise train and give wrong numbers. Tests check Residua's own parts. The caller's random state is preserved.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from residua.reading import brief
 
 ROWS, TOKENS = 2, 4
 CHANGED = (0, 1)
-"""The row and the token that are changed, to see what depends on them."""
+"""The row and the token that a check changes, to see which outputs depend on them."""
 LARGEST = 20_000_000
-"""Most parameters of a part that is checked: more would take over a second."""
+"""Check only parts with at most this many parameters: larger ones would take over a second."""
 
 Outputs = Callable[[Any, Tensor], Iterator[tuple[str, Any]]]
-"""Takes a part and random tensors [n, B, T, C]; yields each call and its result, which should be [B, T, C]."""
+"""Takes a part and random tensors [n, B, T, C]; yields each call's name and its result, expected [B, T, C]."""
 
 
 class _Breach(Exception):
@@ -47,7 +46,7 @@ class _Breach(Exception):
 
 
 def build(config: ModelConfig) -> Decoder:
-    """Build and initialise the model that a configuration describes. Parts of plugins are checked first."""
+    """Build and initialise the model that a configuration describes, after checking the parts from plugins."""
     if isinstance(config, ModelConfig):
         check_plugins(config)
     return build_decoder(config)
@@ -97,7 +96,7 @@ def check_plugins(config: ModelConfig) -> None:
 
 
 def _warn(error: Exception, trial: str, plugin: str) -> None:
-    """Warn about an error of a part that may need a GPU: training will show."""
+    """Warn about an error in a part that may only need a GPU; training will show whether it works."""
     place = plugin_place(error, plugin)
     where = "" if place is None else f" at {place}"
     words = brief(f"{type(error).__name__}: {error}")
@@ -148,7 +147,7 @@ def junctions(topology: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def _pair(call: str, returned: Any, names: tuple[str, str] = ("next input", "state")) -> tuple[Any, State]:
-    """The next input and the state that `open` or `step` returns, or another pair of these names."""
+    """Check that a call returned a pair, by default the next input and the state; `names` are its elements."""
     first, second = names
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise _Breach(f"`{call}` returns {_described(returned)}: return the {first} and the {second}, as in h, (h,)")
@@ -178,7 +177,7 @@ class _Anchored(nn.Module):
 
 
 def mixed_heads(anchored: Any, x: Tensor) -> Iterator[tuple[str, Any]]:
-    """The heads that layers mix from x[1], x[2], … and the anchors; each [B, T, C], in pieces."""
+    """The heads that layers mix from x[1], x[2], … and the anchors, reshaped to pieces [B, T, C]."""
     context = Context(None, None, tokens=(x[0].sum(-1) * 8).long() % 8)
     anchors = anchored.source.open(x[0].clone(), context)
     for mix, y in zip(anchored.layers, x[1:], strict=False):
@@ -208,7 +207,7 @@ def _try(part: nn.Module, outputs: Outputs, shape: tuple[int, ...]) -> None:
     """Run the part three times: twice on equal inputs, then with one token changed, which may affect no other."""
     x, other = torch.randn(shape), torch.randn(shape)
     with torch.no_grad():
-        for parameter in part.parameters():  # a gate that starts at zero would hide everything behind it
+        for parameter in part.parameters():  # a gate at zero would hide everything it multiplies
             parameter.add_(torch.rand_like(parameter) / 10)
     changed = x.clone()
     changed[:, *CHANGED] = other[:, *CHANGED]
@@ -235,7 +234,7 @@ def _try(part: nn.Module, outputs: Outputs, shape: tuple[int, ...]) -> None:
 
 def _run(part: nn.Module, outputs: Outputs, x: Tensor) -> Tensor:
     """All outputs [n, B, T, C]."""
-    torch.default_generator.manual_seed(0)  # of dropout; torch.manual_seed would seed GPUs, too
+    torch.default_generator.manual_seed(0)  # for dropout; torch.manual_seed would also seed GPUs
     found = []
     for call, h in outputs(part, x):
         if not isinstance(h, Tensor) or h.shape != x.shape[1:]:
@@ -247,5 +246,5 @@ def _run(part: nn.Module, outputs: Outputs, x: Tensor) -> Tensor:
 
 
 def _differs(one: Tensor, other: Tensor) -> Tensor:
-    """Where any of the outputs differ, [B, T]."""
+    """[B, T]: where any of the outputs differ."""
     return ((one != other) & ~(one.isnan() & other.isnan())).any(-1).any(0)

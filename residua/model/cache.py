@@ -1,8 +1,7 @@
-"""Caches for decoding: one static buffer per sequence mixer, rows of different lengths in one batch.
+"""Caches for decoding: one static buffer per sequence mixer; rows in a batch may differ in length.
 
-Rows are padded on the right, so the slot of a token is its position. The token at a position overwrites what padding
-left in its slot before any query sees it: causality is the only mask. Depth needs no cache, since every topology is
-token-local.
+Rows are padded on the right, so a token's slot is its position. A token overwrites any padding in its slot before a
+query sees it, so the causal mask suffices. Depth needs no cache, since every topology is token-local.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from residua.model.sdpa import attend_cached
 
 
 class Now(NamedTuple):
-    """The positions of one call's tokens and what they see.
+    """The positions of one call's tokens and the slots they see.
 
     positions: [B, T]. visible: [B, 1, T, slots], True where a query may look; None while the cache is empty and a token
     sees only earlier ones of its own call. until: [B], the last slot that a single token sees; None for several tokens.
@@ -36,15 +35,15 @@ class SublayerCache(Protocol):
     """The cache in a sublayer's context while decoding; each mixer has its own kind."""
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything it keeps."""
+        """All tensors of the cache."""
         ...
 
 
 class KeyValueCache:
     """Keys and values [B, capacity, H_kv, D] of softmax attention as they enter the product: mixed, normed, rotated.
 
-    Latent attention keeps its latents in place of keys and the part that all heads share in place of values, which have
-    `value_dim` elements then.
+    Latent attention stores its latents in place of keys, and the part that all heads share in place of values, with
+    `value_dim` elements.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class KeyValueCache:
         yield from (buffer for name, buffer in (("k", self.keys), ("v", self.values)) if name in self.stored)
 
     def first(self, length: int) -> tuple[Tensor, Tensor]:
-        """The slots [B, length, H_kv, D] of the keys and of the values of each row's first tokens."""
+        """The key and value slots [B, length, H_kv, D] of each row's first tokens."""
         return self.keys[:, :length], self.values[:, :length]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, now: Now, **scoring: Any) -> Tensor:
@@ -83,9 +82,9 @@ class KeyValueCache:
 
 
 class BorrowedCache(KeyValueCache):
-    """The cache of a layer that takes the keys or the values of an earlier one: those slots are the lender's.
+    """The cache of a layer that takes the keys or values of an earlier one, and uses that layer's slots for them.
 
-    The lender has stored the tokens of a call before this layer attends to them.
+    The earlier layer stores a call's tokens before this one attends to them.
     """
 
     def __init__(self, lender: KeyValueCache, taken: Sequence[str]) -> None:
@@ -95,7 +94,7 @@ class BorrowedCache(KeyValueCache):
 
 
 class RecurrentCache:
-    """The state of a recurrent mixer: tensors of fixed size, [B, …] each, zero before the first token."""
+    """The state of a recurrent mixer: tensors [B, …] of fixed size, zero before the first token."""
 
     def __init__(self, *shapes: tuple[int, ...], like: Sequence[Tensor]) -> None:
         self.state = tuple(t.new_zeros(shape) for shape, t in zip(shapes, like, strict=True))
@@ -112,8 +111,8 @@ class RecurrentCache:
 class Cache:
     """The caches of one batch of sequences, one entry per sublayer, and how many tokens of each row they hold.
 
-    lengths: [B]. reach: an upper bound on them that the host knows, so that nothing waits for the device. With `static`
-    every call attends to all slots, so that each decoding step has the same shapes.
+    lengths: [B]. reach: an upper bound on the lengths, stored on the host so that nothing waits for the device. With
+    `static` every call attends to all slots, so that each decoding step has the same shapes.
     """
 
     def __init__(self, sublayers: Sequence[SublayerCache | None], batch: int, capacity: int, device: torch.device):
@@ -143,7 +142,7 @@ class Cache:
         return Now(positions, visible, until, real, counts)
 
     def advance(self, length: int, counts: Tensor | None = None) -> None:
-        """Add the tokens of the call that has just ended."""
+        """Count the tokens of the call that has just ended."""
         self.lengths.add_(length if counts is None else counts)
         if not self.static:
             self.reach += length
@@ -155,7 +154,7 @@ class Cache:
         self.reach, self.static = 0, False
 
     def recurrent(self) -> Iterator[Tensor]:
-        """The buffers that every token rewrites; slots are written once per token."""
+        """The buffers that every token rewrites; in other caches each token writes its slot once."""
         for part in self.sublayers:
             if isinstance(part, RecurrentCache):
                 yield from part.tensors()

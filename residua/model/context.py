@@ -1,6 +1,6 @@
 """The inputs of a forward pass and of sublayers, and the values that all share: positions, documents, caches, ids.
 
-A topology may give queries, keys and values inputs of their own (`Reads`).
+A topology may give queries, keys and values separate inputs (`Reads`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 Anchors = tuple[Tensor, ...]
 """The anchor projections, one per pathway in the configured order; empty until they are written.
 
-In training a handle follows for each layer that has yet to mix them (`anchors.Sharing`)."""
+In training, a handle follows for each layer that has not mixed them yet (`anchors.Sharing`)."""
 
 
 class Context(NamedTuple):
     """Everything a sublayer gets in addition to its input.
 
     rotary: cos and sin [T, head_dim/2], or [B, T, head_dim/2] while decoding, in float32; None for a model without
-    softmax attention. They are followed by those of layers with a window if these differ, and by the positions [T] or
-    [B, T] if queries grow with them. Last come cos and sin of layers without positions. segments: [B, T], the number of
-    each token's document in its row; None if each sequence is one document. now, cache: while decoding, positions of
-    tokens and what this sublayer keeps of earlier tokens (`model/cache.py`). across: attends in place of `attend` if
-    other ranks have the other tokens of the sequences; segments then has all tokens, and rotary those of this rank.
-    caches: `cache` of every sublayer. sharing: the layers that mix the anchors, if one gradient pass serves them.
-    tokens: the ids [B, T] of the tokens, if the topology or the anchors read them (`reads_tokens`).
+    softmax attention. Next come those of layers with a window if these differ, and the positions [T] or [B, T] if
+    queries grow with them. Last come cos and sin of layers without positions. segments: [B, T], the number of each
+    token's document in its row; None if each sequence is one document. now, cache: while decoding, the positions of
+    tokens and this sublayer's cache of earlier tokens (`model/cache.py`). across: replaces `attend` if other ranks hold
+    the other tokens of the sequences; segments then covers all tokens, and rotary those of this rank. caches: `cache`
+    of every sublayer. sharing: the layers that mix the anchors, if one gradient pass serves them. tokens: the ids
+    [B, T] of the tokens, if the topology or the anchors read them (`reads_tokens`).
     """
 
     rotary: tuple[Tensor, ...] | None
@@ -99,7 +99,7 @@ def number_documents(segments: Tensor | None) -> Tensor | None:
 
 
 class Reads(NamedTuple):
-    """The inputs [B, T, C] of one attention: q's (its gate reads it too), k's and v's. Other sublayers read r."""
+    """Separate inputs [B, T, C] of one attention for q (and the gate), k and v. Other sublayers read r."""
 
     q: Tensor
     k: Tensor
@@ -112,12 +112,12 @@ Input = Tensor | Reads
 
 
 def one_read(h: Input) -> Tensor:
-    """The input of a sublayer that takes one."""
+    """The single input of a sublayer that takes only one."""
     return h if isinstance(h, Tensor) else h.r
 
 
 def map_reads(function: Callable[[Tensor], Tensor], h: Input) -> Input:
-    """The function of each read, called once for a tensor that several ways read."""
+    """Apply the function to each read, once per distinct tensor."""
     if isinstance(h, Tensor):
         return function(h)
     made: list[Tensor] = []
@@ -128,7 +128,7 @@ def map_reads(function: Callable[[Tensor], Tensor], h: Input) -> Input:
 
 
 def flat_reads(h: Input) -> tuple[Tensor, ...]:
-    """The tensors of an input, each once."""
+    """The distinct tensors of an input."""
     if isinstance(h, Tensor):
         return (h,)
     return tuple(read for i, read in enumerate(h) if all(h[j] is not read for j in range(i)))

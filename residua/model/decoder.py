@@ -46,7 +46,7 @@ class Embedding(nn.Embedding):
     """Token vectors [V, C], initialised normal with `std`, or zero if 0; `scale` multiplies the output."""
 
     def __init__(self, vocabulary: int, width: int, *, std: float, scale: float = 1.0) -> None:
-        # before nn.Embedding initialises itself; serving engines look for an `embed_scale`
+        # set first: nn.Embedding's constructor initialises the weight; serving engines look for `embed_scale`
         self.std, self.embed_scale = std, scale
         super().__init__(vocabulary, width)
 
@@ -59,24 +59,24 @@ class Embedding(nn.Embedding):
 
 
 class Places(nn.Embedding):
-    """Learned positions: x_t + P_t, t the place of the token in its document. P [places, C] is normal with `std`."""
+    """Learned positions: x_t + P_t, t the token's position in its document. P [places, C] is normal with `std`."""
 
     def __init__(self, places: int, width: int, *, std: float) -> None:
-        self.std = std  # nn.Embedding initialises itself
+        self.std = std  # set first: nn.Embedding's constructor initialises the weight
         super().__init__(places, width)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
 
     def check(self, tokens: int) -> None:
-        """Refuse more tokens than there are places."""
+        """Refuse sequences with more tokens than places."""
         if tokens > len(self.weight):
             raise UserError(f"the model has learned_positions = {len(self.weight)} but got {tokens} tokens: use fewer.")
 
     def forward(  # type: ignore[override]
         self, x: Tensor, segments: Tensor | None = None, now: Now | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """Add them to x [B, T, C]; the other arguments are those of `Decoder._run`."""
+        """Add the positions to x [B, T, C]; the other arguments are those of `Decoder._run`."""
         if positions is not None:
             raise UserError(
                 "learned_positions count the tokens of a document, which is not possible where ranks divide sequences: "
@@ -105,7 +105,7 @@ class Sublayer(nn.Module):
         self.norm, self.body, self.after = cast(Norm, norm), cast(Body, body), after
 
     def forward(self, h: Input, anchors: Anchors, context: Context) -> tuple[Any, ...]:
-        """Return y and the anchors; a mixture of experts adds its `Routing`. Each of several reads is normalised."""
+        """Return y and the anchors; a mixture of experts adds its `Routing`. Several reads are normed separately."""
         if isinstance(h, Reads):
             h = h._replace(r=h.q) if self.body.takes_reads else h.r
         y, anchors, *routing = self.body(map_reads(self.norm, h), anchors, context)
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
             self._scale_eps()
 
     def _scale_eps(self) -> None:
-        """Set the eps of each reader's norm so that c times the sum is normalised exactly like the sum."""
+        """Set the eps of each reader's norm so that it normalises c times the sum exactly like the sum."""
         norms = [*(sublayer.norm for sublayer in self.executions), self.norm]
         factors = self.topology.initialization().factors(self.config.sublayers)
         for norm, factor in zip(norms, factors, strict=True):
@@ -220,7 +220,7 @@ class Decoder(nn.Module):
         return h, routed
 
     def _pass(self, x: Tensor, context: Context) -> tuple[Tensor, list[Routing]]:
-        """The forward pass: the embedding in, the final normed state and the routing out."""
+        """The forward pass from the embedding; returns the final normed state and the routing."""
         routed: list[Routing] = []
         ids = context.ids_for(self.topology)
         h, state = self.topology.open(x, *ids)
@@ -239,7 +239,7 @@ class Decoder(nn.Module):
         own_way = len(self.config.topology.reads) > 1 or len(self.order) > len(self.sublayers)
         if not self.anchors.shares_gradient or not torch.is_grad_enabled() or own_way:
             return None
-        # Layers take handles in order: a wrapped, sharded or skipped layer would get the wrong handle, or none.
+        # Layers take handles in order, so wrapping, sharding or skipping one would misassign the handles.
         bodies = [sublayer.body for sublayer in self.sublayers if type(sublayer) is Sublayer]
         replaced = any("forward" in vars(part) for part in (*self.sublayers, *bodies))
         if replaced or len(bodies) < len(self.sublayers) or not all(isinstance(body, Body) for body in bodies):
@@ -259,7 +259,7 @@ class Decoder(nn.Module):
     def losses(
         self, tokens: Tensor, targets: Tensor, z_loss: float = 0.0, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The pure cross-entropy (nats per target, −100 ignored) and the z-term z_loss · mean(lse²), separately."""
+        """The cross-entropy alone (nats per target, −100 ignored) and the z-term z_loss · mean(lse²), separately."""
         h, cap = self.hidden(tokens, segments), self.config.logit_softcap
         return ops.linear_cross_entropy(h, self.head_weight, targets, z_loss=z_loss, softcap=cap)
 
@@ -294,7 +294,7 @@ class Decoder(nn.Module):
     def _embedded(
         self, tokens: Tensor, segments: Tensor | None = None, now: Now | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """The embedded tokens; in low precision under autocast, because depth operators are bound by memory traffic."""
+        """Embed tokens; under autocast in low precision, because memory traffic limits the depth operators."""
         x: Tensor = tokens if tokens.is_floating_point() else self.embed(tokens)
         if self.places is not None:
             x = self.places(x, segments, now, positions)
@@ -314,7 +314,7 @@ class Decoder(nn.Module):
         self, tokens: Tensor, now: Now | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, ...] | None:
         softmax = self.config.softmax
-        mixer = self.config.latent if softmax is None else softmax  # torch 2.11 cannot trace the truth of a config
+        mixer = self.config.latent if softmax is None else softmax  # torch 2.11 cannot trace a config's truth value
         turned = 0 if mixer is None else mixer.turned(self.config.width)
         if mixer is None or not turned:
             return None
@@ -341,7 +341,7 @@ def build(config: ModelConfig) -> Decoder:
 def build_parts(config: ModelConfig) -> Iterator[tuple[str, nn.Module]]:
     """The initialised parts of a decoder by name, in the order in which they draw random numbers.
 
-    A part is released before the next one is built, except that the bodies of a layer are built together.
+    Each part is released before the next is built, except that the two bodies of a layer are built together.
     """
     yield "embed", Embedding(config.vocab_size, config.width, std=config.init.std, scale=config.embed_scale)
     if config.learned_positions is not None:
@@ -364,14 +364,14 @@ def _layer_parts(config: ModelConfig, layer: int, std: float) -> Iterator[tuple[
 
 
 def build_sublayer(config: ModelConfig, body: Body) -> Sublayer:
-    """A body with its norms, placed as configured."""
+    """Wrap a body in its norms, placed as configured."""
     unnormed = config.placement == "output" or config.topology.norms_inputs
     before = NoNorm() if unnormed else build_norm(config.norm, config.width)
     return Sublayer(before, body, None if config.placement == "input" else build_norm(config.norm, config.width))
 
 
 def build_layer(config: ModelConfig, layer: int, *, output_std: float) -> tuple[Body, Body]:
-    """The bodies of one transformer layer: its attention and its feed-forward."""
+    """Build the two bodies of one transformer layer: attention and feed-forward."""
     ffn, std = config.ffn.at(layer), config.init.std
     attention = build_mixer(config, layer, output_std=output_std)
     if isinstance(ffn, choices.MoE):
@@ -388,7 +388,7 @@ def place_of(config: ModelConfig, mixer: choices.SoftmaxAttention, layer: int) -
 
 
 def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> Body:
-    """The sequence mixer of one layer."""
+    """Build the sequence mixer of one layer."""
     mixer, width, std = config.attention.at(layer), config.width, config.init.std
     if isinstance(mixer, choices.SoftmaxAttention):
         place = place_of(config, mixer, layer)
@@ -401,13 +401,13 @@ def build_mixer(config: ModelConfig, layer: int, *, output_std: float) -> Body:
 
 
 def build_anchor_source(config: ModelConfig) -> AnchorSource:
-    """The module that makes the first anchors."""
+    """Build the module that makes the first anchors."""
     shape = None if config.softmax is None else head_shape(config.softmax, config.width)
     return build_source(config.anchors, shape, config.width, std=config.init.std)
 
 
 def build_unembedding(config: ModelConfig) -> Embedding | None:
-    """The head's matrix; None if it is tied to the embedding."""
+    """Build the head's matrix; None if it is tied to the embedding."""
     if isinstance(config.head, choices.TiedHead):
         return None
     std = {"normal": config.init.std, "zero": 0.0}[config.head.init]

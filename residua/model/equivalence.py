@@ -1,10 +1,10 @@
-"""Changes of parameters that preserve what a model computes, or report how closely.
+"""Changes of parameters that preserve a model's function, or report how closely they do.
 
-A part that starts as another (`begin_as`, for `retrofit`) says how well it keeps the function (`InitFidelity`).
+A part that starts as another (`begin_as`, for `retrofit`) reports how well it preserves the function (`InitFidelity`).
 
-An edge runs from whatever produces a vector to every linear map that reads it (SmoothQuant). Dividing channel j of the
-producer by s_j and multiplying column j of all readers by s_j leaves the model as it was. Norms state how they divide
-(`Norm.divide`), sublayers which maps read their input (`readers`) and which edges are inside them (`inner_edges`).
+An edge runs from the producer of a vector to every linear map that reads it (SmoothQuant). Dividing channel j of the
+producer by s_j and multiplying column j of all readers by s_j leaves the function unchanged. Norms define how they
+divide (`Norm.divide`); sublayers list the maps that read their input (`readers`) and their `inner_edges`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class InitFidelity(IntEnum):
     """From best to worst, so that the worst of several parts is their maximum.
 
     UP_TO_EPS: only a positive factor on the input of a norm differs, which the norm cancels up to its eps. NEARLY: the
-    part's docstring names the difference. NOT: the function changes; weights that fit are copied all the same.
+    part's docstring names the difference. NOT: the function changes; weights that fit are still copied.
     """
 
     EXACTLY = 0
@@ -43,7 +43,7 @@ class WeightsMismatch(UserError):
 
 
 def take_parameters(part: nn.Module, old: nn.Module, *, but: str | None = None) -> None:
-    """Give a part the parameters and buffers of another, which lacks the submodule `but` and has all the rest."""
+    """Copy all parameters and buffers of another part, which lacks only the submodule `but`."""
     theirs = old.state_dict()
     ours = {name: own for name, own in part.state_dict().items() if name.partition(".")[0] != but}
     for name in sorted(ours | theirs):
@@ -58,7 +58,7 @@ def _first(x: Input, *rest: object) -> Input:
 
 @dataclass(frozen=True)
 class Edge:
-    """A producer, by `divide(s)`, and its readers, matrices [R, C] whose columns are its channels.
+    """A producer, represented by `divide(s)`, and its readers: matrices [R, C] whose columns are its channels.
 
     A reader with fewer columns reads the first channels.
 
@@ -94,5 +94,5 @@ def divide_rows(projection: Projection, first: int, count: int, by: Tensor) -> N
 
 @torch.no_grad()
 def divide_square(up: Tensor, by: Tensor) -> None:
-    """Divide what relu² makes of a matrix's outputs: relu(x/√s)² = relu(x)²/s. √s is squared again: in float64."""
+    """Scale `up` so that relu² outputs shrink by s: relu(x/√s)² = relu(x)²/s. In float64, since relu² squares √s."""
     up.copy_(up.double() / by.double().sqrt()[:, None])

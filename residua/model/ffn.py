@@ -32,7 +32,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 class FeedForward(Body):
-    """A dense feed-forward: y = W_out act(W x), gated or not. The methods besides `forward` are facts for tools."""
+    """A dense feed-forward: y = W_out act(W x), gated or not. All methods but `forward` inform tools."""
 
     act: Activation
     out: Projection
@@ -84,7 +84,7 @@ class ClampedFFN(GatedFFN):
         return self.out(clamped_swiglu(*self.gate_up(x).chunk(2, -1))), anchors
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """None: a clipped branch passes no factor on."""
+        """Empty: a factor cannot pass through a clipped branch."""
         return []
 
 
@@ -107,7 +107,7 @@ class PlainFFN(FeedForward):
         return self.up
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """relu(x/√s)² = relu(x)²/s; no other activation passes a factor on."""
+        """relu(x/√s)² = relu(x)²/s; a factor passes through no other activation."""
         if self.act is not relu2:
             return []
         hidden = self.out.weight.shape[1]
@@ -144,6 +144,6 @@ FFNS: dict[str, tuple[type[GatedFFN] | type[PlainFFN], Activation]] = {
 
 
 def build_ffn(config: choices.DenseFFN, width: int, *, std: float, output_std: float) -> FeedForward:
-    """The dense feed-forward sublayer a configuration describes."""
+    """Build the dense feed-forward sublayer that a configuration describes."""
     shape, act = FFNS[config.kind]
     return shape(act, width, config.hidden, std=std, output_std=output_std, bias=config.bias)

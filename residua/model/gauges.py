@@ -1,4 +1,4 @@
-"""Single figures of what happens inside a model, one formula each, for diagnoses and for telemetry while training."""
+"""Metrics of a model's internals, one formula each, for diagnoses and for telemetry during training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def depth_entropy(weights: Tensor) -> Tensor:
 
 
 def closed(gate: Tensor) -> Tensor:
-    """Which gates are nearly closed."""
+    """True where a gate is nearly closed."""
     return gate < CLOSED
 
 

@@ -1,8 +1,8 @@
 """Models without gradients: prompts, scoring, perplexity, and decoding one token per row.
 
-On a GPU a model is rewritten (`InferenceDecoder`): junctions apply the next norm as well (`topology/inference.py`),
-heads go straight into the cache, and an activation is one kernel. `Forward` runs whole sequences through it, as CUDA
-graphs where that pays; `generate/engine.py` runs decoding steps.
+On a GPU a model is rewritten (`InferenceDecoder`): junctions also apply the next norm (`topology/inference.py`), heads
+are written straight to the cache, and an activation is one kernel. `Forward` runs whole sequences through it, as CUDA
+graphs where these are faster; `generate/engine.py` runs decoding steps.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from residua.ops import inference
 from residua.ops._runtime.library import compile_ahead
 
 MOST_GRAPHS = 8
-"""Shapes whose graphs are kept."""
+"""Number of shapes whose graphs are cached."""
 GRAPHED_TOKENS = 65_536
-"""Most tokens of a batch that is captured: with more, kernels take longer than their launches."""
+"""Largest batch to capture, in tokens: in larger ones, kernels take longer than their launches."""
 HALVED_TOKENS = 4096
-"""Fewest tokens of a batch whose halves run side by side in a graph: the memory traffic of one overlaps with the
-products of the other."""
+"""Smallest batch, in tokens, whose halves run in parallel in a graph: one half's memory traffic overlaps with the
+other's products."""
 COMPILED_TOKENS = 2048
-"""Most tokens of the batch that kernels are compiled with; those of larger batches are the same."""
+"""Most tokens to compile kernels with; larger batches use the same kernels."""
 
 
 def _begins(now: Now | None) -> bool:
-    """Whether the tokens are the first of their rows."""
+    """Whether the tokens start their rows."""
     return now is None or (now.visible is None and now.until is None)
 
 
 class InferenceAttention(Body):
-    """Softmax attention without anchors but the first layer's values: project → norm, rotate, mix and store → attend →
-    gate → out.
+    """Softmax attention whose only anchors, if any, are the first layer's values: project → norm, rotate, mix and store
+    → attend → gate → out.
 
-    With `decodes`, `context.rotary` of one token per row is the table of all positions. Other tokens that follow cached
-    ones are left to the attention itself.
+    With `decodes`, decoding one token per row finds the table of all positions in `context.rotary`. Otherwise tokens
+    that follow cached ones run through the original attention.
     """
 
     def __init__(self, attention: SoftmaxAttention, decodes: bool) -> None:
@@ -66,7 +66,7 @@ class InferenceAttention(Body):
 
     @staticmethod
     def serves(body: Body) -> bool:
-        """Whether the kernels compute what an attention does before it attends."""
+        """Whether the kernels can compute an attention's steps before the attention product."""
         if type(body) is not SoftmaxAttention or is_watched(body) or body.removes_own or body.growth is not None:
             return False
         projected = "v" in body.head_width
@@ -102,7 +102,7 @@ class InferenceAttention(Body):
 class InferenceFFN(Body):
     """A feed-forward whose activation, gate included, is one kernel.
 
-    Of several tokens, a squared ReLU is already part of a product.
+    For several tokens, a squared ReLU is already part of a product.
     """
 
     def __init__(self, body: FeedForward) -> None:
@@ -111,7 +111,7 @@ class InferenceFFN(Body):
 
     @staticmethod
     def serves(body: Body) -> bool:
-        """Whether there is such a kernel."""
+        """Whether a kernel computes the body's activation."""
         return isinstance(body, FeedForward) and body.activation is not None and not is_watched(body)
 
     def forward(self, x: Tensor, anchors: Anchors, context: Context) -> tuple[Tensor, Anchors]:
@@ -122,7 +122,7 @@ class InferenceFFN(Body):
 
 
 def inference_topology(model: Decoder) -> InferenceTopology | None:
-    """Junctions that apply the model's norms as well; None if the topology or a norm has no such form."""
+    """Junctions that also apply the model's norms; None if the topology or a norm does not support this."""
     norms = [*(sublayer.norm for sublayer in model.executions), model.norm]
     plain = [norm for norm in norms if isinstance(norm, RMSNorm) and norm.plain_rms]
     return model.topology.inference(plain) if len(plain) == len(norms) else None
@@ -131,10 +131,10 @@ def inference_topology(model: Decoder) -> InferenceTopology | None:
 class InferenceDecoder(Decoder):
     """A model rewritten to run without gradients; it shares every parameter. Change no weight afterwards.
 
-    Parts without a form for inference stay unchanged. So does a sublayer that someone looks into, and then so do all
-    junctions; also without `junctions`, where the topology may be changed. Sequences begin with their first token: all
-    rows have the same positions. With `positions`, tokens that follow one by one look their rotary angles up in a table
-    of as many, if that holds for every attention.
+    Parts without an inference form stay unchanged. If a hook watches a sublayer, that sublayer and all junctions stay
+    unchanged. `junctions=False` keeps the junctions too, for callers that change the topology. Uncached rows all start
+    at position 0. With `positions`, decoding looks up rotary angles in a table of that many positions, if every
+    attention supports it.
     """
 
     def __init__(self, model: Decoder, positions: int = 0, *, junctions: bool = True) -> None:
@@ -189,7 +189,7 @@ class Forward:
     A small batch, whose kernels the GPU runs faster than the host can launch them, is captured as a CUDA graph when its
     shape occurs a second time. On a CPU, the model runs unchanged.
 
-    The next call may overwrite the result: use it before, or copy it.
+    The next call may overwrite the result: use or copy it first.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -199,9 +199,9 @@ class Forward:
         self._pool = None if self._fast is None else torch.cuda.graph_pool_handle()  # memory that all graphs share
         self._cache: Cache | None = None
         routed = bool(mixtures(model))
-        # experts may run in a loop that needs the host, and so does attention with a sink
+        # experts may run in a loop on the host, and attention with a sink needs the host too
         self._refused = routed or any(isinstance(m, SoftmaxAttention) and m.sink is not None for m in model.modules())
-        # experts are chosen by what the kernels compute, so a mixture cannot run without them
+        # routing depends on kernel results, so a mixture cannot run in a dry run without kernels
         self._compiled = self._fast is None or routed
 
     @torch.inference_mode()
@@ -212,11 +212,11 @@ class Forward:
         cache: Cache | None = None,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """The final normed states [B, T, C] of `Decoder.hidden`; tokens that follow cached ones run on the model."""
+        """The result of `Decoder.hidden` [B, T, C]; tokens that follow cached ones run on the original model."""
         if self._fast is None or (cache is not None and (cache.reach > 0 or cache.static)):
             return self.model.hidden(tokens, segments, cache, counts)
         if cache is not None and cache is not self._cache:
-            self._graphs.clear()  # they write to the other cache
+            self._graphs.clear()  # they write to the previous cache
             self._cache = cache
         if not self._compiled:
             self._compile(tokens.numel())
@@ -235,9 +235,9 @@ class Forward:
         return graph.hidden
 
     def _pass(self, tokens: Tensor, cache: Cache | None, counts: Tensor | None) -> Tensor:
-        """The work that a graph holds: the whole batch or, if there is enough to do, its halves on two streams.
+        """The work that a graph captures: the whole batch or, if it is large enough, its halves on two streams.
 
-        Halves are for passes that follow one another; the answer to a single batch of prompts came later with them.
+        Halves speed up consecutive passes; for a single batch of prompts they were slower, so a cache disables them.
         """
         assert self._fast is not None
         middle = len(tokens) // 2
@@ -252,14 +252,14 @@ class Forward:
         return torch.cat(hidden)
 
     def _compile(self, tokens: int) -> None:
-        """Compile the kernels for batches of so many tokens side by side, if there is anything to compile."""
+        """Compile the kernels for batches of `tokens` tokens in parallel."""
         assert self._fast is not None
         few = torch.zeros(1, min(tokens, COMPILED_TOKENS), dtype=torch.int64, device=self._fast.embed.weight.device)
         compile_ahead(partial(self._fast.hidden, few))
         self._compiled = True
 
     def _known(self, key: tuple[Any, ...]) -> bool:
-        """Whether the shape has come before; the one that has not come for the longest time is forgotten."""
+        """Whether the shape has occurred before; forgets the least recently used shape beyond `MOST_GRAPHS`."""
         known = key in self._graphs
         self._graphs.setdefault(key, None)
         self._graphs.move_to_end(key)
@@ -298,7 +298,7 @@ def bare_attention(body: nn.Module) -> SoftmaxAttention | None:
 
 
 def bare_ffn(body: nn.Module) -> FeedForward | None:
-    """The body, if it is a dense feed-forward without bias, of a kind that kernels compute."""
+    """The body, if it is a dense feed-forward without bias whose activation kernels support."""
     if not isinstance(body, FeedForward) or body.activation is None:
         return None
     return body if is_plain(body.entry) and is_plain(body.out) else None

@@ -20,16 +20,16 @@ from residua.model.taps import tap
 
 
 class LatentAttention(Body):
-    """MLA (DeepSeek-V2, arXiv 2405.04434), with rotary positions or, as in Kimi Linear, with none.
+    """MLA (DeepSeek-V2, arXiv 2405.04434), with rotary positions or, as in Kimi Linear, without positions.
 
         c = RMSNorm(W_c x),   s = R W_s x                       rank and shared elements: all that is cached
         k_h = [W_uk,h c ; s],   v_h = W_uv,h c                  per head, s the same for all
         q_h = [W_q,h x ; R W_qs,h x]                            of RMSNorm(W_q↓ x) in place of x if `query_rank` is set
         y = W_out [softmax(q_h k_hᵀ / √(head_dim + shared)) v_h]_h
 
-    R turns by position, by halves (`model/rope.py`); it is the identity without positions. One token is decoded in the
-    absorbed form: q_hᵀ W_uk,h c = (W_uk,hᵀ q_h)ᵀ c, so queries meet the cached c themselves, weights average c, and
-    W_uv,h is applied to the average. Keys and values of earlier tokens are never made again.
+    R rotates by position, in the half-split convention (`model/rope.py`); without positions it is the identity.
+    Decoding one token uses the absorbed form: q_hᵀ W_uk,h c = (W_uk,hᵀ q_h)ᵀ c, so queries score the cached c directly,
+    weights average c, and W_uv,h is applied to the average. Keys and values of earlier tokens are never recomputed.
 
     `project` holds W_q (or W_q↓) and [W_c; W_s], `expand` the rows [W_uk,h; W_uv,h] head by head.
     """
@@ -74,7 +74,7 @@ class LatentAttention(Body):
         return self.out(y.flatten(-2)), anchors
 
     def _project(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, H, key + shared], latents [B, T, 1, rank], the shared part of the keys [B, T, 1, shared]."""
+        """Queries [B, T, H, key + shared], latents [B, T, 1, rank] and the keys' shared part [B, T, 1, shared]."""
         q, c, shared = self.project(x).split([self.rows[0], self.rank, self.shared_dim], -1)
         if self.query is not None and self.query_norm is not None:
             q = self.query(self.query_norm(q))
@@ -93,7 +93,7 @@ class LatentAttention(Body):
         return torch.cat([k, shared.expand(*k.shape[:-1], -1).to(k.dtype)], -1), v
 
     def _absorbed(self, q: Tensor, c: Tensor, shared: Tensor, now: Now) -> Tensor:
-        """The heads' outputs [B, 1, H, value] of one query each, from the latents themselves."""
+        """The heads' outputs [B, 1, H, value] for one query per row, computed directly from the latents."""
         key, value = self._expanding().split([self.key_dim, self.value_dim], 1)
         plain, turned = q[:, 0].split([self.key_dim, self.shared_dim], -1)
         met = torch.einsum("bhd,hdr->bhr", plain, key.to(q.dtype))
@@ -106,7 +106,7 @@ class LatentAttention(Body):
         return by_head
 
     def new_cache(self, batch: int, capacity: int, like: Tensor) -> KeyValueCache:
-        """Latents and the parts that all heads share."""
+        """A cache of latents and of the key parts that all heads share."""
         return KeyValueCache(batch, capacity, 1, self.rank, like, value_dim=self.shared_dim)
 
     @property

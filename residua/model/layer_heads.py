@@ -20,12 +20,12 @@ class LayerMixture(Unmixed):
 
         K̂_l[g] = Σ_{l' ≤ l} Σ_{g'} R_l[g, (l', g')] K_{l'}[g'],   V̂_l[g] = the same with V,   R_l: H_kv × (l + 1)·H_kv
 
-    K_{l'} and V_{l'} are projections as they were made: not mixed, before QK-norm and rotation. Layers count among
-    those with softmax attention; the first mixes nothing. R_l begins with 1 for the layer's own head. Heads of earlier
-    layers begin with numbers uniform in ±√(3/((l + 1)·H_kv)), as in the public code. With `start = "identity"` they
-    begin with 0, as a plain model.
+    K_{l'} and V_{l'} are the unmixed projections, before QK-norm and rotation. l counts the layers with softmax
+    attention; the first mixes nothing. R_l starts with 1 for the layer's own head. Weights of earlier layers' heads
+    start uniform in ±√(3/((l + 1)·H_kv)), as in the public code. With `start = "identity"` they start at 0, which is
+    the plain model.
 
-    The anchors are K and V of earlier layers, in turn.
+    The anchors are K and V of earlier layers, alternating.
     """
 
     pathways = ("k", "v")
@@ -48,14 +48,14 @@ class LayerMixture(Unmixed):
         return own | {"k": _routed(routes, anchors[::2]), "v": _routed(routes, anchors[1::2])}, anchors
 
     def scales(self, gamma: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        """By head, the sum of the weights of all earlier heads, and the weight of its own."""
+        """Per head, the sum of the weights of all earlier heads, and the weight of the layer's own head."""
         own = self.router.detach()[:, -self.heads :].diagonal()
         earlier = self.router.detach()[:, : -self.heads].sum(1)
         return dict.fromkeys(self.pathways, (earlier, own))
 
     @torch.no_grad()
     def begin_as(self, old: Unmixed) -> InitFidelity:
-        """Earlier heads begin with the weight 0."""
+        """Earlier heads start with weight 0."""
         if isinstance(old, LayerMixture):
             take_parameters(self, old)
             return InitFidelity.EXACTLY
@@ -70,7 +70,7 @@ def _routed(routes: Sequence[Tensor], sources: Sequence[Tensor]) -> Tensor:
 
 
 def build_layer_mixture(config: choices.Lime, place: LayerPlace) -> Unmixed:
-    """The first layer writes its keys and values, the others mix and write."""
+    """The first layer writes its keys and values; the others mix and write."""
     if place.layer == 0:
         return Write(place.sections, ("k", "v"), "none", place.shape)
     return LayerMixture(config, place)
@@ -85,10 +85,10 @@ class SharedHeads(Unmixed):
         one source m:                  s(l) = min(l, m)
         SVFormer (arXiv 2410.17897):   V_1 alone is shared, y_l = softmax(Q_l K_lᵀ/√d) V_1
 
-    Layers are counted among those with softmax attention. A layer with s(l) < l has no projection, no QK-norm gain and
-    no cache for the heads that it takes. Keys are shared as they enter the product, normed and rotated.
+    l counts the layers with softmax attention. A layer with s(l) < l has no projection, no QK-norm gain and no cache
+    for the heads that it takes. Keys are shared after norm and rotation.
 
-    A layer lends its keys and values, or takes (`taken`) those of the last layer that did.
+    A layer lends its keys and values, or takes (`taken`) those of the last layer that lent them.
     """
 
     def __init__(self, config: choices.SharedHeads, place: LayerPlace) -> None:
@@ -102,7 +102,7 @@ class SharedHeads(Unmixed):
         return heads, () if self.last else tuple(heads[s] for s in self.pathways)
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
-        """A layer that takes heads drops its own; one that lends them is as before."""
+        """A layer that takes heads drops its own; a layer that lends them is unchanged."""
         if isinstance(old, SharedHeads):
             same = (old.lender, old.taken) == (self.lender, self.taken)
         else:
@@ -111,7 +111,7 @@ class SharedHeads(Unmixed):
 
 
 def build_shared_heads(config: choices.SharedHeads, place: LayerPlace) -> Unmixed:
-    """Layers that neither lend nor take are plain."""
+    """Build a plain layer if it neither lends nor takes heads."""
     lends = place.layer + 1 < place.layers and config.lender(place.layer + 1) == place.layer
     return SharedHeads(config, place) if lends or config.taken(place.layer) else Unmixed(place.sections)
 
@@ -121,12 +121,12 @@ class LayerValues(Unmixed):
 
         V̂_l = a_l V_l + Σ_{l' < l} a_{l'} V̂_{l'},   a = softmax_{l' ≤ l}(q_l · k_{l'}/√d)        (arXiv 2606.05014)
 
-    for each token and key-value head; attention over the sequence then reads V̂_l in place of V_l. There are no
-    parameters. The abstract leaves three choices open: queries and keys as they enter attention's product, the mean of
-    the queries that share a head, and mixed values of earlier layers, which are the ones that caches hold.
-    Nanbeige4.2's code has the same.
+    for each token and key-value head; attention over the sequence then reads V̂_l in place of V_l. It has no parameters.
+    The abstract leaves three choices open. We use queries and keys after norm and rotation, the mean of the queries
+    that share a key-value head, and the mixed values of earlier layers, which caches hold. Nanbeige4.2's code does the
+    same.
 
-    The anchors are keys and mixed values of earlier layers, in turn.
+    The anchors are keys and mixed values of earlier layers, alternating.
     """
 
     pathways = ("k", "v")
@@ -136,12 +136,12 @@ class LayerValues(Unmixed):
         return own | {"v": v}, (*anchors, own["k"], v)
 
     def begin_as(self, old: Unmixed) -> InitFidelity:
-        """Weights of the softmax cannot be zero: the function changes."""
+        """Softmax weights cannot be zero, so the function changes."""
         return InitFidelity.EXACTLY if isinstance(old, LayerValues) else InitFidelity.NOT
 
 
 def mix_layers(q: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> Tensor:
-    """Σ a V over layers, a = softmax(q̄ · k/√d) [B, T, H_kv, layers], q̄ the mean of the queries of a key-value head."""
+    """Σ a V over layers, a = softmax(q̄ · k/√d) [B, T, H_kv, layers], q̄ the mean query of a key-value head."""
     mean = wide(q).unflatten(2, (keys[0].shape[2], -1)).mean(3) / q.shape[-1] ** 0.5
     weights = torch.stack([(mean * k).sum(-1) for k in keys], -1).softmax(-1).to(q.dtype)
     first, *others = (a[..., None] * v for a, v in zip(weights.unbind(-1), values, strict=True))
@@ -149,5 +149,5 @@ def mix_layers(q: Tensor, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) 
 
 
 def build_layer_values(config: choices.DepthAttention, place: LayerPlace) -> Unmixed:
-    """The same in every layer; the first has only itself to attend to."""
+    """Build the same module for every layer; the first attends only to itself."""
     return LayerValues(place.sections)

@@ -31,10 +31,10 @@ TIME_STEPS = (1e-3, 1e-1)
 
 
 class DeltaCache(NamedTuple):
-    """All that later tokens need of earlier ones, of fixed size.
+    """Everything later tokens need from earlier ones, in fixed size.
 
-    recent: [B, kernel − 1, channels], the inputs that the short convolution still sees; state: [B, H, D, D], the delta
-    rule's.
+    recent: [B, kernel − 1, channels], the inputs that the short convolution still sees; state: [B, H, D, D], the state
+    of the delta rule.
     """
 
     recent: Tensor
@@ -44,7 +44,7 @@ class DeltaCache(NamedTuple):
 class ShortConvolution(nn.Module):
     """y_t = silu(Σ_j weight_j ⊙ x_{t−j}), j = 0 … kernel − 1, over tokens of the same document.
 
-    Starts uniform in ±1/√kernel, as torch's convolutions do.
+    Weights start uniform in ±1/√kernel, as in torch's convolutions.
     """
 
     def __init__(self, channels: int, kernel: int) -> None:
@@ -69,7 +69,7 @@ class ShortConvolution(nn.Module):
         return y, self.later(x, recent, segments, ends)
 
     def later(self, x: Tensor, recent: Tensor | None, segments: Tensor | None, ends: Tensor | None = None) -> Tensor:
-        """The next `recent`, of the same arguments: the last inputs, zero where they are of an earlier document."""
+        """The next `recent` for the same arguments: the last inputs, zero where they belong to an earlier document."""
         past, length = self.weight.shape[0] - 1, x.shape[1]
         if ends is None:
             known = x[:, max(0, length - past) :]
@@ -84,9 +84,9 @@ class ShortConvolution(nn.Module):
 
 
 class DeltaMixer(Body):
-    """The base of both mixers: a state of fixed size, a short convolution, Mamba-2's decay, an output norm per head.
+    """Base class of both mixers: a state of fixed size, a short convolution, Mamba-2's decay, an output norm per head.
 
-    State and convolution start over with each document. The recurrence knows the order: no rotary positions.
+    State and convolution restart with each document. The recurrence encodes order, so there are no rotary positions.
     """
 
     role = "linear attention"
@@ -110,7 +110,7 @@ class DeltaMixer(Body):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Decay rates exp(A_log) uniform, time steps softplus(dt_bias) log-uniform: Mamba-2's (arXiv 2405.21060)."""
+        """Decay rates exp(A_log) uniform, time steps softplus(dt_bias) log-uniform: as Mamba-2 (arXiv 2405.21060)."""
         nn.init.uniform_(self.A_log, *DECAY_RATES).log_()
         least, most = (math.log(dt) for dt in TIME_STEPS)
         dt = nn.init.uniform_(self.dt_bias, least, most).exp()
@@ -153,13 +153,13 @@ class DeltaMixer(Body):
         return self.out(y.flatten(-2)), DeltaCache(recent, last)
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The projection, which begins with q, k and v before convolution; log decay g, share β, and z of the gate."""
+        """The projection, starting with q, k and v before convolution; log decay g, share β, and the gate's input z."""
         raise NotImplementedError
 
     def mix(
         self, projected: Tensor, g: Tensor, beta: Tensor, z: Tensor, segments: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The normed and gated outputs [B, T, H, D] of whole sequences, and the last state."""
+        """The normed and gated outputs [B, T, H, D] for whole sequences, and the last state."""
         weights, heads = self.convolve.weight, (self.key_heads, self.heads)
         q, k, v, _ = convolve_heads(projected, weights, *heads, segments=segments)
         return self.follow(q, k, v, g, beta, z, segments, None)
@@ -168,7 +168,7 @@ class DeltaMixer(Body):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, z: Tensor, segments: Tensor | None,
         state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The same of convolved q, k and v, from a state on."""
+        """Like `mix`, from convolved q, k and v, continuing from `state`."""
         if v.shape[1] == 1:
             o, state = self.one_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
             o = o[:, None]
@@ -186,7 +186,7 @@ class DeltaMixer(Body):
         return self.project.weight, self.gates.weight
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """From the norm's gain, which all heads share, to the output: the gate multiplies channel by channel."""
+        """From the norm's gain, which all heads share, to the output; the gate in between is elementwise."""
         channel = torch.arange(self.heads * self.head_dim) % self.head_dim
         return [Edge(f"{name}.norm", (self.out.weight,), channel, self.norm.divide, self.out)]
 
@@ -210,7 +210,7 @@ class GatedDeltaNet(DeltaMixer):
         self.heads, self.key_heads, self.head_dim = config.value_heads, config.key_heads, config.head_dim
         keys, values = config.key_heads * config.head_dim, config.value_heads * config.head_dim
         self.rows = (keys, keys, values, values)
-        self.other_parts = {("convolve.weight", 1): self.rows[:3]}  # of a parameter, along an axis
+        self.other_parts = {("convolve.weight", 1): self.rows[:3]}  # keys: a parameter and an axis of it
         self.project = Projection(width, sum(self.rows), std=std, parts=self.rows)
         self.gates = Projection(width, 2 * config.value_heads, std=std, parts=(config.value_heads,) * 2)
         self.convolve = ShortConvolution(2 * keys + values, config.convolution)
@@ -272,7 +272,7 @@ class KimiDeltaAttention(DeltaMixer):
         return projected, g, torch.sigmoid(wide(b)), self.gate(gate).unflatten(-1, by_head)
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """Also through the low-rank gate."""
+        """As in the base class, and the edge through the low-rank gate."""
         divide = partial(divide_rows, self.gates, self.heads + self.head_dim, self.head_dim)
         gate = Edge(f"{name}.gate", (self.gate.weight,), torch.arange(self.head_dim), divide, self.gate)
         return [gate, *super().inner_edges(name)]

@@ -1,9 +1,9 @@
-"""Mixture of experts: many feed-forwards, of which each token visits a few; and the loss that balances their load.
+"""Mixture of experts: many feed-forwards, of which each token visits a few, and the loss that balances their load.
 
     p = softmax(W_r x),   T = the k largest of p,   w_e = p_e / Σ_{j∈T} p_j
     y = Σ_{e∈T} w_e FFN_e(x) + FFN_shared(x)
 
-Softmax first, then top-k; the weights of the chosen experts are scaled to sum to one, or left unchanged
+Softmax comes before top-k. The weights of the chosen experts are scaled to sum to one, or left unchanged
 (`normalize = false`: w_e = p_e). Routers compute in at least float32. No token is dropped.
 """
 
@@ -34,8 +34,8 @@ class Routing(NamedTuple):
     """How one layer, or a stack of layers [L, …], routed the tokens of a batch.
 
     load: [E], the share f_e of all choices that fell on each expert, without gradient; probability: [E], the mean P_e
-    of the router's probabilities; z: the mean of its squared log-sum-exp. All are means over tokens, so a batch's are
-    the means over its equal parts.
+    of the router's probabilities; z: the mean of its squared log-sum-exp. All are means over tokens, so a batch's
+    values are the means over its equal parts.
     """
 
     load: Tensor
@@ -50,20 +50,20 @@ class Routing(NamedTuple):
 def balance_loss(load: Tensor, probability: Tensor) -> Tensor:
     """E · Σ_e f_e P_e (Switch Transformer, arXiv 2101.03961), one number per layer.
 
-    With f_e = 1/E it is 1 for any P; that is also its minimum if f = P. Over the global batch (arXiv 2501.11873) the
-    caller passes means of f and P over all micro-batches and ranks.
+    With f_e = 1/E it is 1 for any P; that is also its minimum if f = P. For balance over the global batch
+    (arXiv 2501.11873), pass means of f and P over all micro-batches and ranks.
     """
     return load.shape[-1] * (load * probability).sum(-1)
 
 
 FAIR = 1e-9
-"""Loads that differ by less from the fair share do so by rounding alone."""
+"""A smaller difference between a load and the fair share is only rounding."""
 
 
 class Router(nn.Module):
-    """p = softmax(W x), and the `top_k` experts of each token with the largest p; their p, normalised, are weights.
+    """p = softmax(W x); each token visits the `top_k` experts with the largest p, weighted by their normalised p.
 
-    Weights are times `scale`. With groups, the experts are those of the best groups (`ops.route`).
+    Weights are multiplied by `scale`. With groups, only experts of the best groups can be chosen (`ops.route`).
     """
 
     def __init__(self, config: choices.MoE, width: int, *, std: float) -> None:
@@ -83,7 +83,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> ops.Routed:
         """Route x [N, C]."""
         routed = self._route(x)
-        # The gradient of a constant would not be 0 but rounding, and AdamW makes full steps of it.
+        # Rounding would give a constant a small nonzero gradient, and AdamW would turn it into full steps.
         return routed._replace(weights=routed.weights.detach()) if self.constant_weight else routed
 
     def _route(self, x: Tensor) -> ops.Routed:
@@ -93,11 +93,11 @@ class Router(nn.Module):
         )  # fmt: skip
 
     def _scoring(self) -> dict[str, Any]:
-        """The arguments of `ops.route` that belong to the kind of router."""
+        """The arguments of `ops.route` that depend on the kind of router."""
         return {}
 
     def correct(self, load: Tensor, rate: float) -> None:
-        """After a step in which expert e got the share load[e] [E] of all choices. Moves nothing here."""
+        """Adjust the router after a step in which expert e got the share load[e] [E] of all choices; here a no-op."""
 
 
 class SigmoidRouter(Router):
@@ -117,7 +117,7 @@ class SigmoidRouter(Router):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if "bias" in self._buffers:  # the weight is filled before there is a bias
+        if "bias" in self._buffers:  # the base class fills the weight before the bias exists
             nn.init.zeros_(self.bias)
 
     def _scoring(self) -> dict[str, Any]:
@@ -166,13 +166,13 @@ class Experts(nn.Module):
         return y
 
     def run(self, x: Tensor, ends: Tensor, up: Tensor, out: Tensor) -> Tensor:
-        """`forward` with the matrices of some or all experts, as many as `ends` has, and without biases."""
+        """`forward` with the given matrices, one per entry of `ends`, of some or all experts; without biases."""
         up, out = up.unflatten(0, (len(ends), -1)), out.unflatten(0, (len(ends), -1))
         y: Tensor = ops.expert_ffn(x, up, out, ends, self.kind)
         return y
 
     def visited(self, x: Tensor, routed: ops.Routed) -> Tensor:
-        """Σ over the experts of each token of x [N, C], of weight · result, [N, C], without sorting rows by itself."""
+        """[N, C]: for each token of x [N, C], Σ over its experts of weight · result, without a pass that sorts rows."""
         way = {"order": routed.order, "weights": routed.weights, **expert_biases(self)}
         y: Tensor = ops.expert_ffn(x, *self.stacks(), routed.ends, self.kind, **way)
         return y
@@ -182,7 +182,7 @@ class Experts(nn.Module):
         return self.up.unflatten(0, (self.count, -1)), self.out.unflatten(0, (self.count, -1))
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """From the hidden states, of gated and of relu² experts, to the outputs."""
+        """From the hidden states to the outputs, for gated and relu² experts."""
         if not self._gated() and self.kind != "relu2":
             return []
         channel = torch.arange(self.out.shape[1])
@@ -219,7 +219,7 @@ def _states(experts: Experts, x: Tensor, ends: Tensor) -> Tensor:
 
 
 class SharedGate(nn.Module):
-    """σ(w · x), one number per token on the shared expert's output (Qwen2-MoE)."""
+    """σ(w · x), one factor per token on the shared expert's output (Qwen2-MoE)."""
 
     def __init__(self, width: int, *, std: float) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class SharedGate(nn.Module):
 
 
 class MoE(Body):
-    """The feed-forward of a layer as a mixture; besides y it returns how it routed (`Routing`)."""
+    """The feed-forward of a layer as a mixture of experts; it also returns its `Routing`."""
 
     role = "mixture of experts"
 
@@ -262,20 +262,20 @@ class MoE(Body):
         return y, anchors, Routing(routed.load, routed.probability, routed.z)
 
     def _visited(self, tokens: Tensor, routed: ops.Routed) -> Tensor:
-        """Σ over each token's experts of weight · result. Experts that were replaced or are watched get sorted rows."""
+        """Σ over each token's experts of weight · result. Replaced or hooked experts get sorted rows."""
         if type(self.experts) is Experts and not is_watched(self.experts):
             return self.experts.visited(tokens, routed)
         slots = slots_of(routed.order, routed.ends, routed.weights.shape[1])
         return combine(self.experts(dispatch(tokens, slots), slots.ends), routed.weights, slots)
 
     def readers(self) -> tuple[Tensor, ...]:
-        """The router and every expert; a factor that missed the router would send tokens elsewhere."""
+        """The router and every expert: a factor that skipped the router would change the routing."""
         shared = () if self.shared is None else self.shared.readers()
         gate = () if self.shared_gate is None else (self.shared_gate.weight,)
         return (self.router.weight, self.experts.up, *shared, *gate)
 
     def inner_edges(self, name: str) -> list[Edge]:
-        """Inside the shared expert as in any feed-forward; inside the others, a channel's factor is common to all."""
+        """The edges inside the shared expert, and those inside the others, which share one factor per channel."""
         shared = [] if self.shared is None else self.shared.inner_edges(f"{name}.shared")
         return [*shared, *self.experts.inner_edges(f"{name}.experts")]
 

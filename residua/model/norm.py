@@ -20,7 +20,7 @@ GATE_STD = 0.02
 class Norm(nn.Module):
     """The first operation of a sublayer.
 
-    `forward` is all a model calls. Every other method has a default; override one where you know better.
+    A model calls only `forward`. Every other method has a default; override it if yours is more precise.
     """
 
     def gain(self) -> Tensor | None:
@@ -34,7 +34,7 @@ class Norm(nn.Module):
         return {} if gain is None else {"λ": gain}
 
     def gate_of(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Its output without the gate, [..., C], and the gate, [..., C or 1]; None if it has no gate."""
+        """The output without the gate [..., C], and the gate [..., C or 1]; None if the norm has no gate."""
         return None
 
     def divide(self, by: Tensor) -> None:
@@ -49,18 +49,18 @@ class Norm(nn.Module):
         return False
 
     scale_invariant = False
-    """Whether a positive factor on x changes nothing, but for eps."""
+    """Whether a positive factor on x changes nothing, up to eps."""
 
     fixed = False
-    """Whether it has no parameter that could take in a factor on its output."""
+    """Whether it has no parameter that could absorb a factor on its output."""
 
     eps: float | None = None
-    """What is added to the mean square of x; None if nothing is."""
+    """The number added to the mean square of x; None if there is none."""
 
     def begin_as(self, old: Norm) -> InitFidelity:
         """Start as a norm with other settings and the same eps, by changing parameters in place.
 
-        By default one of the same kind gives its parameters, and the function is not kept.
+        By default, copies the parameters of a norm of the same kind and does not preserve the function.
         """
         if type(self) is type(old):
             take_parameters(self, old)
@@ -68,7 +68,7 @@ class Norm(nn.Module):
 
 
 class NoNorm(Norm):
-    """The unchanged input: sublayers that normalize their output read the stream itself."""
+    """The identity, for sublayers that normalise only their output."""
 
     fixed = True
 
@@ -99,7 +99,7 @@ class RMSNorm(Norm):
 
     @torch.no_grad()
     def begin_as(self, old: Norm) -> InitFidelity:
-        """One without a gain is one with gains of 1."""
+        """A norm without a gain equals one with gains of 1."""
         if type(self) is not RMSNorm or not isinstance(old, UnitRMSNorm):
             return super().begin_as(old)
         nn.init.ones_(self.weight)
@@ -129,7 +129,7 @@ class UnitRMSNorm(Norm):
 
 
 class LayerNorm(Norm):
-    """y = weight ⊙ (x − mean(x)) / sqrt(var(x) + eps) + bias, without `bias` or both if the configuration says so."""
+    """y = weight ⊙ (x − mean(x)) / sqrt(var(x) + eps) + bias; `bias`, or both parameters, can be configured away."""
 
     scale_invariant = True
     eps: float
@@ -156,7 +156,7 @@ class LayerNorm(Norm):
 
     @torch.no_grad()
     def begin_as(self, old: Norm) -> InitFidelity:
-        """One with more parameters starts as one with fewer."""
+        """A norm with more parameters can start as one with fewer."""
         if not isinstance(old, LayerNorm):
             return super().begin_as(old)
         self.reset_parameters()
@@ -198,12 +198,12 @@ class PreAffine(Norm):
         return self.weight.detach() * self.affine.detach()
 
     def gain_parts(self) -> dict[str, Tensor]:
-        """λ1 multiplies what is read."""
+        """λ1 multiplies the input."""
         return {"λ": self.weight.detach(), "λ1": self.affine.detach()}
 
     @torch.no_grad()
     def begin_as(self, old: Norm) -> InitFidelity:
-        """An RMSNorm, with or without a gain, is one with `affine` = 1."""
+        """With `affine` = 1 it equals an RMSNorm, with or without a gain."""
         if type(old) not in (RMSNorm, UnitRMSNorm):
             return super().begin_as(old)
         self.reset_parameters()
@@ -219,8 +219,8 @@ class PreAffine(Norm):
 class LowRankGate(nn.Module):
     """The parameters of y ⊙ act(up · silu(down · y)): `down` [R, C], `up` [C, R], or [1, R] when tensorwise.
 
-    The paper gives no initialisation. Ours: with a sigmoid `up` starts at 0, every gate at ½, and `down` learns from
-    the second step on. The other activations are 0 at 0 and would silence the model, so their `up` starts normal.
+    The paper gives no initialisation. With a sigmoid, our `up` starts at 0, so every gate starts at ½ and `down` learns
+    from the second step on. The other activations are 0 at 0 and would silence the model, so their `up` starts normal.
     """
 
     def __init__(self, config: choices.LowRankGate, width: int) -> None:
@@ -280,7 +280,7 @@ class GatedNorm(RMSNorm):
 
     @torch.no_grad()
     def begin_as(self, old: Norm) -> InitFidelity:
-        """With `up` = 0 every gate is ½, and a doubled gain makes it the RMSNorm; other activations are 0 there."""
+        """With `up` = 0 every σ gate is ½, and a doubled gain gives the RMSNorm; other activations are 0 there."""
         if isinstance(old, GatedNorm):
             self.weight.copy_(old.weight)
             return self.gate.begin_as(old.gate)
@@ -401,5 +401,5 @@ def register_norm(choice: type[choices.NormChoice], norm: Callable[..., Norm]) -
 
 
 def build_norm(config: choices.NormChoice, width: int) -> Norm:
-    """The norm a configuration describes."""
+    """Build the norm that a configuration describes."""
     return NORMS[type(config)](config, width)

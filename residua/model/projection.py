@@ -1,4 +1,4 @@
-"""Linear maps, with their initialisation and what Muon needs to know of them."""
+"""Linear maps, with their initialisation and the declarations that Muon needs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Projection(nn.Linear):
 
     has_bias = False
     rounded = ("weight",)
-    """Parameters that autocast rounds before every product; any module may name such parameters of its own."""
+    """Parameters that autocast rounds before every product; any module may declare some in the same way."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float, parts: tuple[int, ...] | None = None) -> None:
-        self.std = std  # nn.Linear initialises itself as soon as it has its weight
+        self.std = std  # set first: nn.Linear's constructor initialises the weight
         super().__init__(inputs, outputs, bias=self.has_bias)
         self.hidden_matrices: dict[str, tuple[int, ...]] = {"weight": parts or (outputs,)}
 
@@ -51,12 +51,12 @@ class BiasedProjection(Projection):
 def projection(
     inputs: int, outputs: int, *, std: float, bias: bool, parts: tuple[int, ...] | None = None
 ) -> Projection:
-    """A projection with or without bias."""
+    """Build a projection with or without bias."""
     return (BiasedProjection if bias else Projection)(inputs, outputs, std=std, parts=parts)
 
 
 def declared_matrices(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The `hidden_matrices` that a module declares; any may, also a plugin's (docs/extend.md)."""
+    """The `hidden_matrices` that a module declares; any module may, including a plugin's (docs/extend.md)."""
     declared: dict[str, tuple[int, ...]] = getattr(module, "hidden_matrices", {})
     return declared
 
@@ -67,6 +67,6 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a hook looks into calls of the module, or its `forward` has been replaced."""
+    """Whether the module has hooks, or its `forward` has been replaced."""
     forward = module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module)
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)

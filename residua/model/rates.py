@@ -1,4 +1,4 @@
-"""Learning rates that a module asks for: some parameters want to move slower or faster than the rest of their group."""
+"""Learning rates that a module asks for: some parameters should learn slower or faster than the rest of their group."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from residua.errors import UserError
 
 
 class RatedModule(nn.Module):
-    """A module that declares factors on the learning rates of parameters of its own.
+    """A module that declares learning-rate factors for its own parameters.
 
-    The optimizer trains such a parameter at factor · η in place of the η of its group, under Muon and AdamW alike.
-    Weight decay is part of a step and scales with it.
+    The optimizer, Muon or AdamW, trains such a parameter at factor · η instead of its group's η. Weight decay is part
+    of a step and scales with it.
     """
 
     def rate_factors(self) -> dict[str, float]:
-        """A factor above 0 by name of a parameter, or of a list or dictionary of parameters; the rest have 1."""
+        """Factors above 0, by the name of a parameter or of a list or dictionary of parameters; the default is 1."""
         raise NotImplementedError(f"{type(self).__name__} is a RatedModule but does not define `rate_factors`")
 
 
 def declared_factors(model: nn.Module) -> dict[str, float]:
-    """The factor of every parameter of a model that has one other than 1, by the parameter's name."""
+    """All factors other than 1 in a model, by parameter name."""
     factors: dict[str, float] = {}
     for prefix, module in model.named_modules():
         if not isinstance(module, RatedModule):

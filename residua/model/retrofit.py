@@ -1,9 +1,9 @@
-"""Retrofit: a model that starts with the weights of another and, where the mathematics allows it, as its function.
+"""Retrofit: start a model with the weights of another and, where the mathematics allows it, with the same function.
 
-Every part states its own way to start as another (`begin_as` of topologies, norms, attention and anchors,
-`Topology.initialization`) and how well that keeps the function. Nothing here knows which kinds there are. A part
-with the same settings takes the parameters of the other; a setting is compared unless its table says that it matters
-to training only (`training_only`).
+Every part defines how it starts as another (`begin_as` of topologies, norms, attention and anchors,
+`Topology.initialization`) and reports how well that preserves the function. This module knows no particular kinds. A
+part with the same settings copies the parameters of the other. Settings are compared unless their table declares that
+they only affect training (`training_only`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ANSWERED = (
     "gate", "sink", "own_value", "bias", "qk_norm", "qk_eps", "values", "heads", "kv_heads", "head_dim", "full",
     "full.values", "full.kv_heads", "full.head_dim",
 )  # fmt: skip
-"""Keys of softmax attention that its `begin_as` answers for."""
+"""Keys of softmax attention that its `begin_as` handles."""
 
 
 @torch.no_grad()
 def retrofit(model: Decoder, old: Decoder) -> dict[str, InitFidelity]:
-    """Start `model` as `old`, in place; returns how well each changed key is kept, and `model` for the whole."""
+    """Start `model` as `old`, in place; returns the fidelity of each changed key, and of the whole under `model`."""
     return _Retrofit(model, old).run()
 
 
@@ -89,7 +89,7 @@ class _Retrofit:
         return UserError(f"{changed} {do} not fit the initial weights: keep {them}.")
 
     def _values(self, key: str) -> str:
-        """The value of a key, and the one before; nothing for whole tables."""
+        """The new and old values of a key, as text; empty for whole tables."""
         new, old = (reduce(getattr, key.split("."), config) for config in (self.after, self.before))
         return "" if isinstance(new, Frozen) or isinstance(old, Frozen) else f" = {new!r} (it was {old!r})"
 
@@ -145,7 +145,7 @@ class _Retrofit:
         return InitFidelity.EXACTLY if self.after.reader_eps == "sum" else InitFidelity.UP_TO_EPS
 
     def _multiply_outputs(self, factors: Tensor) -> InitFidelity:
-        """Multiply the gains of norms on outputs, where these are plain; the norms of readers take multiples out."""
+        """Multiply the gains of norms on outputs, if plain; the readers' norms cancel multiples of the sum."""
         outputs = [sublayer.after for sublayer in self.model.executions]
         plain = all(type(norm) is RMSNorm for norm in outputs) and not self.after.repeats
         if not plain or not (factors > 0).all() or not all(norm.scale_invariant for norm in _reader_norms(self.model)):
@@ -159,14 +159,14 @@ class _Retrofit:
         return old == new or None in (old, new)
 
     def _eps_factors(self, model: Decoder) -> list[float]:
-        """The factors on the eps of the readers' norms, without those that have none."""
+        """The factors on the eps of the readers' norms, for norms that have an eps."""
         factors = model.topology.initialization().factors(self.after.sublayers)
         norms = zip(_reader_norms(self.model), factors, strict=True)
         return [c if model.config.reader_eps == "sum" else 1.0 for norm, c in norms if norm.eps is not None]
 
     def _unanswered(self) -> list[str]:
-        """Changed keys that enter the function without parameters of their own: positions, windows, scales."""
-        answered = ["attention.softmax_every", "attention.softmax_layers"]  # the mixers are the same, layer by layer
+        """Changed keys that affect the function but have no parameters: positions, windows, scales."""
+        answered = ["attention.softmax_every", "attention.softmax_layers"]  # both models have the same mixer per layer
         if isinstance(self.after.softmax, choices.SoftmaxAttention):
             answered += [f"{self.after.attention.softmax_path}.{key}" for key in ANSWERED]
         tables = ("topology.", "norm.", "anchors.", "head.", "reader_eps")
@@ -190,5 +190,5 @@ def _norms(model: Decoder) -> list[Norm]:
 
 
 def _reader_norms(model: Decoder) -> list[Norm]:
-    """What is in front of each reader of the topology: the sublayers, and the head."""
+    """The norm in front of each reader of the topology: the sublayers and the head."""
     return [*(sublayer.norm for sublayer in model.executions), model.norm]

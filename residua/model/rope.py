@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv 2104.09864), the half-split convention, plain or stretched (`config/positions.py`).
+"""Rotary positions (arXiv 2104.09864) in the half-split convention, with optional scaling (`config/positions.py`).
 
 The angle of pair i at position p is p · f_i, with f_i = theta^(−2i/head_dim) unless a scaling changes it.
 """
@@ -35,9 +35,9 @@ def rotary_table(
 
 
 def grow_queries(q: Tensor, growth: scalings.QueryGrowth, positions: Tensor, segments: Tensor | None) -> Tensor:
-    """q [B, T, H, D] times 1 + beta · ln(1 + ⌊p / original⌋), p the place of a token in its document.
+    """q [B, T, H, D] times 1 + beta · ln(1 + ⌊p / original⌋), p the token's position in its document.
 
-    `positions` [T] or [B, T] count from the start of the row; with `segments` [B, S], [T] are places among its entries.
+    `positions` [T] or [B, T] count from the start of the row; with `segments` [B, S], [T] are indices into its entries.
     """
     if segments is not None:
         first = torch.where(begins(segments, segments), torch.arange(segments.shape[1], device=q.device), 0)
@@ -47,9 +47,9 @@ def grow_queries(q: Tensor, growth: scalings.QueryGrowth, positions: Tensor, seg
 
 
 def frequencies(positions: Tensor, head_dim: int, theta: float, scaling: scalings.RopeScaling) -> Frequencies:
-    """The frequencies of a scaling. They are computed in transformers' order, so that they have the same bits.
+    """The frequencies of a scaling, with operations in the same order as in transformers, so that bits agree.
 
-    In float32, f / factor and 1 / (factor · 1/f) differ in the last bit, and a position of 3,000 makes of it 3e-4.
+    In float32, f / factor and 1 / (factor · 1/f) differ in the last bit; at position 3,000 this grows to 3e-4.
     """
     return SCALINGS[scaling.kind](scaling, _inverse(positions, head_dim, theta), theta, positions)
 
@@ -73,7 +73,7 @@ def _yarn(config: scalings.YarnRope, inverse: Tensor, theta: float, positions: T
     head_dim = 2 * len(inverse)
 
     def pair(rotations: float) -> float:
-        """The pair that turns so many times in the original context."""
+        """The pair that makes this many rotations in the original context."""
         return head_dim * math.log(config.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(config.beta_fast), pair(config.beta_slow)
@@ -107,7 +107,7 @@ def _proportional(config: scalings.ProportionalRope, inverse: Tensor, theta: flo
 
 
 def _partial(config: scalings.PartialRope, inverse: Tensor, theta: float, positions: Tensor) -> Frequencies:
-    """f_i = theta^(−2i / (share · head_dim)) of the first pairs, 0 of the others."""
+    """f_i = theta^(−2i / (share · head_dim)) for the first pairs, 0 for the others."""
     turning = 1.0 / _inverse(positions, 2 * int(config.share * len(inverse)), theta)
     return pad(turning, (0, len(inverse) - len(turning))), 1.0
 
@@ -123,6 +123,6 @@ SCALINGS: dict[str, Callable[..., Frequencies]] = {
 }
 
 GROWING = ("dynamic_ntk", "longrope")
-"""Scalings whose angles depend on the length of the sequence, so that no table of all positions serves every step."""
+"""Scalings whose angles depend on the sequence length, so that one table of all positions cannot serve every step."""
 
 __all__ = ["GROWING", "rotary_table", "rotate"]

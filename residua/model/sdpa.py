@@ -1,8 +1,8 @@
 """Causal attention over [B, T, H, D], within documents and windows, with or without a sink.
 
-Plain causal attention is torch's scaled_dot_product_attention. With documents, windows, sinks or capped scores it is
-flex attention in compiled code on CUDA, which skips masked blocks and returns the log-sum-exp that a sink needs.
-Elsewhere it is dense PyTorch: flex attention that is not compiled would store all scores.
+Plain causal attention uses torch's scaled_dot_product_attention. With documents, windows, sinks or capped scores,
+compiled code on CUDA uses flex attention, which skips masked blocks and returns the log-sum-exp that a sink needs.
+Elsewhere dense PyTorch is used: flex attention that is not compiled would store all scores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attend(
 
     q [B, T, H, D]; k, v [B, T, H_kv, D] with H a multiple of H_kv. `sink` [H] adds exp(sink) to each head's softmax
     denominator. With `window` a query sees itself and the window − 1 positions before it. With `softcap` c, a score s
-    becomes c·tanh(s/c). `positions` [T] are those of the queries among the keys, where there are fewer queries;
+    becomes c·tanh(s/c). `positions` [T] are the queries' indices among the keys, if there are fewer queries than keys;
     `segments` has one entry per key. Returns [B, T, H, D].
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k.to(q.dtype), v.to(q.dtype)))
@@ -65,10 +65,10 @@ def attend_cached(
 
 
 def attend_latents(q: Tensor, turned: Tensor, c: Tensor, shared: Tensor, now: Now, *, scale: float) -> Tensor:
-    """softmax(scale · (q cᵀ + turned sharedᵀ)) c of one token per row: latent attention in its absorbed form.
+    """softmax(scale · (q cᵀ + turned sharedᵀ)) c for one token per row: latent attention in its absorbed form.
 
-    q [B, H, R] and turned [B, H, S_d] meet the cached latents c [B, S, R] and shared parts [B, S, S_d] visible from
-    `now`. Returns [B, H, R].
+    q [B, H, R] and turned [B, H, S_d] attend to the cached latents c [B, S, R] and shared parts [B, S, S_d] visible
+    from `now`. Returns [B, H, R].
     """
     c, shared = c.to(q.dtype), shared.to(q.dtype)
     scores = (q @ c.mT + turned @ shared.mT) * scale
@@ -79,7 +79,7 @@ def attend_latents(q: Tensor, turned: Tensor, c: Tensor, shared: Tensor, now: No
 def _seen(now: Now, window: int | None, slots: int) -> Tensor:
     """[B, 1, T, slots], True where a query may look.
 
-    The slots of a row are in the order of its tokens. If some are padding, a window is counted in slots that are seen.
+    A row's slots are in token order. If some are padding, the window counts visible slots only.
     """
     if now.visible is None:
         assert now.until is not None
@@ -93,7 +93,7 @@ def _seen(now: Now, window: int | None, slots: int) -> Tensor:
 
 
 def _visible(k: Tensor, segments: Tensor | None, window: int | None, positions: Tensor | None) -> Tensor:
-    """[T, S] or [B, 1, T, S], True where a query may look; without positions, there is a query for every key."""
+    """[T, S] or [B, 1, T, S], True where a query may look; without positions, every key has a query."""
     length = k.shape[2]
     causal = torch.ones(length, length, dtype=torch.bool, device=k.device).tril()
     if window is not None:
@@ -106,7 +106,7 @@ def _visible(k: Tensor, segments: Tensor | None, window: int | None, positions: 
 def _dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sink: Tensor | None, softcap: float | None) -> Tensor:
     if sink is None and softcap is None:
         groups = q.shape[1] // k.shape[1]
-        if groups > 1 and q.is_cuda:  # torch has no kernel for a mask and grouped heads together
+        if groups > 1 and q.is_cuda:  # torch has no kernel for a mask with grouped heads
             k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
         return scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
     return _dense_by_score(q, k, v, visible, sink, softcap)

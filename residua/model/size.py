@@ -1,4 +1,4 @@
-"""A model's parameters and FLOPs per token, counted on the meta device, without memory."""
+"""A model's parameters and FLOPs per token, counted on the meta device without allocating memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from residua.model.moe import MoE, mixtures
 from residua.model.topology.facts import ADDED_IN_NORM
 
 FLOPS_PER_BYTE = 500e12 / 4.25e12
-"""FLOPs that an additive step computes while a copy in memory moves one byte, both measured on an H200."""
+"""FLOPs that an additive step computes in the time a memory copy moves one byte, both measured on an H200."""
 
 
 @dataclass(frozen=True)
 class Size:
     """Parameter counts by purpose; they add up to `parameters`.
 
-    `embedding` counts learned positions, too. `head` is the head's own matrix, 0 when tied. `depth` counts the
-    topology, `anchors` the anchor projections, their norms and the λ of every layer. `idle` is the part of `ffn` in
-    experts that a token does not use. `tables` is the part of `depth` and `anchors`, and of `embedding` with a tied
-    head, that tokens look up without a product.
+    `embedding` includes learned positions. `head` is the head's own matrix, 0 when tied. `depth` counts the topology,
+    `anchors` the anchor projections, their norms and the λ of every layer. `idle` is the part of `ffn` in experts that
+    a token does not use. `tables` is the part of `depth` and `anchors`, and of `embedding` with a tied head, that
+    tokens look up without a product.
     """
 
     parameters: int
@@ -44,7 +44,7 @@ class Size:
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with: of experts only those it visits; the head, but no embedding."""
+        """Parameters that enter a token's products: the visited experts and the head, but no embedding."""
         return self.parameters - self.idle - self.tables - (self.embedding if self.head else 0)
 
 
@@ -54,7 +54,7 @@ def measure(config: ModelConfig) -> Size:
 
 
 def shapes(config: ModelConfig) -> Decoder:
-    """The model without memory, on the meta device."""
+    """Build the model on the meta device, without memory."""
     try:
         with torch.device("meta"), shapes_only():
             return build(config)
@@ -65,13 +65,13 @@ def shapes(config: ModelConfig) -> Decoder:
 
 
 def build_if_it_fits(config: ModelConfig, source: object) -> Decoder:
-    """Build a model on the CPU; refused beforehand if its weights, in float32, need more memory than is free."""
+    """Build a model on the CPU, or refuse first if its float32 weights need more memory than is free."""
     require_room(shapes(config), source)
     return build(config)
 
 
 def require_room(model: Decoder, source: object) -> None:
-    """Refuse a model, which may be on the meta device, whose weights in float32 need more memory than is free."""
+    """Refuse a model whose float32 weights need more memory than is free; it may be on the meta device."""
     parameters = _count(model)
     advice = "end other programs, or use a machine with more memory"
     require_memory(f"{source}: the model has {parameters:,} parameters and needs", 4 * parameters, advice)
@@ -84,7 +84,7 @@ FILLS = ("normal_", "zeros_", "ones_", "constant_", "eye_")
 def shapes_only(names: Sequence[str] = FILLS) -> Iterator[None]:
     """Leave parameters unfilled: a count needs only shapes, and filling meta tensors would take most of the time.
 
-    `names` are the functions of `nn.init` that do nothing inside.
+    `names` are the functions of `nn.init` that do nothing inside the block.
     """
     fills = {name: getattr(nn.init, name) for name in names}
     for name in fills:
@@ -100,8 +100,8 @@ def size_of(model: Decoder) -> Size:
     """The size of a model that is already built.
 
     Training FLOPs per token = 6 × active parameters + 6 × softmax layers × heads·head_dim × context: two per
-    multiply-add, three products (forward, two backward), half of the attention matrix being masked. Heads whose keys
-    and values differ in width count with the mean of both. A layer counts as often as it runs.
+    multiply-add, three products (forward, two backward), half of the attention matrix masked. Heads whose keys and
+    values differ in width count with the mean of both. A layer counts as often as it runs.
     """
     config = model.config
     sublayers = cast(list[Sublayer], list(model.sublayers))
@@ -132,10 +132,10 @@ def size_of(model: Decoder) -> Size:
 
 @dataclass(frozen=True)
 class Work:
-    """The cost of each place along depth in a training step, in FLOPs per token: pipelines are divided by it.
+    """The cost of each place along depth in a training step, in FLOPs per token, for dividing pipelines into stages.
 
     `embedding` includes anchors made from it, `head` the final norm. A sublayer includes the junction after it, whose
-    bytes beyond those of an addition, `moved`, count as the FLOPs that a device computes meanwhile.
+    bytes beyond those of an addition, `moved`, count as the FLOPs that a device computes in the same time.
     """
 
     embedding: float
@@ -164,7 +164,7 @@ def measure_work(config: ModelConfig) -> Work:
 
 
 def _junction_bytes(model: Decoder) -> tuple[float, ...]:
-    """Bytes that each junction moves beyond an addition; those that reach less of the bandwidth count for more."""
+    """Bytes that each junction moves beyond an addition, divided by the share of the bandwidth that it reaches."""
     sublayers, width = model.config.sublayers, model.config.width
     costs = model.topology.costs(sublayers, width)
     rows = costs.in_stages(sublayers)
@@ -172,12 +172,12 @@ def _junction_bytes(model: Decoder) -> tuple[float, ...]:
 
 
 def _idle(mixture: MoE) -> int:
-    """The parameters of the experts that a token does not visit."""
+    """The number of parameters in experts that a token does not visit."""
     return _count(mixture.experts) // mixture.count * (mixture.count - mixture.router.top_k)
 
 
 def _table(part: nn.Module) -> int:
-    """The parameters that tokens look up in a part of the model."""
+    """The number of parameters in a part's lookup tables."""
     return sum(_count(module) for module in part.modules() if isinstance(module, nn.Embedding))
 
 

@@ -1,4 +1,4 @@
-"""Published names for tensors inside a model (docs/taps.md). Nothing is kept unless someone records.
+"""Published names for tensors inside a model (docs/taps.md). Tensors are stored only inside `record`.
 
 with taps.record() as seen:
     model(tokens)
@@ -16,15 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 _seen: dict[str, Tensor] | None = None
 _layer: int | None = None
-"""The layer that is running, counted by executions: a layer of a loop taps its heads once a turn."""
+"""The running layer, counted by executions: a layer in a loop taps its heads once per turn."""
 _NAME = re.compile(r"(\w+)\.(\d+)\.(\w+)")
 
 
 @contextmanager
 def record(into: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
-    """Collect every tap of the forward passes inside the block; tensors keep their graph.
+    """Collect every tap of the forward passes inside the block; tensors keep their autograd graph.
 
-    `into` receives them one by one, so a dict of your own can reduce tensors instead of keeping them.
+    `into` receives tensors one at a time, so a custom dict can reduce them instead of storing them.
     """
     global _seen, _layer
     tensors = {} if into is None else into
@@ -42,12 +42,12 @@ def parts(name: str) -> tuple[str, int, str] | None:
 
 
 def recording() -> bool:
-    """Whether someone records."""
+    """Whether taps are being recorded."""
     return _seen is not None
 
 
 def tap(name: str, value: Tensor | Callable[[], Tensor]) -> None:
-    """Publish a tensor; a function is called, and its tensor computed, only while someone records."""
+    """Publish a tensor; if it is given as a function, the function runs only while taps are recorded."""
     global _layer
     if _seen is None:
         return
@@ -61,7 +61,7 @@ def tap(name: str, value: Tensor | Callable[[], Tensor]) -> None:
 
 @contextmanager
 def hooked(handles: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
-    """Attach hooks for the length of the block."""
+    """Attach hooks for the duration of the block."""
     attached = handles()
     try:
         yield

@@ -1,4 +1,4 @@
-"""How sublayers communicate along depth: one file per family, all used through `open` and `step`."""
+"""How sublayers communicate along depth: one file per family, all called through `open` and `step`."""
 
 from __future__ import annotations
 

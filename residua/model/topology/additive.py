@@ -45,9 +45,9 @@ class Additive(Topology):
 
 class Parallel(Additive):
     """h_{l+1} = h_l + A(h_l) + F(h_l): both sublayers of a layer read the output of the previous layer (GPT-J;
-    arXiv 2204.06745). Each has its own norm; a model with one norm for both has the same gain twice.
+    arXiv 2204.06745). Each has its own norm; to represent one shared norm, both have the same gain.
 
-    The state is h_l, and within a layer also h_l + A(h_l).
+    The state is h_l and, inside a layer, also h_l + A(h_l).
     """
 
     def step(self, k: int, y: Tensor, state: State) -> tuple[Tensor, State]:
@@ -59,9 +59,9 @@ class Parallel(Additive):
 
 
 class LayerFactor(Additive):
-    """h_{l+1} = s_l · (h_l + A + F): a learned number per layer, 1 at the start (Gemma 4).
+    """h_{l+1} = s_l · (h_l + A + F) with a learned factor per layer, 1 at the start (Gemma 4).
 
-    A norm in front of every reader cancels the product of all s, but s weights earlier layers against later ones.
+    The readers' norms cancel the common factor of the stream, but s weights earlier layers against later ones.
     """
 
     def __init__(self, config: choices.LayerFactor, sublayers: int, width: int) -> None:
@@ -82,7 +82,7 @@ class LayerFactor(Additive):
         return Initialization(init_as_additive=self._init_as_additive, output_factors=self._output_factors)
 
     def _output_factors(self) -> Tensor:
-        """h_l is s_1 … s_{l−1} times the sum of all outputs so far, each divided by the s before it."""
+        """h_l is s_1 … s_{l−1} times the sum of all outputs so far, each divided by the product of the s before it."""
         before = torch.cat([self.factor.new_ones(1), self.factor[:-1]]).cumprod(0)
         return before.reciprocal().repeat_interleave(2)
 
@@ -91,7 +91,7 @@ class LayerFactor(Additive):
         return InitFidelity.EXACTLY
 
     def ablations(self) -> Ablations:
-        """A layer with neither sublayer has no factor, as if it did not exist."""
+        """A layer whose sublayers are both removed has no factor, as if it did not exist."""
         return Ablations(without_writes=lambda ks: junctions_skipped(self, [k for k in ks if k ^ 1 in ks]))
 
 
@@ -107,5 +107,5 @@ class Clipped(Additive):
         return h, (h,)
 
     def initialization(self) -> Initialization:
-        """Equal to a sum where no element of the sum exceeds the limit."""
+        """Equal to a sum as long as no element of it exceeds the limit."""
         return Initialization(init_as_additive=lambda: InitFidelity.NEARLY)

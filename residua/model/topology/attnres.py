@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Read(nn.Module):
     """One read over the sources: a_i = softmax_i( scale · w · (g ⊙ RMS(v_i)) ), h = Σ a_i v_i; values are raw.
 
-    w starts at zero, so that the read starts as the plain average.
+    w starts at zero, so that the read starts as the plain average of its sources.
     """
 
     def __init__(self, config: choices.AttentionResidual, index: int, width: int) -> None:
@@ -61,8 +61,8 @@ class Read(nn.Module):
 
 
 def begin_reads(topology: BlockAttnRes | BoundaryAttnRes, old: Topology) -> bool:
-    """Copy the reads of another topology, with queries divided by the growth of `scale`; return whether weights are
-    unchanged.
+    """Copy the reads of another topology, dividing queries by the growth of `scale`; return whether this preserves the
+    depth weights.
     """
     take_parameters(topology, old)
     same = True
@@ -77,10 +77,10 @@ class BlockAttnRes(Topology):
     """Sublayers in blocks of S. Sources are the embedding b_0, the finished blocks and the current block's running sum.
 
     b_n = Σ of block n's outputs, from zero. The first sublayer of a block reads [b_0 … b_{n−1}], each later one also
-    the partial sum so far; the last read, before the head, sees every block. A finished block and a partial sum are
-    both the newest source, so the state is the tuple of sources, and a new block appends to it.
+    the partial sum so far; the last read, before the head, sees every block. The newest source is the last block,
+    finished or partial, so the state is the tuple of sources, and a new block appends to it.
 
-    The first sublayer has a single source, with weight 1 for any query: it reads the embedding and has no query.
+    The first sublayer has a single source, with weight 1 for any query, so it reads the embedding without a query.
     """
 
     def __init__(self, config: choices.AttentionResidual, sublayers: int, width: int) -> None:
@@ -103,11 +103,11 @@ class BlockAttnRes(Topology):
         return self.reads[k](sources), sources
 
     def sources(self, k: int, y: Tensor, sources: State) -> State:
-        """The sources of read k: y begins a block, or is added to the running sum."""
+        """The sources of read k: y starts a block or is added to the running sum."""
         return (*sources, y) if self._begins_block(k) else (*sources[:-1], sources[-1] + y)
 
     def _block_size(self, config: choices.AttentionResidual) -> int | None:
-        """Sublayers in a block; None if reads do not see all earlier blocks."""
+        """The number of sublayers in a block; None if reads do not see all earlier blocks."""
         assert isinstance(config, choices.BlockAttnRes)
         return config.sublayers_per_block
 
@@ -116,7 +116,7 @@ class BlockAttnRes(Topology):
         return k % self.block_size == 0
 
     def _plan(self, sublayers: int) -> ReadPlan:
-        """The same as `sources`, by number: 0 is the embedding, k+1 is y_k or the sum that y_k was added to."""
+        """`sources` by number: 0 is the embedding, k+1 is y_k or the sum that y_k was added to."""
         finished = [k + 1 for k in range(sublayers) if self._begins_block(k + 1)]
         sees = [[0, *(s for s in finished if s <= k), k + 1] for k in range(sublayers)]
         return ReadPlan(sees, [False, *(not self._begins_block(k) for k in range(sublayers))])
@@ -132,14 +132,14 @@ class BlockAttnRes(Topology):
         return Initialization(init_as_additive=self._init_as_additive, sum_factors=factors, begin_as=self._begin_as)
 
     def _shares(self) -> list[float]:
-        """The weight of each source in every read at the start."""
+        """The initial weight of each source in every read."""
         weigh: Callable[[int], float] = {"softmax": lambda n: 1 / n, "sigmoid": lambda n: 0.5}[self.config.activation]
         return [weigh(len(sources)) for sources in self.plan.sees]
 
     def _init_as_additive(self) -> InitFidelity:
-        """Queries of zero weight all sources equally: a reader gets the sum divided by their number.
+        """Zero queries weight all sources equally, so a reader gets the sum divided by the number of sources.
 
-        Not if a window hides sources.
+        This fails if a window hides sources.
         """
         for read in self.reads:
             cast(Read, read).reset_parameters()
@@ -160,7 +160,7 @@ class BlockAttnRes(Topology):
 
     @property
     def _plain(self) -> bool:
-        """Whether kernels support its reads."""
+        """Whether kernels support this topology's reads."""
         softmax = self.config.key_norm == "rms" and self.config.activation == "softmax"
         return softmax and type(self) in (BlockAttnRes, FullAttnRes)
 
@@ -172,14 +172,14 @@ class BlockAttnRes(Topology):
             self.plan.rows,
             kept_widths=1.12,
             junctions=[read_rows(len(sources)).total + 3 * grows for sources, grows in pairs],
-            bandwidth_share=0.63,  # measured in steps on an H200, docs/lab/ranks.md
+            bandwidth_share=0.63,  # measured in training steps on an H200, docs/lab/ranks.md
             by_reads=lambda read: partial(self._read_all, read),
         )
 
     def _floor(self) -> Rows:
-        """Every read over depth, one by one, and the gradient of each source once.
+        """Each read over depth by itself, and the gradient of each source once.
 
-        Forward: a read's sources → h; a source that grows is made in passing, p, y → p'. Backward: a source and the dh
+        Forward: a read's sources → h; in the same pass, a running sum grows, p, y → p'. Backward: a source and the dh
         of its readers → dv, with the gradient of the source that grew out of it. Grouped reads can move less.
         """
         plan = self.plan
@@ -229,7 +229,7 @@ def block_names(size: int) -> SourceNames:
 
 
 def _equal_weights(reads: Sequence[Read]) -> AbstractContextManager[None]:
-    """A query of zero scores all sources equally."""
+    """Zero queries score all sources equally."""
     return parameters_set([read.query for read in reads], torch.zeros_like)
 
 
@@ -260,7 +260,7 @@ class FullAttnRes(BlockAttnRes):
 
 
 def output_names(plan: ReadPlan, sublayers: Sequence[str]) -> SourceNames:
-    """The embedding and single outputs. For diagnoses, a block is a Transformer layer: attention and feed-forward."""
+    """The embedding and single outputs. In diagnoses, a block is a Transformer layer: attention and feed-forward."""
 
     def source(reader: int, source: int) -> str:
         number = plan.sees[reader - 1][source]
@@ -273,14 +273,14 @@ def output_names(plan: ReadPlan, sublayers: Sequence[str]) -> SourceNames:
 
 
 class BoundaryAttnRes(Topology):
-    """Block as described in the authors' article: attention over depth only between blocks, x + f(x) within them.
+    """Block AttnRes as in the authors' article: attention over depth only between blocks, x + f(x) within them.
 
     Block n starts from h_n, the first from the embedding x. Each sublayer adds its output, h ← h + y, and at the end of
     the block B_n = h. The next block starts from a read of [x, B_1 … B_n]. The final norm reads the last block's h.
 
-    The authors' pseudocode (`BlockAttnRes`) differs: every sublayer reads over depth, not only the first of a block; a
-    block's sum starts from zero, so that it contains only the block's outputs, not its initial state; and there is a
-    read before the head. The article's code also weights normalised values; here values are raw, as in the paper.
+    The authors' pseudocode (`BlockAttnRes`) differs in three ways. Every sublayer reads over depth, not only the first
+    of a block. A block's sum starts from zero, so it contains the block's outputs but not its initial state. The head
+    has a read too. The article's code also weights normalised values; here values are raw, as in the paper.
     """
 
     def __init__(self, config: choices.BoundaryAttnRes, sublayers: int, width: int) -> None:
@@ -323,7 +323,7 @@ class BoundaryAttnRes(Topology):
 class SourcesBoundary(Boundary):
     """The sources cross, and the next slice reads them.
 
-    Inside a slice the state is the plain tuple of sources too: handles of the deferred backward cannot be sent.
+    Inside a slice the state is also the plain tuple of sources, since handles of the deferred backward cannot be sent.
     """
 
     plain = False
@@ -352,5 +352,5 @@ class SourcesBoundary(Boundary):
         return "source.0"
 
     def _numbers(self, k: int) -> Sequence[int]:
-        """The sources of read k, numbered as in the deferred plan: a block has the number of its last output."""
+        """The sources of read k, numbered as in the deferred plan: a block by its last output."""
         return self.topology.plan.sees[k]

@@ -1,4 +1,4 @@
-"""The depth protocol: a model calls only `open` and `step`; everything else is information for tools."""
+"""The depth protocol: a model calls only `open` and `step`; everything else informs tools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from residua.model.topology.inference import InferenceTopology
 
 State = tuple[Tensor, ...]
-"""Only tensors: compilation, activation checkpointing and pipeline stages carry it."""
+"""Tensors only, since compilation, activation checkpointing and pipeline stages pass the state on."""
 
 Items = dict[str, Tensor]
 """Tensors that cross a stage boundary, by name, in sending order."""
@@ -37,7 +37,7 @@ MOVED = {
     "initialization": "begin_as_sum sum_factors begin_as output_gain adds",
     "inference": "fused normed",
 }
-"""Names used by plugins for Residua 0.1, by the method whose object has them now."""
+"""Attribute names that plugins used with Residua 0.1, by the method whose result has them now."""
 
 
 def refuse_moved(name: str, stated: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ def refuse_moved(name: str, stated: Mapping[str, Any]) -> None:
 
 
 class Topology(nn.Module):
-    """How sublayers communicate along depth. One per model; owns the parameters of its junctions.
+    """How sublayers communicate along depth. A model has one topology, which owns the parameters of its junctions.
 
     `open` and `step` are pure functions of their tensors and token-local: the result at a position depends only on that
     position, so decoding needs no depth cache. Every other method has a default that is correct for any topology;
@@ -62,7 +62,7 @@ class Topology(nn.Module):
     """
 
     reads_tokens = False
-    """Whether `open` and `step` take the token ids [B, T] as an additional last argument."""
+    """Whether `open` and `step` take the token ids [B, T] as an extra last argument."""
 
     def __init_subclass__(cls, **keys: Any) -> None:
         super().__init_subclass__(**keys)
@@ -80,7 +80,7 @@ class Topology(nn.Module):
 
     @abstractmethod
     def step(self, k: int, y: Tensor, state: State) -> tuple[Input, State]:
-        """Turn the output of sublayer k into the input of sublayer k+1 (after the last: of the final norm)."""
+        """Turn the output of sublayer k into the input of sublayer k+1, or of the final norm after the last one."""
 
     def initialization(self) -> Initialization:
         """How a new model starts, and how this topology can start as another."""
@@ -91,11 +91,11 @@ class Topology(nn.Module):
         return Boundary(self)
 
     def recovery(self) -> Recovery | None:
-        """How the backward pass recovers states that the forward pass did not store; None if it recovers none."""
+        """How the backward pass recovers states that the forward pass did not store; None if not supported."""
         return None
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """The cost of the junctions in training, by default found by running them on tensors without memory."""
+        """The cost of the junctions in training; the default runs them on tensors without memory to count it."""
         floor = trace_rows(self, sublayers, width)
         return Costs(lambda: floor, floor.total, floor.forward / sublayers - 1)
 
@@ -124,14 +124,15 @@ class Initialization:
     the sum of the embedding and all outputs so far, so that others can start as this one.
 
     init_as_additive(): start as such a model, by changing parameters in place. EXACTLY: every reader gets the sum.
-    UP_TO_EPS: a positive multiple of it, `sum_factors`, which a norm in front of every reader cancels. By default, the
-    topology starts as in a new model. sum_factors: the multiples for readers 0, 1, …; None if all get the sum itself.
+    UP_TO_EPS: every reader gets a positive multiple of it, `sum_factors`, which the norm in front of it cancels. By
+    default, the topology starts as in a new model. sum_factors: the multiples for readers 0, 1, …; None if all get the
+    sum itself.
 
-    output_factors(): factors for the outputs such that every reader gets a multiple of their sum; None if no factors
+    output_factors(): factors for the outputs that make every reader get a multiple of their sum; None if no factors
     make the topology a sum.
 
-    begin_as(old): start as a topology of the same kind with other settings, by changing parameters in place. None: it
-    copies the other's parameters if they fit, without preserving the function.
+    begin_as(old): start as a topology of the same kind with other settings, by changing parameters in place. If None,
+    the other's parameters are copied where they fit, without preserving the function.
     """
 
     output_gain: float = 1.0
@@ -157,14 +158,14 @@ class Recovery:
         self.kept: tuple[int, ...] = ()
 
     def amplification(self, k: int, beta: Tensor) -> Tensor | None:
-        """How much the junction after sublayer k amplifies rounding; None if it recovers nothing, or exactly.
+        """How much recovery after sublayer k amplifies rounding; None if it recovers nothing, or recovers exactly.
 
         `beta` [B, T, n] are its write gates.
         """
         raise NotImplementedError
 
     def needs_keeping(self, amplification: Mapping[int, float], epsilon: float) -> Sequence[int]:
-        """Sublayers to add to `kept`; `epsilon` is the rounding of the streams."""
+        """Sublayers to add to `kept`; `epsilon` is the rounding error of the streams."""
         raise NotImplementedError
 
 
@@ -174,7 +175,7 @@ class Boundary:
     Every tensor that crosses has a unique name. A tensor that no longer changes, such as a finished block of Attention
     Residuals or the embedding, keeps its name at all later boundaries: a rank then knows that it already has it.
 
-    This default sends the whole state, and the next sublayer's input unless it is the state.
+    This default sends the whole state, and also the next sublayer's input unless that is the state.
     """
 
     plain = True
@@ -201,7 +202,7 @@ class Boundary:
         """End a slice: turn the output y of its last sublayer k into the tensors that cross."""
         h, state = self._end(k, y, state, *ids)
         items = {f"state.{k}.{i}": tensor for i, tensor in enumerate(self._plain(state))}
-        if isinstance(h, Reads):  # views: each tensor that crosses has one name
+        if isinstance(h, Reads):  # views, because each tensor that crosses has one name
             return {f"input.{k}.{way}": read.view_as(read) for way, read in h._asdict().items()} | items
         return items if h is state[0] else {f"input.{k}": h, **items}
 
@@ -224,9 +225,9 @@ class Boundary:
 
 
 class KeptBoundary(Boundary):
-    """state[0], the next sublayer's input, changes at every junction; the others never again, so they keep their names.
+    """state[0], the next sublayer's input, changes at every junction; the other tensors are final and keep their names.
 
-    `embedding` is the place of the embedding among them; None if it is not there.
+    `embedding` is the embedding's index among the final tensors; None if it is not one of them.
     """
 
     def __init__(self, topology: Topology, embedding: int | None) -> None:
@@ -239,14 +240,14 @@ class KeptBoundary(Boundary):
 
     def enter(self, k: int, items: Items) -> tuple[Tensor, State]:
         h, count = items[f"input.{k}"], sum(name.startswith("kept.") for name in items)
-        return h, (h, *(items[f"kept.{i}"] for i in range(count)))  # those that a rank has already come last
+        return h, (h, *(items[f"kept.{i}"] for i in range(count)))  # tensors that the rank already has come last
 
     def embedding(self) -> str | None:
         return None if self.place is None else f"kept.{self.place}"
 
 
-# `torch.utils.checkpoint` with `use_reentrant=True` follows the tensors that it is given and that it returns, but none
-# inside a tuple: to autograd those are constants. A state returned in a tuple would silently train wrongly.
+# `torch.utils.checkpoint` with `use_reentrant=True` tracks tensors among its arguments and results, but not inside
+# tuples: autograd treats those as constants. A state returned in a tuple would silently train wrongly.
 
 _FORWARD = CheckpointFunction.forward.__code__
 _MADE_IN = "_residua_made_in"
@@ -279,7 +280,7 @@ def keeps_gradients(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reentrant_checkpoint(tensors: Sequence[Tensor]) -> FrameType | None:
-    """The reentrant checkpoint whose forward pass this is, which has gradients off; None if there is none."""
+    """The frame of the reentrant checkpoint whose forward pass, with gradients off, is running; None without one."""
     if torch.is_grad_enabled() or not any(tensor.requires_grad or hasattr(tensor, _MADE_IN) for tensor in tensors):
         return None
     frame: FrameType | None = sys._getframe(1)
@@ -289,7 +290,7 @@ def reentrant_checkpoint(tensors: Sequence[Tensor]) -> FrameType | None:
 
 
 def _is_cut_off(tensor: Tensor, made_in: int | None, followed: Sequence[Any]) -> bool:
-    """Whether it came into this checkpoint, or out of another, without being followed."""
+    """Whether the tensor entered this checkpoint, or left another, without being tracked."""
     if tensor.requires_grad:
         return made_in is not None and not tensor.is_leaf and all(tensor is not other for other in followed)
     return tensor.is_floating_point() and vars(tensor).get(_MADE_IN, made_in) != made_in

@@ -14,14 +14,14 @@ from residua.model.topology.facts import Costs, Rows, SourceNames, add_rows
 
 
 class DeltaAttnRes(BlockAttnRes):
-    """h_k is the residual sum, and sublayer k reads it with a read over the sources of Attention Residuals added:
+    """h_k is the residual sum; sublayer k reads h_k plus a read over the sources of Attention Residuals:
 
         h_{k+1} = h_k + y_k,   the input of sublayer k+1 is h_{k+1} + Σ a_i v_i,   a = softmax_i( w · (g ⊙ RMS(v_i)) )
 
     v_0 is the embedding, the others are blocks of `sublayers_per_block` outputs and the running sum of the last block;
     with one sublayer per block every output is a source. The first sublayer reads the embedding, the final norm h.
 
-    Queries start at zero. A read is then the mean of m sources, which add up to h: the input is (1 + 1/m) h.
+    Queries start at zero. A read is then the mean of m sources that add up to h, so the input is (1 + 1/m) h.
     """
 
     def __init__(self, config: choices.DeltaAttnRes, sublayers: int, width: int) -> None:
@@ -64,7 +64,7 @@ class DeltaAttnRes(BlockAttnRes):
 
 
 class DeltaBoundary(SourcesBoundary):
-    """The sum crosses as well; after the last sublayer, it alone."""
+    """The sum also crosses; after the last sublayer, only the sum."""
 
     def begin(self, x: Tensor, *ids: Tensor) -> tuple[Tensor, State]:
         return x, (x, x)

@@ -21,7 +21,7 @@ class DenseFormer(Topology):
 
         Y_i = Σ_{j ≤ i, j ≡ i mod dilation} α_ij X_j  if period divides i, else X_i
 
-    and Y_i enters layer i+1. α_ii = 1, the others 0 at the start. The state is the running sum and X_0 … X_i.
+    and Y_i enters layer i+1. At the start α_ii = 1 and the others are 0. The state is the running sum and X_0 … X_i.
     """
 
     def __init__(self, config: choices.DenseFormer, sublayers: int, width: int) -> None:
@@ -73,7 +73,7 @@ class DenseFormer(Topology):
 
     @torch.no_grad()
     def _begin_as(self, old: DenseFormer) -> InitFidelity:
-        """The weights that both have; new ones are 0, and 1 for a layer's own output. Kept if none is left out."""
+        """Copy the weights that both have; new ones are 0, or 1 for a layer's own output. Exact if none is dropped."""
         self.reset_parameters()
         lost = False
         for layer, theirs in old.alphas.items():
@@ -89,7 +89,7 @@ class DenseFormer(Topology):
         return KeptBoundary(self, embedding=0)
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """Additions, and after some layers a sum over earlier ones: X → Y; X, dY, dX → dX."""
+        """Additions, and after some layers a sum over earlier outputs: X → Y; X, dY, dX → dX."""
         step = ADDED_IN_NORM * sublayers + sum(4 * len(alpha) + 2 for alpha in self.alphas.values())
         return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=0.5)
 

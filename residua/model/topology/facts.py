@@ -1,4 +1,4 @@
-"""Facts about a topology for tools: the cost of its junctions, names of its sources, parts that can be ablated."""
+"""What tools can ask a topology: the cost of its junctions, names of its sources, and parts that can be ablated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from residua.model.topology.base import State, Topology
 
 Read = Callable[..., Sequence[Tensor]]
-"""query [C], gain [C] and the sources in; [h] out."""
+"""Takes a query [C], a gain [C] and the sources; returns [h]."""
 Junctions = Callable[..., Sequence[Tensor]]
-"""The embedding and all sublayers' outputs in; the inputs of all later readers out."""
+"""Takes the embedding and all sublayers' outputs; returns the inputs of all later readers."""
 
 
 class Rows(NamedTuple):
-    """Rows of C elements that the forward and the backward pass read or write."""
+    """Rows of C elements that the forward and backward passes read or write."""
 
     forward: float
     backward: float
@@ -40,11 +40,11 @@ class Rows(NamedTuple):
 class Costs:
     """The cost of all junctions of a topology in training.
 
-    floor: the least that they move, each reading its state from memory and writing it back. step: the rows that they
-    move in a training step. kept_widths: widths that a junction keeps for the backward pass, besides the next
+    floor: the fewest rows they can move if each reads its state from memory and writes it back. step: the rows they
+    move in a training step. kept_widths: widths that a junction stores for the backward pass, besides the next
     sublayer's input. junctions: the rows of each in a pipeline's stages; None if all have the same share of `step`.
-    bandwidth_share: of the copy bandwidth that they reach in a step; the default where none was measured. by_reads:
-    makes junctions that call a given `Read`, to time other kernels; None if there are no such reads.
+    bandwidth_share: the share of the copy bandwidth they reach in a step; the default if none was measured. by_reads:
+    makes junctions that call a given `Read`, to time other kernels; None without such reads.
     """
 
     floor: Callable[[], Rows]
@@ -60,7 +60,7 @@ class Costs:
 
 
 def add_rows(parts: Iterable[Rows]) -> Rows:
-    """The rows of several junctions together."""
+    """The total rows of several junctions."""
     forward, backward = zip(*parts, strict=True)
     return Rows(sum(forward), sum(backward))
 
@@ -68,7 +68,7 @@ def add_rows(parts: Iterable[Rows]) -> Rows:
 ADDITION = Rows(3, 3)
 """h, y → h'; dh and the gradient of h' → the gradient of h, which is also y's."""
 ADDED_IN_NORM = 3
-"""Rows of an addition that the next norm does: the sum read and written forward, one more gradient read backward."""
+"""Rows of an addition fused into the next norm: forward reads and writes the sum, backward reads one more gradient."""
 
 
 def stream_rows(n: int) -> Rows:
@@ -77,20 +77,20 @@ def stream_rows(n: int) -> Rows:
 
 
 def pool_rows(n: int) -> Rows:
-    """A read of n streams that do not change: s → h; s, ds, dh → ds, with the read's gradient added."""
+    """A read of n unchanged streams: s → h; s, ds, dh → ds, with the read's gradient added."""
     return Rows(n + 1, 3 * n + 1)
 
 
 def read_rows(sources: int) -> Rows:
-    """One read of some sources: v → h; v, dh → dv."""
+    """One read of `sources` sources: v → h; v, dh → dv."""
     return Rows(sources + 1, 2 * sources + 1)
 
 
 def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
-    """The rows of a topology that declares none, found by running it on tensors without memory.
+    """Count the rows of a topology that declares none by running it on tensors without memory.
 
-    A junction reads the state and y once, and writes once what is new in the next state and input. Backward it reads
-    the same tensors and the gradients of what it wrote, and writes the gradients of what it read.
+    Forward, a junction reads the state and y once, and writes each new tensor of the next state and input once.
+    Backward, it reads the same inputs and its outputs' gradients, and writes its inputs' gradients.
     """
     shapes: Any = deepcopy(topology).to("meta")
     parts = []
@@ -113,10 +113,10 @@ def trace_rows(topology: nn.Module, sublayers: int, width: int) -> Rows:
 class SourceNames:
     """Names for diagnoses of the sources that a reader weights.
 
-    one_stream: whether a sublayer's input is the one residual stream, and not a mixture of several. source: the name of
-    the source that a reader's depth weight belongs to. initial: the only source that a reader of an untrained model
-    reads; None if it reads all equally. block_of_reader: the block that sublayer `reader` is in; None if depth weights
-    have no view by block. block_of_source: the block that a reader's source belongs to, or "embedding".
+    one_stream: whether a sublayer's input is the one residual stream, not a mixture of several. source: the name of the
+    source that a reader's depth weight belongs to. initial: the only source that a reader of an untrained model reads;
+    None if it reads all equally. block_of_reader: the block of sublayer `reader`; None if depth weights have no view by
+    block. block_of_source: the block of a reader's source, or "embedding".
     """
 
     one_stream: bool = True
@@ -135,12 +135,12 @@ class Ablations:
     """The parts that `diagnose` can ablate; each context lasts for a `with` block.
 
     sources: for readers 1, 2, …, the numbers of the sources they see; empty if no source can be removed.
-    without_source(positions): reader k+1 does not see its source at positions[k]; an only source stays.
+    without_source(positions): hides the source at positions[k] from reader k+1, unless it is the reader's only one.
     weighing_readers: readers whose weights over several sources with_equal_weights(readers) makes equal.
-    streams: how many without_stream(i) can hide from all sublayers; a hidden one is still written.
-    without_writes(sublayers): these sublayers, whose outputs are zero, write nothing, as if they did not exist. By
-    default it changes nothing: an output of zero adds nothing to a sum.
-    fill_phase: how many sublayers, from the first, cannot be left out: their outputs become streams.
+    streams: how many streams without_stream(i) can hide from all sublayers; a hidden stream is still written.
+    without_writes(sublayers): these sublayers, whose outputs are zero, write nothing, as if they did not exist. The
+    default changes nothing, since a zero output adds nothing to a sum.
+    fill_phase: how many of the first sublayers cannot be left out, because their outputs become streams.
     """
 
     sources: Sequence[Sequence[int]] = ()
@@ -154,12 +154,12 @@ class Ablations:
 
 
 Change = Callable[[int, Tensor, dict[str, Tensor]], Tensor]
-"""Turns the read after sublayer k, and what was tapped there, into the read to continue with."""
+"""Takes k, the read after sublayer k and the tensors tapped there; returns the read to continue with."""
 
 
 @contextmanager
 def sources_dropped(reads: Sequence[nn.Module], positions: Mapping[int, Collection[int]]) -> Iterator[None]:
-    """reads[k] does not see its sources at positions[k], unless it has no others."""
+    """Hide the sources at positions[k] from reads[k], unless it has no others."""
 
     def without(dropped: Collection[int]) -> Callable[..., Any]:
         def drop(module: nn.Module, given: tuple[State]) -> tuple[State]:
@@ -170,7 +170,7 @@ def sources_dropped(reads: Sequence[nn.Module], positions: Mapping[int, Collecti
 
     handles = [reads[k].register_forward_pre_hook(without(dropped)) for k, dropped in positions.items()]
     try:
-        with ops.backend("reference"):  # the fused path does not call the reads
+        with ops.backend("reference"):  # the fused path would bypass the read modules
             yield
     finally:
         for handle in handles:
@@ -179,7 +179,7 @@ def sources_dropped(reads: Sequence[nn.Module], positions: Mapping[int, Collecti
 
 @contextmanager
 def parameters_set(parameters: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Parameters are changed inside the block and restored after it."""
+    """Change parameters inside the block and restore them after it."""
     before = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
         for parameter in parameters:
@@ -194,7 +194,7 @@ def parameters_set(parameters: Sequence[Tensor], change: Callable[[Tensor], Tens
 
 @contextmanager
 def reads_changed(topology: Topology, change: Change) -> Iterator[None]:
-    """Every read goes through `change`."""
+    """Pass every read through `change`."""
     plain = topology.step
 
     def step(k: int, y: Tensor, state: State, *ids: Tensor) -> tuple[Tensor, State]:
@@ -212,7 +212,7 @@ def reads_changed(topology: Topology, change: Change) -> Iterator[None]:
 
 @contextmanager
 def junctions_skipped(topology: Topology, sublayers: Collection[int]) -> Iterator[None]:
-    """The junctions after these sublayers do nothing: the state stays, and the next sublayer gets what they read."""
+    """Skip the junctions after these sublayers: the state stays, and the next sublayer gets the same input."""
     plain_open, plain_step = topology.open, topology.step
     read: list[Input] = []
 

@@ -21,13 +21,13 @@ EPS = 1e-6
 
 
 class FracConnections(Topology):
-    """The stream h is m slices H_i of C/m channels. With one matrix Y, one A and m numbers B for each sublayer,
+    """The stream h consists of m slices H_i of C/m channels. Each sublayer has matrices Y and A and m numbers B:
 
         input_i = Σ_j Y[i, j] H_j,    H'_i = Σ_j A[i, j] H_j + B_i y_i,    y_i being the slices of its output
 
-    dynamic: s · tanh(RMS(H) W) is added to each, from the slices that the sublayer reads; the paper's matrices are
-    [j, i], as HC's. Y = A = I, B = 1 and W = 0 at the start, which is the pre-norm model, and s = 0.01. RMS has no
-    gain, which W could absorb. The final norm reads h. The state is h, and the logits of the coming write if dynamic.
+    dynamic: each gets an added s · tanh(RMS(H) W), from the slices that the sublayer reads; the paper's matrices are
+    [j, i], like HC's. At the start Y = A = I, B = 1 and W = 0, which is the pre-norm model, and s = 0.01. RMS has no
+    gain, since W could absorb it. The final norm reads h. The state is h, and if dynamic the logits of the next write.
     """
 
     def __init__(self, config: choices.FracConnections, sublayers: int, width: int) -> None:
@@ -70,7 +70,7 @@ class FracConnections(Topology):
         return InitFidelity.EXACTLY
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """A junction of one stream, which a compiled step fuses."""
+        """A compiled step fuses the junction of the one stream."""
         step = stream_rows(1).total * sublayers
         return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=2.0)
 
@@ -93,7 +93,7 @@ class SliceWeights(nn.Module):
         nn.init.ones_(self.post)
 
     def logits(self, H: Tensor) -> tuple[Tensor, ...]:
-        """Of the slices [B, T, m, C/m], for `read` and `write`; none if the weights are parameters."""
+        """Logits of the slices [B, T, m, C/m] for `read` and `write`; empty if the weights are parameters."""
         return ()
 
     def read(self, *logits: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class SliceWeights(nn.Module):
 
 
 class DynamicSliceWeights(SliceWeights):
-    """With additions that depend on the slices; the logits are tanh(RMS(H) W) [B, T, m, 2m + 1]."""
+    """Adds terms that depend on the slices; the logits are tanh(RMS(H) W) [B, T, m, 2m + 1]."""
 
     def __init__(self, fractions: int, width: int) -> None:
         super().__init__(fractions, width)
@@ -128,7 +128,7 @@ class DynamicSliceWeights(SliceWeights):
 
 
 class SliceMaps(nn.Module):
-    """W for Y, A and B, in rows, zero at the start; s for the matrices and for B."""
+    """W for Y, A and B, as rows that start at zero, and s for the matrices and for B."""
 
     def __init__(self, fractions: int, width: int) -> None:
         super().__init__()

@@ -19,19 +19,19 @@ from residua.ops._runtime.numeric import wide
 
 EPS = 1e-6
 ALIGNED_ROWS = 8
-"""Of a matrix product's result, so that its rows begin at multiples of 16 bytes in bfloat16."""
+"""Pad a matrix product's result to a multiple of this, so that its bfloat16 rows start at multiples of 16 bytes."""
 
 
 class GatedResidual(Topology):
-    """n streams X, copies of the embedding at first; readers gate them by channel, outputs are injected by stream.
+    """n streams X, initially copies of the embedding; readers gate them per channel, outputs are injected per stream.
 
         X̂_i = g_i ⊙ RMS(X_i),   h = mean_i( σ(W_up silu(W_down vec(X̂)/n))_i ⊙ X̂_i )
         inj = 2σ(W_inj vec(X̂)/n),   X'_i = X_i + inj_i y
 
-    Every reader has its own gains g, W_down [r, nC], W_up [nC, r] and, but for the head, W_inj [n, nC]. h is normed
-    already: sublayers and head have no norm of their own in front. The state is X and the coming inj.
+    Every reader has its own gains g, W_down [r, nC] and W_up [nC, r]; all but the head have W_inj [n, nC]. h is already
+    normed, so sublayers and head have no norm in front. The state is X and the next inj.
 
-    The matrices start normal. With W_inj = W_up = 0, inj is 1 and h half the mean: streams would stay equal for ever.
+    The matrices start normal. With W_inj = W_up = 0, inj is 1 and h half the mean, so streams would stay equal forever.
     """
 
     def __init__(self, config: choices.GatedResidual, sublayers: int, width: int) -> None:
@@ -56,12 +56,12 @@ class GatedResidual(Topology):
         return h, (X, *inject)
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """Of a compiled step at n = 4: the passes between the gate's matrix products move more than the floor.
+        """Counted in a compiled step at n = 4: the passes between the gate's matrix products exceed the floor.
 
-        Forward 27 rows. X, y → X'; X' read by W_down and W_inj; scores written, read with X' → h. Backward 65: scores,
-        X', dh → their gradient, which two products read; X' read by one more; the gradient through the maps written;
-        it, scores, X', y, dh, dX' → dX, dy; and once more scores, X', dh and it → the gains' gradient. Kept are X and
-        the scores.
+        Forward 27 rows. X, y → X'; W_down and W_inj read X'; scores are written, then read with X' → h. Backward 65:
+        scores, X', dh → the scores' gradient, which two products read; one more reads X'; the gradient through the maps
+        is written; with scores, X', y, dh, dX' it gives dX, dy; with scores, X', dh, the gains' gradient. X and the
+        scores are stored.
         """
         floor, n = trace_rows(self, sublayers, width), self.streams
         step = (6 * n + 3 + 15 * n + 5) * sublayers
@@ -116,17 +116,17 @@ class StreamRead(nn.Module):
         return normed * self._scores(projected, X)
 
     def _project(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """X̂ [B, T, n, C], and vec(X̂)/n times W_down and W_inj [B, T, r + n, and zeros], the latter in float32.
+        """X̂ [B, T, n, C], and vec(X̂)/n times W_down and W_inj [B, T, r + n, zero-padded], the latter in float32.
 
-        One product serves both, and X is its operand: gains go to the maps, and 1/rms of a stream is a factor of its
-        part of the result. A compiled step then neither writes X̂ nor keeps it for the backward pass.
+        One product computes both from X: the maps absorb the gains, and a stream's 1/rms multiplies its part of the
+        result. A compiled step then neither writes X̂ nor stores it for the backward pass.
         """
         x = wide(X)
         rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
         maps = self.down if self.inject is None else torch.cat([self.down, self.inject])
         maps = wide(pad(maps, (0, 0, 0, -len(maps) % ALIGNED_ROWS))).unflatten(1, self.gain.shape)
-        weight = (maps * wide(self.gain) / self.streams).permute(1, 2, 0).to(X.dtype)  # [n, C, r + n, and zeros]
-        parts = wide(torch.bmm(X.flatten(0, -3).transpose(0, 1), weight))  # [n, B T, r + n, and zeros]
+        weight = (maps * wide(self.gain) / self.streams).permute(1, 2, 0).to(X.dtype)  # [n, C, r + n, zero-padded]
+        parts = wide(torch.bmm(X.flatten(0, -3).transpose(0, 1), weight))  # [n, B T, r + n, zero-padded]
         projected = (parts * rstd.flatten(0, -3).transpose(0, 1)).sum(0)
         return (x * rstd * wide(self.gain)).to(X.dtype), projected.view(*X.shape[:-2], -1)
 

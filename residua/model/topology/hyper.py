@@ -1,10 +1,10 @@
 """Hyper-connections: HC (arXiv 2409.19606), mHC (2512.24880) and mHC-lite (2601.05732).
 
-All three keep n streams X [B, T, n, C] and mix them by an n×n matrix. They read a sublayer's input as a weighted sum
-of the streams, and write its output back with one weight per stream. They differ in where the weights come from. One
-convention throughout: `mix[out, in]`, X'_out = Σ_in mix[out, in] X_in + post_out · y, h = Σ_in pre_in X_in.
+All three have n streams X [B, T, n, C] and mix them by an n×n matrix. They read a sublayer's input as a weighted sum of
+the streams, and write its output back with one weight per stream. They differ in the source of the weights. The
+convention is always `mix[out, in]`: X'_out = Σ_in mix[out, in] X_in + post_out · y, h = Σ_in pre_in X_in.
 
-Entry is n copies of the embedding, exit the sum of the streams.
+The streams start as n copies of the embedding, and the final norm reads their sum.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Streams(Topology):
         self.streams, self.last = streams, sublayers - 1
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
-        # n copies: the embedding written once into each of n streams that keep nothing
+        # the n copies count as one write of the embedding to n empty streams
         X = x[..., None, :].expand(*x.shape[:-1], self.streams, -1)
         like = wide(x[..., :0])
         return self._junction(0, x, X, like.new_ones(self.streams), like.new_zeros(self.streams, self.streams))
@@ -56,9 +56,9 @@ class Streams(Topology):
         return h, state
 
     def _junction(self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor) -> tuple[Tensor, State]:
-        """Write y, then read the input of sublayer k, or after the last one the sum of the streams.
+        """Write y, then read the input of sublayer k or, after the last one, the sum of the streams.
 
-        The state is X and, if they depend on it, the logits of what sublayer k will write.
+        The state is X and, for dynamic weights, the logits for the write after sublayer k.
         """
         with full_precision(y):
             if k > self.last:
@@ -72,7 +72,7 @@ class Streams(Topology):
     def costs(self, sublayers: int, width: int) -> Costs:
         junction = stream_rows(self.streams)
         floor = add_rows([junction] * sublayers)
-        # of a junction's kernels on an H200, in two passes and single (docs/lab/kernels.md)
+        # of the copy bandwidth, reached by two-pass and single-pass kernels on an H200 (docs/lab/kernels.md)
         share = 0.42 if self.streams <= 4 else 0.24
         return Costs(lambda: floor, floor.total, kept_widths=junction.forward - 1, bandwidth_share=share)
 
@@ -90,7 +90,7 @@ class Streams(Topology):
 
 
 def _equal_read(readers: Sequence[int], k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
-    """pre_i becomes the token's mean of pre, so that their sum is kept."""
+    """Replace pre_i by the token's mean of pre, which preserves their sum."""
     if k + 1 not in readers:
         return h
     share = wide(seen[f"depth.{k + 1}.pre"]).mean(-1, keepdim=True)
@@ -105,7 +105,7 @@ def _unread(index: int, k: int, h: Tensor, seen: dict[str, Tensor]) -> Tensor:
 
 
 def full_precision(x: Tensor) -> torch.autocast:
-    """No autocast: the streams' weights are small matrix products that must not be rounded to bfloat16."""
+    """Disable autocast: the streams' weights are small matrix products that must not be rounded to bfloat16."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -123,7 +123,7 @@ class ReadWeights(NamedTuple):
 
 
 class Junction(nn.Module):
-    """The weights around one sublayer, computed from the streams that it reads."""
+    """The weights around one sublayer, computed from the streams that the sublayer reads."""
 
     @abstractmethod
     def read(self) -> ReadWeights:
@@ -131,14 +131,14 @@ class Junction(nn.Module):
 
     @abstractmethod
     def write(self, *logits: Tensor) -> tuple[Tensor, Tensor]:
-        """post [..., n] and mix [..., out, in], from the logits that came with the read, if any."""
+        """post [..., n] and mix [..., out, in], from the logits that the read computed, if any."""
 
 
 class StaticJunction(Junction):
-    """HC with parameters only: post = 1, pre = e_{k mod n}, mix = I at the start, which is the pre-norm model.
+    """HC with static weights: post = 1, pre = e_{k mod n}, mix = I at the start, which is the pre-norm model.
 
-    `mix` free: n×n parameters. cyclic: Σ_j softmax(c)_j Shift^j with n parameters c, near the identity at first; it is
-    doubly stochastic and so keeps equal streams. identity: none.
+    `mix` free: n×n parameters. cyclic: Σ_j softmax(c)_j Shift^j with n parameters c, near the identity at first; doubly
+    stochastic, so equal streams stay equal. identity: no parameters.
     """
 
     OTHER_SHIFTS = -5.0
@@ -200,7 +200,7 @@ class DynamicMaps(nn.Module):
         nn.init.constant_(self.beta, self.SCALE)
 
     def rows(self, pre: Tensor) -> Tensor:
-        """The maps of a read, `pre` [C], and of this write, as rows."""
+        """The maps of a read, `pre` [C], and of this write, stacked as rows."""
         return torch.cat([pre[None], self.post[None], *([] if self.mix is None else [self.mix.T])])
 
 
@@ -224,9 +224,9 @@ class DynamicJunction(StaticJunction):
 
 
 class HyperConnections(Streams):
-    """HC: h = A_mᵀ H, H' = B y + A_rᵀ H, weights static or dynamic, A_r also the identity or cyclic.
+    """HC: h = A_mᵀ H, H' = B y + A_rᵀ H, with static or dynamic weights; A_r may also be the identity or cyclic.
 
-    The output projections start √n larger, since the head sees the sum of n streams.
+    The output projections start √n times as large, since the head sees the sum of n streams.
     """
 
     def __init__(self, config: choices.HyperConnections | choices.SinglePassHyper, sublayers: int, width: int) -> None:
@@ -249,7 +249,7 @@ class HyperConnections(Streams):
         return InitFidelity.UP_TO_EPS
 
     def _begin_as(self, old: HyperConnections) -> InitFidelity:
-        """Static weights become dynamic with maps of zero."""
+        """Dynamic weights start as static ones if their maps are zero."""
         pairs = list(zip(self.junctions, old.junctions, strict=True))
         if not all(type(new) is DynamicJunction and type(theirs) is StaticJunction for new, theirs in pairs):
             take_parameters(self, old)
@@ -262,9 +262,9 @@ class HyperConnections(Streams):
 class SinglePassHyper(HyperConnections):
     """HC whose sublayer k+1 reads with weights from the streams that sublayer k read, before its output is written.
 
-    One pass over the streams then computes all weights of a junction, pre of the next read with post and mix of this
-    write; h and the new streams need no second one. The first sublayer's weights are from the copies of the embedding.
-    DeepSeek-V4.1 does so with mHC's weights (docs/reference/topology-notes.md).
+    One pass over the streams then computes all weights of a junction: pre of the next read, post and mix of this write.
+    h and the new streams need no second pass. The first sublayer's weights come from the copies of the embedding.
+    DeepSeek-V4.1 does the same with mHC's weights (docs/reference/topology-notes.md).
     """
 
     def open(self, x: Tensor) -> tuple[Tensor, State]:
@@ -287,9 +287,9 @@ class SinglePassHyper(HyperConnections):
     def _write_and_read(
         self, k: int, y: Tensor, X: Tensor, post: Tensor, mix: Tensor, logits: Tensor
     ) -> tuple[Tensor, State]:
-        """Write y, then read the input of sublayer k, whose logits come first; after the last one the streams' sum.
+        """Write y, then read the input of sublayer k, whose logits come first; after the last one, the streams' sum.
 
-        The new logits are those of the write after sublayer k, and before them those of the next read.
+        The new logits are those of the next read, then those of the write after sublayer k.
         """
         if k > self.last:
             h, X, _ = ops.hyper_step(X, y, post, mix, post.new_ones(self.streams))
@@ -304,7 +304,7 @@ class SinglePassHyper(HyperConnections):
 class SinkhornMixing(nn.Module):
     """post = 2 sigmoid, and mix = Sinkhorn(exp(res)), res [..., n²].
 
-    Off-diagonal logits start at −5: near the identity, yet with a gradient (at −8 it is known to vanish).
+    Off-diagonal logits start at −5: close to the identity, but with a gradient (at −8 it is known to vanish).
     """
 
     OFF_DIAGONAL = -5.0
@@ -326,17 +326,17 @@ class PermutationMixing(nn.Module):
 
     OTHERS = -8.0
     BITS = 2
-    """Of a number below n, which is at most 4; n! of them fit into 64 bits."""
+    """Bits of an index below n ≤ 4; n! indices fit into 64 bits."""
 
     def __init__(self, streams: int) -> None:
         super().__init__()
         self.streams, self.logits = streams, math.factorial(streams)
         shuffled = list(permutations(range(streams)))
-        # the columns of ones in row i of all P_k: not a buffer, which would be lost between the meta device and a file
+        # the columns of the ones in row i of all P_k; a buffer would get lost between the meta device and a file
         self.columns = [sum(p[i] << self.BITS * k for k, p in enumerate(shuffled)) for i in range(streams)]
 
     def basis(self, like: Tensor) -> Tensor:
-        """P [n!, n, n], made where `like` is."""
+        """P [n!, n, n], on the device of `like`."""
         shifts = self.BITS * torch.arange(self.logits, device=like.device)
         columns = torch.stack([(row >> shifts) % 2**self.BITS for row in self.columns], -1)
         return (columns[..., None] == torch.arange(self.streams, device=like.device)).to(like.dtype)
@@ -355,8 +355,8 @@ class PermutationMixing(nn.Module):
 class ManifoldJunction(Junction):
     """[pre, post, res] = α · (vec(X) φ)/rms(vec(X)) + b;  pre = sigmoid, post and mix by `mixing`.
 
-    φ starts at zero, α at 0.01. The papers leave the biases open; ours favour one stream per sublayer in turn (±1), so
-    that streams that start as equal copies can differ.
+    φ starts at zero, α at 0.01. The papers do not specify the biases. Ours (±1) favour one stream per sublayer in turn,
+    so that streams that start as equal copies can diverge.
     """
 
     SCALE = 0.01
@@ -382,7 +382,7 @@ class ManifoldJunction(Junction):
 
     @torch.no_grad()
     def init_as_additive(self) -> None:
-        """post = 1 and Σ pre = 1, most of it on one stream in turn; any doubly stochastic mix keeps equal streams.
+        """post = 1 and Σ pre = 1, mostly on one stream in turn; any doubly stochastic mix leaves equal streams equal.
 
         A single stream is read with pre = ½.
         """
@@ -403,7 +403,7 @@ class ManifoldJunction(Junction):
 
 
 class ManifoldHyper(Streams):
-    """mHC: X' = H_res X + H_postᵀ f(H_pre X); Sinkhorn makes H_res doubly stochastic, which keeps the streams' mean."""
+    """mHC: X' = H_res X + H_postᵀ f(H_pre X); Sinkhorn makes H_res doubly stochastic, preserving the streams' mean."""
 
     def __init__(self, config: choices.ManifoldHyper | choices.ManifoldHyperLite, sublayers: int, width: int) -> None:
         super().__init__(config.streams, sublayers)
@@ -426,7 +426,7 @@ class ManifoldHyper(Streams):
 
 
 class ManifoldHyperLite(ManifoldHyper):
-    """mHC-lite: H_res a convex sum of permutations, for at most 4 streams."""
+    """mHC-lite: H_res is a convex combination of permutations, for at most 4 streams."""
 
     def _mixing(self, config: Any) -> SinkhornMixing | PermutationMixing:
         return PermutationMixing(config.streams)

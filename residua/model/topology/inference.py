@@ -1,7 +1,7 @@
-"""Junctions without gradients that apply the norm of the next sublayer as well: their output is written once, normed.
+"""Junctions without gradients that also apply the next sublayer's norm, so that their output is written once, normed.
 
-They serve prompts, where bytes count, and decoding one token per row, where launches count. Results are those of the
-topology but for rounding. Tensors are prepared once: change no weight afterwards.
+They serve prompts, limited by bytes moved, and decoding of one token per row, limited by launches. Results equal those
+of the topology up to rounding. Tensors are prepared once: change no weight afterwards.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class InferenceTopology(Topology):
-    """A topology that hands each sublayer its input normed: norms[k] is that of sublayer k, the last the final norm."""
+    """A topology that passes normed inputs to sublayers: norms[k] belongs to sublayer k, the last is the final norm."""
 
     whole_layers: Junctions | None = None
-    """All junctions, for the kernel that decodes whole layers; None if it cannot."""
+    """All junctions, for the kernel that decodes whole layers; None if it does not support them."""
 
     def __init__(self, norms: Sequence[RMSNorm]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class InferenceTopology(Topology):
         return normed.view_as(y), state
 
     def junction(self, k: int, y: Tensor, state: State, *, decoding: bool) -> tuple[Tensor, State]:
-        """`step` on rows [M, C]; `decoding`: one token of each sequence."""
+        """`step` on rows [M, C]; with `decoding`, one token of each sequence."""
         raise NotImplementedError
 
 
@@ -56,12 +56,12 @@ class AdditiveInference(InferenceTopology):
 
 
 GROUP_SIZES = (4, 8)
-"""Reads in a group where the plan has more different sizes: each size needs kernels of its own, which a first prompt
-waits for. In models of 24 and 72 sublayers these two move as few bytes as the plan does."""
+"""Group sizes used if the plan has more distinct ones: each size needs its own kernels, and a first prompt waits for
+their compilation. In models of 24 and 72 sublayers these two move as few bytes as the plan."""
 
 
 class Source(NamedTuple):
-    """A source [M, C] and its scores [readers, ≥ M], from reader `first` on."""
+    """A source [M, C] and its scores [readers, ≥ M], starting with reader `first`."""
 
     value: Tensor
     scores: Tensor
@@ -69,7 +69,7 @@ class Source(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """The state for later reads: the sources by number, and of reads that were begun together lse and each one's o."""
+    """The state for later reads: sources by number, and for reads evaluated together their lse and each one's o."""
 
     sources: dict[int, Source]
     lse: Tensor | None = None
@@ -79,18 +79,18 @@ class Reads(NamedTuple):
 class ReadInference(InferenceTopology):
     """Attention Residuals in two phases (arXiv 2603.15031).
 
-    Prompts follow the plan that training has for its forward pass. The reads of a group are evaluated together over the
-    sources that all of them see; each of them then merges what was made since. Queries do not depend on the input, so a
-    source's scores for all its readers are computed at once.
+    Prompts follow the plan of training's forward pass. The reads of a group are evaluated together over the sources
+    that all of them see; each read then merges newer sources. Queries do not depend on the input, so a source's scores
+    for all its readers are computed at once.
 
-    In decoding, blocks need one launch each. When a block is finished, its sum and all earlier ones are final: the
-    reads of the whole coming block are evaluated against them together. Inside the block each read merges its running
-    sum into what is already there. State: o, lse and ‖o‖² of the coming reads, the finished blocks, and the running sum
-    if the block has begun.
+    In decoding, blocks need one launch each. When a block is finished, its sum and all earlier ones are final, so all
+    reads of the next block are evaluated against them together. Inside the block each read merges the running sum into
+    that result. State: o, lse and ‖o‖² of the coming reads, the finished blocks, and the running sum if the block has
+    begun.
     """
 
     def __init__(self, plan: ReadPlan, queries: Tensor, size: int | None, norms: Sequence[RMSNorm]) -> None:
-        """`queries` [reads, C] are u = scale · w ⊙ g; a block has `size` sublayers, None: there are no blocks."""
+        """`queries` [reads, C] are u = scale · w ⊙ g; a block has `size` sublayers, or None without blocks."""
         super().__init__(norms)
         self.plan, self.size = plan, size
         self.queries = inference.Queries.of(queries)
@@ -137,7 +137,7 @@ class ReadInference(InferenceTopology):
         return normed, _state(Reads(self._needed(k, reads, Source(v, z, k + 1)), reads.lse, tuple(begun)))
 
     def _needed(self, k: int, reads: Reads, newest: Source) -> dict[int, Source]:
-        """The sources that something after read k needs."""
+        """The sources that reads after k still need."""
         plan = self.plan
         every = {**reads.sources, k + 1: newest}
         return {s: v for s, v in every.items() if plan.readers[s][-1] > k or (s == k + 1 and plan.grows[s + 1])}
@@ -158,19 +158,20 @@ class ReadInference(InferenceTopology):
 
 
 def _state(state: Reads | inference.Streams) -> State:
-    """As one object: nothing but `junction` looks into it."""
+    """Cast to `State`: only `junction` looks inside."""
     return cast(State, (state,))
 
 
 SEGMENT = 2
-"""Gated junctions of prompts of which one stores the streams."""
+"""In prompts, one of this many gated junctions stores the streams."""
 
 
 class StreamInference(InferenceTopology):
-    """Multi-Gate Residuals: while the streams fill, a junction is a read of them; then one gated write and read.
+    """Multi-Gate Residuals: while the streams fill, a junction reads them; later, it is one gated write and read.
 
-    Streams are linear in what is written to them: a junction that does not store them notes its update and β, and the
-    next one reads n + 1 rows more instead of n written and n read. State: the streams [M, C], then `Streams`.
+    Streams are linear in the updates written to them, so a junction need not store them. It then records its update and
+    β, and the next one reads n + 1 more rows, which saves n written and n read. State: the streams [M, C], then
+    `Streams`.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class StreamInference(InferenceTopology):
         *,
         competitive: bool,
     ) -> None:
-        """`gates` are the query and bias of each gated junction, `pools` the query of each read."""
+        """`gates`: the query and bias of each gated junction. `pools`: the query of each read."""
         super().__init__(norms)
         self.gates, self.pools, self.competitive = gates, pools, competitive
         self.fill = len(pools) - len(gates)

@@ -1,4 +1,4 @@
-"""LAuReL (arXiv 2411.07501): the residual stream gets a low-rank map of itself, and a weight."""
+"""LAuReL (arXiv 2411.07501): a weighted residual stream, to which a low-rank map of itself is added."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from residua.ops._runtime.numeric import wide
 class Laurel(Topology):
     """LAuReL-RW+LR: h ← α_k y_k + β_k (h + B_k A_k h), A_k [r, C], B_k [C, r]. The state is h.
 
-    α = β = 1 and B = 0 at the start, which is the pre-norm model, and A is normal with std 1/√C: the paper names no
-    start. It advises to bound α and β if they grow; here they are free.
+    At the start α = β = 1 and B = 0, which is the pre-norm model, and A is normal with std 1/√C; the paper gives no
+    initialisation. It advises bounding α and β if they grow; here they are unbounded.
     """
 
     def __init__(self, config: choices.Laurel, sublayers: int, width: int) -> None:

@@ -1,4 +1,4 @@
-"""Multi-Gate Residuals (arXiv 2605.23259), and the highway they generalise."""
+"""Multi-Gate Residuals (arXiv 2605.23259), and the highway network that they generalise."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Pool(nn.Module):
         nn.init.zeros_(self.query)
 
     def forward(self, streams: State) -> tuple[Tensor, State]:
-        """h, and the streams to go on with."""
+        """h, and the streams to continue with."""
         return ops.pool_streams(streams, self.query)
 
 
 class Gates(nn.Module):
-    """The gate's query w1, from zero, and its biases, from the depth-scaled formula."""
+    """The gate's query w1, which starts at zero, and its biases, which start by the depth-scaled formula."""
 
     def __init__(self, width: int, bias: tuple[float, ...]) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class Gates(nn.Module):
 
 
 class MultiGate(Topology):
-    """n streams; every sublayer's output is written into each through a gate, and the next input pools them.
+    """n streams; a gate per stream writes every sublayer's output into it, and the next input pools the streams.
 
         z_i = w1 · RMS(s_i)/√C + b_i,   β = exp(z_i)/(Σ_j exp(z_j) + exp(b_0))  or  sigmoid(z_i)
         s'_i = s_i + β_i (f − s_i),     h = Σ softmax_i( w2 · RMS(s'_i)/√C ) s'_i
 
     Fill phase: stream 1 is the embedding, and the first n − 1 outputs become the other streams, since n copies of the
-    embedding would stay identical. The state is the tuple of streams until the first gated write, then [B, T, n, C],
-    followed by tensors of the operator, if any.
+    embedding would stay identical. The state is the tuple of streams until the first gated write, then [B, T, n, C] and
+    any tensors of the operator.
     """
 
     def __init__(self, config: choices.MultiGate, sublayers: int, width: int) -> None:
@@ -98,7 +98,7 @@ class MultiGate(Topology):
         return x, (x,)
 
     def step(self, k: int, y: Tensor, state: State, ends: bool = False) -> tuple[Tensor, State]:
-        """See `Topology`; with `ends` the streams leave this process, and only gradients come back."""
+        """See `Topology`; with `ends`, the streams leave this process and only gradients return."""
         if k < self.fill:
             return self._append(k, y, state)
         gates, pool = cast(Gates, self.gates[k - self.fill]), cast(Pool, self.pools[k])
@@ -147,7 +147,7 @@ class MultiGate(Topology):
         return InitFidelity.UP_TO_EPS
 
     def _beta(self, gates: Gates, state: State, y: Tensor) -> Tensor:
-        """The gates of a state, also of one that the fill phase left."""
+        """The gates of a state, including the last state of the fill phase."""
         streams = state[0] if state[0].dim() > y.dim() else torch.stack(state, -2)
         return ops.gates(streams, gates.query, gates.bias, competitive=self.competitive)
 
@@ -167,7 +167,7 @@ class MultiGate(Topology):
         return StreamInference(gates, pools, norms, competitive=self.competitive)
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """Kept are the streams at every second junction, and each update."""
+        """The backward pass needs the streams at every second junction, and each update."""
         streams = self.fill + 1
         filling = [pool_rows(k + 2) for k in range(self.fill)]
         floor = add_rows([*filling, *[stream_rows(streams)] * (sublayers - self.fill)])
@@ -177,10 +177,10 @@ class MultiGate(Topology):
         return SourceNames(False, lambda reader, source: f"stream {source}")
 
     def ablations(self) -> Ablations:
-        """A query of zero scores all streams alike.
+        """A zero query scores all streams equally.
 
-        A gate would write zeros and fade the streams, so without writes its junction is skipped; outputs of the fill
-        phase stay.
+        A gate would write zeros and fade the streams, so without_writes skips its junction; outputs of the fill phase
+        stay.
         """
         queries = [cast(Pool, pool).query for pool in self.pools]
         return Ablations(
@@ -199,7 +199,7 @@ def averaging(sublayers: int) -> Sequence[float]:
 
 
 def _unread(index: int, k: int, h: Tensor, tensors: dict[str, Tensor]) -> Tensor:
-    """The read after sublayer k without one stream, the softmax over the others."""
+    """The read after sublayer k without one stream: the softmax runs over the others."""
     streams = tensors[f"depth.{k}.streams"]
     if index >= streams.shape[-2]:
         return h
@@ -223,7 +223,7 @@ class StreamRecovery(Recovery):
 
 
 class StreamsBoundary(Boundary):
-    """After the fill phase the streams alone cross; the rest of the state belongs to the fused operator."""
+    """After the fill phase only the streams cross; the rest of the state belongs to the fused operator."""
 
     plain = False
     topology: MultiGate
@@ -239,7 +239,7 @@ class Highway(Topology):
     """One gated stream (arXiv 1505.00387): h' = h + T ⊙ (y − h).
 
     scalar: T = sigmoid( w · RMS(h)/√C + b ), MGR's gate with one stream; elementwise: T = sigmoid(W h + b), the
-    original. The bias starts MGR's way, so that T begins at sqrt(21/sublayers)·sigmoid(−3).
+    original. The bias starts as in MGR, so that T begins at sqrt(21/sublayers)·sigmoid(−3).
     """
 
     def __init__(self, config: choices.Highway, sublayers: int, width: int) -> None:

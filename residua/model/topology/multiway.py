@@ -1,4 +1,4 @@
-"""Reads of their own for queries, keys and values: MUDD (arXiv 2502.12170), DeepCrossAttention (arXiv 2502.06785)."""
+"""Separate reads for queries, keys and values: MUDD (arXiv 2502.12170), DeepCrossAttention (arXiv 2502.06785)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class LayerReads(Topology):
     """Sources are the embedding X_0 and one tensor X_i for each transformer layer so far. A layer reads mixtures of
     them; inside it, the feed-forward reads r plus the output of attention.
 
-    The state is the running sum and the sources. Inside a layer with `keeps_update` the output of attention follows
-    them: it begins the next source.
+    The state is the running sum and the sources. Inside a layer with `keeps_update`, the output of attention follows
+    them, as the first part of the next source.
     """
 
     keeps_update = False
-    """Whether a source is what its layer adds, and not the running sum after it."""
+    """Whether a source is the update that its layer adds, not the running sum after it."""
 
     def __init__(self, sublayers: int) -> None:
         super().__init__()
@@ -44,15 +44,15 @@ class LayerReads(Topology):
 
     @abstractmethod
     def ways_of(self, layer: int) -> Sequence[str]:
-        """The different mixtures that a layer reads."""
+        """The distinct mixtures that a layer reads."""
 
     @abstractmethod
     def trim(self, sources: State) -> State:
-        """The sources after a layer, of which the last is new."""
+        """The sources to keep after a layer; the last one is new."""
 
     @abstractmethod
     def spans(self, layer: int) -> list[range]:
-        """The layers' outputs, the embedding being 0, that each source of a layer is the sum of."""
+        """For each source of a layer, the range of outputs that it sums; the embedding is output 0."""
 
     def open(self, x: Tensor) -> tuple[Input, State]:
         return self._begin(0, (x,))
@@ -61,14 +61,14 @@ class LayerReads(Topology):
         return self.enter(k, self.advance(k, y, state))
 
     def advance(self, k: int, y: Tensor, state: State) -> State:
-        """The state after sublayer k; at the end of a layer the sources alone."""
+        """The state after sublayer k; at the end of a layer, only the sources."""
         h = state[0] + y
         if k % 2 == 0:
             return (h, *state[1:], y) if self.keeps_update else (h, *state[1:])
         return self.trim((*state[1:-1], state[-1] + y) if self.keeps_update else (*state[1:], h))
 
     def enter(self, k: int, state: State) -> tuple[Input, State]:
-        """The input of sublayer k+1 and its state, from what `advance` left."""
+        """The input of sublayer k+1 and its state, from the result of `advance`."""
         return (state[0], state) if k % 2 == 0 else self._begin((k + 1) // 2, state)
 
     def _begin(self, layer: int, sources: State) -> tuple[Input, State]:
@@ -76,7 +76,7 @@ class LayerReads(Topology):
         return h, (h.r if isinstance(h, Reads) else h, *sources)
 
     def names(self, k: int) -> list[str]:
-        """Names of what `advance` leaves after sublayer k. The output of a layer no longer changes."""
+        """Names of the tensors that `advance` returns after sublayer k. A layer's output no longer changes."""
         sources = [f"output.{s.start}" if len(s) == 1 else f"sum.{s.stop}" for s in self.spans((k + 1) // 2)]
         if k % 2:
             return sources
@@ -93,7 +93,7 @@ class LayerReads(Topology):
         return InitFidelity.EXACTLY
 
     def _begin_as(self, old: LayerReads) -> InitFidelity:
-        """The function is kept if every layer reads the same sources in the same ways."""
+        """Preserves the function if every layer reads the same sources in the same ways."""
         take_parameters(self, old)
         ours, theirs = ([(t.spans(i), t.ways_of(i)) for i in range(t.layers + 1)] for t in (self, old))
         return InitFidelity.EXACTLY if ours == theirs else InitFidelity.NOT
@@ -119,7 +119,7 @@ class LayerReads(Topology):
 
 
 class LayerBoundary(Boundary):
-    """The sources cross, inside a layer also its running sum; the next slice reads them."""
+    """The sources cross, inside a layer with its running sum; the next slice reads them."""
 
     topology: LayerReads
 
@@ -139,9 +139,9 @@ class Mudd(LayerReads):
         X̄_c = Σ_{j ≤ i} (A_c[j] + a_c[j]) X_j,   A = W2 gelu(W1 N(X_i))     for each way c of q, k, v, r
 
     N is RMSNorm without a gain, W1 has as many rows as W2. W2 starts at zero, W1 normal with std 1/√C, and a_c selects
-    X_i, as in the authors' JAX code: a new model is a pre-norm model. A way that `ways` leaves out reads X_i, and so do
-    layers that `layers` leaves out; layer L is the final norm, which reads one mixture. `sources` keeps the embedding
-    and as many of the newest outputs.
+    X_i, as in the authors' JAX code, so a new model is a pre-norm model. Ways not in `ways` and layers not in `layers`
+    read X_i; layer L is the final norm, which reads one mixture. `sources` limits the sources to the embedding and that
+    many of the newest outputs.
     """
 
     def __init__(self, config: choices.Mudd, sublayers: int, width: int) -> None:
@@ -182,13 +182,13 @@ class Mudd(LayerReads):
 
 
 def _tap_weights(layer: int, way: str, weight: Tensor | Callable[[], Tensor]) -> None:
-    """Publish weights [B, T, sources] of a layer's read; r's have no suffix."""
+    """Publish the weights [B, T, sources] of a layer's read; the name for r has no suffix."""
     if layer > 0:
         tap(f"depth.{2 * layer - 1}.weights{'' if way == 'r' else f'_{way}'}", weight)
 
 
 class DynamicWeights(nn.Module):
-    """A + a [B, T, ways, sources] of X_i [B, T, C], as `Mudd` has them."""
+    """A + a [B, T, ways, sources] of X_i [B, T, C], as in `Mudd`."""
 
     rounded = ("down", "up")
 
@@ -212,15 +212,15 @@ class DynamicWeights(nn.Module):
 
 
 class DeepCross(LayerReads):
-    """DeepCrossAttention: X_i is what layer i adds, attention and feed-forward together, and each layer reads
+    """DeepCrossAttention: X_i is the sum of layer i's attention and feed-forward outputs, and each layer reads
 
-        X̄_c = Σ_j X_j ⊙ relu(b_cj + w_c · N(X_j))       for c of q, k, v; r is q's
+        X̄_c = Σ_j X_j ⊙ relu(b_cj + w_c · N(X_j))       for c of q, k, v; r equals q's read
 
-    with a vector b_cj for each source and one w_c; N is RMSNorm without a gain. b starts at 1 and w at 0, so that a new
-    model is a pre-norm model. The final norm reads one such mixture. `recent` keeps the embedding, the newest outputs
-    and the sum of those between them.
+    with a vector b_cj for each source and one w_c; N is RMSNorm without a gain. b starts at 1 and w at 0, so a new
+    model is a pre-norm model. The final norm reads one such mixture. With `recent`, the sources are the embedding, the
+    newest outputs, and the sum of the outputs between them.
 
-    The paper and public code have b + relu(w · X_j). With w = 0 that has no gradient for w, so the bias is inside here.
+    The paper and public code have b + relu(w · X_j). That has no gradient for w at w = 0, so here the bias is inside.
     """
 
     keeps_update = True
@@ -253,7 +253,7 @@ class DeepCross(LayerReads):
         biases = wide(torch.stack([selector.bias for selector in selectors], 1))  # [sources, ways, C]
         values = [wide(source)[..., None, :] for source in sources]
         weights = [_select(x, queries, bias) for x, bias in zip(values, biases.unbind(), strict=True)]
-        _tap_weights(layer, "r", partial(_channel_means, weights))  # q's, which is r's too
+        _tap_weights(layer, "r", partial(_channel_means, weights))  # q's weights, which r shares
         mixed = sum(weight * x for weight, x in zip(weights, values, strict=True))
         reads = cast(Tensor, mixed).to(sources[-1].dtype).unbind(-2)
         if len(reads) == 1:
@@ -269,16 +269,16 @@ def _channel_means(weights: Sequence[Tensor]) -> Tensor:
 def _select(x: Tensor, queries: Tensor, bias: Tensor) -> Tensor:
     """relu(b + w · N(x)) [B, T, ways, C] of one source x [B, T, 1, C], for all ways at once.
 
-    So the graph of a step, quadratic in layers, has half the nodes. Compiled, no normed copy of a source is made. The
-    score is one number, not a product of two: a weight then depends on so few tensors that the gradients through it
-    are computed where they are summed. Otherwise they are written in float32 for each source and way.
+    This halves the nodes of a step's graph, which is quadratic in layers. Compiled code makes no normed copy of a
+    source. The score is one number, not a product of two: a weight then depends on so few tensors that compiled code
+    computes the gradients through it where they are summed. Otherwise it writes them in float32 per source and way.
     """
     inverse_rms = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
     return torch.relu(bias + (x * inverse_rms * queries).sum(-1, keepdim=True))
 
 
 class Selector(nn.Module):
-    """w and all b_j of one way."""
+    """The parameters w and b_j of one way."""
 
     def __init__(self, sources: int, width: int) -> None:
         super().__init__()

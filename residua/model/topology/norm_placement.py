@@ -1,6 +1,6 @@
 """Norms around the residual sum and scales of its branches: LNS, KEEL, DeepNorm, ResiDual, LayerScale, ReZero.
 
-N is an RMSNorm with a gain, one per place. Peri-LN and OLMo 2 are `model.placement`.
+N is an RMSNorm with a gain, one per place. For Peri-LN and OLMo 2, set `model.placement`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from residua.ops._runtime.numeric import wide
 class ScaledSum(Topology):
     """h ← h + g_k ⊙ y_k with a learned g_k that starts small.
 
-    LayerScale (arXiv 2103.17239): one number per channel. ReZero (2003.04887): one number, from 0.
+    LayerScale (arXiv 2103.17239): one number per channel. ReZero (2003.04887): one number, starting at 0.
     """
 
     def __init__(self, config: choices.ScaledSum, sublayers: int, width: int) -> None:
@@ -51,12 +51,12 @@ class ScaledSum(Topology):
         return InitFidelity.EXACTLY
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """An addition, whose y is kept for the gradient of the scale."""
+        """An addition that stores y for the gradient of the scale."""
         return Costs(lambda: add_rows([ADDITION] * sublayers), step=ADDED_IN_NORM * sublayers, kept_widths=1.0)
 
 
 class NormedSum(Topology):
-    """The norms that the kinds below share, one per place."""
+    """Base of the kinds below: N, one per place."""
 
     def __init__(self, places: int, width: int) -> None:
         super().__init__()

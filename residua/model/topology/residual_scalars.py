@@ -1,4 +1,4 @@
-"""Residual scalars with x0 injection and backout, as modded-nanogpt and nanochat train with."""
+"""Residual scalars with x0 injection and backout, as in modded-nanogpt and nanochat."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ResidualScalars(Topology):
     sublayer (modded-nanogpt): after sublayer k, h ← λ_k h + ρ_k y_k + μ_k x0, from λ = √1.1, ρ = 1 and μ = 0.
 
     Both end with h ← h − b · h_mid, b from `backout`, h_mid the stream after layer ⌊L/2⌋, counted from 0. The state is
-    h, x0 and, once it is made, h_mid. With `embedding = "raw"`, x0 is the embedding itself.
+    h, x0 and, from that layer on, h_mid. With `embedding = "raw"`, x0 is the embedding itself.
     """
 
     def __init__(self, config: choices.ResidualScalars, sublayers: int, width: int) -> None:
@@ -60,7 +60,7 @@ class ResidualScalars(Topology):
         return Initialization(init_as_additive=self._init_as_additive)
 
     def _init_as_additive(self) -> InitFidelity:
-        """λ = ρ = 1, μ = b = 0: the sum, if it starts from the embedding itself."""
+        """λ = ρ = 1, μ = b = 0 gives the sum, if the stream starts from the embedding itself."""
         self.scalars.init_as_additive()
         nn.init.zeros_(self.backout)
         return InitFidelity.NOT if self.norms_embedding else InitFidelity.EXACTLY
@@ -69,7 +69,7 @@ class ResidualScalars(Topology):
         return KeptBoundary(self, embedding=None if self.norms_embedding else 0)
 
     def costs(self, sublayers: int, width: int) -> Costs:
-        """Elementwise, so the next norm does it: additions, and x0 read forward, its gradient read and written."""
+        """Elementwise, so fused into the next norm: additions, x0 read forward, its gradient read and written."""
         step = ADDED_IN_NORM * sublayers + 3 * self.scalars.injections
         return Costs(lambda: trace_rows(self, sublayers, width), step, kept_widths=self.scalars.injections / sublayers)
 
@@ -83,7 +83,7 @@ class ResidualScalars(Topology):
 
 
 class LayerScalars(RatedModule):
-    """λ and μ of every layer, [L]. λ learns at a hundredth of the rate, as in nanochat."""
+    """λ and μ of every layer, [L]. λ trains at a hundredth of the learning rate, as in nanochat."""
 
     def __init__(self, sublayers: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class SublayerScalars(nn.Module):
 
 
 def _mixed(*pairs: Tensor) -> Tensor:
-    """The sum of tensors, each times the scalar after it."""
+    """The sum of tensors, each multiplied by the scalar that follows it."""
     total = wide(pairs[1]) * wide(pairs[0])
     for tensor, scalar in zip(pairs[2::2], pairs[3::2], strict=True):
         total = total + wide(scalar) * wide(tensor)
@@ -157,5 +157,5 @@ def _mixed(*pairs: Tensor) -> Tensor:
 
 
 def _publish(k: int, y: Tensor, *weights: Tensor) -> None:
-    """Publish the weights of the stream and of another vector in the input after sublayer k."""
+    """Publish the weights of the stream and of a second vector in the input after sublayer k."""
     tap(f"depth.{k}.weights", lambda: torch.stack(weights).expand(*y.shape[:-1], len(weights)))

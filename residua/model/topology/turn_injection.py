@@ -1,4 +1,4 @@
-"""Loops with injection (Parcae, arXiv 2604.12946): the state decays and the input comes back at every turn."""
+"""Loops with injection (Parcae, arXiv 2604.12946): at every turn the state decays and the input is added again."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Injection(Topology):
 
         h_{t+1} = Ā ⊙ h_t + B̄ ⊙ e + R(Ā ⊙ h_t + B̄ ⊙ e)
 
-    where R is everything that the layers of the loop add in sequence. Ā = exp(−Δ exp(a)) is in (0, 1),
-    B̄ = Δ b, Δ = exp(d); a, b and d are vectors [C], the same in all turns. Layers after the loop add to h. In the
-    authors' code b is a matrix, h_0 is random, and so is the number of turns (docs/reference/topology-notes.md).
+    where R is the sum of all updates by the layers of the loop. Ā = exp(−Δ exp(a)) is in (0, 1), B̄ = Δ b, Δ = exp(d);
+    a, b and d are vectors [C], the same in all turns. Layers after the loop add to h. In the authors' code b is a
+    matrix, and h_0 and the number of turns are random (docs/reference/topology-notes.md).
 
-    State: h, and from the loop on e until its last turn has begun.
+    State: h, and e from the start of the loop until its last turn has started.
     """
 
     def __init__(self, config: choices.Injection, sublayers: int, width: int) -> None:
         super().__init__()
         self.decay = config.decay
         self.starts = [2 * (config.prelude + turn * config.loop) for turn in range(config.turns)]
-        """Sublayers, counted by executions, that begin a turn."""
+        """The sublayers, counted by executions, that start a turn."""
         self.rate, self.step_size, self.input = (nn.Parameter(torch.empty(width)) for _ in range(3))
         self.reset_parameters()
 
@@ -50,7 +50,7 @@ class Injection(Topology):
         return self._turn(k + 1, state[0] + y, state[1:])
 
     def _turn(self, reader: int, h: Tensor, held: State) -> tuple[Tensor, State]:
-        """The input of a reader, which may begin a turn; `held` is e, if the loop has begun."""
+        """The input of a reader, which may start a turn; `held` is e, if the loop has started."""
         if reader not in self.starts:
             return h, (h, *held)
         e = held[0] if held else ops.rms(h)
@@ -74,7 +74,7 @@ class Injection(Topology):
 
 
 class InputBoundary(Boundary):
-    """The running sum crosses, and e, which no longer changes."""
+    """The running sum and e cross; e no longer changes."""
 
     def close(self, k: int, y: Tensor, state: State, *ids: Tensor) -> Items:
         _, (h, *held) = self.topology.step(k, y, state)
