@@ -1,6 +1,6 @@
-"""The numerics of depth. Each operator is a plain PyTorch reference, the truth; most have a fused twin.
+"""The numerics of depth. Each operator has a plain PyTorch reference, which defines it; most have a fused twin.
 
-`ops` imports nothing else of Residua: take it alone if you only want the operators.
+`ops` imports nothing else from Residua, so you can use the operators alone.
 """
 
 from residua.ops._runtime.backend import backend, chosen_backend

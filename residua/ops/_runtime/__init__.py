@@ -1,1 +1,1 @@
-"""The common machinery of operators: choosing a backend, registering operators, launching kernels, small arithmetic."""
+"""Shared machinery of operators: choosing a backend, registering operators, launching kernels, small arithmetic."""

@@ -1,8 +1,8 @@
 """Which implementation of an operator runs: the plain PyTorch reference or a fused kernel.
 
-Every operator is registered once with its reference (the truth) and, where one exists, a fused path with a
-predicate that says which inputs it takes. `auto` uses the fused path wherever its predicate holds. `reference` never
-does. `triton` always does, and refuses an operator or an input that it cannot serve.
+Every operator is registered once with its reference, which defines it, and, where one exists, a fused path with a
+predicate for the inputs that it supports. `auto` uses the fused path wherever its predicate holds. `reference` never
+does. `triton` always does, and refuses unsupported operators and inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _choice = "auto"
 
 
 class backend:
-    """Choose the implementation of every operator, as a setter or for the length of a `with` block.
+    """Choose the implementation of every operator, from here on or for the duration of a `with` block.
 
     residua.ops.backend("reference")            # from here on
     with residua.ops.backend("triton"): ...     # inside the block only
@@ -48,10 +48,10 @@ def chosen_backend() -> str:
 
 
 class Operator(Generic[P, R]):
-    """The declaration of one operator. Called, it runs the reference or the fused path, as `backend` says.
+    """The declaration of one operator. Calling it runs the reference or the fused path, as `backend` selects.
 
-    `cases` makes examples of its inputs of a `Draw` (`cases.py`); `compile_seconds` is how long its kernels take to
-    compile, where that is long.
+    `cases` makes example inputs from a `Draw` (`cases.py`); `compile_seconds` is the compilation time of its kernels,
+    if that is long.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Operator(Generic[P, R]):
         self.__wrapped__ = reference  # its signature and source, for `inspect`, `help` and editors
 
     def __get__(self, instance: object, owner: type | None = None) -> Operator[P, R]:
-        """Itself, also as an attribute of a class. With this method, `help` describes an operator as a function."""
+        """Return itself, even as a class attribute. This method makes `help` describe an operator as a function."""
         return self
 
     def register_fused(self, fused: Callable[P, R], serves: Callable[..., bool]) -> None:
-        """Add the fused path; `serves(*args, **kwargs)` says whether it takes these inputs."""
+        """Add the fused path; `serves(*args, **kwargs)` returns whether it supports these inputs."""
         self.fused, self._serves = fused, serves
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,7 +1,7 @@
-"""Examples of an operator's inputs, part of its declaration.
+"""Example inputs of an operator, part of its declaration.
 
-`residua doctor` and `bench ops` call operators with them, and so do the tests of fused against reference and the
-compilation without a GPU.
+`residua doctor` and `bench ops` call operators with them. So do the tests that compare fused paths with references, and
+the compilation without a GPU.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from residua.ops._runtime.backend import Operator
 
 INFERENCE = "inference"
-"""A folder whose operators may be called as those of training are."""
+"""A folder whose operators may have the same names as training's."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of an operator, of which all floating-point tensors but the `fixed` ones get gradients.
+    """Inputs of an operator. All floating-point tensors except the `fixed` ones get gradients.
 
-    `only`: the one output that counts, where others differ between paths. `moved` are the least rows of tokens ×
-    width that the case must move, forward and backward. `in_place`: the argument that is written to, and counts as an
+    `only`: the one output to compare, if others differ between paths. `moved`: the fewest rows, tokens × width each,
+    that the case must move, forward and backward. `in_place`: the argument that is overwritten, and counts as an
     output. `note`: the requirements of the fused path, in words.
     """
 
@@ -44,7 +44,7 @@ class Case:
     note: str = ""
 
     def leaves(self, dtype: torch.dtype | None = None) -> tuple[Sequence[Any], dict[str, Any], list[Tensor]]:
-        """Arguments and settings of one call, in `dtype` if there is one, and the tensors that want gradients."""
+        """Arguments and settings of one call, cast to `dtype` if given, and the tensors that require gradients."""
 
         def leaf(x: Tensor) -> Tensor:
             if not x.is_floating_point():
@@ -56,7 +56,7 @@ class Case:
         return args, settings, [x for x in tree_leaves((args, settings)) if isinstance(x, Tensor) and x.requires_grad]
 
     def results(self, run: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Outputs of a function on these inputs, and gradients of all of them, for the same random probes each time."""
+        """The outputs of a function on these inputs, and their gradients for random probes, the same in every call."""
         args, settings, leaves = self.leaves(dtype)
         with torch.set_grad_enabled(self.gradients):
             values = run(*args, **settings)
@@ -79,7 +79,7 @@ Cases = Iterable[Case]
 
 
 def declared_operators() -> dict[str, Operator[..., Any]]:
-    """Every operator by its name; those for inference have the folder before it."""
+    """Every operator by name; those for inference are prefixed with their folder."""
     folders = import_module("residua.ops")
     operators: dict[str, Operator[..., Any]] = {}
     for folder in sorted(module.name for module in iter_modules(folders.__path__) if module.ispkg):
@@ -93,7 +93,7 @@ def declared_operators() -> dict[str, Operator[..., Any]]:
 def example_cases(
     device: torch.device, dtype: torch.dtype, sizes: Sizes | None = None
 ) -> Iterator[tuple[str, Operator[..., Any], Case]]:
-    """The examples of every operator, each with its name; operators draw from sources of their own."""
+    """Every example with its name and operator; each operator draws from its own random source."""
     for name, operator in declared_operators().items():
         for case in operator.cases(Draw(device, dtype, sizes)):
             yield f"{name}, {case.label}" if case.label else name, operator, case
@@ -101,7 +101,7 @@ def example_cases(
 
 @dataclass(frozen=True)
 class Sizes:
-    """One size for all operators. `sources` is for attention over depth, `length` is of sequences."""
+    """One size for all operators. `sources` is for attention over depth, `length` is the sequence length."""
 
     tokens: int = 192
     width: int = 256
@@ -116,7 +116,7 @@ class Sizes:
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The tokens as sequences."""
+        """The number and length of sequences that hold the tokens."""
         return max(1, self.tokens // self.length), min(self.tokens, self.length)
 
     @property
@@ -125,9 +125,9 @@ class Sizes:
 
 
 class Draw:
-    """Random inputs: activations in the dtype that is tested, weights in float32.
+    """Random inputs: activations in the tested dtype, weights in float32.
 
-    The same on every machine, or else drawn on the device, which is quicker; on `meta` without numbers.
+    They are the same on every machine, or drawn on the device, which is faster; on `meta` they have no values.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Draw:
         self._source = torch.Generator("cpu" if same_everywhere or device.type == "meta" else device).manual_seed(0)
 
     def x(self, *shape: int, scale: float = 1.0) -> Tensor:
-        """Activations; without a shape, a row for each token."""
+        """Activations; without a shape, one row per token."""
         return self.w(*(shape or (self.sizes.tokens, self.sizes.width)), scale=scale).to(self.dtype)
 
     def w(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -163,11 +163,11 @@ class Draw:
         return self.linear(*shape).to(self.dtype)
 
     def below(self, bound: int, *shape: int) -> Tensor:
-        """Whole numbers."""
+        """Random integers from 0 to bound − 1."""
         return torch.randint(bound, shape, generator=self._source, device=self._source.device).to(self.device)
 
     def thirds(self) -> Tensor:
-        """Where the rows of three groups of tokens end, of which the second has none."""
+        """The row ends of three groups of tokens; the second group is empty."""
         third, tokens = self.sizes.tokens // 3, self.sizes.tokens
         return torch.tensor([third, third, tokens], device=self.device, dtype=torch.int32)
 

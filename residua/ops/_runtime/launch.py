@@ -24,42 +24,41 @@ def next_power_of_2(n: int) -> int:
 
 
 def extent(v: Tensor) -> tuple[int, int]:
-    """Width and tokens."""
+    """The width and the number of tokens."""
     return v.shape[-1], math.prod(v.shape[:-1])
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Contiguous and at a 16-byte address, the only case that kernels are compiled for."""
+    """x, contiguous and at a 16-byte address, the only case that kernels are compiled for."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def dense_last(x: Tensor) -> Tensor:
-    """With its last axis dense; a row may be a part of something wider."""
+    """x with its last axis dense; a row may be part of a wider one."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def dense_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty, contiguous, of x's shape."""
+    """An empty contiguous tensor of x's shape."""
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def either(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """The tensor, or another one for a pointer that the kernel does not follow."""
+    """The tensor or, if None, a stand-in for a pointer that the kernel does not dereference."""
     return other if tensor is None else tensor
 
 
 def handle(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor without memory, by which one backward pass sends tensors to another that runs after it.
+    """A tensor without memory, through whose gradient one backward function sends tensors to a later one.
 
-    It has stride 0, and the device and, if none is given, the dtype of another. Its value means nothing, its gradient
-    everything.
+    It has stride 0, the device of `like` and, unless one is given, its dtype. Only its gradient has a meaning.
     """
     return torch.empty_strided(tuple(shape), (0,) * len(shape), dtype=dtype or like.dtype, device=like.device)
 
 
 def device_guard(x: Tensor) -> Any:
-    """Launch on the GPU that holds x."""
+    """A context that launches kernels on the GPU that holds x."""
     return torch.cuda.device_of(x)
 
 
@@ -73,8 +72,8 @@ _MOST_TABLES = 4096
 def addresses(tensors: Sequence[Tensor], others: Sequence[int]) -> Tensor:
     """int64: the addresses of the tensors, then the others. A kernel writes them, so the host does not wait.
 
-    A kernel that takes such a table is not compiled for the number of its tensors. Training steps use the same
-    addresses again and again, so tables are cached, except during a CUDA graph capture, which has its own memory.
+    A kernel that takes such a table need not be recompiled for each number of tensors. Training steps reuse the same
+    addresses, so tables are cached, except during a CUDA graph capture, which has its own memory.
     """
     device = tensors[0].device
     key = (*(t.data_ptr() for t in tensors), *others)

@@ -1,8 +1,8 @@
 """How operators are registered with `torch.library`, and how their kernels are compiled before a model runs.
 
-Triton would compile each kernel at its first launch. Much of a compilation runs outside of Python, so threads help.
-(For training, `train/compile/precompile.py` has helper processes: they need seconds to start, and `torch.compile`
-takes longer than that.)
+Triton would compile each kernel at its first launch. Much of a compilation runs outside Python, so threads help. (For
+training, `train/compile/precompile.py` uses helper processes: they take seconds to start, but `torch.compile` takes
+longer.)
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ launchers: dict[str, Callable[..., Any]] = {}
 """The function behind `residua::name`, by name."""
 
 listeners: list[Callable[[str, str, tuple[Any, ...], dict[str, Any]], None]] = []
-"""Called for each operator that is traced: module that registers it, name, arguments and settings (fake tensors)."""
+"""Called for each traced operator: the module that registers it, its name, arguments and settings (fake tensors)."""
 
 
 class Call(NamedTuple):
-    """A call of an operator that a dry run did not carry out."""
+    """A call of an operator that a dry run skipped."""
 
     name: str
     run: Callable[..., Any]
@@ -41,7 +41,7 @@ _calls: list[Call] | None = None
 
 @contextmanager
 def dry_run() -> Iterator[list[Call]]:
-    """Inside, operators that may be compiled ahead return empty results, and their calls are collected."""
+    """Inside the block, operators that may be compiled ahead return empty results, and their calls are collected."""
     global _calls
     before, _calls = _calls, []
     try:
@@ -51,15 +51,15 @@ def dry_run() -> Iterator[list[Call]]:
 
 
 def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register a launcher as `residua::name` and return that: `torch.compile` sees one opaque call, autograd nothing.
+    """Register a launcher as `residua::name` and return the operator. `torch.compile` sees one opaque call without a
+    gradient.
 
-    A launcher is a generator. It yields its results, empty but of the right shapes, and then fills them; where it has
-    to return other tensors than those, it yields these at the end. Tracing stops at the first yield, so that a
-    launcher is its own shape function. Its annotations are the operator's schema. Defined on a library, not by
-    `custom_op`: a training step makes two hundred calls, and the wrappers of `custom_op` would cost more than the
-    kernels.
+    A launcher is a generator. It yields empty results of the right shapes, then fills them; if it must return other
+    tensors, it yields those at the end. Tracing stops at the first yield, so a launcher is its own shape function. Its
+    annotations are the operator's schema. It is defined on a library, not by `custom_op`: a training step makes two
+    hundred calls, and the wrappers of `custom_op` would cost more than the kernels.
     `ahead`: to compile its kernels, `precompile` may call it on a CPU with tensors whose memory is never touched; off
-    where it also multiplies matrices. `mutates`: the arguments that it writes to.
+    if it also multiplies matrices. `mutates`: the arguments that it writes to.
     """
 
     def register(launch: Callable[..., Iterator[Any]]) -> Any:
@@ -92,15 +92,15 @@ def launcher(name: str, *, ahead: bool = True, mutates: Sequence[str] = ()) -> C
 
 
 def differentiate(operator: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:
-    """Give an operator a gradient: `save(ctx, inputs, output)` keeps what `backward(ctx, *gradients)` needs."""
+    """Give an operator a gradient: `save(ctx, inputs, output)` stores everything `backward(ctx, *gradients)` needs."""
     torch.library.register_autograd(operator, backward, setup_context=save, lib=_LIBRARY)
 
 
 def compile_ahead(forward: Callable[[], object]) -> None:
-    """Call `forward` without its kernels, then launch each operator's kernels in a thread of its own.
+    """Call `forward` without its kernels, then launch each operator's kernels in a separate thread.
 
-    The results of the kernels are discarded. `forward` should be small: the tensors of all calls are kept until the
-    end.
+    The kernels' results are discarded. `forward` should be small, because the tensors of all calls stay in memory until
+    the end.
     """
     with dry_run() as calls:
         forward()
@@ -115,7 +115,7 @@ def compile_ahead(forward: Callable[[], object]) -> None:
 @torch.inference_mode()
 def _launch(calls: list[Call]) -> None:
     tensors = [x for call in calls for x in tree_leaves(call.args) if isinstance(x, Tensor)]
-    # a thread has no CUDA context before PyTorch runs something in it, and describing a tensor to the GPU needs one
+    # creating a TMA descriptor needs a CUDA context, which a thread lacks until PyTorch runs something in it
     torch.zeros(1, device=tensors[0].device)
     for call in calls:
         call.run(*call.args, **call.settings)

@@ -21,7 +21,7 @@ _waiting: list[Callable[..., Any]] = []
 
 
 def in_graph(function: F) -> F:
-    """Make the function one opaque node of compiled graphs; Dynamo learns it when it is imported."""
+    """Make the function one opaque node of compiled graphs; it is registered when Dynamo is imported."""
     if DYNAMO in sys.modules:
         return torch.compiler.allow_in_graph(function)  # type: ignore[no-any-return, no-untyped-call]
     _waiting.append(function)
@@ -29,7 +29,7 @@ def in_graph(function: F) -> F:
 
 
 def opaque(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """The `apply` of an autograd function, as one opaque node of compiled graphs."""
+    """The `apply` of an autograd function as one opaque node of compiled graphs."""
 
     def apply(*args: Any) -> Any:
         return function.apply(*args)
@@ -38,7 +38,7 @@ def opaque(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class _Watch(MetaPathFinder):
-    """Notices the import of Dynamo, by whomever: once it is loaded, the functions that wait for it are declared."""
+    """Detects any import of Dynamo and, once it is loaded, registers the waiting functions."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

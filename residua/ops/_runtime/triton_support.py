@@ -1,4 +1,4 @@
-"""Where Triton kernels can run, and which tensors the fused paths take."""
+"""Where Triton kernels can run, and which tensors the fused paths support."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from residua.ops._runtime.backend import chosen_backend
 
 DTYPES = (torch.float32, torch.bfloat16)
 INSTALLED = find_spec("triton") is not None and torch.version.hip is None
-"""Whether there are kernels. PyTorch for AMD has CUDA's names and a Triton too, but we have tested no kernel there."""
-# Triton's interpreter runs kernels in Python on a CPU: for tests, thousands of times slower.
+"""Whether kernels are available. AMD's PyTorch also has CUDA's names and Triton, but our kernels are untested there."""
+# Triton's interpreter runs kernels in Python on a CPU, thousands of times slower; only for tests.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER_SHARED_MEMORY = 232_448
-"""Most bytes of a program."""
+"""Most bytes per program."""
 
 
 class Gpu(NamedTuple):
     multiprocessors: int
     shared_memory: int
-    """Most bytes of a program."""
+    """Most bytes per program."""
 
 
 absent: Gpu | None = None
@@ -32,11 +32,11 @@ absent: Gpu | None = None
 
 
 def supports(*tensors: Tensor) -> bool:
-    """Whether the fused path takes these tensors: all on a GPU, float32 or bfloat16, with Triton installed.
+    """Whether the fused path supports these tensors: all on a GPU, float32 or bfloat16, with Triton installed.
 
-    On a CPU it takes them only in the interpreter or for an absent GPU, and only if `backend("triton")` asks for it.
-    Inside `torch.func.jvp` it takes none: kernels have no forward-mode derivative, and what some return would count as
-    constant.
+    It supports CPU tensors only in the interpreter or for an absent GPU, and only under `backend("triton")`. Inside
+    `torch.func.jvp` it supports none: kernels have no forward-mode derivative, so autograd would treat some results as
+    constants.
     """
     if not INSTALLED or forward_ad._current_level >= 0:
         return False
@@ -45,7 +45,7 @@ def supports(*tensors: Tensor) -> bool:
 
 
 def multiprocessors(x: Tensor) -> int:
-    """How many multiprocessors the tensor's GPU has. The interpreter gets 3, so that tests have programs share work."""
+    """The number of multiprocessors of the tensor's GPU; 3 in the interpreter, so that programs share work in tests."""
     if x.is_cuda:
         return torch.cuda.get_device_properties(x.device).multi_processor_count
     return 3 if absent is None else absent.multiprocessors

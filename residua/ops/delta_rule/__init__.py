@@ -1,6 +1,7 @@
-"""Delta rules: linear attention with a decaying state that is corrected, not only added to.
+"""Delta rules: linear attention with a decaying state that each token corrects instead of only adding to it.
 
-`gated_delta` decays by head, `kimi_delta` by channel; `delta_mixer` is the former with what surrounds it in a layer.
+`gated_delta` decays per head, `kimi_delta` per channel; `delta_mixer` is the former with its convolution and output
+gate.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ def _mixers(d: Draw) -> Cases:
 def _serves_mixer(
     projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, key_heads: int, **_: Any
 ) -> bool:
-    """Whether all three kernels take these tensors."""
+    """Whether all three kernels support these tensors."""
     width = gain.shape[0]
     return convolution.shape[0] <= MOST_TAPS and takes(projected, width, width) and supports(convolution, gain)
 

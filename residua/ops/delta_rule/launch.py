@@ -1,4 +1,4 @@
-"""Delta rules: tile sizes, and launching the kernels; of `delta_mixer`, those of three operators on shared tensors."""
+"""Delta rules: tile sizes and kernel launches; `delta_mixer` launches three operators' kernels on shared tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from residua.ops.gated_output import launch as output_launch
 from residua.ops.short_convolution import launch as convolution_launch
 
 RATES = 6
-"""Numbers per token that `chunk_kernel` leaves for the others."""
+"""Numbers per token that `chunk_kernel` computes for the other kernels."""
 
 
 class BlockPlan(NamedTuple):
-    """A program takes a head's columns by blocks."""
+    """Each program processes a block of a head's columns."""
 
     block: int
     warps: int = 4
@@ -39,13 +39,13 @@ CHUNKS, CHANNEL_CHUNKS = BlockPlan(32, warps=2), BlockPlan(32)
 GRADIENTS, CHANNEL_GRADIENTS = BlockPlan(32, stages=2), BlockPlan(32, warps=8)
 STEP = BlockPlan(32)
 PRODUCT_WARPS, PRODUCT_BACKWARD_WARPS = 8, 4
-"""Of the products with a decay per channel: the quickest of 2, 4 and 8 on an H200, with heads of 128."""
+"""For the products with a decay per channel: the fastest of 2, 4 and 8 on an H200, with heads of 128."""
 NORM_EPS = 1e-6
-"""Of the norms of queries and keys in `delta_mixer`."""
+"""eps of the norms of queries and keys in `delta_mixer`."""
 
 
 def scan_plan(x: Tensor) -> BlockPlan:
-    """Of both scans. Two stages of heads of 128 need 132 KB of shared memory."""
+    """The plan of both scans. Two stages of heads of 128 need 132 KB of shared memory."""
     return BlockPlan(64, stages=2 if shared_memory(x) >= 140_000 else 1)
 
 
@@ -78,7 +78,7 @@ class Sizes(NamedTuple):
 
 
 class Decayed(NamedTuple):
-    """Further results of `chunk_kernel` with a decay per channel."""
+    """Additional results of `chunk_kernel` with a decay per channel."""
 
     overlap: Tensor
     """(k, k) below the diagonal, [B·H, N, C, C]."""
@@ -93,26 +93,26 @@ class Decayed(NamedTuple):
         return cls(overlap, g.new_empty(shape), v.new_empty((3, *shape)))
 
     def heads(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q and k that enter a chunk and the k that leaves it, [B, N·C, H, K]."""
+        """The q and k that enter a chunk and the k that leaves it, [B, N·C, H, K]."""
         q, k, out = self.decayed.transpose(2, 3)
         return q, k, out
 
 
 def _scanned(s: Sizes, q: Tensor, k: Tensor, by_channel: Decayed | None) -> tuple[Sizes, Tensor, Tensor, Tensor]:
-    """Keys and queries for both scans: entering q and k, leaving k; with `by_channel` each value head has its own."""
+    """Queries and keys for both scans: entering q and k, leaving k; with `by_channel`, separate for each value head."""
     return (s, q, k, k) if by_channel is None else (s._replace(group=1), *by_channel.heads())
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of q and k, for each value head, and of v, g, beta and the first state."""
+"""Gradients of q and k, for each value head, and of v, g, beta and the first state."""
 
 
 @launcher("delta_rule")
 def forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, begins: Tensor | None, state: Tensor | None, keep: bool
 ) -> Iterator[list[Tensor]]:
-    """o and the last state; then what backward needs: inverse, reads, rates, the Sᵀ that each chunk meets, and u, and
-    of g [B, T, H, K] `Decayed`.
+    """o and the last state; then tensors for backward: inverse, reads, rates, the Sᵀ at the start of each chunk, u,
+    and for g [B, T, H, K] `Decayed`.
 
     g, beta and states are float32; begins [B, T] is uint8. `keep`: there will be a backward pass.
     """
@@ -164,7 +164,7 @@ def _launch_rule(
 def backward(
     d_o: Tensor, d_last: Tensor | None, q: Tensor, k: Tensor, v: Tensor, saved: Sequence[Tensor], from_state: bool
 ) -> Iterator[Gradients]:
-    """`saved` is what `forward` returns for it."""
+    """The gradients; `saved` are the tensors that `forward` returns for this."""
     outputs = _empty_gradients(q, k, v, saved, from_state)
     yield outputs
     _launch_backward(d_o, d_last, q, k, v, saved, from_state, outputs)
@@ -218,13 +218,13 @@ def _launch_backward(
 
 
 def _precision(x: Tensor) -> str:
-    """Of the products that invert: a result in bfloat16 has no use for more than TensorFloat-32."""
+    """The precision of the products that invert: a bfloat16 result gains nothing beyond TensorFloat-32."""
     return "tf32" if x.dtype is torch.bfloat16 and not INTERPRETED else "ieee"
 
 
 @launcher("gated_delta_step", mutates=("state",))
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Iterator[Tensor]:
-    """o [B, H, V] of one token; the state [B, H, K, V], float32 and contiguous, is overwritten."""
+    """o [B, H, V] for one token; overwrites the state [B, H, K, V], float32 and contiguous."""
     o = v.new_empty(v.shape)
     yield o
     q, k, v = (dense_last(x) for x in (q, k, v))
@@ -265,7 +265,7 @@ def products_backward(
 
 
 def _products_grid(k: Tensor) -> tuple[int]:
-    """A program for each block of 16 tokens."""
+    """One program per block of 16 tokens."""
     return (k.numel() // (k.shape[-1] * CHUNK) * BLOCKS,)
 
 
@@ -278,10 +278,10 @@ def mixer(
     projected: Tensor, g: Tensor, beta: Tensor, convolution: Tensor, gain: Tensor, begins: Tensor | None,
     key_heads: int, eps: float, keep: bool,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """y and the last state; then what backward needs: q, k, v, o and what the delta rule keeps.
+    """y and the last state; then tensors for backward: q, k, v, o and those of the delta rule.
 
-    As separate operators, the gate's gradient would be copied next to those of q, k and v. The gradients of a key head,
-    one for each value head that it serves, would need a separate pass to be added.
+    Separate operators would copy the gate's gradient next to those of q, k and v. They would also need a separate pass
+    to add the gradients of a key head, one for each value head that it serves.
     """
     q, k, v = convolution_launch.empty_heads(projected, convolution, key_heads, g.shape[-1])
     o, last, *saved = rule = _empty_rule(k, v, g, keep)

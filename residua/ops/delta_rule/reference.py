@@ -3,9 +3,9 @@
 
     S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ,   α_t = exp(g_t),   o_t = S_tᵀ q_t
 
-The state S [K, V] is a memory from keys to values (the papers', transposed): it decays by α, then what it holds under
-k_t moves towards v_t by the share β. `naive` is this loop, the truth; `gated_delta` and `kimi_delta` do the same work
-in matrix products; `step` is one iteration of the loop.
+The state S [K, V] is a memory from keys to values (the papers' state, transposed): it decays by α, then the value
+stored under k_t moves towards v_t by the share β. `naive` is this loop and the definition; `gated_delta` and
+`kimi_delta` compute the same with matrix products; `step` is one iteration of the loop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def naive(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta` or `kimi_delta`, as g's shape says, token by token: the same arguments and results."""
+    """`gated_delta` or `kimi_delta`, depending on g's shape, token by token: the same arguments and results."""
     check_shapes(q, k, v, g, beta, per_channel=g.dim() == 4)
     state = initial_state(k, v, state)
     first = begins(v, segments)
@@ -72,7 +72,7 @@ def gated_delta(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gated delta rule, in chunks of 64 tokens: one small product per chunk waits for the last.
+    """The gated delta rule in chunks of 64 tokens; only one small product per chunk depends on the previous chunk.
 
         S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ,   α_t = exp(g_t),   o_t = S_tᵀ q_t
 
@@ -82,13 +82,13 @@ def gated_delta(
     v's dtype and the last state in at least float32.
 
     Let G_i = Σ_{j≤i} g_j, within_ij = exp(G_i − G_j) for j ≤ i and enter_i = exp(G_i), both 0 where a document begins
-    in between. Inside a chunk that starts from the state S, the loop's u solves a unit triangular system:
+    in between. In a chunk that starts from the state S, the loop's u solves a unit triangular system:
 
         u_i + β_i Σ_{j<i} within_ij (k_i·k_j) u_j = β_i (v_i − enter_i Sᵀk_i)   ⇒   U = Ū − W S
         o_i = enter_i Sᵀq_i + Σ_{j≤i} within_ij (q_i·k_j) u_j
         S'  = enter_last S + Σ_j within_last,j k_j u_jᵀ = M S + N
 
-    Ū, W, M and N of all chunks are computed at once, then the states sequentially, then all outputs.
+    Ū, W, M and N of all chunks are computed in parallel, then the states sequentially, then all outputs.
     """
     check_shapes(q, k, v, g, beta, per_channel=False)
     return in_chunks(_PerHead, q, k, v, g[..., None], beta, segments, state)
@@ -104,14 +104,14 @@ def kimi_delta(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule with a decay per channel, in chunks of 64 tokens: one small product per chunk waits for the last.
+    """The delta rule with a decay per channel in chunks of 64 tokens; one small product per chunk depends on the last.
 
         S_t = (I − β_t k_t k_tᵀ) Diag(α_t) S_{t−1} + β_t k_t v_tᵀ,   α_t = exp(g_t) [K],   o_t = S_tᵀ q_t
 
     q, k [B, T, H_k, K], v [B, T, H, V] with H a multiple of H_k; log decay g ≤ 0 [B, T, H, K] and share beta [B, T, H];
     `segments`, `state` and results as in `gated_delta`.
 
-    Inside a chunk that meets the state S, with G_i = Σ_{j≤i} g_j [K], the loop's u solves a unit triangular system:
+    In a chunk that starts from the state S, with G_i = Σ_{j≤i} g_j [K], the loop's u solves a unit triangular system:
 
         (x, y)_ij = Σ_c x_ic y_jc exp(G_ic − G_jc) for j ≤ i in one document,   enter_i = exp(G_i)
         u_i + β_i Σ_{j<i} (k, k)_ij u_j = β_i (v_i − Sᵀ(enter_i ⊙ k_i))   ⇒   U = Ū − W S
@@ -132,7 +132,7 @@ class Decays(Protocol):
         """`visible` and `met` are those of `_same_document`."""
 
     def system(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The triangle β_i (k, k)_ij, of which only what is below the diagonal counts, and [β v, β enter ⊙ k]."""
+        """The matrix β_i (k, k)_ij, used only below the diagonal, and [β v, β enter ⊙ k]."""
 
     def leaving(self) -> Tensor:
         """(exp(G_last − G_j) ⊙ k_j)ᵀ"""
@@ -154,7 +154,7 @@ def in_chunks(
     segments: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """A delta rule in chunks; g [B, T, H, 1 or K]."""
+    """Compute a delta rule in chunks; g [B, T, H, 1 or K]."""
     tokens, heads, value_width = v.shape[1:]
     with no_autocast(v):  # the system inside a chunk is solved in single precision
         before = initial_state(k, v, state)
@@ -182,7 +182,7 @@ class _PerHead:
     def __init__(self, q: Tensor, k: Tensor, total: Tensor, beta: Tensor, visible: Tensor, met: Tensor) -> None:
         self.q, self.k, self.beta = q, k, beta
         total = total.squeeze(-1)
-        # The exponent is masked, not the result: above the diagonal it is positive and may overflow.
+        # Mask the exponent, not the result: above the diagonal the exponent is positive and may overflow.
         self.within = (total[..., :, None] - total[..., None, :]).masked_fill(~visible, float("-inf")).exp()
         self.enter = total.masked_fill(~met, float("-inf")).exp()[..., None]
 
@@ -203,8 +203,8 @@ class _PerHead:
 def _decayed_products(k: Tensor, q: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """(k, k) and (q, k) [B, H, N, 64, 64] of k, q and the cumulative log decays G, [B, H, N, 64, K].
 
-    exp(G_i) exp(−G_j) would overflow. For i in a block of 16 and j in an earlier one, both factors are at most 1 with
-    the end R of the block before i's between them: exp(G_i − R) exp(R − G_j). Within a block the decays are formed
+    exp(G_i) exp(−G_j) would overflow. For i in a block of 16 and j in an earlier one, let R be G at the end of the
+    block before i's: both factors of exp(G_i − R) exp(R − G_j) are at most 1. Within a block the decays are computed
     pair by pair. Above the diagonal the result is meaningless but finite.
     """
     g, keys, queries = (x.unflatten(-2, (BLOCKS, BLOCK)) for x in (total, k, q))
@@ -254,7 +254,7 @@ class PerChannel:
 def _same_document(first: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     """visible [B, 1, N, 64, 64]: whether token i is in the document of token j ≤ i of its chunk.
 
-    met [B, 1, N, 64]: whether it is in the document of the state from which its chunk starts. first [B, T] marks the
+    met [B, 1, N, 64]: whether it is in the document of the state that its chunk starts from. first [B, T] marks the
     first tokens of documents.
     """
     document = pad(first, (0, chunks * CHUNK - first.shape[1])).cumsum(1).unflatten(1, (chunks, CHUNK))[:, None]
@@ -274,12 +274,12 @@ def _to_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _read(state: Tensor, key: Tensor) -> Tensor:
-    """Sᵀk, as a sum and not a matrix product: one token is bound by memory, and autocast leaves sums alone."""
+    """Sᵀk as a sum, not a matrix product: one token is limited by memory, and autocast does not affect sums."""
     return (state * key[..., :, None]).sum(-2)
 
 
 def initial_state(k: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
-    """The state a call starts from: the one given, or zero, [B, H, K, V]."""
+    """The state that a call starts from: the given one, or zero, [B, H, K, V]."""
     values = wide(v)
     if state is not None:
         return state.to(values.dtype)
@@ -287,7 +287,7 @@ def initial_state(k: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, per_channel: bool) -> None:
-    """Refuse arguments whose shapes do not go together."""
+    """Refuse arguments with inconsistent shapes."""
     name = "kimi_delta" if per_channel else "gated_delta"
     if q.shape != k.shape or q.shape[:2] != v.shape[:2] or v.shape[2] % k.shape[2]:
         raise ValueError(

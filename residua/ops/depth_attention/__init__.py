@@ -20,7 +20,7 @@ def _serves(
     return_weights: bool = False,
     **_: Any,
 ) -> bool:
-    """Sources of the same shape and dtype, with normalised keys and a softmax, if the weights are not asked for."""
+    """Supports sources of one shape and dtype, with normalised keys and a softmax, without `return_weights`."""
     if key_norm != "rms" or activation != "softmax" or return_weights or len(sources) == 0:
         return False
     first = sources[0]

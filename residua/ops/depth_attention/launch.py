@@ -1,4 +1,4 @@
-"""Launching the kernels of attention over depth; a source's scores and gradients are for many readers at once."""
+"""Launching the kernels of attention over depth, which compute a source's scores and gradients for many readers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Kernels(NamedTuple):
 
 @cache
 def _kernels() -> _Kernels:
-    """The modules of kernels; Triton is imported when the first of them runs."""
+    """The kernel modules; Triton is imported when the first kernel runs."""
     from residua.ops.depth_attention import kernels, kernels_backward, kernels_block
 
     return _Kernels(kernels, kernels_backward, kernels_block)
@@ -55,13 +55,13 @@ def parts(u: Tensor) -> Tensor:
 
 @launcher("depth_parts")
 def depth_parts(u: Tensor) -> Iterator[Tensor]:
-    """`parts` as an operator, for a compiler may skip the rounding."""
+    """`parts` as an operator, because a compiler might skip the rounding."""
     yield parts(u)
 
 
 @launcher("depth_scores")
 def depth_scores(v: Tensor, u: Tensor, first: int, count: int, eps: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """z_l = rstd (u_l · v) [count, pitch] for the readers from `first` on, and rstd [pitch]; u may be in parts."""
+    """z_l = rstd (u_l · v) [count, pitch] for readers from `first` on, and rstd [pitch]; u may be in `parts`."""
     outputs = _empty_scores(v, count)
     yield outputs
     _launch_scores(None, v, None, u, *outputs, first, eps)
@@ -119,7 +119,7 @@ def depth_mix(
 def depth_mix_group(
     sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int
 ) -> Iterator[list[Tensor]]:
-    """`depth_mix` for consecutive readers, the first one's scores in rows[i]: lse [readers, pitch], then each h."""
+    """`depth_mix` for consecutive readers; rows[i] has the first one's scores: lse [readers, pitch], then each h."""
     lse, h = scores[0].new_empty(readers, scores[0].shape[1]), [dense_like(sources[0]) for _ in range(readers)]
     yield [lse, *h]
     width, tokens = extent(h[0])
@@ -176,9 +176,9 @@ def depth_source_gradient(
     v: Tensor, z: Tensor, rstd: Tensor, u: Tensor, first: int,
     onward: Tensor | None, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """A source's gradient [..., C] from the readers from `first` on, and du [readers of the model, C] so far.
+    """A source's gradient [..., C] from the readers from `first` on, and the du [readers of the model, C] so far.
 
-    z's first len(dh) rows are theirs; `onward` is the gradient that reaches the source on other paths.
+    z's first len(dh) rows belong to these readers; `onward` is the gradient that reaches the source on other paths.
     """
     dv, new_du = torch.empty_like(v), torch.empty_like(u)
     yield dv, new_du
@@ -229,7 +229,7 @@ def depth_block_gradient(
     values: Sequence[Tensor], scores: Sequence[Tensor], rstds: Sequence[Tensor],
     u: Tensor, first: int, dh: Sequence[Tensor], stats: Sequence[Tensor], du: Tensor | None,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """du, then `depth_source_gradient` of several sources from the same readers, the last rows of each one's scores."""
+    """du, then `depth_source_gradient` of several sources from the same readers: the last rows of each one's scores."""
     new_du, dv = torch.empty_like(u), [torch.empty_like(v) for v in values]
     yield [new_du, *dv]
     width, tokens = extent(dv[0])
@@ -264,12 +264,12 @@ def depth_block_gradient(
 
 
 def _numbers(each: int) -> int:
-    """How many numbers a program with `NUMBERS` tokens works on at once, `each` per token."""
+    """How many numbers a program with `NUMBERS` tokens processes at once, `each` per token."""
     return NUMBERS["TOKENS"] * next_power_of_2(each)
 
 
 def _scores_gradient(table: Tensor, v: Tensor, slopes: Tensor, pull: Tensor, u: Tensor, first: int) -> Tensor:
-    """Add the gradient through the scores to those of the sources in `table`, which are like v; returns du in parts."""
+    """Add the gradient through the scores to those of the sources in `table`, shaped like v; returns du in parts."""
     (width, tokens), (size, count, length) = extent(v), slopes.shape
     tile = scores_gradient_tile(width, count, v)
     blocks, per_core = cdiv(width, tile["COLUMNS"]), 2 if tile.get("num_warps") == 8 else 3

@@ -30,8 +30,8 @@ def depth_attention(
         z_i = scale · query · (norm_weight ⊙ RMS(v_i)),   a = softmax(z),   h = Σ_i a_i v_i
 
     sources: sequence of [..., C]; query and norm_weight [C]. Returns h [..., C], and with `return_weights` also
-    a [..., sources]. `key_norm="none"` takes the keys raw; `activation="sigmoid"` weighs each source on its own,
-    without normalisation (both are ablations of the paper).
+    a [..., sources]. `key_norm="none"` uses raw keys; `activation="sigmoid"` weights each source separately, without
+    normalisation (both are ablations in the paper).
     """
     sources = _checked(sources, query)
     weights = _WEIGH[activation](

@@ -1,4 +1,4 @@
-"""The feed-forwards of a mixture's experts, each on its own rows or on the tokens that visit it."""
+"""The feed-forwards of a mixture's experts, each applied to its rows or to the tokens that visit it."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def _serves(
 
 
 def _cases(d: Draw) -> Cases:
-    """Rows that are sorted already, then tokens that were routed at random to experts as wide as the model."""
+    """Rows already sorted, then tokens routed at random to experts as wide as the model."""
     width, experts = d.sizes.width, d.sizes.experts
     yield Case((d.x(), d.matrix(3, 2 * width, width), d.matrix(3, width, width), d.thirds(), "swiglu"))
     routed = route.reference(d.x(), d.linear(experts, width), d.sizes.top_k)

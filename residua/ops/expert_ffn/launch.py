@@ -1,4 +1,4 @@
-"""The feed-forwards of experts, fused: six grouped products, with the permutation and the activation inside them.
+"""The feed-forwards of experts, fused: six grouped products that include the permutation and the activation.
 
 With the rows s of expert e, their tokens t(s), weights v_s and gradients g of the tokens' results:
 
@@ -6,12 +6,12 @@ With the rows s of expert e, their tokens t(s), weights v_s and gradients g of t
     p_s = W_outᵀ g_t(s),   g_z,s = v_s p_s ⊙ act′(z_s),   g_v,s = p_s · act(z_s)
     g_x,t = Σ_{s of t} W_upᵀ g_z,s,   g_W_up = Σ_s g_z,s x_t(s)ᵀ,   g_W_out = Σ_s g_t(s) a_sᵀ
 
-Rows of tokens are read through the order of the slots, and results are written to the slots in token-major order, where
-a token's sum is over neighbours: no row is copied by itself, and no sum depends on which program comes first. Only z is
-kept, or of relu² only a. The sums over a token's slots are plain PyTorch, where a compiler adds what follows them.
+Kernels read token rows through the order of the slots and write results to the slots in token-major order, where a
+token's slots are neighbours. So no separate pass copies rows, and no sum depends on the order of programs. Backward
+needs only z, or a for relu². The sums over a token's slots are plain PyTorch, so that a compiler can fuse what follows.
 
-The host knows how many rows there are, but not which expert has how many. Grids are as large as any division of the
-rows could need, so nothing waits for the GPU, and a step with experts can be captured as a CUDA graph.
+The host knows the total number of rows, but not how many each expert has. Grids are large enough for any division of
+the rows, so nothing waits for the GPU, and a step with experts can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TilePlan(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
-    """Most registers of a thread: with 128, two programs of 8 warps fit on a multiprocessor."""
+    """Most registers per thread: with 128, two programs of 8 warps fit on a multiprocessor."""
 
     def sizes(self) -> dict[str, int]:
         limit = {} if self.registers is None else {"maxnreg": self.registers}
@@ -49,9 +49,9 @@ class TilePlan(NamedTuple):
 
 
 class Plans(NamedTuple):
-    """The tiles of every product. All but those of `weight` have the same rows, for they share a table of tiles.
+    """The tiles of every product. All but `weight` have the same number of rows, because they share a table of tiles.
 
-    `wide` is for results whose columns are a multiple of its own.
+    `wide` is for results whose number of columns is a multiple of its own.
     """
 
     up: TilePlan
@@ -61,7 +61,7 @@ class Plans(NamedTuple):
     weight: TilePlan
 
     def product(self, columns: int) -> TilePlan:
-        """The tiles of a result with so many columns."""
+        """The tiles for a result with `columns` columns."""
         return self.wide if columns % self.wide.columns == 0 else self.up
 
 
@@ -70,7 +70,7 @@ def _same(plan: TilePlan) -> Plans:
 
 
 INTERPRETED = _same(TilePlan(16, 16, 16, 4, 1))
-"""Small tiles, so that the interpreter's tests have many of them."""
+"""Small tiles, so that tests in the interpreter cover several."""
 SINGLE = _same(TilePlan(64, 64, 32, 4, 2))
 """Float32 on a GPU: no tensor cores, for exact products."""
 MANY_ROWS_PLAN = Plans(
@@ -81,11 +81,11 @@ MANY_ROWS_PLAN = Plans(
     weight=TilePlan(128, 128, 64, 8, 3),
 )
 FEW_ROWS_PLAN = _same(TilePlan(16, 64, 64, 4, 4))
-"""Decoding and small batches: the weights' bytes are the limit, not arithmetic."""
+"""Decoding and small batches: limited by reading the weights, not by arithmetic."""
 PART, GATED_PART = (8, 8) if triton_support.INTERPRETED else (64, 32)
-"""Columns of gradients that are computed from a tile's sums at a time, without and with a gate."""
+"""Columns of gradients computed at a time from a tile's sums, without and with a gate."""
 FEW_ROWS = 16
-"""Rows per expert, in the mean, up to which `FEW_ROWS_PLAN` is used."""
+"""Mean number of rows per expert up to which `FEW_ROWS_PLAN` is used."""
 
 
 def plans(dtype: torch.dtype, slots: int, experts: int) -> Plans:
@@ -113,7 +113,7 @@ def expert_up(
     x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, activation: str,
     choices: int, keep: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """a = v act(W_up,e x) [slots, H] of tokens x [N, C] or, without an order, sorted rows; with `keep` the sums, too.
+    """a = v act(W_up,e x) [slots, H] of tokens x [N, C] or, without an order, sorted rows; with `keep` also the sums z.
 
     v are the weights [slots] of the slots, or 1.
     """
@@ -133,7 +133,7 @@ def expert_up(
 
 @launcher("expert_product")
 def expert_product(x: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, turned: bool) -> Iterator[Tensor]:
-    """W_e x, or W_eᵀ x if `turned`, of sorted rows x; with an order, rows are written to their slots."""
+    """W_e x, or W_eᵀ x if `turned`, for sorted rows x; with an order, rows are written to their slots."""
     y = x.new_empty((len(x), weight.shape[2 if turned else 1]))
     yield y
     plan = plans(x.dtype, len(x), len(weight)).product(y.shape[1])
@@ -149,7 +149,9 @@ def expert_slope(
     g: Tensor, weight: Tensor, order: Tensor | None, tiles: Tensor, weights: Tensor | None, saved: Tensor,
     activation: str, choices: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """The gradient of the sums z, the weighted act(z) (of relu², which keeps it, none), and parts of the weights'."""
+    """The gradient of the sums z, the weighted act(z) (none for relu², which stored it), and parts of the weights'
+    gradient.
+    """
     slots, hidden = len(saved), weight.shape[2]
     plan = plans(g.dtype, slots, len(weight)).slope
     g_z, a = torch.empty_like(saved), g.new_empty((0 if activation == "relu2" else slots, hidden))
@@ -169,7 +171,7 @@ def expert_slope(
 def expert_weight_gradients(
     g: Tensor, a: Tensor, g_z: Tensor, x: Tensor, order: Tensor | None, ends: Tensor, choices: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Σ g aᵀ [E, C, H] and Σ g_z xᵀ [E, R, C] over the rows of each expert; with an order, g and x are of tokens."""
+    """Σ g aᵀ [E, C, H] and Σ g_z xᵀ [E, R, C] over the rows of each expert; with an order, g and x are per token."""
     width, hidden, wide = x.shape[1], a.shape[1], g_z.shape[1]
     g_out, g_up = x.new_empty((len(ends), width, hidden)), x.new_empty((len(ends), wide, width))
     yield g_out, g_up
@@ -195,9 +197,9 @@ def expert_ffn(
     up_bias: Tensor | None = None,
     out_bias: Tensor | None = None,
 ) -> Tensor:
-    """The fused twin of `reference.expert_ffn`, which is left the biases.
+    """The fused twin of `reference.expert_ffn`; only the reference supports biases.
 
-    Matrices are brought to the products' dtype, as autocast does.
+    Matrices are cast to the products' dtype, as under autocast.
     """
     dtype = working_dtype(x)
     x, up, out = x.to(dtype), up.to(dtype), out.to(dtype)
@@ -243,7 +245,7 @@ class _ExpertFFN(torch.autograd.Function):
 
 
 def _by_token(y: Tensor, choices: int) -> Tensor:
-    """The sums over the slots of each token; autocast would return them in float32."""
+    """Sum over the slots of each token, in y's dtype: autocast would return float32."""
     return y if choices == 1 else y.unflatten(0, (-1, choices)).sum(1, dtype=y.dtype)
 
 

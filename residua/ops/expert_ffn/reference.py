@@ -1,4 +1,4 @@
-"""The feed-forwards of experts in plain PyTorch: gather the rows of each expert, multiply, add up by token."""
+"""The feed-forwards of experts in plain PyTorch: gather the rows of each expert, multiply, sum per token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "clamped_swiglu": clamped_swiglu,
 }
 GATED = (*dense.GATED, "geglu", "clamped_swiglu")
-"""Activations of two arguments: the rows of `up` are those of the gate, then those of the linear branch."""
+"""Activations with two arguments: `up` holds the rows of the gate, then those of the linear branch."""
 
 
 def expert_ffn(
@@ -47,7 +47,7 @@ def expert_ffn(
     up_bias: Tensor | None = None,
     out_bias: Tensor | None = None,
 ) -> Tensor:
-    """y_s = W_out,e act(W_up,e x_s) for the rows s of expert e, those from ends[e − 1] (or 0) up to ends[e].
+    """y_s = W_out,e act(W_up,e x_s) for the rows s of expert e, from ends[e − 1] (or 0) up to ends[e].
 
     up [E, R, C], R = 2H (gate, then up) if the activation has a gate, else H; out [E, C, H]; ends [E], int32. Without
     an order, x [slots, C] is sorted by expert, and so is the result. With order [N·k] and weights [N, k], x [N, C] are
@@ -67,13 +67,13 @@ def _sorted_ffn(
 
 
 def expert_hidden(x: Tensor, up: Tensor, ends: Tensor, activation: str, bias: Tensor | None = None) -> Tensor:
-    """act(W_up,e x_s) [slots, H] of sorted rows x [slots, C]: the input of the experts' last matrices."""
+    """act(W_up,e x_s) [slots, H] for sorted rows x [slots, C]: the input of the experts' last matrices."""
     parts = biased_rows(grouped_linear(x, up, ends), bias, ends).chunk(2 if activation in GATED else 1, -1)
     return ACTIVATIONS[activation](*parts)
 
 
 def biased_rows(y: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
-    """Sorted rows y [slots, R], each with the bias [E, R] of its expert."""
+    """Add to each sorted row of y [slots, R] its expert's bias [E, R]."""
     if bias is None:
         return y
     slots = torch.arange(len(y), device=y.device, dtype=ends.dtype)

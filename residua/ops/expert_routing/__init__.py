@@ -1,4 +1,4 @@
-"""Which experts each token visits, with what weights, and where its slots go."""
+"""Which experts each token visits, with which weights, and the order of its slots."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from residua.ops.expert_routing import reference
 from residua.ops.expert_routing.reference import Routed
 
 MOST_EXPERTS, MOST_CHOICES = 256, 8
-"""More scores than these do not fit into a program's registers."""
+"""More scores would not fit into a program's registers."""
 
 
 def _serves(

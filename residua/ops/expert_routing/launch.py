@@ -1,6 +1,6 @@
 """Routing, fused: the router's product, its softmax, the choices, the order of the slots, and all sums over tokens.
 
-Logits and choices are kept for the backward pass, a few floats per token.
+The backward pass needs only logits and choices, a few floats per token.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def lanes(experts: int) -> int:
-    """Experts as a power of two; products have 16 columns at least."""
+    """The number of experts rounded up to a power of two; products need at least 16 columns."""
     return max(16, next_power_of_2(experts))
 
 
 def _tokens(x: Tensor, experts: int) -> int:
-    """Tokens of a block: few enough that the scores of all experts fit into registers, and products in float32."""
+    """Tokens per block: few enough that registers hold the scores of all experts, and the products in float32."""
     return max(16, min(64, 2048 // lanes(experts))) if x.dtype is torch.bfloat16 else 16
 
 
 def _columns(x: Tensor, experts: int) -> int:
-    """Columns of a tile of gradients."""
+    """Columns per tile of gradients."""
     if x.dtype is torch.bfloat16:
         return 128 if lanes(experts) <= 64 else 64
     return 16 if INTERPRETED else 32
@@ -43,7 +43,7 @@ def _columns(x: Tensor, experts: int) -> int:
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, normalize: bool, sigmoid: bool, scale: float
 ) -> Iterator[Outputs]:
-    """All of `reference.Routed`, then the logits [N, E]."""
+    """The fields of `reference.Routed`, then the logits [N, E]."""
     (tokens, width), experts = x.shape, len(weight)
     single, whole = (x.new_empty(0, dtype=dtype) for dtype in (torch.float32, torch.int32))
     weights, chosen = single.new_empty((tokens, top_k)), whole.new_empty((tokens, top_k))
@@ -85,7 +85,7 @@ def backward(
     wide = lanes(experts)
     columns, block = _columns(x, experts), _tokens(x, experts)
     tiles = cdiv(width, columns)
-    # a program's tokens: whole blocks, and about two programs to a multiprocessor
+    # tokens per program: whole blocks, for about two programs per multiprocessor
     share = block * cdiv(cdiv(tokens, block), max(1, 2 * multiprocessors(x) // tiles))
     shares = cdiv(tokens, share)
     partial = logits.new_empty((shares, experts * width))
@@ -114,7 +114,7 @@ def route(
     groups: tuple[int, int, int] | None = None,
     offset: Tensor | None = None,
 ) -> Routed:
-    """The fused twin of `reference.route`, which is left offsets and the choice among groups."""
+    """The fused twin of `reference.route`; only the reference supports offsets and groups."""
     return Routed(*_route(x, weight, bias, top_k, normalize, score == "sigmoid", scale))
 
 

@@ -13,7 +13,7 @@ from residua.ops.expert_slots import sort_slots
 
 
 class Routed(NamedTuple):
-    """Where N tokens go, k experts each, with N·k slots in all.
+    """The routing of N tokens to k experts each, with N·k slots in total.
 
     weights, chosen: [N, k], the experts of each token and their weights; order: [N·k], the token-major slot
     (token · k + choice) of each row when slots are sorted by expert; ends: [E], where each expert's rows end. Sums over
@@ -46,10 +46,11 @@ def route(
 
         l = W x + offset,   s = softmax(l) or σ(l),   T = the k largest of s + bias,   w_e = scale · s_e / Σ_{j∈T} s_j
 
-    Without `normalize`, w_e = scale · s_e. The probabilities are s, of σ(l) divided by their sum. With (G, g, n) as
-    `groups`, T is chosen in the g of G groups of successive experts whose n largest s + bias have the largest sum.
+    Without `normalize`, w_e = scale · s_e. The probabilities are s; for σ(l), s divided by its sum. With (G, g, n) as
+    `groups`, experts form G groups of successive experts. T is chosen in the g groups whose n largest s + bias have the
+    largest sum.
     """
-    with no_autocast(x):  # in half precision, near ties would send tokens to other experts
+    with no_autocast(x):  # in half precision, near ties would change the routing
         logits = linear(wide(x), wide(weight), None if offset is None else wide(offset))
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     ranked = scores.detach() if bias is None else scores.detach() + wide(bias)
@@ -64,7 +65,7 @@ def route(
 
 
 def _in_best_groups(ranked: Tensor, groups: int, top_groups: int, best: int) -> Tensor:
-    """ranked [N, E] where the expert's group is among the best, −∞ elsewhere."""
+    """ranked [N, E] if the expert's group is among the best, −∞ elsewhere."""
     by_group = ranked.unflatten(-1, (groups, -1))
     chosen = by_group.topk(best).values.sum(-1).topk(top_groups).indices
     out = torch.ones(by_group.shape[:-1], dtype=torch.bool, device=ranked.device).scatter(-1, chosen, False)

@@ -1,7 +1,7 @@
-"""Where each token's copies go when they are sorted by expert, and how their results come back.
+"""The order of tokens' copies when sorted by expert, and the way back for their results.
 
-A token that visits k experts has k slots. Sorting is stable, and both directions are gathers, forward and backward:
-without atomic additions, the same input gives the same bits.
+A token that visits k experts has k slots. Sorting is stable, and both directions are gathers, forward and backward.
+Without atomic additions, the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 class Slots(NamedTuple):
     """The N·k slots of N tokens, sorted by expert.
 
-    order: [N·k], the token-major slot (token · k + choice) at each sorted place; place: its inverse; ends: [E], where
-    each expert's run ends; choices: k.
+    order: [N·k], the token-major slot (token · k + choice) at each sorted position; place: its inverse; ends: [E],
+    where each expert's run ends; choices: k.
     """
 
     order: Tensor
@@ -33,7 +33,7 @@ def sort_slots(chosen: Tensor, experts: int) -> Slots:
 
 
 def slots_of(order: Tensor, ends: Tensor, choices: int) -> Slots:
-    """The slots with this order of their rows; `choices` is k."""
+    """The slots for a given order of the rows; `choices` is k."""
     order = order.long()
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     return Slots(order, place, ends, choices)

@@ -1,4 +1,4 @@
-"""Tensors rounded to FP8 in one pass, with their largest magnitudes; weights of a step with their transposes."""
+"""Tensors rounded to FP8 in one pass, with their largest magnitudes; a step's weights also transposed."""
 
 from collections.abc import Sequence
 from typing import Any

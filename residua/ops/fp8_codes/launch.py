@@ -1,7 +1,7 @@
 """FP8 codes: launching the kernels, two for all weights of one shape and one for any other tensor.
 
-Bytes per weight: each of fp32 is read twice, and its code written, copied and turned. A tensor is read once:
-by torch 2.11's compiler, max|x| of 32,768 × 8,192 alone takes four times as long as a copy (0.999 ms on an H200).
+Each fp32 weight is read twice, and its code is written, copied and transposed. Other tensors are read only once: with
+torch 2.11's compiler, max|x| of 32,768 × 8,192 alone takes four times as long as a copy (0.999 ms on an H200).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from residua.ops.low_precision.fp8 import E4M3, E4M3_MAX, E5M2, EMPTY_SCALE, Enc
 
 BLOCK = 65536 if INTERPRETED else 8192
 VALUES, WARPS, PROGRAMS = 4096, 8, 4
-"""Of a tensor: values of a program at a time, its warps, and programs per multiprocessor."""
+"""For a tensor: values that a program processes at a time, its warps, and programs per multiprocessor."""
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
@@ -40,7 +40,7 @@ def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> 
             kernels.encode_kernel[(cdiv(size, BLOCK), count)](
                 table, bits, count, size, LIMIT=E4M3_MAX, EMPTY=EMPTY_SCALE, STEPWISE=INTERPRETED, **sizes
             )
-        # not in the kernel: turned there in tiles, codes of float32 weights were wrong on an H200 (Triton 3.6)
+        # not in the kernel: transposing tiles there gave wrong codes of float32 weights on an H200 (Triton 3.6)
         for mine, straight in zip(turned, codes, strict=True):
             if mine is not None:
                 mine.copy_(straight.t())
@@ -48,7 +48,7 @@ def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> 
 
 @launcher("fp8_values")
 def _values(x: Tensor, scale: Tensor, gradient: bool) -> Iterator[list[Tensor]]:
-    """The codes of x, and bits of its largest magnitude."""
+    """The codes of x, and the bits of its largest magnitude."""
     outputs = _empty(x, gradient)
     yield outputs
     _launch("values", scale, x, None, None, *outputs)
@@ -56,7 +56,7 @@ def _values(x: Tensor, scale: Tensor, gradient: bool) -> Iterator[list[Tensor]]:
 
 @launcher("fp8_squares")
 def _squares(h: Tensor, scale: Tensor) -> Iterator[list[Tensor]]:
-    """a = relu(h)², its codes, and bits of its largest magnitude."""
+    """a = relu(h)², its codes, and the bits of its largest magnitude."""
     outputs = [dense_like(h), *_empty(h, False)]
     yield outputs
     _launch("squares", scale, h, None, *outputs)
@@ -64,7 +64,7 @@ def _squares(h: Tensor, scale: Tensor) -> Iterator[list[Tensor]]:
 
 @launcher("fp8_slopes")
 def _slopes(g: Tensor, a: Tensor, scale: Tensor) -> Iterator[list[Tensor]]:
-    """p = g ⊙ 2√a, its codes, and bits of its largest magnitude."""
+    """p = g ⊙ 2√a, its codes, and the bits of its largest magnitude."""
     outputs = [dense_like(g), *_empty(g, True)]
     yield outputs
     _launch("slopes", scale, g, a, *outputs)

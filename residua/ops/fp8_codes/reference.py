@@ -21,7 +21,7 @@ def encode_weights(weights: Sequence[Tensor], into: Sequence[EncodedWeight]) -> 
 
 
 def encode_values(x: Tensor, scale: Tensor, *, gradient: bool = False) -> tuple[Tensor, Tensor]:
-    """The codes of x under a scale, E4M3 or for a gradient E5M2, and max|x|."""
+    """The codes of x under a scale, in E4M3, or E5M2 for a gradient, and max|x|."""
     codes = encode(x, scale, E5M2, E5M2_MAX) if gradient else encode(x, scale)
     return codes.values, largest_of(x)
 
@@ -33,6 +33,6 @@ def encode_squares(h: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def encode_slopes(g: Tensor, a: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """p = g ⊙ 2√a, the gradient of h where g is that of a = relu(h)², its codes in E5M2 under a scale, and max|p|."""
+    """p = g ⊙ 2√a, the gradient of h if g is that of a = relu(h)²; its codes in E5M2 under a scale, and max|p|."""
     p = (wide(g) * (2 * wide(a).sqrt())).to(g.dtype)
     return p, *encode_values(p, scale, gradient=True)

@@ -1,4 +1,4 @@
-"""GatedNorm: RMSNorm and a low-rank gate on its own output."""
+"""GatedNorm: RMSNorm followed by a low-rank gate computed from its own output."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ HIGHEST_RANK = 64
 
 
 def _serves(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, activation: str = "sigmoid", **_: Any) -> bool:
-    """One sigmoid per channel, and a low rank."""
+    """Supports one sigmoid per channel and a low rank."""
     per_channel = up.shape[0] == x.shape[-1] and activation == "sigmoid"
     return per_channel and down.shape[0] <= HIGHEST_RANK and supports(x, weight, down, up)
 

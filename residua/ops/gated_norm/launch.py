@@ -1,6 +1,6 @@
 """GatedNorm: operators, tile sizes, launches and gradients.
 
-Kept for backward: x, and one float and RANK numbers per token.
+Stored for backward: x, and one float and RANK numbers per token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TilePlan(NamedTuple):
     warps: int
     stages: int = 1
     programs: int = 0
-    """Programs per multiprocessor, of a kernel that goes over tokens."""
+    """Programs per multiprocessor, for a kernel that loops over tokens."""
     registers: int = 0
     """Most registers per thread; 0: the compiler chooses."""
 
@@ -41,14 +41,14 @@ class TilePlan(NamedTuple):
         return cdiv(tokens, self.tokens)
 
     def shares(self, x: Tensor) -> tuple[int, int]:
-        """The grid of a kernel that goes over tokens: blocks of channels, and programs that share the tiles of each."""
+        """The grid of a kernel that loops over tokens: blocks of channels, and the programs that share each block."""
         blocks = cdiv(x.shape[1], self.block)
         most = self.programs * multiprocessors(x) // blocks
         return blocks, max(1, min(most, self.tiles(x.shape[0])))
 
 
 class Forward(NamedTuple):
-    """A kernel that goes over channels and one that goes over tokens."""
+    """A kernel that loops over channels and one that loops over tokens."""
 
     project: TilePlan
     gate: TilePlan
@@ -60,11 +60,11 @@ class Backward(NamedTuple):
 
 
 def forward_plan(width: int, rank: int, size: int) -> Forward:
-    """For elements of `size` bytes.
+    """The plan for elements of `size` bytes.
 
-    Two warps per program: with four warps and 64 rows Triton's products are asynchronous. A product whose sum continues
-    over steps may then still read x when the next tile is loaded into its buffer: x is used elsewhere too, and Triton
-    gives it one buffer too few.
+    Two warps per program, because with four warps and 64 rows Triton's products are asynchronous. A product that
+    accumulates over steps may then still read x when the next tile is loaded into its buffer: x has a second use, for
+    which Triton allocates one buffer too few.
     """
     if size == 4:
         return Forward(TilePlan(32, 64, 4, 2), TilePlan(32, 64, 4, 2, 3))
@@ -72,7 +72,7 @@ def forward_plan(width: int, rank: int, size: int) -> Forward:
 
 
 def backward_plan(width: int, rank: int, size: int) -> Backward:
-    """The last plan's products over 64 rows are asynchronous, but each result is used in its own step, which waits."""
+    """The last plan's products over 64 rows are asynchronous, but each step waits for its own results."""
     if size == 4:
         return Backward(TilePlan(32, 32, 4, 2), TilePlan(32, 32, 4, 2, 3))
     if rank > 16:
@@ -84,8 +84,8 @@ def backward_plan(width: int, rank: int, size: int) -> Backward:
 def forward(
     x: Tensor, weight: Tensor, down: Tensor, up: Tensor, eps: float, update: Tensor | None = None
 ) -> Iterator[list[Tensor]]:
-    """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]; of x + update, if there
-    is one, and then that sum itself, rounded to its dtype."""
+    """The gated rows [M, C], the prepared matrices [4, RANK, PITCH], rstd [M] and u [M, RANK]. With an update, of
+    x + update, and also that sum, rounded to its dtype."""
     (tokens, width), rank = x.shape, padded(down)
     small = x.new_empty((4, rank, cdiv(width, PITCH) * PITCH))
     outputs = [dense_like(x), small, x.new_empty((tokens,), dtype=torch.float32), x.new_empty((tokens, rank))]
@@ -96,7 +96,7 @@ def forward(
     project, gate = forward_plan(width, rank, x.element_size())
     weight = weight.contiguous()
     x, update = (x, x) if update is None else (x.contiguous(), update.contiguous())
-    (added,) = sums or [x]  # what the norm reads
+    (added,) = sums or [x]  # the norm's input
     with device_guard(x):
         kernels.prepare_kernel[(small.shape[2] // 64,)](
             weight, down.contiguous(), up.contiguous(), small, R=down.shape[0], BLOCK=64, **sizes
@@ -117,7 +117,7 @@ def backward(
     g: Tensor, x: Tensor, weight: Tensor, down: Tensor, up: Tensor, small: Tensor, rstd: Tensor, bottleneck: Tensor,
     residual: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """The gradients of x, weight, down and up; `residual` is added to that of x before it is rounded."""
+    """The gradients of x, weight, down and up; `residual` is added to x's gradient before rounding."""
     outputs = dense_like(x), dense_like(weight), dense_like(down), dense_like(up)
     yield outputs
     (tokens, width), rank = x.shape, down.shape[0]
@@ -143,12 +143,12 @@ def backward(
 
 
 def padded(down: Tensor) -> int:
-    """The rank, padded to a size that matrix products take."""
+    """The rank, padded to a size that matrix products support."""
     return max(16, next_power_of_2(down.shape[0]))
 
 
 def gated_norm(x: Tensor, weight: Tensor, down: Tensor, up: Tensor, *, eps: float = 1e-6, **_: str) -> Tensor:
-    """The fused twin of `reference.gated_norm`; the predicate has checked that the gate is one sigmoid per channel."""
+    """The fused twin of `reference.gated_norm`; its predicate guarantees one sigmoid gate per channel."""
     rows = x.reshape(-1, x.shape[-1])
     gated: Tensor = _gated_norm(rows, weight, down, up, eps)
     return gated.reshape(x.shape)

@@ -23,7 +23,7 @@ def gated_norm(
     eps: float = 1e-6,
     activation: GateActivation = "sigmoid",
 ) -> Tensor:
-    """RMSNorm followed by a low-rank gate on itself.
+    """RMSNorm followed by a low-rank gate computed from its output.
 
         y = RMSNorm(x),   y' = y ⊙ σ(up · silu(down · y))
 

@@ -16,7 +16,7 @@ gated_output = Operator(
 
 
 def _serves(o: Tensor, z: Tensor, weight: Tensor, **_: Any) -> bool:
-    """[B, T, H, D] with D a power of two."""
+    """Supports [B, T, H, D] with D a power of two."""
     width = o.shape[-1]
     fits = o.dim() == 4 and 16 <= width <= 1024 and width & (width - 1) == 0
     return fits and o.numel() > 0 and supports(o, z, weight)

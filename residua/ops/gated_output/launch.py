@@ -1,4 +1,4 @@
-"""Output norm and gate: operators, tile sizes, launches and gradients. Kept for backward: the inputs."""
+"""Output norm and gate: operators, tile sizes, launches and gradients. Backward needs only the inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from residua.ops.gated_output import kernels
 
 class RowPlan(NamedTuple):
     elements: int
-    """Of a tile."""
+    """Elements per tile."""
     warps: int
     programs: int = 0
-    """Programs per multiprocessor, of a persistent kernel."""
+    """Programs per multiprocessor, for a persistent kernel."""
 
     def rows(self, width: int) -> int:
         return max(1, self.elements // width)
@@ -61,7 +61,7 @@ def launch_backward(
     dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, d_o: Tensor, d_z: Tensor, d_weight: Tensor,
     gate: str = "silu",
 ) -> None:  # fmt: skip
-    """Write into d_o, d_z, which may be a part of something wider, and d_weight."""
+    """Write into d_o, d_z (which may be part of a wider tensor) and d_weight."""
     dy, o, z = (_dense(x) for x in (dy, o, z))
     rows, width = o.shape[:3].numel(), o.shape[3]
     tile = BACKWARD.rows(width)
@@ -78,7 +78,7 @@ def launch_backward(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With the last two axes dense; a token may be a part of something wider."""
+    """x with its last two axes dense; a token may be part of a wider row."""
     return x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous()
 
 

@@ -1,6 +1,6 @@
-"""One linear map per group of rows: the experts of a mixture. Fused, it is PyTorch's grouped matrix product.
+"""One linear map per group of rows, such as the experts of a mixture. The fused path is PyTorch's grouped product.
 
-That is one kernel for all groups, with their sizes on the GPU.
+That is one kernel for all groups, which reads their sizes from GPU memory.
 """
 
 import torch
@@ -16,7 +16,7 @@ ALIGNED = 8  # bfloat16 values in 16 bytes: rows of every operand must start on 
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product takes these: bfloat16, also by autocast, and rows of a multiple of 16 bytes."""
+    """Whether the product supports these: bfloat16, possibly by autocast, and rows of a multiple of 16 bytes."""
     return working_dtype(x) is torch.bfloat16 and all(size % ALIGNED == 0 for size in weight.shape[1:])
 
 

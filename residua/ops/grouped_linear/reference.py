@@ -1,4 +1,4 @@
-"""Grouped linear maps in plain PyTorch: a loop over the groups, and a form of fixed shapes for compiled code."""
+"""Grouped linear maps in plain PyTorch: a loop over the groups, and a version with fixed shapes for compiled code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """y_i = W_e x_i for the rows i of group e, those from ends[e − 1] (or 0) up to ends[e].
+    """y_i = W_e x_i for the rows i of group e, from ends[e − 1] (or 0) up to ends[e].
 
     x [N, K], its rows sorted by group; weight [E, O, K]; ends [E], rising to N. A group may be empty. Returns [N, O].
     """
@@ -19,7 +19,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def _in_blocks(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The same without group sizes in any shape: one graph serves every division of the rows.
+    """`grouped_linear` with shapes that do not depend on group sizes: one graph serves every division of the rows.
 
     Each group's rows fill whole blocks of ⌈N/E⌉ rows, the last one padded with zeros, so 2E blocks always suffice. If
     there are at most E rows, each is a block. A batched product multiplies each block by a copy of its group's matrix.
@@ -31,7 +31,7 @@ def _in_blocks(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     block_ends = blocks.cumsum(0)
     group = torch.searchsorted(ends, torch.arange(rows, device=x.device), right=True)
     place = (block_ends - blocks)[group] * size + torch.arange(rows, device=x.device) - begins[group]
-    # blocks behind the last one are empty: any matrix serves them
+    # blocks past the last used one are empty, so any matrix will do
     owner = torch.searchsorted(block_ends, torch.arange(count, device=x.device), right=True).clamp(max=groups - 1)
     padded = x.new_zeros(count * size, x.shape[1]).index_copy(0, place, x)
     return torch.bmm(padded.unflatten(0, (count, size)), weight[owner].mT).flatten(0, 1)[place]

@@ -1,4 +1,4 @@
-"""Hyper-connections: write into n streams, weigh them, read, in one operator; and Sinkhorn's normalisation."""
+"""Hyper-connections: write into n streams, weight them and read them in one operator; and Sinkhorn's normalisation."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from residua.ops.hyper_connection import reference
 from residua.ops.hyper_connection.reference import Norm, read_weights
 
 MOST_STREAMS = 4
-"""The streams that a thread of the kernels can hold. More run as plain PyTorch: no preset has them."""
+"""The most streams that a kernel's thread can hold. More run as plain PyTorch; no preset has more."""
 
 
 def _serves(

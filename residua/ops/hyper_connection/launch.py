@@ -2,8 +2,8 @@
 
 A step's forward pass reads X and y and writes X' and h, (2N + 2)C numbers per token. Its backward pass reads the
 gradients of X' and h, X and y, and writes the gradients of X and y, (3N + 3)C; then it reads X' once more for φ's
-gradient, a matrix product over tokens. There are two kernels each way, which read another NC forward and (N + 2)C
-backward, as far as the cache does not hold them. A step that has the norm after it inside, with a gain, moves no more.
+gradient, a matrix product over tokens. Each direction has two kernels; they read another NC forward and (N + 2)C
+backward, unless the cache still holds them. Fusing the following norm, given by its gain, moves no more.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from residua.ops.hyper_connection import kernels, kernels_backward, kernels_weig
 
 
 class Tile(NamedTuple):
-    """Tokens and channels of a tile, warps, and what the compiler may use."""
+    """Tokens and channels of a tile, warps, and limits for the compiler."""
 
     tokens: int
     block: int
     warps: int
     stages: int = 1
-    """Of a pipeline of loads."""
+    """Stages of a pipeline of loads."""
     ahead: int = 0
     """Blocks that `spread` loads before it needs them: 0 or 1."""
 
     def lanes(self, size: int) -> int:
-        """How many threads hold a row of a tile of numbers of `size` bytes, at most 16 bytes each."""
+        """The number of threads that hold a tile's row of numbers of `size` bytes, at most 16 bytes per thread."""
         return self.block // min(16 // size, max(1, self.tokens * self.block // (32 * self.warps)))
 
     def settings(self) -> dict[str, Any]:
@@ -50,11 +50,11 @@ TILES = {
 PHI_PROGRAMS = 2
 """Programs per multiprocessor that sum φ's gradient."""
 WEIGHTS_TOKENS = 32
-"""Tokens of a program that makes write weights: a warp, and one to a thread."""
+"""Tokens per program that computes write weights: one warp, one token per thread."""
 
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of X and y; of post, mix and what makes pre, per token; and rstd · dz."""
+"""Gradients of X and y; of post, mix and the input of pre, per token; and rstd · dz."""
 
 
 @launcher("hyper_step")
@@ -62,9 +62,9 @@ def step(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, bias: Tensor, scale: Tensor, phi: Tensor, norm: str,
     eps: float, gain: Tensor | None = None, norm_eps: float = 0.0,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], and pre [M, N]; then nothing [M, 0].
+    """X' [M, N, C], h [M, C], z and the rstd of each of its numbers [M, Z], and pre [M, N]; then an empty [M, 0].
 
-    With a gain x = gain ⊙ RMS(h) in place of h, and then h·X'_i and 1/rms(h) of each token [M, N + 1].
+    With a gain, x = gain ⊙ RMS(h) replaces h, and h·X'_i and 1/rms(h) of each token [M, N + 1] come last.
     """
     tokens, n, _ = streams.shape
     after, hidden, logits, rstd = _empty_step(streams, update, phi, norm)
@@ -102,7 +102,7 @@ def step_backward(
     mix: Tensor, scale: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor, weights: Tensor, norm: str,
     gain: Tensor | None = None, hidden_stats: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """`Gradients`, then nothing [0]; with a gain from the gradient of x, and then that of the gain [C] in float32."""
+    """`Gradients`, then an empty [0]; with a gain, from x's gradient, then the gain's gradient [C] in float32."""
     g_streams, g_update, g_post, g_mix, g_pre, g_z = outputs = _empty_gradients(streams, update, logits)
     g_gain = g_post.new_empty(0 if gain is None else len(gain))
     yield *outputs, g_gain
@@ -163,7 +163,7 @@ def single_pass_backward(
     g_hidden: Tensor, g_after: Tensor | None, g_logits: Tensor | None, streams: Tensor, update: Tensor, post: Tensor,
     mix: Tensor, pre: Tensor, phi: Tensor, logits: Tensor, rstd: Tensor,
 ) -> Iterator[Gradients]:  # fmt: skip
-    """In one pass too: of X and y; of post, mix and pre, per token; and rstd · dz."""
+    """Gradients in one pass: of X and y; of post, mix and pre, per token; and rstd · dz."""
     outputs = _empty_gradients(streams, update, logits)
     yield outputs
     g_streams, g_update, g_post, g_mix, g_pre, g_z = outputs
@@ -183,7 +183,7 @@ def single_pass_backward(
 
 @launcher("hyper_phi_gradient")
 def phi_gradient(g_z: Tensor, normed: Tensor) -> Iterator[Tensor]:
-    """g_zᵀ normed [K, W] in float32, of g_z [M, K] and normed [M, W]; in parts of a fixed number of rows."""
+    """g_zᵀ normed [K, W] in float32, for g_z [M, K] and normed [M, W], summed in parts of a fixed number of rows."""
     total = g_z.new_empty((g_z.shape[1], normed.shape[1]))
     yield total
     (rows, size), width, tile = g_z.shape, normed.shape[1], _tile("phi", normed)
@@ -257,19 +257,19 @@ def _tile(kernel: str, x: Tensor) -> Tile:
 
 
 def _whole_rows(kernel: str, streams: Tensor) -> Tile:
-    """A tile of the same size that has whole rows of few tokens, held in registers."""
+    """A tile of the same size with whole rows of fewer tokens, held in registers."""
     tile = _tile(kernel, streams)
     tokens = min(tile.tokens, max(1, 4096 // next_power_of_2(streams.shape[-1])))
     return tile._replace(tokens=tokens, block=tile.tokens * tile.block // tokens)
 
 
 def _numbers(streams: Tensor, phi: Tensor, norm: str) -> int:
-    """How many numbers z has for a token."""
+    """The number of entries of z per token."""
     return len(phi) * {"all": 1, "each": streams.shape[1], "none": 0}[norm]
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Numbers of one token side by side; tokens may share them (stride 0)."""
+    """x with each token's numbers contiguous; tokens may share them (stride 0)."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from residua.ops._runtime.numeric import rms, wide
 
 Norm = Literal["all", "each", "none"]
-"""What is normalised before it is projected: all streams as one vector, each of them, or nothing is projected."""
+"""What is normalised and projected: all streams as one vector, each stream, or nothing."""
 
 
 def hyper_step(
@@ -25,7 +25,7 @@ def hyper_step(
     norm: Norm = "none",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write a sublayer's output into the streams, weigh the new streams, and read the next sublayer's input.
+    """Write a sublayer's output into the streams, weight the new streams, and read the next sublayer's input.
 
         X'_i = Σ_j mix_ij X_j + post_i y,     h = Σ_i pre_i X'_i
         all:  z = RMS(vec(X')) φᵀ,   pre_i = σ(scale · z_i + bias_i)          φ [K, N·C], z [..., K]
@@ -33,8 +33,7 @@ def hyper_step(
         none: pre_i = bias_i                                                  z [..., 0]
 
     streams X [..., N, C], update y [..., C]; post [..., N] and mix [..., N, N] (out, in), or the same for every token;
-    bias [N], scale []. Returns h, X' and z, in float32 like the weights; the caller uses the part of z for the next
-    write.
+    bias [N], scale []. Returns h, X' and z, in float32 like the weights; part of z is for the caller's next write.
     """
     X = (mix @ wide(streams) + post[..., None] * wide(update)[..., None, :]).to(update.dtype)
     z = project(X, phi, norm, eps)
@@ -45,7 +44,7 @@ def hyper_step(
 def single_pass_step(
     streams: Tensor, update: Tensor, post: Tensor, mix: Tensor, pre: Tensor, phi: Tensor, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`hyper_step` with "each" that reads with given weights: nothing waits for z, which belongs to later weights.
+    """`hyper_step` with "each" and given read weights: nothing waits for z, which is for later weights.
 
         X'_i = Σ_j mix_ij X_j + post_i y,     h = Σ_i pre_i X'_i,     z_i = RMS(X'_i) φᵀ
 
@@ -64,7 +63,7 @@ def project(X: Tensor, phi: Tensor | None, norm: Norm, eps: float = 1e-6) -> Ten
 
 
 def read_weights(z: Tensor, bias: Tensor, scale: Tensor | None, norm: Norm) -> Tensor:
-    """pre [..., N], or [N] where it is the same for every token."""
+    """pre [..., N], or [N] if it is the same for every token."""
     if norm == "none" or scale is None:
         return bias
     if norm == "all":
@@ -75,7 +74,7 @@ def read_weights(z: Tensor, bias: Tensor, scale: Tensor | None, norm: Norm) -> T
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
     """exp(logits) [..., out, in] made doubly stochastic: normalise columns (over out), then rows (over in), repeatedly.
 
-    In logarithms, so that no row or column becomes zero.
+    Computed in logarithms, so that no row or column becomes zero.
     """
     for _ in range(iterations):
         logits = logits - logits.logsumexp(-2, keepdim=True)
@@ -88,7 +87,7 @@ def manifold_weights(
 ) -> tuple[Tensor, Tensor]:
     """mHC's post = 2σ(scale_1 z + bias) [..., N] and mix = Sinkhorn(exp(scale_2 z + bias)) [..., N, N].
 
-    logits z [..., 2N + N²] as `hyper_step` made them, whose first N belong to the read; scale [3], bias [2N + N²].
+    logits z [..., 2N + N²] from `hyper_step`, whose first N belong to the read; scale [3], bias [2N + N²].
     """
     post, res = write_logits(logits, scale, bias, streams)
     return 2 * torch.sigmoid(post), sinkhorn(res, iterations)

@@ -1,7 +1,7 @@
-"""Inference without gradients: a junction and its norm in one launch, heads straight into the cache, attention to it.
+"""Inference without gradients: junction and norm in one launch, heads written straight to the cache, attention to it.
 
-The same operators serve prompts and decoding by operation, one token per row. (`whole_layers` decodes one or two rows
-in a single launch.)
+The same operators serve prompts, and decoding of one token per row with a launch per operation. (`whole_layers` decodes
+one or two rows in a single launch.)
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ from residua.ops.inference.reference import Queries, Streams
 from residua.ops.mix_projection.reference import Mixing
 
 MOST_SOURCES = 128
-"""Sources that one launch of `read_sources` takes."""
+"""The most sources that one launch of `read_sources` supports."""
 MOST_STREAMS = 16
 WIDEST = 8192
 WIDEST_HEAD = 256
 
 ROWS, SLOTS = 5, 40
-"""Of the examples: tokens, and places in a cache."""
+"""Tokens and cache slots of the examples."""
 
 
 def _case(*args: Any, **settings: Any) -> Case:
@@ -34,7 +34,7 @@ def _row(d: Draw) -> Tensor:
 
 
 def _scores(d: Draw) -> Tensor:
-    """Of one source for two readers, padded as kernels leave them."""
+    """The scores of one source for two readers, padded like the kernels' results."""
     return d.w(2, 16)
 
 
@@ -108,13 +108,13 @@ activate = Operator(reference.activate, lambda d: [_case(_row(d), "swiglu")])
 
 
 def _alike(*tensors: Tensor | None) -> bool:
-    """Tensors of one dtype; None stands for no tensor."""
+    """Whether the tensors, ignoring None, have one dtype and kernels support them."""
     present = [t for t in tensors if t is not None]
     return all(t.dtype == present[0].dtype for t in present) and supports(*present)
 
 
 def _rows(*tensors: Tensor | None) -> bool:
-    """Rows that a program can hold, all of one dtype and width."""
+    """Whether a program can hold the rows, all of one dtype and width."""
     widths = {t.shape[-1] for t in tensors if t is not None}
     return len(widths) == 1 and max(widths) <= WIDEST and _alike(*tensors)
 
@@ -131,7 +131,7 @@ def _serves_entry(
     width, anchors = keys.shape[-1], () if mixing is None else (mixing.anchor,)
     dense = keys.stride() == values.stride() and keys.stride(3) == 1 and width % 2 == 0 and cos.dim() == 2
     dense = dense and all(anchor.stride()[2:] == (width, 1) for anchor in anchors)
-    if positions is None:  # tiles of several heads, which are stored as they are computed
+    if positions is None:  # kernels store tiles of several heads as computed, so heads must be adjacent
         dense = dense and keys.stride(2) == width and _alike(projected, keys, *anchors)
     return dense and supports(projected, cos, sin, keys, values, *anchors)
 

@@ -1,6 +1,7 @@
-"""Operators of inference: launching the kernels, with the tiles of the operators they come from.
+"""Operators of inference: launching the kernels, with the tile sizes of the training operators.
 
-`torch.compile` and CUDA graphs take each whole. None has a gradient. What is called as a reference is its fused twin.
+`torch.compile` and CUDA graphs treat each as one call. None has a gradient. A function with the name of a reference is
+its fused twin.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from residua.ops.norm_rotate.launch import FORWARD
 from residua.ops.rms_norm.launch import forward as rms_norm
 
 FEW_ROWS = 256
-"""Rows of which programs are so few that their latency counts, and not the bytes they move."""
+"""Up to this many rows, programs are so few that their latency limits speed, not the bytes they move."""
 FEW_SOURCES = 32
-"""A kernel is compiled for as many sources as this, or for the next power of two."""
+"""A kernel is compiled for this many sources or, for more, for the next power of two."""
 TILE = 8
 MOST_SPLITS = 16
 STEP = 1024
 
 
 def _aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether every row of every tensor begins at a 16-byte address."""
+    """Whether every row of every tensor starts at a 16-byte address."""
     return all(t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 for t in tensors)
 
 
 def _row_settings(width: int, least: int = 1) -> dict[str, int]:
-    """Sizes of a program that holds a row, and its warps: at least `least` from 512 channels on."""
+    """Sizes and warps of a program that holds a row; from 512 channels on, at least `least` warps."""
     sizes = {"C": width, "BLOCK": next_power_of_2(width)}
     warps = max(least if width >= 512 else 1, min(16, next_power_of_2(width) // 256))
     return sizes if INTERPRETED else sizes | {"num_warps": warps}
@@ -66,7 +67,7 @@ def _add_norm(base: Tensor, y: Tensor, weight: Tensor, eps: float) -> Iterator[t
 
 
 def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Many rows are added and normed as in training."""
+    """The fused twin of `reference.add_norm`; many rows use training's kernel."""
     if len(y) <= FEW_ROWS:
         return _add_norm(base, y, weight, eps)  # type: ignore[no-any-return]
     normed, _, h = rms_norm(base, weight, eps, y)
@@ -74,7 +75,7 @@ def add_norm(base: Tensor, y: Tensor, weight: Tensor, *, eps: float = 1e-6) -> t
 
 
 def _sources_tile(count: int) -> tuple[int, int]:
-    """The most sources that a kernel takes, and how many at a time: with the newest one in one tile, or in several."""
+    """The most sources that a kernel supports, and the tile size: one tile, including the newest source, or several."""
     if count >= TILE:
         return max(FEW_SOURCES, next_power_of_2(count)), TILE
     tile = max(2, next_power_of_2(count + 1))
@@ -134,7 +135,7 @@ def _read_norm(
     others: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], y: Tensor, base: Tensor | None,
     query: Tensor, weight: Tensor, eps: float,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # fmt: skip
-    """The normed read, and base + y; if there is no base, nothing in its place."""
+    """The normed read, and base + y, which is empty without a base."""
     normed, v = torch.empty_like(y), torch.empty_like(y if base is not None else y[:0])
     yield normed, v
     width, tokens = extent(y)
@@ -149,7 +150,7 @@ def _read_norm(
 
 
 def _read_tile(width: int) -> dict[str, Any]:
-    """The tile of a read alone; rows between 1024 and 1536, which are also normed here, take a second warp."""
+    """The tile of a read without a norm; as rows are also normed here, those from 1024 to 1536 take a second warp."""
     tile = row_tile(width)
     return {**tile, "num_warps": 2} if 1024 < width <= 1536 else tile
 
@@ -201,7 +202,7 @@ def _gate_tiles(
             )  # fmt: skip
 
 
-# two names for one operator: its kernels take longest to compile, and operators are compiled side by side
+# two names for one operator: its kernels take longest to compile, and operators compile in parallel
 _gate_stored, _gate_noted = (launcher(name)(_gate_tiles) for name in ("gate_norm_stored", "gate_norm_noted"))
 
 
@@ -209,7 +210,7 @@ def gate_norm(
     state: Streams, y: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, weight: Tensor, *,
     store: bool = True, competitive: bool = True, eps: float = 1e-6,
 ) -> tuple[Tensor, Streams]:  # fmt: skip
-    """Where no write is noted, before or by this one, a program holds all that it needs of a row at once."""
+    """The fused twin of `reference.gate_norm`; without deferred writes, a program holds a whole row at once."""
     weights = (gate_query, gate_bias, pool_query, weight)
     if not store:
         normed, beta = _gate_noted(*map(list, state), y, *weights, store, competitive, eps)
@@ -225,7 +226,7 @@ def _launch_heads(
     projected: Tensor, gains: Sequence[Tensor], cos: Tensor, sin: Tensor, eps: float,
     q: Tensor, k: Tensor, v: Tensor | None, mixing: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
-    """Heads of prompts."""
+    """Launch the kernel for the heads of prompts."""
     batch, length, heads, width = q.shape
     sizes = FORWARD.sizes(width, heads, k.shape[2])
     tiles, query_groups, key_groups = cdiv(length, sizes["ROWS"]), heads // sizes["GROUP"], k.shape[2] // sizes["GROUP"]
@@ -314,10 +315,11 @@ _COUNTERS: dict[tuple[torch.device, int, int], Tensor] = {}
 
 
 def _counters(keys: Tensor, heads: int) -> Tensor:
-    """One count per head, zero between launches: the last program of a head to finish resets it.
+    """One counter per head, zero between launches: the last program of a head to finish resets it.
 
-    Each cache has its own counters, for two generators may run at once. They are never freed, for a captured graph may
-    hold them. During a capture nothing is zeroed yet: counters made there are zeroed by every replay, and not shared.
+    Each cache has its own counters, because two generators may run at once. They are never freed, because a captured
+    graph may hold them. A capture does not run the zeroing: every replay zeroes counters created in it, so they are not
+    shared.
     """
     place = (keys.device, heads, keys.data_ptr())
     counts = _COUNTERS.get(place)
@@ -329,7 +331,9 @@ def _counters(keys: Tensor, heads: int) -> Tensor:
 
 
 def _splits(keys: Tensor, heads: int) -> int:
-    """Shares of a head's slots, a power of two: enough programs for every multiprocessor, at least 64 slots each."""
+    """Parts to split a head's slots into, a power of two: enough programs for all multiprocessors, at least 64 slots
+    each.
+    """
     wanted = max(1, 2 * multiprocessors(keys) // heads)
     most = max(1, keys.shape[1] // 64)
     limit = min(wanted, most, MOST_SPLITS)

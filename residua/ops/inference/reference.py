@@ -1,7 +1,7 @@
 """Operators of inference in plain PyTorch, for prompts and for decoding one token per row.
 
-A junction comes together with the norm after it: its output is written once, normed, in one launch when fused.
-Rows are [M, C], all tokens of a batch; equations are those of `depth_attention` and `multi_gate`. None has a gradient.
+A junction includes the norm after it: its output is written once, normed, in one launch when fused. Rows are [M, C],
+all tokens of a batch; equations are those of `depth_attention` and `multi_gate`. None has a gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Gains = tuple[Tensor, Tensor]
 
 
 class Queries(NamedTuple):
-    """u_l = scale · w_l ⊙ g_l of every read of a model: [reads, C] in float32, and as two bfloat16 parts
+    """u_l = scale · w_l ⊙ g_l for every read of a model: [reads, C] in float32, and split into two bfloat16 parts
     [reads, 2, C]."""
 
     u: Tensor
@@ -46,7 +46,7 @@ class Queries(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """The n streams [M, C] of `multi_gate`, and the writes since these were stored.
+    """The n streams [M, C] of `multi_gate`, and the writes since they were stored.
 
     A write is its update [M, C] and β [M, n] in at least float32.
     """
@@ -56,7 +56,7 @@ class Streams(NamedTuple):
     betas: tuple[Tensor, ...] = ()
 
     def later(self, update: Tensor, beta: Tensor) -> Streams:
-        """After one more write that is not stored."""
+        """The streams after one more deferred write."""
         return Streams(self.stored, (*self.updates, update), (*self.betas, beta))
 
 
@@ -80,8 +80,8 @@ def read_sources(
         v = y or base + y, the newest source
         z_is = queries_s · RMS(v_i),   o_s = Σ_i softmax(z_s)_i v_i,   lse_s = log Σ_i exp(z_is)
 
-    sources, y, base [M, C]; queries [S, C], scale and gain included. The first read is a sublayer's input: it comes
-    normed. Returns weight ⊙ RMS(o_0) [M, C], v [M, C], and of the other reads o [S−1, M, C], lse and ‖o‖² [S−1, M], in
+    sources, y, base [M, C]; queries [S, C] include scale and gain. The first read is a sublayer's input, so it is
+    normed. Returns weight ⊙ RMS(o_0) [M, C], v [M, C], and for the other reads o [S−1, M, C], lse and ‖o‖² [S−1, M], in
     at least float32.
     """
     v = y if base is None else base + y
@@ -101,7 +101,7 @@ def read_partial(
     *,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Merge a block's running sum into one read of `read_sources`, which `finished` = (o, lse, ‖o‖²) holds (phase two).
+    """Merge a block's running sum into `finished` = (o, lse, ‖o‖²), one read of `read_sources` (phase two).
 
         p = y or base + y,   t = sigmoid(query · RMS(p) − lse),   h = o + t (p − o)
 
@@ -119,7 +119,7 @@ def source_scores(y: Tensor, base: Tensor | None, queries: Queries, first: int, 
 
         v = y or base + y,   z_l = u_l · RMS(v)
 
-    Returns z [count, M], whose columns beyond the M tokens mean nothing, and v [M, C].
+    Returns z [count, M], possibly padded with meaningless columns after the M tokens, and v [M, C].
     """
     v = y if base is None else base + y
     keys = rms(wide(v), KEY_EPS)
@@ -129,9 +129,9 @@ def source_scores(y: Tensor, base: Tensor | None, queries: Queries, first: int, 
 def read_group(
     sources: Sequence[Tensor], scores: Sequence[Tensor], rows: Sequence[int], readers: int
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Consecutive reads of the same sources: lse [readers, M], and o = Σ_i softmax(z)_i v_i [M, C] of each.
+    """Consecutive reads of the same sources: lse [readers, M], and o = Σ_i softmax(z)_i v_i [M, C] for each.
 
-    scores[i] are those of source i by `source_scores`, the first reader's in row rows[i].
+    scores[i] are source i's, from `source_scores`; the first reader's are in row rows[i].
     """
     z = torch.stack([s[row : row + readers, : len(v)] for v, s, row in zip(sources, scores, rows, strict=True)], -1)
     values = torch.stack([wide(v) for v in sources], 1)
@@ -150,7 +150,7 @@ def read_norm(
     *,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """One read of the `others`, whose scores are known, and of the newest source, with the norm after it.
+    """One read of the `others`, with known scores, and of the newest source, followed by the norm.
 
         v = y or base + y,   h = Σ_i softmax(z)_i v_i  with  z = query · RMS(v)  for the newest
 
@@ -170,7 +170,7 @@ def gate_norm(
 ) -> tuple[Tensor, Streams]:  # fmt: skip
     """`multi_gate` and the norm after it: weight ⊙ RMS(h) [M, C], and the streams after the write.
 
-    With `store` they are written, else the write is only noted: n rows are read again instead of being written.
+    With `store` the streams are written. Otherwise the write is deferred, and n rows are read again instead of written.
     """
     streams = wide(torch.stack(state.stored, 1))
     for update, beta in zip(state.updates, state.betas, strict=True):
@@ -187,7 +187,7 @@ def turn_heads(
 ) -> tuple[Tensor, Tensor]:
     """Queries [B, T, H, D] and keys [B, T, H_kv, D], normed and rotated, from a projection [B, T, R].
 
-    It has the queries first, then the keys. gains [D] of both, None: no norm; cos, sin [T, D/2].
+    The projection holds the queries, then the keys. gains: [D] for each, None for no norm; cos, sin [T, D/2].
     """
     width = 2 * cos.shape[-1]
     first, second = heads * width, (heads + kv_heads) * width
@@ -210,11 +210,11 @@ def enter_cache(
     *,
     eps: float = 1e-6,
 ) -> Tensor:
-    """`turn_heads`, with the keys and the values that follow them written to their slots of a cache.
+    """`turn_heads`, writing the keys, and the values that follow them, to their cache slots.
 
     Prompts [B, T, R] fill keys, values [B, T, H_kv, D], the first slots of all rows. With `positions` [B] there is one
-    token per row [B, 1, R], whose slot of keys, values [B, S, H_kv, D] this is; cos and sin are then of every position
-    that may occur. Values may be mixed with an anchor [B, T, H_kv, D]. Returns the queries [B, T, H, D].
+    token per row [B, 1, R], and positions are their slots in keys, values [B, S, H_kv, D]; cos and sin then cover all
+    positions. Values may be mixed with an anchor [B, T, H_kv, D]. Returns the queries [B, T, H, D].
     """
     kv_heads, width = keys.shape[2:]
     if positions is not None:
@@ -233,7 +233,7 @@ def enter_cache(
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sink: Tensor | None = None) -> Tensor:
-    """softmax(QKᵀ/√D) V of one token per row over the slots of a cache up to `until`, that one included.
+    """softmax(QKᵀ/√D) V for one token per row over cache slots up to and including `until`.
 
     q [B, H, D]; keys, values [B, S, H_kv, D] with H a multiple of H_kv; until [B]; `sink` [H] adds exp(sink) to each
     head's denominator. Returns [B, H, D].
@@ -251,5 +251,5 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, until: Tensor, sin
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """The activation of a feed-forward sublayer by the name of its kind; x [M, H], or of gated kinds [M, 2H]."""
+    """Apply a feed-forward's activation, given the name of its kind; x [M, H], or [M, 2H] for gated kinds."""
     return ACTIVATIONS[kind](*x.chunk(2 if kind in GATED else 1, -1))

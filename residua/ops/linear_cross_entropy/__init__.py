@@ -23,7 +23,7 @@ def _head(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
 linear_cross_entropy = Operator(reference.linear_cross_entropy, lambda d: [Case(_head(d), {"z_loss": 1e-4})])
 linear_cross_entropy.register_fused(launch.linear_cross_entropy, _serves)
 
-# only loss + z has a right gradient: without z, the loss
+# only loss + z has a correct gradient; here z is 0, so the loss has it
 training_cross_entropy = Operator(reference.training_cross_entropy, lambda d: [Case(_head(d), only=0)])
 training_cross_entropy.register_fused(launch.training_cross_entropy, _serves)
 

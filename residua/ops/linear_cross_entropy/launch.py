@@ -1,18 +1,18 @@
 """The head's projection and the cross-entropy without float32 logits in memory.
 
-Let p = softmax(logits), g and g_z the gradients that reach the loss and the z-term, and count the number of counted
-targets. The gradient of a token's logits is  c·p − (g/count)·onehot(target),  c = (g + 2·z_loss·lse·g_z)/count.
+Let p = softmax(logits), g and g_z the gradients of the loss and the z-term, and count the number of targets that count.
+The gradient of a token's logits is  c·p − (g/count)·onehot(target),  c = (g + 2·z_loss·lse·g_z)/count.
 
-If g = g_z, as where loss + z is minimised, c = g·w/count with w = 1 + 2·z_loss·lse, and the forward pass knows all of
-it but g. So it multiplies p by both matrices at once, some tokens at a time. It keeps p·W [N, C] and pᵀ·(w·hidden)
-[V, C] instead of p [N, V]; the target's entry of p is less 1/w. The backward pass scales them.
+If g = g_z, as when minimising loss + z, then c = g·w/count with w = 1 + 2·z_loss·lse, and the forward pass knows all of
+it except g. So it multiplies p by both matrices, for some tokens at a time. It stores p·W [N, C] and pᵀ·(w·hidden)
+[V, C] instead of p [N, V], with 1/w subtracted from the target's entry of p. The backward pass scales them.
 
-That g and g_z are equal is known without looking at their values, which are on the GPU: they are one tensor, or z_loss
-is 0. If they are not, the backward pass of `linear_cross_entropy` computes p again, some tokens at a time: c scales
-rows of the products' other operands, and the target's entry is p_target − g/(count·c). `training_cross_entropy`
-takes them to be equal, and keeps nothing for that case.
+The host can tell that g and g_z are equal without reading their values from the GPU: they are one tensor, or z_loss is
+0. If they differ, the backward pass of `linear_cross_entropy` recomputes p, for some tokens at a time: c scales rows of
+the products' other operands, and the target's entry is p_target − g/(count·c). `training_cross_entropy` assumes that
+they are equal and stores nothing for the other case.
 
-None of these takes a softcap: capped logits are left to the reference (`_serves`).
+None of these supports a softcap: only the reference caps logits (`_serves`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK_BYTES = 512 * 2**20
 TRAINED_BYTES = 768 * 2**20
 BESIDE_BYTES = 960 * 2**20
 LEAST_BYTES = 256 * 2**20
-# Stands for a coefficient of exactly 0, where the target's entry would otherwise be divided by it.
+# Replaces a coefficient of exactly 0, by which the target's entry would otherwise be divided.
 TINY = 1e-20
 PIECE_BYTES = 2**30
 LANES, ROWS, WARPS = 4096, 4, 16
@@ -44,7 +44,7 @@ TILE = 256
 def value(
     hidden: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """loss and z, for which nobody wants a gradient; `cast` is the head's matrix in hidden's dtype."""
+    """loss and z, when no gradient is needed; `cast` is the head's matrix in hidden's dtype."""
     yield _single(hidden), _single(hidden)
     chunks = _softmaxes(hidden, cast, targets, ignore_index, CHUNK_BYTES, write=False)
     lse, nll = (torch.cat(part) for part in zip(*((lse, nll) for _, _, lse, nll in chunks), strict=True))
@@ -62,7 +62,7 @@ def backward(
     ignore_index: int,
     weight_dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The gradients of hidden [N, C] and of weight [V, C], from probabilities that are computed again."""
+    """The gradients of hidden [N, C] and of weight [V, C], from recomputed probabilities."""
     g_hidden, g_weight = torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
     yield g_hidden, g_weight
     counted = (targets != ignore_index)[:, None]
@@ -86,9 +86,10 @@ def backward(
 def trained(
     hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, z_loss: float, ignore_index: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:
-    """loss, z, lse [N], p·W [N, C] and pᵀ·(w·hidden) [V, C] in float32, with p_target less 1/w; w as `coefficients`.
+    """loss, z, lse [N], p·W [N, C] and pᵀ·(w·hidden) [V, C] in float32, with 1/w subtracted from p_target; w is from
+    `coefficients`.
 
-    `weight` is there for its gradient; `cast` is the same matrix in hidden's dtype.
+    `weight` is an argument for its gradient; `cast` is the same matrix in hidden's dtype.
     """
     lse_of_all = _single(hidden, len(hidden))
     p_weight, p_hidden = torch.empty_like(hidden), torch.empty_like(cast, dtype=lse_of_all.dtype)
@@ -121,7 +122,7 @@ def _losses(lse: Tensor, nll: Tensor, counted: Tensor, z_loss: float) -> tuple[T
 def _softmaxes(
     hidden: Tensor, cast: Tensor, targets: Tensor, ignore_index: int, most: int, *, write: bool
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Rows of hidden, `most` bytes of logits at a time: which, their logits or, with `write`, softmax, lse and nll."""
+    """For `most` bytes of logits at a time: the rows, their logits or, with `write`, softmax, then lse and nll."""
     for rows in _chunks(hidden.shape[0], cast, most):
         p = torch.mm(hidden[rows], cast.t())
         yield rows, p, *_softmax_(p, targets[rows], ignore_index, write)
@@ -132,22 +133,22 @@ def _multiply(
     p: Tensor, target: Tensor, entry: Tensor, hidden: Tensor, scale: Tensor, cast: Tensor,
     p_weight: Tensor, p_hidden: Tensor, *, first: bool,
 ) -> None:  # fmt: skip
-    """p_weight ← p·W, and p_hidden ← pᵀ·(scale·hidden), added unless `first`; p's entry of the target is `entry`."""
+    """p_weight ← p·W, and p_hidden ← pᵀ·(scale·hidden), accumulated unless `first`; p's target entry is `entry`."""
     p.scatter_(1, target, entry.to(p.dtype))
     torch.mm(p, cast, out=p_weight)
     _add_product(p_hidden, p.t(), (hidden * scale).to(p.dtype), first=first)
 
 
 def room(cast: Tensor) -> int:
-    """The bytes of logits at a time: the rest of BESIDE_BYTES after a copy of the matrix in their dtype.
+    """The bytes of logits at a time: the part of BESIDE_BYTES not used by a copy of the matrix in their dtype.
 
-    A matrix that has that dtype is not copied; then its float32 gradient takes as much more than the one returned.
+    A matrix of that dtype is not copied, but its float32 gradient then takes as many extra bytes over the returned one.
     """
     return min(TRAINED_BYTES, max(LEAST_BYTES, BESIDE_BYTES - cast.nbytes))
 
 
 def coefficients(lse: Tensor, counted: Tensor, z_loss: float) -> Tensor:
-    """w = 1 + 2·z_loss·lse of each token, never exactly 0; 0 where its target does not count."""
+    """w = 1 + 2·z_loss·lse per token, never exactly 0; but 0 if the token's target does not count."""
     scale = 1 + 2 * z_loss * lse
     return torch.where(counted, torch.where(scale == 0, TINY, scale), 0)
 
@@ -166,7 +167,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 def _chunks(tokens: int, cast: Tensor, most: int) -> list[slice]:
-    """Equal runs of tokens whose logits take at most `most` bytes, whole tiles if possible; one for no tokens."""
+    """Equal runs of tokens whose logits take at most `most` bytes, if possible whole tiles; one run without tokens."""
     fits = max(1, most // (cast.shape[0] * cast.element_size()))
     size = -(-max(tokens, 1) // -(-max(tokens, 1) // fits))
     size = min(fits, -(-size // TILE) * TILE)
@@ -177,9 +178,9 @@ def _chunks(tokens: int, cast: Tensor, most: int) -> list[slice]:
 def piece(
     hidden: Tensor, weight: Tensor, cast: Tensor, targets: Tensor, keep: bool
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """lse [N] of some rows of a head, the logit of the target [N], 0 if it is not among them, and the softmax [N, R].
+    """lse [N] of some rows of a head, the target's logit [N] (0 if it is not among them), and the softmax [N, R].
 
-    The softmax is that of these rows alone; with `keep` off it is not kept ([0, R]).
+    The softmax is over these rows only; without `keep` it is empty ([0, R]).
     """
     softmax = hidden.new_empty((hidden.shape[0] if keep else 0, cast.shape[0]))
     yield _single(hidden, len(hidden)), _single(hidden, len(hidden)), softmax
@@ -205,7 +206,7 @@ def piece_backward(
     softmax: Tensor,
     weight_dtype: torch.dtype,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The gradients of hidden [N, C] and of the rows [R, C]; that of a token's logits is g_lse·p + g_picked·onehot."""
+    """The gradients of hidden [N, C] and the rows [R, C], given the logits' gradient g_lse·p + g_picked·onehot."""
     g_hidden, g_weight = torch.empty_like(hidden), torch.empty_like(cast, dtype=weight_dtype)
     yield g_hidden, g_weight
     inside = _inside(targets, cast)[:, None]
@@ -216,7 +217,7 @@ def piece_backward(
 
     def multiply(p: Tensor, rows: slice, total: Tensor) -> None:
         """g_hidden of the rows = scale·(p·W), total = pᵀ·(scale·hidden), with `entry` as p of the target."""
-        # p at the target; of a token whose target is elsewhere, the first entry is written back as it is
+        # p at the target; if a token's target is in other rows, the first entry is written back unchanged
         written = torch.where(inside[rows], entry[rows], p[:, :1]).to(p.dtype)
         # Through .data, which does not bump the version: each backward pass rewrites these entries before it uses them.
         p.data.scatter_(1, target[rows], written)
@@ -241,7 +242,7 @@ def _inside(targets: Tensor, cast: Tensor) -> Tensor:
 def token_likelihoods(
     hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The fused twin of the reference, whose logits are in hidden's dtype and are read twice."""
+    """The fused twin of the reference; its logits are in hidden's dtype and are read twice."""
     logits = torch.mm(hidden, weight.to(hidden.dtype).t())
     _, nll = softmax_(logits, targets, -1, False)
     return -nll, logits.argmax(-1) == targets
@@ -269,7 +270,7 @@ def softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bool) ->
 
 
 def plain_softmax_(logits: Tensor, targets: Tensor, ignore_index: int, write: bool) -> tuple[Tensor, Tensor]:
-    """The kernel's work in plain PyTorch: lse and −log p(target); with `write` the logits become probabilities."""
+    """`softmax_` in plain PyTorch: lse and −log p(target); with `write` the logits become probabilities."""
     values = wide(logits)
     lse = values.logsumexp(-1)
     counted = targets != ignore_index
@@ -283,7 +284,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's)."""
+    """The fused twin of the reference; logits exist only in hidden's dtype (under autocast, in autocast's dtype)."""
     return _both(forward, hidden, weight, targets, z_loss, ignore_index)
 
 
@@ -291,7 +292,7 @@ def training_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0, ignore_index: int = -100,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The fused twin of the reference: the loss carries the gradient of loss + z, and z none."""
+    """The fused twin of the reference: the loss carries the gradient of loss + z, and z carries none."""
     return _both(training_forward, hidden, weight, targets, z_loss, ignore_index)
 
 
@@ -308,7 +309,7 @@ def _both(
 
 
 def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
-    """The fused twin of the reference; a softmax of more than PIECE_BYTES is computed again in the backward pass."""
+    """The fused twin of the reference; the backward pass recomputes a softmax of more than PIECE_BYTES."""
     rows, cast, flat_targets, wanted = _prepared(hidden, weight, targets)
     keep = wanted and rows.shape[0] * weight.shape[0] * rows.element_size() <= PIECE_BYTES
     lse, picked, _ = piece(rows, weight, cast, flat_targets, keep)
@@ -316,7 +317,7 @@ def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float |
 
 
 def _prepared(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Rows and the matrix in the dtype of the products, targets, and whether anyone wants a gradient."""
+    """Rows and the matrix in the dtype of the products, targets, and whether a gradient is needed."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(torch.get_autocast_dtype(kind))
@@ -325,7 +326,7 @@ def _prepared(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, 
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], *, again: bool = True) -> None:
-    """`again`: probabilities may have to be computed again."""
+    """`again`: backward may have to recompute probabilities."""
     hidden, weight, _, targets, ctx.z_loss, ctx.ignore_index = inputs
     ctx.weight_dtype = weight.dtype
     ctx.save_for_backward(targets, *output[2:], *((hidden, weight) if again and ctx.z_loss else ()))
@@ -348,7 +349,7 @@ def _differentiate(
 
 
 def _refuse_second(gradients: Sequence[Tensor | None]) -> None:
-    """Only a second derivative reaches what is kept for the backward pass."""
+    """Refuse second derivatives: only they give the tensors stored for backward a gradient."""
     if any(g is not None for g in gradients):
         raise RuntimeError(
             "the fused cross-entropy has no second derivative: call it inside residua.ops.backend('reference')."
@@ -370,7 +371,7 @@ def _differentiate_trained(
 def _scaled(
     ctx: Any, g: Tensor, targets: Tensor, lse: Tensor, p_weight: Tensor, p_hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of hidden and of weight where g reaches both losses."""
+    """The gradients of hidden and of weight if both losses have the gradient g."""
     counted = targets != ctx.ignore_index
     share = g / counted.sum().clamp(min=1)
     scale = coefficients(lse, counted, ctx.z_loss) * share

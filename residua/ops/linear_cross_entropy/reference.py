@@ -17,13 +17,13 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of the head's logits, and the z-term apart from it.
+    """Cross-entropy of the head's logits, and the z-term separately.
 
         logits = hidden weightᵀ,   loss = mean(lse − logit_target),   z = z_loss · mean(lse²)
 
-    hidden [..., C], weight [V, C], targets [...] int. Both means run over targets other than `ignore_index`; with
-    none left both are 0. Logits are softcap · tanh(logits / softcap) if there is a cap. Returns two scalars, at least
-    float32: the pure cross-entropy and the z-term.
+    hidden [..., C], weight [V, C], targets [...] int. Both means run over targets other than `ignore_index`, and are 0
+    without any. With a cap, logits become softcap · tanh(logits / softcap). Returns two scalars in at least float32:
+    the cross-entropy without the z-term, and the z-term.
     """
     logits = soft_cap(wide(linear(hidden, weight.to(hidden.dtype))), softcap)
     lse = logits.logsumexp(-1)
@@ -55,9 +55,9 @@ def training_cross_entropy(
     ignore_index: int = -100,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`linear_cross_entropy` for who minimises loss + z: only the gradient of the sum is right, not of either alone.
+    """`linear_cross_entropy` for minimising loss + z: only the gradient of the sum is correct, not of either alone.
 
-    Knowing that, an implementation can compute the gradients in the forward pass, and keep no probabilities for later.
+    This lets an implementation compute the gradients in the forward pass and store no probabilities.
     """
     return linear_cross_entropy(hidden, weight, targets, z_loss=z_loss, ignore_index=ignore_index, softcap=softcap)
 
@@ -67,7 +67,7 @@ def head_piece(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float |
 
         logits = hidden weightᵀ,   lse = log Σ exp logits,   picked = the logit of the target, if it is in these rows
 
-    targets [N] are counted from the first of the rows: those below 0 and from R on belong to other rows.
+    targets [N] are relative to the first row; those below 0 or at least R belong to other rows.
     """
     logits = soft_cap(wide(linear(hidden, weight.to(hidden.dtype))), softcap)
     inside = (targets >= 0) & (targets < len(weight))

@@ -18,7 +18,7 @@ def _serves(
     current: Tensor, anchor: Tensor, current_scale: Tensor, anchor_scale: Tensor, *,
     norm_weight: Tensor | None = None, **_: Any,
 ) -> bool:  # fmt: skip
-    """Scales that are the same for every token."""
+    """Supports scales that are the same for every token."""
     scales = (current_scale, anchor_scale)
     static = all(scale.dim() <= 2 for scale in scales) and current.shape == anchor.shape
     gain = () if norm_weight is None else (norm_weight,)
@@ -26,7 +26,7 @@ def _serves(
 
 
 def _serves_heads(projected: Tensor, sections: Sections, anchors: Mapping[str, Tensor], *_: Any, **__: Any) -> bool:
-    """Heads that fit into a tile."""
+    """Supports heads that fit into a tile."""
     widest = max(width for _, width in sections.values())
     return widest <= WIDEST_HEAD and supports(projected, *anchors.values())
 
@@ -37,7 +37,7 @@ def _mixtures(d: Draw) -> Cases:
 
 
 def _layers(d: Draw) -> Cases:
-    """All that an ExoFormer layer does between its projection and its attention."""
+    """Everything an ExoFormer layer does between its projection and its attention."""
     sections = dict.fromkeys("qkvg", (d.sizes.heads, d.sizes.head_dim))
     anchors = {s: d.heads() for s in sections}
     scales = [{s: d.w(*shape) for s, shape in sections.items()} for _ in range(2)]

@@ -37,22 +37,22 @@ FORWARD, BACKWARD = Tiling(1024, 16), Tiling(512, 8, stages=2)
 FOLDED_BACKWARD = Tiling(512, 8, stages=3)
 FACTORS = Tiling(512, 2)
 GATHER = Tiling(512, 3, registers=168)
-"""Of whole tiles."""
+"""Here `tile` counts the elements of whole tiles."""
 MOST_READERS = 12
-"""Most layers whose gradients one launch of `gather` reads: the sums of each take registers."""
+"""Most layers whose gradients one launch of `gather` reads, since each layer's sums take registers."""
 
 
 class Section(NamedTuple):
-    """Columns of the projection that are one pathway. A section with no gain and no anchor is passed through."""
+    """The columns of one pathway in the projection. A section without gain and anchor is passed through."""
 
     first: int
     heads: int
     width: int
     gain: int
-    """Index of the gain of its norm before the rotation; −1: not rotated, −2: rotated without a norm, −3: a gate, which
-    is applied to the output of attention when it is mixed."""
+    """Index of the gain of its norm before the rotation; −1: not rotated, −2: rotated without a norm, −3: a gate,
+    which is applied to the output of attention after mixing."""
     anchor: int
-    """Index of the anchor it is mixed with; −1: none."""
+    """Index of the anchor to mix with; −1: none."""
 
     @property
     def columns(self) -> slice:
@@ -84,7 +84,7 @@ class Section(NamedTuple):
 
 
 SectionPlan = list[int]
-"""Sections as an operator takes them: the five numbers of each, one section after the other."""
+"""Sections as an operator's argument: the five numbers of each section, concatenated."""
 
 
 def sections(plan: Sequence[int]) -> list[Section]:
@@ -94,8 +94,8 @@ def sections(plan: Sequence[int]) -> list[Section]:
 class Inputs(NamedTuple):
     """The tensors that both directions read. `table` is (cos, sin), `gains` the QK-norm's, `anchor_gains` the anchors'.
 
-    Scales are [heads, width] whatever their granularity. Without `current_scales` λ2 is inside the projection, and the
-    backward pass leaves the gradients of the anchors and of λ1 to `gather`.
+    Scales are [heads, width] for every granularity. Without `current_scales`, λ2 is folded into the projection, and
+    `gather` computes the gradients of the anchors and of λ1.
     """
 
     projected: Tensor
@@ -221,8 +221,8 @@ def backward(
     plan: Sequence[int],
     eps: float,
 ) -> Iterator[list[Tensor]]:
-    """From the gradient of every section, and the anchors' from later layers (or none): the gradients of the projection
-    and of γ, the sums over tokens [S] of `Section.sums`, section after section, and the anchors' gradients.
+    """From the gradient of every section, and the anchors' gradients from later layers (or none): the gradients of the
+    projection and of γ, the sums over tokens [S] of `Section.sums` for each section, and the anchors' gradients.
     """
     inputs = Inputs(projected, gamma, table, anchors, anchor_scales, current_scales, gains, anchor_gains)
     d_projected, d_gamma, sums, *d_anchors = outputs = _gradients(inputs, plan)
@@ -272,8 +272,8 @@ def gate_backward(
     hidden: int,
     plan: Sequence[int],
 ) -> Iterator[list[Tensor]]:
-    """From the gradient of o ⊙ σ(m): that of o, and for `folded_backward` the gradients of the projection, with
-    `hidden` columns behind it, and of γ (or nothing), where only the gate's columns are written.
+    """From the gradient of o ⊙ σ(m): that of o, and for `folded_backward` the gradients of the projection, followed by
+    `hidden` columns, and of γ (or nothing); in these only the gate's columns are written.
     """
     d_o, dm, d_gamma = dense_like(o), *gradients(projected, gamma, hidden)
     yield [d_o, dm, d_gamma]
@@ -297,12 +297,12 @@ def folded_backward(
     plan: Sequence[int],
     eps: float,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """With λ2 inside the projection, write the gradients dm [B, T, R] of all sections except the gate, and d_gamma [B,
-    T, F] of γ. They come from dy, the gradients of these sections' heads. Returns the gradients of the gains [G, D].
+    """With λ2 folded into the projection, write the gradients dm [B, T, R] of all sections except the gate, and d_gamma
+    [B, T, F] of γ. They come from dy, the gradients of these sections' heads. Returns the gains' gradients [G, D].
 
-    With `hidden` [B, T, E] and `up` [F, E], γ is made from these (`reference.factors`). The gradient of `hidden` is
-    written behind that of the projection, [B, T, R + E]; those of `up` and its bias, side by side [F, E + 1], are
-    returned, too, and the quotients γ1/γ2 of each anchor for `gather`, [B, T, F/2].
+    With `hidden` [B, T, E] and `up` [F, E], γ is computed from these (`reference.factors`). The gradient of `hidden` is
+    written after that of the projection, [B, T, R + E]. The results then also include the gradients of `up` and its
+    bias, side by side [F, E + 1], and for `gather` the quotients γ1/γ2 of each anchor, [B, T, F/2].
     """
     d_gains = d_gamma.new_empty((len(gains), len(gains[0]) if gains else 0))
     d_network = d_gamma.new_empty((0, 1) if up is None else (len(up), up.shape[1] + 1))
@@ -321,7 +321,7 @@ def folded_backward(
 
 
 def gradients(projected: Tensor, gamma: Tensor | None, hidden: int) -> tuple[Tensor, Tensor]:
-    """Those that `gate_backward` and `folded_backward` write, still empty: of the projection, and of γ in float32."""
+    """Empty gradients of the projection, and of γ in float32, for `gate_backward` and `folded_backward` to fill."""
     *lead, columns = projected.shape
     factors = (0,) if gamma is None else gamma.shape
     return projected.new_empty((*lead, columns + hidden)), projected.new_empty(factors, dtype=torch.float32)
@@ -331,10 +331,10 @@ def _folded_backward(
     inputs: Inputs, s: Section, dy: Tensor, dm: Tensor, d_gamma: Tensor, eps: float, *, o: Tensor | None = None,
     d_o: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write one section's columns. Returns what each program summed of the gradient of its gain, [P, width]."""
+    """Write one section's columns. Returns each program's partial sum of the gradient of its gain, [P, width]."""
     arguments, flat = inputs.arguments(s, FOLDED_BACKWARD), dm.view(-1, dm.shape[-1])
     if not (s.normed or s.gates or arguments["DYNAMIC"]):
-        arguments["MIXED"] = False  # dm does not depend on m: neither s nor the anchor is read
+        arguments["MIXED"] = False  # dm does not depend on m, so s and the anchor are not read
     tiles = arguments["batches"] * arguments["tiles"]
     chunks = min(tiles, FOLDED_BACKWARD.programs * multiprocessors(dm))
     partial = flat.new_empty((chunks, s.width if s.normed else 0), dtype=torch.float32)
@@ -353,7 +353,7 @@ def _folded_backward(
 def _factors(
     d_gamma: Tensor, gamma: Tensor, hidden: Tensor, up: Tensor, dm: Tensor, quotients: Tensor, sums: Tensor
 ) -> None:
-    """Write the gradient of `hidden` behind that of the projection, and those of `up` and its bias into sums."""
+    """Write the gradient of `hidden` after that of the projection, and those of `up` and its bias into sums."""
     (factors, width), tokens = up.shape, len(gamma)
     lanes = next_power_of_2(width)
     size = max(1, FACTORS.tile // lanes)
@@ -380,12 +380,13 @@ def gather(
     plan: Sequence[int],
     eps: float,
 ) -> Iterator[list[Tensor]]:
-    """From the gradients dm_l [B, T, R] of the mixtures of all layers: those of λ1 and, if an anchor has a norm, one
-    more row for its gain, by head, [layers (+ 1), ΣHD]; and those of the anchors, before their norms, side by side.
+    """From the gradients dm_l [B, T, R] of the mixtures of all layers: the gradients of λ1 and, if an anchor has a
+    norm, one more row for its gain, per head, [layers (+ 1), ΣHD]; and those of the anchors before their norms, side by
+    side.
 
-    scales are the λ1, [layers, ΣHD] float32, anchor after anchor. Columns of the last row without a gain are not set.
-    quotients are the γ1_l/γ2_l [B, T, anchors] of all layers in float32, and then `dm` the γ2_l dm_l; none if λ are the
-    same for all tokens.
+    scales are the λ1, [layers, ΣHD] float32, with anchors concatenated. The last row's columns without a gain are
+    unset. quotients are the γ1_l/γ2_l [B, T, anchors] of all layers in float32; `dm` is then γ2_l dm_l. There are none
+    if λ is the same for all tokens.
     """
     layers, columns = scales.shape
     sums = scales.new_empty((layers + any(gain is not None for gain in gains), columns))
@@ -419,20 +420,20 @@ def gather(
 
 
 def rows(x: Tensor) -> Tensor:
-    """[..., R] as [M, R], its last axis dense."""
+    """View [..., R] as [M, R], with its last axis dense."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
 def _heads(name: str, x: Tensor, pointer: str | None = None) -> dict[str, Any]:
-    """Heads [B, T, H, D] in any order as a kernel takes them: a pointer and three strides."""
+    """A kernel's arguments for heads [B, T, H, D] in any memory order: a pointer and three strides."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     strides = {f"stride_{name}{axis}": x.stride(i) for i, axis in enumerate("bth")}
     return {pointer or f"{name}_ptr": x, **strides}
 
 
 def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
-    """The results of `backward`, still empty."""
+    """Empty tensors for the results of `backward`."""
     projected = inputs.projected
     factors = (*projected.shape[:-1], 0 if inputs.gamma is None else inputs.gamma.shape[-1])
     sums = sum(s.sums(inputs) * s.heads * s.width for s in sections(plan))
@@ -445,7 +446,7 @@ def _gradients(inputs: Inputs, plan: Sequence[int]) -> list[Tensor]:
 
 
 def _chunks(work: list[tuple[Section, dict[str, Any]]], projected: Tensor, tiling: Tiling) -> int:
-    """Programs per head, the same for every section, so that one kernel sums all their parts."""
+    """Programs per head, the same for every section, so that one kernel adds all their partial sums."""
     tiles = max(arguments["batches"] * arguments["tiles"] for _, arguments in work)
     fewest = min(s.heads for s, _ in work)
     return min(tiles, cdiv(tiling.programs * multiprocessors(projected), fewest))

@@ -34,7 +34,7 @@ def mix_projection(
 
     current, anchor [B, T, H, D]; scales are one number [], one per head [H], one per element [H, D], or anything of two
     axes or more that broadcasts, such as per token [B, T, 1, 1].
-    N is RMS over D with gain `norm_weight` [D] when that is given, the identity otherwise.
+    N is RMS over D with gain `norm_weight` [D] if given, otherwise the identity.
     """
     source = wide(anchor) if norm_weight is None else rms(wide(anchor), eps, norm_weight)
     return (per_head(anchor_scale) * source + per_head(current_scale) * wide(current)).to(current.dtype)
@@ -52,13 +52,13 @@ def mix_heads(
     gamma: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Heads, tuple[Tensor, ...]]:
-    """From an attention layer's fused projection to the heads that attend: split, mix, QK-norm, rotate.
+    """Turn an attention layer's fused projection into its heads: split, mix, QK-norm, rotate.
 
         Ŝ = λ1 γ1 ⊙ S_anc + λ2 γ2 ⊙ S  for each S of anchors,   Q, K = rotate(gain ⊙ RMS(·))
 
     projected [B, T, R]; anchors [B, T, H, D], already normalised; scales λ1 and λ2 as in `mix_projection`, not per
-    token; table cos and sin [T, D/2]; gains [D] of Q and K, None: no norm; gamma [B, T, 2·anchors], γ1 and γ2 of
-    each anchor in turn, None: 1. Returns the heads by name, and the anchors for the next layer to use.
+    token; table: cos and sin [T, D/2]; gains [D] of Q and K, None for no norm; gamma [B, T, 2·anchors], γ1 and γ2 of
+    each anchor in turn, None for 1. Returns the heads by name, and the anchors for the next layer.
     """
     parts = projected.split([heads * width for heads, width in sections.values()], -1)
     made = {s: part.unflatten(-1, sections[s]) for s, part in zip(sections, parts, strict=True)}

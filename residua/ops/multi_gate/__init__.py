@@ -1,4 +1,4 @@
-"""Multi-Gate Residuals: gated write into n streams and attention pool, in one operator."""
+"""Multi-Gate Residuals: gated write into n streams and attention pooling, in one operator."""
 
 from collections.abc import Sequence
 from typing import Any

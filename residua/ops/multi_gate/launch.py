@@ -1,6 +1,6 @@
 """Multi-Gate Residuals: tile sizes, and launching the kernels.
 
-A list of streams is one tensor [..., N, C] or N of [..., C]; tokens are all the leading axes.
+A list of streams is one tensor [..., N, C] or N tensors [..., C]; all leading axes are tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from residua.ops.multi_gate import kernels, kernels_backward
 
 
 class TilePlan(NamedTuple):
-    """How a kernel is launched: channels per thread at a time, warps per program, a cap on registers (0: none) and,
-    where programs are persistent, how many per multiprocessor."""
+    """How a kernel is launched: channels per thread at a time, warps per program, a cap on registers (0: none) and, for
+    persistent kernels, programs per multiprocessor."""
 
     channels: int
     warps: int
@@ -35,16 +35,16 @@ class TilePlan(NamedTuple):
 
 
 def forward_plan(n: int, width: int, size: int) -> TilePlan:
-    """Rows cut into pieces of 512 channels, a warp to each; short rows of many streams into halves of that."""
+    """Splits rows into pieces of 512 channels, one warp each; short rows of many streams into pieces of half that."""
     if n > 4 and width < 1024:
         return TilePlan(8 // size, 2)
     return TilePlan(16 // size, _floor(width / 512))
 
 
 def backward_plan(n: int, width: int, size: int) -> TilePlan:
-    """Half as many channels at a time, for the factors of every stream are held too.
+    """Half as many channels at a time, because the factors of every stream take registers too.
 
-    Between 1024 and 2048 channels that is too many pieces: there one warp has a token.
+    Between 1024 and 2048 channels that would be too many pieces, so one warp processes a token.
     """
     if n <= 4 and 1024 < width < 2048:
         return TilePlan(16 // size, 1, programs=8)
@@ -53,7 +53,7 @@ def backward_plan(n: int, width: int, size: int) -> TilePlan:
 
 
 def _floor(wanted: float) -> int:
-    """The power of two below, from 1 to 16."""
+    """Round down to a power of two, from 1 to 16."""
     return min(16, next_power_of_2(int(wanted) + 1) // 2 or 1)
 
 
@@ -77,7 +77,7 @@ def forward(
 ) -> Iterator[list[Tensor]]:  # fmt: skip
     """h [..., C], s' [..., N, C] and the scalars [..., 5N + 2] (β, then the 4N + 2).
 
-    With a gain x = gain ⊙ RMS(h) in place of h, and then the scalars of h [..., N + 2].
+    With a gain, x = gain ⊙ RMS(h) replaces h, and the scalars of h [..., N + 2] come last.
     """
     n, (*lead, width) = streams_in(streams), update.shape
     stats = update.new_empty((*lead, 5 * n + 2), dtype=torch.float32)
@@ -103,8 +103,9 @@ def backward(
 ) -> Iterator[list[Tensor]]:  # fmt: skip
     """The gradients of s, of f, and of w1, w2 and the biases in one row [2C + N + 1] of float32.
 
-    `updates` and `stats` are those of the junctions since `start`, this one last. `apart`: the streams were N tensors,
-    and so are their gradients. With a gain, `g_hidden` is the gradient of x, and the row ends with that of the gain.
+    `updates` and `stats` are those of the junctions since `start`, ending with this one. `apart`: the streams were N
+    tensors, and so are their gradients. With a gain, `g_hidden` is the gradient of x, and the row ends with that of the
+    gain.
     """
     n, (*lead, width) = streams_in(start), g_hidden.shape
     shapes = [(*lead, width)] * n if apart else [(*lead, n, width)]
@@ -126,9 +127,9 @@ def backward(
 
 
 def normed_backward_plan(n: int, width: int, size: int) -> TilePlan:
-    """As `backward_plan`, with the registers that its programs leave each other, for the gain's sums need more.
+    """As `backward_plan`, with as many registers as the programs per multiprocessor allow, for the gain's sums.
 
-    Where one warp has a token, it would hold too many of them: there two do.
+    Where one warp would process a token, it would need too many registers, so two warps do.
     """
     if n <= 4 and 1024 < width < 2048:
         return TilePlan(8 // size, 2, programs=4)
@@ -138,7 +139,7 @@ def normed_backward_plan(n: int, width: int, size: int) -> TilePlan:
 
 @launcher("multi_gate_invert")
 def invert(after: Tensor, update: Tensor, stats: Tensor, floor: float) -> Iterator[Tensor]:
-    """s [..., N, C] from s', f and the scalars of the junction between; 1 − β is at least `floor`."""
+    """s [..., N, C] from s', f and the scalars of the junction between them; 1 − β is at least `floor`."""
     streams = dense_like(after)
     yield streams
     _, tokens = extent(update)
@@ -184,6 +185,6 @@ def pool_backward(
 
 
 def _partial(total: Tensor, plan: TilePlan, tokens: int) -> Tensor:
-    """One row for each program; in the interpreter there are few, so that they share tokens."""
+    """Partial sums, one row per program; the interpreter has few programs, so that each processes several tokens."""
     programs = multiprocessors(total) * (plan.programs if total.is_cuda else 1)
     return total.new_empty((min(tokens, programs), len(total)))

@@ -10,7 +10,7 @@ from torch import Tensor
 from residua.ops._runtime.numeric import rms, wide
 
 SEGMENT = 2
-"""Junctions of a chain for which the streams are kept once."""
+"""The streams are stored once per this many junctions of a chain."""
 
 
 def multi_gate(
@@ -42,7 +42,7 @@ def multi_gate(
 def gates(
     streams: Tensor, gate_query: Tensor, gate_bias: Tensor, *, competitive: bool = True, eps: float = 1e-6
 ) -> Tensor:
-    """β [..., N]: how much of the update each stream takes."""
+    """β [..., N]: how much each stream moves towards the update."""
     z = _score(streams, gate_query, eps)
     if competitive:
         forget = gate_bias[0].to(z.dtype).expand(z.shape[:-1])[..., None]
@@ -66,7 +66,7 @@ def _score(streams: Tensor, query: Tensor, eps: float) -> Tensor:
 
 
 def check(shape: Sequence[int], update: Tensor, gate_bias: Tensor, competitive: bool) -> None:
-    """Whether f and the biases fit streams of this shape."""
+    """Check that f and the biases fit streams of this shape."""
     *lead, n, width = shape
     if update.shape != (*lead, width):
         raise ValueError(
@@ -82,7 +82,7 @@ def check(shape: Sequence[int], update: Tensor, gate_bias: Tensor, competitive: 
 
 
 def pool_streams(streams: Sequence[Tensor], query: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """A junction of the fill phase: h [..., C] of n ≥ 2 streams [..., C], and the streams to go on with.
+    """A junction of the fill phase: h [..., C] of n ≥ 2 streams [..., C], and the streams to continue with.
 
         a = softmax_i(query · RMS(s_i)/√C),   h = Σ a_i s_i
 
@@ -106,8 +106,8 @@ def multi_gate_chain(
     """One junction of a chain: h [..., C] and the next state, from a state and a sublayer's output.
 
     The equations are those of `multi_gate`. A state begins with the streams: one tensor [..., N, C], or N tensors
-    [..., C], as the fill phase leaves them; the streams alone are a state. The rest belongs to the fused path, which
-    keeps the streams for the backward pass once per `segment` junctions and recomputes the others exactly.
+    [..., C] after the fill phase; the streams alone are a valid state. The rest belongs to the fused path, which stores
+    the streams for the backward pass once per `segment` junctions and recomputes the others exactly.
     """
     streams, _ = split(state, update)
     stacked = streams[0] if len(streams) == 1 else torch.stack(streams, -2)
@@ -116,7 +116,7 @@ def multi_gate_chain(
 
 
 def split(state: Sequence[Tensor], update: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The streams of a state, and what follows them."""
+    """The streams of a state, and the tensors that follow them."""
     one = state[0].dim() > update.dim()
     return ([state[0]], [*state[1:]]) if one else ([*state], [])
 

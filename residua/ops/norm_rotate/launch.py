@@ -1,8 +1,8 @@
 """QK-norm and rotation in one pass over the heads: read x, write y; backward: read dy and x, write dx.
 
-The inputs are all that is kept for the backward pass. `packed_heads_backward` goes from the gradients that attention
-returns straight to that of the projection [Q | K | V]: without it, a concatenation would read and write all three once
-more. `residua.train.compile.rewrites` puts it into compiled graphs.
+The backward pass needs only the inputs. `packed_heads_backward` turns attention's gradients directly into that of the
+projection [Q | K | V]: without it, a concatenation would read and write all three once more.
+`residua.train.compile.rewrites` inserts it into compiled graphs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from residua.ops.norm_rotate import kernels
 
 class HeadsPlan(NamedTuple):
     tile: int
-    """Elements of a half tile: tokens times half a head."""
+    """Elements per half tile: tokens times half a head."""
     group: int
     """Most heads that share one load of the rotation table."""
     warps: int
     programs: int = 0
-    """Programs per multiprocessor in the backward pass, where each walks over many tiles."""
+    """Programs per multiprocessor in the backward pass, where each loops over many tiles."""
     stages: int = 1
     registers: int | None = None
 
@@ -49,7 +49,7 @@ PACKED = HeadsPlan(1024, 2, 4, 8)
 
 
 class Tokens(NamedTuple):
-    """The tokens as sequences of `length` tokens, whose rotation tables are `turns` elements apart."""
+    """The tokens as sequences of `length`, whose rotation tables are `turns` elements apart."""
 
     batches: int
     length: int
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
         return cdiv(self.length, rows)
 
     def chunks(self, x: Tensor, plan: HeadsPlan, rows: int, groups: int) -> int:
-        """Programs that share the tiles of each group of heads."""
+        """The number of programs that share the tiles of each group of heads."""
         return min(self.batches * self.tiles(rows), cdiv(plan.programs * multiprocessors(x), groups))
 
 
@@ -73,7 +73,7 @@ def tokens(x: Tensor, cos: Tensor) -> Tokens:
 
 
 def strides(x: Tensor, walk: Tokens) -> tuple[int, int, int]:
-    """From one sequence, token and head to the next."""
+    """The strides from one sequence, token and head to the next."""
     batch, token, head, _ = x.stride()
     return (0, batch, head) if walk.length != x.shape[1] else (batch, token, head)
 
@@ -122,7 +122,7 @@ def packed_heads_backward(
     """The gradient [B, T, (H + 2 H_kv) D] of a projection [Q | K | V], and those of the gains `query` and `key` [D].
 
     dq and q [B, T, H, D], dk, dv and k [B, T, H_kv, D]: the gradients of the normalised, rotated queries and keys and
-    of the values, and the queries and keys as projected. Equals two `backward` and a concatenation.
+    of the values, and the projected queries and keys. Equals two `backward` calls and a concatenation.
     """
     packed = q.new_empty((*q.shape[:2], (q.shape[2] + 2 * k.shape[2]) * q.shape[3]))
     d_query, d_key = torch.empty_like(query), torch.empty_like(key)
@@ -146,7 +146,7 @@ def packed_heads_backward(
 
 
 def sum_rows(partial: Tensor, first: Tensor, second: Tensor | None = None, *, rows: int) -> None:
-    """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the others: one launch, a fixed order."""
+    """first = Σ of the first `rows` rows of `partial` [R, W], second = Σ of the rest: one launch, in a fixed order."""
     width, block = partial.shape[1], 16
     with device_guard(partial):
         kernels.sum_rows_kernel[(cdiv(width, block), 1 if second is None else 2)](

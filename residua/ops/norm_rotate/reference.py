@@ -11,7 +11,7 @@ from residua.ops._runtime.numeric import rms
 def norm_rotate(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-6) -> Tensor:
     """Normalise every head, then rotate it by its position: rotate(weight ⊙ RMS(x)).
 
-    x [B, T, H, D], RMS over D; weight [D]; cos, sin [T, D/2] or, of each row, [B, T, D/2]. Returns [B, T, H, D].
+    x [B, T, H, D], RMS over D; weight [D]; cos, sin [T, D/2] or, per row, [B, T, D/2]. Returns [B, T, H, D].
     """
     return rotate(rms(x, eps, weight), (cos, sin))
 

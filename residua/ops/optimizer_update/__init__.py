@@ -45,7 +45,7 @@ if INSTALLED:
         return alike and _serves(means, (*squares, *gradients))
 
     def _plain(t: Tensor) -> bool:
-        """Contiguous, and at an address that vector loads can take."""
+        """Whether t is contiguous and its address is aligned for vector loads."""
         return t.is_contiguous() and not (t.is_cuda and t.data_ptr() % 16)
 
     momentum_directions.register_fused(launch.momentum_directions, _serves)

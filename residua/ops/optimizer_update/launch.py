@@ -1,8 +1,8 @@
 """Momentum and descent: launching the kernels, which read and write each tensor once.
 
-Bytes per weight: 14 for the momentum (g; m twice; a bf16 direction) and 10 for the descent (x twice; a bf16 update),
-where list operations move 30 and 60. AdamW moves 24 (g; m and v twice; a float32 update) and 12, where list operations
-move 60 for the first: tables of many tokens feel it. Tensors of one size share a launch and a table of addresses.
+Bytes per weight: 14 for the momentum (g; m twice; a bf16 direction) and 10 for the descent (x twice; a bf16 update);
+list operations move 30 and 60. AdamW moves 24 (g; m and v twice; a float32 update) and 12; list operations move 60 for
+the first, which matters for large token tables. Tensors of one size share a launch and a table of addresses.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 def _alike(*lists: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """The lists split into groups of one size and dtype."""
+    """Split the lists into groups of one size and dtype."""
     groups: dict[tuple[object, ...], list[tuple[Tensor, ...]]] = {}
     for together in zip(*lists, strict=True):
         if together[0].numel():

@@ -1,4 +1,4 @@
-"""Momentum and descent over lists of tensors, by PyTorch's own list operations."""
+"""Momentum and descent over lists of tensors, with PyTorch's list operations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def adam_directions(
 
 
 def cautious_descent(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float, decay: float) -> None:
-    """x ← x − rate·u − decay·1[u⊙x ≥ 0]⊙x in place, the mask taken before the weight moves (arXiv 2510.12402)."""
+    """x ← x − rate·u − decay·1[u⊙x ≥ 0]⊙x in place, with the mask from before the update (arXiv 2510.12402)."""
     weights = list(weights)
     updates = [update.to(weight.dtype) for weight, update in zip(weights, updates, strict=True)]
     if decay:

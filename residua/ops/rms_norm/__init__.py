@@ -1,4 +1,4 @@
-"""RMSNorm with a gain, alone, with PreAffine's scaling of its input, or with the residual addition before it."""
+"""RMSNorm with a gain: alone, with PreAffine's scaling of its input, or with the residual addition before it."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
-"""RMSNorm with the additions next to it: operators, launches and gradients.
+"""RMSNorm fused with adjacent additions: operators, launches and gradients.
 
-Forward: read x (or h and y), write the norm (and the sum). Backward: read its gradient (and the sum's) and x, write
-one gradient; only x and one float per token are kept for it. The scaled norm is PreAffine's, of affine ⊙ x: the same
-kernels, and nothing more is read or written.
+Forward: read x (or h and y), write the norm (and the sum). Backward: read its gradient (and the sum's) and x, write one
+gradient; it needs only x and one float per token. The scaled norm is PreAffine's, of affine ⊙ x: it uses the same
+kernels, which read and write nothing more.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from residua.ops.rms_norm import kernels
 
 
 class RowPlan(NamedTuple):
-    """A program takes one row at a time."""
+    """Each program processes one row at a time."""
 
     warps: int
     programs: int = 0
-    """Programs per multiprocessor, of a persistent kernel."""
+    """Programs per multiprocessor, for a persistent kernel."""
 
     def sizes(self, width: int) -> dict[str, int]:
         block = 256 * self.warps
@@ -38,7 +38,7 @@ def forward_plan(width: int) -> RowPlan:
 
 
 def backward_plan(width: int) -> RowPlan:
-    """Twelve to sixteen warps per multiprocessor, each with two rows, or shares of them, in flight."""
+    """Twelve to sixteen warps per multiprocessor, each with two rows, or parts of rows, in flight."""
     if width <= 1024:
         return RowPlan(1, 12)
     if width < 2048:
@@ -70,9 +70,9 @@ def backward(
     g: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, residual: Tensor | None = None, affine: Tensor | None = None,
     dotted: bool = False,
 ) -> Iterator[list[Tensor]]:  # fmt: skip
-    """The gradients of x, of the weight and, if there is one, of affine. If `dotted`, then x's dots with its own [M].
+    """The gradients of x, of the weight and of affine, if given. If `dotted`, also x · its gradient per row [M].
 
-    `residual` is added to the gradient of x before it is rounded.
+    `residual` is added to the gradient of x before rounding.
     """
     g_weights = [dense_like(w) for w in (weight, affine) if w is not None]
     g_x, dots = dense_like(x), torch.empty_like(rstd) if dotted else None

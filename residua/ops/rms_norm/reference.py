@@ -10,7 +10,7 @@ from residua.ops._runtime.numeric import rms, wide
 def rms_norm(x: Tensor, weight: Tensor, *, affine: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """weight ⊙ x / sqrt(mean(x²) + eps) over the last axis: x [..., C], weight [C].
 
-    With affine [C] it is the norm of affine ⊙ x (PreAffine); that product is not rounded to x's dtype.
+    With affine [C], norms affine ⊙ x instead (PreAffine), without rounding that product to x's dtype.
     """
     if affine is None:
         return rms(x, eps, weight)

@@ -1,7 +1,7 @@
-"""Tables of rotary positions, one opaque call each when compiled. They have no gradient.
+"""Tables of rotary positions, each one opaque call in compiled code. They have no gradient.
 
-Fused into its readers by the compiler, the powers and cosines were computed per element and layer and took an eighth of
-the training step.
+When the compiler fused the powers and cosines into their readers, it computed them per element and layer, which took an
+eighth of the training step.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., head_dim/2] of p · theta^(−2i/head_dim), positions p [...].
+    """cos and sin [..., head_dim/2] of p · theta^(−2i/head_dim), for positions p [...].
 
     The frequency is 1 / theta^(2i/head_dim), as transformers rounds it: theta^(−2i/head_dim) differs in the last bit.
     """
@@ -17,6 +17,6 @@ def rotary_table(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor
 
 
 def scaled_rotary_table(positions: Tensor, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., n] of p · f, times a factor, positions p [...] and frequencies f [n]."""
+    """cos and sin [..., n] of p · f, times a factor, for positions p [...] and frequencies f [n]."""
     angles = positions.float()[..., None] * frequencies
     return angles.cos() * factor, angles.sin() * factor

@@ -20,7 +20,7 @@ convolve_heads = Operator(
 
 
 def _serves(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int, **_: Any) -> bool:
-    """Heads whose width is a power of two, and no more than four taps."""
+    """Supports heads whose width is a power of two, and at most four taps."""
     width = weight.shape[1] // (2 * key_heads + value_heads)
     fits = 16 <= width <= 256 and width & (width - 1) == 0 and weight.shape[0] <= MOST_TAPS
     return fits and projected.numel() > 0 and supports(projected, weight)

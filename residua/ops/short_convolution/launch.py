@@ -1,7 +1,7 @@
 """Short convolution, fused: operators, tile sizes, launches and gradients.
 
-Kept for backward: the projection and the weight. The operator takes the projection unsplit and passes the gate's
-columns on. So the gradient of the projection is written in one piece; a split would end in a concatenation.
+Backward needs the projection and the weight. The operator takes the whole projection and passes the gate's columns on,
+so that the projection's gradient is written in one piece; splitting would require a concatenation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TilePlan(NamedTuple):
     """Tokens per part."""
     warps: int
     parts: int = 1
-    """Of a program."""
+    """Parts per program."""
     unroll: int = 0
 
     def settings(self) -> dict[str, int]:
@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 def empty_heads(projected: Tensor, weight: Tensor, key_heads: int, value_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v for `launch_forward`."""
+    """Empty q, k and v for `launch_forward` to fill."""
     s = Sizes.of(projected, weight, key_heads, value_heads)
     q, k, v = (projected.new_empty((s.batch, s.length, n, s.width)) for n in (key_heads, key_heads, value_heads))
     return q, k, v
@@ -107,7 +107,7 @@ def launch_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, projected: Tensor, weight: Tensor, begins: Tensor | None, eps: float,
     key_heads: int, d_projected: Tensor, d_weight: Tensor,
 ) -> None:  # fmt: skip
-    """Write into d_projected, but for the gate's columns, and d_weight. dq and dk may have more heads than q and k."""
+    """Write d_weight and all of d_projected but the gate's columns. dq and dk may have more heads than q and k."""
     s, x = Sizes.of(projected, weight, key_heads, dv.shape[2]), dense_last(projected)
     partial = d_weight.new_empty((s.batch * BACKWARD.tiles(s.length), weight.numel()))
     with device_guard(x):

@@ -1,4 +1,4 @@
-"""The short causal convolution of linear attention, and the heads convolved from it, in plain PyTorch."""
+"""The short causal convolution of linear attention, and the heads computed with it, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from residua.ops._runtime.numeric import begins, wide
 def short_convolution(x: Tensor, weight: Tensor, segments: Tensor | None = None) -> Tensor:
     """y_t = silu(Σ_j weight_j ⊙ x_{t−j}), j = 0 … kernel − 1, over tokens of the same document.
 
-    x [B, kernel − 1 + T, channels] begins with what came before, weight [kernel, channels], segments [B, T].
+    x [B, kernel − 1 + T, channels] begins with the preceding inputs, weight [kernel, channels], segments [B, T].
     Returns y [B, T, channels].
     """
     past = weight.shape[0] - 1
@@ -37,12 +37,12 @@ def convolve_heads(
     segments: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From a layer's fused projection to the heads of the delta rule and their output gate.
+    """Turn a layer's fused projection into the heads of the delta rule and their output gate.
 
         q, k, v = conv(·),   q ← q / (‖q‖ √D),   k ← k / ‖k‖  per head
 
     projected [B, T, (2 key_heads + 2 value_heads) D] holds q, k, v and the gate z; weight [kernel, channels] is for q,
-    k and v. Returns q, k [B, T, key_heads, D] and v, z [B, T, value_heads, D]; the first token has nothing before it.
+    k and v. Returns q, k [B, T, key_heads, D] and v, z [B, T, value_heads, D]; zeros precede the first token.
     A projection that ends with v has no z: [B, T, 0, D].
     """
     channels = weight.shape[1]

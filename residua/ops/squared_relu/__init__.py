@@ -1,4 +1,4 @@
-"""The feed-forward with relu(·)² between its two maps, fused into their products."""
+"""The feed-forward with relu(·)² between its two maps, fused into the maps' products."""
 
 import torch
 from torch import Tensor
@@ -10,13 +10,15 @@ from residua.ops._runtime.triton_support import INSTALLED, INTERPRETED, supports
 from residua.ops.squared_relu import reference
 
 FEWEST_TOKENS = 2048
-"""With fewer, a matrix library's product and a pass over its small result take no longer than our kernel."""
+"""With fewer tokens, a library's matrix product and a pass over its small result take no longer than our kernel."""
 ALIGNMENT = 8
 """Tensor descriptors need rows of a multiple of this many elements, 16 bytes."""
 
 
 def _pays(x: Tensor, w_in: Tensor) -> bool:
-    """Many tokens and 16-bit products, on a GPU that has the instructions; in the interpreter, float32."""
+    """Whether the kernels are faster: many tokens and 16-bit products on a GPU with the instructions; in the
+    interpreter, float32.
+    """
     kernel_dtype = torch.float32 if INTERPRETED else torch.bfloat16
     hidden, width = w_in.shape
     return (

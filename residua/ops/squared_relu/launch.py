@@ -1,11 +1,11 @@
-"""The feed-forward with a squared ReLU, fused: relu(·)² and its slope are in the kernels of two of its six products.
+"""The feed-forward with a squared ReLU, fused: kernels of two of its six products include relu(·)² and its slope.
 
 With a = relu(x W_inᵀ)², and so relu(x W_inᵀ) = √a:
 
     y = a W_outᵀ,   p = (g W_out) ⊙ 2√a,   g_x = p W_in,   g_W_in = pᵀ x,   g_W_out = gᵀ a
 
-Only a is written and kept for the backward pass. The other four products are the matrix library's, where a compiler
-sees them.
+Only a is written and stored for the backward pass. The matrix library computes the other four products, visible to a
+compiler.
 
 The two products are y = relu(x wᵀ)² and, if `a` is given, y = (x w) ⊙ 2√a.
 """
@@ -27,7 +27,7 @@ from residua.ops._runtime.numeric import working_dtype
 from residua.ops._runtime.tracing import opaque
 from residua.ops.squared_relu import kernels
 
-try:  # Triton calls it experimental: where it is gone or has moved, `FlatPlan` serves
+try:  # an experimental part of Triton: if it is missing or has moved, `FlatPlan` is used
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as PlacedDescriptor
 
@@ -39,16 +39,16 @@ else:
 
 
 class FlatPlan(NamedTuple):
-    """For `kernels.py`: all warps of a program do the same."""
+    """Plan for `kernels.py`, where all warps of a program do the same work."""
 
     rows: int
     columns: int
     depth: int
     """Elements of the sum per step."""
     group: int
-    """Rows of tiles that are walked together."""
+    """Rows of tiles that are processed together."""
     parts: int
-    """Parts that a tile is written in."""
+    """Number of parts in which a tile is written."""
     warps: int
     stages: int
 
@@ -70,14 +70,14 @@ class FlatPlan(NamedTuple):
 
 
 class SpecializedPlan(NamedTuple):
-    """For `specialized.py`: a task for every group of warps."""
+    """Plan for `specialized.py`, where every group of warps has its own task."""
 
     columns: int
     depth: int
     stages: int
     parts: int
     slots: int
-    """Parts that a warpgroup has room for in shared memory."""
+    """Number of parts per warpgroup that fit into shared memory."""
     group: int
 
     def launch(self, x: Tensor, w: Tensor, a: Tensor | None, y: Tensor) -> None:
@@ -102,7 +102,7 @@ def _programs(y: Tensor, rows: int, columns: int) -> int:
 
 
 INTERPRETED = FlatPlan(16, 32, 16, 2, 2, 4, 1)
-"""Small tiles, so that the interpreter's tests have many of them."""
+"""Small tiles, so that tests in the interpreter cover several."""
 
 
 def _plan(flat: FlatPlan, specialized: SpecializedPlan) -> FlatPlan | SpecializedPlan:
@@ -118,7 +118,7 @@ BACKWARD = _plan(FLAT_BACKWARD, SpecializedPlan(256, 32, 6, 4, 4, 8))
 
 @launcher("squared_relu_linear")
 def squared_relu_linear(x: Tensor, weight: Tensor) -> Iterator[Tensor]:
-    """a = relu(x weightᵀ)² [M, N] of x [M, K] and weight [N, K], summed in float32."""
+    """a = relu(x weightᵀ)² [M, N] for x [M, K] and weight [N, K], summed in float32."""
     a = x.new_empty((x.shape[0], weight.shape[0]))
     yield a
     with device_guard(x):
@@ -127,7 +127,7 @@ def squared_relu_linear(x: Tensor, weight: Tensor) -> Iterator[Tensor]:
 
 @launcher("squared_relu_linear_backward")
 def squared_relu_linear_backward(g: Tensor, weight: Tensor, a: Tensor) -> Iterator[Tensor]:
-    """p = (g weight) ⊙ 2√a [M, N] of g [M, K], weight [K, N] and a [M, N], summed in float32."""
+    """p = (g weight) ⊙ 2√a [M, N] for g [M, K], weight [K, N] and a [M, N], summed in float32."""
     p = dense_like(a)
     yield p
     with device_guard(g):
@@ -135,7 +135,7 @@ def squared_relu_linear_backward(g: Tensor, weight: Tensor, a: Tensor) -> Iterat
 
 
 def squared_relu_ffn(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """The fused twin of `reference.squared_relu_ffn`; weights are brought to the products' dtype, as autocast does."""
+    """The fused twin of `reference.squared_relu_ffn`; weights are cast to the products' dtype, as under autocast."""
     dtype = working_dtype(x)
     rows = x.reshape(-1, x.shape[-1]).to(dtype)
     y: Tensor = _squared_relu_ffn(rows, w_in.to(dtype), w_out.to(dtype))

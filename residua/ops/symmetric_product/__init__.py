@@ -1,4 +1,4 @@
-"""A stack of matrices, each times its own transpose, computing half of the symmetric result."""
+"""Products of a stack of matrices with their own transposes, computing half of each symmetric result."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ from residua.ops._runtime.triton_support import HOPPER_SHARED_MEMORY, INSTALLED,
 from residua.ops.symmetric_product import reference
 
 SMALLEST = 512
-"""Rows from which half the tiles are faster than cuBLAS with all tiles."""
+"""From this many rows on, half the tiles are faster than cuBLAS with all tiles."""
 SHARED_BYTES = HOPPER_SHARED_MEMORY
-"""Shared memory that the tiles need; compute capability 9.0 and 10.0 have it."""
+"""Shared memory that the tiles need; compute capabilities 9.0 and 10.0 have it."""
 
 
 def _serves(x: Tensor, c: Tensor | None = None, **_: Any) -> bool:

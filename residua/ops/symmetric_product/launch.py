@@ -1,4 +1,4 @@
-"""The symmetric product at half the work: tiles, programs, and tensors in a form that TMA can load."""
+"""The symmetric product with half the work: tiles, programs, and tensors in a layout that TMA can load."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class TilePlan(NamedTuple):
     warps: int
     stages: int
     flat: bool
-    """Load the next tile while one is written."""
+    """Whether to load the next tile while one is written."""
 
     def triangle(self, m: int) -> int:
-        """Tiles on and below the diagonal of an m×m matrix."""
+        """The number of tiles on and below the diagonal of an m×m matrix."""
         rows = cdiv(m, self.block)
         return rows * (rows + 1) // 2
 
 
 PLANS = {torch.bfloat16: TilePlan(128, 64, 8, 4, True), torch.float32: TilePlan(16, 16, 4, 2, False)}
-"""Float32 is for the interpreter, with tiles so small that small tests have several."""
+"""Float32 is for the interpreter, with tiles small enough that small tests cover several."""
 
 
 @launcher("symmetric_product")
@@ -71,7 +71,7 @@ def launch(plan: TilePlan, x: Tensor, c: Tensor | None, s: Tensor, alpha: float,
 
 
 def _walkable(x: Tensor) -> bool:
-    """Whether TMA can load it: dense rows, all strides and the address multiples of 16 bytes."""
+    """Whether TMA can load x: dense rows, with all strides and the address multiples of 16 bytes."""
     steps = [step * x.element_size() for step in x.stride()[:-1]]
     return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
@@ -81,6 +81,6 @@ def _walked(x: Tensor) -> Tensor:
 
 
 def _pitched(x: Tensor, rows: int, columns: int) -> Tensor:
-    """An empty stack of as many matrices as x has, whose rows begin at multiples of 16 bytes."""
+    """An empty stack of as many matrices as in x, whose rows start at multiples of 16 bytes."""
     per_row = 16 // x.element_size()
     return x.new_empty(len(x), rows, cdiv(columns, per_row) * per_row)[..., :columns]

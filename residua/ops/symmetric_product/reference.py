@@ -9,9 +9,9 @@ from torch import Tensor
 def symmetric_product(
     x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0
 ) -> Tensor:
-    """S = αXXᵀ + βC + γI for every matrix of a stack: x [B, m, k] and symmetric c [B, m, m] to [B, m, m].
+    """S = αXXᵀ + βC + γI [B, m, m] for every matrix of a stack x [B, m, k] and symmetric c [B, m, m].
 
-    The fused path has no gradient, computes half of S and mirrors it.
+    The fused path has no gradient; it computes half of S and mirrors it.
     """
     if c is not None:
         s = torch.baddbmm(c, x, x.mT, beta=beta, alpha=alpha)

@@ -1,4 +1,5 @@
 """Decoding one or two rows: all layers of a model and its final norm in one cooperative launch.
 
-Twice as fast at S as a launch for each operation (`ops/inference`), which serves everything else: docs/whole-layers.md.
+At size S it is twice as fast as one launch per operation (`ops/inference`), which serves all other cases. See
+docs/whole-layers.md.
 """

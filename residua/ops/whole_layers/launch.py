@@ -1,4 +1,4 @@
-"""Launching whole layers: requirements, and the buffers, addresses and counts that last between launches."""
+"""Launching whole layers: requirements, and the buffers, addresses and counts that persist between launches."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors, su
 from residua.ops.inference.reference import GATED, KEY_EPS
 
 MOST_ROWS = 2
-"""Rows are taken in turn: with more of them, one launch for all rows of an operation is faster."""
+"""The kernel processes rows sequentially: with more of them, one launch per operation for all rows is faster."""
 MOST_STREAMS = 4
 WARPS = 8
 LINE = 256
 SPARE = 4
-"""Programs without weights, which prepare junctions: each reads its share of the sources."""
+"""Programs without weights, which prepare junctions; each reads a share of the sources."""
 SPLITS = 8
-"""Shares of a head's slots."""
+"""Parts that a head's slots are split into."""
 SLOTS_HELD = 8192
-"""Keys of a tile of slots, as numbers."""
+"""Elements of the keys in a tile of slots."""
 MOST_HELD = 160
-"""Registers of a thread that may hold weights."""
+"""Most registers per thread that may hold weights."""
 
 
 class Junctions(NamedTuple):
-    """How sublayers are joined: `kind` is sum, read or gate.
+    """How sublayers are joined; `kind` is sum, read or gate.
 
-    Reads have blocks of `size` sublayers. Gates have `streams`, and from junction `streams` on a query and a bias each.
-    `queries` [C] are those of reads and pools, of every junction but the first.
+    Reads have blocks of `size` sublayers. Gates have `streams` streams, and each junction from number `streams` on has
+    a gate query and bias. `queries` [C] belong to the reads or pools of every junction but the first.
     """
 
     kind: str
@@ -46,9 +46,9 @@ class Junctions(NamedTuple):
 class Shape(NamedTuple):
     """The sizes that all layers share, and the plain numbers of `Junctions`.
 
-    `gate` is the width of a head's gate, 0 without one. Anchors are mixed into `mixed`: none; values, with those of the
-    first layer; or all heads, with what is written to `Layers.anchor`. `network` is the width of the network that makes
-    γ, 0 for static λ.
+    `gate` is the width of a head's gate, 0 without one. `mixed` says where anchors are mixed in: nowhere; into values,
+    from the first layer's values; or into all heads, from `Layers.anchor`. `network` is the width of the network that
+    computes γ, 0 for static λ.
     """
 
     width: int
@@ -68,17 +68,17 @@ class Shape(NamedTuple):
 
     @property
     def projected(self) -> int:
-        """Rows of the fused projection."""
+        """The number of rows of the fused projection."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim + self.heads * self.gate
 
     @property
     def anchored(self) -> int:
-        """Channels that are mixed."""
+        """The number of mixed channels."""
         return self.projected if self.mixed == "heads" else self.kv_heads * self.head_dim
 
 
 class Layer(NamedTuple):
-    """A layer's matrices, all of one dtype, its caches [B, S, H_kv, D], and W1 of the network that makes γ."""
+    """A layer's matrices, all of one dtype, its caches [B, S, H_kv, D], and W1 of the network that computes γ."""
 
     project: Tensor
     out: Tensor
@@ -94,16 +94,16 @@ class Layer(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """In the order of the table."""
+        """All tensors in the order of the address table."""
         return [tensor for tensor in self if tensor is not None]
 
 
 class Vectors(NamedTuple):
     """Small parameters in float32.
 
-    Of each junction: gain, query and gate query [J, 3, C], gate biases [J, n + 1]. Of each layer: the gains of queries
-    and keys [L, 2, D], or None. Then cos and sin [positions, D/2]. Where anchors are mixed, of each layer: λ1 and λ2 of
-    the mixed channels, and if there are γ, W2 and b [8, E + 1], two rows for each of q, k, v and g.
+    Per junction: gain, query and gate query [J, 3, C], gate biases [J, n + 1]. Per layer: the gains of queries and keys
+    [L, 2, D], or None. Then cos and sin [positions, D/2]. With anchors, per layer: λ1 and λ2 of the mixed channels and,
+    if λ is dynamic, W2 and b [8, E + 1], two rows for each of q, k, v and g.
     """
 
     junctions: Tensor
@@ -115,7 +115,7 @@ class Vectors(NamedTuple):
 
 
 def serves(shape: Shape, layers: Sequence[Layer]) -> bool:
-    """Whether the kernels take these layers: few rows, dense tensors of one dtype, shares that fit into registers."""
+    """Whether the kernels support these layers: few rows, dense tensors of one dtype, weights that fit in registers."""
     tensors = [tensor for layer in layers for tensor in layer.tensors]
     first = layers[0].keys
     caches = {(t.shape, t.stride()) for layer in layers for t in (layer.keys, layer.values)}
@@ -127,14 +127,14 @@ def serves(shape: Shape, layers: Sequence[Layer]) -> bool:
 
 
 def _division(x: Tensor) -> tuple[int, int]:
-    """Programs with weights, and without."""
+    """The numbers of programs with and without weights."""
     programs = multiprocessors(x)
     spare = SPARE if programs > 4 * SPARE else 1
     return programs - spare, spare
 
 
 def _held(shape: Shape, x: Tensor) -> int:
-    """Most registers of a thread that hold weights in any phase."""
+    """The registers per thread that hold weights, in the phase that needs most."""
     work, (width, attended) = _division(x)[0], (shape.width, shape.heads * shape.head_dim)
     phases = [
         ((shape.projected, shape.network), width),
@@ -147,15 +147,15 @@ def _held(shape: Shape, x: Tensor) -> int:
 
 
 def line(width: int) -> int:
-    """Channels of a line of weights: 16 bytes for each thread of a warp in bfloat16, or all there are."""
+    """Channels of a line of weights: in bfloat16, 16 bytes per thread of a warp; fewer for narrower rows."""
     return min(LINE, next_power_of_2(width))
 
 
 class Layers:
-    """The layers of a model and their final norm, for one cache. Keeps the state between phases, and what it points to.
+    """The layers of a model and their final norm, for one cache. Owns the state between phases and all address tables.
 
-    Write the embedded tokens [M, C] to `y` and the anchors of all heads, if mixed, to `anchor`. Then call it with the
-    number of tokens in each row's cache.
+    Write the embedded tokens [M, C] to `y` and, if all heads are mixed, their anchors to `anchor`. Then call it with
+    the number of tokens in each row's cache.
     """
 
     def __init__(self, shape: Shape, layers: Sequence[Layer], vectors: Vectors) -> None:
@@ -194,10 +194,10 @@ class Layers:
         return sizes if INTERPRETED else sizes | {"num_warps": WARPS, "num_stages": 1}
 
     def __call__(self, lengths: Tensor) -> Tensor:
-        """The final normed state [M, C] of `y`; the heads of the new token are put into the cache.
+        """Return the final normed state [M, C] of `y`, and write the new token's heads to the cache.
 
-        The launch is cooperative: the driver makes sure that all programs run at once. Otherwise two models that decode
-        side by side could each have some of the multiprocessors, and wait for the rest for ever.
+        The launch is cooperative: the driver guarantees that all programs run at once. Otherwise two models that decode
+        in parallel could each occupy some of the multiprocessors and deadlock waiting for the rest.
         """
         if INTERPRETED:
             return self.in_phases(lengths)
@@ -206,7 +206,7 @@ class Layers:
         return self.normed
 
     def in_phases(self, lengths: Tensor) -> Tensor:
-        """The same with a launch for each phase: the interpreter, which has one program at a time, cannot wait."""
+        """Like a call, with one launch per phase: the interpreter runs programs one at a time, so none can wait."""
         count = len(self.layers)
         with device_guard(self.y):
             for layer in range(count):
