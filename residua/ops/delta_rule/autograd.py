@@ -1,9 +1,9 @@
 """Delta rules, fused: operators and gradients.
 
-Both rules are fused whole (`residua bench ops gated_delta kimi_delta` also times flash-linear-attention). Backward
-keeps q, k and v, and in v's dtype u and the state before each chunk of 64 tokens. It also keeps two matrices [64, 64]
+Both rules are fused completely (`residua bench ops gated_delta kimi_delta` also times flash-linear-attention). Backward
+needs q, k and v, and in v's dtype u and the state before each chunk of 64 tokens. It also needs two matrices [64, 64]
 per chunk and head, and six numbers per token and head. For heads of 128 that is four times as much as v. Recomputing
-the states would repeat the forward pass, whose chunks have to wait for each other.
+the states would repeat the forward pass, whose chunks depend on each other.
 
 A decay per channel adds the sums of log decays in float32, three decayed copies of keys and queries, and a third
 matrix: for heads of 128, five and a half times as much as v.
@@ -29,7 +29,7 @@ def delta_rule(
     per_channel: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *,
     segments: Tensor | None = None, state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The fused twin of `reference.gated_delta`, or `per_channel` of `reference.kimi_delta`."""
+    """The fused twin of `reference.gated_delta` or, with `per_channel`, of `reference.kimi_delta`."""
     check_shapes(q, k, v, g, beta, per_channel=per_channel)
     first = None if segments is None else begins(v, segments).to(torch.uint8)
     inputs = q.to(v.dtype), k.to(v.dtype), v, g.float(), beta.float(), None if state is None else state.float()
@@ -44,7 +44,7 @@ gated_delta, kimi_delta = partial(delta_rule, False), partial(delta_rule, True)
 def step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The fused twin of `reference.step`, without gradients; a state that is float32 and dense is overwritten."""
+    """The fused twin of `reference.step`, without gradients; overwrites a state that is float32 and dense."""
     state = initial_state(k, v, state).contiguous()
     o: Tensor = launch.step(q, k, v, g.float(), beta.float(), state)
     return o, state

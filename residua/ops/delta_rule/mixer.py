@@ -1,6 +1,6 @@
 """Gated DeltaNet between its projections, in plain PyTorch: convolution, delta rule, output norm and gate.
 
-A file of its own: it calls operators, `gated_delta` among them, and not their references.
+In a separate file because it calls operators such as `gated_delta`, not their references.
 """
 
 from __future__ import annotations

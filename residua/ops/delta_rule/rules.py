@@ -19,7 +19,7 @@ default only the products of decayed keys and queries have kernels."""
 
 
 def _heads(d: Draw) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys of length 1, and values."""
+    """Queries, keys of unit length, and values."""
     q, k = (torch.nn.functional.normalize(d.heads().float(), dim=-1).to(d.dtype) for _ in range(2))
     return q, k, d.heads()
 
@@ -51,9 +51,9 @@ kimi_delta = Operator(reference.kimi_delta, _by_channel, compile_seconds=20)
 
 
 def takes(x: Tensor, key_width: int, value_width: int) -> bool:
-    """Whether the kernels take such heads: of few widths, in bfloat16; in float32 only in the interpreter.
+    """Whether the kernels support these heads: a few widths, in bfloat16; in float32 only in the interpreter.
 
-    On a GPU float32 needs more shared memory than there is.
+    On a GPU, float32 would need too much shared memory.
     """
     fits = key_width in HEAD_WIDTHS and value_width in HEAD_WIDTHS and x.numel() > 0
     return fits and supports(x) and (x.dtype is torch.bfloat16 or not x.is_cuda)
@@ -64,7 +64,7 @@ def _serves(q: Tensor, k: Tensor, v: Tensor, *_: Tensor, **__: Tensor | None) ->
 
 
 def _serves_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None) -> bool:
-    """Also in float32, where no gradient is wanted; one decay per head."""
+    """Supports one decay per head, without a gradient; also float32."""
     fits = k.shape[-1] in HEAD_WIDTHS and v.shape[-1] in HEAD_WIDTHS and v.numel() > 0 and g.dim() == beta.dim()
     return fits and supports(v) and not torch.is_grad_enabled()
 

@@ -1,4 +1,4 @@
-"""Attention over depth, fused: operators and gradients, of one read and of a whole model's (`deferred.py`)."""
+"""Attention over depth, fused: operators and gradients, for one read and for a whole model's reads (`deferred.py`)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def depth_attention(
 ) -> Any:
     """The fused twin of `reference.depth_attention`: one pass over the sources, forward and backward.
 
-    A single source has weight 1 for any query, whose gradient is exactly zero. The plain code gives that; the kernel's
-    δ − dh · v would leave a rounding error.
+    A single source has weight 1 for any query, so the query's gradient is exactly zero. The plain code returns that;
+    the kernel's δ − dh · v would leave a rounding error.
     """
     if len(sources) == 1:
         return reference.depth_attention(sources, query, norm_weight=norm_weight, scale=scale, eps=eps)

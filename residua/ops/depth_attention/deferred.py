@@ -1,22 +1,22 @@
 """Attention over depth for a whole model, with a backward that writes each source's gradient once.
 
 A source v_i is read by many reads l: h_l = Σ_i a_il v_i, a_l = softmax(z_l), z_il = rstd_i (u_l · v_i), with
-u_l = scale · w_l ⊙ gain_l. Taken read by read, the backward would add to the gradient of every earlier source at every
-read. Here read l only passes on dh_l and two numbers per token, lse_l and δ_l = dh_l · h_l. Autograd reaches the
-producer of v_i after all its readers, and the producer does the rest in one pass:
+u_l = scale · w_l ⊙ gain_l. Read by read, the backward would add to the gradient of every earlier source at every read.
+Here read l only passes on dh_l and two numbers per token, lse_l and δ_l = dh_l · h_l. Autograd reaches the producer of
+v_i after all its readers, and the producer does the rest in one pass:
 
     a_il = exp(z_il − lse_l)              dv_i = Σ_l a_il dh_l + rstd_i Σ_l dz_il u_l − v_i rstd_i²/C Σ_l dz_il z_il
     dz_il = a_il (dh_l · v_i − δ_l)       du_l = Σ_i Σ_tokens dz_il rstd_i v_i
 
 *Handles* connect them: tensors without memory (stride 0), one pair from a source to each of its readers. They carry no
-value forward; backward, their gradients are dh_l, the same tensor for every source, and the pair (lse_l, δ_l). So the
-graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special. Queries do not depend on
-the input. So a source's scores for all its readers are computed when it is made, and several reads are evaluated
+value forward; backward, their gradients are dh_l, the same tensor for every source, and the pair (lse_l, δ_l). The
+graph is therefore ordinary, and compile, checkpointing and retain_graph need no special handling. Queries do not depend
+on the input. So a source's scores for all its readers are computed when it is produced, and several reads are evaluated
 together over the sources they share. One source's backward does most of its neighbours' work.
 
-δ_l uses h_l as it was stored: in bf16 that is half a percent of noise on du_l, zero on average.
+δ_l uses h_l as stored: in bf16 that adds half a percent of noise to du_l, zero on average.
 
-This file has the state of a whole model and its two verbs, `open` and `step`; the operators are in `autograd.py`.
+This file has the state of a whole model and the functions `open` and `step`; the operators are in `autograd.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ State = tuple[Tensor, ...]
 
 
 def serves(x: Tensor, *, key_norm: str, activation: str) -> bool:
-    """Whether a model that starts from x should run deferred: in training, where kernels can run."""
+    """Whether a model with the embedding x should defer its backward: in training, if kernels can run."""
     able = key_norm == "rms" and activation == "softmax" and torch.is_grad_enabled() and chosen_backend() != "reference"
     return able and supports(x)
 
@@ -45,9 +45,9 @@ def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State
     """Begin with source 0; queries [reads, C] fp32 are the u_l of every read.
 
     The state is u, u in the form for scores of bf16 sources, the chain that collects du, and the partial results of a
-    group of reads. For every source that is still needed follow: its detached value, scores and rstd; a handle for a
-    later source, if that passes a gradient to this one; and for each of its later readers the handle whose gradient is
-    dh, then those for (lse, δ).
+    group of reads. For every source that is still needed, these follow: its detached value, scores and rstd; a handle
+    for a later source, if that passes a gradient to this one; for each of its later readers the handle whose gradient
+    is dh, then those for (lse, δ).
     """
     u = queries.detach().contiguous()
     value = x.detach().contiguous()
@@ -58,13 +58,13 @@ def open(plan: ReadPlan, x: Tensor, queries: Tensor, eps: float = 1e-6) -> State
 
 
 def step(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> tuple[Tensor, State]:
-    """Make source k+1 from the output y of sublayer k, then read: h [..., C] and the next state."""
+    """Create source k+1 from the output y of sublayer k, then read: h [..., C] and the next state."""
     table, (u, parts, link) = plan.steps[k], state[:FRONT]
     y = y.to(state[table.newest].dtype)
     source, h, lse, partial = _evaluate(plan, k, y.detach().contiguous(), state, eps)
     before = [state[i : i + 4] for i in table.onward]
     chain, *rest = _fork(plan, k + 1, y, source, before, u, link)
-    handles = list(rest)  # to torch 2.11's compiler `rest` is a tuple
+    handles = list(rest)  # torch 2.11's compiler treats `rest` as a tuple
     gradients, stats = [state[i] for i in table.gradients], [state[i] for i in table.stats]
     if k in plan.own_readers[k + 1]:
         first, readers = int(plan.goes_on(k + 1)), len(plan.own_readers[k + 1])
@@ -78,7 +78,7 @@ def step(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float = 1e-6) -> 
 
 
 def values(plan: ReadPlan, k: int, y: Tensor, state: State) -> list[Tensor]:
-    """The sources that read k sees, detached: for diagnosis."""
+    """The sources that read k sees, detached, for diagnoses."""
     older = {place.source: state[place.start] for place in plan.before(k)}
     new = older[k] + y.detach() if plan.grows[k + 1] else y.detach()
     return [new if s == k + 1 else older[s] for s in plan.sees[k]]
@@ -94,10 +94,10 @@ Source = tuple[Tensor, Tensor, Tensor]
 
 
 def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tuple[Source, Tensor, Tensor, State]:
-    """All that step k computes, without autograd: source k+1, then h and lse of the read, then the partial reads.
+    """Everything step k computes, without autograd: source k+1, then h and lse of the read, then the partial reads.
 
     The first step of a group evaluates all its reads over the sources so far; `partial` holds their lse, and o_l of
-    each later read. Such a read is then over o_l, with score lse_l, and the newer sources.
+    each later read. Such a read later runs over o_l, with score lse_l, and the newer sources.
     """
     table, (u, parts, _) = plan.steps[k], state[:FRONT]
     first, count = plan.readers[k + 1][0], len(plan.readers[k + 1])
@@ -126,7 +126,7 @@ def _evaluate(plan: ReadPlan, k: int, y: Tensor, state: State, eps: float) -> tu
 def _fork(
     plan: ReadPlan, s: int, y: Tensor, source: Source, before: Sequence[State], u: Tensor, chain: Tensor
 ) -> tuple[Tensor, ...]:
-    """The next link of the chain that collects du, then the handles of source s in the order of the state.
+    """The next link of the chain that collects du, then the handles of source s in the state's order.
 
     `before` are the sources, with their handles, to which this one passes a gradient.
     """

@@ -1,6 +1,6 @@
-"""Which read sees which sources in a model with attention over depth, and which work is done together.
+"""Which read sees which sources in a model with attention over depth, and which reads and gradients to group.
 
-Not part of `launch.py`: it knows nothing of kernels, only of reads, sources and what the state holds.
+Separate from `launch.py` because it does not depend on kernels, only on reads, sources and the layout of the state.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 GROUP = 8
-"""Most reads that are evaluated together."""
+"""Most reads to evaluate together."""
 BLOCK = 6
-"""Most sources whose gradients are made together."""
+"""Most sources whose gradients to compute together."""
 FRONT = 3
-"""Tensors that a state begins with: u, the queries as the scores take them, and the chain that collects du."""
+"""Tensors at the start of a state: u, the queries in the form for scores, and the chain that collects du."""
 MAX_FUSED_READERS = 5
-"""Most readers for which one kernel does the whole gradient: as many as are left over in a block of sources."""
+"""Most readers for which one kernel computes the whole gradient: as many as a block of sources can leave over."""
 
 
 class Place(NamedTuple):
@@ -73,11 +73,11 @@ class ReadPlan:
         self.steps = [self._step(k) for k in range(len(sees))]
 
     def before(self, k: int) -> list[Place]:
-        """The sources that read k or anything after it needs, and where the state before step k has them."""
+        """The sources that read k or anything later needs, and their places in the state before step k."""
         return self.places[k]
 
     def keeps_new(self, k: int) -> bool:
-        """Whether anything after read k needs the source that step k makes."""
+        """Whether anything after read k needs the source that step k creates."""
         return bool(self.places[k + 1]) and self.places[k + 1][-1].source == k + 1
 
     def goes_on(self, s: int) -> bool:
@@ -85,7 +85,7 @@ class ReadPlan:
         return self.grows[s + 1] or s in self.leader
 
     def fuses(self, k: int) -> bool:
-        """Whether one kernel does the sum of step k and the read: if no other read sees it and no group begins here."""
+        """Whether one kernel computes step k's sum and read: no other read sees the sum and no group begins here."""
         start, size = self.group[k]
         return self._read_once(k) and (k > start or size == 1)
 
@@ -134,7 +134,7 @@ class ReadPlan:
     def _leaders(self) -> dict[int, list[int]]:
         """Maps each leader to the sources whose shared-reader gradients it computes, latest first.
 
-        The few other readers of such a source are left to its own backward.
+        The source's own backward handles its few other readers.
         """
         ends = cheapest(len(self.readers), BLOCK, self._gradient_cost)
         return {end - 1: list(range(end - 2, start - 1, -1)) for start, end in ends if end - start > 1}
@@ -160,12 +160,12 @@ class ReadPlan:
         return [k for k in self.readers[s] if s not in self.leader or k not in self.readers[self.leader[s]]]
 
     def groups(self, sizes: Container[int] = range(GROUP + 1)) -> list[tuple[int, int]]:
-        """For each read, where its group begins and how many reads are in it: one of `sizes`, which include 1."""
+        """For each read, the start and size of its group; `sizes` are the allowed sizes and include 1."""
         ranges = cheapest(len(self.sees), GROUP, lambda first, n: self._read_cost(first, n) if n in sizes else None)
         return [(start, end - start) for start, end in ranges for _ in range(start, end)]
 
     def _rows(self) -> float:
-        """Rows of C elements that the kernels move for a token, forward and backward: reads, gradients, and scores."""
+        """Rows of C elements that the kernels move per token, forward and backward: reads, gradients and scores."""
         reads = cheapest(len(self.sees), GROUP, self._read_cost)
         gradients = cheapest(len(self.readers), BLOCK, self._gradient_cost)
         costs = [self._read_cost(start, end - start) for start, end in reads]
@@ -173,7 +173,7 @@ class ReadPlan:
         return sum(cost for cost in costs if cost is not None) + len(self.readers)
 
     def _read_cost(self, first: int, size: int) -> float | None:
-        """Rows moved by `size` reads as a group; None if they cannot be one.
+        """Rows moved by `size` reads as a group; None if they cannot form one.
 
         The first read of a group sees n sources, and the others see these and newer ones. The n are read once for all;
         for each of the others an intermediate result is written, and read again with the newer sources.
@@ -205,7 +205,7 @@ def cheapest(length: int, most: int, cost: Callable[[int, int], float | None]) -
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same positions in as few ranges as possible."""
+    """Merge ranges into as few as possible with the same positions."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
         if joined and joined[-1][1] == start:

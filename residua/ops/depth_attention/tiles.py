@@ -1,6 +1,6 @@
-"""Tile sizes of the kernels of attention over depth. A file of its own because `launch.py` has many kernels to launch.
+"""Tile sizes for the kernels of attention over depth, separate from the many launches in `launch.py`.
 
-A source is [..., C] and its tokens are all the leading axes; per-token scalars are fp32 rows of `pitch(tokens)`.
+A source is [..., C], with tokens as all leading axes; per-token scalars are fp32 rows of `pitch(tokens)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from residua.ops._runtime.launch import cdiv, next_power_of_2
 from residua.ops._runtime.triton_support import INTERPRETED, multiprocessors
 
 CHUNK = 32
-"""Most readers to one matrix product; see `product_tile`."""
+"""Most readers per matrix product; see `product_tile`."""
 
 
 def pitch(tokens: int) -> int:
@@ -23,7 +23,7 @@ def pitch(tokens: int) -> int:
 
 
 def narrow(x: Tensor) -> bool:
-    """Whether products are taken in bf16, as x is; the interpreter has none."""
+    """Whether products use bf16, like x; the interpreter does not support it."""
     return x.dtype == torch.bfloat16 and not INTERPRETED
 
 
@@ -32,15 +32,15 @@ UNROLL = 2
 
 
 NUMBERS = {"TOKENS": 64, "LANES": 8}
-"""The tile of kernels that work on per-token scalars alone: tokens, and sources or readers."""
+"""The tile of kernels that process only per-token scalars: tokens, and sources or readers."""
 
 
 SLOPES = {"TOKENS": 64, "LANES": 4, "num_warps": 8}
-"""The same where a token has several sources at once, and so fewer readers."""
+"""The same for several sources per token at once, and therefore fewer readers."""
 
 
 def row_tile(width: int) -> dict[str, Any]:
-    """For kernels that reduce over whole rows: a row in two pieces and one warp per token, so no barriers."""
+    """For kernels that reduce over whole rows: a row in two pieces and one warp per token, which avoids barriers."""
     low = 1 << max(0, (width - 1).bit_length() - 1)
     high = max(next_power_of_2(width - low), min(256, low))
     tile = {"C": width, "LOW": low, "HIGH": high}
@@ -52,8 +52,8 @@ def row_tile(width: int) -> dict[str, Any]:
 def piece_tile(v: Tensor, readers: int) -> dict[str, Any]:
     """For the kernel that holds a token's v and rows of its readers: rows in pieces of equal length, and few warps.
 
-    A thread has room for about 220 fp32 numbers, and warps that share a row must synchronise. Rows are loaded two steps
-    ahead, if they fit.
+    A thread can hold about 220 fp32 numbers, and warps that share a row must synchronise. Rows are loaded two steps
+    ahead if they fit.
     """
     width = v.shape[-1]
     if INTERPRETED:
@@ -87,7 +87,7 @@ def stack_tile(v: Tensor, results: int, columns: int, stages: int) -> dict[str, 
 
 
 FEW_TOKENS = 16_384
-"""Below this, tiles of scores have half as many tokens, so that there are enough of them for all multiprocessors."""
+"""Below this, tiles of scores have half as many tokens, so that every multiprocessor gets some."""
 
 
 def scores_tile(width: int, readers: int, u: Tensor, tokens: int) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def product_tile(
 
     With 64 readers per product, Triton emits asynchronous products that still read a buffer while its pipeline loads
     the next tile into it: a source used both in a product and elsewhere gets one buffer too few. With 32 it does not.
-    The sums of all chunks stay in registers: where there is no `room` for them, tiles are smaller.
+    The sums of all chunks stay in registers; tiles are smaller if `room` is insufficient.
     """
     chunks = cdiv(readers, CHUNK)
     tile = {"C": width, "READERS": min(CHUNK, max(16, next_power_of_2(readers))), "CHUNKS": chunks}

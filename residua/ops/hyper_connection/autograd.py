@@ -1,9 +1,9 @@
 """Hyper-connections and Sinkhorn's normalisation, fused: operators and gradients.
 
-A step keeps X, y and X' for the backward pass; X' is the next step's X. Write weights keep the logits.
+A step stores X, y and X' for the backward pass; X' is the next step's X. Write weights store the logits.
 
-With a gain, a step has the norm after it inside. Only a compiled step sees that nothing else reads h: it gives the step
-the norm's gain (`train/compile/rewrites/normed_junctions.py`).
+With a gain, a step includes the norm after it. Only compiled code can see that nothing else reads h, so a rewrite
+passes the norm's gain (`train/compile/rewrites/normed_junctions.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def manifold_weights(
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """The fused twin of `reference.sinkhorn`: the mix of write weights whose logits these are."""
+    """The fused twin of `reference.sinkhorn`: the mix of write weights with these logits."""
     n = logits.shape[-1]
     padded = pad(logits.flatten(-2), (2 * n, 0))
     _, mix = manifold_weights(padded, padded.new_ones(3), padded.new_zeros(padded.shape[-1]), n, iterations)

@@ -3,9 +3,9 @@
     scale = max|x| / 448 over the block (2⁻²³ for a block of zeros),   code = E4M3(clamp(x / scale, ±448))
     x̂ = code · scale
 
-All arithmetic is fp32, rounding is to nearest, ties to even, the same bits on CPU and GPU. The block is a tile of a
-matrix [R, C]: 128 × 128 for weights, a whole row for activations (one scale per token) and for row-wise weights,
-1 × 128 for grouped activations. `Codes` and what follows are for products that train, with one scale for a tensor
+All arithmetic is in fp32, rounding is to nearest, ties to even; bits are the same on CPU and GPU. The block is a tile
+of a matrix [R, C]: 128 × 128 for weights, a whole row for activations (one scale per token) and for row-wise weights,
+1 × 128 for grouped activations. `Codes` and the code below it serve training, with one scale per tensor
 (`product.py`).
 """
 
@@ -22,7 +22,7 @@ E4M3_MAX = 448.0
 E5M2 = torch.float8_e5m2
 E5M2_MAX = 57_344.0
 EMPTY_SCALE = torch.finfo(torch.float32).eps
-"""The scale of a block whose scale would be zero, as compressed-tensors chooses it."""
+"""The scale of a block whose scale would be zero, as in compressed-tensors."""
 
 
 class Tile(NamedTuple):
@@ -76,7 +76,7 @@ def encode_fp8(x: Tensor, tile: Tile) -> Fp8:
 
 
 def quotient(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once: on CUDA PyTorch multiplies by the reciprocal of a plain number, which rounds twice."""
+    """x / number, rounded once: on CUDA, PyTorch multiplies by the reciprocal of a Python number and rounds twice."""
     return x / x.new_full((), number)
 
 
@@ -101,7 +101,7 @@ class Codes(NamedTuple):
 
 
 class EncodedWeight(NamedTuple):
-    """W ≈ codes · scale: codes [N, K], and `turned` [K, N], their transpose, for dx; None if it is made there."""
+    """W ≈ codes · scale: codes [N, K], and their transpose `turned` [K, N] for dx; None to transpose them there."""
 
     codes: Tensor
     turned: Tensor | None
@@ -109,7 +109,7 @@ class EncodedWeight(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scalars of one product: the scales of x and of g, and the largest magnitudes seen of both."""
+    """Scalars of one product: the scales of x and g, and the largest magnitudes seen in both."""
 
     x: Tensor
     g: Tensor
@@ -118,23 +118,23 @@ class Scales(NamedTuple):
 
 
 def scale_of(largest: Tensor, limit: float = E4M3_MAX) -> Tensor:
-    """The least power of two by which `largest` is divided to at most `limit`; not finite if `largest` is not."""
+    """The smallest power of two that divides `largest` to at most `limit`; not finite if `largest` is not."""
     share = largest.float() / limit
-    above = ((share.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # what is past its exponent carries
+    above = ((share.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # any mantissa bit carries
     return torch.where(share.isfinite(), torch.where(above == 0, EMPTY_SCALE, above), share)
 
 
 def encode(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3, limit: float = E4M3_MAX) -> Codes:
-    """x in FP8 under a scale; larger values than it admits are clamped."""
+    """x in FP8 under a scale; values beyond its range are clamped."""
     return Codes((x.float() * scale.reciprocal()).clamp(-limit, limit).to(dtype), scale)
 
 
 def largest_of(x: Tensor) -> Tensor:
-    """max|x| in fp32, 0 of no values."""
+    """max|x| in fp32; 0 for an empty tensor."""
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
 def encode_weight(weight: Tensor) -> EncodedWeight:
-    """A weight [N, K] under the scale of its own values."""
+    """Encode a weight [N, K] under the scale of its own values."""
     codes, scale = encode(weight.detach(), scale_of(largest_of(weight)))
     return EncodedWeight(codes, None, scale)

@@ -3,12 +3,12 @@
     t = max|x| / (448 · 6),   s = E4M3(clamp(max|block| / 6 / t, 2⁻⁶, 448)),   code = E2M1(clamp(x · (t⁻¹ / s), ±6))
     x̂ = value(code) · (s / t⁻¹)
 
-max|x| is over the whole tensor for weights and over each token for activations, dynamic, as in arXiv 2601.22966. The
-second scale is kept as `global_scale` = t⁻¹, which is what checkpoints store and engines divide by. All arithmetic is
-fp32, rounding is to nearest, ties to even, the same bits on CPU and GPU.
+max|x| is over the whole tensor for weights and, dynamically, over each token for activations, as in arXiv 2601.22966.
+The second scale is stored as `global_scale` = t⁻¹, as in checkpoints, and engines divide by it. All arithmetic is in
+fp32, rounding is to nearest, ties to even; bits are the same on CPU and GPU.
 
-Engines have one second scale for all activations of a module, from calibration, and round with it as compressed-tensors
-does: s may be subnormal, and what exceeds the calibrated range is cut off.
+Engines have one second scale for all activations of a module, from calibration, and round as compressed-tensors does: s
+may be subnormal, and values beyond the calibrated range are clamped.
 
     t⁻¹ = 448 · 6 / max|x|,   s = E4M3(min(t⁻¹ · max|block| / 6, 448)), 2⁻³ if that is 0,   code = E2M1(x / (s / t⁻¹))
 """
@@ -32,9 +32,9 @@ SMALLEST_SCALE = torch.finfo(E4M3).tiny
 SMALLEST_SECOND = 2.0**-119
 """Keeps t⁻¹ / s finite: values far below 10⁻³² become zero."""
 SMALLEST_PEAK = 1e-12
-"""Calibrated ranges are not smaller, so that t⁻¹ is finite."""
+"""Lower bound of calibrated ranges, so that t⁻¹ is finite."""
 SCALE_OF_ZERO = 0.125
-"""The scale of a block whose scale would be zero, as compressed-tensors chooses it for activations."""
+"""The scale of a block whose scale would be zero, as in compressed-tensors for activations."""
 SIGN = 8
 
 Span = Literal["tensor", "token"]
@@ -78,15 +78,15 @@ class Nvfp4(NamedTuple):
 
     @classmethod
     def unpacked(cls, packed: Tensor, scale: Tensor, global_scale: Tensor, columns: int) -> Nvfp4:
-        """From what `packed` made."""
+        """The inverse of `packed`."""
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
         return cls(codes, scale, global_scale, columns)
 
 
 def encode_nvfp4(x: Tensor, span: Span, *, height: int = 1, noise: Tensor | None = None) -> Nvfp4:
-    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. `span` is what shares a second scale.
+    """Quantize a matrix [R, C]; the last block of a row is padded with zeros. A second scale covers one `span`.
 
-    NaN and infinity make everything under their second scale NaN. A block has `height` rows, which must divide R. With
+    NaN and infinity make all values under their second scale NaN. A block has `height` rows, which must divide R. With
     `noise` in [0, 1), of x's shape, rounding is stochastic.
     """
     columns = x.shape[-1]
@@ -94,7 +94,7 @@ def encode_nvfp4(x: Tensor, span: Span, *, height: int = 1, noise: Tensor | None
     peak = blocks.abs().amax(-1)
     if height > 1:
         peak = peak.unflatten(0, (-1, height)).amax(1).repeat_interleave(height, 0)
-    most = peak if peak.numel() else pad(peak, (0, 1, 0, span == "tensor"))  # an empty matrix has a largest value too
+    most = peak if peak.numel() else pad(peak, (0, 1, 0, span == "tensor"))  # gives an empty matrix a maximum too
     largest = most.amax().view(1) if span == "tensor" else most.amax(-1, keepdim=True)
     second = quotient(largest, E4M3_MAX * E2M1_MAX).clamp(min=SMALLEST_SECOND)
     scale = (quotient(peak, E2M1_MAX) / second).clamp(SMALLEST_SCALE, E4M3_MAX).to(E4M3)
@@ -120,7 +120,7 @@ def static_scale(peak: float) -> float:
 
 
 def encode_nvfp4_static(x: Tensor, global_scale: float) -> Nvfp4:
-    """A matrix [R, C] under a second scale that is given, as engines round activations."""
+    """Quantize a matrix [R, C] under a given second scale, as engines round activations."""
     columns = x.shape[-1]
     blocks = in_blocks(x)
     second = blocks.new_full((1,), global_scale)
@@ -133,7 +133,7 @@ def encode_nvfp4_static(x: Tensor, global_scale: float) -> Nvfp4:
 def round_nvfp4_static(x: Tensor, global_scale: float) -> Tensor:
     """x̂ of activations [..., C] in fp32, with a second scale from calibration; infinity becomes NaN."""
     low = encode_nvfp4_static(x.flatten(end_dim=-2), global_scale).dequantize().view(x.shape)
-    return low + (x.float() - x.float())  # cutting infinity off, as an engine does, would hide it
+    return low + (x.float() - x.float())  # clamping infinity, as an engine does, would hide it
 
 
 def e2m1_codes(x: Tensor) -> Tensor:

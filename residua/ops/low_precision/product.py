@@ -1,4 +1,4 @@
-"""Linear maps that train in low precision: y = x Wᵀ with rounded operands, straight through in the backward pass.
+"""Linear maps that train in low precision: y = x Wᵀ with rounded operands and straight-through gradients.
 
 Q rounds to a number format. The gradients are those of the rounded products, as if Q were the identity.
 
@@ -7,9 +7,9 @@ Q rounds to a number format. The gradients are those of the rounded products, as
     y = Q(x) Q(W)ᵀ        dx = Q'(g) Q(W)        dW = gᵀ x
     Q(x) = s E4M3(clamp(x / s, ±448)),   s = 2^⌈log₂(r / 448)⌉;   Q' is the same with E5M2 and 57,344
 
-r is the largest magnitude expected of the tensor, so that Q knows s (`Scales`) and reads it once; W has its own, and is
-rounded once per step (`EncodedWeight`). A power of two rounds nothing itself. A clamped value is finite; a cast to E5M2
-alone would give infinity.
+r is the tensor's expected largest magnitude, so that Q knows s (`Scales`) and reads the tensor once; W uses its actual
+one, and is rounded once per step (`EncodedWeight`). Scaling by a power of two does not round. A clamped value is
+finite; a plain cast to E5M2 would give infinity.
 
 **NVFP4**, the recipe of arXiv 2509.25149; all three products are rounded:
 
@@ -17,7 +17,7 @@ alone would give infinity.
 
 Q₁ shares a scale between 16 values along the sum, Q₁₆ between 16 × 16 of them, so that W and Wᵀ are rounded alike. Q̃
 rounds stochastically, which leaves gradients unbiased. H rotates blocks of 16 tokens by a random Hadamard matrix with
-fixed signs; Hᵀ H = 1, so it changes rounding alone.
+fixed signs; Hᵀ H = 1, so it only changes rounding.
 
 Products are computed by `simulated`, or by `on_hardware` for FP8, which multiplies the codes themselves.
 """
@@ -46,7 +46,7 @@ from residua.ops.low_precision.fp8 import (
 from residua.ops.low_precision.nvfp4 import GROUP, encode_nvfp4
 
 SIGNS = (1, -1, 1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, 1, -1, -1)
-"""Of the rows of the Hadamard matrix; drawn once and the same everywhere, as in the paper."""
+"""Signs of the rows of the Hadamard matrix; drawn once and the same everywhere, as in the paper."""
 
 
 Multiply = Callable[[Codes, Codes, torch.dtype], Tensor]
@@ -54,7 +54,7 @@ Multiply = Callable[[Codes, Codes, torch.dtype], Tensor]
 
 
 def simulated(a: Codes, b: Codes, dtype: torch.dtype) -> Tensor:
-    """The product of the rounded values in single precision, as hardware computes it but for the order of the sum."""
+    """The product of the rounded values in single precision, as in hardware except for the order of the sum."""
     with no_autocast(a.values):
         return ((a.values.float() * a.scale) @ (b.values.float() * b.scale).t()).to(dtype)
 
@@ -76,10 +76,10 @@ def fp8_linear(
     delayed: bool = True,
     encoded: EncodedWeight | None = None,
 ) -> Tensor:
-    """y [..., N] of x [..., K] and weight [N, K] in FP8. With gradients on, notes the magnitudes of x and g.
+    """y [..., N] for x [..., K] and weight [N, K] in FP8. With gradients on, records the magnitudes of x and g.
 
-    If not `delayed`, x and g are rounded in their own ranges, which takes a pass over them to find. `encoded` is the
-    weight's, if it is known.
+    Without `delayed`, x and g are rounded in their actual ranges, which takes another pass over them. `encoded` is the
+    weight's encoding, if known.
     """
     encoded = encode_weight(weight) if encoded is None else encoded
     scale_x = scales.x if delayed else scale_of(largest_of(x))
@@ -90,7 +90,7 @@ def fp8_linear(
 
 
 def _note(largest: Tensor, seen: Tensor) -> None:
-    """Take a magnitude into the largest one seen. Not as a change that autograd counts: a product may run twice."""
+    """Update the largest magnitude seen, hidden from autograd's version counter: a product may run twice."""
     seen.data.copy_(torch.maximum(seen, largest))
 
 
@@ -127,7 +127,7 @@ class _Fp8(torch.autograd.Function):
 
 
 class Operand(NamedTuple):
-    """A weight of a product in FP8: as gradients flow to it, its codes, and the product's scales."""
+    """A weight of an FP8 product: the tensor that gets gradients, its codes, and the product's scales."""
 
     weight: Tensor
     encoded: EncodedWeight
@@ -135,9 +135,9 @@ class Operand(NamedTuple):
 
 
 def fp8_squared_relu(x: Tensor, entry: Operand, out: Operand, multiply: Multiply = simulated) -> Tensor:
-    """y = W_out a, a = relu(W_in x)², of which a and its gradient are rounded as they are made: x [..., C].
+    """y = W_out a, a = relu(W_in x)² for x [..., C]; a and its gradient are rounded as they are computed.
 
-    The numbers are those of two `fp8_linear` with delayed ranges and weights that are known.
+    Results equal those of two `fp8_linear` with `delayed` and `encoded`.
     """
     y, *largest = _Fp8SquaredRelu.apply(
         x, entry.weight, *entry.encoded, *entry.scales, out.weight, *out.encoded, *out.scales, multiply
@@ -182,7 +182,7 @@ class _Fp8SquaredRelu(torch.autograd.Function):
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """y [..., N] of x [..., K] and weight [N, K] in simulated NVFP4; the backward pass draws random numbers."""
+    """y [..., N] for x [..., K] and weight [N, K] in simulated NVFP4; the backward pass draws random numbers."""
     y: Tensor = _Nvfp4.apply(x, weight)
     return y
 
@@ -209,7 +209,7 @@ class _Nvfp4(torch.autograd.Function):
 
 
 def round_nvfp4_blocks(x: Tensor, noise: Tensor | None = None, height: int = 1) -> Tensor:
-    """x [R, C] rounded to NVFP4 under one second scale, in blocks of `height` × 16; by `noise` in [0, 1) if given."""
+    """x [R, C] rounded to NVFP4 under one second scale, in blocks of `height` × 16; stochastically with `noise`."""
     rows = x.shape[0]
     padded = pad(x, (0, 0, 0, -rows % height))
     return encode_nvfp4(padded, "tensor", height=height, noise=noise).dequantize()[:rows]

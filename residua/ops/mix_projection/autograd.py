@@ -2,11 +2,11 @@
 
 For a layer with P mixed pathways, each C wide: forward reads the projection and the anchors and writes the heads, 3PC
 per token; backward reads dy, both again and the anchors' gradient from later layers, and writes the gradients of the
-projection and of the anchors, 6PC. Two things save whole passes. The operator takes the projection unsplit and writes
-its gradient in one piece, where a split would end in a concatenation (2PC). It also returns the anchors for the next
-layer to use. Their gradient then arrives as the sum over all later layers, and the kernel adds to it (1PC more to
-read). Autograd would add in a pass of its own at every layer (3PC). Static mixtures of a whole model leave the
-anchors' gradient to one last pass instead (`shared.py`).
+projection and of the anchors, 6PC. Two things save whole passes. The operator takes the whole projection and writes its
+gradient in one piece, where splitting would require a concatenation (2PC). It also returns the anchors for the next
+layer. Their gradient then arrives as the sum over all later layers, and the kernel adds to it (1PC more to read).
+Autograd would add in a separate pass at every layer (3PC). When a whole model shares its anchors, one last pass
+computes their gradient instead (`shared.py`).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def mix_projection(
 def plan_sections(
     sections: Sections, anchors: Sequence[str], normed: bool, *, gated: bool = False
 ) -> launch.SectionPlan:
-    """The sections as operators take them; `normed`: queries and keys have a norm before their rotation; `gated`: the
-    gate is not mixed before it is applied."""
+    """The sections as operators' arguments. `normed`: queries and keys have a norm before their rotation. `gated`: the
+    gate is mixed only when it is applied."""
     plan, first = [], 0
     for s, (heads, width) in sections.items():
         gain = ("qk".index(s) if normed else -2) if s in "qk" else -3 if s == "g" and gated else -1
@@ -144,7 +144,7 @@ def _summed(inputs: launch.Inputs) -> list[Tensor]:
 
 
 def parts(sums: Tensor, sections: list[launch.Section], inputs: launch.Inputs) -> list[Tensor]:
-    """The gradients of `_summed`, out of the one row that holds them section by section; gains are shared by heads."""
+    """Split the one row of sums, ordered by section, into the gradients of `_summed`; heads share gains."""
     anchor_scales, current_scales, gains, anchor_gains = {}, {}, {}, {}
     normed = len(inputs.anchor_gains) > 0
     counts = [s.sums(inputs) for s in sections]

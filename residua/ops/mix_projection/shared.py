@@ -1,37 +1,36 @@
 """Anchor mixing of a whole model, with a backward that writes each anchor's gradient once.
 
-All layers l mix the same anchor a: m_l = λ1_l ⊙ a + λ2_l ⊙ s_l. Taken layer by layer, the backward would read and write
-the anchor's gradient at every layer, and write ds_l = λ2_l ⊙ dm_l. Here λ2 is inside the projection, W' = diag(λ2) W.
-So the gradient of the projection is dm_l itself, and the rest is done in one pass when all dm_l are there:
+All layers l mix the same anchor a: m_l = λ1_l ⊙ a + λ2_l ⊙ s_l. Layer by layer, the backward would read and write the
+anchor's gradient at every layer, and write ds_l = λ2_l ⊙ dm_l. Here λ2 is folded into the projection, W' = diag(λ2) W.
+So the projection's gradient is dm_l itself, and one pass does the rest when all dm_l are available:
 
     m_l = λ1_l ⊙ a + x W'_lᵀ,    da = Σ_l λ1_l ⊙ dm_l,    dλ1_l = Σ_tokens dm_l ⊙ a
 
-Autograd takes dλ2 from the gradient of W': C products for each of its rows. Without W' there were C for each token. For
-anchors that are made from the embedding, this pass also goes through their norms, and writes the gradient of their
-projection in one piece.
+Autograd computes dλ2 from the gradient of W', with C products per row of W' instead of C per token. For anchors made
+from the embedding, this pass also goes through their norms and writes the gradient of their projection in one piece.
 
 A *handle* connects each layer with that pass, as in `depth_attention/deferred.py`: a tensor without memory, whose
 gradient is dm_l, the same tensor as the gradient of the projection; the "gradient" of a second one is γ1_l/γ2_l. The
-graph is an ordinary one, and compile, checkpointing and retain_graph need nothing special.
+graph is ordinary, and compile, checkpointing and retain_graph need no special handling.
 
 For a pathway, C wide, of L layers: 4C backward per layer if it has a norm, else 2C (V: a copy into the gradient of the
 projection), then C(1 + 2/L), where `autograd.py` moves 6C. A gate is mixed where it is applied (`Gate`), 4C forward and
-6C backward with attention's output and its gradient. All dm_l are alive until the end; each takes the
-place of its layer's s_l, which is freed then, so the peak does not rise (and not where s_l would be recomputed).
+6C backward with attention's output and its gradient. All dm_l stay in memory until the end. Each replaces its layer's
+s_l, which is freed then, so the peak does not rise. Layers that recompute s_l do not use this.
 
 γ that depend on the token leave this unchanged, m_l = γ1_l λ1_l ⊙ a + γ2_l x W'_lᵀ. The gradient of the projection is
 γ2_l dm_l, and the last pass multiplies it by γ1_l/γ2_l. Only dγ needs more: V, which has no norm, reads its own
-projection and the anchor again (2C). γ is made from h = W1 x
-(`reference.factors`), whose gradient goes into the same rows as that of the projection, E columns behind it. So the
-backward pass is one product for both, dx = [dm, dh] [W'; W1], and one for the gradient of both matrices. The forward
-pass has a product for each: x is read twice (C), and both results are dense. As one result of R + E columns, they would
-have rows that `torch.compile` pads to whole cache lines, so that it would copy them for every operator (2R each time);
-and matrix libraries are slower for R + E columns than for R by more than the second product takes.
+projection and the anchor again (2C). γ is computed from h = W1 x (`reference.factors`), whose gradient goes into the
+same rows as the projection's, in the next E columns. So the backward pass is one product for both,
+dx = [dm, dh] [W'; W1], and one for the gradient of both matrices. The forward pass has one product for each: x is read
+twice (C), and both results are dense. `torch.compile` would pad the rows of one result with R + E columns to whole
+cache lines and so copy them for every operator (2R each time). Matrix libraries are also slower for R + E columns than
+for R, by more than the second product takes.
 
-W' is rounded once more than W where W is a working copy in bfloat16: results differ from those of autocast, which
-rounds W' alone, by that rounding.
+If W is a working copy in bfloat16, W' is rounded once more than under autocast, which rounds only W'; results differ by
+that rounding.
 
-Not where handles cannot go: between processes, or out of sharded layers.
+Handles cannot pass between processes or out of sharded layers, so sharing is off there.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ WIDEST_HEAD = 512
 
 
 def serves(anchors: Sequence[Tensor], weights: Sequence[Tensor]) -> bool:
-    """Whether a model with these anchors and weights (λ, W) should share them: in training, where kernels can run."""
+    """Whether a model with these anchors and weights (λ, W) should share them: in training, if kernels can run."""
     place = anchors[0].device
     whole = all(type(w) in (Tensor, nn.Parameter) and w.device == place for w in weights)  # not sharded, not offloaded
     narrow = all(anchor.shape[-1] <= WIDEST_HEAD for anchor in anchors)
@@ -76,10 +75,10 @@ def share(
 ) -> list[tuple[Tensor, ...]]:
     """The handles of each layer that mixes the anchors; `scales` are their λ1 by pathway.
 
-    `hidden` is the number E of columns behind their projections that γ is made from; 0: their λ have no γ.
+    `hidden` is the number E of columns after their projections from which γ is computed; 0 if λ is static.
 
-    If the anchors are columns of one projection in this order, normed if they have one of the `gains`, that is their
-    `source` [B, T, ΣHD]: it gets their gradient, through the norms and in one piece.
+    If the anchors are columns of one projection in this order, normed if they have one of the `gains`, `source`
+    [B, T, ΣHD] is that projection: it gets their gradient, through the norms and in one piece.
     """
     flat = [torch.cat([_elements(own[s], sections[s]).flatten() for s in anchors]) for own in scales]
     plan = autograd.plan_sections(sections, list(anchors), normed=False)
@@ -102,11 +101,10 @@ def mix_heads(
     network: tuple[Tensor, Tensor] | None = None,
     eps: float = 1e-6,
 ) -> tuple[Heads, Gate | None]:
-    """`ops.mix_heads` of one layer with its handles, from its input x [B, T, C] on.
+    """`ops.mix_heads` of one layer with its handles, starting from its input x [B, T, C].
 
-    weight [R, C] is W', which has λ2 inside. `network` are W2 [F, E] and b [F] of `reference.factors`; then W1 [E, C]
-    is below W'. A gate with a number for each element of the queries is not among the heads, but returned as it is
-    applied.
+    weight [R, C] is W', with λ2 folded in. `network` are W2 [F, E] and b [F] of `reference.factors`; W1 [E, C] is then
+    below W'. An elementwise gate is not among the heads, but returned separately as a `Gate`.
     """
     gated = sections.get("g") == sections["q"]
     plan = autograd.plan_sections(sections, list(anchors), gains is not None, gated=gated)
@@ -122,10 +120,10 @@ def mix_heads(
 
 
 class Gate(NamedTuple):
-    """o ⊙ σ(m) with the mixture m of a gate, which is made where it is applied, in both passes.
+    """o ⊙ σ(m) with the mixture m of a gate, which both passes compute where it is applied.
 
-    Made before, it would be written and read, and its gradient, too (4C more, 6C with γ); and kept (C). The backward
-    pass makes the matrix of the layer's dm with the gate's columns, and hands it on to the one of the other sections.
+    Computed earlier, m and its gradient would be written and read (4C more, 6C with γ), and m stored (C). The backward
+    pass creates the layer's dm with the gate's columns, and passes it on to the backward of the other sections.
     """
 
     plan: launch.SectionPlan
@@ -224,14 +222,14 @@ class _Share(torch.autograd.Function):
 
 
 def _known(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """The gradients with zeros for those that are missing; empty if all are."""
+    """The gradients, with zeros for missing ones; empty if all are missing."""
     like = next((g for g in gradients if g is not None), None)
     return [] if like is None else [torch.zeros_like(like) if g is None else g for g in gradients]
 
 
 class _Mix(torch.autograd.Function):
-    """The heads of all sections but the gate. If there is such a one: the projection and γ, and a handle of either,
-    by which the gate's backward pass hands on the gradients it has begun.
+    """The heads of all sections but the gate. With a gate, also the projection and γ, and a handle for each, through
+    which the gate's backward passes on the gradients that it has started.
     """
 
     @staticmethod
@@ -274,7 +272,7 @@ class _Mix(torch.autograd.Function):
             for s, g in zip(sections, grads, strict=False)
         ]
         inputs = _inputs(projected, gamma, tensors, ctx.count)
-        begun = grads[len(sections) + (1 if gamma is None else 2) :]  # by the gate
+        begun = grads[len(sections) + (1 if gamma is None else 2) :]  # started by the gate
         dm, d_gamma = launch.gradients(projected, gamma, 0 if up is None else up.shape[1])
         if any(g is not None for g in begun):
             dm, d_gamma = (*begun, d_gamma)[:2]  # type: ignore[assignment]
@@ -293,7 +291,7 @@ class _Mix(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """The gated output of attention; the gradients of the two handles are those of the projection and of γ."""
+    """The gated output of attention; the two handles' gradients are those of the projection and of γ."""
 
     @staticmethod
     def forward(
@@ -318,6 +316,6 @@ class _Gated(torch.autograd.Function):
 
 
 def _inputs(projected: Tensor, gamma: Tensor | None, tensors: Sequence[Tensor], count: int) -> launch.Inputs:
-    """The table's two, `count` anchors and as many λ1, then gains."""
+    """Build `Inputs` from cos and sin, `count` anchors, as many λ1, then gains."""
     anchors, scales, gains = tensors[2 : 2 + count], tensors[2 + count : 2 + 2 * count], tensors[2 + 2 * count :]
     return launch.Inputs(projected, gamma, tensors[:2], anchors, scales, (), gains, ())

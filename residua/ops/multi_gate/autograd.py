@@ -1,13 +1,13 @@
-"""Multi-Gate Residuals, fused: the junctions of a chain, and what autograd keeps.
+"""Multi-Gate Residuals, fused: the junctions of a chain, and the tensors that autograd stores.
 
-A junction need not keep its streams. In a chain of junctions only the first of a segment keeps them; the others keep f
-and β, and their backward pass repeats s ← s + β(f − s) from there, in registers and with the same rounding: bit for
-bit the same streams, for C more values to read per repeated junction instead of n·C more to keep. With every second
-junction's streams kept, a model's junctions take 8.77 ms and 3.39 GiB, with all of them 8.22 ms and 5.22 GiB
+A junction need not store its streams. In a chain of junctions only the first of a segment stores them; the others store
+f and β. Their backward pass repeats s ← s + β(f − s) from there, in registers and with the same rounding, so streams
+agree bit for bit. A repeated junction reads C more values instead of storing n·C more. With every second junction's
+streams stored, a model's junctions take 8.77 ms and 3.39 GiB, with all of them 8.22 ms and 5.22 GiB
 (docs/lab/kernels.md, `residua bench ops depth --implementations fused`).
 
-With a gain, a junction has the norm after it inside. Only a compiled step sees that nothing else reads h: it gives the
-junction the norm's gain (`train/compile/rewrites/normed_junctions.py`).
+With a gain, a junction includes the norm after it. Only compiled code can see that nothing else reads h, so a rewrite
+passes the norm's gain (`train/compile/rewrites/normed_junctions.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def multi_gate_chain(
 
 
 def starts(past: Sequence[Tensor], update: Tensor) -> int:
-    """How many of `past` are the streams at the start of the segment, the rest being f and [..., 5N + 2] in turn."""
+    """How many of `past` are the streams at the segment's start; the rest are f and [..., 5N + 2], alternating."""
     return 1 if past[0].dim() > update.dim() else past[-1].shape[-1] // 5
 
 
@@ -84,8 +84,8 @@ class _Junction(torch.autograd.Function):
         ctx: Any, competitive: bool, eps: float, count: int,
         update: Tensor, gate_query: Tensor, gate_bias: Tensor, pool_query: Tensor, *tensors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`tensors` are the `count` streams, then what the backward pass recomputes them from; if nothing follows, the
-        streams themselves are kept."""
+        """`tensors` are the `count` streams, then the tensors from which backward recomputes them; without these, the
+        streams themselves are stored."""
         streams, past = tensors[:count], tensors[count:]
         weights = (gate_query, gate_bias, pool_query)
         hidden, after, stats = launch.forward(streams, update, *weights, competitive, eps)
@@ -115,14 +115,14 @@ class _Junction(torch.autograd.Function):
 
 
 def _apart(row: Tensor, dtypes: Sequence[torch.dtype], width: int, competitive: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of w1, the biases and w2 from their one row [2C + N + 1]; independent gates have no forget bias."""
+    """Split one row [2C + N + 1] into the gradients of w1, the biases and w2; independent gates have no forget bias."""
     gate_query, bias, pool_query = dtypes
     biases = row[2 * width + (not competitive) :]
     return row[:width].to(gate_query), biases.to(bias), row[width : 2 * width].to(pool_query)
 
 
 class Fused(inversion.Plain):
-    """The same on kernels."""
+    """`inversion.Plain` with kernels."""
 
     def forward(self, streams: Sequence[Tensor], update: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden, after, stats = launch.forward(streams, update, *weights, **self.settings)

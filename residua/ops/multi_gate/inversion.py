@@ -1,20 +1,19 @@
-"""Junctions that keep no streams: the backward pass recovers them from the streams after the junction.
+"""Junctions that store no streams: the backward pass recovers them from the streams after the junction.
 
     s'_i = s_i + β_i (f − s_i)   ⇒   s_i = (s'_i − β_i f) / (1 − β_i)
 
-is the fallback inversion of Multi-Gate Residuals (arXiv 2605.23259). Only the last junction of a chain keeps its
-streams; each passes what it recovered to the one before it, in place of a gradient: the chain's state ends with a
-tensor without content (`link`) whose "gradient" is s. A junction keeps f and β.
+is the fallback inversion of Multi-Gate Residuals (arXiv 2605.23259). Only the last junction of a chain stores its
+streams. Each passes the recovered streams to the one before it in place of a gradient: the chain's state ends with a
+tensor without content (`link`) whose "gradient" is s. A junction stores f and β.
 
 Streams are rounded when they are stored, and division by 1 − β amplifies that error: after m junctions it is about
-ε √m Π 1/(1 − β). Where β is large, s cannot be recovered, so the true s is kept for the `share` of all (token, stream)
-pairs with the largest β, a fixed number. For the others, 1 − β is at least FLOOR.
+ε √m Π 1/(1 − β). Where β is large, s cannot be recovered, so the true s is stored for the `share` of all (token,
+stream) pairs with the largest β, a fixed number. For the others, 1 − β is at least FLOOR.
 
-A junction that is called with `last` keeps its streams and passes the true ones on, so that the error starts again
-below it. `junctions_to_keep` says which junctions should, by the gates that they have (telemetry while training does
-so).
+A junction called with `last` stores its streams and passes the true ones on, which resets the error below it.
+`junctions_to_keep` chooses such junctions by their gates; telemetry calls it during training.
 
-A file of its own: it serves both backends, the plain one and `autograd.py`.
+In a separate file because it serves both backends, the plain one and `autograd.py`.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ MAX_AMPLIFIED_ERROR = 0.25
 """The most that ε Π 1/(1 − β) may be along junctions that invert: beyond it gradients become visibly worse than with
 kept streams (docs/reference/topology-notes.md)."""
 UNBOUNDED_AMPLIFICATION = 2.0**40
-"""Stands for the amplification where 1 − β is below FLOOR: beyond any bound."""
+"""The amplification reported where 1 − β is below FLOOR: beyond any bound."""
 ERROR_HEADROOM = 8.0
-"""How far below that the error is brought when junctions begin to keep their streams, so that they seldom do."""
+"""When junctions start to store streams, the error drops this factor below the limit, so that it rarely happens."""
 
 
 def amplification(beta: Tensor, share: float) -> Tensor:
-    """1/(1 − β) for the largest β [..., N] whose streams are not kept; unbounded where 1 − β is below FLOOR."""
+    """1/(1 − β) for the largest β [..., N] whose streams are not stored; unbounded where 1 − β is below FLOOR."""
     ordered = wide(beta).flatten().sort(descending=True).values
     stored = math.ceil(share * len(ordered))
     left = 1 - ordered[stored] if stored < len(ordered) else torch.ones_like(ordered[0])
@@ -52,9 +51,9 @@ def amplification(beta: Tensor, share: float) -> Tensor:
 
 
 def junctions_to_keep(amplified: Mapping[int, float], kept: Collection[int], epsilon: float) -> list[int]:
-    """The junctions that should keep their streams, besides those that do; none while ε Π 1/(1 − β) is bearable.
+    """Further junctions that should store their streams; none while ε Π 1/(1 − β) is within the limit.
 
-    `amplified`: by junction, `amplification`. `epsilon`: the relative rounding error of a stored stream.
+    `amplified`: `amplification` by junction. `epsilon`: the relative rounding error of a stored stream.
     """
     if not _exceeding(amplified, kept, MAX_AMPLIFIED_ERROR / epsilon):
         return []
@@ -146,7 +145,7 @@ class _Inverted(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`tensors` are the `count` streams, and the link to the junction before this one, if any.
 
-        `stored` of their rows are kept; −1: all, since no junction follows.
+        The number of rows to store is `stored`; −1: all, since no junction follows.
         """
         streams = tensors[:count]
         weights = (gate_query, gate_bias, pool_query)
