@@ -1,12 +1,12 @@
 """Triton kernels of whole layers: all the phases of a model in one launch, or each phase in a launch of its own.
 
 A layer has five phases: project (Q, K and V), attend, out, up with the activation, and down; after the last layer the
-final norm is a sixth. Programs, one to a multiprocessor, go through them together, with a barrier after each. A program
-has its own rows of every matrix, a row of a tile to a warp. It loads those of a phase into registers *before* it waits
-for the results of the previous phase: memory works while programs wait. The last SPARE programs have no rows; they
+final norm is a sixth. Programs, one per multiprocessor, run them in step, with a barrier after each. A program owns
+rows of every matrix, with one row of a tile per warp. It loads a phase's rows into registers *before* it waits for the
+results of the previous phase, so that memory works while programs wait. The last SPARE programs have no rows; they
 write the state and prepare the next junction (`kernels_entry.py`).
 
-The barrier counts arrivals, P more for each phase. It needs all programs on the GPU at once: the launcher asks for a
+The barrier counts arrivals, P more for each phase. It needs all programs on the GPU at once, so the launcher requests a
 cooperative launch of no more programs than multiprocessors. Results are added in a fixed order, without atomics.
 """
 
@@ -31,7 +31,7 @@ from residua.ops.whole_layers.kernels_heads import (
 )
 
 ALL = tl.constexpr(-1)
-"""Every phase, with barriers; otherwise the number of the only one."""
+"""Run every phase, with barriers; other values are the number of the only phase to run."""
 PHASES = tl.constexpr(5)
 SHARE = tl.constexpr(16)
 """A share of a head's slots is a multiple of this."""

@@ -1,13 +1,13 @@
-"""Triton kernels of whole layers: the junction and norm at the head of a projection, and what other programs do for it.
+"""Triton kernels of whole layers: the junction and norm before a projection, and their preparation by other programs.
 
-Every program that multiplies computes the sublayer's input for itself: it is a few kilobytes. A row of C channels is a
-tuple of lines of LINE channels, as tiles of weights have them. Junction J makes the input of sublayer J; J = 0 takes
-the embedding as the output y of a sublayer before it.
+Every program that multiplies computes the sublayer's input, a few kilobytes, for itself. A row of C channels is a tuple
+of lines of LINE channels, like the tiles of weights. Junction J computes the input of sublayer J; J = 0 treats the
+embedding as the output y of a previous sublayer.
 
-Programs without weights write the new state (`write`) while the others project, and later in the sublayer compute what
-the next junction needs of the state alone (`prepare`): each of them reads a share of the sources. The state is, each
-before and after the junction: a sum, or a running sum and the sources after both, or N streams. Equations and letters
-are those of `reference.py`.
+Programs without weights write the new state (`write`) while the others project. Later in the sublayer they compute the
+part of the next junction that depends only on the state (`prepare`); each reads a share of the sources. The state, each
+before and after the junction, is a sum, or a running sum and the sources after both, or N streams. Equations and
+letters are those of `reference.py`.
 """
 
 # mypy: ignore-errors

@@ -1,7 +1,7 @@
 """A gated junction of whole layers in two parts: n streams as vectors [C], and their dot products as scalars.
 
-Before the sublayer's output f is known, `_prepared` computes what depends on the streams alone: β_i, w2·s_i and
-s_i·s_j. The rest follows from s_i·f, ‖f‖² and w2·f. Equations and letters are those of `multi_gate`.
+Before the sublayer's output f is known, `_prepared` computes the terms that depend only on the streams: β_i, w2·s_i
+and s_i·s_j. The rest follows from s_i·f, ‖f‖² and w2·f. Equations and letters are those of `multi_gate`.
 """
 
 # mypy: ignore-errors
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 CANCELLED = tl.constexpr(0.1)
-"""Where ‖h‖² is less than this share of the sum of its squared terms, float32 dot products are too inexact for it."""
+"""If ‖h‖² is less than this share of the sum of its squared terms, float32 dot products are too inexact for it."""
 
 
 @triton.jit

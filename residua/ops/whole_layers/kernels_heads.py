@@ -1,7 +1,7 @@
-"""Triton kernels of whole layers: heads mixed with anchors, normed and rotated; and the gates of what they make.
+"""Triton kernels of whole layers: heads mixed with anchors, normed and rotated, and the gates on attention's output.
 
 Ŝ = λ1 γ1 ⊙ S_anc + λ2 γ2 ⊙ S for each S of queries, keys, values and gate, as in `model/anchors.py`. A layer's mixing
-is λ1 and λ2 of all channels, in the projection's order, and where there are γ, W2 and b: a row for each γ.
+is λ1 and λ2 of all channels, in the projection's order, and with dynamic λ also W2 and b, with a row for each γ.
 """
 
 # mypy: ignore-errors
