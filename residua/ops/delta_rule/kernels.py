@@ -1,6 +1,6 @@
-"""Delta rules on the GPU, forward: chunks of C tokens, first each by itself, then in sequence.
+"""Delta rules on the GPU, forward: chunks of C tokens, first in parallel, then in sequence.
 
-With the reference's letters, for one head and a chunk that meets the state S [K, V]:
+With the reference's letters, for one head and a chunk that starts from the state S [K, V]:
 
     inverse = (I + tril(β_i within_ij k_i·k_j, −1))⁻¹,   reads = tril(within_ij q_i·k_j)        chunk_kernel
     r = β (v − enter ⊙ k S),   u = inverse r                                                    scan_kernel

@@ -6,9 +6,9 @@ With kernels.py's letters, for a chunk whose successor's state has the gradient 
     dS = enter_last dS' + qᵀ (enter ⊙ do) − kᵀ (β enter ⊙ dr)
     dv = β dr,   dβ = Σ_v dr (v − enter ⊙ k S) + …,   dN = −tril(dr uᵀ, −1),   dq, dk, dG       gradient_kernel
 
-where N = β within ⊙ k kᵀ is what the inverse is of: u = (I + N)⁻¹ r gives dr and dN without a gradient of the inverse.
-The state that each chunk meets and u are kept from the forward pass. CHANNELS as in kernels.py; there two kernels take
-the place of gradient_kernel, which would need more registers than there are.
+where N = β within ⊙ k kᵀ and the inverse is (I + N)⁻¹: u = (I + N)⁻¹ r gives dr and dN without a gradient of the
+inverse. The forward pass stores u and the state that each chunk starts from. CHANNELS is as in kernels.py; two kernels
+then replace gradient_kernel, which would need too many registers.
 """
 
 # mypy: ignore-errors

@@ -1,8 +1,8 @@
 """Triton kernels of attention over depth. Letters and equations are those of `reference.py` and `deferred.py`.
 
-All are bound by memory, so each reads a C-wide row once. Sources and gradients come as a table of addresses, never
-stacked, and their number is a run-time value: a deeper model recompiles nothing. Rows have any width: kernels that
-reduce over a row keep it in two power-of-two pieces, low and high (768 = 512 + 256), the others tile it.
+Memory limits all of them, so each reads a C-wide row once. Sources and gradients come as a table of addresses, never
+stacked, and their number is a run-time value, so a deeper model recompiles nothing. Rows have any width: kernels that
+reduce over a row hold it in two power-of-two pieces, low and high (768 = 512 + 256), the others tile it.
 Per-token scalars are fp32, [readers, tokens] with a row pitch that keeps every row 16-byte aligned.
 The kernels of the gradient are in `kernels_backward.py` and `kernels_block.py`.
 

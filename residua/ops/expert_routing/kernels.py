@@ -1,8 +1,8 @@
 """Routing of tokens to experts, without atomics: the same input gives the same bits and the same order of slots.
 
-Three kernels: `route_kernel` has the logits, scores and choices of a block of tokens, and counts the block's choices;
-`scan_kernel` adds up the counts of the blocks before each; `place_kernel` then knows where each slot goes. A token
-chooses an expert once at most, so a slot's place among its block's is the number of earlier tokens that chose the same.
+Three kernels: `route_kernel` computes the logits, scores and choices of a block of tokens, and counts its choices;
+`scan_kernel` sums the counts of all earlier blocks; `place_kernel` then computes each slot's place. A token chooses an
+expert at most once, so a slot's place in its block is the number of earlier tokens with the same choice.
 E experts take WIDE lanes, a power of two. 40 µs forward and 58 backward at 32,768 tokens (docs/results/mixtures.md);
 the gain over plain PyTorch is not measured alone (`residua bench ops route --implementations fused,reference`).
 """

@@ -2,12 +2,12 @@
 
     rstd = (mean(x²) + eps)^-½,   u = down · (x·rstd·weight),   t = silu(u),   y' = x·rstd·weight · σ(up · t)
 
-`project_kernel` goes over channels and computes rstd, u and t of every row; `gate_kernel` goes over rows, last first,
-and finds the last of them in L2. Keeping rows in registers between the two was slower from 1280 channels on.
+`project_kernel` loops over channels and computes rstd, u and t of every row; `gate_kernel` loops over rows, last first,
+because L2 still holds the last ones. Keeping rows in registers between the two was slower from 1280 channels on.
 
-The low-rank gate is small matrix products over the tile (RANK is R rounded up to what they take). y = x·rstd·weight
-never enters them: rstd is factored out of every sum over channels and the weight goes to the small side, so that their
-large operand is x as it was loaded. `prepare_kernel` makes the small side once per call, in the dtype of x.
+The low-rank gate consists of small matrix products over the tile (RANK is R rounded up to a supported size). They never
+use y = x·rstd·weight: rstd is factored out of every sum over channels, and the small operand absorbs the weight, so the
+large operand is x as loaded. `prepare_kernel` computes the small operand once per call, in the dtype of x.
 
 Backward: over the channels of a row first, then over the tokens of a channel.
 

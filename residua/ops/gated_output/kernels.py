@@ -1,7 +1,7 @@
 """Output norm and gate on the GPU: y = weight ⊙ o · rstd ⊙ gate(z), rows of D channels, ROWS to a tile.
 
-Row r is head r % heads of token r // heads; z may be a part of something wider. Backward keeps nothing: it computes
-rstd again from o, which it reads anyway.
+Row r is head r % heads of token r // heads; z may be part of a wider tensor. Backward needs only the inputs: it
+recomputes rstd from o, which it reads anyway.
 """
 
 # mypy: ignore-errors

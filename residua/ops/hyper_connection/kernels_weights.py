@@ -1,6 +1,6 @@
 """mHC's write weights of at most 4 streams: post = 2σ(z), mix = Sinkhorn(exp(z)), forward and backward.
 
-A thread has a token and its whole matrix, N rows of [TOKENS, SIDE], so that nothing is exchanged between threads; SIDE
+A thread holds a token's whole matrix, N rows of [TOKENS, SIDE], so that threads exchange nothing; SIDE
 is N, or 4 for 3 streams, whose last column is empty. The first iteration is in logarithms; after it every row and
 column sums to 1/N² or more, and the others divide. The backward pass repeats them, notes by what each divided (2N
 numbers per token, in scratch memory), and walks back. A note of the columns [tokens, N] is followed by one of the rows

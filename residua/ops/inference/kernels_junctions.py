@@ -1,9 +1,9 @@
 """Triton kernels of junctions and the norms after them. Equations and letters are those of `reference.py`.
 
-Rows first: of one token per row there are few, and latency counts. A program holds a whole row of C channels. To be as
-fast as the sum and norm of an additive model, a junction may have only one round of reductions: the squared norm of a
-mixture follows from the dot products of what is mixed. Then prompts, whose kernels are bound by memory: each reads its
-rows once, in tiles.
+First come kernels for decoding, where rows are few and latency matters. A program holds a whole row of C channels. To
+be as fast as the sum and norm of an additive model, a junction may have only one round of reductions: the squared norm
+of a mixture follows from the dot products of its terms. Then come kernels for prompts, which memory limits: each reads
+its rows once, in tiles.
 """
 
 # mypy: ignore-errors

@@ -1,4 +1,4 @@
-"""QK-norm and rotation on the GPU: tiles of ROWS tokens of a sequence, GROUP heads with one look at the table.
+"""QK-norm and rotation on the GPU: tiles of ROWS tokens of a sequence, GROUP heads per load of the table.
 
     n = x·rstd,  y = rotate(w ⊙ n);   dz = dy rotated back,  dw = Σ dz ⊙ n,  dx = rstd (w ⊙ dz − n mean(w ⊙ dz ⊙ n))
 

@@ -1,6 +1,6 @@
 """RMSNorm on the GPU, with the additions before it and after its gradient, and with PreAffine's scaling of its input.
 
-A program has one row of any width at a time, as TILES tiles of BLOCK channels, all of them in registers.
+A program holds one row of any width at a time, as TILES tiles of BLOCK channels, all in registers.
 """
 
 # mypy: ignore-errors

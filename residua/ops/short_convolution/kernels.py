@@ -2,7 +2,7 @@
 
     y_t = Σ_j w_j x_{t−j},   a = silu(y),   out = a for values,   scale · a / sqrt(Σa² + eps) for queries and keys
 
-A program takes one head. Forward takes tiles of ROWS tokens and reads each four times, three of them from cache.
+A program processes one head. Forward has tiles of ROWS tokens and reads each four times, three of them from cache.
 Backward goes over PARTS times ROWS tokens, one token of each part after the other, so that it computes y and dy of a
 token once: it holds the last inputs and their gradients, to which later tokens still add. Nothing is read across the
 beginning of a document.

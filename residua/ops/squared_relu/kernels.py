@@ -2,8 +2,8 @@
 
     a = relu(x W_inᵀ)²            p = (g W_out) ⊙ 2√a
 
-Programs are persistent and walk over tiles; operands and results go through tensor descriptors (TMA), which also mask
-what a tile has past the edge. The result is written in PARTS, so that one is written while the next is computed.
+Programs are persistent and loop over tiles; operands and results go through tensor descriptors (TMA), which also mask
+the part of a tile past the edge. The result is written in PARTS, so that one is written while the next is computed.
 """
 
 # mypy: ignore-errors
