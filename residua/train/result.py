@@ -24,6 +24,7 @@ from torch import Tensor
 
 from residua.config.run import RunConfig
 from residua.config.settings import Frozen
+from residua.config.variants import holds, overrides
 from residua.data.loader import IGNORED, Batch, validated_tokens, validation_batches
 from residua.model import gauges, taps
 from residua.reading import counted, refuse
@@ -98,10 +99,12 @@ def collect_result(
     )
 
 
-def closing_words(result: Result, command: str) -> str:
+def closing_words(result: Result, config: RunConfig, command: str) -> str:
     """The text to print when a run has finished: its result and the next commands; `command` starts a run."""
     frequencies = f"token frequencies alone, {result.unigram_entropy:.4f}"
     folder = shlex.quote(result.folder)
+    is_prenorm = all(holds(config, change) for change in overrides(["prenorm"], config.model))
+    other = "mgr" if is_prenorm else "base"
     early = f"It is not below the loss of {frequencies}: the model has learned nothing yet.\n"
     return (
         f"Finished: validation loss {result.validation_loss:.4f} ({result.bits_per_byte:.4f} bits/byte, on "
@@ -111,7 +114,7 @@ def closing_words(result: Result, command: str) -> str:
         "Next: try it, look inside it, or compare it with another architecture:\n"
         f"  residua generate {folder} --prompt TEXT\n"
         f"  residua diagnose {folder}\n"
-        f"  residua compare prenorm mgr --base {folder}/config.toml\n"
+        f"  residua compare prenorm {other} --base {folder}/config.toml\n"
         "or train it longer (the longer schedule raises the learning rate again):\n"
         f"  {command} --resume --out {folder} train.steps={2 * result.steps}"
     )

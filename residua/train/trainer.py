@@ -396,7 +396,7 @@ class Trainer:
         if model is not None:
             inspection = inspect_model(model, self.validation[0])
             write_atomically(folder / "inspection.json", json.dumps(inspection) + "\n")
-        self.console.print(closing_words(result, self.world.command(self.config)), soft_wrap=True)
+        self.console.print(closing_words(result, self.config, self.world.command(self.config)), soft_wrap=True)
         return result
 
     def _tell(self, **record: Any) -> None:

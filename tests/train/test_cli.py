@@ -147,8 +147,11 @@ def test_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, data
     assert f"residua compare prenorm mgr --base {tmp_path / 'a'}/config.toml\n" in output
     assert "384 token ids: 257 in the text, padded to a multiple of 128\n" in output
     assert "validation is tiny (" in output and "1 layer of width 16" in output and "CPU with 1 thread," in output
-    code, output = call("tiny", "--data", data, "--out", tmp_path / "b", *SMALL, "model.vocab_size=640")
+    code, output = call(
+        "tiny", "--data", data, "--out", tmp_path / "b", *SMALL, "model.vocab_size=640", "model.topology=full_attnres"
+    )
     assert code == 0 and vocabulary(tmp_path / "b") == 640
+    assert f"residua compare prenorm base --base {tmp_path / 'b'}/config.toml\n" in output
     assert "640 token ids, 257 of them in the text: model.vocab_size=384 is enough\n" in output
 
 
