@@ -47,8 +47,8 @@ def sources(folder: Path) -> None:
             (folder / name / f"{number}.txt").write_text(text)
     for name, order in (("book.txt", 1), ("other.txt", -1)):  # backwards, since text in both would be refused
         (folder / name).write_text("<|endoftext|>".join(text[::order] for text in documents))
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents)
-    for name in ("train", "val", "corpus/part"):
+    for name, order in (("train", 1), ("val", -1), ("corpus/part", 1)):
+        lines = "".join(json.dumps({"text": text[::order]}) + "\n" for text in documents)
         with lzma.open(folder / f"{name}.jsonl.xz", "wt") as file:
             file.write(lines)
     (folder / "prompts.txt").write_text("depth is\nthe layers of\n")
