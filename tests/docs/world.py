@@ -114,8 +114,10 @@ def _studies(place: Path) -> None:
 
 
 def shrunk(command: Command, verb: str, parameters: dict) -> list[str]:
-    """The command's arguments, and at their end settings that make it small."""
-    return [*(command.arguments or []), *_smaller(verb, parameters)]
+    """The command's arguments, and at their end settings that make it small; a number of layers that it names stays."""
+    own = command.arguments or []
+    layered = any(word.startswith("model.layers=") for word in own)
+    return [*own, *(word for word in _smaller(verb, parameters) if not (layered and word == SIZES[0]))]
 
 
 def _smaller(verb: str, parameters: dict) -> list[str]:
