@@ -142,7 +142,7 @@ def load_folder(folder: Path) -> Decoder:
     if not isinstance(content.get("residua"), dict):
         raise UserError(
             f"{path} describes a model of type {shown(content.get('model_type'))}: `residua export` did not "
-            "write it, and `residua import` does not support this family (docs/import.md)."
+            "write it, and `residua import` does not support this family (docs/reference/families.md)."
         )
     try:
         config = Export().read(content)

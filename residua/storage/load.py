@@ -49,8 +49,9 @@ def load(folder: str | Path, which: Literal["last", "best"] = "last", *, allow_n
     """The trained model of a run folder, on the CPU: its last checkpoint, or the best one on the validation set.
 
     A folder written by `residua export` holds one model; one written by `residua quantize` gives a model that computes
-    in that precision. A transformers folder of a family that Residua knows (docs/import.md) is opened directly.
-    Nothing in a folder is executed. Weights that are NaN or infinite are refused, unless `allow_nonfinite` is set.
+    in that precision. A transformers folder of a family that Residua knows (docs/reference/families.md) is opened
+    directly. Nothing in a folder is executed. Weights that are NaN or infinite are refused, unless `allow_nonfinite` is
+    set.
     """
     folder = Path(folder)
     read = find_reader(folder)
