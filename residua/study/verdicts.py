@@ -429,8 +429,8 @@ def side_by_side_sentence(result: StudyResult) -> str:
         return alone
     return (
         f"{alone} The steps of {', '.join(busy)} were timed while the machine was busy (they spread by more than "
-        f"{MAX_IDLE_SPREAD:.0%}), so no gain per second follows from them: remove {TIMINGS}/ and run the study again "
-        "when it is idle."
+        f"{MAX_IDLE_SPREAD:.0%}), so no gain per second follows from them: remove {TIMINGS}/ from the study's folder "
+        "and run the study again when it is idle."
     )
 
 

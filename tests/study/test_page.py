@@ -232,6 +232,7 @@ def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
     sentence = f"The steps of {busy} were timed while the machine was busy (they spread by more than 50%)"
     html = study_page(pretend.study, result, pretend.records, tmp_path).html()
     assert sentence in html and sentence in markdown(result).replace("\\", "")
+    assert "remove timings/ from the study's folder and run the study again" in markdown(result)
     titles = [column.title for column in columns(result)]
     for row in others:  # no cell, order or picture has what is not stated
         shown = dict(zip(titles, (cell.joined() for cell in cells(row, result)), strict=True))

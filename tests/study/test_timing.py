@@ -3,8 +3,9 @@
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from residua.config.run import RunConfig
+from residua.reading import ReadError
 from residua.study import StudyConfig, timing
 from residua.study.gains import timed_ratio
 from residua.study.plan import make_plan
@@ -144,6 +146,14 @@ def test_what_was_timed_is_not_timed_again_and_what_changed_is(timed: Timed) -> 
     wider = {key: replace(one, config=one.config.override(["train.micro_batch=4"])) for key, one in models}
     timed.plan = replace(timed.plan, models=wider)
     assert timed.recorded == {("tiny", "prenorm"): {}, ("tiny", "mgr"): {}}
+
+
+def test_a_damaged_record_is_named_by_its_path(timed: Timed) -> None:
+    timed.time()
+    file = timed.out / "timings" / "prenorm.json"
+    file.write_text("{")
+    with pytest.raises(ReadError, match=rf"^{re.escape(str(file))} .*: remove it to time the model again\.$"):
+        timing.Session(1.0, (timed.out / "configs" / "prenorm.toml", file), ExitStack()).time_baseline([])
 
 
 def test_on_a_slower_machine_all_variants_are_timed_again(
