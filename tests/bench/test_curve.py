@@ -60,7 +60,7 @@ def spoil(monkeypatch, when):
     return ran
 
 
-def test_two_runs_are_fused_and_one_is_the_reference(config, monkeypatch):
+def test_curve_compares_two_fused_runs_with_one_reference_run(config, monkeypatch):
     ran = spoil(monkeypatch, lambda number, backend: False)
     result = bench_curve(config, open_data(config), CPU)
     assert ran == [("auto", True), ("auto", True), ("reference", True)]
@@ -69,7 +69,7 @@ def test_two_runs_are_fused_and_one_is_the_reference(config, monkeypatch):
     assert result.curves["fused"].losses[1] < result.curves["fused"].losses[0] < 7
 
 
-def test_a_loss_is_the_mean_of_its_steps(config, monkeypatch):
+def test_each_loss_is_the_mean_over_its_steps(config, monkeypatch):
     monkeypatch.setattr(curve, "RUNS", {"reference": "reference"})
     means = bench_curve(config, open_data(config), CPU).curves["reference"].losses
     monkeypatch.setattr(curve, "WINDOW", 1)
@@ -78,7 +78,7 @@ def test_a_loss_is_the_mean_of_its_steps(config, monkeypatch):
     assert means == pytest.approx([sum(steps[:10]) / 10, sum(steps[10:]) / 2], rel=1e-6)
 
 
-def test_a_run_that_goes_elsewhere_shows(short, monkeypatch):
+def test_diverging_run_changes_bits_or_differences(short, monkeypatch):
     with monkeypatch.context() as patch:
         spoil(patch, lambda number, backend: backend == "reference")
         result = bench_curve(short, open_data(short), CPU)
@@ -89,12 +89,12 @@ def test_a_run_that_goes_elsewhere_shows(short, monkeypatch):
 
 
 @pytest.mark.parametrize("other", [Curve([2.0, 1.0], "other"), Curve([2.0, 1.5], "same")], ids=["weights", "losses"])
-def test_bits_are_of_losses_and_weights(other):
+def test_same_bits_compares_losses_and_weights(other):
     first = Curve([2.0, 1.0], "same")
     assert not CurveResult({"fused": first, "fused again": other, "reference": first}).same_bits
 
 
-def test_weights_without_an_axis_are_digested():
+def test_digest_includes_scalar_weights():
     model = torch.nn.Module()
     model.scale = torch.nn.Parameter(torch.tensor(2.0))
     before = curve._digest(model)
@@ -102,7 +102,7 @@ def test_weights_without_an_axis_are_digested():
     assert curve._digest(model) != before
 
 
-def test_a_short_curve_warms_up_for_a_quarter_of_it(run):
+def test_short_curve_warms_up_for_a_quarter_of_its_steps(run):
     asked = ["curve", str(run), "train.schedule.warmup=9", "--steps", "8"]
     done = CliRunner().invoke(app, asked, catch_exceptions=False)
     assert done.exit_code == 0 and "in steps 1–8" in done.output

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
-def test_every_case_is_timed_in_turn_and_set_against_the_first(model):
+def test_cases_are_timed_in_turn_and_compared_with_the_first(model):
     cases = read_cases(RunConfig.from_toml(model), ["prenorm", "mgr"])
     results = bench_decode("tiny", cases, CPU, batch=3, filled=8, engine="auto", rounds=4)
     assert [r.case for r in results] == ["prenorm", "mgr"]
@@ -34,7 +34,7 @@ def test_every_case_is_timed_in_turn_and_set_against_the_first(model):
     assert STEPS == 8
 
 
-def test_the_command_prints_a_table_and_writes_what_it_measured(model, tmp_path):
+def test_the_command_prints_a_table_and_writes_its_results(model, tmp_path):
     out = tmp_path / "decode.json"
     arguments = ["decode", str(model), "--compare", "prenorm,block_attnres", "--batch", "1", "--batch", "2"]
     done = CliRunner().invoke(app, [*arguments, "--filled", "4", "--rounds", "2", "--device", "cpu", "--out", str(out)])
@@ -47,7 +47,7 @@ def test_the_command_prints_a_table_and_writes_what_it_measured(model, tmp_path)
     assert "tiny, batch 1: building prenorm (0 of 2)" in done.stderr
 
 
-def test_progress_comes_with_the_time_left_and_to_a_log_at_times(monkeypatch):
+def test_progress_shows_time_left_and_logs_now_and_then(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     log = io.StringIO()

@@ -13,7 +13,7 @@ from residua.quantize.fp8_gemm import SCALINGS, find_product
 CPU = torch.device("cpu")
 
 
-def test_every_scheme_is_timed_or_says_why_not() -> None:
+def test_every_scheme_is_timed_or_states_a_reason() -> None:
     results = bench_linear(8, [(64, 48), (32, 16)], CPU, repeats=2, tell=lambda text: None)
     assert [(r.inputs, r.outputs) for r in results] == [(64, 48)] * 3 + [(32, 16)] * 3
     for row in results:

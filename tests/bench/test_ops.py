@@ -35,7 +35,7 @@ def ceilings(monkeypatch):
 
 
 @pytest.mark.parametrize("name", operators(SMALL, CPU))
-def test_every_operator_runs_both_ways_and_reports_its_limit(name):
+def test_every_operator_runs_both_passes_and_reports_its_limit(name):
     case = operators(SMALL, CPU)[name]()
     ceilings = Ceilings(1e9, 1e9, "float32")
     (result,) = bench_operator(case, {"reference": case.function}, CPU, ceilings, repeats=2, peers={})
@@ -51,7 +51,7 @@ def test_slot_experts_are_recovered_from_sorted_slots():
     assert torch.equal(_chosen(slots.order, slots.ends, 3).long(), chosen)
 
 
-def test_bytes_are_every_input_once_and_every_output_once():
+def test_bytes_count_every_input_and_output_once():
     row = SMALL.tokens * SMALL.width * 4
     made = operators(SMALL, CPU)
     gates = made["multi_gate"]()
@@ -80,14 +80,14 @@ DEPTHS = {
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_a_whole_depth_moves_what_its_junctions_move(name):
+def test_full_depth_case_moves_the_bytes_of_its_junctions(name):
     row = SMALL.tokens * SMALL.width * 4
     case = depth_paths(SMALL, CPU)[f"8 sublayers, {name}"]()
     assert (case.forward_bytes / row, case.backward_bytes / row) == DEPTHS[name]
 
 
 @pytest.mark.slow
-def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
+def test_a_peer_that_raises_gets_a_row_and_others_are_timed():
     case = operators(SMALL, CPU)["add_norm"]()
 
     refuses = raising(RuntimeError("Hopper is not supported.\nUpgrade."))
@@ -107,7 +107,7 @@ def test_a_peer_that_raises_is_a_row_and_the_others_are_timed():
 
 
 @pytest.mark.slow
-def test_what_a_peer_raises_does_not_end_the_suite(monkeypatch):
+def test_an_exception_in_a_peer_does_not_end_the_suite(monkeypatch):
     install(monkeypatch, raising(NotImplementedError()))
     asked = suite.plan(["depth_attention", "add_norm"], ["reference"], "float32", SETTINGS)
     report = suite.run(asked, repeats=1)
@@ -119,7 +119,7 @@ def test_what_a_peer_raises_does_not_end_the_suite(monkeypatch):
     ]
 
 
-def test_whole_depth_reads_once_and_reaches_every_parameter():
+def test_full_depth_case_reaches_every_parameter():
     asked = suite.plan(["depth"], ["reference"], "float32", SETTINGS)
     for name, make in asked.cases.items():
         case = make()
@@ -130,7 +130,7 @@ def test_whole_depth_reads_once_and_reaches_every_parameter():
         assert all(g is not None for g in grads)
 
 
-def test_a_depth_read_by_a_peer_is_the_same_depth(monkeypatch):
+def test_full_depth_case_through_a_peer_gives_equal_reads(monkeypatch):
     def read(query, gain, *sources):
         return [ops.depth_attention(sources, query, norm_weight=gain)]
 
@@ -161,12 +161,12 @@ def test_a_suite_that_cannot_be_measured_is_refused(names, ways, precision, word
         suite.plan(names, ways, precision, SETTINGS)
 
 
-def test_a_peer_that_is_not_installed_is_left_out(monkeypatch):
+def test_a_peer_that_is_not_installed_is_skipped(monkeypatch):
     monkeypatch.setattr("residua.bench.suite.find_spec", lambda name: None if name == "fla" else object())
     assert list(peers("depth_attention")) == ["liger_kernel"] and peers("gated_norm") == {}
 
 
-def test_spread_is_tenth_to_ninetieth_percentile():
+def test_spread_is_the_10th_to_90th_percentile():
     sample = Sample.of([float(i) for i in range(11)])
     assert (sample.median, sample.p10, sample.p90, sample.count) == (5.0, 1.0, 9.0, 11)
 
@@ -215,7 +215,7 @@ def test_every_row_is_in_the_file_before_the_next_is_measured(tmp_path, monkeypa
     assert len(rows(out)) == 4 and [file.name for file in out.parent.iterdir()] == ["ops.json"]
 
 
-def test_ctrl_c_prints_and_keeps_what_was_measured(tmp_path, monkeypatch):
+def test_ctrl_c_prints_and_keeps_the_finished_rows(tmp_path, monkeypatch):
     install(monkeypatch, raising(KeyboardInterrupt()))
     out = tmp_path / "ops.json"
     done = CliRunner().invoke(app, ["ops", "add_norm", "multi_gate", *QUICK, "--out", str(out)])
@@ -225,7 +225,7 @@ def test_ctrl_c_prints_and_keeps_what_was_measured(tmp_path, monkeypatch):
     assert rows(out) == [("add_norm", "reference")]
 
 
-def test_ctrl_c_before_the_first_row_leaves_an_older_file_alone(tmp_path, monkeypatch):
+def test_ctrl_c_before_the_first_row_keeps_an_older_file(tmp_path, monkeypatch):
     monkeypatch.setattr(suite, "measure_ceilings", raising(KeyboardInterrupt()))
     out = tmp_path / "ops.json"
     out.write_text("older")
@@ -233,14 +233,14 @@ def test_ctrl_c_before_the_first_row_leaves_an_older_file_alone(tmp_path, monkey
     assert done.exit_code == 130 and done.stdout == "" and out.read_text() == "older"
 
 
-def test_a_defect_of_ours_does_not_take_the_rows_before_it(tmp_path, monkeypatch):
+def test_our_own_bug_keeps_the_rows_measured_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(ops.multi_gate, "reference", raising(RuntimeError("defect")))
     done = CliRunner().invoke(app, ["ops", "add_norm", "multi_gate", *QUICK])
     assert isinstance(done.exception, RuntimeError)
     assert re.search(r"add_norm +reference +\d", done.stdout) and "1 of 2 rows" in done.stdout
 
 
-def test_a_log_gets_one_line_for_every_row(monkeypatch):
+def test_a_log_gets_one_line_per_row(monkeypatch):
     install(monkeypatch, raising(RuntimeError("[sm_90] is not supported")))
     done = CliRunner().invoke(app, ["ops", "gated_norm", *QUICK], catch_exceptions=False)
     timed, refused = done.stderr.splitlines()
@@ -250,7 +250,7 @@ def test_a_log_gets_one_line_for_every_row(monkeypatch):
     assert "stopped" not in done.stdout
 
 
-def test_rows_are_counted_before_they_are_measured(monkeypatch):
+def test_row_count_is_known_before_measuring(monkeypatch):
     install(monkeypatch, None)
     monkeypatch.setattr(suite, "peers", lambda name: {"fla": None} if name in ("depth_attention", "add_norm") else {})
     asked = suite.plan(["depth", "add_norm"], ["reference", "compiled"], "float32", SETTINGS)
@@ -273,7 +273,7 @@ def test_a_terminal_gets_a_status_line_with_the_time_left(monkeypatch):
     assert "add_norm: reference (1 of 3, 2:02 left)" in said and "ms forward" not in said
 
 
-def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+def test_an_interrupted_write_keeps_the_old_file(tmp_path, monkeypatch):
     out = tmp_path / "ops.json"
     write_json(out, {"rows": 1})
     monkeypatch.setattr("residua.files.flush", raising(OSError("no space left")))
@@ -282,7 +282,7 @@ def test_a_write_that_is_cut_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     assert json.loads(out.read_text()) == {"rows": 1}
 
 
-def test_links_and_pipes_are_written_through(tmp_path):
+def test_results_are_written_through_links_and_pipes(tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "file.json")
     write_json(tmp_path / "link.json", {"rows": 1})
     assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "file.json").read_text()) == {"rows": 1}
@@ -294,7 +294,7 @@ def test_links_and_pipes_are_written_through(tmp_path):
     os.close(end)
 
 
-def test_a_pipe_gets_the_report_once(tmp_path):
+def test_a_pipe_receives_the_report_once(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)

@@ -31,7 +31,7 @@ H200 = Machine(140 * GIB, 500e12, 300e9)
         ("mgr-l-competitive4", ["train.micro_batch=16", "train.accumulate=4"], 40.49),
     ],
 )
-def test_memory_on_one_device_is_what_was_measured(preset: str, changes: list[str], gib: float) -> None:
+def test_planned_memory_on_one_device_matches_measurements(preset: str, changes: list[str], gib: float) -> None:
     """Peaks of `residua bench step` on an H200, docs/results/step.md."""
     (alone,) = plan(RunConfig.find(preset).override(changes), 1, H200)
     assert alone.memory / GIB == pytest.approx(gib, rel=0.03)
@@ -48,7 +48,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("preset", MEASURED)
-def test_depth_cost_on_one_device_is_near_the_measured(preset: str) -> None:
+def test_planned_depth_cost_on_one_device_matches_measurements(preset: str) -> None:
     """Ratios to the additive step on an H200, docs/lab/ranks.md."""
     changes = [f"train.micro_batch={32 if '-s-' in preset else 16}", "train.accumulate=4"]
     baseline = f"{preset[:5]}-prenorm"
@@ -84,7 +84,7 @@ def test_sharding_divides_the_states() -> None:
     assert found(plans, shard=4).held.states < found(plans, data=4).held.states / 3
 
 
-def test_stages_send_what_the_tests_of_two_ranks_count() -> None:
+def test_planned_stage_traffic_matches_the_two_rank_tests() -> None:
     """Full, P = V = 2, N_p = 2: 6 blocks and the embedding, forward and backward, in bf16 here."""
     planned = found(plan(run_config("full"), 2, H200), pipeline=2, stages_per_rank=2)
     block = 2 * 6 * 16 * 2 * 4
@@ -100,7 +100,7 @@ def test_outermost_group_is_gathered_once_per_step() -> None:
     assert sent.root == pytest.approx((4 + 4) * (size.parameters - layers) / 2)
 
 
-def test_group_is_as_fast_as_its_links_or_network_cards() -> None:
+def test_group_speed_follows_its_links_or_network_cards() -> None:
     machine = Machine(140 * GIB, 500e12, 300e9, between=20e9, node=8, latency=1e-3)
     assert machine.group(8, 1).ring(300e9) == pytest.approx(1 + 1e-3)
     assert machine.group(4, 2).nodes == 1 and machine.group(2, 8).nodes == 2 and machine.group(4, 4).nodes == 2
@@ -121,7 +121,7 @@ def test_slow_network_slows_only_meshes_across_nodes() -> None:
     assert found(inside, data=8).seconds == found(plan(config, 8, H200), data=8).seconds
 
 
-def test_messages_cost_their_latency() -> None:
+def test_every_message_costs_its_latency() -> None:
     config = RunConfig.find("mgr-s-prenorm").override(["train.accumulate=16"])
     quick, late = (found(plan(config, 16, replace(H200, latency=x)), data=2, shard=8) for x in (0.0, 1.0))
     assert late.seconds > quick.seconds + 1.0
@@ -146,7 +146,7 @@ def test_first_pipeline_rank_has_more_in_flight() -> None:
     assert planned.held.activations > alone.held.activations / 2
 
 
-def test_node_without_memory_for_checkpoints_does_not_fit() -> None:
+def test_node_too_small_for_its_checkpoint_does_not_fit() -> None:
     config = RunConfig.find("mgr-l-prenorm")
     (alone,) = plan(config, 1, H200)
     parameters = measure(config.model).parameters
@@ -195,17 +195,17 @@ def test_divided_experts_send_tokens_instead_of_weights() -> None:
     assert {p.parallel.experts for p in plan(run_config("additive"), 2, H200)} == {1}
 
 
-def test_a_model_that_is_too_large_is_said_to_be() -> None:
+def test_a_model_that_is_too_large_is_reported() -> None:
     small = Machine(1 * GIB, 450e12, 300e9)
     assert not any(p.fits for p in plan(RunConfig.find("mgr-l-prenorm"), 8, small))
 
 
-def test_a_number_of_devices_that_divides_nothing_is_refused() -> None:
+def test_a_device_count_without_a_mesh_is_refused() -> None:
     with pytest.raises(ConfigError, match="no mesh of 7 GPUs divides"):
         plan(run_config("additive"), 7, H200)
 
 
-def test_the_command_prints_meshes_and_the_way_to_start_one(tmp_path: Path) -> None:
+def test_the_command_prints_meshes_and_how_to_launch_one(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     result = CliRunner().invoke(app, ["plan", "tiny-block", "train.accumulate=4", "--gpus", "2", "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -228,11 +228,11 @@ def test_the_command_names_the_nodes_and_the_engine() -> None:
 
 
 @pytest.mark.nightly
-def test_documented_plans_are_those_of_make_scale() -> None:
+def test_documented_plans_match_make_scale() -> None:
     assert "\n".join(load_module("tools/scale.py").lines()) in (ROOT / "docs" / "lab" / "plans.md").read_text("utf-8")
 
 
-def test_a_table_has_the_fastest_mesh_of_each_size_and_engine() -> None:
+def test_the_table_has_the_fastest_mesh_per_size_and_engine() -> None:
     models = {"tiny": run_config("additive", accumulate=4096, micro_batch=1)}
     lines = list(load_module("tools/scale.py").scale_tables(models, H200))
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == ["8", "64", "512", "4096"]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
-def test_every_case_is_timed_in_turn_and_set_against_the_first(model):
+def test_cases_are_timed_in_turn_and_compared_with_the_first(model):
     cases = read_cases(RunConfig.from_toml(model), ["prenorm", "mgr"])
     results = bench_prefill("tiny", cases, CPU, batch=3, length=9, engine="auto", rounds=4, peers=False)
     assert [(r.case, r.engine, r.first_token.count) for r in results] == [("prenorm", "eager", 4), ("mgr", "eager", 4)]
@@ -27,14 +27,14 @@ def test_every_case_is_timed_in_turn_and_set_against_the_first(model):
     assert results[0].mfu is None
 
 
-def test_prefill_flops_count_the_head_for_the_last_token_only(model):
+def test_prefill_flops_count_the_head_only_for_the_last_token(model):
     config = RunConfig.from_toml(model).model
     weights = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 5 * 16 + 2 * 2 * 8
     attention = 2 * 2 * 16 * 9 / 2  # layers, scores and values, width, half of the length
     assert prefill_flops(config, 3, 9) == 3 * (9 * (2 * weights + 2 * attention) + 2 * 64 * 16)
 
 
-def test_the_command_prints_a_table_and_writes_what_it_measured(model, tmp_path):
+def test_the_command_prints_a_table_and_writes_its_results(model, tmp_path):
     out = tmp_path / "prefill.json"
     arguments = ["prefill", str(model), "--compare", "prenorm,block_attnres", "--batch", "1", "--length", "4"]
     more = ["--length", "6", "--rounds", "2", "--no-peers", "--device", "cpu", "--out", str(out)]
@@ -48,7 +48,7 @@ def test_the_command_prints_a_table_and_writes_what_it_measured(model, tmp_path)
 
 
 @pytest.mark.nightly
-def test_llama_of_the_same_shape_is_timed_too(model):
+def test_llama_of_the_same_shape_is_also_timed(model):
     pytest.importorskip("transformers")
     cases = read_cases(RunConfig.from_toml(model), ["prenorm"])
     ours, llama = bench_prefill("tiny", cases, CPU, batch=2, length=5, engine="auto", rounds=2)
@@ -62,6 +62,6 @@ def test_llama_of_the_same_shape_is_timed_too(model):
         ("compile", "engine compile is for decoding: choose auto, eager or graph."),
     ],
 )
-def test_an_engine_that_reads_no_prompts_here_is_refused(model, engine, words):
+def test_an_engine_that_cannot_prefill_here_is_refused(model, engine, words):
     done = CliRunner().invoke(app, ["prefill", str(model), "--engine", engine, "--device", "cpu"])
     assert isinstance(done.exception, ValueError) and str(done.exception) == words

@@ -30,7 +30,7 @@ def base(run):
     return RunConfig.from_toml(run)
 
 
-def test_step_is_timed_as_often_as_asked(base):
+def test_step_is_timed_the_requested_number_of_times(base):
     (result,) = bench_step(read_cases(base, []), CPU, steps=3, warmup=1)
     assert result.step is not None and result.step.count == 3
     assert 0 < result.step.p10 <= result.step.median <= result.step.p90
@@ -39,7 +39,7 @@ def test_step_is_timed_as_often_as_asked(base):
     assert result.loss is not None and 0 < result.loss < 10
 
 
-def test_flops_are_counted_at_the_length_that_is_run(base):
+def test_flops_are_counted_at_the_benchmarked_length(base):
     longer = base.override(["data.sequence=32"])
     (result,) = bench_step(read_cases(longer, []), CPU, steps=1, warmup=0)
     assert result.flops_per_token - measure(base.model).flops_per_token == 6 * 2 * 16 * (32 - 16)
@@ -66,7 +66,7 @@ def test_a_case_that_does_not_exist_is_refused_before_timing(base, case):
         read_cases(base, [case])
 
 
-def test_tokens_are_random_but_the_same_for_every_case(base):
+def test_every_case_gets_the_same_random_tokens(base):
     first, again = random_batches(base), random_batches(base)
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, again, strict=True))
     assert torch.equal(first[0].tokens[:, 1:], first[0].targets[:, :-1])
@@ -102,7 +102,7 @@ def test_memory_is_released_without_importing_the_compiler(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_cases_that_take_turns_train_as_they_do_alone(base):
+def test_interleaved_cases_train_exactly_as_they_do_alone(base):
     cases = read_cases(base, ["prenorm", "mgr backend=reference"])
     alone = bench_step(cases, CPU, steps=5, warmup=1)
     taken = bench_turns(cases, rounds=2, steps=2, warmup=2)
@@ -122,7 +122,7 @@ def test_case_that_cannot_be_timed_is_named(run, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_case_that_dies_between_its_turns_is_named(base, monkeypatch):
+def test_a_case_that_dies_between_turns_is_named(base, monkeypatch):
     def ask(turn, steps):
         turn.child.kill()
         turn.child.wait()
