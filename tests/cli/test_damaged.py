@@ -34,7 +34,7 @@ def change(path: Path, edit: Callable[[dict], object]) -> None:  # type: ignore[
     path.write_text(json.dumps(content))
 
 
-def test_a_run_with_a_damaged_environment_is_not_resumed(run: Path, sentence: Say) -> None:
+def test_resume_refuses_a_damaged_environment_file(run: Path, sentence: Say) -> None:
     change(run / "environment.json", lambda content: content.pop("sessions"))
     said = sentence("train", "--resume", "--out", run, "train.steps=5")
     assert said == f"{run}/environment.json has no key sessions: move the file elsewhere to continue without it."
@@ -48,7 +48,7 @@ def test_a_run_with_a_damaged_environment_is_not_resumed(run: Path, sentence: Sa
         ('{"kind": "validation", "step": 1, "loss": NaN, "bits_per_byte": 1}', "line 2: loss is nan, expected a"),
     ],
 )  # fmt: skip
-def test_a_bad_line_of_metrics_is_named(run: Path, sentence: Say, line: str, words: str) -> None:
+def test_a_bad_metrics_line_is_named(run: Path, sentence: Say, line: str, words: str) -> None:
     path = run / "metrics.jsonl"
     first, *rest = path.read_text().splitlines()
     path.write_text("\n".join([first, line, *rest, ""]))
@@ -94,7 +94,7 @@ def test_a_damaged_state_is_named(run: Path, sentence: Say, edit: Callable[[dict
         (lambda d: d["splits"]["validation"].update(shards=["link.bin"]), "link.bin is a link to a file outside its"),
     ],
 )  # fmt: skip
-def test_every_reader_of_a_dataset_refuses_it(
+def test_every_reader_refuses_a_damaged_dataset(
     run: Path, sentence: Say, tmp_path: Path, edit: Callable[[dict], object], words: str  # type: ignore[type-arg]
 ) -> None:  # fmt: skip
     data = tmp_path / "data"
@@ -120,7 +120,7 @@ def test_every_reader_of_a_dataset_refuses_it(
         ("checkpoints/step-4/model.safetensors", "model.safetensors is a link to a file outside its folder"),
     ],
 )
-def test_every_reader_of_a_run_refuses_links_to_elsewhere(
+def test_every_reader_of_a_run_refuses_links_that_leave_it(
     run: Path, sentence: Say, tmp_path: Path, name: str, words: str
 ) -> None:
     (run / name).rename(tmp_path / "elsewhere")
@@ -137,7 +137,7 @@ def test_every_reader_of_a_run_refuses_links_to_elsewhere(
         assert words in sentence(*arguments)
 
 
-def test_links_of_an_environment_and_metrics_are_not_followed(run: Path, sentence: Say, tmp_path: Path) -> None:
+def test_resume_refuses_linked_environment_and_metrics_files(run: Path, sentence: Say, tmp_path: Path) -> None:
     for name in ("environment.json", "metrics.jsonl", "tensorboard"):
         (run / name).rename(tmp_path / name)
         (run / name).symlink_to(tmp_path / name)
@@ -154,7 +154,7 @@ def test_links_of_an_environment_and_metrics_are_not_followed(run: Path, sentenc
         ("self = 1\nextends = 'tiny'", "self = 1 is not a known key"),
     ],
 )
-def test_a_run_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, text: str, words: str) -> None:
+def test_a_run_file_with_wrong_types_is_named(sentence: Say, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "my.toml").write_text(text)
     assert f"{tmp_path}/my.toml: {words}" in sentence("train", tmp_path / "my.toml", "--out", tmp_path / "new")
 
@@ -172,7 +172,7 @@ def test_a_run_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, text:
         ("variants = ['mgr', 'prenorm']\nmatch = 3", "match = 3 should be a table of keys."),
     ],
 )  # fmt: skip
-def test_a_study_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, text: str, words: str) -> None:
+def test_a_study_file_with_wrong_types_is_named(sentence: Say, tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "study.toml").write_text(text)
     assert f"{tmp_path}/study.toml: {words}" in sentence("compare", tmp_path / "study.toml", "--out", tmp_path / "new")
 
@@ -187,7 +187,7 @@ def test_a_study_file_of_wrong_types_is_named(sentence: Say, tmp_path: Path, tex
     ],
 )
 @pytest.mark.parametrize("kind", ["llama", "residua"])
-def test_every_reader_of_an_index_refuses_outward_names(
+def test_every_reader_of_an_index_refuses_paths_that_leave_it(
     trained: Path, sentence: Say, tmp_path: Path, monkeypatch, kind: str, name: object, words: str
 ) -> None:
     """The folder is refused before transformers, or we, open any weights."""
@@ -226,7 +226,7 @@ def test_every_reader_of_an_index_refuses_outward_names(
         ({"hidden_size": 10**30}, "config.json: hidden_size is 10000000"),
     ],
 )
-def test_a_configuration_of_wrong_types_is_not_imported(
+def test_import_refuses_a_configuration_with_wrong_types(
     sentence: Say, tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     keys = {

@@ -123,7 +123,7 @@ QUICK += [("train", "broken", False), ("resume", "read-only", False)]
 
 
 @pytest.mark.parametrize("case", only_nightly(CASES, QUICK), ids=str)
-def test_a_failing_disk_costs_only_what_was_being_written(
+def test_a_failing_disk_loses_only_the_file_being_written(
     case: tuple[str, str, bool], copies: Callable[[], Path], monkeypatch,
     capfd
 ) -> None:  # fmt: skip
@@ -177,7 +177,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("verb", only_nightly(VERBS, ["train"]))
-def test_a_disk_that_is_really_full_is_one_sentence(verb, place: Path, small_disk: SmallDisk, monkeypatch, capfd):
+def test_a_full_disk_is_reported_in_one_sentence(verb, place: Path, small_disk: SmallDisk, monkeypatch, capfd):
     monkeypatch.setattr("residua.train.summary.check_disk", lambda *_: None)
     monkeypatch.setattr("residua.train.trainer.check_disk", lambda *_: None)
     made = copy_to(small_disk.path / "place", place)
@@ -199,7 +199,7 @@ def test_a_disk_that_is_really_full_is_one_sentence(verb, place: Path, small_dis
 
 
 @pytest.mark.parametrize("verb", only_nightly(VERBS, ["export"]))
-def test_a_limit_on_the_size_of_files_is_one_sentence(verb: str, place: Path, monkeypatch, capsys) -> None:
+def test_a_file_size_limit_is_reported_in_one_sentence(verb: str, place: Path, monkeypatch, capsys) -> None:
     """Reaches what is written below Python too: safetensors is Rust."""
     monkeypatch.setattr("residua.export.folder.bundle", lambda *_: {})  # takes seconds
     before = files(place)
@@ -230,7 +230,7 @@ def test_run_continues_without_tensorboard_but_not_metrics(place: Path, monkeypa
     assert re.search(r"could not write \S+metrics\.jsonl: No space .* written yet: make room", capfd.readouterr().err)
 
 
-def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
+def test_a_line_that_does_not_fit_is_rolled_back(tmp_path: Path) -> None:
     file = AppendedFile(tmp_path / "lines")
     file.write(b"first\n")
     intact = r"could not write .*lines: File too large; its previous contents are intact: raise"
@@ -241,7 +241,7 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_output_that_cannot_be_printed_ends_with_a_code() -> None:
+def test_unprintable_output_ends_with_an_error_code() -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "residua.cli.main", "presets", "tiny"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
@@ -249,7 +249,7 @@ def test_output_that_cannot_be_printed_ends_with_a_code() -> None:
         assert subprocess.run(command, stdout=full, stderr=full).returncode != 0
 
 
-def test_a_run_survives_a_log_that_cannot_grow(config: RunConfig, tmp_path: Path) -> None:
+def test_a_full_log_disk_stops_the_run_with_a_checkpoint(config: RunConfig, tmp_path: Path) -> None:
     """What is printed goes to a file on another disk, which is full from the third line of the run on."""
 
     class Log(io.StringIO):

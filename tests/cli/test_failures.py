@@ -162,7 +162,7 @@ def test_plugin_error_on_import_shows_file_and_line(error: str, tmp_path: Path, 
     assert f'File "{file}", line 3, in <module>' in said
 
 
-def test_plugin_that_python_cannot_read_shows_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_plugin_with_a_syntax_error_shows_its_line(tmp_path: Path, monkeypatch, capsys) -> None:
     below = tmp_path / "unread_package" / "below.py"
     below.parent.mkdir()
     (below.parent / "__init__.py").touch()
@@ -180,7 +180,7 @@ def test_plugin_that_python_cannot_read_shows_its_line(tmp_path: Path, monkeypat
         assert f"residua: {words}" in said and ("Traceback" in said) == (code == 1)
 
 
-def test_unreadable_code_elsewhere_is_not_blamed_on_a_plugin(plugin: Path) -> None:
+def test_syntax_error_elsewhere_is_not_blamed_on_a_plugin(plugin: Path) -> None:
     for file in ("<string>", "/elsewhere/planted.py"):
         with pytest.raises(SyntaxError) as caught:
             compile("def f(:", file, "exec")
@@ -191,7 +191,7 @@ def test_unreadable_code_elsewhere_is_not_blamed_on_a_plugin(plugin: Path) -> No
 
 
 @pytest.mark.usefixtures("untried")
-def test_run_that_failed_early_starts_again_in_its_folder(
+def test_run_that_failed_early_restarts_in_its_folder(
     plugin: Path, run: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     command = ["train", run / "config.toml", "--out", tmp_path / "out"]
@@ -222,7 +222,7 @@ def test_plugin_error_in_a_study_is_in_the_log_of_its_run(
 
 
 @pytest.mark.usefixtures("untried")
-def test_failed_runs_of_a_study_name_the_line_and_start_again(
+def test_failed_study_runs_name_the_line_and_restart(
     plugin: Path, study: StudyConfig, dataset: Dataset, tmp_path: Path, monkeypatch
 ) -> None:
     fork_workers(monkeypatch)
@@ -253,7 +253,7 @@ def test_failed_runs_of_a_study_name_the_line_and_start_again(
     assert run_plan(mended, plan, tmp_path / "out", Quiet()) == {}
 
 
-def test_refusal_by_our_code_names_the_line_of_the_plugin(plugin: Path, run: Path, monkeypatch, capsys) -> None:
+def test_our_refusal_names_the_plugin_line_that_caused_it(plugin: Path, run: Path, monkeypatch, capsys) -> None:
     for place in ("ours", "check"):
         assert residua(monkeypatch, "train", run / "config.toml", *planted(place), "--out", "nowhere") == 2
         said = capsys.readouterr().err
@@ -264,7 +264,7 @@ def test_refusal_by_our_code_names_the_line_of_the_plugin(plugin: Path, run: Pat
 
 
 @pytest.mark.parametrize("arguments", [["--traceback", "presets", "tinny"], ["presets", "tinny", "--traceback"]])
-def test_traceback_of_a_mistake_is_shown_when_asked_for(arguments: list[str], monkeypatch, capsys) -> None:
+def test_traceback_of_a_mistake_is_shown_on_request(arguments: list[str], monkeypatch, capsys) -> None:
     monkeypatch.setenv(TRACEBACK, "0")
     assert residua(monkeypatch, "presets", "tinny") == 2
     assert "Traceback" not in capsys.readouterr().err
@@ -274,7 +274,7 @@ def test_traceback_of_a_mistake_is_shown_when_asked_for(arguments: list[str], mo
     assert lines[0].startswith("Traceback") and lines[-1].startswith("residua.config.settings.ConfigError: ")
 
 
-def test_switch_after_a_prompt_is_the_prompt(monkeypatch) -> None:
+def test_traceback_after_prompt_option_is_its_value(monkeypatch) -> None:
     from residua.cli.main import take_traceback
 
     monkeypatch.setenv(TRACEBACK, "0")
@@ -299,7 +299,7 @@ def test_switch_after_a_prompt_is_the_prompt(monkeypatch) -> None:
     ],
     ids=repr,
 )
-def test_only_mistakes_and_full_disks_do_without_traceback(error: Exception, bug: bool) -> None:
+def test_only_mistakes_and_full_disks_omit_the_traceback(error: Exception, bug: bool) -> None:
     failure = describe(error)
     assert failure.bug == bug == bool(failure.trace)
     assert failure.sentence.startswith("an unexpected error in Residua, ") == bug
@@ -321,7 +321,7 @@ def test_hidden_cause_is_part_of_the_traceback(plugin: Path) -> None:
     check(str(describe(met.value)), plugin, "reset_parameters", "KeyError")
 
 
-def test_other_commands_end_as_verbs_do(plugin: Path, run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_convert_reports_failures_as_the_verbs_do(plugin: Path, run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     def converted(source: Path) -> str:
         monkeypatch.setattr(sys, "argv", ["convert", str(source), str(tmp_path / "out")])
         with pytest.raises(SystemExit):
@@ -334,7 +334,7 @@ def test_other_commands_end_as_verbs_do(plugin: Path, run: Path, tmp_path: Path,
     check(converted(run), plugin, "reset_parameters", "ValueError")
 
 
-def test_failing_rank_gives_the_others_file_and_line(plugin: Path, monkeypatch) -> None:
+def test_failing_rank_sends_file_and_line_to_the_others(plugin: Path, monkeypatch) -> None:
     told: list[str] = []
     beat = SimpleNamespace(fail=told.append, stop=lambda finished: None)
     quiet = SimpleNamespace(ignore=lambda: None, restore=lambda: None)
@@ -359,7 +359,7 @@ def test_failed_measurement_shows_why_and_the_rest_continues(plugin: Path, capsy
     assert last_words("start\nkilled\n") == "killed" and last_words("") == ""
 
 
-def test_command_of_a_shell_shows_the_line_of_a_plugin(tmp_path: Path) -> None:
+def test_shell_command_shows_the_failing_plugin_line(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("first, second = (1,)\n", encoding="utf-8")
     command = [sys.executable, "-m", "residua", "presets", "tiny"]
     environment = {**os.environ, PLUGINS: str(tmp_path / "fails.py")}

@@ -36,7 +36,7 @@ def test_a_preset_printed_as_toml_is_the_preset(monkeypatch, capsys):
     assert ModelConfig.from_dict(tables["model"]) == ModelConfig.preset("exoformer-e-dynamic")
 
 
-def test_presets_are_listed_with_size_cost_and_a_line_each(monkeypatch, capsys):
+def test_presets_are_listed_with_size_cost_and_summary(monkeypatch, capsys):
     assert residua(monkeypatch, "presets", "--matching", "mgr-s") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
@@ -64,7 +64,7 @@ HEAVY = ("torch", "numpy", "scipy", "plotly", "transformers", "triton")
 AT_ONCE = [["--version"], ["--help"], ["presets"], ["presets", "tiny"], ["train", "--help"], ["completion"]]
 
 
-def test_what_prints_at_once_imports_nothing_heavy():
+def test_quick_commands_import_nothing_heavy():
     code = f"""
 import os, sys
 from residua.cli.main import main
@@ -98,7 +98,7 @@ def test_the_shell_completes_verbs_options_and_presets(line, completed, monkeypa
 
 
 @pytest.mark.parametrize("start", [["-m", "residua"], ["-m", "residua.cli.main"]])
-def test_the_version_is_printed_also_as_a_module(start):
+def test_version_is_printed_by_the_script_and_the_module(start):
     done = subprocess.run([sys.executable, *start, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"residua {__version__}\n")
 

@@ -99,18 +99,18 @@ def here(monkeypatch, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_what_was_typed_is_named(line: str, sentence: str, say: Say) -> None:
+def test_messages_quote_the_argument_as_typed(line: str, sentence: str, say: Say) -> None:
     said = say(*(word.replace("_EMPTY_", "") for word in line.split()))
     assert sentence in said
     assert said.startswith("residua: ") == sentence.startswith("residua: ") or "set:" in said
 
 
-def test_in_python_the_keys_of_a_model_are_those_that_were_typed() -> None:
+def test_model_override_error_names_the_key_as_typed() -> None:
     with pytest.raises(ConfigError, match=r"^norm\.kind = 'x' does not exist"):
         ModelConfig.preset("tiny").override(["norm=x"])
 
 
-def test_of_many_ranks_one_prints_how_the_command_is_used(say: Say, monkeypatch) -> None:
+def test_only_one_rank_prints_the_usage_error(say: Say, monkeypatch) -> None:
     """The others wait, and torchrun ends them."""
     waited: list[float] = []
     monkeypatch.setattr(command.time, "sleep", waited.append)
@@ -120,19 +120,19 @@ def test_of_many_ranks_one_prints_how_the_command_is_used(say: Say, monkeypatch)
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["presets", "tiny"], 0), (["--help"], 0), ([], 2)])
-def test_exit_codes_are_those_of_the_verbs(monkeypatch, capsys, arguments: list[str], code: int) -> None:
+def test_exit_codes_distinguish_usage_errors_from_success(monkeypatch, capsys, arguments: list[str], code: int) -> None:
     assert residua(monkeypatch, *arguments) == code and capsys.readouterr()
 
 
-def test_few_bytes_are_not_called_zero_gibibytes() -> None:
+def test_small_sizes_are_not_shown_as_zero_gib() -> None:
     assert [short_bytes(n) for n in (300_000, 3_400_000, 5 * 2**30)] == ["0.3 MiB", "3.2 MiB", "5.0 GiB"]
 
 
-def test_a_newline_in_a_path_does_not_split_the_sentence(sentence: Say) -> None:
+def test_a_newline_in_a_path_does_not_break_the_message(sentence: Say) -> None:
     assert sentence("quantize", "no\nwhere", "--out", "q").startswith("no where is not a folder")
 
 
-def test_prompts_are_not_read_from_a_pipe_that_nobody_writes_to(sentence: Say, tmp_path: Path) -> None:
+def test_prompt_file_that_is_a_pipe_is_refused(sentence: Say, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     said = sentence("generate", "run", "--file", tmp_path / "pipe")
     assert "pipe is not a regular file: --file is a text file" in said

@@ -38,7 +38,7 @@ main.main()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_leaves_no_half_written_folder_of_any_verb(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_leaves_no_half_written_folder(tmp_path: Path, number: signal.Signals) -> None:
     child = subprocess.Popen([sys.executable, "-c", WRITER], cwd=tmp_path, stdout=subprocess.PIPE, env=environment())
     assert child.stdout is not None and child.stdout.readline() == b"ready\n"
     assert [path.name.startswith(UNFINISHED) for path in tmp_path.iterdir()] == [True]
@@ -47,7 +47,7 @@ def test_a_signal_leaves_no_half_written_folder_of_any_verb(tmp_path: Path, numb
     assert not list(tmp_path.iterdir())
 
 
-def test_a_signal_while_text_is_prepared_leaves_nothing(tmp_path: Path) -> None:
+def test_a_signal_while_preparing_text_leaves_nothing(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "text.txt")  # reading it waits until someone writes
     command = [sys.executable, "-m", "residua.cli.main", "data", "prepare", "text.txt", "--tokenizer", "bytes"]
     child = subprocess.Popen([*command, "--out", "data"], cwd=tmp_path, stderr=subprocess.PIPE, env=environment())
@@ -76,7 +76,7 @@ warnings.warn_explicit("a plugin's warning", UserWarning, "x.py", 1, module="tor
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_only_other_libraries_warnings_are_hidden(shown: bool) -> None:
+def test_only_warnings_of_other_libraries_are_hidden(shown: bool) -> None:
     variables = environment() | ({SHOW_WARNINGS: "1"} if shown else {})
     done = subprocess.run([sys.executable, "-c", WARNER], capture_output=True, text=True, env=variables)
     assert all(words in done.stderr for words in ("our log", "our warning", "a plugin's warning")), done.stderr

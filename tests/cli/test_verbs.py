@@ -22,7 +22,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_verbs_accept_a_kind(kind: str, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_verb_accepts_every_kind(kind: str, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, few = tmp_path / "run", ("--calibration", 4, "--tokens", 64, "--probes", 0)
     recipe = {"steps": 2, "micro_batch": 2, "device": "cpu", "schedule": {"kind": "cosine", "warmup": 1}}
     config = RunConfig(model=SMALL | {"layers": 4}, data={"path": str(words), "validation_tokens": 64}, train=recipe)

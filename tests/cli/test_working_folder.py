@@ -53,25 +53,27 @@ def text(tmp_path: Path) -> Dataset:
 
 
 @pytest.mark.parametrize("start", [("-m", "random"), ("-c", "import random, json, residua.cli.main")])
-def test_a_process_of_ours_imports_from_where_we_do(hostile: Path, start: tuple[str, str], monkeypatch) -> None:
+def test_child_python_imports_nothing_from_its_working_folder(
+    hostile: Path, start: tuple[str, str], monkeypatch
+) -> None:
     monkeypatch.chdir(hostile)
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in a notebook, or under `python -c`
     done = subprocess.run(python_command(*start), env=python_environment(), capture_output=True, text=True)
     assert (done.returncode, imported(hostile)) == (0, ""), done.stderr
 
 
-def test_python_is_started_in_one_place_only() -> None:
+def test_only_one_module_starts_python() -> None:
     package = Path(machine.__file__).parent
     starting = [path for path in package.rglob("*.py") if "sys.executable" in path.read_text()]
     assert starting == [package / "machine.py"]
 
 
-def test_the_hostile_folder_is_one(hostile: Path) -> None:
+def test_the_hostile_folder_breaks_an_unprotected_start(hostile: Path) -> None:
     assert run([sys.executable, "-m", "residua.cli.main", "presets", "tiny"], hostile).returncode == 66
     assert "hostile" in imported(hostile)
 
 
-def test_grandchildren_are_kept_from_it_too(hostile: Path, tmp_path: Path) -> None:
+def test_grandchildren_import_nothing_from_the_hostile_folder(hostile: Path, tmp_path: Path) -> None:
     """What multiprocessing and Inductor do: start Python again, from a process that Residua began."""
     again = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', 'import random']))"
     done = subprocess.run(python_command("-c", again), env=python_environment(), cwd=hostile)
@@ -79,7 +81,7 @@ def test_grandchildren_are_kept_from_it_too(hostile: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_spawned_worker_of_a_plugin_is_kept_from_it(hostile: Path) -> None:
+def test_plugin_workers_import_nothing_from_the_hostile_folder(hostile: Path) -> None:
     """A plugin is trusted, and read from the path that was named; what its libraries spawn is safe, too."""
     (hostile / "spawning.py").write_text(
         "import multiprocessing, os\n"
@@ -115,7 +117,7 @@ def test_compare_trains_in_a_hostile_folder(hostile: Path, text: Dataset, monkey
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_import_nothing_from_it(hostile: Path, monkeypatch, capfd) -> None:
+def test_torchrun_ranks_import_nothing_from_the_hostile_folder(hostile: Path, monkeypatch, capfd) -> None:
     """The line of the README, with a verb that is quick; of torchrun, what imports torch is here already."""
     from torch.distributed.run import main
 
