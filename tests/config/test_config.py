@@ -37,7 +37,7 @@ KINDS |= {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_is_equal_after_a_round_trip_through_toml(name: str, tmp_path: Path) -> None:
+def test_every_kind_survives_a_toml_round_trip(name: str, tmp_path: Path) -> None:
     config = small(**KINDS[name])
     path = tmp_path / "model.toml"
     path.write_text(config.to_toml())
@@ -47,7 +47,7 @@ def test_every_kind_is_equal_after_a_round_trip_through_toml(name: str, tmp_path
 
 
 @pytest.mark.parametrize("row", ROWS[::8], ids=name_of)
-def test_combination_equal_after_round_trip_under_model_table(row: dict[str, str], tmp_path: Path) -> None:
+def test_every_combination_survives_a_nested_toml_round_trip(row: dict[str, str], tmp_path: Path) -> None:
     config = config_of(row)
     nested = re.sub(r"^\[", "[model.", config.to_toml(), flags=re.MULTILINE)
     path = tmp_path / "run.toml"
@@ -62,7 +62,7 @@ def test_a_configuration_cannot_be_changed_in_place() -> None:
     assert hash(config) == hash(small())
 
 
-def test_overrides_change_what_they_name_and_nothing_else() -> None:
+def test_overrides_change_only_the_named_keys() -> None:
     config = small()
     changed = config.override(["layers=5", "attention.gate=headwise", "norm.eps=1e-5", "init.output='zero'"])
     expected = small(
@@ -86,7 +86,7 @@ def test_a_new_kind_drops_the_old_kinds_keys() -> None:
     assert config.override(["topology.kind=multi_gate"]) == config
 
 
-def test_a_whole_table_and_a_list_can_be_given() -> None:
+def test_overrides_accept_tables_and_lists() -> None:
     config = small().override(["topology={kind='block_attnres', sublayers_per_block=2}"])
     assert config.topology.model_dump()["sublayers_per_block"] == 2
     config = small().override(["anchors={kind='exoformer', pathways=['q', 'v']}"])
@@ -108,7 +108,7 @@ def test_merge_replaces_a_table_whose_kind_changes() -> None:
 
 
 @pytest.mark.parametrize("change", ["layers", "=3", "a..b=3", ".layers=3"])
-def test_an_override_of_the_wrong_form_is_refused(change: str) -> None:
+def test_a_malformed_override_is_refused(change: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"{change!r} is not of the form section.key=value")):
         apply_overrides({}, [change])
 
@@ -199,7 +199,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_refused_in_one_sentence_that_names_it(mistake: str) -> None:
+def test_an_invalid_value_is_named_in_one_sentence(mistake: str) -> None:
     changes, words = MISTAKES[mistake]
     with pytest.raises(ConfigError) as refusal:
         small().override(changes)
@@ -211,7 +211,7 @@ def test_a_mistake_is_refused_in_one_sentence_that_names_it(mistake: str) -> Non
     assert len(re.findall(r"[.?](?:\s|$)", sentence)) == 1
 
 
-def test_corrected_gates_start_where_printed_ones_cannot() -> None:
+def test_independent_gates_allow_more_streams_than_layers() -> None:
     small(layers=5, topology={"kind": "multi_gate", "streams": 8, "gate": "independent"})
 
 
@@ -224,12 +224,12 @@ def test_corrected_gates_start_where_printed_ones_cannot() -> None:
         ({"layers": 2, "width": 16, "attention": LINEAR | {"key_heads": 3}}, "attention.key_heads = 3"),
     ],
 )
-def test_what_is_missing_is_named(tables: dict[str, Any], words: str) -> None:
+def test_missing_keys_are_named(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         ModelConfig.from_dict(tables)
 
 
-def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
     broken, latin = tmp_path / "broken.toml", tmp_path / "latin.toml"
     broken.write_text("layers = = 3")
     latin.write_bytes(b"layers = '\xff'")
@@ -249,6 +249,6 @@ def test_a_config_error_is_a_value_error() -> None:
 
 
 @pytest.mark.parametrize("kind", [ModelConfig, RunConfig, StudyConfig])
-def test_text_of_a_file_in_place_of_its_path_is_refused(kind: Any) -> None:
+def test_toml_text_given_as_a_path_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match=r"^expected a path, got the text of a TOML file: write it to a f"):
         kind.from_toml(RunConfig.find("tiny").to_toml())

@@ -25,7 +25,7 @@ def test_every_preset_is_a_valid_run_with_a_summary(name):
     RunConfig.find(name)
 
 
-def test_grid_lays_a_variant_and_its_exception_over_the_size():
+def test_grid_preset_combines_size_variant_and_exception():
     own, parent = presets.load("mgr-m-block4"), presets.load("mgr-m-prenorm")
     assert own["model"].pop("topology") == {"kind": "block_attnres", "sublayers_per_block": 12}
     assert own.pop("summary") == "MGR paper, M (0.35B): Block Attention Residuals, 4 blocks"
@@ -35,7 +35,7 @@ def test_grid_lays_a_variant_and_its_exception_over_the_size():
 
 
 @pytest.mark.parametrize(("size", "billions"), [("s", 0.12), ("m", 0.35), ("l", 0.77)])
-def test_mgr_sizes_are_the_papers(size, billions):
+def test_mgr_presets_have_the_papers_sizes(size, billions):
     names = [n for n in presets.names() if n.startswith(f"mgr-{size}-")]
     assert len(names) == 9
     baseline = parameters(f"mgr-{size}-prenorm")
@@ -45,7 +45,7 @@ def test_mgr_sizes_are_the_papers(size, billions):
         assert baseline <= parameters(name) <= (1 + slack) * baseline
 
 
-def test_exoformer_sizes_are_the_papers_with_its_vocabulary():
+def test_exoformer_presets_have_the_papers_sizes_and_vocabulary():
     millions = {"base": 454, "resformer": 454, "gated": 453, "naive": 453}
     rows = [n for n in presets.names() if n.startswith("exoformer-")]
     assert len(rows) == 18
@@ -55,7 +55,7 @@ def test_exoformer_sizes_are_the_papers_with_its_vocabulary():
         assert parameters(name, EXOFORMER_VOCABULARY) / 1e6 == pytest.approx(expected, abs=0.6)
 
 
-def test_the_outlier_study_has_all_its_rows():
+def test_the_outlier_presets_cover_every_row_of_the_study():
     rows = [n for n in presets.names() if n.startswith("outlier-2b-")]
     assert len(rows) == 21  # of 22: rows 6 and 7 of the table are one model at two learning rates
     assert parameters("outlier-2b-full", 151_936) / 1e9 == pytest.approx(1.66, abs=0.01)
@@ -63,7 +63,7 @@ def test_the_outlier_study_has_all_its_rows():
     assert gate == (28 * 2 + 1) * 2 * 2048 * 16
 
 
-def test_the_outlier_studys_mixtures_have_the_rows_of_table_2():
+def test_the_outlier_mixtures_have_the_rows_of_table_2():
     rows = [n for n in presets.names() if n.startswith(("outlier-7b", "outlier-24b"))]
     assert len(rows) == 6
     for base in ("outlier-7b-a2b", "outlier-24b-a3b"):
@@ -83,7 +83,7 @@ def test_outlier_mixtures_follow_table_5_not_its_headings():
     assert experts / 1e9 == pytest.approx(14.5, abs=0.1)
 
 
-def test_kimi_linear_is_as_large_as_published():
+def test_kimi_linear_has_the_published_size():
     """48 B and 3 B active: the embedding and the head, 0.38 B each, are counted with neither or with one of them."""
     size = measure(ModelConfig.preset("kimi-linear-48b-a3b"))
     assert (size.parameters - size.embedding - size.head) / 1e9 == pytest.approx(48.37, abs=0.01)
@@ -95,13 +95,13 @@ def test_kimi_linear_is_as_large_as_published():
 
 
 @pytest.mark.parametrize("name", ["tiny", "mini"])
-def test_a_mixtures_token_pays_what_its_dense_twin_does(name):
+def test_a_mixture_activates_as_much_as_its_dense_twin(name):
     dense, sparse = measure(ModelConfig.preset(name)), measure(ModelConfig.preset(f"{name}-moe"))
     assert dense.active <= sparse.active <= 1.005 * dense.active  # the router is all that is added
     assert sparse.parameters > 1.5 * dense.parameters
 
 
-def test_sizes_add_up_by_part():
+def test_part_sizes_add_up_to_the_total():
     for name in ("tiny-exo", "exoformer-e-dynamic", "mgr-s-mhc-lite", "tiny-hybrid-moe", "outlier-2b-linear"):
         s = measure(ModelConfig.preset(name))
         assert s.embedding + s.head + s.attention + s.ffn + s.norms + s.depth + s.anchors == s.parameters
@@ -117,7 +117,7 @@ MEASURED = ("tiny-full", "tiny-hybrid-moe", "exoformer-e-dynamic", "mgr-s-mhc-li
 
 
 @pytest.mark.parametrize("name", only_nightly(presets.names(), but=MEASURED))
-def test_the_listed_sizes_are_those_that_counting_gives(name):
+def test_listed_sizes_match_counted_sizes(name):
     size, listed = measure(ModelConfig.preset(name)), presets.sizes()[name]
     counted = presets.Size(parameters=size.parameters, idle=size.idle, flops_per_token=size.flops_per_token)
     assert listed == counted, "run `make sizes`"
@@ -127,6 +127,6 @@ def test_every_preset_has_a_listed_size():
     assert [*presets.sizes()] == [*presets.names()], "run `make sizes`"
 
 
-def test_an_unknown_preset_names_its_nearest():
+def test_an_unknown_preset_suggests_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'tiny-mgr'"):
         presets.load("tiny-mgrr")

@@ -16,32 +16,32 @@ def rows(paper: str) -> dict[str, RunConfig]:
 
 
 @pytest.mark.parametrize("paper", TOKENS)
-def test_every_row_trains_on_the_papers_tokens(paper: str) -> None:
+def test_every_row_trains_on_as_many_tokens_as_the_paper(paper: str) -> None:
     for name, run in rows(paper).items():
         assert run.train.steps * run.tokens_per_step == pytest.approx(TOKENS[paper], rel=2e-3), name
 
 
-def test_the_outlier_study_mentions_no_z_loss() -> None:
+def test_the_outlier_presets_use_no_z_loss() -> None:
     for name, run in rows("outlier").items():
         assert run.train.z_loss == 0, name
         assert not run.model.ffn.mixture or run.train.balance.router_z == 0, name
 
 
-def test_exoformer_alone_prescribes_z_loss_and_cautious_decay() -> None:
+def test_only_exoformer_uses_z_loss_and_cautious_decay() -> None:
     for name, run in rows("exoformer").items():
         assert (run.train.z_loss, run.train.optimizer.decay) == (1e-5, "cautious"), name
     for name, run in (rows("outlier") | rows("mgr")).items():
         assert (run.train.z_loss, run.train.optimizer.decay) == (0.0, "plain"), name
 
 
-def test_mgr_decays_the_tied_embedding_as_its_table_3_lists() -> None:
+def test_mgr_decays_the_tied_embedding_as_in_its_table_3() -> None:
     for name, run in rows("mgr").items():
         assert run.train.optimizer.embedding_decay == run.train.optimizer.weight_decay == 0.1, name
     for name, run in rows("recommended").items():
         assert not run.train.optimizer.embedding_decay, name  # as in the studies that chose them
 
 
-def test_table_3_of_mgr_has_no_qk_norm_and_exoformer_has_one() -> None:
+def test_mgr_rows_have_no_qk_norm_and_exoformer_rows_have_one() -> None:
     assert {run.model.softmax.qk_norm for run in rows("mgr").values()} == {"none"}
     assert {run.model.softmax.qk_norm for run in rows("exoformer").values()} == {"rms"}
 
@@ -54,13 +54,13 @@ def test_dyt_replaces_every_norm(row: str) -> None:
 
 @pytest.mark.parametrize(("row", "norm"), [("", "rmsnorm"), ("-preaffine", "preaffine"), ("-gatednorm", "gatednorm")])
 @pytest.mark.parametrize("base", ["outlier-7b-a2b", "outlier-24b-a3b"])
-def test_rows_of_the_mixtures_differ_in_the_norm_alone(base: str, row: str, norm: str) -> None:
+def test_mixture_rows_differ_only_in_the_norm(base: str, row: str, norm: str) -> None:
     run, ga = RunConfig.find(base + row), RunConfig.find(base)
     assert run.model.norm.kind == norm and run.model.softmax.gate == "elementwise"
     assert run.override(["model.norm={kind='rmsnorm'}"]) == ga
 
 
-def test_summaries_say_what_is_not_the_papers() -> None:
+def test_summaries_state_deviations_from_the_paper() -> None:
     summary = {name: presets.load(name)["summary"] for name in presets.names()}
     for name in rows("mgr"):
         assert ("bias formula corrected" in summary[name]) == ("independent" in name), name

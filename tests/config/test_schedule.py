@@ -20,7 +20,7 @@ def test_linear_decay_falls_to_a_tenth_over_the_last_fifth() -> None:
     assert factors[-1] == pytest.approx(0.1)
 
 
-def test_a_decay_that_would_begin_during_warm_up_begins_after_it() -> None:
+def test_decay_waits_for_the_end_of_warm_up() -> None:
     factors = [LinearDecay(warmup=20).factor(step, 22) for step in range(22)]
     assert factors[18:] == pytest.approx([0.95, 1.0, 0.55, 0.1])
     for steps in range(101, 126):
@@ -31,14 +31,14 @@ def test_a_decay_that_would_begin_during_warm_up_begins_after_it() -> None:
             assert falls == pytest.approx([0.9 / (steps - 100)] * (steps - 100))
 
 
-def test_early_warm_up_leaves_rates_of_the_decay_alone() -> None:
+def test_short_warm_up_does_not_change_the_decay() -> None:
     for steps, warmup in ((100, 80), (125, 100), (1000, 100), (3, 1)):
         decay = int(0.2 * steps)
         expected = [0.1 + 0.9 * (min(1.0, (steps - 1 - s) / decay) if decay else 1.0) for s in range(warmup, steps)]
         assert [LinearDecay(warmup=warmup).factor(s, steps) for s in range(warmup, steps)] == expected
 
 
-def test_cosine_is_half_way_in_the_middle_and_ends_at_a_tenth() -> None:
+def test_cosine_is_halfway_in_the_middle_and_ends_at_a_tenth() -> None:
     schedule = Cosine(warmup=20)
     assert schedule.factor(59, 100) == pytest.approx(0.55)
     assert schedule.factor(99, 100) == pytest.approx(0.1)
@@ -49,7 +49,7 @@ def test_no_warm_up_starts_at_the_peak() -> None:
     assert LinearDecay(warmup=0).factor(0, 10) == 1.0
 
 
-def test_the_shortest_run_has_a_rate() -> None:
+def test_a_run_of_one_step_has_a_rate() -> None:
     assert LinearDecay(warmup=0).factor(0, 1) == 1.0
     assert Cosine(warmup=0).factor(0, 1) == pytest.approx(0.1)
 
@@ -60,7 +60,7 @@ def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
 
 
 @pytest.mark.parametrize("schedule", [LinearDecay(warmup=3), LinearDecay(warmup=0, decay_share=0.5), Cosine(warmup=4)])
-def test_shared_steps_have_the_rates_of_any_longer_run(schedule: WarmUp) -> None:
+def test_shared_steps_have_equal_rates_in_longer_runs(schedule: WarmUp) -> None:
     shared = schedule.shared_steps(20)
     for steps in (21, 40, 1000):
         assert all(schedule.factor(step, 20) == schedule.factor(step, steps) for step in range(shared))

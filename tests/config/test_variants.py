@@ -43,30 +43,30 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("base", "name", "preset"), ROWS)
-def test_a_short_name_gives_the_papers_row(base: str, name: str, preset: str) -> None:
+def test_short_names_give_the_rows_of_the_papers(base: str, name: str, preset: str) -> None:
     run = RunConfig.find(base)
     assert run.override(overrides([name], run.model)) == RunConfig.find(preset)
 
 
 @pytest.mark.parametrize(("layers", "expected"), [(2, 1), (5, 3), (9, 5), (36, 18)])
-def test_four_blocks_are_at_most_four_at_any_depth(layers: int, expected: int) -> None:
+def test_block4_has_at_most_four_blocks_at_any_depth(layers: int, expected: int) -> None:
     run = RunConfig.find("mini").override([f"model.layers={layers}"])
     topology = run.override(overrides(["block4"], run.model)).model.topology
     assert topology.sublayers_per_block == expected
     assert -(-2 * layers // expected) <= 4
 
 
-def test_the_experts_of_a_mixture_become_glu_too() -> None:
+def test_glu_variant_also_changes_the_experts() -> None:
     run = RunConfig.find("mini-moe")
     assert run.override(overrides(["glu"], run.model)).model.ffn.activation == "glu"
 
 
-def test_two_limits_of_clipping_are_refused() -> None:
+def test_two_clipping_limits_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"both set model\.topology\.limit"):
         overrides(["clip10+clip100"], RunConfig.find("mini").model)
 
 
-def test_kimi_has_its_bases_heads_and_latents_of_a_quarter() -> None:
+def test_kimi_keeps_the_heads_and_quarters_the_latent_width() -> None:
     run = RunConfig.find("mini")
     model = run.override(overrides(["kimi"], run.model)).model
     assert (model.latent.heads, model.latent.head_dim, model.latent.rank, model.latent.positions) == (
@@ -92,14 +92,14 @@ def topology(name: str) -> dict[str, object]:
         ("clip250", {"kind": "clipped", "limit": 250.0}),
     ],
 )
-def test_a_name_takes_any_number(name: str, expected: dict[str, object]) -> None:
+def test_numbered_names_accept_any_number(name: str, expected: dict[str, object]) -> None:
     layers = RunConfig.find("mini").model.layers
     if "sublayers_per_block" in expected:
         expected = {**expected, "sublayers_per_block": -(-2 * layers // 3)}
     assert expected.items() <= topology(name).items()
 
 
-def test_numbered_names_combine_and_exclude_like_others() -> None:
+def test_numbered_names_combine_and_conflict_like_others() -> None:
     base = RunConfig.find("mini")
     both = base.override(overrides(["mgr6+exoformer"], base.model)).model
     assert (both.topology.kind, both.anchors.kind) == ("multi_gate", "exoformer")
@@ -108,6 +108,6 @@ def test_numbered_names_combine_and_exclude_like_others() -> None:
 
 
 @pytest.mark.parametrize("name", ["block", "block0", "block-1", "glu4", "mgr4_free", "clip1e9"])
-def test_a_number_where_there_is_none_is_refused(name: str) -> None:
+def test_a_number_on_an_unnumbered_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="is not a known variant"):
         topology(name)
