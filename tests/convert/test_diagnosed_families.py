@@ -29,7 +29,7 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["smollm3", "phi3", "gemma4, keys as values"])
-def test_imported_family_has_the_numbers_of_its_folder(name: str, tmp_path: Path) -> None:
+def test_imported_family_has_the_diagnosis_of_its_folder(name: str, tmp_path: Path) -> None:
     architecture, keys = FAMILIES[name]
     saved(tmp_path / "hf", architecture, **keys | {"vocab_size": 300})
     Tokenizer.bytes().save(tmp_path / "hf" / "tokenizer.json")

@@ -77,7 +77,7 @@ def test_documented_table_lists_every_family() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["phi3", "granite"], pytest.param([*FAMILIES], marks=pytest.mark.nightly)])
-def test_documented_differences_can_be_measured_again(names: list[str]) -> None:
+def test_documented_differences_are_reproducible(names: list[str]) -> None:
     from tools.families import PAGE, differences, rows
 
     measured = differences(names)
@@ -88,7 +88,7 @@ def test_documented_differences_can_be_measured_again(names: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", only_nightly(FAMILIES, DISTINCT))
-def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> None:
+def test_logits_match_transformers_after_import_and_export(name: str, tmp_path: Path) -> None:
     architecture, keys = FAMILIES[name]
     theirs = saved(tmp_path / "hf", architecture, **keys)
     expected = logits(theirs, tokens())
@@ -116,7 +116,7 @@ def test_logits_are_transformers_there_and_back(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "name", only_nightly(FAMILIES, {"gpt2", "gpt_neox", "cohere2", "qwen3_next", "gemma2", "ministral3"})
 )
-def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: Path) -> None:
+def test_cached_and_padded_logits_match_transformers(name: str, tmp_path: Path) -> None:
     """Rows of two lengths: ours padded on the right, theirs on the left; then one token more from the cache."""
     architecture, keys = FAMILIES[name]
     theirs, given, short = saved(tmp_path, architecture, **keys), tokens(), 30
@@ -139,7 +139,7 @@ def test_cached_and_padded_tokens_have_transformers_logits(name: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", only_nightly(FAMILIES, {"gpt2", "qwen3_next", "ministral3"}))
-def test_documents_in_one_row_have_the_logits_of_each_alone(name: str, tmp_path: Path) -> None:
+def test_packed_documents_have_the_logits_of_each_alone(name: str, tmp_path: Path) -> None:
     architecture, keys = FAMILIES[name]
     theirs, (row, _) = saved(tmp_path, architecture, **keys), tokens()
     model, first = load(tmp_path), 23
@@ -160,7 +160,7 @@ EXPLAINED = ("topology.kind = 'parallel'", "mixes heads", "mixes the heads", "mi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", only_nightly(FAMILIES, {"gpt_neox", "gemma4, keys as values"}))
-def test_retrofits_of_a_family_keep_what_they_claim_or_say_why_not(name: str, tmp_path: Path) -> None:
+def test_family_retrofits_keep_their_claims_or_state_a_reason(name: str, tmp_path: Path) -> None:
     architecture, keys = FAMILIES[name]
     saved(tmp_path, architecture, **keys)
     old = load(tmp_path)
@@ -177,7 +177,7 @@ def test_retrofits_of_a_family_keep_what_they_claim_or_say_why_not(name: str, tm
 
 
 @pytest.mark.slow
-def test_deepseek_scores_have_the_factor_of_yarn(tmp_path: Path) -> None:
+def test_deepseek_scores_include_the_yarn_factor(tmp_path: Path) -> None:
     """Queries take it in, so a folder written again has other queries and no `mscale_all_dim`."""
     keys = LATENT | {"rope_parameters": DEEP_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "vocab_size": 300}
     theirs = saved(tmp_path / "hf", "DeepseekV3", **keys)
@@ -187,7 +187,7 @@ def test_deepseek_scores_have_the_factor_of_yarn(tmp_path: Path) -> None:
     export_back(tmp_path, "deepseek_v3")
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_skipped(tmp_path: Path) -> None:
     architecture, keys = FAMILIES["glm4_moe"]
     expected = logits(saved(tmp_path, architecture, **keys), tokens())
     saved_tensors = load_file(tmp_path / "model.safetensors")
@@ -205,7 +205,7 @@ def export_back(folder: Path, layout: str) -> None:
 
 @pytest.mark.parametrize("length", [40, 3000])
 @pytest.mark.parametrize("name", ["plain", *ROTARY])
-def test_angles_have_the_bits_of_transformers(name: str, length: int) -> None:
+def test_rotary_angles_are_bit_identical_to_transformers(name: str, length: int) -> None:
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
     pairs = 32
@@ -228,7 +228,7 @@ def test_angles_have_the_bits_of_transformers(name: str, length: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROTARY)
-def test_scaled_positions_are_transformers(name: str, tmp_path: Path) -> None:
+def test_scaled_positions_match_transformers(name: str, tmp_path: Path) -> None:
     table = dict(ROTARY[name])
     keys = {"max_position_embeddings": table.pop("max_position_embeddings", 64)}
     theirs = saved(tmp_path / "hf", "Llama", rope_parameters={"rope_theta": 500.0, **table}, **keys)
@@ -238,7 +238,7 @@ def test_scaled_positions_are_transformers(name: str, tmp_path: Path) -> None:
     assert again.softmax == model.config.softmax
 
 
-def test_mistral_with_windows_in_some_layers_is_ministral(tmp_path: Path) -> None:
+def test_mistral_with_layer_types_is_read_as_ministral(tmp_path: Path) -> None:
     """transformers' automatic classes read a `mistral` with `layer_types` as a `ministral`, and so do we."""
     from residua.export.folder import write_layout
 
@@ -255,7 +255,7 @@ def test_mistral_with_windows_in_some_layers_is_ministral(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3", "qwen3_moe"])
-def test_missing_window_is_the_default_of_transformers(model_type: str) -> None:
+def test_missing_window_takes_the_default_of_transformers(model_type: str) -> None:
     from transformers import AutoConfig
 
     keys = {key: value for key, value in SIZES.items() if key != "pad_token_id"} | EXPERTS
@@ -281,7 +281,7 @@ def test_keys_that_transformers_does_not_read_change_nothing(model_type: str, ke
     assert find_family(model_type).read(keys | {key: value}) == find_family(model_type).read(keys)
 
 
-def test_both_spellings_of_gemma_4_are_read_alike() -> None:
+def test_both_spellings_of_gemma_4_are_read_identically() -> None:
     """The Hub's names the heads of full layers once, transformers' for each layer; the last layer is always full."""
     from transformers import AutoConfig
 
@@ -324,7 +324,7 @@ def test_configurations_of_earlier_versions_are_read() -> None:
     assert olmo is not None and olmo.rope_scaling is not None and olmo.rope_scaling.kind == "linear"
 
 
-def test_published_configuration_of_kimi_linear_is_the_preset() -> None:
+def test_published_kimi_linear_configuration_equals_the_preset() -> None:
     """As moonshotai/Kimi-Linear-48B-A3B-Base spells it; of the layers, counted from 1, seven are full."""
     full = [4, 8, 12, 16, 20, 24, 27]
     keys = {
@@ -410,7 +410,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model_type", "keys", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_what_is_missing_is_refused_by_name(
+def test_unsupported_or_missing_keys_are_refused_by_name(
     model_type: str | None, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -436,7 +436,7 @@ def test_what_is_missing_is_refused_by_name(
     ],
     ids=str,
 )
-def test_keys_that_make_no_sense_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_keys_are_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     sizes = {"model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(sizes | keys))
@@ -464,12 +464,12 @@ def test_keys_that_make_no_sense_are_refused(keys: dict[str, Any], message: str,
         ("qwen3", {"attention": {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2}}, "attention.kind"),
     ],
 )
-def test_layouts_refuse_what_they_cannot_hold(layout: str, tables: dict[str, Any], message: str) -> None:
+def test_layouts_refuse_models_they_cannot_express(layout: str, tables: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         find_family(layout).write(small(**tables))
 
 
-def test_a_plain_model_trained_here_is_a_qwen3(tmp_path: Path) -> None:
+def test_a_plain_model_exports_in_the_qwen3_layout(tmp_path: Path) -> None:
     from residua.export.folder import write_layout
 
     model = residua.build(small(vocab_size=300, attention={"kind": "softmax", "heads": 2, "kv_heads": 1}))
@@ -502,7 +502,7 @@ def test_import_counts_the_parameters_that_export_counts(tmp_path: Path) -> None
     assert made.parameters == sum(p.numel() for p in load(tmp_path / "run").parameters())
 
 
-def test_export_takes_the_layout_and_refuses_an_unknown_one(tmp_path: Path) -> None:
+def test_export_refuses_an_unknown_layout(tmp_path: Path) -> None:
     saved(tmp_path / "hf", "Llama", vocab_size=300)
     import_folder(tmp_path / "hf", tmp_path / "run")
     Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")

@@ -36,13 +36,13 @@ def opened(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def test_folder_in_its_own_layout_has_equal_logits(home: Path, tmp_path: Path) -> None:
+def test_export_in_the_original_layout_has_equal_logits(home: Path, tmp_path: Path) -> None:
     theirs = opened(home / "hf")
     export(home / "run", tmp_path / "back", layout=theirs.config.model_type)
     assert torch.equal(logits(opened(tmp_path / "back"), tokens()), logits(theirs, tokens()))
 
 
-def test_generate_writes_the_same_with_and_without_cache(home: Path) -> None:
+def test_generate_gives_the_same_text_with_and_without_cache(home: Path) -> None:
     ours, given = in_transformers(home / "own", dtype=torch.float32), tokens()[:, :9]
     mask = torch.ones_like(given)
     mask[1, :3] = 0

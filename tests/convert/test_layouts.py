@@ -12,7 +12,7 @@ HEAD, TURNED, THETA = 8, 4, 50.0
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_heads_that_turn_in_part_match_the_equation(interleaved: bool) -> None:
+def test_partially_rotated_heads_match_the_equation(interleaved: bool) -> None:
     """x'_a = x_a cos − x_b sin, x'_b = x_b cos + x_a sin of the pairs (a, b) of the first elements; others stay."""
     x, position = torch.randn(3, HEAD, dtype=torch.float64), torch.tensor([0, 1, 5])
     expected = x.clone()
@@ -27,7 +27,7 @@ def test_heads_that_turn_in_part_match_the_equation(interleaved: bool) -> None:
     torch.testing.assert_close(turned, expected[:, order], rtol=0, atol=1e-6)  # angles are float32
 
 
-def test_reordered_rows_come_back() -> None:
+def test_reordered_rows_survive_a_round_trip() -> None:
     layout = Reordered(
         by_head((2, 1), (turned_order(HEAD, TURNED), torch.arange(HEAD))), factor=torch.arange(1.0, 25.0)
     )

@@ -80,7 +80,7 @@ def others(first: Iterable[Tensor], second: Iterable[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bfloat16_moves_logits_by_flipped_experts(name: str, tmp_path: Path) -> None:
+def test_bfloat16_changes_logits_only_through_flipped_experts(name: str, tmp_path: Path) -> None:
     architecture, keys = MODELS[name]
     build(architecture, **keys).to(torch.bfloat16).save_pretrained(tmp_path)
     exact, _, experts = choices(load(tmp_path).eval())
