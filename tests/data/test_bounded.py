@@ -37,7 +37,7 @@ def at_most(size: int) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def test_line_of_four_mebibytes_is_whole_and_a_longer_one_is_cut() -> None:
+def test_line_of_4_mib_is_kept_whole_and_a_longer_one_cut() -> None:
     line = "word " * (MAX_DOCUMENT_BYTES // 5)
     assert documents_in(line) == [line]
     longer = line * 2 + "end"
@@ -48,20 +48,20 @@ def test_line_of_four_mebibytes_is_whole_and_a_longer_one_is_cut() -> None:
 
 
 @pytest.mark.parametrize("inside", [1, 7, len(SEPARATOR) - 1])
-def test_separator_across_the_pieces_of_a_line_ends_a_document(inside: int) -> None:
+def test_separator_split_between_read_pieces_ends_a_document(inside: int) -> None:
     before = "x" * (MAX_DOCUMENT_BYTES + len(SEPARATOR) - inside)
     pieces = documents_in(before + SEPARATOR + "after")
     assert pieces[-1] == "after" and "".join(pieces[:-1]) == before
 
 
-def test_text_is_cut_where_lines_begin_or_else_words() -> None:
+def test_long_text_is_cut_at_lines_then_at_words() -> None:
     size = 2 * DOCUMENT_CHARACTERS
     for text, end in (("some words\n" * size, "\n"), ("words " * size, " "), ("x" * 3 * size, "x")):
         pieces = list(cut(text))
         assert "".join(pieces) == text and all(piece.endswith(end) and len(piece) <= size for piece in pieces[:-1])
 
 
-def test_limit_is_obeyed_in_a_text_without_line_ends(tmp_path: Path) -> None:
+def test_limit_holds_for_text_without_line_ends(tmp_path: Path) -> None:
     (tmp_path / "text8.txt").write_text("some words " * 500_000)
     options = {"holdout": 0, "limit": 300_000}
     dataset = prepare(open_corpus([tmp_path / "text8.txt"], **options), tmp_path / "out", "bytes")
@@ -69,7 +69,7 @@ def test_limit_is_obeyed_in_a_text_without_line_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.txt.xz", "a.jsonl.xz"])
-def test_a_file_that_expands_is_read_in_little_memory(name: str, tmp_path: Path) -> None:
+def test_a_file_that_expands_a_lot_is_read_in_little_memory(name: str, tmp_path: Path) -> None:
     one = lzma.compress(bytes(1 << 23), preset=0)
     (tmp_path / name).write_bytes(one * 12)
     corpus = open_corpus([tmp_path / name], holdout=0.1, skip_bad=True)
@@ -78,7 +78,7 @@ def test_a_file_that_expands_is_read_in_little_memory(name: str, tmp_path: Path)
     assert read == (12 << 23 if ".txt" in name else 0)
 
 
-def test_xz_that_asks_for_much_memory_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_xz_file_that_needs_too_much_memory_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.readers.MAX_XZ_MEMORY", 1 << 20)
     small, large = lzma.compress(b"one\n", preset=0), lzma.compress(b"two\n", preset=9)
     for number, data in enumerate((large, small + large)):
@@ -91,7 +91,7 @@ def test_xz_that_asks_for_much_memory_is_refused(tmp_path: Path, monkeypatch) ->
     assert [document.text for document in open_corpus([path], holdout=0).documents()] == ["one\n"]
 
 
-def test_long_line_of_json_is_skipped_and_the_next_one_read(tmp_path: Path) -> None:
+def test_overlong_json_line_is_skipped_and_the_next_is_read(tmp_path: Path) -> None:
     long = json.dumps({"text": "x" * (16 << 20)})
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"text": "one"}}\n{long}\n{{"text": "two"}}\n')
@@ -100,20 +100,20 @@ def test_long_line_of_json_is_skipped_and_the_next_one_read(tmp_path: Path) -> N
         list(open_corpus([path], holdout=0).documents())
 
 
-def test_document_of_json_that_is_too_long_is_cut(tmp_path: Path) -> None:
+def test_overlong_json_document_is_cut(tmp_path: Path) -> None:
     text = "some words\n" * 500_000
     path = write_jsonl(tmp_path / "a.jsonl", [text, "short"])
     documents = [document.text for document in open_corpus([path], holdout=0).documents()]
     assert len("".join(documents)) == len(text + "short") and len(documents) > 40
 
 
-def test_many_copies_of_a_text_are_held_once(tmp_path: Path) -> None:
+def test_repeated_text_is_kept_in_memory_once(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["again"] * 5000)
     with at_most(300_000):
         assert sum(1 for _ in open_corpus([path], holdout=0).documents()) == 5000
 
 
-def test_a_long_document_is_encoded_alone() -> None:
+def test_a_long_document_is_encoded_in_a_batch_of_one() -> None:
     together: list[int] = []
     lock, now = threading.Lock(), 0
 
@@ -136,7 +136,7 @@ def test_a_long_document_is_encoded_alone() -> None:
     assert max(together) <= 4_300_000
 
 
-def test_problems_are_searched_for_in_a_limited_text(tmp_path: Path, monkeypatch) -> None:
+def test_search_for_further_problems_stops_at_a_limit(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.corpus.MAX_SEARCHED_BYTES", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text("{\n" + '{"text": "some words"}\n' * 1000 + "{\n")

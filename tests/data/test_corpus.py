@@ -12,7 +12,7 @@ def split_of(path: Path, holdout: float) -> dict[str, str]:
     return {document.text: document.split for document in open_corpus([path], holdout=holdout).documents()}
 
 
-def test_holdout_is_its_share_and_depends_on_the_document(tmp_path: Path) -> None:
+def test_holdout_share_is_met_and_depends_only_on_the_text(tmp_path: Path) -> None:
     texts = some_texts(1000)
     whole = split_of(write_jsonl(tmp_path / "a.jsonl", texts), 0.1)
     assert 60 < list(whole.values()).count("validation") < 140
@@ -20,7 +20,7 @@ def test_holdout_is_its_share_and_depends_on_the_document(tmp_path: Path) -> Non
     assert all(whole[text] == split for text, split in half.items())
 
 
-def test_small_corpus_still_has_a_validation_document(tmp_path: Path) -> None:
+def test_small_corpus_still_gets_a_validation_document(tmp_path: Path) -> None:
     texts = some_texts(5)
     splits = split_of(write_jsonl(tmp_path / "a.jsonl", texts), 1e-9)
     lowest = min(texts, key=lambda text: unit_hash(text.encode()))
@@ -35,7 +35,7 @@ def test_validation_source_is_the_whole_validation_split(tmp_path: Path, jsonl: 
     assert [document.text for document in documents if document.split == "train"] == texts
 
 
-def test_limit_counts_training_text_and_ends_the_reading(tmp_path: Path, jsonl: Path, texts: list[str]) -> None:
+def test_limit_counts_only_training_text_and_stops_reading(tmp_path: Path, jsonl: Path, texts: list[str]) -> None:
     other = write_jsonl(tmp_path / "v.jsonl", ["v" * 5000])
     documents = list(open_corpus([jsonl], validation=other, limit=1000).documents())
     sizes = [document.bytes for document in documents if document.split == "train"]
@@ -43,7 +43,7 @@ def test_limit_counts_training_text_and_ends_the_reading(tmp_path: Path, jsonl: 
     assert documents[0].text == "v" * 5000
 
 
-def test_sample_takes_from_every_part_and_never_from_validation(tmp_path: Path) -> None:
+def test_sample_covers_every_part_and_excludes_validation(tmp_path: Path) -> None:
     for name in "abc":
         write_jsonl(tmp_path / f"{name}.jsonl", [f"{name} {text}" for text in some_texts(300)])
     corpus = open_corpus([tmp_path], holdout=0.2)
@@ -54,7 +54,7 @@ def test_sample_takes_from_every_part_and_never_from_validation(tmp_path: Path) 
     assert 6000 <= sum(len(text.encode()) for text in sample) < 8000
 
 
-def test_positions_reach_the_size_of_the_corpus(jsonl: Path) -> None:
+def test_positions_end_at_the_size_of_the_corpus(jsonl: Path) -> None:
     corpus = open_corpus([jsonl, jsonl], holdout=0)
     assert corpus.size == 2 * jsonl.stat().st_size
     assert max(document.position for document in corpus.documents()) == corpus.size
@@ -77,7 +77,7 @@ def shares(path: Path, holdout: float | None) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])
-def test_of_a_few_long_documents_only_the_share_is_held_out(tmp_path: Path, count: int) -> None:
+def test_few_long_documents_are_cut_to_hold_out_the_share(tmp_path: Path, count: int) -> None:
     texts = ["\n".join(some_texts(400, seed)) for seed in range(count)]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     corpus = open_corpus([path], holdout=0.05)
@@ -98,7 +98,7 @@ def test_default_holdout_is_a_tenth_of_small_text_else_32_kib(tmp_path: Path) ->
     assert larger["validation"] == pytest.approx(32_768, rel=0.01)
 
 
-def test_whole_documents_are_held_out_and_equal_texts_stay(tmp_path: Path) -> None:
+def test_documents_are_held_out_whole_with_their_duplicates(tmp_path: Path) -> None:
     texts = [f"{number} " + "x" * 2000 for number in range(10)] * 2
     for holdout in (0.1, 0.2, 0.3, 0.5):
         documents = list(open_corpus([write_jsonl(tmp_path / "a.jsonl", texts)], holdout=holdout).documents())
@@ -109,7 +109,7 @@ def test_whole_documents_are_held_out_and_equal_texts_stay(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("copies", [2, 3])
-def test_copies_of_a_divided_document_are_divided_alike(tmp_path: Path, copies: int) -> None:
+def test_copies_of_a_divided_document_are_cut_at_the_same_place(tmp_path: Path, copies: int) -> None:
     texts = ["\n".join(some_texts(400, seed)) for seed in range(2)] * copies
     documents = list(open_corpus([write_jsonl(tmp_path / "a.jsonl", texts)], holdout=0.1).documents())
     held = [document.text for document in documents if document.split == "validation"]
@@ -119,13 +119,13 @@ def test_copies_of_a_divided_document_are_divided_alike(tmp_path: Path, copies: 
     assert sum(document.bytes for document in documents) == sum(len(text.encode()) for text in texts)
 
 
-def test_repeated_text_is_not_held_out_where_others_suffice(tmp_path: Path) -> None:
+def test_repeated_text_is_not_held_out_if_other_text_suffices(tmp_path: Path) -> None:
     first, *others = sorted(("\n".join(some_texts(9, seed)) for seed in range(30)), key=lambda t: unit_hash(t.encode()))
     held = shares(write_jsonl(tmp_path / "a.jsonl", [first] * 90 + others), 0.1)
     assert 0.05 < held["validation"] / sum(held.values()) < 0.2
 
 
-def test_held_out_document_takes_its_copies_along(tmp_path: Path) -> None:
+def test_copies_of_a_held_out_document_are_held_out_too(tmp_path: Path) -> None:
     texts = some_texts(700) * 2
     documents = list(open_corpus([write_jsonl(tmp_path / "a.jsonl", texts)], holdout=1e-9).documents())
     assert sorted(document.text for document in documents) == sorted(texts)
@@ -134,7 +134,7 @@ def test_held_out_document_takes_its_copies_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 8, 3000])
-def test_of_copies_of_one_short_text_the_first_is_held_out(tmp_path: Path, count: int) -> None:
+def test_corpus_of_one_repeated_text_holds_out_one_copy(tmp_path: Path, count: int) -> None:
     path = write_jsonl(tmp_path / "same.jsonl", ["again and again"] * count)
     splits = [document.split for document in open_corpus([path], holdout=0.1).documents()]
     assert splits.count("validation") == 1 and len(splits) == count

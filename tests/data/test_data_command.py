@@ -21,7 +21,7 @@ def run(*arguments: str | Path) -> str:
     return result.output
 
 
-def test_prepare_then_info(jsonl: Path, tmp_path: Path) -> None:
+def test_info_describes_a_prepared_dataset(jsonl: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     printed = run("prepare", jsonl, "--out", out, "--tokenizer", "bpe:300", "--holdout", "0.1", "--workers", "1")
     assert f"residua train tiny --data {out}" in printed
@@ -42,7 +42,7 @@ def test_info_checks_every_token(jsonl: Path, tmp_path: Path) -> None:
         run("info", tmp_path / "out")
 
 
-def test_info_shows_text_that_a_terminal_would_execute_as_text(tmp_path: Path) -> None:
+def test_info_escapes_terminal_control_codes_in_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a\x1b[2Jb\x1b]0;title\x07c")
     run("prepare", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokenizer", "bytes", "--holdout", "0")
     shown = run("info", tmp_path / "out")
@@ -50,7 +50,7 @@ def test_info_shows_text_that_a_terminal_would_execute_as_text(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_next_command_trains_a_larger_vocabulary_than_presets(tmp_path: Path) -> None:
+def test_printed_next_command_trains_with_a_larger_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("\n\n".join(f"{i * i:x} {i**3:x}" for i in range(20_000)))
     dataset = tmp_path / "data of mine"
     printed = run("prepare", tmp_path / "words.txt", "--out", dataset, "--tokenizer", "bpe:1500", "--workers", "1")
@@ -64,7 +64,7 @@ def test_next_command_trains_a_larger_vocabulary_than_presets(tmp_path: Path) ->
     assert open_data(config.override(["model.vocab_size=1536"])).vocab_size == 1500
 
 
-def test_embedded_corpus_knows_its_vocabulary_unprepared(tmp_path: Path) -> None:
+def test_vocabulary_of_embedded_corpus_is_known_unprepared(tmp_path: Path) -> None:
     Tokenizer.train(["some text " * 9], 265).save(tmp_path / "tokenizer.json")
     for tokenizer, size in (("bpe:1000", 1024), ("bytes", 384), (str(tmp_path / "tokenizer.json"), 384)):
         assert vocabulary(DataConfig(tokenizer=tokenizer)) == size
@@ -86,13 +86,13 @@ def test_tiny_validation_text_is_reported(tmp_path: Path) -> None:
     assert "validation is tiny" not in printed
 
 
-def test_text_without_validation_is_recommended_for_evaluation(jsonl: Path, tmp_path: Path) -> None:
+def test_text_without_validation_suggests_evaluation(jsonl: Path, tmp_path: Path) -> None:
     out = tmp_path / "data of mine"
     printed = run("prepare", jsonl, "--out", out, "--tokenizer", "bytes", "--holdout", "0")
     assert printed.endswith(f"next: residua eval RUN --data '{out}' --split train\n") and "residua train" not in printed
 
 
-def test_skipped_files_are_reported_and_read_when_named(tmp_path: Path, monkeypatch) -> None:
+def test_skipped_files_are_reported_and_read_if_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("my code")
     (folder / ".git").mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_skipped_files_are_reported_and_read_when_named(tmp_path: Path, monkeypa
     assert "skipped because" not in run("prepare", folder / "a.txt", *options, tmp_path / "c")
 
 
-def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
+def test_trained_tokenizer_is_used_to_prepare(jsonl: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
     run("prepare", jsonl, "--tokenizer", path, "--out", tmp_path / "out")
@@ -117,7 +117,7 @@ def test_tokenizer_then_prepare(jsonl: Path, tmp_path: Path) -> None:
         run("tokenizer", jsonl, "--vocab-size", "300", "--out", path)
 
 
-def test_the_command_after_a_tokenizer_can_be_pasted(tmp_path: Path, monkeypatch) -> None:
+def test_printed_command_after_tokenizer_training_can_be_run(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my $text.txt").write_text("some text " * 999)
     printed = run("tokenizer", "my $text.txt", "--vocab-size", "260", "--out", "my tokenizer.json")
@@ -145,7 +145,7 @@ def test_field_and_limit_reach_the_corpus(tmp_path: Path) -> None:
     assert sum(split.documents for split in Dataset.open(tmp_path / "out").splits.values()) == 10
 
 
-def test_document_that_reaches_the_limit_is_read_whole(tmp_path: Path) -> None:
+def test_document_that_crosses_the_limit_is_read_whole(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefgh")
     options = ("--max-bytes", "3", "--holdout", "0", "--tokenizer", "bytes", "--out", tmp_path / "out")
     run("prepare", tmp_path / "a.txt", *options)
@@ -153,7 +153,7 @@ def test_document_that_reaches_the_limit_is_read_whole(tmp_path: Path) -> None:
     assert "Stop after the document that reaches" in " ".join(run("prepare", "--help").split())
 
 
-def test_options_that_exclude_each_other_are_refused(jsonl: Path, tmp_path: Path) -> None:
+def test_mutually_exclusive_options_are_refused(jsonl: Path, tmp_path: Path) -> None:
     (tmp_path / "v.txt").write_text("held")
     for arguments, words in (
         (("--holdout", "0.1"), "need a SOURCE"),
@@ -183,7 +183,7 @@ def test_validation_text_among_the_sources_is_not_trained_on(tmp_path: Path, mon
     assert "no validation document is in the training text\n" in printed
 
 
-def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypatch) -> None:
+def test_skip_bad_counts_problems_and_shows_the_first_per_kind(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("messy").mkdir()
     lines = ('{"text": "one"}', '{"text": ', '{"text": 3}', '{"body": "x"}', '{"text"', '{"text": "two"}', "")
@@ -207,7 +207,7 @@ def test_skip_bad_counts_every_kind_and_shows_its_first(tmp_path: Path, monkeypa
     assert "1 file skipped (unreadable), the first: cannot read messy/c.txt.gz (" in printed
 
 
-def test_file_faulty_in_the_middle_is_said_to_be_partly_used(tmp_path: Path, monkeypatch) -> None:
+def test_partly_used_file_is_reported_with_skip_bad(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [b'{"text": "%d %s"}\n' % (n, b"word " * 1000) for n in range(40)]
     Path("half.jsonl").write_bytes(b"".join([*lines[:20], b'{"text": " "}\n\xff', *lines[20:]]))
@@ -226,7 +226,7 @@ def test_file_faulty_in_the_middle_is_said_to_be_partly_used(tmp_path: Path, mon
     assert (part["partial"], part["first"], part["count"]) == (True, first, 1) and "partial" not in whole
 
 
-def test_links_out_of_a_folder_are_left_out_and_named(tmp_path: Path, monkeypatch) -> None:
+def test_links_that_leave_a_folder_are_skipped_and_named(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("secret.txt").write_text("secret")
     Path("folder").mkdir()

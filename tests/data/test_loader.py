@@ -35,7 +35,7 @@ def per_epoch(split: Split) -> int:
     return split.tokens // SEQUENCE
 
 
-def test_targets_are_the_next_tokens_of_the_stream(split: Split) -> None:
+def test_targets_are_the_next_tokens(split: Split) -> None:
     stream = split.read(0, split.tokens).tolist()
     for batch in take(Loader(split, SEQUENCE, 4), 5):
         assert batch.tokens.shape == batch.targets.shape == (4, SEQUENCE)
@@ -47,13 +47,13 @@ def test_targets_are_the_next_tokens_of_the_stream(split: Split) -> None:
             assert any(stream[i : i + len(window)] == window for i in range(len(stream) - SEQUENCE))
 
 
-def test_seed_decides_the_order(split: Split) -> None:
+def test_seed_determines_the_order(split: Split) -> None:
     first = take(Loader(split, SEQUENCE, 4, seed=1), 10)
     assert same(first, take(Loader(split, SEQUENCE, 4, seed=1), 10))
     assert not same(first, take(Loader(split, SEQUENCE, 4, seed=2), 10))
 
 
-def test_working_ahead_changes_nothing(split: Split) -> None:
+def test_prefetching_changes_nothing(split: Split) -> None:
     ahead, direct = Loader(split, SEQUENCE, 4, prefetch=3), Loader(split, SEQUENCE, 4, prefetch=0)
     for _ in range(50):
         assert same([next(ahead)], [next(direct)])
@@ -77,7 +77,7 @@ def test_resumed_loader_continues_exactly(split: Split, before: int | str, prefe
     assert resumed.epoch > 2
 
 
-def test_resume_across_an_epoch_end_keeps_the_place(split: Split) -> None:
+def test_resume_across_an_epoch_boundary_keeps_the_position(split: Split) -> None:
     """A batch that takes its windows from two epochs is followed by the right one."""
     loader = Loader(split, SEQUENCE, 7, prefetch=0)
     windows = loader._source.order.windows(0)
@@ -116,7 +116,7 @@ def test_one_epoch_over_all_ranks_covers_the_stream_once(split: Split) -> None:
     assert len(set(everything) - set(flat)) <= windows % world
 
 
-def test_state_may_go_on_with_another_division(split: Split) -> None:
+def test_state_resumes_with_another_number_of_ranks(split: Split) -> None:
     loader = Loader(split, SEQUENCE, 8, prefetch=0)
     take(loader, 3)
     state, expected = loader.state_dict(), rows(take(loader, 2))
@@ -134,7 +134,7 @@ def test_state_of_other_data_is_refused(split: Split, name: str, value: object) 
         loader.load_state_dict({**loader.state_dict(), name: value})
 
 
-def test_a_limit_reads_the_first_tokens_again_and_again(split: Split) -> None:
+def test_a_limit_repeats_the_first_tokens(split: Split) -> None:
     limit = 10 * SEQUENCE + 1
     loader = Loader(split, SEQUENCE, 5, prefetch=0, limit=limit)
     seen = [row for batch in take(loader, 8) for row in batch.tokens]
@@ -145,7 +145,7 @@ def test_a_limit_reads_the_first_tokens_again_and_again(split: Split) -> None:
         Loader(split, SEQUENCE, 5, limit=3)
 
 
-def test_segments_change_where_documents_begin(split: Split, dataset: Dataset) -> None:
+def test_segments_change_at_document_starts(split: Split, dataset: Dataset) -> None:
     end = dataset.tokenizer.end_of_text
     borders = 0
     for batch in take(Loader(split, 200, 4, segments=True, prefetch=0), 10):
@@ -163,7 +163,7 @@ def test_segments_change_where_documents_begin(split: Split, dataset: Dataset) -
     assert rows(take(plain, 20)) == rows(take(masked, 20))
 
 
-def test_closing_ends_the_thread_and_may_be_followed_by_more(split: Split) -> None:
+def test_a_closed_loader_ends_its_thread_and_can_be_read_again(split: Split) -> None:
     loader, reference = Loader(split, SEQUENCE, 2), Loader(split, SEQUENCE, 2, prefetch=0)
     before = loader_threads()
     first = take(loader, 3)
@@ -177,7 +177,7 @@ def test_closing_ends_the_thread_and_may_be_followed_by_more(split: Split) -> No
     assert loader_threads() == before, "a forgotten loader leaves none"
 
 
-def test_error_while_working_ahead_reaches_the_caller(split: Split, monkeypatch) -> None:
+def test_error_while_prefetching_reaches_the_caller(split: Split, monkeypatch) -> None:
     before = loader_threads()
     loader = Loader(split, SEQUENCE, 2)
     next(loader)
@@ -187,7 +187,7 @@ def test_error_while_working_ahead_reaches_the_caller(split: Split, monkeypatch)
     assert loader_threads() == before
 
 
-def test_sizes_that_cannot_be_are_refused(split: Split) -> None:
+def test_impossible_batch_and_rank_sizes_are_refused(split: Split) -> None:
     with pytest.raises(DataError, match=f"holds {split.tokens:,} tokens, too few for one sequence of {split.tokens}"):
         Loader(split, split.tokens, 1)
     assert next(Loader(split, split.tokens - 1, 1)).tokens.shape == (1, split.tokens - 1)
@@ -197,7 +197,7 @@ def test_sizes_that_cannot_be_are_refused(split: Split) -> None:
         Loader(split, SEQUENCE, 1, rank=2, world=2)
 
 
-def test_validation_is_in_order_whatever_the_batch(split: Split) -> None:
+def test_validation_order_does_not_depend_on_the_batch_size(split: Split) -> None:
     batches = list(validation_batches(split, SEQUENCE, 4, limit_tokens=SEQUENCE * 10))
     assert [len(batch.tokens) for batch in batches] == [4, 4, 2]
     flat = torch.cat([batch.tokens.flatten() for batch in batches])
@@ -215,7 +215,7 @@ def loader_threads() -> int:
 
 
 @pytest.mark.parametrize("sequence", [SEQUENCE, 7, 10_000_000])
-def test_a_whole_text_is_its_windows_and_what_is_left_after_them(split: Split, sequence: int) -> None:
+def test_whole_text_covers_every_token_with_a_short_last_window(split: Split, sequence: int) -> None:
     batches = list(whole_text(split, sequence, 4))
     assert torch.cat([b.tokens.flatten() for b in batches]).tolist() == split.read(0, split.tokens - 1).tolist()
     assert torch.cat([b.targets.flatten() for b in batches]).tolist() == split.read(1, split.tokens - 1).tolist()
@@ -227,7 +227,7 @@ def test_permutation_is_a_bijection(size: int) -> None:
     assert sorted(permute(np.arange(size), size, key=7).tolist()) == list(range(size))
 
 
-def test_permutation_looks_random() -> None:
+def test_permutation_is_close_to_random() -> None:
     size = 20_000
     shuffled = permute(np.arange(size), size, key=1).astype(float)
     others = permute(np.arange(size), size, key=2).astype(float)
@@ -235,7 +235,7 @@ def test_permutation_looks_random() -> None:
         assert abs(np.corrcoef(shuffled, other)[0, 1]) < 0.03
 
 
-def test_order_is_the_same_for_ever() -> None:
+def test_data_order_never_changes() -> None:
     """A change here would silently change the data of every resumed run and every study."""
     starts, _ = Order(10_000, 16, seed=3).take(Cursor(0, 0), 6)
     assert starts.tolist() == [2659, 51, 5347, 7555, 8147, 9683]
@@ -253,7 +253,7 @@ def test_epoch_visits_every_window_once_and_stays_inside(tokens: int, sequence: 
         assert starts.max() + sequence + 1 <= tokens < starts.max() + 2 * sequence + 1
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_give_different_orders() -> None:
     order = Order(5000, 16, seed=0)
     first, second = (order.take(Cursor(epoch, 0), 100)[0].tolist() for epoch in (0, 1))
     other = Order(5000, 16, seed=1).take(Cursor(0, 0), 100)[0].tolist()
@@ -261,7 +261,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len({order.offset(epoch) for epoch in range(20)}) > 5
 
 
-def test_any_division_into_steps_gives_one_order() -> None:
+def test_data_order_does_not_depend_on_step_sizes() -> None:
     order = Order(1000, 16, seed=0)
     whole, end = order.take(Cursor(0, 0), 200)
     pieces, cursor = [], Cursor(0, 0)

@@ -17,7 +17,7 @@ def files_of(dataset: Dataset) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in dataset.path.iterdir() if path.name != "dataset.json"}
 
 
-def test_normalised_text_is_letters_and_digits_without_case() -> None:
+def test_normalised_text_keeps_letters_and_digits_only() -> None:
     assert letters_and_digits("The “Straße”, 2 × 3_4…\n") == b"thestrasse234"
     assert letters_and_digits("ÉTÉ 世界!") == "été世界".encode()
     assert letters_and_digits("--- \n") == b""

@@ -28,14 +28,14 @@ def documents_of(dataset: Dataset, split: str) -> list[str]:
     return [dataset.tokenizer.decode(document[:-1]) for document in ids]
 
 
-def test_every_document_comes_back(dataset: Dataset, texts: list[str]) -> None:
+def test_every_document_survives_a_round_trip(dataset: Dataset, texts: list[str]) -> None:
     train, validation = documents_of(dataset, "train"), documents_of(dataset, "validation")
     assert sorted(train + validation) == sorted(texts)
     assert len(dataset.split("train").shards) > 2
     assert validation
 
 
-def test_counts_of_the_description_are_true(dataset: Dataset, texts: list[str]) -> None:
+def test_description_counts_match_the_text(dataset: Dataset, texts: list[str]) -> None:
     splits = dataset.splits.values()
     size = sum(len(text.encode()) for text in texts)
     assert sum(split.bytes for split in splits) == size
@@ -56,7 +56,7 @@ def test_reading_across_shards_equals_the_concatenation(dataset: Dataset) -> Non
         assert border not in split.document_starts(border - 3, border)
 
 
-def test_number_of_workers_does_not_change_a_byte(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
+def test_number_of_workers_does_not_change_the_files(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.pipeline.CHUNK_BYTES", 500)
     corpus = open_corpus([jsonl], holdout=0.1)
     for workers in (1, 3):
@@ -66,14 +66,14 @@ def test_number_of_workers_does_not_change_a_byte(jsonl: Path, tmp_path: Path, m
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, three, strict=True))
 
 
-def test_same_request_again_opens_what_is_there(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
+def test_repeated_request_opens_the_existing_dataset(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     first = prepare(open_corpus([jsonl]), tmp_path / "out", "bpe:300")
     monkeypatch.setattr("residua.data.pipeline._write_shards", lambda *_: pytest.fail("tokenised again"))
     monkeypatch.setattr("residua.data.pipeline.train_tokenizer", lambda *_: pytest.fail("trained again"))
     assert prepare(open_corpus([jsonl]), tmp_path / "out", "bpe:300").description == first.description
 
 
-def test_other_content_is_never_overwritten(jsonl: Path, tmp_path: Path) -> None:
+def test_existing_content_is_never_overwritten(jsonl: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare(open_corpus([jsonl]), out, "bytes")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -96,7 +96,7 @@ def test_other_content_is_never_overwritten(jsonl: Path, tmp_path: Path) -> None
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
 
-def test_interrupted_work_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
+def test_interrupted_preparation_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     whole = ShardWriter.add
 
     def add(self: ShardWriter, ids: np.ndarray) -> None:
@@ -111,7 +111,7 @@ def test_interrupted_work_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatc
     assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
-def test_full_disk_is_one_sentence_and_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
+def test_full_disk_gives_one_sentence_and_leaves_nothing(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     def add(self: ShardWriter, ids: np.ndarray) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -123,7 +123,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(jsonl: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_slower_of_two_processes_takes_the_dataset_of_the_faster(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
+def test_losing_writer_opens_the_dataset_of_the_winner(jsonl: Path, tmp_path: Path, monkeypatch) -> None:
     out, corpus = tmp_path / "out", open_corpus([jsonl])
     rename = Path.rename
 
@@ -155,19 +155,19 @@ def test_empty_corpus_is_refused(tmp_path: Path, texts: list[str], holdout: floa
         prepare(open_corpus([text], validation=empty), tmp_path / "out", "bytes")
 
 
-def test_dataset_without_validation_says_so(tmp_path: Path, jsonl: Path) -> None:
+def test_dataset_without_validation_is_reported(tmp_path: Path, jsonl: Path) -> None:
     dataset = prepare(open_corpus([jsonl], holdout=0), tmp_path / "out", "bytes")
     with pytest.raises(DataError, match="only train: prepare the data again, with --holdout above 0 or --validation"):
         dataset.split("validation")
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe:", "bpe:many", "bpe:100"])
-def test_tokenizer_sizes_that_cannot_be_are_refused(tmp_path: Path, jsonl: Path, tokenizer: str) -> None:
+def test_impossible_tokenizer_sizes_are_refused(tmp_path: Path, jsonl: Path, tokenizer: str) -> None:
     with pytest.raises(DataError, match=r"give the vocabulary size|at least 257"):
         prepare(open_corpus([jsonl]), tmp_path / "out", tokenizer)
 
 
-def test_tokenizer_of_a_checkpoint_is_compared(dataset: Dataset) -> None:
+def test_dataset_refuses_a_checkpoint_of_another_tokenizer(dataset: Dataset) -> None:
     dataset.require_tokenizer(dataset.tokenizer_hash, "step-10")
     with pytest.raises(DataError, match="but step-10 uses 123"):
         dataset.require_tokenizer("123", "step-10")
@@ -200,7 +200,7 @@ def ordinary(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_ordinary_text_gives_the_same_shards_as_before(tmp_path: Path, monkeypatch) -> None:
+def test_shards_are_identical_to_those_of_an_earlier_version(tmp_path: Path, monkeypatch) -> None:
     """Digests of files that an earlier version wrote: documents end at the same places, splits are the same."""
     folder = ordinary(tmp_path / "in")
     for out, options, digest, fingerprint in (
@@ -221,7 +221,7 @@ def test_ordinary_text_gives_the_same_shards_as_before(tmp_path: Path, monkeypat
     assert Corpus(("a",), (part,), 0.1, 5, 7).fingerprint.startswith("e493478adcee9d31")
 
 
-def test_dataset_of_an_older_version_is_opened_again(jsonl: Path, tmp_path: Path) -> None:
+def test_dataset_of_an_older_version_opens(jsonl: Path, tmp_path: Path) -> None:
     prepare(open_corpus([jsonl]), tmp_path / "out", "bytes")
     file = tmp_path / "out" / "dataset.json"
     old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("overlap", "skipped")}

@@ -35,7 +35,7 @@ def zst(data: bytes) -> bytes:
     [("", bytes), (".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress), (".zst", zst)],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_every_compression_reads_like_the_plain_file(
+def test_every_compression_reads_as_the_plain_file(
     tmp_path: Path, kind: str, suffix: str, compress: Callable[[bytes], bytes]
 ) -> None:
     path = tmp_path / f"a.{kind}{suffix}"
@@ -47,7 +47,7 @@ def test_every_compression_reads_like_the_plain_file(
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("encoding", [None, "PLAIN", "DELTA_BYTE_ARRAY"])
-def test_parquet_pages_are_as_large_as_their_headers_say(version: str, encoding: str | None, tmp_path: Path) -> None:
+def test_parquet_page_size_is_read_from_headers(version: str, encoding: str | None, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -61,7 +61,7 @@ def test_parquet_pages_are_as_large_as_their_headers_say(version: str, encoding:
 
 
 @pytest.mark.slow
-def test_parquet_value_of_many_rows_takes_the_memory_of_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_parquet_value_is_read_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -85,7 +85,7 @@ def test_a_damaged_page_header_is_refused(header: bytes) -> None:
         PageHeader(header)
 
 
-def test_parquet_headers_may_hold_long_statistics_and_names_dots(tmp_path: Path) -> None:
+def test_parquet_long_statistics_and_dotted_names_are_read(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -100,7 +100,7 @@ def test_parquet_headers_may_hold_long_statistics_and_names_dots(tmp_path: Path)
         assert _header(file, 0).sizes == {2: 5, 3: 6}
 
 
-def test_parquet_gives_the_named_column(tmp_path: Path) -> None:
+def test_parquet_reads_the_named_column(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -111,7 +111,7 @@ def test_parquet_gives_the_named_column(tmp_path: Path) -> None:
         read(path)
 
 
-def test_folder_is_read_without_hidden_and_foreign_files(tmp_path: Path) -> None:
+def test_folder_skips_hidden_and_unsupported_files(tmp_path: Path) -> None:
     (tmp_path / "below" / ".git").mkdir(parents=True)
     wanted = {"a.txt": "one", "below/b.md": "two", "below/c.py": "three", "below/d.rst": "four"}
     for name, text in {**wanted, "below/.git/e.txt": "hidden", "f.bin": "binary", "setting.json": "{}"}.items():
@@ -128,12 +128,12 @@ def test_folder_is_read_without_hidden_and_foreign_files(tmp_path: Path) -> None
         (b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n', ["a\ufffdb", "\U0001f600"]),  # half a surrogate pair
     ],
 )
-def test_odd_lines_are_dropped_or_replaced(tmp_path: Path, content: bytes, texts: list[str]) -> None:
+def test_unusual_json_lines_are_dropped_or_repaired(tmp_path: Path, content: bytes, texts: list[str]) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     assert sorted(read(tmp_path / "a.jsonl")) == texts
 
 
-def test_line_ends_become_newlines_but_not_inside_json(tmp_path: Path) -> None:
+def test_line_ends_become_newlines_except_inside_json(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "one\\r\\ntwo"}\r\n')
     assert read(tmp_path / "a.txt", tmp_path / "b.jsonl") == ["one\r\ntwo", "one\ntwo\nthree\n"]
@@ -167,7 +167,7 @@ def test_long_text_is_cut_at_blank_lines_and_nothing_is_lost() -> None:
         ("a.parquet", b"not parquet", r"cannot read .*a\.parquet"),
     ],
 )
-def test_bad_files_are_one_sentence(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_bad_files_are_reported_in_one_sentence(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(content)
@@ -176,7 +176,7 @@ def test_bad_files_are_one_sentence(tmp_path: Path, name: str, content: bytes, m
     assert "\n" not in str(caught.value)
 
 
-def test_full_memory_is_not_a_faulty_file(tmp_path: Path, monkeypatch) -> None:
+def test_running_out_of_memory_is_not_skipped_as_a_bad_file(tmp_path: Path, monkeypatch) -> None:
     def full(lines: object) -> None:
         raise MemoryError
 
@@ -220,7 +220,7 @@ def test_dataset_name_is_streamed_with_its_config(monkeypatch, tmp_path: Path) -
     assert asked == [(("org/name", "sample"), {"split": "train", "streaming": True})]
 
 
-def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch, tmp_path: Path) -> None:
+def test_a_missing_path_is_not_looked_up_on_the_hub(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.chdir(tmp_path)
     Path("corpus").mkdir()
@@ -233,7 +233,9 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(monkeypatch, tmp_
         read("corpus/nofile:default")
 
 
-def test_hub_out_of_reach_is_one_sentence(monkeypatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreachable_hub_is_reported_in_one_sentence(
+    monkeypatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
 

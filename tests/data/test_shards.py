@@ -32,7 +32,7 @@ def change_header(path: Path, position: int, value: bytes) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-def test_shard_gives_back_tokens_and_document_starts(tmp_path: Path, dtype: str) -> None:
+def test_shard_returns_tokens_and_document_starts(tmp_path: Path, dtype: str) -> None:
     shard = Shard(write_shard(tmp_path / "a.bin", dtype))
     assert shard.ids.tolist() == [token for ids in DOCUMENTS for token in ids]
     assert shard.starts.tolist() == [0, 4, 5]
@@ -45,7 +45,7 @@ def test_dtype_is_the_smallest_that_holds_the_vocabulary() -> None:
     assert dtype_for(65537).itemsize == 4
 
 
-def test_unfinished_shard_does_not_open(tmp_path: Path) -> None:
+def test_unfinished_shard_is_refused(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "a.bin", np.dtype("<u2"), HASH)
     writer.add(np.array([1, 2, 3]))
     writer.file.close()
@@ -132,7 +132,7 @@ def test_damaged_dataset_is_refused(copy: Path, damage: Callable[[Path], object]
         _ = Dataset.open(copy).tokenizer
 
 
-def test_id_above_all_that_were_written_is_named_when_read(copy: Path) -> None:
+def test_id_above_the_recorded_largest_is_refused_when_read(copy: Path) -> None:
     """The header keeps the largest id that was written; a file can be damaged afterwards."""
     opened = Dataset.open(copy)
     first = opened.split("train").shards[0].tokens

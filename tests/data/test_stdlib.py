@@ -36,7 +36,7 @@ def test_real_library_has_sources_and_prose_and_no_tests() -> None:
     assert train > 4_000_000 and 0.03 < held / train < 0.2
 
 
-def test_split_is_by_path_of_the_files_that_are_read(small: Path) -> None:
+def test_split_depends_on_file_paths_not_contents(small: Path) -> None:
     splits = {part.name: part.split for part in standard_library().parts}
     (small / "module0.py").write_text("changed = 1\n")
     assert {part.name: part.split for part in standard_library().parts} == splits
@@ -46,7 +46,7 @@ def test_split_is_by_path_of_the_files_that_are_read(small: Path) -> None:
     assert not any("excluded" in text for text in texts)
 
 
-def test_embedded_corpus_is_made_once(small: Path, monkeypatch) -> None:
+def test_embedded_corpus_is_prepared_once(small: Path, monkeypatch) -> None:
     first = embedded("bpe:300")
     assert first.path.is_relative_to(small.parent / "cache")
     assert first.vocab_size == 300
@@ -54,7 +54,7 @@ def test_embedded_corpus_is_made_once(small: Path, monkeypatch) -> None:
     assert embedded("bpe:300").tokenizer_hash == first.tokenizer_hash
 
 
-def test_tokenizers_and_sources_have_folders_of_their_own(small: Path) -> None:
+def test_each_tokenizer_and_source_has_its_own_folder(small: Path) -> None:
     paths = {embedded(tokenizer).path for tokenizer in ("bytes", "bpe:300")}
     (small / "module0.py").write_text("changed = 1\n")
     paths.add(embedded("bytes").path)
@@ -62,7 +62,7 @@ def test_tokenizers_and_sources_have_folders_of_their_own(small: Path) -> None:
     assert all(Dataset.open(path).splits for path in paths)
 
 
-def test_damaged_cache_says_what_to_delete(small: Path) -> None:
+def test_damaged_cache_error_names_the_folder_to_delete(small: Path) -> None:
     path = embedded("bytes").path
     shard = path / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -71,7 +71,7 @@ def test_damaged_cache_says_what_to_delete(small: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_at_once_both_get_the_dataset(small: Path) -> None:
+def test_two_concurrent_processes_both_get_the_dataset(small: Path) -> None:
     program = (
         "import sysconfig, sys; sysconfig.get_path = lambda name: sys.argv[1]\n"
         "from residua.data import embedded\n"
@@ -85,7 +85,7 @@ def test_two_processes_at_once_both_get_the_dataset(small: Path) -> None:
     assert len(list((small.parent / "cache" / "datasets").iterdir())) == 1
 
 
-def test_no_sources_at_all_is_refused(small: Path, monkeypatch) -> None:
+def test_missing_library_sources_are_refused(small: Path, monkeypatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(small / "nowhere"))
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(DataError, match="no sources of the Python standard library"):

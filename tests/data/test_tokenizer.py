@@ -29,21 +29,21 @@ def gpt2_folder(tokenizer: Tokenizer, folder: Path) -> Path:
     return folder
 
 
-def test_bytes_are_their_own_ids() -> None:
+def test_byte_tokenizer_uses_byte_values_as_ids() -> None:
     tokenizer = Tokenizer.bytes()
     assert tokenizer.encode(SAMPLE) == list(SAMPLE.encode())
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (257, 256)
     assert tokenizer.decode(range(ord("a"), ord("e"))) == "abcd"
 
 
-def test_trained_bpe_restores_any_text_and_shortens_its_own(trained: Tokenizer) -> None:
+def test_trained_bpe_round_trips_and_compresses_its_text(trained: Tokenizer) -> None:
     assert trained.vocab_size == 400
     assert trained.decode(trained.encode(SAMPLE)) == SAMPLE
     text = some_texts(1)[0]
     assert len(trained.encode(text)) < len(text.encode()) / 2
 
 
-def test_ids_in_any_order_decode_as_by_the_library(trained: Tokenizer) -> None:
+def test_arbitrary_ids_decode_as_in_the_library(trained: Tokenizer) -> None:
     """Also bytes that are no UTF-8, and names of added tokens."""
     named = tokenizers.Tokenizer.from_str(trained.backend.to_str())
     named.add_tokens(["two words", "<|x|>", "世"])
@@ -55,12 +55,12 @@ def test_ids_in_any_order_decode_as_by_the_library(trained: Tokenizer) -> None:
     assert "two words" in texts[-1] and "世" in texts[-1]
 
 
-def test_training_twice_gives_one_hash(trained: Tokenizer) -> None:
+def test_training_twice_gives_the_same_hash(trained: Tokenizer) -> None:
     assert Tokenizer.train(some_texts(200), 400).hash == trained.hash
     assert Tokenizer.train(some_texts(200), 401).hash != trained.hash
 
 
-def test_text_with_words_has_the_vocabulary_of_the_library_alone() -> None:
+def test_training_on_words_gives_the_librarys_vocabulary() -> None:
     signs = [
         "=" * 250,
         "word " + "x" * 254 + "'s",
@@ -81,13 +81,13 @@ def test_text_with_words_has_the_vocabulary_of_the_library_alone() -> None:
 
 
 @pytest.mark.parametrize("sign", ["x", "世", "7", "-", "\n"])
-def test_no_token_is_learned_from_more_than_the_longest_run(sign: str) -> None:
+def test_learned_tokens_are_no_longer_than_the_longest_run(sign: str) -> None:
     tokenizer = Tokenizer.train([sign * 20_000], 1000)
     assert tokenizer.byte_lengths.max() <= len((sign * 256).encode())
     assert tokenizer.decode(tokenizer.encode(sign * 1000)) == sign * 1000
 
 
-def test_end_of_text_inside_a_text_is_only_text(trained: Tokenizer) -> None:
+def test_end_of_text_marker_inside_a_text_is_plain_text(trained: Tokenizer) -> None:
     for tokenizer in (trained, Tokenizer.bytes()):
         ids = tokenizer.encode("a<|endoftext|>b")
         assert tokenizer.end_of_text not in ids
@@ -104,7 +104,7 @@ def test_saved_tokenizer_loads_with_the_same_hash_and_ids(trained: Tokenizer, tm
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
 
 
-def test_gpt2_files_give_the_ids_and_hash_of_the_one_file(trained: Tokenizer, tmp_path: Path) -> None:
+def test_gpt2_files_give_the_ids_and_hash_of_tokenizer_json(trained: Tokenizer, tmp_path: Path) -> None:
     loaded = Tokenizer.load(gpt2_folder(trained, tmp_path / "gpt2"))
     assert loaded.encode(SAMPLE) == trained.encode(SAMPLE)
     assert loaded.end_of_text == trained.end_of_text == 0
@@ -117,7 +117,7 @@ def test_parts_that_do_not_change_ids_do_not_change_the_hash(trained: Tokenizer,
     assert Tokenizer(backend).hash == trained.hash
 
 
-def test_foreign_tokenizer_adds_pads_and_cuts_nothing(tmp_path: Path) -> None:
+def test_foreign_tokenizer_does_not_add_pad_or_truncate(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -130,7 +130,7 @@ def test_foreign_tokenizer_adds_pads_and_cuts_nothing(tmp_path: Path) -> None:
     assert (tokenizer.end_of_text, tokenizer.vocab_size) == (3, 4)
 
 
-def test_tokenizer_without_an_end_of_text_is_given_one(tmp_path: Path) -> None:
+def test_tokenizer_without_an_end_of_text_gets_one(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
@@ -138,7 +138,7 @@ def test_tokenizer_without_an_end_of_text_is_given_one(tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 1 + max(7, tokenizer.end_of_text)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"not": "a tokenizer"}')
     for path in (tmp_path / "missing.json", tmp_path / "bad.json", tmp_path):
         with pytest.raises(DataError, match=r"cannot load a tokenizer from|does not exist") as caught:
@@ -166,7 +166,7 @@ def test_other_threads_run_while_a_batch_is_encoded(trained: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trained", "gpt2 files"])
-def test_byte_lengths_add_up_to_the_bytes_of_any_text(kind: str, trained: Tokenizer, tmp_path: Path) -> None:
+def test_byte_lengths_sum_to_the_bytes_of_any_text(kind: str, trained: Tokenizer, tmp_path: Path) -> None:
     gpt2 = Tokenizer.load(gpt2_folder(trained, tmp_path / "gpt2"))
     tokenizer = {"bytes": Tokenizer.bytes(), "trained": trained, "gpt2 files": gpt2}[kind]
     text = "def f(x): return 'naïve — 日本語 🙂'\n\n\tend"
@@ -221,7 +221,7 @@ def test_saved_tokenizer_keeps_its_end_of_text_and_hash(tmp_path: Path) -> None:
     assert loaded.hash == first.hash != second.hash
 
 
-def test_a_usual_end_of_text_that_is_stated_changes_nothing(trained: Tokenizer, tmp_path: Path) -> None:
+def test_stating_the_default_end_of_text_changes_nothing(trained: Tokenizer, tmp_path: Path) -> None:
     trained.save(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     assert Tokenizer.load(tmp_path).hash == trained.hash
@@ -258,7 +258,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_tokenizer_that_asks_for_endless_memory_is_refused(case: str, tmp_path: Path) -> None:
+def test_tokenizer_that_needs_unbounded_memory_is_refused(case: str, tmp_path: Path) -> None:
     parts, words = REFUSED[case]
     (tmp_path / "tokenizer.json").write_text(hostile(**parts))
     with pytest.raises(DataError, match=words) as caught:
@@ -266,7 +266,7 @@ def test_tokenizer_that_asks_for_endless_memory_is_refused(case: str, tmp_path: 
     assert str(tmp_path / "tokenizer.json") in str(caught.value)
 
 
-def test_replacements_within_the_limit_are_held_to_the_text(tmp_path: Path, monkeypatch) -> None:
+def test_replacements_may_not_expand_a_text_beyond_the_limit(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("residua.data.tokenizer_limits.MAX_DOCUMENT_BYTES", 10_000)
     (tmp_path / "tokenizer.json").write_text(hostile(normalizer=replacing(5, {"String": "a"}, "aa")))
     tokenizer = Tokenizer.load(tmp_path)
@@ -277,7 +277,7 @@ def test_replacements_within_the_limit_are_held_to_the_text(tmp_path: Path, monk
             encode("a" * 900)
 
 
-def test_panic_of_a_regular_expression_is_one_sentence(tmp_path: Path, monkeypatch) -> None:
+def test_regex_panic_is_reported_in_one_sentence(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("RUST_BACKTRACE", "0")
     pattern = {"Regex": "^(([a-z])+.)+[A-Z]([a-z])+$"}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
