@@ -64,7 +64,7 @@ def ablated(model: Decoder, what: Ablation) -> tuple[dict[str, torch.Tensor], li
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_ablation_acts_and_leaves_the_model_as_it_was(topology: str) -> None:
+def test_every_ablation_has_an_effect_and_restores_the_model(topology: str) -> None:
     model = model_of(topology)
     before, weights = loss(model), {name: p.clone() for name, p in model.named_parameters()}
     ablations = NativeSubject(model, "m").ablations(KINDS)
@@ -80,7 +80,7 @@ def test_removed_layer_equals_model_without_its_outputs() -> None:
     assert removed == pytest.approx(loss(model), rel=1e-6)
 
 
-def test_removed_head_equals_zero_output_columns() -> None:
+def test_removed_head_equals_zeroed_output_columns() -> None:
     model = model_of("additive")
     removed = loss(model, ablation(model, "head", 1, 3))
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_uniform_depth_weights_are_uniform() -> None:
 
 
 @pytest.mark.parametrize("weights", ["static", "dynamic"])
-def test_uniform_hyper_connections_read_every_stream_alike(weights: str) -> None:
+def test_uniform_hyper_connections_read_all_streams_equally(weights: str) -> None:
     model = model_of("hyper", streams=3, weights=weights)
     uniform = NativeSubject(model, "m").ablations(("uniform",))
     assert [a.index for a in uniform] == [*range(1, 8), -1]
@@ -119,7 +119,7 @@ def test_removed_source_leaves_weights_that_sum_to_one() -> None:
     torch.testing.assert_close(mixed, seen["final.input"], rtol=1e-4, atol=1e-5)
 
 
-def test_a_removed_stream_is_read_by_nobody() -> None:
+def test_a_removed_stream_is_never_read() -> None:
     model = model_of("multi_gate")
     _, steps = ablated(model, ablation(model, "stream", 1))
     (final, (streams, *_)), pool = steps[-1], model.topology.pools[-1].query

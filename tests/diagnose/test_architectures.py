@@ -26,7 +26,7 @@ def assert_as_recorded(kind: str, row: dict[str, object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DISTINCT)
-def test_records_equal_hooks_and_defects_are_found(kind: str) -> None:
+def test_recorded_values_equal_hooks_and_defects_are_found(kind: str) -> None:
     row = sweep.examine(kind)
     assert sweep.faults(row) == []
     assert_as_recorded(kind, row)
@@ -34,7 +34,7 @@ def test_records_equal_hooks_and_defects_are_found(kind: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", sorted(set(recorded()) - set(DISTINCT)))
-def test_every_architecture_of_the_table(kind: str) -> None:
+def test_every_architecture_matches_its_recorded_row(kind: str) -> None:
     row = sweep.examine(kind)
     assert sweep.faults(row) == []
     assert_as_recorded(kind, row)
@@ -47,13 +47,13 @@ def test_table_has_every_installed_causal_model() -> None:
     assert set(recorded()) | set(LEFT_OUT) == set(types())
 
 
-def test_no_row_has_a_fault_and_refusals_are_sentences() -> None:
+def test_recorded_rows_have_no_faults_and_clear_refusals() -> None:
     rows = recorded()
     assert len(rows) > 150
     assert {kind: found for kind, row in rows.items() if (found := sweep.faults(row))} == {}
     assert all(str(row["refused"]).endswith(".") for row in rows.values() if "refused" in row)
 
 
-def test_the_page_is_made_from_the_results() -> None:
+def test_the_page_is_generated_from_the_results() -> None:
     results = json.loads(sweep.RESULTS.read_text(encoding="utf-8"))
     assert sweep.PAGE.read_text(encoding="utf-8") == sweep.page(results)

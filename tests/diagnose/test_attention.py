@@ -41,7 +41,7 @@ def whole_map(q: Tensor, k: Tensor, how: Scores) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("block", [1 << 24, 3 * BATCH * HEADS * LENGTH], ids=["one block", "blocks of three"])
-def test_sums_equal_those_of_the_whole_map(case: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blockwise_sums_equal_those_of_the_full_map(case: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", block)
     monkeypatch.setattr(attention, "CORNER", 5)
     q, k, v = (torch.randn(BATCH, h, LENGTH, DIM, dtype=torch.float64) for h in (HEADS, KV, KV))
@@ -63,7 +63,7 @@ def test_sums_equal_those_of_the_whole_map(case: str, block: int, monkeypatch: p
         torch.testing.assert_close(got.expand_as(expected), expected, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def test_no_tensor_of_a_long_sequence_holds_a_whole_map(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_a_long_sequence_holds_a_full_map(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = attention._softmax
     monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 1 << 12)

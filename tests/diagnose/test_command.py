@@ -60,7 +60,7 @@ def shown(*arguments: object) -> str:
     return result.output
 
 
-def test_run_is_diagnosed_into_its_folder_in_ten_lines(run: Path, text: Path) -> None:
+def test_run_diagnosis_prints_ten_lines_and_writes_to_its_folder(run: Path, text: Path) -> None:
     output = shown(run, "--text", text)
     made = Diagnosis.read(run / "diagnosis.json").models[0]
     assert (run / "report.html").exists()
@@ -69,7 +69,7 @@ def test_run_is_diagnosed_into_its_folder_in_ten_lines(run: Path, text: Path) ->
     assert made.text.sequences == 2 and made.text.length == 32 and made.text.source == str(text)
 
 
-def test_models_stand_side_by_side_in_one_page(run: Path, text: Path, tmp_path: Path) -> None:
+def test_several_models_share_one_page(run: Path, text: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "mgr", topology={"kind": "multi_gate", "streams": 3})
     made = diagnose([run, other], tmp_path / "both", text=text, tokens=64, ablations="all", ablation_tokens=64)
     assert [m.name for m in made.models] == ["run", "mgr"]
@@ -77,7 +77,7 @@ def test_models_stand_side_by_side_in_one_page(run: Path, text: Path, tmp_path: 
     assert "Inside run and mgr" in (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
 
 
-def test_runs_of_one_name_keep_their_own_telemetry(text: Path, tmp_path: Path) -> None:
+def test_runs_with_the_same_name_keep_their_own_telemetry(text: Path, tmp_path: Path) -> None:
     runs = [write_run(tmp_path / parent / "runs" / "m") for parent in "AB"] + [write_run(tmp_path / "B" / "other")]
     records = [{"kind": "telemetry", "step": n, "tokens": 64 * n, "figures": {"peak": [1.0, 2.0]}} for n in (1, 2)]
     (runs[1] / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
@@ -87,12 +87,12 @@ def test_runs_of_one_name_keep_their_own_telemetry(text: Path, tmp_path: Path) -
     assert "While B/runs/m trained" in page and "While A/runs/m trained" not in page
 
 
-def test_a_folder_named_twice_gets_numbers(run: Path, text: Path, tmp_path: Path) -> None:
+def test_a_folder_named_twice_is_numbered(run: Path, text: Path, tmp_path: Path) -> None:
     made = diagnose([run, run.parent / "." / run.name], tmp_path / "out", text=text, tokens=64, ablations="none")
     assert [m.name for m in made.models] == ["run (1)", "run (2)"]
 
 
-def test_a_run_without_softmax_layers_says_so(text: Path, tmp_path: Path) -> None:
+def test_a_run_without_softmax_layers_is_reported(text: Path, tmp_path: Path) -> None:
     mixer = {"kind": "gated_deltanet", "key_heads": 2, "value_heads": 2, "head_dim": 8}
     run = write_run(tmp_path / "linear", attention=mixer)
     made = diagnose([run], tmp_path / "out", text=text, tokens=64).models[0]
@@ -119,7 +119,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_clear_sentence(mistake: str, run: Path, text: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_in_one_clear_sentence(mistake: str, run: Path, text: Path, tmp_path: Path) -> None:
     make, words = MISTAKES[mistake]
     make(run, text)
     with pytest.raises(ValueError, match=words) as error:
@@ -127,7 +127,7 @@ def test_a_mistake_is_one_clear_sentence(mistake: str, run: Path, text: Path, tm
     assert "\n" not in str(error.value)
 
 
-def test_wrong_options_name_the_right_ones(run: Path) -> None:
+def test_wrong_options_suggest_valid_ones(run: Path) -> None:
     for arguments, words in (
         (["--ablations", "heads"], "choose none, layers or all"),
         (["--device", "tpu"], "choose auto, cpu or cuda"),
@@ -156,7 +156,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_foreign_folder_that_cannot_be_opened_is_one_sentence(case: str, tmp_path: Path) -> None:
+def test_unreadable_foreign_folder_gives_one_sentence(case: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     config, weights, words = FOREIGN[case]
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -169,7 +169,7 @@ def test_a_foreign_folder_that_cannot_be_opened_is_one_sentence(case: str, tmp_p
     assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
 
 
-def test_foreign_message_is_not_cut_inside_a_sentence() -> None:
+def test_foreign_messages_are_cut_only_between_sentences() -> None:
     long = "word " * 60 + "end."
     assert first_sentences(ValueError(f"{long} More.")) == long
     assert first_sentences(ValueError(f"Short.\n{long}")) == "Short."
@@ -177,7 +177,7 @@ def test_foreign_message_is_not_cut_inside_a_sentence() -> None:
     assert first_sentences(KeyError()) == "KeyError"
 
 
-def test_sequences_begin_with_what_the_tokenizer_puts_first(run: Path, text: Path, tmp_path: Path) -> None:
+def test_sequences_begin_with_the_tokenizers_prefix(run: Path, text: Path, tmp_path: Path) -> None:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = Tokenizer.bytes()
@@ -199,19 +199,19 @@ def test_a_page_of_another_command_is_not_replaced(run: Path, text: Path) -> Non
     assert not (run / "diagnosis.json").exists()
 
 
-def test_files_of_other_things_get_no_diagnosis_among_them(run: Path, text: Path) -> None:
+def test_folder_of_unrelated_files_is_refused(run: Path, text: Path) -> None:
     with pytest.raises(ValueError, match=r"has text\.txt but no diagnosis: choose another --out"):
         diagnose([run], text.parent, text=text, tokens=64)
     assert not (text.parent / "diagnosis.json").exists()
 
 
-def test_diagnosis_is_made_again_in_place_and_beside_others(run: Path, text: Path, tmp_path: Path) -> None:
+def test_diagnosis_can_be_repeated_and_placed_next_to_others(run: Path, text: Path, tmp_path: Path) -> None:
     for out in (run, run, tmp_path / "pages" / "one", tmp_path / "pages", tmp_path / "pages"):
         diagnose([run], out, text=text, tokens=64, ablations="none")
         assert (out / "report.html").exists()
 
 
-def test_a_runs_own_diagnosis_is_not_replaced_by_another_models(run: Path, text: Path, tmp_path: Path) -> None:
+def test_diagnosis_of_other_models_does_not_replace_a_runs_own(run: Path, text: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "other")
     diagnose([run], run, text=text, tokens=64, ablations="none")
     own = (run / "diagnosis.json").read_bytes()
@@ -253,7 +253,7 @@ def with_data(run: Path, dataset: Dataset) -> Path:
     return run
 
 
-def test_a_run_is_shown_its_own_validation_text(run: Path, lesson: Dataset, tmp_path: Path) -> None:
+def test_a_run_is_diagnosed_on_its_own_validation_text(run: Path, lesson: Dataset, tmp_path: Path) -> None:
     with_data(run, lesson)
     output = shown(run, "--ablations", "none", "--out", tmp_path / "out")
     source = f"the text of run ({lesson.path}, validation part)"
@@ -265,7 +265,7 @@ def test_a_run_is_shown_its_own_validation_text(run: Path, lesson: Dataset, tmp_
     assert tokens.tolist() == [first[:32].tolist(), first[33:65].tolist()]
 
 
-def test_a_prepared_dataset_is_shown_to_models_of_any_tokenizer(run: Path, lesson: Dataset, tmp_path: Path) -> None:
+def test_a_prepared_dataset_works_with_any_tokenizer(run: Path, lesson: Dataset, tmp_path: Path) -> None:
     text = open_text(lesson.path, [run])
     assert text.name == f"a dataset ({lesson.path}, validation part)"
     other = Tokenizer.train([LESSON], 270)
@@ -277,13 +277,13 @@ def test_a_prepared_dataset_is_shown_to_models_of_any_tokenizer(run: Path, lesso
     assert made.text.source == text.name
 
 
-def test_a_dataset_without_validation_shows_its_training_part(run: Path, tmp_path: Path) -> None:
+def test_a_dataset_without_validation_uses_its_training_part(run: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text(LESSON * 9)
     prepare(open_corpus([tmp_path / "t.txt"], holdout=0), tmp_path / "data", "bytes")
     assert open_text(tmp_path / "data", [run]).name.endswith("training part)")
 
 
-def test_a_text_that_was_moved_away_is_asked_for(run: Path, lesson: Dataset) -> None:
+def test_a_dataset_that_moved_is_requested_by_name(run: Path, lesson: Dataset) -> None:
     with_data(run, lesson)
     lesson.path.rename(lesson.path.with_name("elsewhere"))
     with pytest.raises(ValueError, match=r"the text of .*run, no longer exists: name a text or a dataset"):

@@ -28,7 +28,7 @@ def made() -> tuple[Decoder, ModelDiagnosis]:
         return sparse, planted.diagnosed(sparse, planted.sample(), ablations="layers")
 
 
-def test_sites_are_called_what_they_are(made: tuple[Decoder, ModelDiagnosis]) -> None:
+def test_sites_are_named_by_their_kind(made: tuple[Decoder, ModelDiagnosis]) -> None:
     kinds = [site.kind for site in made[1].sites[:4]]
     assert kinds == ["linear attention", "mixture of experts", "attention", "mixture of experts"]
 
@@ -38,7 +38,7 @@ def test_attention_is_measured_on_the_softmax_layers(made: tuple[Decoder, ModelD
     assert made[1].skipped == []
 
 
-def test_expert_load_is_that_of_the_whole_text(made: tuple[Decoder, ModelDiagnosis]) -> None:
+def test_expert_load_covers_the_whole_text(made: tuple[Decoder, ModelDiagnosis]) -> None:
     sparse, found = made
     with torch.no_grad():
         _, _, routing = sparse.routed_losses(planted.sample().tokens, planted.sample().targets)
@@ -46,7 +46,7 @@ def test_expert_load_is_that_of_the_whole_text(made: tuple[Decoder, ModelDiagnos
     torch.testing.assert_close(torch.tensor([e.load for e in found.experts]), routing.load, atol=1e-6, rtol=0)
 
 
-def test_kimi_linear_is_diagnosed_as_other_hybrids_are() -> None:
+def test_kimi_linear_is_diagnosed_like_other_hybrids() -> None:
     torch.manual_seed(0)
     attention = HYBRID | {
         "softmax": {"kind": "mla", "heads": 2, "head_dim": 6, "shared_dim": 4, "rank": 10, "positions": "none"},
@@ -71,7 +71,7 @@ def test_dead_expert_is_reported(made: tuple[Decoder, ModelDiagnosis]) -> None:
     assert "2 of 4 are never chosen" in sentence.text
 
 
-def test_the_page_has_a_map_of_the_load_and_the_file_reads_back(made: tuple[Decoder, ModelDiagnosis]) -> None:
+def test_the_page_maps_expert_load_and_the_file_reads_back(made: tuple[Decoder, ModelDiagnosis]) -> None:
     diagnosis = Diagnosis(models=[made[1]])
     assert ">Expert load</h2>" in diagnosis_page(diagnosis).html()
     again = Diagnosis.model_validate_json(diagnosis.model_dump_json())

@@ -27,7 +27,7 @@ def reasons(subject: HuggingFaceSubject, start: str) -> list[str]:
     return [reason for reason in subject.skipped if reason.startswith(start)]
 
 
-def test_attention_that_changes_the_loss_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_metrics_that_change_the_loss_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*given: Any, **options: Any) -> tuple[Tensor, None]:
         y, _ = hf_structure.attention(*given, **options)
         return 1.5 * y, None
@@ -58,14 +58,14 @@ def test_a_model_that_reads_later_tokens_is_refused() -> None:
     assert HuggingFaceSubject(transformers.AutoModelForCausalLM.from_config(config), "decoder").layers == 2
 
 
-def test_arguments_that_our_attention_does_not_know_are_named() -> None:
+def test_unknown_attention_arguments_are_named() -> None:
     subject = HuggingFaceSubject(architectures.build("minimax_m3_vl_text"), "sparse")
     (reason,) = reasons(subject, "Attention metrics")
     assert "block_indices" in reason
     assert subject.observe(TOKENS % 64, TOKENS % 64).attention == {}
 
 
-def test_compressed_keys_are_attended_to_and_not_counted() -> None:
+def test_layers_with_compressed_keys_are_skipped_with_a_reason() -> None:
     subject = HuggingFaceSubject(architectures.build("deepseek_v4"), "streams")
     tokens = architectures.rows()[:, :-1]
     assert sorted(subject.observe(tokens, tokens).attention) == [0]
@@ -74,7 +74,7 @@ def test_compressed_keys_are_attended_to_and_not_counted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["olmo", "nanochat"])
-def test_a_padding_token_of_zeros_hides_no_norm_without_gain(kind: str) -> None:
+def test_zero_padding_embedding_does_not_hide_gainless_norms(kind: str) -> None:
     model = architectures.build(kind)
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 0
@@ -94,7 +94,7 @@ class Doubling(nn.Module):
         return hidden_states + self.body(2 * hidden_states)
 
 
-def test_layer_with_another_first_state_is_one_sublayer() -> None:
+def test_layer_that_changes_its_input_is_one_sublayer() -> None:
     model = models.build("llama")
     model.model.layers[1] = Doubling(models.WIDTH)
     subject = HuggingFaceSubject(model, "doubling")
@@ -105,7 +105,7 @@ def test_layer_with_another_first_state_is_one_sublayer() -> None:
     torch.testing.assert_close(seen.states[2] + seen.outputs[2], seen.states[3])
 
 
-def test_scaled_outputs_are_recorded_as_they_are_added() -> None:
+def test_scaled_outputs_are_recorded_with_their_scale() -> None:
     given, outputs = torch.randn(1, 4, 8), [torch.randn(1, 4, 8), torch.zeros(1, 4, 8), torch.randn(1, 4, 8)]
     sites = [Site(k, 0, "feed-forward") for k in range(3)]
     seen = Observation(torch.zeros(1, 4))
@@ -137,7 +137,7 @@ def test_learned_sink_is_reported_instead_of_token_sinks() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "llama4_text"])
-def test_expert_load_is_that_of_the_routers_logits(kind: str) -> None:
+def test_expert_load_follows_the_router_logits(kind: str) -> None:
     model = architectures.build(kind)
     tokens = architectures.rows()[:, :-1]
     seen = HuggingFaceSubject(model, kind).observe(tokens, tokens)
@@ -148,7 +148,7 @@ def test_expert_load_is_that_of_the_routers_logits(kind: str) -> None:
         torch.testing.assert_close(seen.loads[layer], torch.bincount(chosen, minlength=4).double() / chosen.numel())
 
 
-def test_bias_and_bidirectional_attention_equal_definition() -> None:
+def test_biased_and_bidirectional_attention_match_definition() -> None:
     q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64) for n in (5, 7, 7))
     bias = torch.randn(1, 2, 5, 7, dtype=torch.float64)
     y, sums = attend_and_sum(q, k, v, Scores(scale=0.5, bias=bias, causal=False))
@@ -160,7 +160,7 @@ def test_bias_and_bidirectional_attention_equal_definition() -> None:
     torch.testing.assert_close(both.uniform, sums.uniform)
 
 
-def test_heads_of_two_attentions_in_one_layer_are_counted_on() -> None:
+def test_heads_of_two_attentions_in_a_layer_are_numbered_on() -> None:
     subject = HuggingFaceSubject(architectures.build("longcat_flash"), "two")
     heads = [a.head for a in subject.ablations(("head",)) if a.index == 0]
     assert heads == list(range(8))

@@ -62,7 +62,7 @@ def test_structure_states_and_outputs_are_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gpt_oss", "mixtral", "qwen3_next", "gemma2"])
-def test_attention_sums_equal_those_of_the_models_own_maps(name: str) -> None:
+def test_attention_sums_equal_the_models_own_maps(name: str) -> None:
     model = models.build(name)
     if name == "gpt_oss":
         for layer in model.model.layers:
@@ -105,7 +105,7 @@ def test_every_architecture_is_diagnosed_from_its_folder(name: str, tmp_path: Pa
     ],
     ids=["without a layer", "renamed", "cut"],
 )  # fmt: skip
-def test_missing_weights_are_refused_not_drawn_at_random(spoil: Any, words: str, tmp_path: Path) -> None:
+def test_missing_weights_are_refused_not_initialised(spoil: Any, words: str, tmp_path: Path) -> None:
     folder = models.save(models.build("llama"), tmp_path / "llama")
     tensors = load_file(folder / "model.safetensors")
     save_file(spoil(tensors), folder / "model.safetensors", {"format": "pt"})
@@ -114,7 +114,7 @@ def test_missing_weights_are_refused_not_drawn_at_random(spoil: Any, words: str,
     assert "\n" not in str(error.value)
 
 
-def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:
+def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
     """An adapter that was not merged; but not what transformers itself leaves out without a word."""
     folder = models.save(models.build("llama"), tmp_path / "llama")
     name = "model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -163,7 +163,7 @@ def with_config(folder: Path, out: Path, keys: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_config_is_refused_before_memory_is_taken(case: str, folders: Any, tmp_path: Path) -> None:
+def test_a_hostile_config_is_refused_before_allocating_memory(case: str, folders: Any, tmp_path: Path) -> None:
     name, keys, words = HOSTILE[case]
     folder = with_config(folders[name], tmp_path / "hostile", keys)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -179,7 +179,7 @@ def test_a_hostile_config_is_refused_before_memory_is_taken(case: str, folders: 
     [(1 << 40, torch.float32), (120_000, torch.bfloat16), (50_000, None)],
     ids=["much", "some", "little"],
 )
-def test_16_bits_stay_where_float32_does_not_fit(
+def test_16_bit_weights_stay_if_float32_does_not_fit(
     free: int, dtype: torch.dtype | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.build("llama").to(torch.bfloat16)
@@ -210,7 +210,7 @@ def test_a_model_without_a_head_is_refused_unless_it_is_tied(kind: str, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
-def test_a_folder_of_an_engine_is_diagnosed_in_its_own_dtype(tmp_path: Path) -> None:
+def test_an_engines_folder_is_diagnosed_in_its_own_dtype(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     run = train_run(tmp_path, width=32, ffn={"kind": "swiglu", "hidden": 64})
     served = tmp_path / "served"
@@ -221,13 +221,13 @@ def test_a_folder_of_an_engine_is_diagnosed_in_its_own_dtype(tmp_path: Path) -> 
     assert sum(reason.startswith("Gradients: no sublayer weight") for reason in made.skipped) == 1
 
 
-def test_a_hybrid_says_which_layers_have_no_attention_weights() -> None:
+def test_a_hybrid_reports_layers_without_attention_weights() -> None:
     subject = HuggingFaceSubject(models.build("qwen3_next"), "hybrid")
     assert any("layers 0, 1, 2" in reason and "linear attention" in reason for reason in subject.skipped)
     assert sorted(subject.observe(TOKENS, TOKENS).attention) == [3]
 
 
-def test_model_outside_attention_interface_says_so() -> None:
+def test_model_outside_the_attention_interface_is_reported() -> None:
     subject = HuggingFaceSubject(models.build("bloom"), "bloom")
     seen = subject.observe(TOKENS, TOKENS)
     assert seen.attention == {} and len(seen.states) == 5
@@ -235,7 +235,7 @@ def test_model_outside_attention_interface_says_so() -> None:
     torch.testing.assert_close(seen.states[1] + seen.outputs[1], seen.states[2])
 
 
-def test_hyper_connection_streams_are_not_one_residual() -> None:
+def test_hyper_connection_streams_are_not_taken_for_a_residual() -> None:
     import transformers
 
     if not hasattr(transformers, "DeepseekV4Config"):
@@ -272,7 +272,7 @@ def test_an_unknown_layer_counts_as_one_and_the_rest_is_measured() -> None:
 
 
 @pytest.mark.parametrize(("name", "offset"), [("llama", 0.0), ("qwen3_next", 1.0), ("gemma2", 1.0), ("gpt2", 0.0)])
-def test_norm_gains_come_out_as_they_act(name: str, offset: float) -> None:
+def test_norm_gains_include_their_offset(name: str, offset: float) -> None:
     model = models.build(name)
     norms = {"gpt2": "ln_1"}
     layers = model.transformer.h if name == "gpt2" else model.model.layers
@@ -301,7 +301,7 @@ def test_planted_defects_of_a_llama_are_named() -> None:
     assert named(made) == {("residual_sink", (("dimension", 5),)), ("dead_layer", (("layer", 1),))}
 
 
-def test_a_head_removed_is_a_head_whose_output_is_zero() -> None:
+def test_removing_a_head_equals_zeroing_its_output() -> None:
     model = models.build("llama")
     subject = HuggingFaceSubject(model, "llama")
     ablation = next(a for a in subject.ablations(("head",)) if a.index == 1 and a.head == 2)

@@ -58,7 +58,7 @@ def state(seen: dict[str, Tensor], made: ModelDiagnosis, k: int) -> Tensor:
     return seen["final.input" if k == len(made.sites) else f"sublayer.{k}.input"]
 
 
-def test_an_observation_is_freed_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observation_is_freed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them at once cost 0.8 GiB on a 12×768 model with four streams."""
     made: list[weakref.ref[Observation]] = []
     observe = NativeSubject.observe
@@ -76,7 +76,7 @@ def test_an_observation_is_freed_before_the_next_is_made(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_only_passes_without_gradients_run_kernels() -> None:
+def test_kernels_run_only_in_passes_without_gradients() -> None:
     """Backward kernels would run once and take longer to compile, those of Multi-Gate 45 s on one core."""
     model = planted.control(topology={"kind": "multi_gate", "streams": 3})
     subject, text = NativeSubject(model, "model"), planted.sample()
@@ -102,7 +102,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_never_waits_for_the_sums_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summing_a_batch_never_synchronizes_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A diagnosis on a GPU once waited 700 times in each batch. What is kept of the first batch may be copied."""
     model = planted.control(
         topology={"kind": "multi_gate", "streams": 3},
@@ -122,7 +122,7 @@ def test_the_host_never_waits_for_the_sums_of_a_batch(monkeypatch: pytest.Monkey
     assert waits.names == []
 
 
-def test_magnitudes_medians_and_largest_values(additive: Case) -> None:
+def test_magnitudes_medians_and_maxima_match_definition(additive: Case) -> None:
     _, made, seen = additive
     for facts in made.states:
         h = state(seen, made, facts.index).abs()
@@ -135,7 +135,7 @@ def test_magnitudes_medians_and_largest_values(additive: Case) -> None:
         assert planted.sample().tokens[a.sequence, a.position] == a.token
 
 
-def test_similarities(additive: Case) -> None:
+def test_similarities_match_definition(additive: Case) -> None:
     _, made, seen = additive
     first = state(seen, made, 0)
     for facts in made.states:
@@ -147,7 +147,7 @@ def test_similarities(additive: Case) -> None:
         assert facts.input_similarity == pytest.approx(sum(cosines) / len(cosines), rel=1e-9)
 
 
-def test_layer_by_layer_similarity_and_angular_distance(additive: Case) -> None:
+def test_layer_similarity_and_angular_distance_match_definition(additive: Case) -> None:
     _, made, seen = additive
     for one, other in ((0, 1), (2, 7), (3, 8), (4, 4)):
         cosine = torch.cosine_similarity(state(seen, made, one), state(seen, made, other), -1).clamp(-1, 1)
@@ -178,7 +178,7 @@ def core_features(batches: Tensor) -> int:
     return core.result()
 
 
-def test_core_features_count_what_differs_between_batches() -> None:
+def test_core_features_include_variance_between_batches() -> None:
     x = torch.randn(4, 100, 6) * torch.tensor([1, 1, 0.01, 0.01, 0.01, 0.01])
     x[..., 5] += torch.arange(4.0)[:, None] * 10
     assert core_features(x) == 2  # the drift of dimension 5, and one of the two that vary within batches
@@ -186,7 +186,7 @@ def test_core_features_count_what_differs_between_batches() -> None:
     assert spectrum[:2].sum() >= 0.99 * spectrum.sum() > spectrum[:1].sum()
 
 
-def test_dimension_means_and_shares(additive: Case) -> None:
+def test_dimension_means_and_shares_match_definition(additive: Case) -> None:
     _, made, seen = additive
     stacked = torch.stack([state(seen, made, k) for k in range(len(made.sites) + 1)]).abs()
     mean = stacked.mean((0, 1, 2))
@@ -207,7 +207,7 @@ def assert_gradients(made: ModelDiagnosis, model: Decoder, text: Sample) -> None
     model.zero_grad()
 
 
-def test_output_and_gradient_rms(additive: Case) -> None:
+def test_output_and_gradient_rms_match_definition(additive: Case) -> None:
     model, made, seen = additive
     assert made.loss == pytest.approx(float(planted.losses(model, planted.sample()).detach()), rel=1e-12)
     for site in made.sites:
@@ -216,7 +216,7 @@ def test_output_and_gradient_rms(additive: Case) -> None:
     assert_gradients(made, model, planted.sample())
 
 
-def test_gradients_are_of_the_first_512_tokens() -> None:
+def test_gradients_use_the_first_512_tokens() -> None:
     model = planted.control().double()
     few = planted.sample()
     rows, targets = few.tokens.repeat(3, 1).roll(1, 1), few.targets.repeat(3, 1)
@@ -226,7 +226,7 @@ def test_gradients_are_of_the_first_512_tokens() -> None:
 
 
 @pytest.mark.parametrize(("length", "sequences"), [(32, 16), (300, 1), (512, 1), (600, 1)])
-def test_first_tokens_of_a_sample_are_whole_sequences(length: int, sequences: int) -> None:
+def test_first_tokens_of_a_sample_come_in_whole_sequences(length: int, sequences: int) -> None:
     rows = torch.arange(20 * length).view(20, length)
     few = Sample(rows, rows + 1, planted.sample().facts).first(512)
     assert torch.equal(few.tokens, rows[:sequences]) and torch.equal(few.targets, rows[:sequences] + 1)
@@ -238,7 +238,7 @@ def attention_map(seen: dict[str, Tensor], layer: int) -> Tensor:
     return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf).softmax(-1)
 
 
-def test_attention_sinks_and_entropy(additive: Case) -> None:
+def test_attention_sinks_and_entropy_match_definition(additive: Case) -> None:
     model, made, seen = additive
     length = planted.LENGTH
     for facts in made.attention:
@@ -259,7 +259,7 @@ def test_attention_sinks_and_entropy(additive: Case) -> None:
         torch.testing.assert_close(y, seen[f"sublayer.{2 * facts.layer}.output"])  # the taps are what attention used
 
 
-def test_depth_weights_of_attention_residuals() -> None:
+def test_depth_weights_of_attention_residuals_match_definition() -> None:
     model, made, seen = case(topology={"kind": "full_attnres"})
     sources = [seen["sublayer.0.input"]]
     for k, read in enumerate(model.topology.reads):
@@ -270,7 +270,7 @@ def test_depth_weights_of_attention_residuals() -> None:
         assert facts.sources == ["embedding", *(s.name for s in made.sites[: k + 1])]
 
 
-def test_streams_and_write_gates_of_multi_gate_residuals() -> None:
+def test_multi_gate_streams_and_write_gates_match_definition() -> None:
     _, made, seen = case(topology={"kind": "multi_gate", "streams": 3})
     for facts in made.betas:
         beta = seen[f"depth.{facts.site}.beta"]
@@ -287,7 +287,7 @@ def test_streams_and_write_gates_of_multi_gate_residuals() -> None:
     assert made.state_name == "sublayer input"
 
 
-def test_depth_weights_and_streams_of_hyper_connections() -> None:
+def test_hyper_connection_weights_and_streams_match_definition() -> None:
     _, made, seen = case(topology={"kind": "hyper", "streams": 3})
     assert [r.reader for r in made.depth_weights] == list(range(8))
     for facts in made.depth_weights:
@@ -298,7 +298,7 @@ def test_depth_weights_and_streams_of_hyper_connections() -> None:
 
 
 @pytest.mark.slow
-def test_attention_to_a_token_id_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_a_token_id_counts_every_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "SINK", 0.0)
     monkeypatch.setattr(attention, "FLOORS", 0.0)
     _, made, seen = case()
@@ -314,7 +314,7 @@ def test_attention_to_a_token_id_wherever_it_stands(monkeypatch: pytest.MonkeyPa
     assert len(made.token_sinks) == 4 * len(set(tokens[:, 1:].flatten().tolist()))
 
 
-def test_gates_and_anchor_scales() -> None:
+def test_gates_and_anchor_scales_match_definition() -> None:
     attention = {"kind": "softmax", "heads": 4, "gate": "elementwise"}
     _, made, seen = case(attention=attention, anchors={"kind": "exoformer"})
     for facts in made.gates:
@@ -325,7 +325,7 @@ def test_gates_and_anchor_scales() -> None:
     assert all(len(a.anchor) == 4 and a.anchor == pytest.approx([0.5] * 4) and a.near_zero == 0 for a in made.anchors)
 
 
-def test_value_gates_are_means_by_head_and_shares_closed() -> None:
+def test_value_gates_report_means_by_head_and_closed_shares() -> None:
     _, made, seen = case(attention={"kind": "softmax", "heads": 4, "kv_heads": 2}, anchors={"kind": "gated_value"})
     assert [(a.layer, a.pathway) for a in made.anchors] == [(1, "v"), (2, "v"), (3, "v")]
     for facts in made.anchors:
@@ -336,7 +336,7 @@ def test_value_gates_are_means_by_head_and_shares_closed() -> None:
     assert "median over heads" in sentence.text
 
 
-def test_anchor_scales_are_means_by_head_and_shares_near_zero() -> None:
+def test_anchor_scales_report_means_by_head_and_near_zero_share() -> None:
     attention = {"kind": "softmax", "heads": 4, "gate": "elementwise"}
     model = planted.control(anchors={"kind": "exoformer"}, attention=attention)
     mix = model.sublayers[2].body.mix

@@ -80,7 +80,7 @@ def folder(made: ModelDiagnosis, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_its_value_is_in_the_file_and_reads_back(folder: Path, made: ModelDiagnosis) -> None:
+def test_new_metric_value_is_saved_and_reads_back(folder: Path, made: ModelDiagnosis) -> None:
     offset = json.loads((folder / "diagnosis.json").read_text())["models"][0]["offset"]
     first = planted.control().embed(planted.sample().tokens).detach()
     assert len(offset) == 9 and offset[0] == pytest.approx(abs(float(first.double().mean())), rel=1e-6)
@@ -90,12 +90,12 @@ def test_its_value_is_in_the_file_and_reads_back(folder: Path, made: ModelDiagno
     assert "offset" in with_metrics((Offset,)).model_json_schema()["properties"]
 
 
-def test_its_sentence_is_in_the_summary(made: ModelDiagnosis) -> None:
+def test_new_metric_sentence_is_in_the_summary(made: ModelDiagnosis) -> None:
     assert absent(made).endswith("massive activation, dead layer or offset state was found.")
     assert f"States are off zero by up to {max(made.offset):.3f}." == made.summary[2]
 
 
-def test_its_figure_and_column_are_on_the_page(folder: Path) -> None:
+def test_new_metric_figure_and_column_are_on_the_page(folder: Path) -> None:
     html = unescape((folder / "report.html").read_text(encoding="utf-8"))
     titles = re.findall(r"<h2[^>]*>(.*?)</h2>", html)
     assert titles[titles.index("Offset") - 1 : titles.index("Offset") + 2] == [
@@ -106,7 +106,7 @@ def test_its_figure_and_column_are_on_the_page(folder: Path) -> None:
     assert '<th scope="col" class="number">offset</th>' in html
 
 
-def test_its_findings_have_its_kind_and_others_are_refused() -> None:
+def test_new_metric_accepts_only_findings_of_its_own_kind() -> None:
     model = planted.control()
     model.embed.weight.data += 20
     made = planted.diagnosed(model, ablations="none", extra=(Offset,))

@@ -66,7 +66,7 @@ def rows(html: str) -> dict[str, list[tuple[str, str]]]:
     }
 
 
-def test_every_section_says_what_healthy_looks_like() -> None:
+def test_every_section_describes_healthy_values() -> None:
     html = diagnosis_page(reports.side_by_side(3, layers=4)).html()
     assert tuple(re.findall(r"<h2[^>]*>(.*?)</h2>", html)) == SECTIONS
     for part in html.split("<section ")[1:-1]:
@@ -77,7 +77,7 @@ def test_every_section_says_what_healthy_looks_like() -> None:
     assert plain.index('class="strips') < plain.index("Depth routing: nothing to show") < plain.index('id="summary"')
 
 
-def test_a_dead_layer_is_a_card_and_two_red_cells() -> None:
+def test_a_dead_layer_gets_a_card_and_two_red_cells() -> None:
     made = report(dead=[7])
     html = top_of(made)
     assert title([made]) == "Inside prenorm: a dead layer" and GREEN not in html
@@ -89,7 +89,7 @@ def test_a_dead_layer_is_a_card_and_two_red_cells() -> None:
     assert red == {"layer 7": [("bad", "dead"), ("", "9.0×"), ("", "5.1 %"), ("bad", "0")]}
 
 
-def test_a_massive_activation_is_a_card_and_red_where_it_is_read() -> None:
+def test_a_massive_activation_gets_a_card_and_red_reader_cells() -> None:
     html = top_of(report(massive=[2, 3]))
     card = cards(html)["Massive activation"]
     for part in ("dimension 91", "before layer 2 attention", r"token '\n' (id 199)", "massive in 4 of 25 states"):
@@ -118,14 +118,14 @@ def test_several_models_share_one_card_per_kind() -> None:
     assert title(reports.side_by_side(16).models) == "Inside 16 models: findings in 8 of them"
 
 
-def test_layers_rise_and_unmeasured_cells_are_hatched() -> None:
+def test_rows_run_from_the_last_layer_up_and_gaps_are_hatched() -> None:
     html = top_of(report(layers=3, removal=False))
     assert list(rows(html)) == ["final norm", "layer 2", "layer 1", "layer 0"]
     assert [flag for flag, _ in rows(html)["final norm"]] == ["missing", "", "missing"]  # no removal: no such column
     assert "1.0" not in rows(html)["layer 0"]
 
 
-def test_depth_routing_is_blue_and_not_a_defect() -> None:
+def test_depth_routing_is_blue_and_not_called_a_defect() -> None:
     html = top_of(report(routing=True))
     assert GREEN in html
     card = cards(html)["Depth routing × 2"]
@@ -146,7 +146,7 @@ def test_depth_routing_is_blue_and_not_a_defect() -> None:
         ({"routing": True, "layers": 5}, "Depth routing"),
     ],
 )
-def test_every_card_says_where_how_sure_and_what_to_do(options: dict[str, object], kind: str) -> None:
+def test_every_card_states_place_confidence_and_advice(options: dict[str, object], kind: str) -> None:
     html = top_of(report(**options))  # type: ignore[arg-type]
     (whole,) = re.findall(rf"<article[^>]*><h3>[^/]*</span><span[^/]*</span>{kind}</h3>(.*?)</article>", html)
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", whole))
@@ -164,7 +164,7 @@ def test_dead_sublayer_differs_from_dead_layer() -> None:
     assert [name for name, cells in rows(html).items() if cells[0][0] == "bad"] == ["layer 2"]
 
 
-def test_sureness_follows_from_margin_and_text() -> None:
+def test_confidence_follows_from_margin_and_text() -> None:
     made = report()
     few = made.model_copy(update={"text": reports.TEXT.model_copy(update={"sequences": 1})})
     assert sureness("9×", 3.0, made) == "Clear: 9×, on 8,192 tokens in 8 sequences."
@@ -172,7 +172,7 @@ def test_sureness_follows_from_margin_and_text() -> None:
     assert sureness("9×", 3.0, few).endswith("in 1 sequence. Measure again with more text (--tokens).")
 
 
-def test_a_variant_has_the_colour_it_has_in_its_study() -> None:
+def test_a_variant_keeps_the_colour_of_its_study() -> None:
     models = [report(f"m{place}", 2, place=place) for place in (4, 0, 11)]
     assert colours(models) == [theme.colour(place) for place in (4, 0, 11)]
     html = html_of(*models)
@@ -189,7 +189,7 @@ def test_model_without_a_quantity_keeps_its_colour() -> None:
     assert figure is not None and figure.data[0].line.color == colours([first, second])[1]
 
 
-def test_axes_and_pointer_name_layers_as_the_sentences_do() -> None:
+def test_axes_and_tooltips_name_layers_as_sentences_do() -> None:
     made = report(layers=36)
     figure = by_layer([made], lambda m: [(s.index, s.rms) for s in m.states], "RMS", x="read by")
     axis = figure.layout.xaxis
@@ -227,11 +227,11 @@ def test_names_are_escaped_everywhere() -> None:
     [(0, "0"), (0.0031, "0.0031"), (0.314, "0.31"), (1.84, "1.8"), (41.2, "41"), (5963.2, "5963"), (12345, "12k"),
      (3e7, "3e7")],
 )  # fmt: skip
-def test_numbers_fit_narrow_places(value: float, words: str) -> None:
+def test_numbers_fit_into_narrow_cells(value: float, words: str) -> None:
     assert short(value) == words and len(words) <= 6
 
 
-def test_metric_without_words_gets_a_card_from_its_numbers() -> None:
+def test_metric_without_wording_gets_a_card_from_its_numbers() -> None:
     from residua.diagnose.metric import Metric
 
     found = [Finding(kind="odd", where={"state": 3, "layers": [1, 2]}, words="odd")]
@@ -247,12 +247,12 @@ def test_metric_without_words_gets_a_card_from_its_numbers() -> None:
         ([-0.0231], "Without layer 0 the loss changes by -0.0231 nats."),
     ],
 )
-def test_a_cost_is_called_one_only_where_the_loss_rises(changes: list[float], words: str) -> None:
+def test_a_removal_cost_is_reported_only_if_the_loss_rises(changes: list[float], words: str) -> None:
     (sentence,) = Removal.sentences(removed(*changes))
     assert sentence.text.startswith(words)
 
 
-def test_the_page_says_how_much_text_each_model_was_shown() -> None:
+def test_the_page_states_how_much_text_each_model_read() -> None:
     longer = report("c").model_copy(update={"text": reports.TEXT.model_copy(update={"sequences": 4, "length": 2048})})
     alike, apart = html_of(report("a"), report("b")), html_of(report("a"), report("b"), longer)
     assert "measured on 8,192 tokens (8 sequences of 1024) of the validation text of wiki." in alike
@@ -273,18 +273,18 @@ def test_a_loss_at_chance_level_is_the_first_finding() -> None:
 
 
 @pytest.mark.parametrize(("loss", "guesses"), [(10.4, ["alike", "frequencies"]), (7.1, ["frequencies"]), (7.09, [])])
-def test_a_loss_is_compared_with_both_guesses(loss: float, guesses: list[str]) -> None:
+def test_a_loss_is_compared_with_uniform_and_frequency_guesses(loss: float, guesses: list[str]) -> None:
     made = report().model_copy(update={"loss": loss})
     words = " ".join(finding.words for finding in chance_level(made)).replace("the same probability", "alike")
     assert [guess for guess in ("alike", "frequencies") if guess in words] == guesses
 
 
-def test_an_older_file_is_not_called_better_than_chance() -> None:
+def test_an_older_file_makes_no_claim_about_chance_level() -> None:
     made = report().model_copy(update={"uniform_loss": None, "frequency_loss": None})
     assert chance_level(made) == [] and absent(made).startswith("No attention sink, ")
 
 
-def test_frequencies_of_a_long_text_cost_its_entropy() -> None:
+def test_frequency_loss_of_a_long_text_is_its_entropy() -> None:
     generator = torch.Generator().manual_seed(0)
     shares = torch.tensor([0.5, 0.25, 0.125, 0.125])
     text = torch.multinomial(shares, 20_000, replacement=True, generator=generator)
@@ -292,7 +292,7 @@ def test_frequencies_of_a_long_text_cost_its_entropy() -> None:
     assert frequency_loss(text, 4) == pytest.approx(float(torch.special.entr(counts).sum()), abs=1e-3)
 
 
-def test_frequencies_of_a_short_text_are_never_certain() -> None:
+def test_frequency_loss_of_a_short_text_is_smoothed() -> None:
     """The frequencies of three tokens in three would give each away: a trained model is not measured against that."""
     assert frequency_loss(torch.tensor([5, 6, 7]), 100) == pytest.approx(math.log(100))
     assert frequency_loss(torch.tensor([5]), 100) == pytest.approx(math.log(100))
@@ -305,7 +305,7 @@ def removed(*changes: float) -> ModelDiagnosis:
     return report(layers=len(changes)).model_copy(update={"ablations": facts})
 
 
-def test_a_removal_that_helps_goes_to_the_other_side_of_zero() -> None:
+def test_a_helpful_removal_is_drawn_left_of_zero() -> None:
     (track,) = Removal.tracks([removed(0.5, -0.5, 0.0)])
     bars = track.cells[0]
     assert bars[0].lengths[0] == -bars[1].lengths[0] > 0 and bars[2].lengths == (0.0,)
@@ -315,7 +315,7 @@ def test_a_removal_that_helps_goes_to_the_other_side_of_zero() -> None:
     assert {bar.zero for bar in track.cells[0].values()} == {None} and "falls" not in track.meaning
 
 
-def test_no_layer_is_left_out_of_the_perplexities() -> None:
+def test_perplexities_cover_every_layer() -> None:
     page = Page("t", "l")
     Removal.draw(page, [removed(0.5, -0.5, 0.2)])
     loss, perplexity = figures(page.html())
@@ -347,7 +347,7 @@ def test_weights_that_do_not_sum_to_one_are_not_called_shares() -> None:
     assert (drawn["zmin"], drawn["zmax"]) == (-1.4, 1.4) and drawn["colorbar"]["title"]["text"] == "mean factor"
 
 
-def test_weights_that_sum_to_one_are_shares_as_before() -> None:
+def test_weights_that_sum_to_one_are_called_shares() -> None:
     made = reading([0.9, 0.1], [0.2, 0.3, 0.5])
     (found,) = DepthWeights.findings(DepthWeights.__new__(DepthWeights), made)
     assert found.words == "reader 1 reads mostly s0: weight 0.90 of 2 sources (uniform 0.50)"

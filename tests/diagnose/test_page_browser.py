@@ -29,7 +29,7 @@ _SIDES = """() => [...document.querySelectorAll(".rail:has(.zero)")].map((rail) 
 })"""
 
 
-def test_two_models_on_a_telephone_in_the_dark(browser: Browser, tmp_path: Path) -> None:
+def test_two_models_fit_a_phone_in_dark_mode(browser: Browser, tmp_path: Path) -> None:
     path = diagnosis_page(reports.side_by_side(2, layers=4)).write(tmp_path / "report.html")
     with browser.opened(path, width=420, color_scheme="dark") as seen:
         check_looks(seen, path)
@@ -51,7 +51,7 @@ def test_two_models_on_a_telephone_in_the_dark(browser: Browser, tmp_path: Path)
 @pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("models", DIAGNOSES)
-def test_nothing_overflows_or_is_hard_to_read(models: str, scheme: str, browser: Browser, tmp_path: Path) -> None:
+def test_no_text_overflows_or_lacks_contrast(models: str, scheme: str, browser: Browser, tmp_path: Path) -> None:
     path = diagnosis_page(DIAGNOSES[models]()).write(tmp_path / "report.html")
     with browser.opened(path, width=WIDTHS[0], color_scheme=scheme) as seen:
         for width in WIDTHS:

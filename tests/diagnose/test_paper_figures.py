@@ -76,14 +76,14 @@ def test_stream_distances_cover_every_earlier_reader(streams: Case) -> None:
         assert facts.angular_distance == [row[-1] for row in facts.earlier if row]
 
 
-def test_the_largest_value_of_each_stream(streams: Case) -> None:
+def test_stream_maxima_match_definition(streams: Case) -> None:
     _, made, seen = streams
     for facts in made.streams:
         expected = seen[f"depth.{facts.reader - 1}.streams"].abs().amax((0, 1, 3))
         assert facts.largest == pytest.approx(expected.tolist(), rel=1e-12)
 
 
-def test_quartiles_whiskers_and_maximum_of_write_gates(streams: Case) -> None:
+def test_write_gate_box_plots_match_definition(streams: Case) -> None:
     _, made, seen = streams
     assert made.betas
     for facts in made.betas:
@@ -114,7 +114,7 @@ def test_streams_and_write_gates_are_drawn_as_in_the_paper(streams: Case) -> Non
     assert ring["y"] == [b.quartiles.largest for b in made.betas]
 
 
-def test_the_three_largest_values_of_every_output(streams: Case) -> None:
+def test_three_largest_values_of_every_output_match_definition(streams: Case) -> None:
     _, made, seen = streams
     for facts in made.outputs:
         y = seen[f"sublayer.{facts.site}.output"].abs()
@@ -129,7 +129,7 @@ def test_the_three_largest_values_of_every_output(streams: Case) -> None:
     assert [curve["y"][1] for curve in plots[1]["data"]] == [a.value for a in made.states[4].largest]
 
 
-def test_layer_output_and_gradient_are_those_of_its_sublayers(streams: Case) -> None:
+def test_layer_output_and_gradient_sum_over_its_sublayers(streams: Case) -> None:
     """As in 004, figure 2: a point for each Transformer block."""
     model, made, seen = streams
     text = planted.sample()
@@ -167,7 +167,7 @@ def reads(seen: dict[str, Tensor], readers: Iterable[int], blocks: dict[str, lis
     }
 
 
-def test_depth_weights_by_block() -> None:
+def test_depth_weights_are_grouped_by_block() -> None:
     """As in 001, figure 34: a row for each block, a column for each block and the embedding."""
     _, made, seen = case(topology={"kind": "block_attnres", "sublayers_per_block": 3})
     found = {block.name: dict(zip(block.sources, block.mean, strict=True)) for block in made.depth_blocks}
@@ -196,7 +196,7 @@ def test_depth_weights_by_block() -> None:
     assert by_block["z"][1] == [*found["block 2"].values(), None] and len(by_reader["z"]) == 8
 
 
-def test_depth_weights_by_layer_where_every_output_is_a_source() -> None:
+def test_full_attnres_depth_weights_are_grouped_by_layer() -> None:
     _, made, seen = case(topology={"kind": "full_attnres"})
     found = {block.name: dict(zip(block.sources, block.mean, strict=True)) for block in made.depth_blocks}
     assert list(found) == ["layer 0", "layer 1", "layer 2", "layer 3", "the final norm"]
@@ -206,7 +206,7 @@ def test_depth_weights_by_layer_where_every_output_is_a_source() -> None:
     assert found["layer 0"] == pytest.approx(reads(seen, (0, 1), {"embedding": [[0]] * 2, "layer 0": [[], [1]]}))
 
 
-def test_blocks_of_a_window_and_of_attention_between_blocks_only() -> None:
+def test_windowed_and_boundary_attnres_are_grouped_by_block() -> None:
     _, made, seen = case(topology={"kind": "full_attnres", "window": 3})
     (row,) = (block for block in made.depth_blocks if block.name == "layer 3")
     blocks = {"embedding": [[0]] * 2, "layer 1": [[1], []], "layer 2": [[2, 3], [1, 2]], "layer 3": [[], [3]]}
@@ -250,7 +250,7 @@ def test_mixing_coefficients_of_a_dynamic_model_include_gamma(dynamic: Case) -> 
     assert plots[4]["data"][0]["z"][0][0] == pytest.approx(quotient, rel=1e-5)
 
 
-def test_static_and_dynamic_mixing_start_alike() -> None:
+def test_static_and_dynamic_mixing_start_with_equal_weights() -> None:
     attention = {"kind": "softmax", "heads": 4, "gate": "elementwise"}
     for mixing in ("static", "dynamic"):
         model = planted.control(anchors={"kind": "exoformer", "mixing": {"kind": mixing}}, attention=attention)
@@ -259,7 +259,7 @@ def test_static_and_dynamic_mixing_start_alike() -> None:
         assert {a.ratio for a in made.anchors} == {1.0}
 
 
-def test_both_factors_of_preaffine_are_shown_norm_by_norm(dynamic: Case) -> None:
+def test_both_preaffine_factors_are_shown_for_each_norm(dynamic: Case) -> None:
     model, made, _ = dynamic
     norms = [*(s.norm for s in model.sublayers), model.norm]
     for factor, name in (("λ", "weight"), ("λ1", "affine")):
@@ -275,7 +275,7 @@ def test_both_factors_of_preaffine_are_shown_norm_by_norm(dynamic: Case) -> None
     assert len(maps) == 2 and maps[1]["z"][3][0] == pytest.approx(made.norms[9 + 3].values[0], rel=1e-3)
 
 
-def test_furthest_factor_is_named_with_the_other_factor() -> None:
+def test_the_most_extreme_factor_is_named_with_the_other() -> None:
     model = planted.control(norm={"kind": "preaffine"})
     with torch.no_grad():
         model.sublayers[3].norm.affine[7], model.sublayers[3].norm.weight[7] = 7.19, 0.06
@@ -286,7 +286,7 @@ def test_furthest_factor_is_named_with_the_other_factor() -> None:
     )
 
 
-def test_maps_of_tokens_and_dimensions(dynamic: Case) -> None:
+def test_token_dimension_maps_match_definition(dynamic: Case) -> None:
     _, made, seen = dynamic
     states = torch.stack([*(seen[f"sublayer.{k}.input"] for k in range(8)), seen["final.input"]]).abs()
     order = states.mean((0, 1, 2)).argsort(descending=True).tolist()[:48]
@@ -301,12 +301,12 @@ def test_maps_of_tokens_and_dimensions(dynamic: Case) -> None:
     assert shown["data"][0]["z"] == made.layer_maps[2].values
 
 
-def test_maps_of_every_layer_are_made_on_request_only(streams: Case) -> None:
+def test_maps_of_every_layer_are_computed_only_on_request(streams: Case) -> None:
     assert streams[1].token_map is not None and streams[1].layer_maps == []
     assert streams[1].attention_map is not None and streams[1].attention_layer_maps == []
 
 
-def test_maps_of_attention(dynamic: Case) -> None:
+def test_attention_maps_match_definition(dynamic: Case) -> None:
     _, made, seen = dynamic
     whole = torch.stack([attention_map(seen, layer)[0, :, :48, :48] for layer in range(4)])  # [L, H, i, k]
     assert [m.layer for m in made.attention_layer_maps] == [0, 1, 2, 3]
@@ -326,7 +326,7 @@ def test_maps_of_attention(dynamic: Case) -> None:
     )
 
 
-def test_the_gate_of_a_gated_norm_against_the_size_of_its_input() -> None:
+def test_gated_norm_gate_by_input_size_matches_definition() -> None:
     model, made, seen = case(norm={"kind": "gatednorm", "rank": 4})
     sizes, gates = [], []
     for facts in made.norm_gates:
@@ -351,7 +351,7 @@ def test_the_gate_of_a_gated_norm_against_the_size_of_its_input() -> None:
     assert figures(NormGates, made)[0]["data"][0]["y"] == [g for g in made.gate_by_size.gate if g is not None]
 
 
-def test_a_map_of_many_channels_has_no_lines_between_them() -> None:
+def test_a_map_of_many_channels_has_no_grid_lines() -> None:
     """Cells narrower than a line would vanish."""
     facts = [
         AnchorFacts(

@@ -67,13 +67,13 @@ def test_an_outlier_dimension_is_named_with_its_norm_gain() -> None:
 
 
 @pytest.mark.parametrize(("share", "ratio", "sink"), [(0.6, 9.0, True), (0.4, 9.0, False), (0.9, 7.0, False)])
-def test_a_residual_sink_is_large_in_most_tokens(share: float, ratio: float, sink: bool) -> None:
+def test_a_residual_sink_must_be_large_in_most_tokens(share: float, ratio: float, sink: bool) -> None:
     largest = DimensionFacts(dimension=3, mean=ratio, ratio=ratio, share=share, gain=0.1)
     profile = DimensionProfile(median=1.0, median_gain=1.0, largest=[largest])
     assert bool(residual_sinks(profile)) is sink
 
 
-def test_a_dead_layer_is_named_and_a_dead_sublayer_apart_from_it() -> None:
+def test_a_dead_layer_and_a_dead_sublayer_are_named_separately() -> None:
     model = control()
     planted.silence(model, 4, 5, 1)
     made = diagnosed(model)
@@ -91,7 +91,7 @@ def test_a_routed_reader_is_named_with_its_source() -> None:
     assert "uniform weights there change the loss" in made.findings[-1].words
 
 
-def test_several_defects_at_once_are_all_named_and_nothing_else() -> None:
+def test_several_planted_defects_are_named_without_false_alarms() -> None:
     model = control()
     planted.plant_sink(model, layer=1, dimension=0)
     planted.plant_outlier(model, dimension=5, size=41.0, gain=0.006)
@@ -103,7 +103,7 @@ def test_several_defects_at_once_are_all_named_and_nothing_else() -> None:
     }
 
 
-def test_the_page_says_what_was_found_the_loss_first() -> None:
+def test_the_page_lists_findings_with_the_loss_first() -> None:
     model = control()
     planted.plant_sink(model, layer=1, dimension=0)
     planted.plant_outlier(model, dimension=5, size=41.0, gain=0.006)

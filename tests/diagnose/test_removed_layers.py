@@ -71,7 +71,7 @@ def ablated(model: Decoder, removed: Sequence[int]) -> float:
 
 @pytest.mark.parametrize("streams", [2, 3])  # the fill phase ends inside a layer, and between two
 @pytest.mark.parametrize("gate", ["competitive", "independent"])
-def test_a_removed_layer_of_multi_gate_residuals_is_passed_by(streams: int, gate: str) -> None:
+def test_a_removed_multi_gate_layer_is_bypassed(streams: int, gate: str) -> None:
     model = model_of(kind="multi_gate", streams=streams, gate=gate)
     whole = float(planted.losses(model, TEXT).detach())
     for removed in ([1], [3], [1, 2]):
@@ -88,7 +88,7 @@ def test_removed_layer_is_not_a_source_of_attention_residuals(block: int) -> Non
         assert ablated(model, removed) == pytest.approx(attention_without(model, removed, block), rel=1e-10)
 
 
-def test_layers_of_a_fill_phase_are_marked() -> None:
+def test_layers_of_the_fill_phase_are_marked() -> None:
     for streams, marked in ((2, [0]), (3, [0]), (4, [0, 1])):
         subject = NativeSubject(model_of(kind="multi_gate", streams=streams), "m")
         notes = [a.index for a in subject.ablations(("layer",)) if a.note.startswith("fill phase")]
@@ -116,6 +116,6 @@ def test_layers_of_any_model_can_be_removed_together() -> None:
     assert nested == pytest.approx(ablated(model, [1, 2]), rel=1e-12)
 
 
-def test_a_cost_in_perplexity() -> None:
+def test_perplexity_change_matches_definition() -> None:
     facts = AblationFacts(kind="layer", index=0, label="layer 0", loss=3.5, change=0.5)
     assert perplexity_change(facts) == pytest.approx(math.exp(3.5) - math.exp(3.0))

@@ -10,7 +10,7 @@ from tests.diagnose import planted
 TOKENS = planted.sample().tokens
 
 
-def test_taps_records_only_inside_the_block() -> None:
+def test_taps_record_only_inside_the_context() -> None:
     model = planted.control(topology={"kind": "full_attnres"})
     with residua.diagnose.taps(model) as seen:
         model(TOKENS)
@@ -20,7 +20,7 @@ def test_taps_records_only_inside_the_block() -> None:
     assert {"sublayer.3.output", "depth.3.weights", "attention.1.query", "final.input"} <= set(seen)
 
 
-def test_patterns_keep_only_what_they_name() -> None:
+def test_patterns_record_only_matching_taps() -> None:
     model = planted.control()
     with residua.diagnose.taps(model, "attention.*.key", "final.input") as seen:
         model(TOKENS)
