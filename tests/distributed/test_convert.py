@@ -31,7 +31,7 @@ def run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_best_checkpoint_is_converted_too(run: Path, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_also_converted(run: Path, tmp_path: Path) -> None:
     assert convert(run, tmp_path / "files").name == "step-4"
     assert [c.step for c in checkpoints(tmp_path / "files")] == [2, 4]
     for which in ("last", "best"):
@@ -39,14 +39,14 @@ def test_the_best_checkpoint_is_converted_too(run: Path, tmp_path: Path) -> None
         assert all(map(torch.equal, *(model.parameters() for model in models)))
 
 
-def test_the_settings_of_an_imported_model_are_kept(run: Path, tmp_path: Path) -> None:
+def test_settings_of_an_imported_model_are_kept(run: Path, tmp_path: Path) -> None:
     convert(run, tmp_path / "files")
     titan.convert(run, tmp_path / "dump")
     titan.convert(tmp_path / "dump", tmp_path / "back")
     assert [stop_ids(tmp_path / name) for name in ("files", "dump", "back")] == [{3, 5}] * 3
 
 
-def test_unreadable_best_checkpoint_is_reported_and_left_out(run: Path, tmp_path: Path, capsys) -> None:
+def test_unreadable_best_checkpoint_is_reported_and_skipped(run: Path, tmp_path: Path, capsys) -> None:
     copied = shutil.copytree(run, tmp_path / "run")
     (copied / "checkpoints/step-2/model.safetensors").write_bytes(b"cut short")
     convert(copied, tmp_path / "files")

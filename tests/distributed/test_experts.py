@@ -52,7 +52,9 @@ def passed(module: torch.nn.Module, x: Tensor, ends: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("again", [True, False])
 @pytest.mark.parametrize("ends", [[3, 3, 7, 10], [0, 0, 0, 0], [0, 0, 0, 5]], ids=str)
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_divided_experts_compute_what_experts_do(mesh: Any, activation: str, ends: list[int], again: bool) -> None:
+def test_divided_experts_compute_the_same_as_whole_experts(
+    mesh: Any, activation: str, ends: list[int], again: bool
+) -> None:
     """Also if no token visits an expert of this rank."""
     whole = experts(activation)
     x = torch.randn(ends[-1], WIDTH, dtype=torch.float64)

@@ -44,7 +44,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
 
 
 @pytest.mark.parametrize("name", by_day_and_night(DAY, NIGHT))
-def test_four_ranks_train_as_one(traces: Traces, name: str) -> None:
+def test_four_ranks_train_like_one_process(traces: Traces, name: str) -> None:
     traces.assert_as_one(name)
 
 

@@ -31,7 +31,7 @@ def losses(step: Step, config: RunConfig) -> list[float]:
 
 @pytest.mark.parametrize("way", ["replicate", "shard", "pipeline"])
 @pytest.mark.parametrize("preset", ["tiny", "tiny-block", "tiny-full", "tiny-mgr", "tiny-exo", "tiny-moe"])
-def test_one_rank_trains_as_no_ranks(preset: str, way: Any) -> None:
+def test_one_rank_trains_like_one_process(preset: str, way: Any) -> None:
     from residua.distributed.mesh import one_rank
     from residua.distributed.world import build_ranked_step
 
@@ -45,7 +45,7 @@ def test_one_rank_trains_as_no_ranks(preset: str, way: Any) -> None:
     assert got == pytest.approx(expected, rel=2e-3)
 
 
-def test_host_holds_one_layer_while_a_gpu_model_is_built() -> None:
+def test_building_a_gpu_model_holds_only_one_layer_on_the_host() -> None:
     """481 M parameters in 12 layers of 153 MiB. A process that held more before shows a smaller rise."""
     from residua.distributed.mesh import one_rank
     from residua.distributed.world import build_ranked_step
@@ -63,7 +63,7 @@ def test_host_holds_one_layer_while_a_gpu_model_is_built() -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 512])
-def test_divided_experts_compute_what_experts_do(rows: int) -> None:
+def test_divided_experts_compute_the_same_as_whole_experts(rows: int) -> None:
     """The exchange with NCCL, of this rank with itself; also if no row arrives."""
     from residua.distributed.experts import DividedExperts
     from residua.distributed.mesh import one_rank

@@ -110,7 +110,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("ranks", [2, 16, 64])
-def test_beat_costs_three_requests_for_any_number_of_ranks(job: Any, ranks: int) -> None:
+def test_a_beat_costs_three_requests_at_any_number_of_ranks(job: Any, ranks: int) -> None:
     simulated = job(ranks)
     simulated.store.requests = 0
     assert not simulated.seconds(10)
@@ -139,7 +139,7 @@ def test_requests_of_running_threads_grow_linearly_with_ranks(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("silent", "nodes"), [(0, 3), (2, 3), (4, 2)])
-def test_a_silent_rank_is_named_once_on_each_node(job: Any, silent: int, nodes: int, capsys: Any) -> None:
+def test_a_silent_rank_is_named_once_per_node(job: Any, silent: int, nodes: int, capsys: Any) -> None:
     """Rank 0 too; rank 4 is alone on its node. The others end when their training threads had the time to notice."""
     simulated = job(5, per_node=2)
     simulated.alive[silent].done = 7
@@ -153,7 +153,7 @@ def test_a_silent_rank_is_named_once_on_each_node(job: Any, silent: int, nodes: 
 
 
 @pytest.mark.parametrize("dead", [{2, 3}, {0, 1}, {4, 0}, {1, 3}, {0, 1, 2, 3}])
-def test_of_ranks_that_die_together_one_is_named(job: Any, dead: set[int], capsys: Any) -> None:
+def test_one_of_several_ranks_that_die_together_is_named(job: Any, dead: set[int], capsys: Any) -> None:
     """The rank before a dead one in the ring may be dead too; before the first of them there is one that lives."""
     simulated = job(5)
     simulated.kill(*dead)
@@ -162,7 +162,7 @@ def test_of_ranks_that_die_together_one_is_named(job: Any, dead: set[int], capsy
     assert said.split(" (process ")[0] in {f"residua: rank {rank}" for rank in dead}
 
 
-def test_a_dead_rank_has_the_last_step_that_anyone_knows(job: Any) -> None:
+def test_a_dead_rank_is_reported_with_its_last_known_step(job: Any) -> None:
     """It beats once a second, and steps may be shorter: the others know of those that they finished together."""
     simulated = job(3)
     simulated.alive[2].done = 9
@@ -173,7 +173,7 @@ def test_a_dead_rank_has_the_last_step_that_anyone_knows(job: Any) -> None:
     assert simulated.alive.pop(1).who_died().endswith("died, last heard of after step 13")
 
 
-def test_a_rank_that_ended_because_of_a_dead_one_is_not_named(job: Any) -> None:
+def test_the_first_dead_rank_is_named_not_its_victims(job: Any) -> None:
     """A collective may fail late on a rank: when the one that waited with it has ended."""
     simulated = job(4)
     simulated.kill(3)
@@ -191,7 +191,7 @@ def test_other_nodes_name_a_dead_rank_after_the_store_is_gone(job: Any, capsys: 
     assert capsys.readouterr().err.count("residua: rank 0 ") == 1 and not simulated.alive
 
 
-def test_a_rank_asked_to_end_names_a_dead_one_first(job: Any, capsys: Any) -> None:
+def test_a_terminated_rank_first_names_a_dead_one(job: Any, capsys: Any) -> None:
     """As torchrun asks all when one has died; it kills those that have not ended after 30 seconds."""
     simulated = job(3)
     for heart in simulated.alive.values():
@@ -203,7 +203,7 @@ def test_a_rank_asked_to_end_names_a_dead_one_first(job: Any, capsys: Any) -> No
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_a_rank_that_cannot_save_ends_when_asked_to(job: Any, died: bool, capsys: Any) -> None:
+def test_a_rank_that_cannot_save_ends_on_request(job: Any, died: bool, capsys: Any) -> None:
     simulated = job(3)
     simulated.kill(*[1] * died)
     asked = simulated.alive.pop(0)
@@ -224,7 +224,7 @@ def test_a_rank_that_fails_is_named_once_with_its_reason(job: Any, capsys: Any) 
     assert said.count("residua: rank 1 (process ") == said.count("failed: the disk is full, last heard of") == 1
 
 
-def test_what_rank_0_says_itself_is_said_again_elsewhere_only(job: Any, capsys: Any) -> None:
+def test_a_failure_of_rank_0_is_repeated_only_on_other_nodes(job: Any, capsys: Any) -> None:
     simulated = job(5, per_node=2)
     simulated.alive.pop(0).fail("the disk is full")
     simulated.seconds(3 * MISSED_BEATS + 2)
@@ -240,20 +240,20 @@ def test_the_first_of_several_failures_is_named(job: Any, capsys: Any) -> None:
     assert "failed: first" in (said := capsys.readouterr().err) and "second" not in said
 
 
-def test_a_rank_that_finished_is_not_missed(job: Any) -> None:
+def test_a_finished_rank_is_not_reported_dead(job: Any) -> None:
     simulated = job(3)
     simulated.alive.pop(1).stop(finished=True)
     assert not simulated.seconds(3 * PATIENCE)
 
 
-def test_without_a_store_every_rank_says_so_and_ends(job: Any, capsys: Any) -> None:
+def test_a_lost_store_is_reported_by_every_rank_and_ends_it(job: Any, capsys: Any) -> None:
     simulated = job(2)
     simulated.store.lost = True
     assert simulated.seconds_until_an_end() == 1
     assert capsys.readouterr().err.count("residua: torchrun's store is gone") == 2
 
 
-def test_a_rank_that_finished_or_failed_does_not_need_the_store(job: Any) -> None:
+def test_a_finished_or_failed_rank_does_not_need_the_store(job: Any) -> None:
     """Rank 0 may have ended before it, and the store with it."""
     simulated = job(2)
     simulated.store.lost = True
@@ -262,7 +262,7 @@ def test_a_rank_that_finished_or_failed_does_not_need_the_store(job: Any) -> Non
 
 
 @pytest.mark.parametrize("dead", [0, 2])
-def test_after_a_failed_collective_the_dead_rank_is_found(job: Any, dead: int) -> None:
+def test_a_failed_collective_names_the_dead_rank(job: Any, dead: int) -> None:
     simulated = job(4)
     simulated.kill(dead)
     asking = simulated.alive.pop(1)
@@ -270,14 +270,14 @@ def test_after_a_failed_collective_the_dead_rank_is_found(job: Any, dead: int) -
     assert asking.who_died().endswith(" died, last heard of after step 0")
 
 
-def test_after_a_failed_collective_the_living_are_not_accused(job: Any) -> None:
+def test_a_failed_collective_does_not_blame_living_ranks(job: Any) -> None:
     simulated = job(3)
     assert simulated.alive.pop(0).who_died() is None
     simulated.store.lost = True
     assert simulated.alive.pop(1).who_died().startswith("torchrun's store is gone")
 
 
-def test_after_a_failed_collective_a_reason_is_found_at_once(job: Any) -> None:
+def test_a_failed_collective_reports_a_known_reason_at_once(job: Any) -> None:
     simulated = job(3)
     simulated.alive.pop(2).fail("its own reason")
     asked = simulated.now
@@ -285,7 +285,7 @@ def test_after_a_failed_collective_a_reason_is_found_at_once(job: Any) -> None:
     assert simulated.now == asked
 
 
-def test_outlasting_a_rank_ends_with_its_beat_or_in_12_seconds(job: Any) -> None:
+def test_outlasting_a_rank_ends_with_its_beat_or_after_12_s(job: Any) -> None:
     simulated = job(2)
     waiting, asked = simulated.alive.pop(1), simulated.now
     waiting.outlast(rank=0)
@@ -300,7 +300,7 @@ def test_outlasting_a_rank_ends_with_its_beat_or_in_12_seconds(job: Any) -> None
     assert simulated.now == asked
 
 
-def test_a_rank_that_outlasts_another_says_nothing_itself(job: Any, capsys: Any) -> None:
+def test_a_rank_that_outlasts_another_prints_nothing(job: Any, capsys: Any) -> None:
     simulated = job(2)
     simulated.alive[1].outlast(rank=0)
     simulated.alive.pop(0).fail("said elsewhere")
@@ -308,7 +308,7 @@ def test_a_rank_that_outlasts_another_says_nothing_itself(job: Any, capsys: Any)
     assert not capsys.readouterr().err
 
 
-def test_sigterm_is_left_to_the_heartbeat_until_it_is_restored(job: Any) -> None:
+def test_sigterm_goes_to_the_heartbeat_until_restored(job: Any) -> None:
     """torchrun sends it whenever a rank has ended: also between a failed collective and its explanation."""
     heart, heard = job(2).alive[0], []
     heart.patience = 600
@@ -337,5 +337,5 @@ def test_sigterm_is_left_to_the_heartbeat_until_it_is_restored(job: Any) -> None
         (ValueError("timeout"), False),
     ],
 )
-def test_errors_that_mean_a_lost_peer(error: Exception, lost: bool) -> None:
+def test_errors_from_a_lost_peer_are_recognised(error: Exception, lost: bool) -> None:
     assert lost_a_peer(error) is lost

@@ -36,7 +36,7 @@ def test_similar_layers_do_not_recompile_each_other(monkeypatch: pytest.MonkeyPa
     torch.compiler.reset()
 
 
-def test_a_unit_has_as_few_layers_as_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_unit_has_the_fewest_layers_that_reach_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sublayers = [torch.nn.Linear(10, 10, bias=False) for _ in range(10)]
     for smallest, ends in {1: [2, 4, 6, 8, 10], 200: [2, 4, 6, 8, 10], 201: [4, 8, 10], 5000: [10]}.items():
         monkeypatch.setattr(units, "SMALLEST_UNIT", smallest)
@@ -45,7 +45,7 @@ def test_a_unit_has_as_few_layers_as_are_large_enough(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("shards", ["one", "several"])
-def test_what_saves_no_memory_is_gathered_once_a_step(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_save_no_memory_are_gathered_once_per_step(shards: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one shard that is everything; with several, all but the layers, which are gathered in every pass."""
     monkeypatch.setattr(units, "SMALLEST_UNIT", 1)
     monkeypatch.setattr(shard, "reshards", lambda mesh: shards == "several")
@@ -65,7 +65,7 @@ def test_what_saves_no_memory_is_gathered_once_a_step(shards: str, monkeypatch: 
     assert sorted(gathers.values()) == ([1] * 5 if shards == "one" else [1] + [2 * ACCUMULATE] * 4)
 
 
-def test_vectors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_precision_does_not_round_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on one process, where autocast rounds the operands of products only."""
     config = run_config("additive", precision="bfloat16")
     seen: set[tuple[bool, torch.dtype]] = set()
@@ -82,7 +82,7 @@ def test_vectors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("compile", ["off", pytest.param("on", marks=pytest.mark.nightly)])
-def test_a_model_gathered_whole_runs_on_working_copies(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_gathered_as_one_unit_uses_working_copies(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on one process: masters rounded once a step, gradients accumulated in float32, one graph."""
     monkeypatch.setattr(shard, "compile_rewritten", compiled)
     config = run_config("additive", {"unit": "model"}, layers=1, precision="bfloat16", compile=compile)
@@ -107,7 +107,7 @@ WAYS = list(product(COMPILED, ("eager", "aot_eager")))
 
 
 @pytest.mark.parametrize("way", only_nightly(WAYS, but=[("additive", "eager")]), ids="-".join)
-def test_compiled_layers_train_as_one_process(way: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_train_like_one_process(way: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`eager` finds what cannot be traced, `aot_eager` also what cannot be differentiated ahead of time."""
     model, backend = way
     recompute, shards, depth = COMPILED[model]

@@ -40,7 +40,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     raise AssertionError("no free port in 20 attempts")
 
 
-def test_without_torchrun_rank_0_serves_the_store(served: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_serves_the_store_without_torchrun(served: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     served.set("address", "of rank 0")
     monkeypatch.setenv("RANK", "1")
     assert mesh.job_store("group", LIMIT).get("address") == b"of rank 0"
@@ -49,14 +49,14 @@ def test_without_torchrun_rank_0_serves_the_store(served: dist.Store, monkeypatc
     assert len(mesh._served) == 1
 
 
-def test_names_do_not_see_each_other(served: dist.Store, monkeypatch: Any) -> None:
+def test_stores_of_different_names_are_separate(served: dist.Store, monkeypatch: Any) -> None:
     served.set("address", "of a process")
     monkeypatch.setenv("RANK", "1")
     assert not mesh.job_store("heartbeat", LIMIT).check(["address"])
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (0, 1), (1, 0), (0, 0)], ids=str)
-def test_a_start_meets_whatever_earlier_starts_left_in_the_store(counts: tuple[int, int]) -> None:
+def test_restarts_ignore_what_earlier_starts_left_in_the_store(counts: tuple[int, int]) -> None:
     """torchrun counts restarts on each node apart: (0, 1) after one, (0, 0) when a new node has joined."""
     store = dist.HashStore()
     first = starting(store, (0, 0))
@@ -83,7 +83,7 @@ def starting(store: dist.Store, counts: tuple[int, int]) -> list[nodes.Start]:
     return [found[0], found[1]]
 
 
-def test_a_probe_finds_ranks_that_see_or_write_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_finds_ranks_that_do_not_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 shares the folder, rank 2 has another one, rank 3 sees the folder and writes into a copy of it."""
     monkeypatch.setattr(nodes, "MAX_SECONDS_FOR_A_FILE", 0.0)
     (tmp_path / "run").mkdir()
@@ -106,7 +106,7 @@ def test_a_probe_finds_ranks_that_see_or_write_other_files(tmp_path: Path, monke
 HOSTS = ["node-a", "node-a", "node-b", "node-b"]
 
 
-def test_a_rank_is_slow_compared_with_the_median_for_its_work() -> None:
+def test_slow_ranks_are_judged_by_the_median_for_their_work() -> None:
     assert slow_ranks([1.0, 1.1, 1.0, 1.2], [0] * 4, HOSTS) == {}
     found = slow_ranks([1.0, 1.0, 1.0, 2.0], [0] * 4, HOSTS)
     assert list(found) == [3] and found[3].startswith("rank 3 on node-b is slow: 2.00 × the median rank's time")
@@ -121,7 +121,7 @@ def test_ranks_with_other_stages_of_a_pipeline_are_not_compared() -> None:
     assert list(found) == [1] and "2.00 × the median" in found[1]
 
 
-def test_stopwatch_takes_the_mean_of_the_first_training_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopwatch_averages_the_first_training_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(float(number**2) for number in range(10_000))
     monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
     watch = Stopwatch(torch.device("cpu"))
@@ -139,7 +139,7 @@ def test_stopwatch_takes_the_mean_of_the_first_training_passes(monkeypatch: pyte
     assert next(ticks) == (4 + 2 * Stopwatch.MOST) ** 2
 
 
-def test_the_parts_of_a_new_run_are_those_of_one_process() -> None:
+def test_a_new_run_starts_with_the_weights_of_one_process() -> None:
     config = run_config("exoformer")
     torch.manual_seed(0)
     whole = residua.build(config.model).state_dict()
@@ -150,7 +150,7 @@ def test_the_parts_of_a_new_run_are_those_of_one_process() -> None:
     assert all(torch.equal(parts[name], value) for name, value in whole.items())
 
 
-def test_parts_of_a_resumed_run_draw_nothing() -> None:
+def test_a_resumed_run_draws_no_random_numbers_for_its_parts() -> None:
     config = run_config("mhc").override(["model.topology.kind=mhc_lite"])
     before = torch.get_rng_state()
     parts = dict(starting_parts(config, resumed=True))

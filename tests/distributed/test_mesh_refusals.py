@@ -57,7 +57,7 @@ def test_experts_that_the_ranks_cannot_share_are_refused(name: str, monkeypatch:
         run_config(model, parallel, accumulate=parallel["shard"])
 
 
-def test_processes_and_a_mesh_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_of_another_size_than_the_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     for size, parallel, start, words in (
         ("", {"shard": 2}, open_world, r"asks for 2 processes .* but 1 was started: use torchrun"),
@@ -84,7 +84,7 @@ def test_processes_and_a_mesh_that_differ_are_refused(monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str, tmp_path: Path) -> None:
+def test_only_one_of_many_ranks_reports_a_mistake(changes: list[str], sentence: str, tmp_path: Path) -> None:
     """Also if rank 0 is the last to find it: a rank that ends makes torchrun end the others."""
     run = ["train", "tiny", "train.accumulate=4", *changes, "--out", str(tmp_path / "run")]
     agent = torchrun(3, "tests.distributed.command", *run)
@@ -97,7 +97,7 @@ def test_of_many_ranks_one_says_what_is_wrong(changes: list[str], sentence: str,
 
 
 @pytest.mark.nightly
-def test_the_command_of_the_documentation_refuses_too(tmp_path: Path) -> None:
+def test_the_documented_torchrun_command_reports_a_mistake_once(tmp_path: Path) -> None:
     """`torchrun … --no-python residua`, all of whose processes import everything anew."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     residua = str(Path(sys.executable).with_name("residua"))
@@ -109,7 +109,7 @@ def test_the_command_of_the_documentation_refuses_too(tmp_path: Path) -> None:
     assert len(said) == 1 and said[0].startswith("residua: parallel asks for 4 processes"), done.stderr
 
 
-def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_not_ended_reports_its_own_mistake(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example a rank without a GPU of its own, while rank 0 waits for it."""
     monkeypatch.setattr(command, "GRACE_SECONDS", 0)
     monkeypatch.setenv("RANK", "1")
@@ -118,7 +118,7 @@ def test_a_rank_that_nobody_ends_says_what_it_found(capsys: Any, monkeypatch: py
     assert capsys.readouterr().err == "residua: process 1 of this machine has no GPU for itself.\n"
 
 
-def test_rank_that_ends_while_connecting_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_lost_while_connecting_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with timed out connecting: Connection refused\nat pair.cc:152")
 
@@ -142,7 +142,7 @@ def test_job_restarted_by_torchrun_resumes_in_its_folder(tmp_path: Path, monkeyp
     World(torch.device("cpu")).open_run(tmp_path / "run", config, resume=False).close()
 
 
-def test_command_that_starts_a_run_again_has_as_many_processes() -> None:
+def test_printed_resume_command_starts_as_many_processes() -> None:
     assert run_config("additive").parallel.command_on() == "residua train"
     parallel = run_config("additive", {"data": 2, "pipeline": 2}).parallel
     assert parallel.command_on() == "torchrun --nproc-per-node 4 --no-python residua train"

@@ -40,7 +40,7 @@ def test_nodes_that_do_not_share_the_folder_are_refused(ranks: Ranks, tmp_path: 
     assert not list(one.iterdir()) and not list(other.iterdir())
 
 
-def test_checkpoint_with_parts_on_two_disks_gets_no_name(ranks: Ranks, tmp_path: Path) -> None:
+def test_checkpoint_split_over_two_disks_is_not_published(ranks: Ranks, tmp_path: Path) -> None:
     """The second save: by then a node has lost the shared disk."""
     (tmp_path / "elsewhere").mkdir()
     ranks.start(2, "parallel.shard=2", astray=["step-4", 1, str(tmp_path / "elsewhere")], beat=0.25)
@@ -78,7 +78,7 @@ def test_run_on_two_nodes_survives_the_death_of_one(ranks: Ranks, tmp_path: Path
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dead", [0, 3])
-def test_dead_rank_is_named_once_on_each_node(ranks: Ranks, dead: int) -> None:
+def test_dead_rank_is_named_once_per_node(ranks: Ranks, dead: int) -> None:
     ranks.start(4, "parallel.data=4", dies={"rank": dead, "after": 3}, beat=0.5, per_node=2)
     said = ranks.wait()
     for node in (said[:2], said[2:]):
@@ -106,7 +106,7 @@ def test_run_traces_chosen_steps_and_names_a_slow_rank(ranks: Ranks) -> None:
 
 
 @pytest.mark.nightly
-def test_pipeline_of_unlike_stages_names_no_slow_rank(ranks: Ranks) -> None:
+def test_pipeline_of_unequal_stages_names_no_slow_rank(ranks: Ranks) -> None:
     """And its summary counts the whole model."""
     ranks.start(2, "parallel.pipeline=2", "train.steps=3", SHORT, slow=[1, 0.3])
     said = ranks.wait()

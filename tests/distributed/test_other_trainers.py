@@ -33,7 +33,7 @@ def trained(
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_processes_train_as_one(way: str, trained: tuple[dict[str, dict[str, Tensor]], Path]) -> None:
+def test_two_processes_train_like_one(way: str, trained: tuple[dict[str, dict[str, Tensor]], Path]) -> None:
     alone, home = trained
     for name, expected in alone.items():
         together = load_file(home / f"{name}-{way}.safetensors")

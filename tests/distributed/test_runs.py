@@ -28,7 +28,7 @@ def unbroken(recipe: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> dic
     return curve(run)
 
 
-def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(ranks: Ranks, recipe, unbroken, tmp_path: Path) -> None:
+def test_run_resumes_on_two_one_then_two_ranks_with_one_curve(ranks: Ranks, recipe, unbroken, tmp_path: Path) -> None:
     """Shards of two ranks are read by one process, whose single files are read by a pipeline of two.
 
     λ of x0 injection, which learns at a hundredth of the rate, keeps that rate in all of them.
@@ -70,7 +70,7 @@ def test_two_ranks_then_one_then_two_go_on_with_the_same_curve(ranks: Ranks, rec
 
 
 @pytest.mark.nightly
-def test_divided_experts_are_saved_as_one_model_and_go_on_alone(ranks: Ranks, tmp_path: Path) -> None:
+def test_divided_experts_are_saved_as_one_model_and_resume_alone(ranks: Ranks, tmp_path: Path) -> None:
     """Two ranks with different experts save shards. One process reads and trains them on, as if it had made them."""
     mixture = ["model.ffn.kind=moe", "model.ffn.experts=4", "model.ffn.top_k=2", "model.ffn.hidden=16"]
     off = ["train.telemetry=off", "train.balance.weight=1", "train.steps=2"]
@@ -85,7 +85,7 @@ def test_divided_experts_are_saved_as_one_model_and_go_on_alone(ranks: Ranks, tm
     assert curve(run) == pytest.approx(curve(again), abs=1e-5)
 
 
-def test_killed_rank_costs_the_steps_since_the_last_checkpoint(ranks: Ranks, unbroken: dict[int, float]) -> None:
+def test_killed_rank_loses_only_steps_since_the_checkpoint(ranks: Ranks, unbroken: dict[int, float]) -> None:
     """torchrun starts the job again, the survivor names the dead rank, and the losses are those of an unbroken run."""
     asked = ranks.spec("parallel.shard=2", dies={"rank": 1, "after": 5}, beat=0.25)
     agent = torchrun(2, TRAIN, asked, restarts=1)
@@ -109,7 +109,7 @@ def gate(ranks: Ranks, tmp_path: Path) -> Path:
     return gate
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(ranks: Ranks, gate: Path) -> None:
+def test_training_continues_while_a_checkpoint_is_written(ranks: Ranks, gate: Path) -> None:
     """It gets its name when all ranks have written it, not before."""
     assert ranks.saved() == [2]
     assert list(ranks.run.glob("checkpoints/*step-4/state.json"))
@@ -118,7 +118,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(ranks: Ranks, gate: Path
     assert ranks.saved()[-2:] == [4, 6]
 
 
-def test_death_during_a_save_leaves_the_checkpoint_before_it(ranks: Ranks, gate: Path, recipe, unbroken) -> None:
+def test_death_during_a_save_keeps_the_previous_checkpoint(ranks: Ranks, gate: Path, recipe, unbroken) -> None:
     """The survivor waits for the save, which fails: not for its disk, but for the rank that it names."""
     run, (survivor, dead) = ranks.run, ranks.started
     while not any(record["step"] == 6 for record in ranks.records("validation")):
@@ -134,7 +134,7 @@ def test_death_during_a_save_leaves_the_checkpoint_before_it(ranks: Ranks, gate:
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
 
 
-def test_only_the_leader_says_what_it_refuses(ranks: Ranks) -> None:
+def test_only_the_leader_reports_a_refusal(ranks: Ranks) -> None:
     """The others outlast it: if another rank ended first, torchrun would end rank 0 before it could say anything."""
     ranks.run.mkdir()
     (ranks.run / "mine.txt").touch()
@@ -146,7 +146,7 @@ def test_only_the_leader_says_what_it_refuses(ranks: Ranks) -> None:
     assert ranks.codes == [2, 2]
 
 
-def test_rank_that_hangs_is_named_and_ends_the_others_in_time(ranks: Ranks) -> None:
+def test_hanging_rank_is_named_and_the_others_end_in_time(ranks: Ranks) -> None:
     """A stopped process keeps its connections open: nothing fails, only its heartbeats are missing."""
     dies = {"rank": 1, "after": 3, "by": "SIGSTOP", "patience": 2}
     ranks.start(2, "parallel.data=2", "parallel.patience=600", dies=dies, beat=0.25)
@@ -167,7 +167,7 @@ def test_rank_that_hangs_is_named_and_ends_the_others_in_time(ranks: Ranks) -> N
     ],
     ids=["a shard", "metrics"],
 )
-def test_full_disk_is_reported_once_and_costs_no_checkpoint(ranks: Ranks, full: list[Any], path: str) -> None:
+def test_full_disk_is_reported_once_and_keeps_checkpoints(ranks: Ranks, full: list[Any], path: str) -> None:
     """Whichever rank cannot write, rank 0 says so and the others end in silence."""
     ranks.start(2, "parallel.shard=2", full=full, beat=0.25)
     said = ranks.wait()

@@ -36,20 +36,20 @@ def slowest(preset: str, stages: int, *, split: str = "work") -> float:
 
 @pytest.mark.parametrize("stages", [4, 8, 16])
 @pytest.mark.parametrize("preset", ["mgr-l-prenorm", "mgr-l-competitive4"])
-def test_no_stage_of_a_large_model_has_much_more_than_mean_work(preset: str, stages: int) -> None:
+def test_large_model_stages_stay_near_the_mean_work(preset: str, stages: int) -> None:
     assert slowest(preset, stages) <= 1.10
     assert slowest(preset, stages, split="layers") >= 1.2
 
 
 @pytest.mark.parametrize(("preset", "stages"), [("mgr-l-full", 16), ("mgr-l-block8", 16), ("mgr-l-prenorm", 32)])
-def test_stages_of_large_sublayers_are_as_even_as_they_can_be(preset: str, stages) -> None:
+def test_stages_of_large_sublayers_are_as_even_as_possible(preset: str, stages) -> None:
     assert slowest(preset, stages) <= 1.34
     assert slowest(preset, stages, split="layers") >= 1.9
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stages", [4, 8, 16])
-def test_measured_stages_take_little_longer_than_the_mean(stages: int) -> None:
+def test_measured_stages_take_at_most_10_percent_over_the_mean(stages: int) -> None:
     """In CPU seconds, which depend little on what else runs; still, one of three attempts is enough."""
     from tests.distributed.stage_times import timed
 
@@ -59,14 +59,14 @@ def test_measured_stages_take_little_longer_than_the_mean(stages: int) -> None:
     assert min(ratios) <= 1.10, ratios
 
 
-def test_a_head_stays_whole_if_that_is_even() -> None:
+def test_a_head_is_divided_only_if_that_balances_stages() -> None:
     config = RunConfig.find("mgr-l-prenorm")
     few, many = (shares_of(config, work_of("mgr-l-prenorm"), stages=stages) for stages in (4, 16))
     assert [share.pieces for share in few] == [1] * 4 and head_ranks(few, 4) == [3]
     assert [share.pieces for share in many] == [16] * 16 and head_ranks(many, 16) == [14, 15]
 
 
-def test_the_work_of_an_additive_model_is_its_flops() -> None:
+def test_work_of_an_additive_model_is_its_flops() -> None:
     model = RunConfig.find("mgr-s-prenorm").model
     assert measure_work(model).total == pytest.approx(measure(model).flops_per_token, rel=1e-6)
 
@@ -94,7 +94,7 @@ def test_no_other_division_has_a_cheaper_slowest_stage() -> None:
     )
 
 
-def test_stages_may_be_whole_layers_divided_equally() -> None:
+def test_stages_can_be_equal_numbers_of_whole_layers() -> None:
     shares = share_layers(7, 3)
     assert [len(share.sublayers) for share in shares] == [6, 4, 4]
     assert [k for share in shares for k in share.sublayers] == list(range(14))
@@ -103,7 +103,7 @@ def test_stages_may_be_whole_layers_divided_equally() -> None:
 
 @pytest.mark.parametrize("bounds", [(0, 7, 23), (0, 1, 2, 22, 23)])
 @pytest.mark.parametrize("path", ["reference", "kept", "fused"])
-def test_pieces_of_a_head_give_losses_and_gradients_of_the_whole(bounds, path, monkeypatch) -> None:
+def test_head_pieces_give_the_losses_and_gradients_of_the_whole(bounds, path, monkeypatch) -> None:
     """In float64; the fused path keeps the softmax, or makes it again three tokens at a time."""
     monkeypatch.setattr(launch, "PIECE_BYTES", 2**30 if path == "kept" else 0)
     monkeypatch.setattr(launch, "CHUNK_BYTES", 3 * 8 * 16)
@@ -128,7 +128,7 @@ def test_pieces_of_a_head_give_losses_and_gradients_of_the_whole(bounds, path, m
 
 
 @pytest.mark.parametrize("kept", [0, 2**30])
-def test_a_piece_on_kernels_in_float32_is_close_to_float64(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_piece_on_float32_kernels_is_close_to_float64(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets inside and outside of the rows, gradients of one output or both, and tokens without any."""
     monkeypatch.setattr(launch, "PIECE_BYTES", kept)
     hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16, requires_grad=True)

@@ -15,7 +15,7 @@ def blocks_of(ranks: int, stages_per_rank: int, per_stage: int) -> list[list[str
 
 
 @pytest.mark.parametrize(("ranks", "each"), GRID)
-def test_naive_transport_sends_what_its_formula_says(ranks: int, each: int) -> None:
+def test_naive_transport_traffic_matches_its_formula(ranks: int, each: int) -> None:
     routes = plan_routes(blocks_of(ranks, each, 3), ranks, "naive")
     assert sum(len(route.sends) for route in routes) == naive_blocks(ranks, each, 3)
     assert not any(route.from_cache or route.to_cache for route in routes)
@@ -35,14 +35,14 @@ def test_cached_transport_sends_each_block_once_to_each_rank(ranks: int, each: i
 
 
 @pytest.mark.parametrize("transport", ["cached", "naive"])
-def test_every_stage_has_all_that_crosses_to_it(transport: str) -> None:
+def test_every_stage_receives_every_tensor_it_needs(transport: str) -> None:
     boundaries = blocks_of(3, 3, 2)
     routes = plan_routes(boundaries, 3, transport)
     for names, route in zip(boundaries, routes[1:], strict=True):
         assert sorted((*route.receives, *route.from_cache)) == sorted(names)
 
 
-def test_every_cached_tensor_is_read_as_often_as_planned() -> None:
+def test_cached_tensors_are_read_as_often_as_planned() -> None:
     routes = plan_routes(blocks_of(2, 3, 1), 2, "cached")
     for rank in range(2):
         own = routes[rank::2]
@@ -69,7 +69,7 @@ def test_gradients_of_later_readers_reach_the_first() -> None:
     assert torch.equal(x.grad, torch.full((3,), 2.0 * (3 + 5 + 7)))  # type: ignore[arg-type]
 
 
-def test_without_gradients_a_cache_still_empties() -> None:
+def test_a_cache_empties_without_gradients() -> None:
     cache = StageCache()
     with torch.no_grad():
         cache.put(0, "a", torch.ones(2), readers=1)
@@ -77,14 +77,14 @@ def test_without_gradients_a_cache_still_empties() -> None:
     assert not cache.entries
 
 
-def test_a_held_tensor_gets_a_gradient_without_being_read() -> None:
+def test_an_unread_held_tensor_gets_a_zero_gradient() -> None:
     x, idle = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
     hold(x * 2, [idle]).sum().backward()
     assert torch.equal(idle.grad, torch.zeros(3))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rows", "shards"), [(8, 2), (7, 2), (3, 4), (5, 3)])
-def test_rows_are_divided_as_fully_shard_divides_them(rows: int, shards: int) -> None:
+def test_rows_are_divided_as_by_fully_shard(rows: int, shards: int) -> None:
     from residua.distributed.optimizer import rows_of
 
     parts = torch.arange(rows).chunk(shards)

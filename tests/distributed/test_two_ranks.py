@@ -125,12 +125,12 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Traces:
 
 
 @pytest.mark.parametrize("name", by_day_and_night(DAY, NIGHT))
-def test_two_ranks_train_as_one(traces: Traces, name: str) -> None:
+def test_two_ranks_train_like_one_process(traces: Traces, name: str) -> None:
     traces.assert_as_one(name)
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_rank_builds_its_share_with_one_layer_more_at_most(traces: Traces, name: str) -> None:
+def test_rank_builds_its_share_plus_at_most_one_layer(traces: Traces, name: str) -> None:
     """And the ranks together have the weights of one process, bit for bit."""
     from tests.distributed.live import size
 
@@ -147,14 +147,14 @@ def test_rank_builds_its_share_with_one_layer_more_at_most(traces: Traces, name:
 ROUNDED = '{"precision": "bfloat16"}'
 
 
-def test_working_copies_of_a_gathered_model_have_right_gradients(traces: Traces) -> None:
+def test_gathered_working_copies_have_correct_gradients(traces: Traces) -> None:
     """In the first step. Later, weights that differ in the last bits may round differently in bfloat16."""
     first = {key: value for key, value in alone("mgr", ROUNDED).items() if key.startswith("0/")}
     assert_same_training({key: traces["rounded"][key] for key in first}, first)
 
 
 @pytest.mark.nightly
-def test_sharded_step_in_fp8_has_right_gradients(traces: Traces) -> None:
+def test_sharded_fp8_step_has_correct_gradients(traces: Traces) -> None:
     """In the first step, as above."""
     first = {key: v for key, v in alone("additive", '{"precision": "fp8_emulated"}').items() if key.startswith("0/")}
     assert_same_training({key: traces["low-precision"][key] for key in first}, first)
@@ -162,14 +162,14 @@ def test_sharded_step_in_fp8_has_right_gradients(traces: Traces) -> None:
     assert any(not torch.equal(plain[key], value) for key, value in first.items())
 
 
-def test_compiled_stages_train_as_one(traces: Traces) -> None:
+def test_compiled_stages_train_like_one_process(traces: Traces) -> None:
     """Each of the two stages has a graph with gradients and one without."""
     assert_same_training(traces["compiled-stages"], alone("full", '{"layers": 2}'))
     assert (traces["compiled-stages"]["graphs"], traces["full-1f1b"]["graphs"]) == (4, 0)
 
 
 @pytest.mark.nightly
-def test_stages_differentiated_ahead_of_time_train_as_one(traces: Traces) -> None:
+def test_aot_differentiated_stages_train_like_one_process(traces: Traces) -> None:
     """By day layers are, in another test."""
     assert_same_training(traces["differentiated-stages"], alone("full", '{"layers": 2}'))
     assert traces["differentiated-stages"]["graphs"] == 4
@@ -181,7 +181,7 @@ def test_stages_recompute_every_sublayer(traces: Traces) -> None:
     assert (traces["recomputed-stages"]["checkpointed"], traces["block-1f1b"]["checkpointed"]) == (8 * passes, 0)
 
 
-def test_stages_in_bfloat16_compute_the_gradients_of_one_process(traces: Traces) -> None:
+def test_bfloat16_stages_have_the_gradients_of_one_process(traces: Traces) -> None:
     """Up to rounding, which accumulates over depth to 2 % of the smallest ones. Half as many bytes are sent."""
     first = {key: value for key, value in alone("full", ROUNDED).items() if key.startswith("0/")}
     for name, expected in first.items():
@@ -191,7 +191,7 @@ def test_stages_in_bfloat16_compute_the_gradients_of_one_process(traces: Traces)
         assert traces["rounded-stages"][way] * 2 == traces["full-interleaved"][way]
 
 
-def test_cached_blocks_are_sent_as_often_as_the_formula_says(traces: Traces) -> None:
+def test_cached_block_traffic_matches_its_formula(traces: Traces) -> None:
     """Full, 8 sublayers, P = V = 2: N_p = 2 blocks per stage, and the embedding once to the other rank."""
     sent, naive = traces["full-interleaved"], traces["naive"]
     for way in ("forward", "backward"):
@@ -202,7 +202,7 @@ def test_cached_blocks_are_sent_as_often_as_the_formula_says(traces: Traces) -> 
         assert sent[f"bytes/{way}"] < naive[f"bytes/{way}"]
 
 
-def test_run_says_what_it_sent_and_what_the_formulas_give(traces: Traces) -> None:
+def test_run_reports_its_traffic_and_the_formulas_prediction(traces: Traces) -> None:
     """A block is 3 KiB per step. 7 are sent, 15 by sending at every hop, 12 and 10 (no embedding) by the formulas."""
     said = {name: bytes(traces[name]["notice"].tolist()).decode() for name in ("full-interleaved", "additive-1f1b")}
     assert said == {
