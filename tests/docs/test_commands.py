@@ -24,7 +24,7 @@ from tests.docs.world import World, shrunk, sources
 from tests.trained import residua
 
 
-def test_blocks_that_hold_commands_say_bash() -> None:
+def test_code_blocks_with_commands_are_marked_as_bash() -> None:
     unmarked = [
         f"{page.relative_to(ROOT)}:{line}"
         for page in PAGES
@@ -35,14 +35,14 @@ def test_blocks_that_hold_commands_say_bash() -> None:
 
 
 @pytest.mark.slow
-def test_every_command_of_the_documentation_is_understood() -> None:
+def test_every_documented_command_parses() -> None:
     found = [command for command in every_command() if command.arguments is not None]
     assert len(found) > 100
     _check_understood(found)
 
 
 @pytest.mark.slow
-def test_every_example_of_a_help_text_is_understood() -> None:
+def test_every_example_in_a_help_text_parses() -> None:
     found = help_commands()
     assert {command.page.split()[1] for command in found} == set(VERBS)
     _check_understood(found)
@@ -109,7 +109,7 @@ def test_every_unexecuted_command_has_a_reason() -> None:
     assert [pattern for pattern, texts in used.items() if not texts] == []
 
 
-def test_make_knows_the_targets_that_the_pages_name() -> None:
+def test_every_documented_make_target_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, re.M))
     named = {
@@ -128,7 +128,7 @@ def world(tmp_path_factory) -> World:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_of_a_page_run_in_order(page: Path, world: World, tmp_path: Path, monkeypatch) -> None:
+def test_commands_of_a_page_run_in_order(page: Path, world: World, tmp_path: Path, monkeypatch) -> None:
     wanted = [command for command in commands(page) if command.reason is None]
     if not wanted:
         pytest.skip("no commands")

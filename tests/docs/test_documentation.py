@@ -28,7 +28,7 @@ def python_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.S)
 
 
-def test_dir_of_the_package_shows_what_the_pages_name():
+def test_dir_of_the_package_lists_every_documented_name():
     pages = [str(page.relative_to(DOCS)) for page in DOCS.glob("*.md")]
     code = "\n".join(block for page in pages for block in python_blocks(page))
     parts = {path.stem for path in Path(residua.__file__).parent.iterdir()}
@@ -39,14 +39,14 @@ def test_dir_of_the_package_shows_what_the_pages_name():
     assert named <= set(shown.split())
 
 
-def test_python_of_the_readme_runs_as_pasted():
+def test_readme_python_runs_as_pasted():
     (code,) = python_blocks("../README.md")
     scope: dict = {}
     exec(code, scope)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in scope["model"].parameters())
 
 
-def test_the_page_about_kernels_works():
+def test_bench_page_code_runs_and_names_every_operator():
     (code,) = python_blocks("bench.md")
     scope: dict = {}
     exec(code, scope)
@@ -103,7 +103,7 @@ DOCUMENTED = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_topologies_have_the_parameters_their_table_says(name):
+def test_topologies_have_the_documented_parameter_counts(name):
     keys, expected = DOCUMENTED[name]
     config = residua.ModelConfig(
         layers=L,
@@ -125,7 +125,7 @@ def test_every_topology_has_a_section_and_a_row():
     assert [k for k in kinds if not re.search(rf"^## .*\b{k}\b", page, re.M)] == []
 
 
-def test_recorded_taps_are_the_documented_ones():
+def test_recorded_taps_match_the_documentation():
     config = residua.ModelConfig.preset("tiny-exo").override(
         ["topology=multi_gate", "ffn={kind='moe', hidden=8, experts=4, top_k=2}"]
     )
@@ -137,7 +137,7 @@ def test_recorded_taps_are_the_documented_ones():
 
 
 @pytest.mark.slow
-def test_slurm_script_is_bash_and_its_command_is_understood():
+def test_slurm_script_is_valid_bash_and_its_command_parses():
     (script,) = re.findall(r"```text\n(#!/bin/bash.*?)```", (DOCS / "reference/clusters.md").read_text("utf-8"), re.S)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     command = script.replace("\\\n", " ").partition("--no-python residua ")[2].replace("$resume", "--resume")
@@ -158,7 +158,7 @@ def _listed() -> set[str]:
     return found
 
 
-def test_the_layout_on_the_page_is_the_one_in_the_tree():
+def test_documented_layout_matches_the_tree():
     here = ROOT / "residua"
     operators = {p.parent for p in here.glob("ops/[a-z]*/__init__.py")}
     folders = {p.parent for p in here.glob("**/__init__.py")} - operators - {here}
@@ -168,12 +168,12 @@ def test_the_layout_on_the_page_is_the_one_in_the_tree():
 
 
 @pytest.mark.slow
-def test_the_picture_is_drawn_from_the_code_as_it_is():
+def test_architecture_picture_matches_the_code():
     drawing = load_module("tools/architecture.py")
     assert drawing.PICTURE.read_text(encoding="utf-8") == drawing.draw(), "run `make map` and look at the picture"
 
 
-def test_every_path_of_the_package_that_a_page_names_exists():
+def test_every_documented_package_path_exists():
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     found = {
         page.name: re.findall(r"\b((?:residua|tests)/[a-z_/.]*[a-z])(?![\w/])", page.read_text("utf-8"))
@@ -188,7 +188,7 @@ def drawing():
     return load_module("tools/topologies.py")
 
 
-def test_the_committed_pictures_are_what_the_code_draws(drawing):
+def test_committed_pictures_match_the_code(drawing):
     made = drawing.made()
     assert [p.name for p, content in made.items() if p.read_text(encoding="utf-8") != content] == [], "run `make map`"
     assert {p.name for p in (ROOT / "docs" / "img").glob("topology-*.svg")} == {p.name for p in made}
@@ -207,7 +207,7 @@ def _reads(drawing, kind: str, **options) -> list[list[int]]:
     return [sorted(junction.reads) for junction in drawing.trace(topology)]
 
 
-def test_the_tracer_finds_what_each_sublayer_reads(drawing):
+def test_the_tracer_finds_the_sources_of_each_sublayer(drawing):
     assert _reads(drawing, "additive") == [[0]] * 7
     assert _reads(drawing, "full_attnres") == [list(range(k + 1)) for k in range(7)]
     assert len(_reads(drawing, "full_attnres", window=2)[-1]) == 3  # the embedding and two outputs
@@ -215,13 +215,13 @@ def test_the_tracer_finds_what_each_sublayer_reads(drawing):
     assert _reads(drawing, "multi_gate", streams=3) == [[0], [0, 1]] + [[0, 1, 2]] * 5
 
 
-def test_every_relative_link_is_a_file_of_the_repository() -> None:
+def test_every_relative_link_points_to_a_repository_file() -> None:
     relative = [target for _, target in LINK.findall(README) if not target.startswith("https://")]
     assert len(relative) > 20
     assert [target for target in relative if not (ROOT / target.partition("#")[0]).exists()] == []
 
 
-def test_on_pypi_every_link_is_absolute_and_leads_to_that_file() -> None:
+def test_pypi_links_are_absolute_and_point_to_the_same_file() -> None:
     text = load_module("setup.py").absolute(README, "https://example.org/us/residua", "v1")
     pairs = list(zip(LINK.findall(README), LINK.findall(text), strict=True))
     for (mark, before), (_, after) in pairs:
@@ -231,7 +231,7 @@ def test_on_pypi_every_link_is_absolute_and_leads_to_that_file() -> None:
     assert any(mark for (mark, _), _ in pairs)
 
 
-def test_a_build_knows_its_repository_on_github_only(monkeypatch) -> None:
+def test_a_build_knows_its_repository_only_on_github(monkeypatch) -> None:
     setup = load_module("setup.py")
     for name, value in (("SERVER_URL", "https://example.org"), ("REPOSITORY", "us/residua"), ("SHA", "abc")):
         monkeypatch.setenv(f"GITHUB_{name}", value)
@@ -240,7 +240,7 @@ def test_a_build_knows_its_repository_on_github_only(monkeypatch) -> None:
     assert setup.repository() is None
 
 
-def test_every_interval_is_in_a_table_that_is_made_from_a_study() -> None:
+def test_every_quoted_interval_is_in_a_study_table() -> None:
     """So that a study that goes on does not leave old numbers in the sentences about it."""
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md")]
     made = "".join(block for page in pages for block in re.findall(r"<!-- study .*?<!-- end -->", page, re.S))
@@ -252,7 +252,7 @@ def test_every_interval_is_in_a_table_that_is_made_from_a_study() -> None:
 
 
 @pytest.mark.slow
-def test_the_picture_is_drawn_from_the_measured_study() -> None:
+def test_answer_picture_matches_the_measured_study() -> None:
     answer = load_module("tools/answer.py")
     found = answer.measured()
     assert {row.size for row in found} == {"124 M", "51 M"} and [row.change for row in found] == sorted(
@@ -262,7 +262,7 @@ def test_the_picture_is_drawn_from_the_measured_study() -> None:
     assert "docs/img/answer.svg" in README
 
 
-def test_the_picture_says_what_the_numbers_say() -> None:
+def test_answer_picture_title_follows_from_the_numbers() -> None:
     answer = load_module("tools/answer.py")
     paying = [
         answer.Row(name, -0.2, -0.3, -0.1, 1.2, 1.1, 1.3, 1.1, gain, True)
@@ -278,7 +278,7 @@ def test_the_picture_says_what_the_numbers_say() -> None:
     assert answer._answer([unsure]) == "No lower loss was shown. Faster per second: none in this study."
 
 
-def test_a_release_that_is_not_ready_says_why(tmp_path) -> None:
+def test_an_unready_release_lists_its_faults(tmp_path) -> None:
     release = load_module("tools/release.py")
     (tmp_path / "residua").mkdir()
     (tmp_path / "residua" / "version.py").write_text('__version__ = "0.3.0"\n')

@@ -21,7 +21,7 @@ LONG = "word " * 31 + "."
         ("```\nthis is no length\n```\n\nPlain text.", 0),
     ],
 )
-def test_page_has_a_finding_for_each_habit(
+def test_each_habit_in_a_page_is_a_finding(
     text: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prose, "ROOT", tmp_path)
@@ -50,7 +50,7 @@ NAV = """nav:
 """
 
 
-def test_pages_and_guides_above_their_words_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_and_guides_over_their_word_limit_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     (tmp_path / "mkdocs.yml").write_text(f"site_name: Test\n\n{NAV}")
     (tmp_path / "docs").mkdir()
@@ -62,7 +62,7 @@ def test_pages_and_guides_above_their_words_are_named(tmp_path: Path, monkeypatc
     assert "docs/tests.md" in "".join(prose.long_pages())
 
 
-def test_every_page_of_the_site_has_a_limit_or_is_a_reference() -> None:
+def test_every_page_belongs_to_a_known_section() -> None:
     found = prose.sections()
     assert set(found.values()) == {"Learn", "Guides", "Reference", "Results", "Internals"}
     assert found["docs/train.md"] == "Guides" and found["docs/decisions/10-not-done.md"] == "Internals"

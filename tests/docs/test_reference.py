@@ -18,12 +18,12 @@ def reference() -> ModuleType:
     return load_module("tools/reference.py")
 
 
-def test_committed_reference_is_what_the_code_says(reference: ModuleType) -> None:
+def test_committed_reference_matches_the_code(reference: ModuleType) -> None:
     stale = [path.name for path, text in reference.made().items() if path.read_text(encoding="utf-8") != text]
     assert stale == [], "run `make reference` and commit what it writes"
 
 
-def test_every_option_and_key_has_a_meaning(reference: ModuleType) -> None:
+def test_every_option_and_key_has_a_description(reference: ModuleType) -> None:
     for text in reference.made().values():
         lacking = [line for line in text.splitlines() if re.search(r"\| *\|$", line) and "| kind" not in line]
         assert lacking == []
@@ -35,7 +35,7 @@ def test_every_key_of_a_preset_is_in_the_reference(reference: ModuleType) -> Non
     assert len(keys) > 60 and [key for key in sorted(keys) if f"| `{key}` |" not in page] == []
 
 
-def test_meaning_is_a_docstring_below_the_key_or_a_sentence(reference: ModuleType) -> None:
+def test_key_description_comes_from_its_or_the_class_docstring(reference: ModuleType) -> None:
     table = next(each for each in reference._tables(RunConfig.model_fields["model"].annotation))
     about, meanings = reference._about(table)
     assert about == "A decoder-only language model."
@@ -53,5 +53,5 @@ def test_meaning_is_a_docstring_below_the_key_or_a_sentence(reference: ModuleTyp
         (Frozen, "table"),
     ],
 )
-def test_types_are_written_in_words(reference: ModuleType, annotation: object, words: str) -> None:
+def test_types_are_described_in_words(reference: ModuleType, annotation: object, words: str) -> None:
     assert reference._type(annotation, []) == words

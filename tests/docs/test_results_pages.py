@@ -45,7 +45,7 @@ def made_of(results: ModuleType, root: Path, *blocks: str) -> tuple[str, dict[st
     return made[root / "README.md"], {path.name: content for path, content in made.items()}
 
 
-def test_studies_that_are_not_begun_can_be_begun(monkeypatch) -> None:
+def test_studies_not_started_yet_are_valid(monkeypatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (ROOT / "docs" / "lab" / "to-measure.md").read_text()
     for path in sorted((ROOT / "docs" / "results" / "studies").glob("*.toml")):
@@ -59,7 +59,7 @@ def test_studies_that_are_not_begun_can_be_begun(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_committed_pages_are_what_the_studies_make(results: ModuleType) -> None:
+def test_committed_results_pages_match_the_studies(results: ModuleType) -> None:
     stale = [
         str(path.relative_to(ROOT))
         for path, content in results.made(ROOT).items()
@@ -88,18 +88,18 @@ def _faults(text: str) -> list[str]:
     return [fault for fault, present in faults.items() if present]
 
 
-def test_pages_of_results_have_one_form_and_are_short() -> None:
+def test_results_pages_are_short_and_share_one_structure() -> None:
     pages = {page.name: page.read_text("utf-8") for page in (ROOT / "docs" / "results").glob("*.md")}
     assert {f"{path.stem}.md" for path in STUDY.parent.glob("*.json") if '"models"' in path.read_text()} < set(pages)
     assert {name: faults for name, text in pages.items() if (faults := _faults(text))} == {}
 
 
-def test_the_committed_studies_are_written_as_they_were_read() -> None:
+def test_committed_studies_survive_a_round_trip() -> None:
     for path in (STUDY, STUDY.with_name("depth-32.json")):  # without outliers, and with them
         assert SavedStudy.read(path).text() == path.read_text(encoding="utf-8")
 
 
-def test_study_without_a_page_gets_one_that_stays_the_same(results: ModuleType, root: Path) -> None:
+def test_study_without_a_page_gets_a_stable_one(results: ModuleType, root: Path) -> None:
     (page, text), *others = results.made(root).items()
     assert (page, others) == (root / "docs" / "results" / "rates.md", [])
     assert "| prenorm (baseline) | 3.9758 ± 0.0013 | — | — |" in text and "throughput" not in text  # no run has a speed
@@ -109,7 +109,7 @@ def test_study_without_a_page_gets_one_that_stays_the_same(results: ModuleType, 
     assert results.made(root) == {page: text}
 
 
-def test_a_block_is_replaced_and_the_words_around_it_stay(results: ModuleType, root: Path) -> None:
+def test_a_block_is_replaced_and_the_text_around_it_stays(results: ModuleType, root: Path) -> None:
     readme = root / "README.md"
     readme.write_text("before\n<!-- study rates rates -->\nstale\n<!-- end -->\nafter\n")
     text = results.made(root)[readme]
@@ -118,7 +118,7 @@ def test_a_block_is_replaced_and_the_words_around_it_stay(results: ModuleType, r
     assert text.endswith("\n<!-- end -->\nafter\n") and "stale" not in text
 
 
-def test_the_claims_of_a_papers_table_are_judged_by_a_study(results: ModuleType, root: Path) -> None:
+def test_a_study_judges_the_claims_of_a_papers_table(results: ModuleType, root: Path) -> None:
     ends = {"prenorm": 3.0, "full_attnres": 2.9, "mgr": 2.95}
     saved_study(ends, {"mhc_lite": ["mhc_lite"]}).write(root / "docs" / "results" / "pretended.json")
     readme = root / "README.md"
@@ -147,7 +147,7 @@ def test_claims_that_a_study_cannot_judge_are_counted(results: ModuleType, root:
     assert "Not judged yet: the study pretended has no complete run of the rows that 003:table1 compares" in text
 
 
-def test_peaks_of_chosen_variants_are_drawn_and_tabled(results: ModuleType, root: Path) -> None:
+def test_peaks_of_chosen_variants_are_drawn_and_listed(results: ModuleType, root: Path) -> None:
     saved = with_peaks(saved_study({"prenorm": 3.0, "gatednorm": 2.9}), {"prenorm": (2.0, 3.0, 4.0)})
     saved.write(root / "docs" / "results" / "pretended.json")
     text, files = made_of(results, root, "pretended peaks prenorm,gatednorm")
@@ -158,7 +158,7 @@ def test_peaks_of_chosen_variants_are_drawn_and_tabled(results: ModuleType, root
 
 
 @pytest.mark.slow
-def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType, root: Path) -> None:
+def test_a_ladder_can_include_longer_runs_of_another_study(results: ModuleType, root: Path) -> None:
     shutil.copy(STUDY.with_name("main-s.json"), root / "docs" / "results")
     study = SavedStudy.read(STUDY.with_name("mini-39m.json"))
     models = tuple(m.model_copy(update={"timings": {}}) if m.variant == "naive" else m for m in study.models)
@@ -180,7 +180,7 @@ def test_a_ladder_can_have_the_longer_runs_of_another_study(results: ModuleType,
 
 
 @pytest.mark.slow
-def test_studies_are_compared_on_the_variants_both_have(results: ModuleType, root: Path) -> None:
+def test_studies_are_compared_on_their_common_variants(results: ModuleType, root: Path) -> None:
     shutil.copy(STUDY.with_name("mini-39m.json"), root / "docs" / "results")
     saved_study({"prenorm": 3.0, "mgr": 2.9, "mgr2": 2.8}).write(root / "docs" / "results" / "deep.json")
     text, files = made_of(results, root, "deep beside mini-39m")
@@ -244,14 +244,14 @@ def test_a_block_of_an_unknown_study_or_part_is_refused(results: ModuleType, roo
         ("recommended-s-per-token", "main-s", "mgr_exo"),
     ],
 )
-def test_a_recommended_preset_is_the_model_that_was_measured(preset: str, study: str, variant: str) -> None:
+def test_a_recommended_preset_is_the_measured_model(preset: str, study: str, variant: str) -> None:
     saved = SavedStudy.read(ROOT / "docs" / "results" / f"{study}.json")
     (measured,) = (RunConfig(**model.config).model for model in saved.models if model.variant == variant)
     assert RunConfig.find(preset).model.override([f"vocab_size={measured.vocab_size}"]) == measured
 
 
 @pytest.mark.parametrize("kind", ["", "-per-token"])
-def test_recommended_large_model_has_the_choice_of_the_study(kind: str) -> None:
+def test_recommended_large_model_uses_the_measured_choices(kind: str) -> None:
     small, large = (RunConfig.find(f"recommended-{size}{kind}").model for size in "sl")
     assert (large.topology, large.anchors, large.norm) == (small.topology, small.anchors, small.norm)
     assert large.attention == small.attention.model_copy(update={"heads": 10})

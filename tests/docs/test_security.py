@@ -31,7 +31,7 @@ def imported(name: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_pickles_are_read_from_our_own_helpers_only() -> None:
+def test_pickles_are_read_only_from_our_own_helpers() -> None:
     assert calls("pickle.load") == {"train/compile/precompile.py"}
     # takes only the names of a checkpoint's description (tests/integrations)
     assert imported("pickle") == {"train/compile/precompile.py", "integrations/torchtitan/convert.py"}
@@ -39,7 +39,7 @@ def test_pickles_are_read_from_our_own_helpers_only() -> None:
     assert not any(imported(name) for name in ("marshal", "shelve", "dill", "cloudpickle", "joblib"))
 
 
-def test_no_code_is_made_of_text() -> None:
+def test_no_text_is_executed_as_code() -> None:
     assert calls("exec", "eval", "os.system", "runpy.run_path", "runpy.run_module") == set()
 
 
@@ -49,13 +49,13 @@ def test_code_of_model_folders_is_never_trusted() -> None:
 
 
 @pytest.mark.parametrize("name", ["urllib.request", "http", "requests", "httpx", "huggingface_hub"])
-def test_the_network_is_left_to_libraries_that_a_person_asks_for(name: str) -> None:
+def test_only_requested_libraries_use_the_network(name: str) -> None:
     # for `export --push`, and on 127.0.0.1 only (tests/watch/test_server.py)
     asked = {"huggingface_hub": {"export/__init__.py"}, "http": {"watch/server.py"}}
     assert imported(name) == asked.get(name, set())
 
 
-def test_no_connection_is_opened() -> None:
+def test_only_the_watch_server_opens_sockets() -> None:
     assert calls("socket.create_connection", "urlopen") == set()
     assert calls("socket.socket", "socket.create_server") == {"watch/server.py"}
 

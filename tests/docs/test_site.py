@@ -28,13 +28,13 @@ def site():
     return load_module("tools/site.py")
 
 
-def test_every_page_has_its_place_in_the_navigation(site) -> None:
+def test_every_page_is_in_the_navigation(site) -> None:
     listed = re.findall(r"(\S+\.md)", NAV)
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if page.parent.name != "lab"}
     assert len(listed) == len(set(listed)) and set(listed) == pages | set(site.BORROWED.values())
 
 
-def test_the_reference_shows_the_public_surface() -> None:
+def test_the_reference_covers_the_public_api() -> None:
     shown = set(re.findall(r"^      heading: (\S+)", API, re.M))
     operators = ["depth_attention", "multi_gate", "gated_norm", "mix_projection", "linear_cross_entropy", "backend"]
     surface = {f"residua.{name}" for name in residua.__all__ if name not in ("ops", "choices")}  # modules
@@ -44,7 +44,7 @@ def test_the_reference_shows_the_public_surface() -> None:
         assert hasattr(importlib.import_module(place), name), public
 
 
-def test_links_between_files_become_links_between_pages(site) -> None:
+def test_file_links_become_page_links(site) -> None:
     def relink(text: str, source: str = "README.md", page: str = "index.md") -> str:
         return site.relink(text, source, page)
 
@@ -57,7 +57,7 @@ def test_links_between_files_become_links_between_pages(site) -> None:
     assert relink("[x](https://example.org/a) [y](#b) [z](LICENSE)") == "[x](https://example.org/a) [y](#b) z"
 
 
-def test_pipes_in_the_code_of_a_table_have_no_backslash(site) -> None:
+def test_pipes_in_table_code_have_no_backslash(site) -> None:
     html = r"<td><code>a\|b\|c</code> and |h|</td><td><code>a|b</code></td>"
     assert site.on_page_content(html) == "<td><code>a|<wbr>b|<wbr>c</code> and |h|</td><td><code>a|b</code></td>"
 
@@ -75,13 +75,13 @@ def built(tmp_path_factory) -> Path:
 
 
 @pytest.mark.nightly
-def test_the_site_builds_without_a_warning(built: Path) -> None:
+def test_the_site_builds_without_warnings(built: Path) -> None:
     assert {"index.html", "quickstart.html", "api.html", "gallery.html"} <= {page.name for page in built.iterdir()}
     assert "residua.ops.depth_attention" in (built / "api.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.nightly
-def test_pages_name_no_file_of_another_machine(built: Path) -> None:
+def test_built_pages_load_nothing_from_other_hosts(built: Path) -> None:
     loading = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*(?:src|href)=["']?(?:https?:)?//""")
     assert [page.name for page in built.rglob("*.html") if loading.search(page.read_text(encoding="utf-8"))] == []
 
@@ -162,7 +162,7 @@ CUT = """() => {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("width", [1400, 420])
-def test_no_code_is_cut_and_no_picture_tiny(visit: Visit, built: Path, width: int) -> None:
+def test_code_is_not_cut_off_and_pictures_are_not_tiny(visit: Visit, built: Path, width: int) -> None:
     visit.page.context.unroute_all()
     visit.page.set_viewport_size({"width": width, "height": 900})
     cut = {}

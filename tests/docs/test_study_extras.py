@@ -25,7 +25,7 @@ def studies() -> tuple[SavedStudy, SavedStudy]:
 
 
 @pytest.mark.slow
-def test_a_loss_out_of_reach_of_the_ladder_has_no_gain(studies: tuple[SavedStudy, SavedStudy]) -> None:
+def test_a_loss_beyond_the_ladder_has_no_gain(studies: tuple[SavedStudy, SavedStudy]) -> None:
     short, longer = studies
     lower = [
         run.model_copy(
@@ -45,7 +45,7 @@ def test_a_loss_out_of_reach_of_the_ladder_has_no_gain(studies: tuple[SavedStudy
 
 
 @pytest.mark.slow
-def test_rows_without_a_stated_speed_are_on_the_new_ladder(studies: tuple[SavedStudy, SavedStudy]) -> None:
+def test_rows_without_a_speed_use_the_external_ladder(studies: tuple[SavedStudy, SavedStudy]) -> None:
     short, longer = studies
     timed = with_external_ladder(short, longer)[0]
     runs = tuple(run.model_copy(update={"tokens_per_second": None}) for run in short.runs)
@@ -56,7 +56,7 @@ def test_rows_without_a_stated_speed_are_on_the_new_ladder(studies: tuple[SavedS
     assert now.equivalent_tokens == then.equivalent_tokens
 
 
-def test_losses_of_another_text_are_refused(studies: tuple[SavedStudy, SavedStudy]) -> None:
+def test_losses_on_another_text_are_refused(studies: tuple[SavedStudy, SavedStudy]) -> None:
     short, longer = studies
     other = longer.dataset.model_copy(update={"bytes_per_token": 4.4})
     with pytest.raises(ConfigError, match="budgets of main-mini: the validation text differs"):
@@ -72,7 +72,7 @@ def test_losses_on_another_part_of_the_text_are_refused(studies: tuple[SavedStud
 
 
 @pytest.mark.slow
-def test_the_published_studies_say_what_is_left_after_correction(studies: tuple[SavedStudy, SavedStudy]) -> None:
+def test_published_studies_report_gains_left_after_correction(studies: tuple[SavedStudy, SavedStudy]) -> None:
     small, longer = studies
     at_s = show_saved(SavedStudy.read(RESULTS / "main-s.json"))
     assert sum(map(pays, at_s.variants)) == 6 and not any(map(loses, at_s.variants))
@@ -84,7 +84,7 @@ def test_the_published_studies_say_what_is_left_after_correction(studies: tuple[
     assert [row.name for row in new_text if pays(row)] == ["resformer", "mgr_resformer", "naive", "gatednorm_resformer"]
 
 
-def test_labels_in_a_column_keep_apart_and_near_their_points() -> None:
+def test_column_labels_stay_apart_and_near_their_points() -> None:
     assert extras.spread([10.0, 50.0, 90.0], 13.0, 0.0, 100.0) == [10.0, 50.0, 90.0]
     assert extras.spread([50.0, 50.0, 50.0], 10.0, 0.0, 100.0) == pytest.approx([40.0, 50.0, 60.0])
     assert extras.spread([20.0, 22.0, 30.0, 80.0], 10.0, 0.0, 100.0) == pytest.approx([14.0, 24.0, 34.0, 80.0])
@@ -92,7 +92,7 @@ def test_labels_in_a_column_keep_apart_and_near_their_points() -> None:
     assert extras.spread([98.0, 99.0], 10.0, 0.0, 100.0) == [90.0, 100.0]
 
 
-def test_a_column_names_every_point_and_draws_its_leader() -> None:
+def test_a_column_labels_every_point_with_a_leader_line() -> None:
     points = [Point("a", 1.0, 2.0, "#111111"), Point("b", 1.0, 2.01, "#222222")]
     drawn = extras.CurveEnds(points, (), "x", "y").svg("t")
     a, b = (float(re.search(rf'y="([0-9.]+)" fill="#[0-9]+">{name}<', drawn)[1]) for name in "ab")

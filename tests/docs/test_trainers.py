@@ -61,7 +61,7 @@ def by_hand(page: dict[str, Any], steps: int) -> list[float]:
     return losses
 
 
-def test_accelerate_trains_as_a_loop_by_hand(page: dict[str, Any]) -> None:
+def test_accelerate_trains_like_a_manual_loop(page: dict[str, Any]) -> None:
     pytest.importorskip("accelerate", reason="accelerate is in the extra hf")
     expected = by_hand(page, 10)
     assert run(page, ACCELERATE) == pytest.approx(expected, rel=1e-4)
@@ -69,7 +69,7 @@ def test_accelerate_trains_as_a_loop_by_hand(page: dict[str, Any]) -> None:
 
 
 @pytest.mark.nightly
-def test_the_trainer_of_transformers_trains(page: dict[str, Any]) -> None:
+def test_the_transformers_trainer_trains(page: dict[str, Any]) -> None:
     """Its scheduler lowers the rate, so only the first step is that of the loop by hand."""
     pytest.importorskip("transformers", reason="transformers is in the extra hf")
     expected = by_hand(page, 1)

@@ -25,7 +25,7 @@ def gpt() -> dict:
     return scope
 
 
-def test_plain_gpt_has_sixty_lines_of_which_three_are_ours():
+def test_plain_gpt_takes_sixty_lines_with_three_of_ours():
     lines = [line for line in python_blocks(PAGE)[0].splitlines() if line.strip()]
     end = next(i for i, line in enumerate(lines) if line.startswith("block ="))
     assert end <= 60
@@ -33,7 +33,7 @@ def test_plain_gpt_has_sixty_lines_of_which_three_are_ours():
 
 
 @torch.no_grad()
-def test_the_plain_gpt_starts_at_the_loss_of_a_guess():
+def test_the_plain_gpt_starts_at_the_uniform_loss():
     torch.manual_seed(0)
     scope: dict = {}
     exec(python_blocks(PAGE)[0], scope)
@@ -58,7 +58,7 @@ def test_block_attnres_and_mgr_train_in_the_plain_gpt(gpt, name):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.topology.parameters())
 
 
-def test_additive_is_the_gpt_one_had(gpt):
+def test_additive_topology_equals_the_original_gpt(gpt):
     model, tokens = gpt["plain"], torch.randint(256, (2, 9))
     h = model.tokens(tokens) + model.positions.weight[:9]
     for sublayer in model.sublayers:
@@ -132,7 +132,7 @@ def test_llama_with_a_topology_converts_from_and_to_a_llama(depth, tmp_path):
 
 
 @pytest.mark.nightly
-def test_the_compiled_rewrites_give_the_same_loss_and_gradients(depth):
+def test_compiled_rewrites_keep_loss_and_gradients(depth):
     scope = {"llama": llama_with(depth, {"kind": "full_attnres"}, num_hidden_layers=1)}
     exec(python_blocks("api.md")[-1], scope)
     tokens = torch.randint(97, (2, 9))
@@ -181,7 +181,7 @@ BEGIN = {
 
 
 @pytest.mark.parametrize("name", BEGIN)
-def test_topologies_begin_as_the_sum_or_a_multiple_or_neither(name):
+def test_topologies_start_as_documented_relative_to_the_sum(name):
     known = SMALL | {"boundary_attnres": residua.choices.BoundaryAttnRes(sublayers_per_block=3)}
     topology = build_topology(known[name], 6, 8).double()
     x, y = embedding_and_outputs(6, 8)
