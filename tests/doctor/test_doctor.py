@@ -37,7 +37,7 @@ CASES = examples()
 
 
 @pytest.mark.slow
-def test_on_a_cpu_the_references_run_and_agree_with_float64() -> None:
+def test_references_agree_with_float64_on_a_cpu() -> None:
     found = list(kernels.self_test(CPU))
     assert [f.name for f in found] == [*CASES, "a small model"]
     assert [f for f in found if f.state != "ok"] == []
@@ -47,7 +47,7 @@ def test_on_a_cpu_the_references_run_and_agree_with_float64() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", only_nightly(CASES, but=["inference.activate", "norm_rotate", "mix_heads"]))
-def test_the_kernels_take_the_self_tests_inputs_and_pass(name: str) -> None:
+def test_kernels_pass_on_the_self_test_inputs(name: str) -> None:
     """In Triton's interpreter; on a GPU the same calls run compiled."""
     if name == "grouped_linear":
         pytest.skip("PyTorch's grouped product needs bfloat16")
@@ -86,24 +86,24 @@ def beside(then: str, last: str, folder: Path, count: int) -> Iterator[Finding]:
     return kernels.run_beside({name: partial(made, name) for name in "abcd"}, command, count, first="dcb")
 
 
-def test_slow_checks_start_first_and_findings_keep_order(tmp_path: Path) -> None:
+def test_slow_checks_start_first_and_findings_keep_their_order(tmp_path: Path) -> None:
     found = [(finding.name, finding.words) for finding in beside("pass", "b", tmp_path, 2)]
     assert found == [("a", "this process"), ("b", "a helper"), ("c", "a helper"), ("d", "a helper")]
 
 
-def test_dead_helper_fails_its_check_and_parent_does_the_rest(tmp_path: Path) -> None:
+def test_dead_helper_fails_its_check_and_the_parent_continues(tmp_path: Path) -> None:
     a, b, c, d = beside("os.kill(os.getpid(), signal.SIGKILL)", "c", tmp_path, 1)
     assert (a.words, b.words, d.words) == ("this process", "this process", "a helper")
     assert c.state == "failed" and c.words == "the process of this check was killed by SIGKILL"
 
 
-def test_helpers_end_with_the_self_test(tmp_path: Path) -> None:
+def test_helpers_are_ended_when_the_self_test_is_closed(tmp_path: Path) -> None:
     found = beside("time.sleep(1e6)", "d", tmp_path, 1)
     next(found)
     found.close()  # would wait for its helper
 
 
-def test_parent_runs_all_checks_when_helpers_do_not_start() -> None:
+def test_parent_runs_all_checks_if_helpers_do_not_start() -> None:
     made = {name: partial(Finding, "self-test", name, "ok", "") for name in "ab"}
     seen: list[tuple[int, int]] = []
     found = kernels.run_beside(
@@ -112,7 +112,7 @@ def test_parent_runs_all_checks_when_helpers_do_not_start() -> None:
     assert [finding.name for finding in found] == ["a", "b"] and seen == [(1, 2), (2, 2)]
 
 
-def test_helpers_need_cores_and_a_gpu_with_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helper_count_depends_on_cores_and_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, gpu = 16 * 2**30, torch.device("cuda")
     monkeypatch.setattr(kernels, "free_memory", lambda device: memory)
     counts = []
@@ -123,12 +123,12 @@ def test_helpers_need_cores_and_a_gpu_with_memory(monkeypatch: pytest.MonkeyPatc
     assert counts == [0, 0, 2, 7] and kernels.helper_count(gpu) == 3 and kernels.helper_count(CPU) == 0
 
 
-def test_checks_that_helpers_begin_with_exist() -> None:
+def test_checks_listed_as_slowest_exist() -> None:
     assert set(kernels.longest_to_compile()) <= {*CASES, "a small model"}
 
 
 @pytest.mark.nightly
-def test_helpers_make_the_self_test_itself() -> None:
+def test_helpers_run_the_whole_self_test() -> None:
     found = list(kernels.self_test(CPU, helpers=2))
     assert [f.name for f in found] == [*CASES, "a small model"]
     assert [f for f in found if f.state != "ok"] == []
@@ -149,7 +149,7 @@ def test_a_wrong_kernel_fails_its_check(fault: str) -> None:
     assert "\n" not in found.words
 
 
-def test_requirements_are_read_as_packaging_reads_them() -> None:
+def test_requirements_are_read_as_by_packaging() -> None:
     lines = [*PROJECT["dependencies"]]
     for extra, needs in PROJECT["optional-dependencies"].items():
         lines += [f"{need}{' and' if ';' in need else ';'} extra == '{extra}'" for need in needs]
@@ -167,7 +167,7 @@ def test_every_extra_has_a_purpose() -> None:
     assert set(installed.PURPOSES) == set(PROJECT["optional-dependencies"]) - {*installed.DEVELOPERS}
 
 
-def test_missing_old_and_broken_packages_are_rows_with_a_command(tmp_path: Path, monkeypatch) -> None:
+def test_faulty_packages_get_a_row_with_a_fix_command(tmp_path: Path, monkeypatch) -> None:
     for name, version in (("planted-good", "1.2"), ("planted-broken", "3.0"), ("planted-old", "0.9.1")):
         info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
@@ -193,7 +193,7 @@ def test_missing_old_and_broken_packages_are_rows_with_a_command(tmp_path: Path,
     assert pinned.state == "note" and pinned.fix == "pip install 'planted-good==1.1'"
 
 
-def test_a_fault_ends_with_status_1_and_a_row(monkeypatch, capsys) -> None:
+def test_a_failing_check_gets_a_row_and_exit_status_1(monkeypatch, capsys) -> None:
     def failing():
         yield Finding("packages", "good", "ok", "1.0")
         raise ImportError("cannot import \x1b[31m torch")
