@@ -17,7 +17,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return train_run(tmp_path_factory.mktemp("eval"), **request.param)
 
 
-def test_the_run_scores_what_training_measured(
+def test_eval_of_a_run_gives_the_loss_that_training_measured(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "scores.json"
@@ -33,7 +33,7 @@ def test_the_run_scores_what_training_measured(
     assert f"residua eval {run} --tasks exoformer --task-dir FOLDER" in printed
 
 
-def test_text_shorter_than_the_context_is_scored_whole(
+def test_text_shorter_than_the_context_is_fully_scored(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for length in (12, 100):
@@ -44,7 +44,7 @@ def test_text_shorter_than_the_context_is_scored_whole(
         assert json.loads(out.read_text())["text"]["tokens"] == data.split("train").tokens - 1
 
 
-def test_results_of_tasks_are_a_table_and_a_new_file_each_time(
+def test_task_results_are_a_table_and_a_new_file_each_time(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for task in ("arc_easy", "winogrande"):
@@ -64,7 +64,7 @@ def test_results_of_tasks_are_a_table_and_a_new_file_each_time(
     assert f"{100 * tasks[0]['acc_norm']['value']:.2f} ± {100 * tasks[0]['acc_norm']['error']:.2f}" in printed
 
 
-def test_exoformer_in_the_harness_is_six_tasks_and_a_mean(
+def test_harness_exoformer_group_has_six_tasks_and_a_mean(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("lm_eval")
@@ -100,7 +100,7 @@ def test_exoformer_in_the_harness_is_six_tasks_and_a_mean(
     assert "--split test was ignored: lm-eval's tasks" in printed
 
 
-def test_mistakes_are_one_sentence_and_write_nothing(
+def test_mistakes_print_one_sentence_and_write_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_task(tmp_path, "piqa")

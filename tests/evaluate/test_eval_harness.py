@@ -78,7 +78,7 @@ def instance(*args: Any) -> Any:
     return SimpleNamespace(args=args)
 
 
-def test_requests_of_the_harness_equal_direct_computations() -> None:
+def test_harness_requests_equal_direct_computations() -> None:
     lm = harness()
     built = lm.scorer.model
     requests = [instance("a cat", " sat"), instance("", "the dog"), instance("under the ", "mat")]
@@ -92,7 +92,7 @@ def test_requests_of_the_harness_equal_direct_computations() -> None:
         assert greedy == also
 
 
-def test_rolling_likelihood_follows_the_harness_own_windows() -> None:
+def test_rolling_likelihood_uses_the_harness_windows() -> None:
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     lm = harness(context=16)
@@ -105,7 +105,7 @@ def test_rolling_likelihood_follows_the_harness_own_windows() -> None:
     assert total == pytest.approx(exact, abs=1e-3)
 
 
-def test_the_windows_of_all_texts_are_scored_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_all_texts_are_batched_together(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, calls = harness(context=16), []
     score = lm.scorer.score
     monkeypatch.setattr(lm.scorer, "score", lambda pairs: calls.append(len(pairs)) or score(pairs))
@@ -115,7 +115,7 @@ def test_the_windows_of_all_texts_are_scored_together(monkeypatch: pytest.Monkey
     assert together == pytest.approx([lm.loglikelihood_rolling([instance(text)])[0] for text in texts], abs=1e-4)
 
 
-def test_generate_until_writes_greedily_up_to_its_stops() -> None:
+def test_generate_until_decodes_greedily_up_to_its_stops() -> None:
     lm = harness()
     settings = {"until": ["\n\n"], "max_gen_toks": 12}
     prompts = ["the cat", "a", "the red dog ran"]
@@ -124,7 +124,7 @@ def test_generate_until_writes_greedily_up_to_its_stops() -> None:
         assert text == lm.generator([prompt], Request(12, stop=("\n\n",)))[0][0].text
 
 
-def test_without_a_network_local_files_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_network_error_suggests_local_files(monkeypatch: pytest.MonkeyPatch) -> None:
     from residua.evaluate import harness
 
     def unreachable(**_: Any) -> None:
@@ -149,7 +149,7 @@ def test_unknown_task_is_refused_before_the_model_is_opened(
     assert "residua: lm-eval has no task arc_esay: did you mean arc_easy?" in capsys.readouterr().err
 
 
-def test_a_long_answer_leaves_half_of_the_context_to_the_prompt() -> None:
+def test_a_long_answer_leaves_half_the_context_for_the_prompt() -> None:
     lm = harness(context=32)
     prompt = "the cat sat on the mat and the dog ran under the hat"
     (text,) = lm.generate_until([instance(prompt, {"until": ["@"], "max_gen_toks": 1024})])
@@ -187,7 +187,7 @@ def writers(folder: Path) -> Any:
     return TaskManager(include_path=str(tasks), include_defaults=False)
 
 
-def test_tasks_that_run_code_need_to_be_allowed(tmp_path: Path) -> None:
+def test_tasks_that_run_code_need_permission(tmp_path: Path) -> None:
     from residua.evaluate.harness import find_tasks
 
     manager = writers(tmp_path)
@@ -199,7 +199,7 @@ def test_tasks_that_run_code_need_to_be_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "leave", "shots", "used"), [("coder", True, None, 2), ("writer", False, 1, 1)])
-def test_task_runs_code_if_allowed_with_its_own_shots(
+def test_permitted_code_task_uses_its_own_shots(
     name: str, leave: bool, shots: int | None, used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from residua.evaluate.harness import CODE_SWITCH, evaluate_with_harness
@@ -220,7 +220,7 @@ def test_task_runs_code_if_allowed_with_its_own_shots(
     assert CODE_SWITCH not in os.environ
 
 
-def test_group_has_the_shots_of_its_paper(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_task_group_uses_the_shots_of_its_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     from residua.evaluate import harness
     from residua.evaluate.tasks import EXOFORMER
 

@@ -154,13 +154,13 @@ def harness_task(task: str, records: list[Record], shots: int) -> Any:
     return ConfigurableTask(config=config)
 
 
-def test_every_prompt_is_compared_with_the_harness() -> None:
+def test_every_prompt_has_a_harness_comparison() -> None:
     assert {ALIASES.get(name, name) for name in PROMPTS} == set(CASES)
     assert all(PROMPTS[alias] == PROMPTS[name] for alias, name in ALIASES.items())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_prompts_and_metric_are_those_of_the_harness(name: str, tmp_path: Path) -> None:
+def test_prompts_and_metric_match_the_harness(name: str, tmp_path: Path) -> None:
     records = [record(name, split, i) for i, split in enumerate(["validation", "train"] * 3)]
     path = tmp_path / f"{name}.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -178,7 +178,7 @@ def test_prompts_and_metric_are_those_of_the_harness(name: str, tmp_path: Path) 
             assert [question.lengths for question in ours.questions] == [[len(c) for c in found] for found in scored]
 
 
-def test_own_shots_of_local_tasks_are_those_of_the_harness() -> None:
+def test_default_shots_of_local_tasks_match_the_harness() -> None:
     """Tasks of a file have no worked examples unless --shots or a group asks for them: no YAML file says otherwise."""
     from lm_eval import tasks
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -188,7 +188,7 @@ def test_own_shots_of_local_tasks_are_those_of_the_harness() -> None:
         assert not config.get("num_fewshot")
 
 
-def test_mmlu_descriptions_are_those_of_the_harness() -> None:
+def test_mmlu_descriptions_match_the_harness() -> None:
     from lm_eval import tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -199,7 +199,7 @@ def test_mmlu_descriptions_are_those_of_the_harness() -> None:
         assert find_prompt("mmlu").describe({"subject": config["dataset_name"]}) == config["description"]
 
 
-def test_lambada_scores_are_those_of_the_harness(tmp_path: Path) -> None:
+def test_lambada_scores_match_the_harness(tmp_path: Path) -> None:
     from residua.evaluate.harness import ResiduaLM
     from residua.evaluate.results import score_task
     from residua.evaluate.score import Scorer

@@ -73,7 +73,7 @@ def log_likelihood(built: Decoder, context: list[int], continuation: list[int]) 
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 64, 4096])
-def test_likelihoods_do_not_depend_on_what_else_is_scored(batch_tokens: int) -> None:
+def test_likelihoods_do_not_depend_on_the_rest_of_the_batch(batch_tokens: int) -> None:
     linear = {"kind": "gated_deltanet", "key_heads": 1, "value_heads": 2, "head_dim": 8}
     built = model(attention=linear, logit_softcap=1.5)
     pairs = [
@@ -94,7 +94,7 @@ def noting(order: list[str], name: str, work: Any) -> Any:
     return noted
 
 
-def test_next_batch_starts_before_the_last_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_batch_starts_before_the_previous_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     for name in ("_start", "_likelihoods"):
         monkeypatch.setattr(Scorer, name, noting(order, name, getattr(Scorer, name)))
@@ -106,7 +106,7 @@ def test_next_batch_starts_before_the_last_is_read(monkeypatch: pytest.MonkeyPat
     assert scores == [scores[0]] * 3
 
 
-def test_text_is_given_to_the_device_ahead_of_its_results(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_queued_ahead_of_their_results(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     for owner, name in ((Forward, "hidden"), (Arrival, "wait")):
         monkeypatch.setattr(owner, name, noting(order, name, getattr(owner, name)))
@@ -114,7 +114,7 @@ def test_text_is_given_to_the_device_ahead_of_its_results(dataset: Dataset, monk
     assert order == ["hidden"] * (AHEAD + 1) + ["wait", "hidden"] + ["wait"] * 3
 
 
-def test_greedy_is_what_the_model_would_have_written() -> None:
+def test_greedy_flag_matches_greedy_generation() -> None:
     built = model()
     prompt = TOKENIZER.encode("a cat")
     written = Generator(built, TOKENIZER)([prompt], Request(4))[0][0].tokens
@@ -122,7 +122,7 @@ def test_greedy_is_what_the_model_would_have_written() -> None:
     assert (likely.greedy, unlikely.greedy) == (True, False)
 
 
-def test_a_long_pair_loses_the_beginning_of_its_context() -> None:
+def test_a_long_pair_drops_the_beginning_of_its_context() -> None:
     built = model(context=8)
     context, continuation = list(range(30)), [7, 9, 11]
     (score,) = Scorer(built, TOKENIZER).score([Pair(context, continuation)])
@@ -158,7 +158,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.mark.parametrize("segments", [False, True])
-def test_perplexity_and_bits_are_of_the_scored_tokens(dataset: Dataset, segments: bool) -> None:
+def test_perplexity_and_bits_cover_the_scored_tokens(dataset: Dataset, segments: bool) -> None:
     built = model(context=16)
     score = score_text(built, dataset, tokens=100, segments=segments, batch_tokens=32)
     split = dataset.split("validation")
@@ -183,7 +183,7 @@ def test_perplexity_and_bits_are_of_the_scored_tokens(dataset: Dataset, segments
     assert score.bits_per_byte == pytest.approx(total / math.log(2) / size, rel=1e-4)
 
 
-def test_other_split_counts_tokens_after_the_last_window(dataset: Dataset) -> None:
+def test_last_partial_window_is_scored_in_any_split(dataset: Dataset) -> None:
     built, split = model(context=16), dataset.split("train")
     score = score_text(built, dataset, split="train", batch_tokens=32)
     last = (split.tokens - 1) // 16 * 16
@@ -211,7 +211,7 @@ def direct(built: Decoder, task: Any) -> tuple[list[bool], list[bool]]:
 
 
 @pytest.mark.parametrize("name", ["arc_easy", "hellaswag", "winogrande"])
-def test_a_task_scores_what_its_choices_score_one_by_one(name: str, tmp_path: Path) -> None:
+def test_task_score_equals_scoring_choices_one_by_one(name: str, tmp_path: Path) -> None:
     built = model(context=600)
     task = read_task(name, write_task(tmp_path, name, packed=name == "arc_easy"), shots=2)
     score = score_task(Scorer(built, TOKENIZER), task)
@@ -223,7 +223,7 @@ def test_a_task_scores_what_its_choices_score_one_by_one(name: str, tmp_path: Pa
     assert score.chance == pytest.approx(0.5 if name == "winogrande" else 0.25)
 
 
-def test_prompts_are_worked_examples_and_then_the_question(tmp_path: Path) -> None:
+def test_prompts_put_worked_examples_before_the_question(tmp_path: Path) -> None:
     path = tmp_path / "piqa.jsonl"
     rows = [
         {"split": "train", "question": "2 + 2?", "choices": ["3", "4"], "answer": 1},
@@ -252,7 +252,7 @@ def test_a_random_model_scores_at_chance_within_its_error(tmp_path: Path) -> Non
         assert accuracy.error == pytest.approx(math.sqrt(0.25 * 0.75 / 300), rel=0.15)
 
 
-def test_exoformer_is_six_tasks_and_their_mean(tmp_path: Path) -> None:
+def test_exoformer_group_has_six_tasks_and_their_mean(tmp_path: Path) -> None:
     for name in EXOFORMER:
         write_task(tmp_path, name, questions=3)
     tasks = open_tasks(tmp_path, ["exoformer"], shots=5, split=None, limit=2)
@@ -291,7 +291,7 @@ def test_a_bad_task_file_is_refused_in_one_sentence(tmp_path: Path, content: str
 
 
 @pytest.mark.parametrize(("task", "lacking"), [("mine", "question"), ("openbookqa", "context")])
-def test_a_question_that_asks_nothing_is_refused(task: str, lacking: str, tmp_path: Path) -> None:
+def test_a_question_with_a_missing_field_is_refused(task: str, lacking: str, tmp_path: Path) -> None:
     path = tmp_path / f"{task}.jsonl"
     path.write_text('{"id": 7, "choices": ["a", "b"], "answer": 0}\n')
     with pytest.raises(ValueError, match=f"question 7 has no field {lacking}"):
@@ -315,7 +315,7 @@ def test_a_single_question_has_no_standard_error() -> None:
         (None, "arc_easy", "is not a folder"),
     ],
 )
-def test_task_that_a_folder_lacks_is_refused_with_a_hint(
+def test_task_missing_from_a_folder_is_refused_with_a_hint(
     held: str | None, asked: str, message: str, tmp_path: Path
 ) -> None:
     if held:
@@ -324,7 +324,7 @@ def test_task_that_a_folder_lacks_is_refused_with_a_hint(
         open_tasks(tmp_path / ("nowhere" if held is None else ""), [asked], shots=0, split=None, limit=None)
 
 
-def test_too_few_worked_examples_name_the_shots_that_there_are(tmp_path: Path) -> None:
+def test_too_few_worked_examples_names_the_available_shots(tmp_path: Path) -> None:
     path = write_task(tmp_path, "mine", shots=1)
     found = "has 1 worked example in its train split, but --shots asks for 5: use --shots 1."
     with pytest.raises(ValueError, match=re.escape(found)):

@@ -39,7 +39,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
         (100, {"law": 60, "anatomy": 30, "virology": 10}),
     ],
 )
-def test_a_limit_takes_its_share_of_every_subject(limit: int, shares: dict[str, int]) -> None:
+def test_a_limit_is_shared_among_subjects(limit: int, shares: dict[str, int]) -> None:
     places = spread(SUBJECTS, limit)
     assert places == sorted(set(places)) and len(places) == limit
     assert Counter(SUBJECTS[place] for place in places) == shares
@@ -71,7 +71,7 @@ def test_shared_examples_serve_every_subject(tmp_path: Path) -> None:
         read_task("mmlu", lacking, shots=2)
 
 
-def test_shots_are_the_groups_own_or_none_unless_given(tmp_path: Path) -> None:
+def test_default_shots_are_the_groups_or_zero(tmp_path: Path) -> None:
     from residua.evaluate.tasks import EXOFORMER
 
     for name in (*EXOFORMER, "mine"):
@@ -93,7 +93,7 @@ def test_shots_are_the_groups_own_or_none_unless_given(tmp_path: Path) -> None:
         ("winogrande", {"context": None}, "context is null, expected a text"),
     ],
 )
-def test_a_question_that_its_prompt_cannot_ask_is_refused(
+def test_a_question_that_does_not_fit_its_prompt_is_refused(
     task: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path / f"{task}.jsonl", [question("law", "test", 3) | change])
@@ -102,7 +102,7 @@ def test_a_question_that_its_prompt_cannot_ask_is_refused(
     assert message in str(refused.value) and str(path) in str(refused.value)
 
 
-def test_text_where_something_else_is_expected_leads_to_data(
+def test_text_given_as_a_run_or_task_suggests_data_prepare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     book = tmp_path / "book.txt"
@@ -132,7 +132,7 @@ def tokenizers() -> dict[str, Tokenizer]:
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
-def test_words_are_counted_wherever_the_stream_is_cut(kind: str, at_once: int) -> None:
+def test_word_count_does_not_depend_on_chunk_borders(kind: str, at_once: int) -> None:
     tokenizer = tokenizers()[kind]
     stream = np.array([token for text in TEXTS for token in (*tokenizer.encode(text), tokenizer.end_of_text)])
     count = WordCount(tokenizer)
@@ -141,7 +141,7 @@ def test_words_are_counted_wherever_the_stream_is_cut(kind: str, at_once: int) -
     assert count.close() == sum(len(text.split()) for text in TEXTS) == 11
 
 
-def test_word_perplexity_is_e_to_the_nats_per_word() -> None:
+def test_word_perplexity_is_exp_of_nats_per_word() -> None:
     score = TextScore("d", "validation", tokens=120, bytes=500, exact_bytes=True, loss=2.5, words=80)
     assert score.word_perplexity == pytest.approx(math.exp(2.5 * 120 / 80))
     hopeless = TextScore("d", "validation", tokens=9000, bytes=500, exact_bytes=True, loss=2.5, words=1)
@@ -150,7 +150,7 @@ def test_word_perplexity_is_e_to_the_nats_per_word() -> None:
     assert written["perplexity"] == pytest.approx(math.exp(2.5))
 
 
-def test_perplexity_of_words_has_the_error_of_its_mean() -> None:
+def test_word_perplexity_error_follows_the_error_of_the_mean() -> None:
     logs = [-1.0, -2.5, -0.5, -4.0]
     mean, spread_ = statistics.fmean(logs), np.std(logs, ddof=1)
     found = Perplexity.of(logs)
