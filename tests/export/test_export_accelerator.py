@@ -29,7 +29,7 @@ def without_tf32() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @torch.no_grad()
-def test_library_and_file_agree_on_a_gpu(name: str, tmp_path: Path) -> None:
+def test_library_and_copied_code_agree_on_a_gpu(name: str, tmp_path: Path) -> None:
     attention = {"kind": "softmax", "heads": 4, "kv_heads": 2, "head_dim": 16}
     model = trained_like(bytes_config(small(width=64, attention=attention, topology=TOPOLOGIES[name])))
     folder = write(model, tmp_path / name)

@@ -63,7 +63,7 @@ print(json.dumps(written))
 """
 
 
-def test_without_residua_the_same_text_is_written(run_without_residua, tmp_path):
+def test_export_generates_the_same_text_without_residua(run_without_residua, tmp_path):
     models = {name: trained_like(bytes_config(small(**tables))) for name, tables in CONFIGS.items()}
     folders = {name: write(model, tmp_path / name) for name, model in models.items()}
     (tmp_path / "clones" / "residua").mkdir(parents=True)
@@ -88,6 +88,6 @@ def continued(model: residua.Decoder, prompt: str, count: int = 8) -> str:
     return tokenizer.decode(new[:ended])
 
 
-def test_this_interpreter_has_residua():
+def test_residua_is_importable_here():
     """The other test would say nothing if Residua could not be imported anywhere."""
     assert find_spec("residua") is not None and sys.executable

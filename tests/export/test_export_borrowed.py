@@ -33,7 +33,7 @@ CASES = MODELS | {
 
 
 @pytest.mark.parametrize("name", only_nightly(CASES, ["most at once"]))
-def test_the_exported_code_generates_as_the_model_does(name: str, tmp_path: Path) -> None:
+def test_the_exported_code_generates_like_the_model(name: str, tmp_path: Path) -> None:
     model = residua.build(small(**CASES[name] | {"vocab_size": 300})).eval()
     difference = write_folder(model, Tokenizer.bytes(), tmp_path / "out")
     assert difference is not None and difference < 1e-5

@@ -38,7 +38,7 @@ def bundles() -> dict[str, dict[str, str]]:
     return {name: bundle(build(config), "1.0") for name, config in CONFIGS.items()}
 
 
-def test_kernels_that_cannot_be_imported_do_not_travel(monkeypatch):
+def test_kernels_that_cannot_be_imported_are_not_exported(monkeypatch):
     own = modules.member
 
     def member(module: str, name: str) -> Any:
@@ -52,7 +52,7 @@ def test_kernels_that_cannot_be_imported_do_not_travel(monkeypatch):
         assert not [node.module for node in imported if node.module.split(".")[0] == "residua"], name
 
 
-def test_folder_holds_only_its_models_topology_and_mixers(bundles):
+def test_folder_holds_only_the_models_topology_and_mixers(bundles):
     families = ("topology_", "linear_attention", "moe", "ops_delta_rule", "ops_depth_attention")
     held = {
         name: {file.removeprefix("residua_") for file in files if file.removeprefix("residua_").startswith(families)}
@@ -66,13 +66,13 @@ def test_folder_holds_only_its_models_topology_and_mixers(bundles):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_only_tools_ask_a_model_for_is_left_out(bundles, name):
+def test_code_used_only_by_tools_is_not_exported(bundles, name):
     tools = {"topology_facts", "topology_ablation", "topology_inference", "edges"}
     assert not {f"residua_{tool}.py" for tool in tools} & bundles[name].keys()
     assert "torch._subclasses" not in "".join(bundles[name].values())
 
 
-def test_a_method_of_a_table_finds_the_modules_that_it_uses():
+def test_exported_config_methods_find_their_imports():
     """`MultiGate.check` calls a function that uses `math`."""
     source = tables_source({"MultiGate": MultiGate}, {"check"}).replace("from .residua_plain", f"from {plain.__name__}")
     made: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def test_a_method_of_a_table_finds_the_modules_that_it_uses():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_files_import_torch_transformers_and_each_other_only(bundles, name):
+def test_exported_files_import_only_torch_and_transformers(bundles, name):
     allowed = sys.stdlib_module_names | {"torch", "transformers"}
     for file, text in bundles[name].items():
         for node in ast.walk(ast.parse(text)):
@@ -116,7 +116,7 @@ def test_files_have_no_unknown_or_unused_names(bundles, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_a_copy_differs_from_the_library_in_its_imports_only(bundles):
+def test_copied_code_differs_from_the_library_only_in_imports(bundles):
     def body(text: str) -> list[str]:
         lines = text[text.index("\n\n\n") :].splitlines()
         return [line for line in lines if not line.strip().startswith("from ")]
@@ -128,19 +128,19 @@ def test_a_copy_differs_from_the_library_in_its_imports_only(bundles):
         assert body(copied) == body(source) and len(body(source)) > 50
 
 
-def test_every_file_says_where_it_comes_from_and_its_licence(bundles):
+def test_every_file_states_its_origin_and_licence(bundles):
     for file, text in bundles["mgr"].items():
         first, *licence = text.splitlines()[:3]
         assert first.endswith("by `residua export`, Residua 1.0"), file
         assert licence == ["# SPDX-FileCopyrightText: The Residua developers", "# SPDX-License-Identifier: Apache-2.0"]
 
 
-def test_a_change_in_the_library_is_a_change_in_the_folder(monkeypatch):
+def test_a_library_change_changes_the_exported_code(monkeypatch):
     read = modules.source
     monkeypatch.setattr(modules, "source", lambda module: read(module).replace("state[0] + y", "state[0] - y"))
     files = bundle(build(CONFIGS["additive"]), "1.0")
     assert "h = state[0] - y" in files["residua_topology_additive.py"]
 
 
-def test_configuration_files_of_different_code_differ(bundles):
+def test_configuration_files_differ_if_the_code_differs(bundles):
     assert len({files["configuration_residua.py"] for files in bundles.values()}) == len(bundles)

@@ -59,7 +59,7 @@ def client(monkeypatch) -> Hub:
     return client
 
 
-def test_card_has_data_losses_loading_papers_and_no_path(
+def test_card_has_data_losses_usage_papers_and_no_local_path(
     run: Path, client: Hub, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     out = tmp_path / "out"
@@ -83,7 +83,7 @@ def test_card_has_data_losses_loading_papers_and_no_path(
     assert "2603.15031" not in card and str(run.parent) not in card
 
 
-def test_a_layout_has_a_card_without_code_and_may_be_public(client: Hub, tmp_path: Path, monkeypatch) -> None:
+def test_a_layout_export_has_no_code_and_may_be_public(client: Hub, tmp_path: Path, monkeypatch) -> None:
     run = train_run(tmp_path, ffn={"kind": "swiglu", "hidden": 32})
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out, "--layout", "qwen3", "--push", "me/plain", "--public") == 0
@@ -121,7 +121,7 @@ def test_impossible_push_is_refused_before_writing(
     assert client.calls == [] and list(tmp_path.iterdir()) == []
 
 
-def test_failed_push_leaves_the_folder_and_says_how_to_send(
+def test_failed_push_keeps_the_folder_and_suggests_a_command(
     run: Path, client: Hub, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     client.refusal = OSError("403 Forbidden\nyou have no right to write here")
@@ -134,7 +134,7 @@ def test_failed_push_leaves_the_folder_and_says_how_to_send(
 
 
 @pytest.mark.parametrize("imported", [True, False])
-def test_card_names_the_data_after_the_starting_model(run: Path, tmp_path: Path, imported: bool) -> None:
+def test_card_names_the_starting_model_then_the_data(run: Path, tmp_path: Path, imported: bool) -> None:
     continued = shutil.copytree(run, tmp_path / "continued")
     toml = (continued / "config.toml").read_text()
     (continued / "config.toml").write_text(toml.replace("[train]\n", '[train]\nstart = "/home/me/base"\n'))
@@ -145,18 +145,18 @@ def test_card_names_the_data_after_the_starting_model(run: Path, tmp_path: Path,
     assert "- data: data\n- sources: texts\n- training tokens: 512, in 4 steps" in card and "/home/me" not in card
 
 
-def test_a_model_without_a_run_has_a_card_too() -> None:
+def test_a_model_without_a_run_also_gets_a_card() -> None:
     card = model_card(build(small(layers=1)), "mine <b>")
     assert card.count("Not recorded.") == 2 and "\n# mine &lt;b>\n" in card
 
 
 @pytest.mark.parametrize("part", ["topology", "anchors", "norm"])
-def test_every_part_but_the_baseline_has_a_paper(part: str) -> None:
+def test_every_part_except_the_baseline_cites_a_paper(part: str) -> None:
     kinds = {table["kind"] for table in TABLES[part].values()} - {"additive", "none"}
     assert kinds and all((part, kind) in PAPERS for kind in kinds)
 
 
-def test_a_paper_is_named_once() -> None:
+def test_each_paper_is_cited_once() -> None:
     config = small(norm={"kind": "gatednorm"}, topology={"kind": "clipped", "limit": 1.0})
     assert [number for _, number in papers(config)].count("2601.22966") == 1
 
@@ -173,7 +173,7 @@ datasets: [org/texts, "not a name", 7]
 """
 
 
-def test_metadata_is_what_the_hubs_library_reads(tmp_path: Path, monkeypatch) -> None:
+def test_metadata_is_valid_for_the_hubs_library(tmp_path: Path, monkeypatch) -> None:
     """Options come first, then the card of the original; the Hub's own classes read and check all of it."""
     saved(tmp_path / "hf", "Llama", vocab_size=300, num_hidden_layers=1)
     Tokenizer.bytes().save(tmp_path / "hf" / "tokenizer.json")
@@ -197,12 +197,12 @@ def test_metadata_is_what_the_hubs_library_reads(tmp_path: Path, monkeypatch) ->
 @pytest.mark.parametrize(
     "head", ["", "---\na: [\n---\n", "---\n- list\n---\n", "---\n" + "[" * 2000 + "\n---\n", "\xff"]
 )
-def test_card_without_usual_metadata_says_nothing(head: str, tmp_path: Path) -> None:
+def test_original_card_without_metadata_is_ignored(head: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(head, encoding="latin-1")
     assert read_metadata(tmp_path / "README.md") == Metadata()
 
 
-def test_datasets_of_the_hub_reach_the_card(run: Path, tmp_path: Path) -> None:
+def test_hub_datasets_are_named_in_the_card(run: Path, tmp_path: Path) -> None:
     """A name of two words may also be a folder here: only what was read from the Hub is named."""
     assert hub_datasets(open_corpus(["org/texts:en"])) == {"hub_datasets": ["org/texts"]}
     assert hub_datasets(open_corpus([Path(__file__)])) == {}

@@ -31,7 +31,7 @@ def exported(run: Path) -> Path:
     return made.folder
 
 
-def test_the_folder_is_written_checked_and_named(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_the_folder_is_written_checked_and_printed(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     pytest.importorskip("transformers")
     out = tmp_path / "out"
     assert residua(monkeypatch, "export", run, "--out", out, "--precision", "bfloat16") == 0
@@ -42,7 +42,7 @@ def test_the_folder_is_written_checked_and_named(run: Path, tmp_path: Path, monk
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_without_transformers_the_folder_is_written_and_not_run(
+def test_export_without_transformers_is_written_but_untested(
     run: Path, exported: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -60,7 +60,7 @@ def code_of(folder: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in folder.glob("*.py")}
 
 
-def test_generate_writes_the_same_from_run_and_export(run: Path, exported: Path, monkeypatch, capsys) -> None:
+def test_generate_gives_the_same_text_from_run_and_export(run: Path, exported: Path, monkeypatch, capsys) -> None:
     said = []
     for folder in (run, exported):
         assert residua(monkeypatch, "generate", folder, "--prompt", "depth is", "--tokens", 8, "--temperature", 0) == 0
@@ -68,7 +68,7 @@ def test_generate_writes_the_same_from_run_and_export(run: Path, exported: Path,
     assert said[0] == said[1]
 
 
-def test_diagnose_looks_into_an_export_as_into_its_run(run: Path, exported: Path, tmp_path: Path) -> None:
+def test_diagnose_gives_the_same_for_an_export_and_its_run(run: Path, exported: Path, tmp_path: Path) -> None:
     from residua.diagnose import diagnose
 
     text = tmp_path / "text.txt"
@@ -90,7 +90,7 @@ def test_diagnose_looks_into_an_export_as_into_its_run(run: Path, exported: Path
         (("{run}", "--out", "{tmp}/out", "--precision", "float8"), "precision float8 does not exist"),
     ],
 )
-def test_mistakes_are_one_sentence_and_leave_nothing(
+def test_mistakes_print_one_sentence_and_leave_nothing(
     arguments: tuple[str, ...], sentence: str, run: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     before = sorted(run.rglob("*"))
@@ -102,7 +102,7 @@ def test_mistakes_are_one_sentence_and_leave_nothing(
 
 
 @pytest.mark.parametrize("damage", ["missing", "mis-shaped"])
-def test_unfitting_checkpoint_is_named_and_nothing_is_written(
+def test_mismatched_checkpoint_is_named_and_nothing_is_written(
     damage: str, run: Path, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     copy = tmp_path / "run"
@@ -119,7 +119,7 @@ def test_unfitting_checkpoint_is_named_and_nothing_is_written(
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
-def test_code_that_differs_from_the_model_is_never_named(run: Path, tmp_path: Path, monkeypatch) -> None:
+def test_export_whose_code_disagrees_is_never_published(run: Path, tmp_path: Path, monkeypatch) -> None:
     pytest.importorskip("transformers")
     from residua.export import export, folder
 
@@ -137,7 +137,7 @@ def test_code_that_differs_from_the_model_is_never_named(run: Path, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_page_runs_as_written(exported: Path, request: pytest.FixtureRequest) -> None:
+def test_the_documented_python_runs(exported: Path, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("transformers")
     request.getfixturevalue("copied_code")
     page = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")

@@ -51,7 +51,7 @@ def manners(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_export_of_a_model_has_its_manners(folder: Path, tmp_path: Path) -> None:
+def test_every_export_keeps_chat_and_generation_settings(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "run")
     expected = manners(folder)
     start, end = (Tokenizer.load(folder).backend.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>"))
@@ -75,7 +75,7 @@ def test_every_export_of_a_model_has_its_manners(folder: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_tokenizer_made_here_takes_chat_tokens_in_transformers(tmp_path: Path) -> None:
+def test_our_tokenizer_accepts_chat_tokens_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     from residua.export.folder import end_tokens, json_text, tokenizer_config
@@ -96,14 +96,14 @@ def test_a_tokenizer_made_here_takes_chat_tokens_in_transformers(tmp_path: Path)
     assert Tokenizer.load(tmp_path / "tuned").encode(text) == Tokenizer.bytes().encode(text) == [*text.encode()]
 
 
-def test_only_source_holds_the_companions_of_a_run(tmp_path: Path) -> None:
+def test_companion_files_of_a_run_come_only_from_its_source(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert companions(tmp_path).keys() == {"tokenizer_config.json"}
     (tmp_path / "config.toml").touch()
     assert companions(tmp_path) == {}
 
 
-def test_generation_settings_that_name_no_end_get_the_models(tmp_path: Path) -> None:
+def test_generation_settings_without_an_end_get_the_models(tmp_path: Path) -> None:
     from residua.export.folder import generation_config
 
     file, special = tmp_path / "generation_config.json", {"eos_token_id": 7}

@@ -57,7 +57,7 @@ def change(folder: Path, tensors: dict) -> None:
     save_file({name: t for name, t in saved.items() if t is not None}, path)
 
 
-def test_the_folder_holds_what_hugging_face_expects(written):
+def test_the_folder_holds_the_files_hugging_face_expects(written):
     assert set(written) >= FILES
     assert all(name.endswith(".py") for name in set(written) - FILES)
     config = json.loads(written["config.json"])
@@ -67,20 +67,20 @@ def test_the_folder_holds_what_hugging_face_expects(written):
     )
 
 
-def test_residua_reads_it_back_exactly(folder, model):
+def test_residua_reads_an_export_back_exactly(folder, model):
     again = residua.load(folder)
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert is_export(folder)
 
 
-def test_reading_back_runs_none_of_its_code(folder):
+def test_reading_an_export_runs_none_of_its_code(folder):
     for path in folder.glob("*.py"):
         path.write_text("raise SystemExit('this ran')")
     residua.load(folder)
 
 
-def test_a_folder_in_use_is_refused_and_left_alone(folder, model):
+def test_a_folder_in_use_is_refused_and_unchanged(folder, model):
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(ValueError, match="exists and is not an empty folder: choose another --out"):
         write(model, folder)
@@ -92,7 +92,7 @@ def test_a_folder_in_use_is_refused_and_left_alone(folder, model):
     assert file.read_text() == "mine"
 
 
-def test_the_current_folder_is_refused_though_it_is_empty(model, tmp_path, monkeypatch):
+def test_the_working_directory_is_refused_even_if_empty(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="is the working directory"):
         write_folder(model, Tokenizer.bytes(), Path("."), check=False)
@@ -104,12 +104,12 @@ def test_weights_have_the_permissions_of_the_configuration(model, tmp_path):
     assert modes["model.safetensors"] == modes["config.json"]
 
 
-def test_an_empty_folder_is_used(model, tmp_path):
+def test_an_empty_folder_is_accepted(model, tmp_path):
     (tmp_path / "empty").mkdir()
     assert {p.name for p in write(model, tmp_path / "empty").iterdir()} >= FILES
 
 
-def test_what_fails_midway_leaves_nothing(model, tmp_path, monkeypatch):
+def test_a_failure_midway_leaves_nothing(model, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("No space left on device")
 
@@ -132,7 +132,7 @@ def test_what_fails_midway_leaves_nothing(model, tmp_path, monkeypatch):
     ],
     ids=["missing", "missing head", "mis-shaped", "surplus"],
 )
-def test_tensors_that_do_not_fit_are_named_in_one_sentence(folder, damage, sentence):
+def test_mismatched_tensors_are_named_in_one_sentence(folder, damage, sentence):
     change(folder, damage)
     with pytest.raises(ValueError, match=sentence):
         residua.load(folder)
@@ -147,14 +147,14 @@ def test_tensors_that_do_not_fit_are_named_in_one_sentence(folder, damage, sente
         ("model.safetensors", "nonsense", "model.safetensors cannot be read"),
     ],
 )
-def test_files_that_make_no_sense_are_named_in_one_sentence(folder, name, content, sentence):
+def test_invalid_files_are_named_in_one_sentence(folder, name, content, sentence):
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=sentence) as caught:
         residua.load(folder)
     assert "\n" not in str(caught.value)
 
 
-def test_half_precision_halves_the_weights_and_is_read_back(model, tmp_path):
+def test_half_precision_halves_the_files_and_is_read_back(model, tmp_path):
     write_folder(model, Tokenizer.bytes(), tmp_path / "half", Precision(torch.bfloat16), check=False)
     tensors = load_file(tmp_path / "half" / "model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
@@ -164,7 +164,7 @@ def test_half_precision_halves_the_weights_and_is_read_back(model, tmp_path):
     )
 
 
-def test_what_peft_merged_into_an_export_becomes_a_run(model, tmp_path):
+def test_an_export_merged_with_peft_can_be_imported(model, tmp_path):
     peft = pytest.importorskip("peft")
     low_rank = peft.LoraConfig(r=2, target_modules="all-linear")
     adapted = peft.get_peft_model(in_transformers(write(model, tmp_path / "out")), low_rank)
@@ -182,7 +182,7 @@ def test_what_peft_merged_into_an_export_becomes_a_run(model, tmp_path):
         torch.testing.assert_close(residua.load(tmp_path / "run")(text), expected, rtol=0, atol=1e-5)
 
 
-def test_an_export_becomes_a_run_again(model, tmp_path):
+def test_an_export_can_be_imported_again(model, tmp_path):
     folder, run = tmp_path / "half", tmp_path / "run"
     write_folder(model, Tokenizer.bytes(), folder, Precision(torch.bfloat16), check=False)
     made = import_folder(folder, run)
@@ -206,7 +206,7 @@ def test_an_export_becomes_a_run_again(model, tmp_path):
     ],
     ids=["no softmax attention", "topology with parameters", "buffers"],
 )
-def test_exports_of_other_models_become_runs_too(tables, tmp_path):
+def test_exports_of_unusual_models_can_be_imported_too(tables, tmp_path):
     model = trained_like(bytes_config(small(**tables)))
     import_folder(write(model, tmp_path / "out"), tmp_path / "run")
     again = residua.load(tmp_path / "run").state_dict()
@@ -214,7 +214,7 @@ def test_exports_of_other_models_become_runs_too(tables, tmp_path):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["the embedding", "its own"])
-def test_a_head_that_was_trained_after_the_export_is_kept(own, tmp_path):
+def test_a_head_trained_after_the_export_is_kept(own, tmp_path):
     folder = write(trained_like(bytes_config(small(layers=1, head={"kind": "tied"}))), tmp_path / "out")
     head = load_file(folder / "model.safetensors")["model.decoder.embed.weight"] + own
     change(folder, {"lm_head.weight": head})
@@ -225,7 +225,7 @@ def test_a_head_that_was_trained_after_the_export_is_kept(own, tmp_path):
         assert torch.equal(again.embed.weight + own, head if again.unembed is None else again.unembed.weight)
 
 
-def test_what_does_not_fit_is_no_run(folder, tmp_path):
+def test_import_refuses_a_mismatched_export(folder, tmp_path):
     change(folder, {"model.decoder.norm.weight": None})
     with pytest.raises(ValueError, match=r"lacks tensor 'model.decoder.norm.weight'"):
         import_folder(folder, tmp_path / "run")

@@ -232,7 +232,7 @@ class Mine(Topology):
 
 @pytest.mark.parametrize("idiom", IDIOMS)
 @torch.no_grad()
-def test_a_topology_of_ones_own_is_exported(idiom: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_plugin_topology_is_exported_in_every_idiom(idiom: str, tmp_path: Path, monkeypatch) -> None:
     package = f"plugin_{idiom.replace(' ', '_')}"
     (tmp_path / package).mkdir()
     for name, text in {"__init__": "", "base": BASE, "mine": IDIOMS[idiom]}.items():
@@ -259,7 +259,7 @@ def test_a_topology_of_ones_own_is_exported(idiom: str, tmp_path: Path, monkeypa
 
 
 @torch.no_grad()
-def test_the_topology_and_the_norm_of_the_page_are_exported(own: Path, tmp_path: Path) -> None:
+def test_the_documented_topology_and_norm_are_exported(own: Path, tmp_path: Path) -> None:
     model = trained_like(bytes_config(small(layers=2, **OWN)))
     folder = tmp_path / "exported"
     assert write_folder(model, Tokenizer.bytes(), folder) == 0

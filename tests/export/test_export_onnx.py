@@ -40,13 +40,13 @@ def exported(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
 
 
 @torch.no_grad()
-def test_graph_of_pytorch_has_equal_logits(exported: nn.Module) -> None:
+def test_pytorch_export_graph_has_equal_logits(exported: nn.Module) -> None:
     graph = torch.export.export(exported, (EXAMPLE,), dynamic_shapes=DYNAMIC, strict=False).module()
     assert torch.equal(graph(OTHER), exported(OTHER))
 
 
 @torch.no_grad()
-def test_onnx_has_the_logits_of_the_export(exported: nn.Module, tmp_path: Path) -> None:
+def test_onnx_logits_match_the_export(exported: nn.Module, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="pip install onnxscript onnxruntime")
     runtime = pytest.importorskip("onnxruntime", reason="pip install onnxscript onnxruntime")
     program = torch.onnx.export(exported, (EXAMPLE,), dynamo=True, dynamic_shapes=DYNAMIC, verbose=False)

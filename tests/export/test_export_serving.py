@@ -112,7 +112,7 @@ EVERY = [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("attnres", "
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_engine_that_replaces_layers_gets_the_same_logits(name: str, tmp_path: Path) -> None:
+def test_engine_that_replaces_layers_keeps_the_logits(name: str, tmp_path: Path) -> None:
     model: Decoder = trained_like(bytes_config(CONFIGS[name]))
     engine = Engine(write(model, tmp_path / "exported"))
     tokens = torch.randint(VOCABULARY, (8,))
@@ -131,7 +131,7 @@ def test_engine_that_replaces_layers_gets_the_same_logits(name: str, tmp_path: P
         ({"logit_softcap": 3.0}, "does not support capped logits"),
     ],
 )
-def test_parts_that_the_engine_would_ignore_are_refused(tables: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_parts_the_engine_would_ignore_are_refused(tables: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write(trained_like(bytes_config(small(layers=1, **tables))), tmp_path / "exported")
     transformers.AttentionInterface.register("engine", lambda *_, **__: None)
     with pytest.raises(ValueError, match=f"{message}: use 'sdpa'"):

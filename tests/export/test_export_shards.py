@@ -35,7 +35,9 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["residua", "llama"])
-def test_shards_open_in_transformers_and_here(layout: str, run: Path, tmp_path: Path, monkeypatch, copied_code) -> None:
+def test_shards_open_in_transformers_and_residua(
+    layout: str, run: Path, tmp_path: Path, monkeypatch, copied_code
+) -> None:
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"
@@ -70,7 +72,7 @@ def test_export_takes_less_memory_than_its_weights(layout: str, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_model_beyond_the_memory_is_exported_unchecked(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_model_too_large_to_check_is_exported_untested(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("residua.export.check.free_memory", lambda: 2**18)
     monkeypatch.setattr("residua.storage.load.load", lambda *_: pytest.fail("the whole model was opened"))
     assert command(monkeypatch, "export", run, "--out", tmp_path / "out", "--layout", "llama") == 0
@@ -81,7 +83,7 @@ def test_model_beyond_the_memory_is_exported_unchecked(run: Path, tmp_path: Path
     assert torch.equal(logits(residua.load(tmp_path / "out"), tokens()), logits(residua.load(run), tokens()))
 
 
-def test_checkpoint_of_several_ranks_is_exported_too(run: Path, tmp_path: Path) -> None:
+def test_sharded_checkpoint_can_be_exported(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "one", layout="llama")
     step = run / "checkpoints" / "step-0"
     content = load_file(step / "model.safetensors")
@@ -94,7 +96,7 @@ def test_checkpoint_of_several_ranks_is_exported_too(run: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_weight_that_is_not_finite_is_refused(run: Path, tmp_path: Path) -> None:
+def test_non_finite_weight_is_refused(run: Path, tmp_path: Path) -> None:
     file = run / "checkpoints" / "step-0" / "model.safetensors"
     content = load_file(file)
     shutil.copytree(file.parent, file.parent.with_name("step-1"))
@@ -105,7 +107,7 @@ def test_weight_that_is_not_finite_is_refused(run: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_sizes_are_read_in_the_units_of_disks_and_memory() -> None:
+def test_shard_sizes_accept_decimal_and_binary_units() -> None:
     assert [parse_size(text) for text in ("5GB", "1.5 MiB", "200b")] == [5 * 10**9, 3 * 2**19, 200]
     for text in ("5", "many", "0GB", "GB", f"{10**400}GB"):
         with pytest.raises(UserError, match=f"--max-shard-size {text} is not a size: write 5GB or 500MB"):

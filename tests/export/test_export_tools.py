@@ -84,7 +84,7 @@ def test_tools_accept_an_export(check: str, folder: Path, tmp_path: Path, copied
 
 
 @pytest.mark.parametrize("factor", ["topology", "anchors", "norm"])
-def test_every_kind_is_tried_with_tools(factor: str) -> None:
+def test_tool_tests_cover_every_kind(factor: str) -> None:
     families = {"topology": TopologyChoice, "anchors": AnchorChoice, "norm": NormChoice}
     ours = (each for each in families[factor].alternatives() if each.__module__.startswith("residua."))
     kinds = {choice.model_fields["kind"].default for choice in ours}
@@ -93,7 +93,7 @@ def test_every_kind_is_tried_with_tools(factor: str) -> None:
 
 
 @pytest.mark.nightly
-def test_tools_accept_every_part_where_residua_is_not_installed(run_without_residua, tmp_path: Path) -> None:
+def test_tools_accept_every_part_without_residua(run_without_residua, tmp_path: Path) -> None:
     folders = [exported(row, tmp_path / "models") for row in COMBINATIONS]
     passed = run_without_residua(Path(with_tools.__file__), tmp_path / "home", *folders, folder=tmp_path)
     assert len(passed) == len(COMBINATIONS) and all(checks == [*with_tools.CHECKS] for checks in passed.values())
@@ -110,7 +110,7 @@ def test_residua_reads_a_resized_model(folder: Path, tmp_path: Path, copied_code
     torch.testing.assert_close(again(tokens), model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_projections_and_embeddings_are_torchs_own() -> None:
+def test_projections_and_embeddings_are_plain_torch_modules() -> None:
     model = residua.build(small(layers=1, attention={"kind": "softmax", "heads": 2, "bias": "all"}))
     assert isinstance(model.embed, torch.nn.Embedding)
     project = model.sublayers[0].body.project
@@ -119,7 +119,7 @@ def test_projections_and_embeddings_are_torchs_own() -> None:
     assert not {"bias"} & model.sublayers[1].body.out.state_dict().keys()
 
 
-def test_attention_weights_and_two_kinds_of_input_are_refused(folder: Path, copied_code: None) -> None:
+def test_attention_weights_and_double_inputs_are_refused(folder: Path, copied_code: None) -> None:
     model = in_transformers(folder)
     tokens = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="does not return attention weights: leave output_attentions out"):

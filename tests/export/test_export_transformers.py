@@ -70,7 +70,7 @@ def prompt(batch: int = 2, length: int = 7) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-def test_installed_library_runs_and_agrees_with_the_file(folder, exported):
+def test_installed_library_runs_and_matches_the_copied_code(folder, exported):
     library = in_transformers(folder, implementation="auto")
     assert type(library.model.decoder) is residua.Decoder
     assert type(exported.model.decoder).__module__.startswith("transformers_modules")
@@ -85,7 +85,7 @@ def test_unknown_implementation_is_refused(folder):
 
 
 @pytest.mark.parametrize("name", ["flex_attention", "flash_attention_2"])
-def test_attention_of_other_libraries_is_refused_by_us(name, folder, exported):
+def test_attention_of_other_libraries_is_refused(name, folder, exported):
     for ask in (
         lambda: in_transformers(folder, attn_implementation=name),
         lambda: exported.set_attn_implementation(name),
@@ -119,7 +119,7 @@ def test_beams_and_samples_do_not_depend_on_the_cache(which, request):
 
 
 @pytest.mark.parametrize("which", FOLDERS)
-def test_recurrent_state_refuses_to_guess_ahead(which, request):
+def test_recurrent_models_refuse_assisted_generation(which, request):
     exported = in_transformers(request.getfixturevalue(FOLDERS[which]))
     given = prompt(batch=1)
     for guessing in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": exported}):
@@ -155,14 +155,14 @@ def test_padding_on_either_side_changes_nothing_for_real_tokens(exported):
         torch.testing.assert_close(logits[:, mask[0].bool()], alone, rtol=1e-4, atol=1e-5)
 
 
-def test_positions_that_start_again_begin_a_new_document(exported):
+def test_restarting_positions_begin_a_new_document(exported):
     first, second = prompt(1, 4)["input_ids"], prompt(1, 5)["input_ids"]
     positions = torch.tensor([[*range(4), *range(5)]])
     packed = exported(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(packed[:, 4:], exported(second).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_with_a_cache_restarting_positions_are_as_in_llama(tmp_path):
+def test_restarting_positions_with_a_cache_match_llama(tmp_path):
     llama = saved(tmp_path / "hf", "Llama", vocab_size=VOCABULARY, num_hidden_layers=1)
     ours = in_transformers(write(residua.load(tmp_path / "hf"), tmp_path / "ours"))
     tokens, positions = torch.arange(8)[None], torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
@@ -173,14 +173,14 @@ def test_with_a_cache_restarting_positions_are_as_in_llama(tmp_path):
     assert (found[:, 4:] - alone).abs().max() > 1e-2 and (found - plain).abs().max() > 1e-2
 
 
-def test_logits_are_made_only_for_the_positions_asked_for(exported):
+def test_logits_are_computed_only_for_requested_positions(exported):
     given = prompt()
     everything = exported(**given).logits
     torch.testing.assert_close(exported(**given, logits_to_keep=2).logits, everything[:, -2:])
     torch.testing.assert_close(exported(**given, logits_to_keep=torch.tensor([1, 3])).logits, everything[:, [1, 3]])
 
 
-def test_labels_give_residuas_loss(model, exported):
+def test_labels_give_the_loss_of_residua(model, exported):
     tokens = prompt()["input_ids"]
     expected = model.loss(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(exported(tokens, labels=tokens).loss, expected, rtol=1e-5, atol=1e-5)
@@ -208,7 +208,7 @@ def test_gradient_checkpointing_keeps_gradients_and_turns_off(exported):
     handle.remove()
 
 
-def test_trainer_takes_steps(exported, tmp_path):
+def test_transformers_trainer_takes_steps(exported, tmp_path):
     data = [{"input_ids": t, "labels": t} for t in torch.randint(VOCABULARY, (4, 8))]
     settings = transformers.TrainingArguments(
         output_dir=str(tmp_path / "trainer"),
@@ -234,7 +234,7 @@ def test_device_map_places_the_whole_decoder(folder, exported, where):
     torch.testing.assert_close(placed(**given).logits, exported(**given).logits)
 
 
-def test_saved_by_transformers_is_read_by_both(exported, tmp_path):
+def test_model_saved_by_transformers_is_read_by_both(exported, tmp_path):
     with torch.no_grad():
         exported.model.decoder.embed.weight.add_(1.0)
     exported.save_pretrained(tmp_path / "saved")
@@ -245,7 +245,7 @@ def test_saved_by_transformers_is_read_by_both(exported, tmp_path):
     torch.testing.assert_close(native(given["input_ids"]), exported(**given).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_the_head_is_the_embedding_only_when_tied(exported, tmp_path):
+def test_head_shares_the_embedding_only_when_tied(exported, tmp_path):
     assert exported.lm_head.weight is exported.get_input_embeddings().weight
     untied = trained_like(bytes_config(small(head={"kind": "untied"}, layers=1)))
     other = in_transformers(write(untied, tmp_path / "untied"))
@@ -253,19 +253,19 @@ def test_the_head_is_the_embedding_only_when_tied(exported, tmp_path):
     assert not torch.equal(other.lm_head.weight, other.get_input_embeddings().weight)
 
 
-def test_half_precision_weights_are_loaded_as_such(folder):
+def test_half_precision_weights_keep_their_dtype(folder):
     half = in_transformers(folder, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     assert torch.isfinite(half(**prompt()).logits).all()
 
 
-def test_the_base_model_gives_final_states(folder, model):
+def test_the_base_model_returns_final_states(folder, model):
     base = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True, implementation="file").eval()
     tokens = prompt()["input_ids"]
     torch.testing.assert_close(base(tokens).last_hidden_state, model.hidden(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_the_tokenizer_needs_no_trust_and_makes_residuas_ids(folder):
+def test_the_tokenizer_needs_no_remote_code_and_gives_equal_ids(folder):
     from residua.data.tokenizer import Tokenizer
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -275,7 +275,7 @@ def test_the_tokenizer_needs_no_trust_and_makes_residuas_ids(folder):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == Tokenizer.bytes().end_of_text
 
 
-def test_two_exports_of_one_name_keep_their_own_code(folder, exported, tmp_path):
+def test_two_exports_with_the_same_name_keep_their_own_code(folder, exported, tmp_path):
     """`exported` has been opened before, from a folder of the same name."""
     other = trained_like(bytes_config(small(layers=1, norm={"kind": "dyt"})))
     second = in_transformers(write(other, tmp_path / folder.name))
@@ -283,7 +283,7 @@ def test_two_exports_of_one_name_keep_their_own_code(folder, exported, tmp_path)
     torch.testing.assert_close(second(tokens).logits, other(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_a_host_may_bring_its_own_attention_as_vllm_does(folder, exported):
+def test_a_host_like_vllm_may_replace_the_attention(folder, exported):
     """vLLM registers a function, flattens its requests into one row, and finds each layer's cache by `layer_idx`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -308,7 +308,7 @@ def test_a_host_may_bring_its_own_attention_as_vllm_does(folder, exported):
     assert seen == [(0, "caches", None), (1, "caches", None)]
 
 
-def test_a_hosts_attention_is_refused_where_it_would_be_wrong(hybrid_folder, folder):
+def test_a_hosts_attention_is_refused_if_it_would_be_wrong(hybrid_folder, folder):
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register("a_host", lambda *_, **__: None)
@@ -327,7 +327,7 @@ def test_a_kimi_model_with_experts_compiles_into_one_graph(kimi_folder, use_cach
     torch.testing.assert_close(compiled(**given).logits, exported(**given).logits)
 
 
-def test_opening_exports_leaves_residuas_operators_alone(tmp_path: Path) -> None:
+def test_opening_exports_does_not_touch_residuas_operators(tmp_path: Path) -> None:
     """An export that registers operators under a name of Residua's takes them away from the library: it crashed."""
     models = [trained_like(bytes_config(small(layers=1, topology={"kind": kind}))) for kind in ("additive", "clipped")]
     folders = [write(model, tmp_path / model.config.topology.kind) for model in models]
