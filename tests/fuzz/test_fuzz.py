@@ -32,11 +32,11 @@ def test_damaged_files_are_refused_in_one_sentence() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_two_thousand_damaged_files_are_refused_in_one_sentence(seed: int) -> None:
+def test_2000_damaged_files_are_refused_in_one_sentence(seed: int) -> None:
     fuzz("--cases", 500, "--seed", seed)
 
 
-def test_a_case_can_be_repeated(tmp_path: Path) -> None:
+def test_a_fuzz_case_is_reproducible(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     seen = set()
     for _ in range(2):
@@ -45,6 +45,6 @@ def test_a_case_can_be_repeated(tmp_path: Path) -> None:
     assert len(seen) == 1
 
 
-def test_every_format_that_is_read_is_damaged_by_structure() -> None:
+def test_every_format_has_structured_damage() -> None:
     suffixes = {Path(pattern).suffix for reader in (*QUICK, *FULL) for pattern in reader.files}
     assert suffixes - STRUCTURED.keys() <= {"", ".txt"}
