@@ -41,7 +41,7 @@ def uncached(model: Decoder, tokens: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
 @torch.no_grad()
-def test_cached_batched_and_chunked_equal_uncached_and_single(row: Row) -> None:
+def test_cached_batched_chunked_logits_equal_uncached_single(row: Row) -> None:
     model, tokens = random_model(row), sequences()
     expected = uncached(model, tokens)
     for chunk in (7, 3, 1):
@@ -58,7 +58,7 @@ def test_cached_batched_and_chunked_equal_uncached_and_single(row: Row) -> None:
 
 @pytest.mark.parametrize("sink", ["none", "learned"])
 @torch.no_grad()
-def test_a_static_cache_gives_what_a_growing_one_gives(sink: str) -> None:
+def test_static_and_growing_caches_give_equal_logits(sink: str) -> None:
     model = residua.build(small(attention={"kind": "softmax", "heads": 2, "sink": sink})).double()
     tokens = torch.randint(23, (2, 5))
     expected = model(tokens)
@@ -72,7 +72,7 @@ def test_a_static_cache_gives_what_a_growing_one_gives(sink: str) -> None:
 
 @pytest.mark.parametrize("mixer", ["plain", "linear"])
 @torch.no_grad()
-def test_a_cleared_cache_forgets(mixer: str) -> None:
+def test_a_cleared_cache_starts_empty(mixer: str) -> None:
     model = residua.build(small(attention=ATTENTIONS[mixer])).double()
     tokens = torch.randint(23, (1, 6))
     cache = model.new_cache(1, 8)
@@ -97,7 +97,7 @@ def test_cache_stores_only_grouped_keys_and_values() -> None:
     assert shapes == {(3, 5, 2, 4)}
 
 
-def test_rows_of_tokens_become_one_tensor() -> None:
+def test_rows_of_tokens_are_padded_into_one_tensor() -> None:
     rows = [[5, 2**40, 7], [], [1]]
     assert torch.equal(padded(rows, 4), torch.tensor([[5, 2**40, 7, 0], [0, 0, 0, 0], [1, 0, 0, 0]]))
     assert padded([[]], 0).shape == (1, 0)

@@ -41,18 +41,18 @@ def test_prompt_streams_its_continuation_and_prints_the_speed(run: Path, generat
     assert re.fullmatch(rf"\[9 tokens \(length\), {speed}; prompt: 8 tokens in [\d.]+ s\]\n", err)
 
 
-def test_single_token_has_no_speed(generate: Generate) -> None:
+def test_no_speed_is_printed_for_a_single_token(generate: Generate) -> None:
     status, _, err = generate("--prompt", "depth is", "--tokens", 1)
     assert status == 0 and re.fullmatch(r"\[1 token \(\w+\); prompt: 8 tokens in [\d.]+ s\]\n", err)
 
 
-def test_end_of_the_context_is_reported(generate: Generate) -> None:
+def test_reaching_the_end_of_the_context_is_reported(generate: Generate) -> None:
     """The model's context is 32 tokens, so the longer prompt can have 3 more."""
     status, _, err = generate("--prompt", "x" * 29, "--prompt", "x", "--tokens", 9, "--temperature", 0)
     assert status == 0 and "[12 tokens (end of the model's context, length), " in err
 
 
-def test_text_ends_at_every_id_that_the_models_settings_name(run: Path, tmp_path: Path, generate: Generate) -> None:
+def test_text_ends_at_any_end_id_of_the_models_settings(run: Path, tmp_path: Path, generate: Generate) -> None:
     """A run that came from an import has them in source/."""
     copied = shutil.copytree(run, tmp_path / "run")
     (copied / "source").mkdir()
@@ -62,14 +62,14 @@ def test_text_ends_at_every_id_that_the_models_settings_name(run: Path, tmp_path
     assert (status, out) == (0, "depth is\n") and err.startswith("[0 tokens (end)")
 
 
-def test_documentation_works_as_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_commands_work(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(code.replace("runs/tiny", str(run)), {})
     assert " length " in capsys.readouterr().out
 
 
-def test_prompts_of_a_file_go_in_one_batch(run: Path, tmp_path: Path, generate: Generate) -> None:
+def test_prompts_of_a_file_run_in_one_batch(run: Path, tmp_path: Path, generate: Generate) -> None:
     (tmp_path / "prompts.txt").write_text("depth is\n\nhow\n")
     settings = ("--tokens", 6, "--top-k", 5, "--top-p", 0.9, "--seed", 4)
     status, out, _ = generate("--file", tmp_path / "prompts.txt", *settings)
@@ -106,7 +106,7 @@ def test_conversation_continues_until_an_empty_line(first: str, generate: Genera
         (("--prompt", "a", "--stop", ""), "a stop string is empty: it would stop before the first token."),
     ],
 )  # fmt: skip
-def test_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str, generate: Generate) -> None:
+def test_mistake_is_reported_in_one_sentence(arguments: tuple[str, ...], sentence: str, generate: Generate) -> None:
     assert generate(*arguments) == (2, "", f"residua: {sentence}\n")
 
 
@@ -114,7 +114,7 @@ def test_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str, gene
     ("broken", "words"),
     [("nowhere", "is not a folder"), ("empty", "holds no model"), ("without tokenizer", "has no tokenizer")],
 )
-def test_folder_that_holds_no_model_is_refused(broken: str, words: str, tmp_path: Path, generate: Generate) -> None:
+def test_folder_without_a_model_is_refused(broken: str, words: str, tmp_path: Path, generate: Generate) -> None:
     folder = tmp_path / "model"
     if broken != "nowhere":
         folder.mkdir()

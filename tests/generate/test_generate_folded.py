@@ -45,20 +45,22 @@ def assert_folded(models: list[nn.Module]) -> None:
     assert len(models) == 1 and scales(models[0]) == []
 
 
-def test_generate_folds(run: Path, generating: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_folds_mixing_scales(run: Path, generating: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(scales(library.load(run))) == 8
     assert residua(monkeypatch, "generate", run, "--prompt", "depth is", "--tokens", 2) == 0
     assert_folded(generating)
 
 
-def test_the_documented_way_from_python_folds(run: Path, generating: list[nn.Module]) -> None:
+def test_the_documented_python_folds_mixing_scales(run: Path, generating: list[nn.Module]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "generate.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(code.replace("runs/tiny", str(run)), {})
     assert_folded(generating)
 
 
-def test_the_harness_generates_folded(run: Path, generating: list[nn.Module], tmp_path: Path, monkeypatch) -> None:
+def test_the_harness_generates_with_folded_scales(
+    run: Path, generating: list[nn.Module], tmp_path: Path, monkeypatch
+) -> None:
     harness = pytest.importorskip("residua.evaluate.harness", exc_type=ImportError)
     monkeypatch.setattr(harness, "evaluate_with_harness", lambda *args, **settings: {})
     monkeypatch.setattr(harness, "TaskManager", lambda: SimpleNamespace(all_tasks=["arc_easy"], task_index={}))
@@ -66,7 +68,7 @@ def test_the_harness_generates_folded(run: Path, generating: list[nn.Module], tm
     assert_folded(generating)
 
 
-def test_the_decoding_benchmark_folds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decoding_benchmark_folds_mixing_scales(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from residua.bench import inference
     from residua.cli.bench import app
 
@@ -79,7 +81,7 @@ def test_the_decoding_benchmark_folds(run: Path, monkeypatch: pytest.MonkeyPatch
     assert_folded(models)
 
 
-def test_an_export_has_what_was_trained(run: Path, tmp_path: Path) -> None:
+def test_an_export_keeps_unfolded_weights(run: Path, tmp_path: Path) -> None:
     export(run, tmp_path / "exported")
     trained, read = (dict(library.load(folder).named_parameters()) for folder in (run, tmp_path / "exported"))
     assert trained.keys() == read.keys()

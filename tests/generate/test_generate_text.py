@@ -38,7 +38,7 @@ def continued(prompts: Sequence[Any], request: Request, **settings: object) -> l
     return Generator(model(), TOKENIZER, **settings)(prompts, request)[0]  # type: ignore[arg-type]
 
 
-def test_the_first_tokens_are_shown_before_a_step_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_tokens_are_shown_before_the_step_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """With empty caches of kernels, building one may take longer than reading the prompts."""
     happened: list[str] = []
     build, add = generator.build_step, generator._Batch.add
@@ -50,7 +50,7 @@ def test_the_first_tokens_are_shown_before_a_step_is_built(monkeypatch: pytest.M
     assert happened == ["add", "add", "build", "add", "add"]
 
 
-def test_top_k_and_top_p_keep_what_they_say() -> None:
+def test_top_k_and_top_p_keep_the_right_candidates() -> None:
     logits = torch.log(torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
     probabilities, ids = candidates(logits, Sampling(1.0, top_k=3))
     assert ids is not None and ids.tolist() == [[1, 3, 2]]
@@ -60,7 +60,7 @@ def test_top_k_and_top_p_keep_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.0, top_p=0.8)])
-def test_draws_follow_the_probabilities(sampling: Sampling) -> None:
+def test_samples_follow_the_probabilities(sampling: Sampling) -> None:
     rows, steps = 400, 10
     logits = torch.tensor([[0.3, 1.2, -0.4, 0.9, -9.0]])
     probabilities, ids = candidates(logits, sampling)
@@ -73,13 +73,13 @@ def test_draws_follow_the_probabilities(sampling: Sampling) -> None:
     assert not seen[expected == 0].any()
 
 
-def test_a_seed_repeats_and_another_differs() -> None:
+def test_the_same_seed_repeats_and_another_differs() -> None:
     one, again, other = (continued(["x"], Request(20, Sampling(1.0, seed=seed))) for seed in (1, 1, 2))
     assert one == again and one != other
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=3), Sampling(1.0, top_k=9, top_p=0.9, seed=3)])
-def test_a_batch_gives_each_prompt_what_it_gets_alone(sampling: Sampling) -> None:
+def test_batching_does_not_change_the_text_of_a_prompt(sampling: Sampling) -> None:
     together = continued(PROMPTS, Request(12, sampling), chunk=4)
     for i, prompt in enumerate(PROMPTS):
         own = Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed + i)
@@ -99,7 +99,7 @@ def test_greedy_decoding_equals_argmax_without_cache(row: Row) -> None:
         assert completion.tokens == list(takewhile(lambda token: token != TOKENIZER.end_of_text, likeliest))
 
 
-def test_a_generator_used_twice_starts_anew() -> None:
+def test_a_generator_used_twice_starts_fresh() -> None:
     generator = Generator(model(), TOKENIZER)
     first = generator(["abc"], Request(8))[0]
     assert generator(["xyz"], Request(6))[0] != first
@@ -137,7 +137,7 @@ def stream(pieces: list[bytes], stop: list[str]) -> tuple[list[str], TextStream]
     return [*shown, made.finish()], made
 
 
-def test_characters_are_shown_whole() -> None:
+def test_multi_byte_characters_are_shown_whole() -> None:
     shown, made = stream([b"m", b"\xc3", b"\xbc", b"de ", b"\xf0\x9f", b"\x98", b"\x80", b"\xff"], [])
     assert shown == ["m", "", "ü", "de ", "", "", "😀", "", "�"]
     assert made.text == "müde 😀�"
@@ -172,7 +172,7 @@ def test_generation_stops_at_a_stop_string() -> None:
     assert cut.reason == "stop"
 
 
-def test_what_streams_is_what_is_returned() -> None:
+def test_streamed_text_equals_returned_text() -> None:
     pieces: dict[int, str] = {}
     done, _ = Generator(model(), TOKENIZER)(
         PROMPTS, Request(20, Sampling(1.0)), lambda i, piece: pieces.update({i: pieces.get(i, "") + piece})
@@ -203,7 +203,7 @@ ATTEMPTS: dict[str, Callable[[Any], object]] = {
         ("engine", "grpah", "engine grpah does not exist: choose auto, eager, graph or compile."),
     ],
 )
-def test_what_cannot_be_generated_is_refused_in_one_sentence(kind: str, value: Any, message: str) -> None:
+def test_impossible_requests_are_refused_in_one_sentence(kind: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError) as refused:
         ATTEMPTS[kind](value)
     assert str(refused.value) == message
@@ -213,7 +213,7 @@ EXPERTS = {"kind": "moe", "hidden": 8, "experts": 4, "top_k": 2}
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_experts_in_a_loop_are_not_captured(replaced: bool) -> None:
+def test_experts_run_in_a_loop_are_not_captured(replaced: bool) -> None:
     """Nor are experts of another kind: rounded ones compute in fp32, and so one after the other."""
     built = model(ffn=EXPERTS)
     for mixture in [module for module in built.modules() if replaced and isinstance(module, MoE)]:
@@ -224,7 +224,7 @@ def test_experts_in_a_loop_are_not_captured(replaced: bool) -> None:
 
 
 @pytest.mark.parametrize(("rows", "visited"), [(1, 2), (2, 4), (5, 4)])
-def test_a_step_reads_no_more_experts_than_its_rows_can_visit(rows: int, visited: int) -> None:
+def test_bytes_per_step_count_only_experts_rows_can_visit(rows: int, visited: int) -> None:
     built = model(ffn=EXPERTS)
     experts = [p for name, p in built.named_parameters() if ".experts." in name]
     idle = sum(p.numel() * p.element_size() for p in experts) * (4 - visited) // 4
@@ -232,7 +232,7 @@ def test_a_step_reads_no_more_experts_than_its_rows_can_visit(rows: int, visited
     assert weight_bytes(built, rows) == everything - idle
 
 
-def test_greedy_and_lowest_temperature_take_the_likeliest_token() -> None:
+def test_greedy_and_low_temperature_pick_the_top_token() -> None:
     padded = torch.tensor([[0.0, 2.0, 1.0, 9.0], [3.0, 2.0, 1.0, 9.0]])  # the last id is padding
     assert Sampler(Sampling(), [0, 0], 1, 3, CPU)(padded, 0).tolist() == [1, 0]
     logits = torch.randn(3, 257)
@@ -241,14 +241,14 @@ def test_greedy_and_lowest_temperature_take_the_likeliest_token() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_the_rate_counts_tokens_that_steps_made(tokens: int) -> None:
+def test_decoding_rate_excludes_the_first_token(tokens: int) -> None:
     done, speed = Generator(model(), TOKENIZER)(["ab", "c"], Request(tokens))
     assert speed.new_tokens == sum(len(c.tokens) for c in done) == 2 * tokens
     assert speed.tokens_per_second == 2 * (tokens - 1) / speed.decode_seconds
     assert speed.bytes_per_second == (tokens - 1) * speed.bytes_per_step / speed.decode_seconds
 
 
-def test_progress_counts_the_steps() -> None:
+def test_progress_counts_steps() -> None:
     told: list[tuple[int, int]] = []
     Generator(model(), TOKENIZER)(["ab", "c"], Request(4), progress=lambda *now: told.append(now))
     assert told == [(1, 4), (2, 4), (3, 4), (3, 4)]
@@ -278,7 +278,7 @@ FOLDED = [row for row in ROWS if row["anchors"] in ("resformer", "nuresformer", 
 
 
 @pytest.mark.parametrize("row", FOLDED[::5], ids=name_of)
-def test_a_folded_scale_changes_nothing_but_rounding(row: Row) -> None:
+def test_folding_scales_changes_only_rounding(row: Row) -> None:
     built = residua.build(config_of(row)).double()
     for name, parameter in built.named_parameters():
         if "_scale" in name or "norm" in name:
@@ -299,7 +299,7 @@ def test_a_folded_scale_changes_nothing_but_rounding(row: Row) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
-def test_matrices_in_bfloat16_run_through_every_component(row: Row) -> None:
+def test_bfloat16_matrices_run_through_every_component(row: Row) -> None:
     built = residua.build(config_of(row)).eval()
     tokens = torch.randint(23, (2, 6))
     with torch.no_grad():

@@ -93,7 +93,7 @@ def assert_same(built: Decoder, tolerance: float) -> InferenceDecoder:
 
 
 @pytest.mark.parametrize("name", [*TOPOLOGIES, "full with a window"])
-def test_junctions_with_their_norms_equal_direct_ones(name: str) -> None:
+def test_junctions_fused_with_norms_match_the_model(name: str) -> None:
     topology, kind = TOPOLOGIES.get(name, (WINDOW, ReadInference))
     # queries are prepared in float32, which is where the difference comes from
     for layers, tolerance in ((3, 1e-6), (8, 1e-5)):
@@ -110,20 +110,20 @@ def test_junctions_with_their_norms_equal_direct_ones(name: str) -> None:
         {"heads": 2, "softcap": 0.7},
     ],
 )
-def test_heads_written_straight_to_cache_attend_as_others(attention: dict[str, Any]) -> None:
+def test_heads_written_directly_to_the_cache_match_the_model(attention: dict[str, Any]) -> None:
     rewritten = assert_same(model(attention={"kind": "softmax"} | attention).double(), 1e-12)
     assert isinstance(rewritten.sublayers[0].body, InferenceAttention)
     assert rewritten.sublayers[0].body.decodes == (not attention.keys() & {"window", "softcap"})
 
 
-def test_queries_that_grow_are_left_to_the_attention_itself() -> None:
+def test_attention_with_growing_queries_is_not_rewritten() -> None:
     growing = {"kind": "softmax", "heads": 2, "query_growth": {"beta": 0.7, "original_context": 2}}
     assert isinstance(assert_same(model(attention=growing).double(), 1e-12).sublayers[0].body, SoftmaxAttention)
 
 
 @pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
 @pytest.mark.parametrize("folded", [False, True])
-def test_values_are_mixed_on_their_way_into_the_cache(granularity: str, folded: bool) -> None:
+def test_values_mixed_while_entering_the_cache_match_the_model(granularity: str, folded: bool) -> None:
     attention = {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "headwise"}
     built = value_residuals(granularity=granularity, attention=attention, layers=3).double()
     if folded:
@@ -133,13 +133,13 @@ def test_values_are_mixed_on_their_way_into_the_cache(granularity: str, folded: 
 
 
 @pytest.mark.parametrize("kind", ["swiglu", "glu", "relu2", "gelu"])
-def test_feed_forward_with_fused_activation_is_the_same(kind: str) -> None:
+def test_feed_forward_with_fused_activation_matches_the_model(kind: str) -> None:
     rewritten = assert_same(model(ffn={"kind": kind, "hidden": 24}).double(), 1e-12)
     assert isinstance(rewritten.sublayers[1].body, InferenceFFN)
 
 
 @pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
-def test_combinations_of_components_are_the_same(row: Row) -> None:
+def test_combinations_of_components_match_the_model(row: Row) -> None:
     assert_same(random_model(row), 1e-5)
 
 
@@ -158,7 +158,7 @@ def test_combinations_of_components_are_the_same(row: Row) -> None:
         {"topology": {"kind": "layer_factor"}},
     ],
 )
-def test_what_has_no_form_for_inference_stays_as_it_is(tables: dict[str, Any]) -> None:
+def test_parts_without_an_inference_form_are_kept(tables: dict[str, Any]) -> None:
     built = residua.build(small(**tables)).double()
     rewritten = assert_same(built, 1e-12)
     kept = rewritten.topology is built.topology, rewritten.sublayers[-2].body is built.sublayers[-2].body
@@ -176,7 +176,7 @@ def test_what_has_no_form_for_inference_stays_as_it_is(tables: dict[str, Any]) -
         pytest.param("full", 17, marks=pytest.mark.nightly),
     ],
 )
-def test_interpreted_kernels_decode_what_the_model_does(name: str, layers: int, monkeypatch) -> None:
+def test_interpreted_kernels_decode_like_the_model(name: str, layers: int, monkeypatch) -> None:
     operators = [vars(inference)[name] for name in inference.__all__]
 
     def fused_where_decoding(self: Any, *args: Any, **settings: Any) -> Any:
@@ -214,7 +214,7 @@ def test_junction_of_a_decoding_step_is_one_launch(name: str, monkeypatch: pytes
     assert {operator: count for operator, count in calls.items() if count} == LAUNCHES[name] | heads
 
 
-def test_documents_stay_apart() -> None:
+def test_rewritten_model_keeps_documents_separate() -> None:
     built, tokens = model().double(), torch.randint(23, (2, 7))
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1]])
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_documents_stay_apart() -> None:
     torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
 
 
-def test_modules_that_someone_looks_into_are_kept() -> None:
+def test_hooked_modules_are_not_rewritten() -> None:
     built, seen = model(), []
     built.sublayers[1].body.register_forward_hook(lambda *_: seen.append("body"))
     built.sublayers[2].register_forward_hook(lambda *_: seen.append("sublayer"))
@@ -235,7 +235,7 @@ def test_modules_that_someone_looks_into_are_kept() -> None:
     torch.testing.assert_close(*decoded(built, torch.randint(23, (2, 5))), rtol=0, atol=2e-5)
 
 
-def test_junctions_may_stay_as_they_are() -> None:
+def test_junctions_can_be_left_unrewritten() -> None:
     built, tokens = model({"kind": "full_attnres"}).double(), torch.randint(23, (2, 7))
     with torch.no_grad():
         rewritten = InferenceDecoder(built, junctions=False)
@@ -254,7 +254,7 @@ def test_rewritten_model_shares_weights_and_keeps_original() -> None:
     assert set(built.state_dict()) == names
 
 
-def test_on_a_cpu_the_model_runs_as_it_is() -> None:
+def test_model_runs_unrewritten_on_a_cpu() -> None:
     built, tokens = model(), torch.randint(23, (2, 7))
     caches = [built.new_cache(2, 9) for _ in range(2)]
     forward = Forward(built)
@@ -264,7 +264,7 @@ def test_on_a_cpu_the_model_runs_as_it_is() -> None:
     assert torch.equal(ours, exact)
 
 
-def test_padded_prompts_fill_the_cache_with_their_own_tokens() -> None:
+def test_padded_prompts_fill_the_cache_without_padding() -> None:
     built = model().double()
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
     caches = [built.new_cache(2, capacity) for capacity in (9, 9, 6)]
@@ -281,7 +281,7 @@ GENERATING = {"vocab_size": 257, "context": 48}
 
 @pytest.mark.parametrize("name", only_nightly(["additive", "blocks of two", "four streams"], but=["four streams"]))
 @pytest.mark.parametrize("anchors", only_nightly(["none", "resformer"], but=["resformer"]))
-def test_step_is_traced_whole(name: str, anchors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoding_step_is_traced_whole(name: str, anchors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiled(f, backend="eager", **options))
     built = model(TOPOLOGIES[name][0], anchors={"kind": anchors}, **GENERATING)
@@ -291,7 +291,7 @@ def test_step_is_traced_whole(name: str, anchors: str, monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TOPOLOGIES)
-def test_replayed_batch_equals_the_launched_one(name: str) -> None:
+def test_replayed_batch_equals_launched_batch(name: str) -> None:
     built = model(TOPOLOGIES[name][0], layers=8).to("cuda", torch.float32)
     forward, tokens = Forward(built), torch.randint(23, (5, 2, 7), device="cuda")
     cache, fast = built.new_cache(2, 9), InferenceDecoder(built)
@@ -326,7 +326,7 @@ def assert_generates(built: Decoder, engine: str, prompts: list[str], request: R
 )
 @pytest.mark.parametrize("engine", ["graph", "compile"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=20, seed=1)], ids=["greedy", "drawn"])
-def test_replayed_graph_generates_what_plain_steps_do(name: str, anchors: str, engine: str, sampling: Sampling) -> None:
+def test_replayed_graph_generates_like_plain_steps(name: str, anchors: str, engine: str, sampling: Sampling) -> None:
     built = model(TOPOLOGIES[name][0], anchors={"kind": anchors}, **WIDE)
     assert_generates(built, engine, ["hello there", "a", "some more text"], Request(24, sampling))
 
@@ -335,7 +335,7 @@ def test_replayed_graph_generates_what_plain_steps_do(name: str, anchors: str, e
 @pytest.mark.parametrize("rows", [1, 4, 9])
 @pytest.mark.parametrize("engine", ["graph", "compile"])
 @pytest.mark.parametrize("gate", ["competitive", "independent"])
-def test_graph_of_wide_streams_generates_what_plain_steps_do(gate: str, engine: str, rows: int) -> None:
+def test_graph_of_wide_streams_generates_like_plain_steps(gate: str, engine: str, rows: int) -> None:
     built = model({"kind": "multi_gate", "gate": gate}, **WIDE | {"width": 512})
     assert_generates(built, engine, [chr(97 + row) * (1 + row % 5) for row in range(rows)], Request(24))
 
@@ -352,13 +352,13 @@ def test_graph_of_wide_streams_generates_what_plain_steps_do(gate: str, engine: 
     ],
     ids=["window graph", "window compile", "recurrent graph", "mixture graph", "mixture compile"],
 )
-def test_graph_of_other_parts_generates_what_plain_steps_do(engine: str, tables: dict[str, Any]) -> None:
+def test_graph_of_other_mixers_generates_like_plain_steps(engine: str, tables: dict[str, Any]) -> None:
     """A recurrent mixer starts where the prompt ended."""
     assert_generates(model(**WIDE | tables), engine, ["abc", "d"], Request(12))
 
 
 @pytest.mark.gpu
-def test_two_captured_models_do_not_disturb_each_other() -> None:
+def test_two_captured_models_do_not_interfere() -> None:
     """One is captured between two replays of the other, on a stream of its own."""
     built = [place(model({"kind": "multi_gate"}, **WIDE), torch.device("cuda"), "float32") for _ in range(2)]
     plain, replayed = ([Generator(b, Tokenizer.bytes(), engine=e) for b in built] for e in ("eager", "graph"))

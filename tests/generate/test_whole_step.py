@@ -75,7 +75,7 @@ NIGHTLY = ["blocks of three", "a last block cut short", "one block", "four strea
         *(pytest.param(name, 3, marks=pytest.mark.nightly) for name in NIGHTLY),
     ],
 )
-def test_phases_decode_what_the_model_does(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_decode_like_the_model(name: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(model(TOPOLOGIES[name][0], layers=layers), 2, monkeypatch)
 
 
@@ -83,7 +83,7 @@ MIXED = list(product(["elementwise", "headwise", "scalar"], [False, True]))
 
 
 @pytest.mark.parametrize("case", only_nightly(MIXED, but=[("elementwise", False), ("scalar", True)]))
-def test_phases_mix_values_with_those_of_the_first_layer(case: tuple[str, bool], monkeypatch) -> None:
+def test_phases_mix_first_layer_values_like_the_model(case: tuple[str, bool], monkeypatch) -> None:
     """Grouped heads, of whose group one program writes the anchor; the last layer mixes after one that did."""
     granularity, folded = case
     topology = TOPOLOGIES["two streams" if folded else "additive"][0]
@@ -125,12 +125,12 @@ DAY = ["two pathways", "dynamic"]
 
 
 @pytest.mark.parametrize("case", only_nightly(WITH_GATES, but=DAY))
-def test_phases_gate_and_mix_heads_as_the_model_does(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_gate_and_mix_heads_like_the_model(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(gated_model(case, "two streams" if "two" in case else "additive", 2), 2, monkeypatch)
 
 
 @pytest.mark.parametrize("layers", only_nightly([4, 17], but=[4]))
-def test_phases_take_more_sources_than_single_junctions(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_accept_more_sources_than_single_junctions(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_division", lambda x: (1, 4))
     monkeypatch.setattr(inference, "MOST_SOURCES", 2 * layers - 1)
     tables = {"width": 8, "attention": SOFTMAX | {"heads": 1}, "ffn": {"kind": "relu2", "hidden": 8}}
@@ -148,12 +148,12 @@ def test_phases_take_more_sources_than_single_junctions(layers: int, monkeypatch
         {"attention": SOFTMAX | {"heads": 3}, "width": 24, "embed_scale": 2.0, "ffn": {"kind": "gelu", "hidden": 40}},
     ],
 )  # fmt: skip
-def test_phases_decode_what_other_layers_do(tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_phases_decode_other_layers_like_the_model(tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A program has several tiles of rows; a row of 24 or 40 channels is two blocks."""
     check(model({"kind": "additive"}, layers=1, **tables), 1, monkeypatch)
 
 
-def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_caches_are_attended_to_in_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty tokens are three shares of sixteen slots, of which a program reads sixteen at a time."""
     monkeypatch.setattr(launch, "SPLITS", 4)
     monkeypatch.setattr(launch, "SLOTS_HELD", 16)
@@ -184,13 +184,13 @@ def test_a_head_is_attended_to_in_shares(monkeypatch: pytest.MonkeyPatch) -> Non
         {"ffn": {"kind": "relu2", "hidden": 20}},
     ],
 )
-def test_other_models_take_the_other_path(tables: dict[str, Any]) -> None:
+def test_unsupported_models_take_the_layer_path(tables: dict[str, Any]) -> None:
     built = model(tables.pop("topology", {"kind": "additive"}), **tables)
     with ops.backend("triton"):
         assert build_layers(built, filled_with_nothing(built, 2)) is None
 
 
-def test_quantized_projections_take_the_other_path() -> None:
+def test_quantized_projections_take_the_layer_path() -> None:
     built = gated_model("dynamic", "additive", 1)
     attention, ffn = (sublayer.body for sublayer in built.sublayers)
     places = [(attention, "out"), (ffn, "out"), (attention.mix.gamma, "down"), (attention.mix.gamma, "up")]
@@ -209,7 +209,7 @@ def filled_with_nothing(built: Decoder, rows: int) -> Cache:
     return cache
 
 
-def test_many_rows_and_models_of_other_sizes_take_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_and_unsupported_sizes_take_the_layer_path(monkeypatch: pytest.MonkeyPatch) -> None:
     built = model({"kind": "additive"})
     with ops.backend("triton"):
         assert build_layers(built, filled_with_nothing(built, 3)) is None  # there are two programs with weights
@@ -220,7 +220,7 @@ def test_many_rows_and_models_of_other_sizes_take_the_other_path(monkeypatch: py
         assert build_layers(built.double(), filled_with_nothing(built, 2)) is None
 
 
-def test_graphs_are_of_whole_layers_and_compiled_steps_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_graphs_of_unhooked_models_use_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     built = model(BLOCK | {"sublayers_per_block": 2})
     cache = filled_with_nothing(built, 1)
     monkeypatch.setattr(torch, "compile", lambda step, **_: step)
@@ -236,14 +236,14 @@ PROMPTS = ["hello there", "a"]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "layers"), [*((name, 3) for name in TOPOLOGIES), ("full", 36), ("full", 70)])
-def test_one_launch_generates_what_plain_steps_do(name: str, layers: int) -> None:
+def test_one_launch_generates_like_plain_steps(name: str, layers: int) -> None:
     assert_generates(model(TOPOLOGIES[name][0], layers=layers, **WIDE), "graph", PROMPTS, Request(24))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
 @pytest.mark.parametrize("name", ["additive", "blocks of two", "two streams"])
-def test_one_launch_mixes_values_as_plain_steps_do(name: str, granularity: str) -> None:
+def test_one_launch_mixes_values_like_plain_steps(name: str, granularity: str) -> None:
     built = value_residuals(TOPOLOGIES[name][0], granularity, layers=4, **WIDE)
     assert_generates(built, "graph", PROMPTS, Request(24))
 
@@ -253,7 +253,7 @@ def test_one_launch_mixes_values_as_plain_steps_do(name: str, granularity: str) 
     ("name", "case"),
     [*(("additive", case) for case in WITH_GATES), ("blocks of two", "dynamic"), ("two streams", "dynamic")],
 )
-def test_one_launch_gates_and_mixes_heads_as_plain_steps_do(name: str, case: str) -> None:
+def test_one_launch_gates_and_mixes_heads_like_plain_steps(name: str, case: str) -> None:
     built = gated_model(case, name, 4, **GENERATING, width=64)
     assert build_layers(place(built, torch.device("cuda"), "float32"), filled_with_nothing(built, 2)) is not None
     assert_generates(built, "graph", PROMPTS, Request(24))
@@ -270,7 +270,7 @@ def test_one_launch_gates_and_mixes_heads_as_plain_steps_do(name: str, case: str
     ],
 )
 @torch.no_grad()
-def test_barriers_and_separate_launches_give_the_same_bits(name: str, layers: int, case: str | None) -> None:
+def test_barriers_and_separate_launches_are_bit_identical(name: str, layers: int, case: str | None) -> None:
     topology, tables = TOPOLOGIES[name][0], {"layers": layers} | WIDE
     built = model(topology, **tables) if case is None else gated_model(case, name, layers, **GENERATING, width=64)
     built = place(built, torch.device("cuda"))
