@@ -85,17 +85,17 @@ def check(titan: Engine, text: Path, folder: Path, model: str, way: str) -> None
 
 
 @pytest.mark.parametrize(("model", "way"), NORMAL, ids=lambda value: value)
-def test_torchtitan_trains_as_one_process_does(titan: Engine, text: Path, tmp_path: Path, model: str, way: str) -> None:
+def test_torchtitan_trains_like_one_process(titan: Engine, text: Path, tmp_path: Path, model: str, way: str) -> None:
     check(titan, text, tmp_path, model, way)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("model", "way"), NIGHTLY, ids=lambda value: value)
-def test_torchtitan_trains_as_one_process_does_nightly(titan: Engine, text: Path, tmp_path, model: str, way) -> None:
+def test_torchtitan_trains_like_one_process_nightly(titan: Engine, text: Path, tmp_path, model: str, way) -> None:
     check(titan, text, tmp_path, model, way)
 
 
-def test_after_a_killed_rank_another_mesh_ends_as_a_run(titan: Engine, text, tmp_path) -> None:
+def test_another_mesh_finishes_the_run_of_a_killed_rank(titan: Engine, text, tmp_path) -> None:
     """FSDP2 dies in step 3, tensor-parallel ranks go on from the checkpoint of step 2, whose last one becomes a run."""
     from residua.integrations.torchtitan.convert import convert, dump_checkpoints
 
@@ -114,7 +114,7 @@ def test_after_a_killed_rank_another_mesh_ends_as_a_run(titan: Engine, text, tmp
 
 
 @pytest.mark.nightly
-def test_every_mesh_reads_the_checkpoints_of_every_other(titan: Engine, text: Path, tmp_path: Path) -> None:
+def test_every_mesh_reads_checkpoints_of_every_other(titan: Engine, text: Path, tmp_path: Path) -> None:
     """One step each on shards, heads, stages, heads and shards, positions, and one rank: one curve."""
     run = run_config("grouped", text, steps=6, save_every=1)
     name, found = written(run, tmp_path), []
@@ -144,7 +144,7 @@ def test_run_resumes_in_torchtitan_and_back(titan: Engine, text: Path, tmp_path:
 
 
 @pytest.mark.nightly
-def test_the_command_of_the_documentation_trains(text: Path, tmp_path: Path) -> None:
+def test_the_documented_command_trains(text: Path, tmp_path: Path) -> None:
     from residua.integrations.torchtitan.convert import dump_checkpoints
 
     name = written(run_config("mgr", text), tmp_path)

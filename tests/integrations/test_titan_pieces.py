@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_engine_cannot_do_is_refused_by_name(case: str) -> None:
+def test_unsupported_engine_settings_are_refused_by_name(case: str) -> None:
     changes, words = REFUSED[case]
     run = RunConfig.find("tiny")
     refuse_engine(settings(activation_checkpoint=FullAC.Config()), run)
@@ -117,7 +117,7 @@ def test_models_that_cannot_be_divided_are_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["grouped", "hybrid", "experts", "biased"])
-def test_ranks_divide_every_parameter_without_gaps_or_overlaps(model: str) -> None:
+def test_parameter_shares_have_no_gaps_or_overlaps(model: str) -> None:
     """Every element of a divided parameter is on one rank, in the part it belongs to."""
     biased = {"attention": {"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "headwise", "bias": "qkv"}}
     config = small(**{"width": 32, "layers": 2, **(biased if model == "biased" else MODELS[model])})
@@ -148,17 +148,17 @@ LOOP = "model.order={kind='loop', prelude=1, coda=1, turns=2}"
         ("tiny", LOOP, r"order.kind = 'loop' runs a layer several times, but torchtitan.*use `residua train`\.$"),
     ],
 )
-def test_runs_that_the_trainer_has_no_place_for_are_refused(preset: str, change: str, words: str) -> None:
+def test_run_settings_without_an_equivalent_are_refused(preset: str, change: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         refuse_run(RunConfig.find(preset).override([change]))
 
 
-def test_a_router_that_learns_nothing_is_refused() -> None:
+def test_a_router_that_would_not_learn_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.ffn\.top_k = 1.*learns nothing"):
         refuse_run(RunConfig.find("tiny-moe").override(["model.ffn.top_k=1"]))
 
 
-def test_a_name_is_a_preset_or_a_file_with_changes(tmp_path: Path) -> None:
+def test_a_run_name_is_a_preset_or_a_file_with_changes(tmp_path: Path) -> None:
     run = find_run("tiny model.vocab_size=512 train.steps=300")
     assert (run.model.vocab_size, run.train.steps) == (512, 300)
     (tmp_path / "own run.toml").write_text('extends = "tiny"\n[model]\nvocab_size = 640\n')
@@ -168,7 +168,7 @@ def test_a_name_is_a_preset_or_a_file_with_changes(tmp_path: Path) -> None:
         find_run("tinny")
 
 
-def test_a_data_position_survives_its_tensor() -> None:
+def test_a_data_position_survives_packing_in_a_tensor() -> None:
     place = {"seed": 3, "tokenizer_hash": "ab", "epoch": 1, "position": 7}
     assert unpack(pack(place)) == place
 
