@@ -127,7 +127,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one document", "documents"])
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_attention_is_its_equation(options: dict, documents: list[list[int]] | None) -> None:
+def test_attention_matches_its_equation(options: dict, documents: list[list[int]] | None) -> None:
     config = attention_config(**options)
     (layer,), _ = build_layers(config, choices.NoAnchors(), 1)
     x = random(BATCH, LENGTH, WIDTH)
@@ -138,7 +138,7 @@ def test_attention_is_its_equation(options: dict, documents: list[list[int]] | N
     agree([ours], [expected], leaves_of(layer, x=x))
 
 
-def test_layers_without_a_window_have_heads_of_their_own() -> None:
+def test_global_layers_can_have_different_heads() -> None:
     full = {"head_dim": 4, "kv_heads": 1, "values": "keys"}
     windows = {"window": 2, "window_layers": (0,), "local_rope_theta": 9.0}
     config = attention_config(qk_norm="rms_qkv", kv_heads=2, full=full, **windows)
@@ -158,7 +158,7 @@ def test_layers_without_a_window_have_heads_of_their_own() -> None:
     assert [part.shape[-1] for part in model._rotary(torch.zeros(1, 3))] == [2, 2, 3, 3]
 
 
-def test_the_rotary_table_is_its_formula_in_single_precision() -> None:
+def test_the_rotary_table_is_exact_to_single_precision() -> None:
     cos, sin = rotary_table(torch.arange(50), HEAD_DIM, 10_000.0)
     assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (50, HEAD_DIM // 2)
     for position, i in product(range(50), range(HEAD_DIM // 2)):
@@ -167,7 +167,7 @@ def test_the_rotary_table_is_its_formula_in_single_precision() -> None:
         assert abs(sin[position, i].item() - math.sin(angle)) < 1e-5
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_alone() -> None:
+def test_rotation_keeps_norms_and_depends_only_on_distance() -> None:
     q, k = random(1, LENGTH, 1, HEAD_DIM, grad=False), random(1, LENGTH, 1, HEAD_DIM, seed=1, grad=False)
     q, k = q[:, :1].expand_as(q), k[:, :1].expand_as(k)
     q, k = rotate(q, exact_rotary()), rotate(k, exact_rotary())
@@ -194,7 +194,7 @@ def test_a_strong_sink_takes_all_attention() -> None:
 @pytest.mark.parametrize("window", [None, 7], ids=["all tokens", "window"])
 @pytest.mark.parametrize("sink", [False, True], ids=["no sink", "sink"])
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
-def test_attention_on_a_gpu_equals_attention_on_a_cpu(
+def test_gpu_attention_equals_cpu_attention(
     documents: bool, sink: bool, window: int | None, softcap: float | None
 ) -> None:
     """Flex attention there, dense here."""
@@ -291,26 +291,26 @@ GATED = attention_config(gate="elementwise", kv_heads=2)
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("gate", ["none", "elementwise"])
-def test_resformer_is_its_equation(granularity: str, gate: str) -> None:
+def test_resformer_matches_its_equation(granularity: str, gate: str) -> None:
     """With a gate it is the paper's naive combination."""
     check_mixing(choices.ResFormer(granularity=granularity), attention_config(gate=gate), layers=3)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("norm", ["none", "qk", "all"])
-def test_nuresformer_is_its_equation(granularity: str, norm: str) -> None:
+def test_nuresformer_matches_its_equation(granularity: str, norm: str) -> None:
     check_mixing(choices.NuResFormer(granularity=granularity, norm=norm), GATED)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("norm", ["none", "qk", "all"])
-def test_exoformer_is_its_equation(granularity: str, norm: str) -> None:
+def test_exoformer_matches_its_equation(granularity: str, norm: str) -> None:
     check_mixing(choices.ExoFormer(granularity=granularity, norm=norm), GATED)
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("kind", [choices.NuResFormer, choices.ExoFormer])
-def test_dynamic_mixing_is_its_equation(kind: type, granularity: str) -> None:
+def test_dynamic_mixing_matches_its_equation(kind: type, granularity: str) -> None:
     check_mixing(kind(granularity=granularity, mixing=choices.DynamicMixing(hidden=5)), GATED)
 
 
@@ -319,12 +319,12 @@ PATHWAYS = [("q",), ("k",), ("v",), ("g",), ("q", "k"), ("v", "k"), ("q", "k", "
 
 @pytest.mark.parametrize("pathways", PATHWAYS, ids="".join)
 @pytest.mark.parametrize("mixing", [choices.StaticMixing(), choices.DynamicMixing(hidden=3)], ids=lambda m: m.kind)
-def test_any_subset_of_pathways_in_any_order_is_mixed(pathways: tuple[str, ...], mixing: choices.Mixing) -> None:
+def test_any_subset_of_pathways_can_be_mixed_in_any_order(pathways: tuple[str, ...], mixing: choices.Mixing) -> None:
     check_mixing(choices.ExoFormer(pathways=pathways, mixing=mixing), GATED, layers=1)
     check_mixing(choices.NuResFormer(pathways=pathways, mixing=mixing), GATED)
 
 
-def test_half_of_an_unnormed_copy_of_itself_changes_nothing() -> None:
+def test_averaging_equal_values_changes_nothing() -> None:
     """½ V_1 + ½ V_1 = V_1: a second ResFormer layer with the first one's matrix and input repeats it."""
     layers = [layer.double() for layer in build_layers(attention_config(), choices.ResFormer(start=(0.5, 0.5)), 2)[0]]
     layers[1].mix.reset_parameters()
@@ -336,7 +336,7 @@ def test_half_of_an_unnormed_copy_of_itself_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("gate", ["relu", "sigmoid", "tanh", "softmax"])
-def test_gated_values_are_their_equation(gate: str) -> None:
+def test_gated_values_match_their_equation(gate: str) -> None:
     config = attention_config(kv_heads=2)
     layers, source = build_layers(config, choices.GatedValue(gate=gate), 2)
     inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(2)]
@@ -352,7 +352,7 @@ def test_gated_values_are_their_equation(gate: str) -> None:
 
 
 @pytest.mark.parametrize(("gate", "alpha"), [("relu", 0.0), ("tanh", 0.0), ("sigmoid", 0.5), ("softmax", 1.0)])
-def test_gated_values_with_a_zero_map_are_value_residuals(gate: str, alpha: float) -> None:
+def test_gated_values_with_a_zero_map_equal_value_residuals(gate: str, alpha: float) -> None:
     """V + α V_1 with one α for all: ResFormer with λ = (α, 1)."""
     config, inputs = attention_config(kv_heads=2), [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(2)]
     gated, source = build_layers(config, choices.GatedValue(gate=gate), 2)
@@ -364,7 +364,7 @@ def test_gated_values_with_a_zero_map_are_value_residuals(gate: str, alpha: floa
     close("second layer", ours[1], theirs[1], 1e-14)
 
 
-def test_value_embeddings_are_their_equation() -> None:
+def test_value_embeddings_match_their_equation() -> None:
     config = attention_config(kv_heads=2)
     layers, source = build_layers(config, choices.ValueEmbeddings(gate_channels=5, gate_scale=2.5), 3)
     inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
@@ -383,7 +383,7 @@ def test_value_embeddings_are_their_equation() -> None:
 
 
 @torch.no_grad()
-def test_value_embeddings_start_like_values_and_reach_the_last() -> None:
+def test_value_embeddings_alternate_up_to_the_last_layer() -> None:
     model = residua.build(small(layers=5, anchors={"kind": "value_embeddings"}, init={"std": 0.05}))
     mixes = [sublayer.body.mix for sublayer in model.sublayers[::2]]
     assert [isinstance(mix, ValueEmbedding) for mix in mixes] == [True, False, True, False, True]
@@ -394,7 +394,7 @@ def test_value_embeddings_start_like_values_and_reach_the_last() -> None:
 
 
 @pytest.mark.parametrize("gate", ["none", "elementwise"])
-def test_outputs_without_their_own_value_are_their_equation(gate: str) -> None:
+def test_outputs_without_their_own_value_match_their_equation(gate: str) -> None:
     """With value residuals, so that the value taken out is the mixed one."""
     config = attention_config(kv_heads=2, gate=gate, own_value="removed", sink="learned")
     check_mixing(choices.ResFormer(), config)

@@ -27,7 +27,7 @@ def norm_rows(x: Tensor, norm: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("placement", ["input", "output", "both"])
-def test_norms_are_where_the_configuration_places_them(placement: str) -> None:
+def test_norms_follow_the_configured_placement(placement: str) -> None:
     model = randomise(residua.build(small(placement=placement, layers=2, embed_scale=3.0)))
     tokens, _ = tokens_and_targets(2, 5)
     rotary = model._rotary(tokens)
@@ -40,7 +40,7 @@ def test_norms_are_where_the_configuration_places_them(placement: str) -> None:
     agree([model(tokens)], [expected], leaves_of(model))
 
 
-def test_norms_on_outputs_are_counted_and_offer_no_edge() -> None:
+def test_output_norms_are_counted_and_offer_no_folding_edge() -> None:
     sizes = {where: measure(small(placement=where)).norms for where in ("input", "output", "both")}
     assert sizes == {"input": 7 * 16, "output": 7 * 16, "both": 13 * 16}
     model = residua.build(small(placement="output"))

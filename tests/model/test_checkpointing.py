@@ -90,7 +90,7 @@ REFUSED = {"block_attnres", "hyper", "hyper static", "mhc", "mhc_lite", "dense",
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reentrant_checkpoints_of_tuples_are_right_or_refused(name: str) -> None:
+def test_reentrant_tuple_checkpoints_are_correct_or_refused(name: str) -> None:
     topology = random_topology(TOPOLOGIES[name], SUBLAYERS, WIDTH)
     with pytest.raises(UserError, match="a reentrant checkpoint drops the gradients"):
         gradients(topology, in_a_tuple, reentrant=True)
@@ -102,7 +102,7 @@ def test_reentrant_checkpoints_of_tuples_are_right_or_refused(name: str) -> None
     agree(found, gradients(topology, plain))
 
 
-def test_two_steps_in_one_reentrant_checkpoint_are_followed() -> None:
+def test_two_steps_in_one_reentrant_checkpoint_are_correct() -> None:
     topology = random_topology(choices.HyperConnections(), 2, WIDTH)
     x, results = random(2, 3, WIDTH), []
     for reentrant in (None, True):
@@ -120,7 +120,7 @@ def test_two_steps_in_one_reentrant_checkpoint_are_followed() -> None:
     close("gradient", results[1], results[0])
 
 
-def test_steps_without_gradients_take_tensors_that_have_some() -> None:
+def test_no_grad_steps_accept_tensors_that_require_grad() -> None:
     topology = random_topology(choices.HyperConnections(), SUBLAYERS, WIDTH)
     with torch.no_grad():
         h, state = topology.open(random(2, 3, WIDTH))

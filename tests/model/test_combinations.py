@@ -106,14 +106,14 @@ def learn(model: Decoder) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def test_rows_hold_every_possible_pair_and_no_other() -> None:
+def test_rows_cover_exactly_the_possible_pairs() -> None:
     met = set().union(*(pairs_of(row) for row in ROWS))
     assert met == possible_pairs(FACTORS, fits)
     second, longest = sorted(map(len, FACTORS.values()))[-2:]
     assert len(ROWS) < 1.25 * longest * second
 
 
-def test_rows_leave_out_what_the_configuration_refuses() -> None:
+def test_rows_omit_only_pairs_the_configuration_refuses() -> None:
     for anchors, table in TABLES["anchors"].items():
         for attention, mixer in TABLES["attention"].items():
             if fits({"anchors": anchors, "attention": attention}):
@@ -124,7 +124,7 @@ def test_rows_leave_out_what_the_configuration_refuses() -> None:
 
 
 @pytest.mark.parametrize("row", covering(ROWS, ("attention", "anchors")), ids=name_of)
-def test_combination_learns_except_where_it_must_start_dead(row: Row) -> None:
+def test_every_parameter_learns_unless_it_must_start_silent(row: Row) -> None:
     config = config_of(row)
     model = residua.build(config)
     gradients = learn(model)
@@ -140,7 +140,7 @@ def test_combination_learns_except_where_it_must_start_dead(row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", covering(ROWS), ids=name_of)
-def test_combination_in_half_is_finite_and_near_single_precision(row: Row) -> None:
+def test_half_precision_is_finite_and_near_single_precision(row: Row) -> None:
     """Both ways: weights in bfloat16, and float32 weights under autocast."""
     model = residua.build(config_of(row))
     tokens, targets = tokens_and_targets()
@@ -160,7 +160,7 @@ def test_combination_in_half_is_finite_and_near_single_precision(row: Row) -> No
         torch.testing.assert_close(loss, reference, rtol=0.05, atol=0)
 
 
-def test_declared_matrices_are_own_and_their_parts_add_up() -> None:
+def test_declared_matrix_parts_add_up_to_own_parameters() -> None:
     """Optimizers that orthogonalise go by this declaration; each parameter is declared once at most."""
     for row in ROWS[::5]:
         with torch.device("meta"):
@@ -171,7 +171,7 @@ def test_declared_matrices_are_own_and_their_parts_add_up() -> None:
                 assert own[name].dim() == 2 and sum(parts) == own[name].shape[0]
 
 
-def test_zero_outputs_and_head_wake_one_after_the_other() -> None:
+def test_zero_initialised_head_and_outputs_learn_in_turn() -> None:
     """ExoFormer's recipe: the head first, then the output projections, then everything before them."""
     config = small(
         head={"kind": "untied", "init": "zero"},

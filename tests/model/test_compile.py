@@ -43,7 +43,7 @@ def check_compiled(model: torch.nn.Module, **how: object) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize("backend", only_nightly({"aot_eager": 0, "inductor": 1}, ["aot_eager"]))
 @pytest.mark.parametrize("topology", only_nightly(TOPOLOGIES, ["full_attnres"]))
-def test_compiled_model_is_one_graph_with_the_same_gradients(topology: str, backend: str) -> None:
+def test_compiled_model_is_one_graph_with_equal_gradients(topology: str, backend: str) -> None:
     """Inductor's C++ takes a compiler a minute where it is not cached."""
     torch._dynamo.reset()
     config = small(layers=2, width=32, ffn={"kind": "relu2", "hidden": 32}, topology=TOPOLOGIES[topology])
@@ -58,14 +58,14 @@ MIXERS = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_kimi_linears_mixers_are_one_graph(mixer: str) -> None:
+def test_kimi_linear_mixers_compile_into_one_graph(mixer: str) -> None:
     torch._dynamo.reset()
     model = randomise(residua.build(small(layers=1, attention=MIXERS[mixer])), 0.05).float()
     check_compiled(model, backend="aot_eager")
 
 
 @pytest.mark.nightly
-def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_hybrid_mixture_compiles_into_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; PyTorch's grouped product also runs on a CPU. `make test` compiles either part alone."""
     monkeypatch.setattr(ops.grouped_linear, "_serves", lambda *_, **__: True)
     torch._dynamo.reset()
@@ -84,7 +84,7 @@ def test_a_hybrid_mixture_on_its_fused_operators_is_one_graph(monkeypatch: pytes
         assert float((found - expected).norm()) <= 0.05 * float(expected.norm())
 
 
-def test_linear_attention_on_its_kernels_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_attention_kernels_compile_into_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, in float32, and with tiles of a few tokens, for it takes them one by one."""
     monkeypatch.setattr(ops.delta_mixer, "_serves", lambda *_, **__: True)
     monkeypatch.setattr(convolution, "BACKWARD", convolution.TilePlan(4, 1, 2, 1))

@@ -37,7 +37,7 @@ def heads_of(x: Tensor, weight: Tensor, heads: dict[str, int], head_dim: int) ->
     return {s: golden_attention.project(x, W, n) for (s, n), W in zip(heads.items(), matrices, strict=True)}
 
 
-def test_full_attnres_with_value_residuals_is_its_equation(exact_rotary: None) -> None:
+def test_full_attnres_with_value_residuals_matches_equation(exact_rotary: None) -> None:
     config = small(
         layers=2,
         topology={"kind": "full_attnres"},
@@ -68,7 +68,7 @@ def test_full_attnres_with_value_residuals_is_its_equation(exact_rotary: None) -
     check_logits_and_losses(model, tokens, targets, torch.stack(expected), model.embed.weight)
 
 
-def test_multi_gate_exoformer_with_everything_on_is_its_equation(exact_rotary: None) -> None:
+def test_multi_gate_exoformer_matches_its_equation(exact_rotary: None) -> None:
     config = small(
         layers=2,
         topology={"kind": "multi_gate", "streams": 2},
@@ -119,7 +119,7 @@ def check_logits_and_losses(model: Decoder, tokens: Tensor, targets: Tensor, sta
     agree(ours, [logits, loss, z], leaves_of(model), tolerance=1e-9)
 
 
-def test_the_loss_is_cross_entropy_and_the_z_term_is_apart() -> None:
+def test_cross_entropy_and_z_term_are_returned_separately() -> None:
     model = residua.build(small()).double()
     tokens, targets = tokens_and_targets()
     targets = targets.clone()
@@ -137,7 +137,7 @@ def test_the_loss_is_cross_entropy_and_the_z_term_is_apart() -> None:
 
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
-def test_the_head_is_the_embedding_only_when_tied(head: str) -> None:
+def test_head_shares_the_embedding_only_when_tied(head: str) -> None:
     model = residua.build(small(head={"kind": head}))
     assert (model.head_weight is model.embed.weight) == (head == "tied")
     assert model.head_weight.shape == (VOCABULARY, 16)
@@ -165,7 +165,7 @@ def random_model(mixer: str, anchors: str, topology: str = "multi_gate") -> Deco
 
 @pytest.mark.parametrize("anchors", ANCHORS)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_no_token_sees_a_later_one(mixer: str, anchors: str) -> None:
+def test_no_token_depends_on_a_later_one(mixer: str, anchors: str) -> None:
     model = random_model(mixer, anchors)
     tokens, _ = tokens_and_targets()
     changed = tokens.clone()
@@ -176,7 +176,7 @@ def test_no_token_sees_a_later_one(mixer: str, anchors: str) -> None:
 
 
 @pytest.mark.parametrize("topology", SMALL)
-def test_no_topology_lets_a_token_see_a_later_one(topology: str) -> None:
+def test_no_topology_lets_a_token_depend_on_a_later_one(topology: str) -> None:
     model = random_model("plain", "none", topology)
     tokens, _ = tokens_and_targets()
     close("a prefix", model(tokens[:, :4]), model(tokens)[:, :4], 1e-12)
@@ -185,7 +185,7 @@ def test_no_topology_lets_a_token_see_a_later_one(topology: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("anchors", ANCHORS)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_documents_of_one_sequence_equal_documents_apart(mixer: str, anchors: str, exact_rotary: None) -> None:
+def test_packed_documents_equal_separate_documents(mixer: str, anchors: str, exact_rotary: None) -> None:
     model = random_model(mixer, anchors)
     tokens, _ = tokens_and_targets(length=8)
     segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [3, 1, 1, 1, 1, 1, 2, 2]])
@@ -197,7 +197,7 @@ def test_documents_of_one_sequence_equal_documents_apart(mixer: str, anchors: st
     assert (together - model(tokens)).abs().max() > 1e-3
 
 
-def test_one_segment_needs_no_mask() -> None:
+def test_one_segment_equals_no_segments() -> None:
     model = random_model("grouped and gated", "exoformer")
     tokens, _ = tokens_and_targets()
     close("logits", model(tokens, torch.zeros_like(tokens)), model(tokens), 1e-12)
@@ -223,6 +223,6 @@ def test_autocast_runs_in_half_and_returns_a_float32_loss() -> None:
     torch.testing.assert_close(loss, model.loss(tokens, targets), rtol=2e-2, atol=0)
 
 
-def test_a_name_is_not_built_but_a_configuration() -> None:
+def test_build_refuses_a_preset_name() -> None:
     with pytest.raises(TypeError, match=r"build takes a ModelConfig, not str: ModelConfig\.preset\(NAME\) makes one"):
         residua.build("tiny")  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ MODELS |= {kind: {"anchors": {"kind": kind}, "topology": TOPOLOGIES["mudd"]} for
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
-def test_cached_tokens_see_what_they_see_in_one_pass(name: str) -> None:
+def test_cached_decoding_equals_one_pass(name: str) -> None:
     tokens, _ = tokens_and_targets(2, 8)
     model = randomise(residua.build(small(**MODELS[name])), 0.1).eval()
     whole, cache = model(tokens), model.new_cache(2, 8)

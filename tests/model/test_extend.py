@@ -63,7 +63,7 @@ def run(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_run(tmp_path_factory.mktemp("own"), **OWN)
 
 
-def test_own_kind_is_written_read_and_overridden_like_any_other(own: Path) -> None:
+def test_plugin_kind_is_configured_like_any_other(own: Path) -> None:
     config = small(**OWN)
     assert ModelConfig.from_dict(config.model_dump()) == config and 'kind = "channel_gain"' in config.to_toml()
     assert config.override(["topology.start=0.5"]).topology.model_dump() == {"kind": "channel_gain", "start": 0.5}
@@ -73,7 +73,7 @@ def test_own_kind_is_written_read_and_overridden_like_any_other(own: Path) -> No
         config.override(["topology.kind=channel_gai"])
 
 
-def test_a_kind_given_as_a_variant_gets_a_hint(own: Path) -> None:
+def test_a_plugin_kind_named_as_a_variant_gets_a_hint(own: Path) -> None:
     for part in ("anchors", "norm"):  # the page's topology is a known variant too
         table = OWN[part]
         entry = f'{table["kind"]} = ["model.{part}.kind={table["kind"]}"]'
@@ -82,7 +82,7 @@ def test_a_kind_given_as_a_variant_gets_a_hint(own: Path) -> None:
     assert "residua compare prenorm base --base" in PAGES  # the baseline comes first
 
 
-def test_every_parameter_of_ones_own_gets_a_gradient(own: Path) -> None:
+def test_every_plugin_parameter_gets_a_gradient(own: Path) -> None:
     model, tokens = build(small(**OWN)), torch.randint(0, 16, (2, 9))
     model.loss(tokens, tokens).backward()
     mixes = [sublayer.body.mix for sublayer in model.sublayers[::2]]
@@ -96,7 +96,7 @@ def reader(own: Path) -> Decoder:
     return randomise(build_checked(small(topology={"kind": "token_gain", "rows": 7})))
 
 
-def test_topology_that_reads_ids_is_its_equation(reader: Decoder) -> None:
+def test_topology_that_reads_ids_matches_its_equation(reader: Decoder) -> None:
     tokens, _ = tokens_and_targets()
     with taps.record() as seen:
         reader(tokens)
@@ -107,7 +107,7 @@ def test_topology_that_reads_ids_is_its_equation(reader: Decoder) -> None:
         torch.testing.assert_close(seen.get(f"sublayer.{k + 1}.input", seen["final.input"]), h)
 
 
-def test_ids_reach_decoding_and_rewritten_models(reader: Decoder) -> None:
+def test_token_ids_reach_decoding_and_rewritten_models(reader: Decoder) -> None:
     tokens, _ = tokens_and_targets()
     whole = reader(tokens)
     torch.testing.assert_close(in_parts(reader, tokens, [3, 1, 1, 1]), whole)
@@ -117,7 +117,7 @@ def test_ids_reach_decoding_and_rewritten_models(reader: Decoder) -> None:
     assert build_layers(reader, cache) is None
 
 
-def test_order_of_the_page_gives_a_topology_its_executions(own: Path) -> None:
+def test_documented_order_sets_a_topologys_executions(own: Path) -> None:
     (order,) = re.findall(r"```toml\n(\[model\.order\]\n.*?)```", PAGES, flags=re.S)
     config = small(layers=6, topology={"kind": "token_gain", "rows": 7}, **tomllib.loads(order)["model"])
     model = build(config)
@@ -127,7 +127,7 @@ def test_order_of_the_page_gives_a_topology_its_executions(own: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ids_reach_recomputed_and_compiled_layers(reader: Decoder) -> None:
+def test_token_ids_reach_recomputed_and_compiled_layers(reader: Decoder) -> None:
     tokens, targets = tokens_and_targets()
     gradients = []
     for prepare in (lambda model: None, recompute_sublayers):
@@ -140,7 +140,7 @@ def test_ids_reach_recomputed_and_compiled_layers(reader: Decoder) -> None:
     torch.testing.assert_close(compiled(tokens), reader.hidden(tokens))
 
 
-def test_vectors_are_refused_where_ids_are_read(reader: Decoder) -> None:
+def test_vectors_are_refused_if_the_topology_reads_ids(reader: Decoder) -> None:
     tokens, _ = tokens_and_targets()
     with pytest.raises(UserError, match=r"model.topology.kind = 'token_gain' reads token ids, .* pass tokens"):
         reader(reader.embed(tokens))
@@ -148,7 +148,7 @@ def test_vectors_are_refused_where_ids_are_read(reader: Decoder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["token_gain", "value_input"])
-def test_export_of_models_with_ids_or_several_reads_opens(own: Path, tmp_path: Path, monkeypatch, kind: str) -> None:
+def test_export_of_models_with_ids_or_several_reads_loads(own: Path, tmp_path: Path, monkeypatch, kind: str) -> None:
     run = train_run(tmp_path, topology={"kind": kind})
     assert residua(monkeypatch, "export", run, "--out", tmp_path / "exported") == 0
     assert residua(monkeypatch, "bench", "plan", run / "config.toml", "train.accumulate=4", "--gpus", 2) == 0
@@ -193,7 +193,7 @@ def test_a_plugin_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPat
         assert not {"json", "no_such_module", "nowhere"} & plugins._packages
 
 
-def test_a_kind_that_exists_cannot_be_taken_over() -> None:
+def test_an_existing_kind_cannot_be_redefined() -> None:
     class Additive(TopologyChoice):
         kind: Literal["additive"] = "additive"
 
@@ -215,14 +215,16 @@ def test_choice_without_a_kind_is_refused_at_registration() -> None:
 
 
 @pytest.mark.slow
-def test_train_takes_them_from_the_command_line(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+def test_train_accepts_plugins_from_the_command_line(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
     config = run / "config.toml"
     assert residua(monkeypatch, "train", config, "--out", tmp_path / "again", "train.steps=2") == 0
     assert type(load(tmp_path / "again").topology).__name__ == "ChannelGain"
 
 
 @pytest.mark.slow
-def test_diagnose_generate_and_eval_open_the_run(own: Path, run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_diagnose_generate_and_eval_open_a_run_with_plugins(
+    own: Path, run: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
     out = tmp_path / "diagnosis"
     arguments = ("--tokens", 64, "--length", 16, "--ablation-tokens", 32, "--ablations", "all", "--out", out)
     text = tmp_path / "text.txt"
@@ -235,7 +237,7 @@ def test_diagnose_generate_and_eval_open_the_run(own: Path, run: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_quantize_smooths_them_too(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+def test_quantize_smooths_plugin_norms(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "fp8"
     smooth = ("--smooth", 0.5, "--inside", "--calibration", 2, "--tokens", 64, "--probes", 0)
     assert residua(monkeypatch, "quantize", run, "--out", out, *smooth) == 0
@@ -243,7 +245,7 @@ def test_quantize_smooths_them_too(own: Path, run: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_export_copies_their_files(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+def test_export_copies_plugin_files(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
     """The exporter runs what it wrote, without Residua, and compares the logits."""
     out = tmp_path / "exported"
     assert residua(monkeypatch, "export", run, "--out", out) == 0
@@ -252,7 +254,7 @@ def test_export_copies_their_files(own: Path, run: Path, tmp_path: Path, monkeyp
     assert "class KeyResidual(" in code["key_residual.py"]
 
 
-def test_entry_points_of_installed_packages_are_plugins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_points_of_installed_packages_are_also_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = []
     point = SimpleNamespace(value="package.module", load=lambda: loaded.append("once"))
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == "residua.plugins" else [])
@@ -269,7 +271,7 @@ def test_entry_points_of_installed_packages_are_plugins_too(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_bench_times_and_plans_them(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+def test_bench_times_and_plans_plugins(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
     config = run / "config.toml"
     few = ("--steps", 1, "--warmup", 0, "--out", tmp_path / "step.json")
     assert residua(monkeypatch, "bench", "step", config, *few) == 0
@@ -278,7 +280,7 @@ def test_bench_times_and_plans_them(own: Path, run: Path, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_compare_trains_them_in_a_process_of_its_own(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
+def test_compare_trains_plugins_in_a_child_process(own: Path, run: Path, tmp_path: Path, monkeypatch) -> None:
     study = tmp_path / "study.toml"
     study.write_text('variants = ["base"]')
     how = ("--base", run / "config.toml", "--seeds", 1, "--match", "none", "--set", "train.steps=2")

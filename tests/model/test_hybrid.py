@@ -29,21 +29,21 @@ def mixers(model: Decoder) -> list[Any]:
     return [sublayer.body for sublayer in model.sublayers][::2]
 
 
-def test_the_last_of_every_few_layers_is_softmax() -> None:
+def test_every_nth_layer_is_softmax() -> None:
     config = small(layers=8, attention=hybrid(every=4))
     assert config.softmax_layers == (3, 7)
     kinds = [type(body) for body in mixers(build(config))]
     assert kinds == [GatedDeltaNet] * 3 + [SoftmaxAttention] + [GatedDeltaNet] * 3 + [SoftmaxAttention]
 
 
-def test_first_softmax_layer_writes_anchors_and_later_ones_mix() -> None:
+def test_first_softmax_layer_writes_anchors_others_mix_them() -> None:
     anchors = {"kind": "nuresformer", "pathways": ["q", "k", "v"]}
     bodies = mixers(build(small(layers=6, attention=hybrid(), anchors=anchors)))
     assert [type(body.anchor_mix()) for body in bodies[1::2]] == [Write, Mix, Mix]
     assert not any(body.anchor_mix() for body in bodies[::2])
 
 
-def test_anchors_of_the_first_softmax_layer_are_its_values() -> None:
+def test_first_softmax_layers_values_become_the_anchors() -> None:
     """With λ1 = 1 and λ2 = 0 a later layer's values are the first softmax layer's, whatever its own are."""
     model = build(small(layers=4, attention=hybrid(), anchors={"kind": "resformer"}))
     later = mixers(model)[3].mix
@@ -56,7 +56,7 @@ def test_anchors_of_the_first_softmax_layer_are_its_values() -> None:
     assert "attention.0.value" not in seen
 
 
-def test_exoformer_opens_anchors_of_the_softmax_layers_shape() -> None:
+def test_exoformer_anchors_have_the_softmax_layers_shape() -> None:
     anchors = {"kind": "exoformer"}
     model = build(small(layers=4, attention=hybrid(heads=4, kv_heads=2, gate="elementwise"), anchors=anchors))
     opened = model.anchors.open(torch.randn(1, 3, 16))
@@ -75,7 +75,7 @@ def test_decoding_with_both_caches_equals_the_full_forward(ffn: str, anchors: st
     close("logits", in_parts(model, tokens, [66, 1, 1, 2]), model(tokens), tolerance=1e-6)
 
 
-def test_only_softmax_layers_pay_for_the_length_of_the_context() -> None:
+def test_only_softmax_caches_and_flops_grow_with_context() -> None:
     def flops(every: int, context: int) -> int:
         return measure(small(layers=8, context=context, attention=hybrid(every))).flops_per_token
 

@@ -22,7 +22,7 @@ from tests.model.depth import SMALL, drive, embedding_and_outputs, named, random
 from tests.model.small import small, tokens_and_targets
 
 
-def test_block_with_one_sublayer_equals_full() -> None:
+def test_block_with_one_sublayer_equals_full_attnres() -> None:
     full = random_topology(choices.FullAttnRes(), 8, 33)
     block = build_topology(choices.BlockAttnRes(sublayers_per_block=1), 8, 33).double()
     block.load_state_dict(full.state_dict())
@@ -30,7 +30,7 @@ def test_block_with_one_sublayer_equals_full() -> None:
     agree(drive(block, x, y), drive(full, x, y), named(x, y))
 
 
-def test_full_with_a_window_over_everything_equals_full() -> None:
+def test_full_with_a_window_over_all_sources_equals_full() -> None:
     full = random_topology(choices.FullAttnRes(), 8, 7)
     windowed = build_topology(choices.FullAttnRes(window=8), 8, 7).double()
     windowed.load_state_dict(full.state_dict())
@@ -38,7 +38,7 @@ def test_full_with_a_window_over_everything_equals_full() -> None:
     agree(drive(windowed, x, y), drive(full, x, y), named(x, y))
 
 
-def test_one_block_from_zero_queries_averages_embedding_and_sum() -> None:
+def test_one_block_with_zero_queries_averages_embedding_and_sum() -> None:
     topology = build_topology(choices.BlockAttnRes(sublayers_per_block=6), 6, 7).double()
     x, y = embedding_and_outputs(6, 7)
     close("last read", drive(topology, x, y)[-1], (x + sum(y)) / 2, 1e-14)
@@ -59,7 +59,7 @@ def test_closed_gates_keep_the_streams_of_the_fill_phase(gate: str) -> None:
             assert torch.equal(state[0], torch.stack([x, *y[:3]], -2))
 
 
-def test_streams_are_filled_by_outputs_never_by_copies() -> None:
+def test_streams_are_filled_with_outputs_never_copies() -> None:
     topology = random_topology(choices.MultiGate(streams=4), 8, 7)
     x, y = embedding_and_outputs(8, 7)
     _, state = topology.open(x)
@@ -71,7 +71,7 @@ def test_streams_are_filled_by_outputs_never_by_copies() -> None:
     assert torch.linalg.matrix_rank(state[0][0, 0]) == 4
 
 
-def test_scalar_highway_is_an_independent_gate_of_one_stream() -> None:
+def test_scalar_highway_equals_an_independent_one_stream_gate() -> None:
     highway = random_topology(choices.Highway(), 4, 7)
     x, y = embedding_and_outputs(4, 7)
     h = x
@@ -106,7 +106,7 @@ def test_doubly_stochastic_mixing_keeps_the_mean_of_the_streams(config: choices.
     close("exit", drive(topology, x, [torch.zeros_like(o) for o in y])[-1], 4 * x, 1e-12)
 
 
-def test_first_and_last_mixing_of_mhc_lite_cannot_matter() -> None:
+def test_first_and_last_mhc_lite_mixing_have_no_effect() -> None:
     """Rows sum to one and the streams enter equal; columns sum to one and the streams leave as their sum."""
     topology = random_topology(choices.ManifoldHyperLite(streams=3), 6, 7)
     x, y = embedding_and_outputs(6, 7)
@@ -142,7 +142,7 @@ def test_hyper_connections_start_as_the_pre_norm_model(streams: int, keys: dict[
     close("logits", logits, expected, 1e-12)
 
 
-def test_hyper_connections_start_their_output_projections_larger() -> None:
+def test_hyper_connections_scale_up_initial_output_projections() -> None:
     config = small(width=64, ffn={"kind": "gelu", "hidden": 512})
     plain = residua.build(config)
     hyper = residua.build(config.override(["topology.kind=hyper"]))
@@ -161,7 +161,7 @@ def test_denseformer_starts_as_the_additive_model(dilation: int) -> None:
         close("input", ours, theirs, 1e-14)
 
 
-def test_a_clip_that_never_bites_is_additive() -> None:
+def test_an_inactive_clip_equals_additive() -> None:
     x, y = embedding_and_outputs(6, 7)
     wide = drive(build_topology(choices.Clipped(limit=1e6), 6, 7), x, y)
     additive = drive(build_topology(choices.Additive(), 6, 7), x, y)
@@ -169,7 +169,7 @@ def test_a_clip_that_never_bites_is_additive() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_depth_is_token_local(name: str) -> None:
+def test_depth_mixing_is_token_local(name: str) -> None:
     """One token alone gives what it gives inside a sequence: decoding needs no depth cache."""
     topology = random_topology(SMALL[name], 8, 34)
     x, y = embedding_and_outputs(8, 34, length=4)
@@ -182,7 +182,7 @@ def test_depth_is_token_local(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*SMALL, "boundary_attnres"])
-def test_a_stage_may_end_after_any_sublayer(name: str) -> None:
+def test_a_stage_can_end_after_any_sublayer(name: str) -> None:
     """Two slices of the sublayers, of which the second gets what crosses alone, equal all in one."""
     topology = random_topology(SMALL.get(name, choices.BoundaryAttnRes(sublayers_per_block=2)), 6, 8)
     x, y = embedding_and_outputs(6, 8)
@@ -200,7 +200,7 @@ def test_a_stage_may_end_after_any_sublayer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_no_topology_changes_what_it_is_given(name: str) -> None:
+def test_no_topology_modifies_its_inputs(name: str) -> None:
     """`step` is a pure function: the same state can be stepped twice, as recomputation does."""
     topology = random_topology(SMALL[name], 8, 8)
     x, y = embedding_and_outputs(8, 8)
@@ -214,7 +214,7 @@ def test_no_topology_changes_what_it_is_given(name: str) -> None:
         state = after
 
 
-def test_the_embedding_reaches_every_anchor_raw() -> None:
+def test_exoformer_anchors_project_the_raw_embedding() -> None:
     """ExoFormer's anchors are projections of the embedding itself, not of a normed or mixed one."""
     model = randomise(residua.build(small(anchors={"kind": "exoformer", "pathways": ["v"], "norm": "none"})), 0.1)
     tokens, _ = tokens_and_targets()
@@ -223,7 +223,7 @@ def test_the_embedding_reaches_every_anchor_raw() -> None:
     close("anchor", anchor.flatten(-2), expected, 1e-13)
 
 
-def test_gated_residual_without_maps_is_the_normed_sum() -> None:
+def test_gated_residual_without_maps_equals_the_normed_sum() -> None:
     """inj = 1 and a read of half the mean, which gains of 2 make up for."""
     topology = random_topology(choices.GatedResidual(streams=3, rank=2), 4, 7)
     for read in (*topology.reads, topology.last_read):
@@ -244,7 +244,7 @@ def test_slices_that_do_not_divide_the_width_are_refused() -> None:
         residua.build_topology({"kind": "frac", "fractions": 3}, 4, 16)
 
 
-def test_norms_that_nothing_would_use_are_refused() -> None:
+def test_norms_that_would_be_unused_are_refused() -> None:
     with pytest.raises(ConfigError, match="normalizes the inputs of the sublayers and the head itself"):
         small(topology={"kind": "gated_residual"}, norm={"kind": "dyt"})
     model = residua.build(small(topology={"kind": "gated_residual"}, norm={"kind": "dyt"}, placement="both"))

@@ -74,7 +74,7 @@ GATES = [("competitive", "corrected"), ("independent", "corrected"), ("independe
 
 @pytest.mark.parametrize(("gate", "formula"), GATES)
 @pytest.mark.parametrize(("layers", "n"), [(12, 4), (24, 4), (36, 4), (12, 8), (36, 8), (3, 2)])
-def test_multi_gates_initial_beta_is_its_formula(layers: int, n: int, gate: str, formula: str) -> None:
+def test_multi_gate_initial_beta_matches_its_formula(layers: int, n: int, gate: str, formula: str) -> None:
     lerping = 2 * layers - (n - 1)
     topology = build_topology(choices.MultiGate(streams=n, gate=gate, bias_init=formula), 2 * layers, 4).double()
     x, y = embedding_and_outputs(2 * layers, 4, length=1)
@@ -90,7 +90,7 @@ def test_multi_gates_initial_beta_is_its_formula(layers: int, n: int, gate: str,
         close("β", beta, torch.full_like(beta, expected), 1e-6)
 
 
-def test_initial_beta_of_the_papers_sizes_is_the_published_one() -> None:
+def test_initial_beta_at_the_papers_sizes_is_as_published() -> None:
     """S, M and L with four competitive streams, and what the printed independent formula gives instead."""
     lerping = [2 * layers - 3 for layers in (12, 24, 36)]
     assert [round(multigate.intended_beta(n), 4) for n in lerping] == [0.0474, 0.0324, 0.0262]
@@ -99,7 +99,7 @@ def test_initial_beta_of_the_papers_sizes_is_the_published_one() -> None:
 
 
 @pytest.mark.parametrize("gate", ["scalar", "elementwise"])
-def test_the_highway_starts_as_multi_gate_would_with_one_stream(gate: str) -> None:
+def test_the_highway_starts_like_multi_gate_with_one_stream(gate: str) -> None:
     topology = build_topology(choices.Highway(gate=gate), 8, 5).double()
     x, y = embedding_and_outputs(8, 5)
     with taps.record() as seen:
@@ -138,7 +138,7 @@ def test_static_lambdas_start_at_one_half(granularity: str, how: str) -> None:
             assert scale.shape == shape and (scale == 0.5).all()
 
 
-def test_gated_norms_start_at_half_or_at_least_not_silent() -> None:
+def test_gated_norms_start_at_half_or_with_a_gradient() -> None:
     tokens, targets = tokens_and_targets()
     model = residua.build(small(norm={"kind": "gatednorm"}))
     norm, x = model.sublayers[0].norm, torch.randn(2, 6, 16)
@@ -149,7 +149,7 @@ def test_gated_norms_start_at_half_or_at_least_not_silent() -> None:
         assert model.sublayers[0].norm.gate.down.grad.abs().max() > 0
 
 
-def test_the_mixing_of_mhc_starts_near_the_identity() -> None:
+def test_mhc_mixing_starts_near_the_identity() -> None:
     for config, slack in ((choices.ManifoldHyper(), 0.05), (choices.ManifoldHyperLite(), 0.01)):
         topology = build_topology(config, 4, 7).double()
         x, y = embedding_and_outputs(4, 7)
@@ -160,7 +160,7 @@ def test_the_mixing_of_mhc_starts_near_the_identity() -> None:
             assert (mix - torch.eye(4)).abs().max() < slack
 
 
-def test_mhc_lite_starts_from_the_published_biases() -> None:
+def test_mhc_lite_starts_with_the_published_biases() -> None:
     """Identity permutation 0, the others −8, scales 0.01, maps 0."""
     topology = build_topology(choices.ManifoldHyperLite(streams=3), 4, 7)
     for junction in topology.junctions:
@@ -198,7 +198,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_model_from_meta_starts_as_one_built_directly(name: str) -> None:
+def test_model_built_on_meta_starts_like_one_built_directly(name: str) -> None:
     """What does not depend on the seed is equal, what does has the same spread, and nothing is forgotten."""
     config = small(**PARTS[name])
     torch.manual_seed(1)
@@ -228,7 +228,7 @@ EVERY_PART = PARTS | {
 
 
 @pytest.mark.parametrize("name", EVERY_PART)
-def test_saved_tensors_are_all_that_a_model_needs(name: str) -> None:
+def test_saved_tensors_are_sufficient_to_restore_a_model(name: str) -> None:
     """Built without memory and given what another saved, it computes the same."""
     config = small(**EVERY_PART[name])
     old, new = residua.build(config), unfilled(config)

@@ -41,7 +41,7 @@ def other_first_token(tokens: Tensor) -> Tensor:
 
 
 @every_mixer
-def test_document_is_a_run_of_ids_even_if_the_id_comes_back(mixer: str) -> None:
+def test_document_is_a_run_of_equal_ids_even_if_an_id_recurs(mixer: str) -> None:
     model = random_model(mixer)
     tokens, _ = tokens_and_targets(batch=1)
     before, after = model(tokens, RETURNS), model(other_first_token(tokens), RETURNS)
@@ -62,7 +62,7 @@ def test_documents_are_numbered_from_zero_in_each_row() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", only_nightly(["softmax", "gated_deltanet"], but=["softmax"]))
-def test_a_model_with_documents_is_one_graph(mixer: str) -> None:
+def test_a_model_with_documents_compiles_into_one_graph(mixer: str) -> None:
     torch._dynamo.reset()
     model = random_model(mixer)
     tokens, _ = tokens_and_targets(batch=1)
@@ -80,7 +80,7 @@ def test_documents_and_a_cache_cannot_be_given_together(mixer: str) -> None:
 
 
 @every_mixer
-def test_no_tokens_give_no_logits_and_gradients_of_zero(mixer: str) -> None:
+def test_empty_input_gives_empty_logits_and_zero_gradients(mixer: str) -> None:
     model = random_model(mixer)
     for segments in (None, NOTHING):
         logits = model(NOTHING, segments)
@@ -92,7 +92,7 @@ def test_no_tokens_give_no_logits_and_gradients_of_zero(mixer: str) -> None:
 
 @every_mixer
 @torch.no_grad()
-def test_no_tokens_leave_a_cache_as_it_is(mixer: str) -> None:
+def test_empty_input_does_not_change_a_cache(mixer: str) -> None:
     model = random_model(mixer)
     tokens, _ = tokens_and_targets(batch=1)
     cache, expected = model.new_cache(1, 6), model(tokens)
@@ -104,7 +104,7 @@ def test_no_tokens_leave_a_cache_as_it_is(mixer: str) -> None:
 
 @every_mixer
 @torch.no_grad()
-def test_one_sequence_is_added_to_every_row_of_a_cache(mixer: str) -> None:
+def test_one_sequence_is_broadcast_to_every_row_of_a_cache(mixer: str) -> None:
     model = random_model(mixer)
     start, more = tokens_and_targets(batch=1)[0], tokens_and_targets(batch=2)[0][:, :2]
     cache = model.new_cache(2, 8)

@@ -70,7 +70,7 @@ def documents_of(segments: Tensor | None) -> list[int] | None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_kimi_delta_attention_is_its_equations(packed: bool) -> None:
+def test_kimi_delta_attention_matches_its_equations(packed: bool) -> None:
     module, x = delta(), random(2, 12, WIDTH)
     segments = (torch.arange(12) >= 7).long().expand(2, -1) if packed else None
     q, k, v = module.project.weight.chunk(3)
@@ -86,7 +86,7 @@ def test_kimi_delta_attention_is_its_equations(packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", VARIATIONS)
-def test_latent_attention_is_its_equations(name: str, packed: bool) -> None:
+def test_latent_attention_matches_its_equations(name: str, packed: bool) -> None:
     table = VARIATIONS[name]
     module, x = latent(table), random(2, 7, WIDTH)
     segments = (torch.arange(7) >= 3).long().expand(2, -1) if packed else None
@@ -129,7 +129,7 @@ def test_prefill_and_decoding_equal_the_full_forward(name: str, static: bool, ab
 
 
 @pytest.mark.parametrize("absorbed", [True, False])
-def test_a_token_that_sees_its_slots_up_to_one_decodes_alike(absorbed: bool) -> None:
+def test_decoding_up_to_a_slot_equals_decoding_with_a_mask(absorbed: bool) -> None:
     """As on a GPU, where a step knows its last slot and has no mask; keys are twice as wide as values here."""
     module = latent(LATENT | {"shared_dim": 6, "positions": "none", "value_dim": 6}).float()
     x = random(2, 5, WIDTH, grad=False).float()
@@ -143,7 +143,7 @@ def test_a_token_that_sees_its_slots_up_to_one_decodes_alike(absorbed: bool) -> 
         close("last token", y, run(module, x)[:, 4:], 1e-5)
 
 
-def test_decoding_kernels_leave_values_of_another_width_alone() -> None:
+def test_decoding_kernels_refuse_values_of_another_width() -> None:
     """Keys and values may have the same strides: the kernel would read values as wide as keys."""
     keys = torch.randn(2, 5, 2, 12)
     values, until = torch.randn(2, 5, 2, 12)[..., :6], torch.tensor([4, 2])
@@ -151,7 +151,7 @@ def test_decoding_kernels_leave_values_of_another_width_alone() -> None:
         decode_attention(torch.randn(2, 2, 12), keys, values, until)
 
 
-def test_latent_cache_holds_latent_and_shared_part_alone() -> None:
+def test_latent_cache_holds_only_latent_and_shared_part() -> None:
     model = build(small(attention=KIMI))
     kinds = [type(part) for part in model.new_cache(2, 9).sublayers[::2]]
     assert kinds == [RecurrentCache, KeyValueCache, KeyValueCache]
@@ -160,7 +160,7 @@ def test_latent_cache_holds_latent_and_shared_part_alone() -> None:
 
 
 @pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name not in {*SEVERAL_READS, "injection"}])
-def test_a_kimi_model_composes_with_every_topology(topology: str) -> None:
+def test_a_kimi_model_combines_with_every_topology(topology: str) -> None:
     """It learns, packs documents, and decodes what it would compute at once; experts are not looped."""
     config = small(layers=3, attention=KIMI, ffn=EXPERTS, topology=TOPOLOGIES[topology])
     model = randomise(build(config), 0.05).eval()
@@ -204,7 +204,7 @@ def test_bfloat16_decoding_differs_by_flipped_experts() -> None:
     assert fixed < 0.02 and free > 4 * fixed
 
 
-def test_named_layers_have_softmax_and_others_the_delta_rule() -> None:
+def test_named_layers_use_softmax_and_others_the_delta_rule() -> None:
     model = build(small(attention=KIMI))
     bodies = [sublayer.body for sublayer in model.sublayers][::2]
     assert [type(body) for body in bodies] == [KimiDeltaAttention, LatentAttention, LatentAttention]
@@ -226,14 +226,14 @@ def test_taps_show_the_heads_of_latent_attention() -> None:
     assert module.query_heads == (2, 5)
 
 
-def test_flops_count_the_width_of_keys_and_of_values() -> None:
+def test_flops_count_key_and_value_widths() -> None:
     with_latents = measure(small(attention=NO_POSITIONS))
     assert with_latents.flops_per_token == 6 * with_latents.active + round(6 * 3 * 2 * (10 + 5) / 2 * 8)
     linear = measure(small(attention=DELTA))
     assert linear.flops_per_token == 6 * linear.active
 
 
-def test_tables_of_a_hybrid_may_leave_their_kind_out() -> None:
+def test_hybrid_tables_may_omit_their_kind() -> None:
     linear = {"key_heads": 1, "value_heads": 2}
     short = small(attention={"kind": "hybrid", "softmax_every": 3, "softmax": {"heads": 2}, "linear": linear})
     assert (short.softmax.kind, short.linear.kind) == ("softmax", "gated_deltanet")
@@ -241,7 +241,7 @@ def test_tables_of_a_hybrid_may_leave_their_kind_out() -> None:
     assert type(kimi_config).from_dict(kimi_config.model_dump(exclude_none=True)) == kimi_config
 
 
-def test_a_quantized_model_decodes_what_it_computes() -> None:
+def test_quantized_decoding_equals_the_quantized_full_forward() -> None:
     """The map that makes keys and values is rounded: it is called for all cached tokens, as in the full forward."""
     from residua.quantize.modules import quantize_model
     from residua.quantize.schemes import find_scheme
@@ -256,7 +256,7 @@ def test_a_quantized_model_decodes_what_it_computes() -> None:
         torch.testing.assert_close(in_parts(model, tokens, [4, 1, 1]), model(tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_another_topology_starts_as_the_model_it_replaces() -> None:
+def test_kimi_retrofit_starts_as_the_model_it_replaces() -> None:
     old = randomise(build(small(layers=3, attention=KIMI, ffn=EXPERTS)), 0.1).eval()
     old.sublayers[3].body.router.bias.copy_(torch.linspace(-0.3, 0.3, 5))
     new = build(small(layers=3, attention=KIMI, ffn=EXPERTS, topology={"kind": "multi_gate", "streams": 2})).double()

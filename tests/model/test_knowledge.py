@@ -117,7 +117,7 @@ def files() -> list[Path]:
 
 
 @pytest.mark.slow
-def test_tools_ask_for_facts_and_not_for_types() -> None:
+def test_tools_query_facts_not_types() -> None:
     found = {file.relative_to(PACKAGE).as_posix(): list(faults(file.read_text(encoding="utf-8"))) for file in files()}
     assert len(found) > 300 and not {name: lines for name, lines in found.items() if lines}
 
@@ -149,9 +149,9 @@ def test_tools_ask_for_facts_and_not_for_types() -> None:
         "match topology:\n    case MultiGate():\n        pass",
     ],
 )
-def test_a_line_that_asks_for_a_type_is_found(line: str) -> None:
+def test_a_type_check_is_detected(line: str) -> None:
     assert list(faults(line))
 
 
-def test_building_a_choice_is_no_fault() -> None:
+def test_building_a_choice_is_allowed() -> None:
     assert not list(faults('configs = {"additive": choices.Additive()}\nbuild_topology(choices.Additive(), 4, 16)'))

@@ -36,7 +36,7 @@ LENDERS = {"cla": [0, 0, 2, 2], "source": [0, 1, 1, 1], "svformer": [0, 0, 0, 0]
 
 @pytest.mark.parametrize("options", [{}, {"gate": "headwise", "qk_norm": "none"}], ids=str)
 @pytest.mark.parametrize("name", SHARED)
-def test_shared_heads_are_their_equation(name: str, options: dict) -> None:
+def test_shared_heads_match_their_equation(name: str, options: dict) -> None:
     config, anchors = attention_config(kv_heads=2, **options), choices.AnchorChoice.choose(SHARED[name])
     layers, source = build_layers(config, anchors, 4)
     inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(4)]
@@ -57,7 +57,7 @@ def test_shared_heads_are_their_equation(name: str, options: dict) -> None:
 
 
 @pytest.mark.parametrize("anchors", [{"kind": "cla", "group": 1}, {"kind": "kv_source", "layer": 2}], ids=str)
-def test_layers_that_share_nothing_are_the_plain_model(anchors: dict) -> None:
+def test_layers_that_share_nothing_equal_the_plain_model(anchors: dict) -> None:
     torch.manual_seed(0)
     plain = residua.build(small())
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_layers_that_share_nothing_are_the_plain_model(anchors: dict) -> None:
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_shared_heads_have_no_parameters_and_no_cache(name: str) -> None:
+def test_layers_with_shared_heads_have_no_parameters_or_cache(name: str) -> None:
     plain, config = small(layers=4), small(layers=4, anchors=SHARED[name])
     taken = sum(len(pathways) for _, pathways in config.borrowed.values())
     model, fewer = residua.build(config), taken * 16 * 16
@@ -94,18 +94,18 @@ def test_shared_heads_have_no_parameters_and_no_cache(name: str) -> None:
         ),
     ],
 )
-def test_shared_heads_refuse_what_they_cannot_share(tables: dict, words: str) -> None:
+def test_heads_that_cannot_be_shared_are_refused(tables: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         small(**tables)
 
 
-def test_values_of_lenders_and_takers_are_not_divided() -> None:
+def test_shared_values_are_not_smoothed() -> None:
     model = residua.build(small(layers=4, anchors={"kind": "kv_source", "layer": 1}))
     assert [edge.name for edge in edges(model) if edge.name.endswith("values")] == ["sublayers.0.body.values"]
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": "elementwise", "qk_norm": "rms_all"}], ids=str)
-def test_mixtures_of_all_layers_are_their_equation(options: dict) -> None:
+def test_mixtures_over_all_layers_match_their_equation(options: dict) -> None:
     config = attention_config(kv_heads=2, **options)
     layers, source = build_layers(config, choices.Lime(), 3)
     inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
@@ -121,7 +121,7 @@ def test_mixtures_of_all_layers_are_their_equation(options: dict) -> None:
     agree(ours, [torch.stack(rows) for rows in expected], leaves)
 
 
-def test_mixtures_that_start_as_identity_are_the_plain_model() -> None:
+def test_mixtures_starting_as_identity_equal_the_plain_model() -> None:
     plain, mixed = (residua.build(small(**tables)).double() for tables in ({}, {"anchors": IDENTITY}))
     mixed.load_state_dict(plain.state_dict(), strict=False)
     close("logits", mixed(tokens_and_targets()[0]), plain(tokens_and_targets()[0]), 1e-12)
@@ -129,7 +129,7 @@ def test_mixtures_that_start_as_identity_are_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize("norm", ["rms", "none"])
-def test_values_attended_over_layers_are_their_equation(norm: str) -> None:
+def test_values_attended_over_layers_match_their_equation(norm: str) -> None:
     config = attention_config(kv_heads=2, gate="headwise", qk_norm=norm)
     layers, source = build_layers(config, choices.DepthAttention(), 3)
     inputs = [random(BATCH, LENGTH, WIDTH, seed=60 + i) for i in range(3)]
@@ -149,7 +149,7 @@ def test_values_attended_over_layers_are_their_equation(norm: str) -> None:
     agree(ours, [torch.stack(rows) for rows in expected], leaves)
 
 
-def test_values_that_all_layers_share_are_mixed_to_themselves() -> None:
+def test_mixing_equal_values_over_layers_keeps_them() -> None:
     q, v = random(1, 2, 4, 6), random(1, 2, 2, 6, seed=1)
     keys = tuple(random(1, 2, 2, 6, seed=2 + i) for i in range(3))
     close("values", mix_layers(q, keys, (v, v, v)), v, 1e-14)

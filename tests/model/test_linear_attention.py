@@ -44,7 +44,7 @@ def run(module: nn.Module, x: Tensor, segments: Tensor | None = None) -> Tensor:
     return y
 
 
-def test_mixer_is_its_equations() -> None:
+def test_mixer_matches_its_equations() -> None:
     module, x = mixer(), random(2, 70, WIDTH)
     w_q, w_k, w_v, w_z = module.project.weight.split([16, 16, 32, 32])
     w_a, w_b = module.gates.weight.split([4, 4])
@@ -69,7 +69,7 @@ def test_mixer_is_its_equations() -> None:
 
 @every_mixer
 @pytest.mark.parametrize("convolution", [1, 4])
-def test_packed_documents_equal_documents_run_apart(build_mixer: Any, convolution: int) -> None:
+def test_packed_documents_equal_documents_run_separately(build_mixer: Any, convolution: int) -> None:
     module, x = build_mixer(convolution), random(2, 75, WIDTH)
     documents = x.split([1, 2, 66, 6], 1)
     segments = torch.cat([torch.full((2, part.shape[1]), i) for i, part in enumerate(documents)], 1)
@@ -77,7 +77,7 @@ def test_packed_documents_equal_documents_run_apart(build_mixer: Any, convolutio
     agree([run(module, x, segments)], [apart], leaves_of(module, x=x))
 
 
-def test_an_output_depends_on_no_later_token() -> None:
+def test_outputs_do_not_depend_on_later_tokens() -> None:
     module, x = mixer(), random(2, 70, WIDTH)
     (gradient,) = torch.autograd.grad(run(module, x)[:, 66].sum(), x)
     assert (gradient[:, :67].abs().sum((0, 2)) > 0).all()
@@ -117,7 +117,7 @@ def test_the_cache_does_not_grow_with_the_sequence() -> None:
         (KimiDeltaAttention, choices.KimiDelta(heads=256, head_dim=4)),
     ],
 )
-def test_reset_after_a_meta_build_gives_the_stated_ranges(kind: Any, config: Any) -> None:
+def test_reset_after_a_meta_build_gives_the_documented_ranges(kind: Any, config: Any) -> None:
     with torch.device("meta"):
         module = kind(config, WIDTH, std=0.02, output_std=0.0)
     module.to_empty(device="cpu")
@@ -133,21 +133,21 @@ def test_reset_after_a_meta_build_gives_the_stated_ranges(kind: Any, config: Any
     assert module.out.weight.abs().max() == 0 and (module.norm.weight == 1).all()
 
 
-def test_fused_maps_are_declared_one_by_one_for_the_optimizer() -> None:
+def test_fused_maps_are_declared_separately_to_the_optimizer() -> None:
     module = mixer()
     assert module.project.hidden_matrices == {"weight": (16, 16, 32, 32)}
     assert module.gates.hidden_matrices == {"weight": (4, 4)}
 
 
 @pytest.mark.slow
-def test_one_graph_under_compile() -> None:
+def test_compiles_into_one_graph() -> None:
     module, x = mixer(), random(2, 70, WIDTH)
     segments = (torch.arange(70) >= 9).long().expand(2, -1)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     close("output", run(compiled, x, segments), run(module, x, segments))
 
 
-def test_low_precision_follows_the_full_one() -> None:
+def test_low_precision_stays_close_to_full_precision() -> None:
     module, x = mixer().float(), random(2, 70, WIDTH, grad=False).float()
     exact = run(module, x)
     with torch.autocast("cpu", torch.bfloat16):

@@ -91,7 +91,7 @@ def token_by_token(module: MoE, x: Tensor, *, gated: bool = True, normalize: boo
         *((biased, *case) for case in ((2, True), (3, True), (1, False))),
     ],
 )
-def test_mixture_is_its_equations(build_mixture: Any, top_k: int, normalize: bool) -> None:
+def test_mixture_matches_its_equations(build_mixture: Any, top_k: int, normalize: bool) -> None:
     module, x = build_mixture(top_k=top_k, shared=0, normalize=normalize), random(2, 7, WIDTH)
     agree([run(module, x)], [token_by_token(module, x, normalize=normalize)], leaves_of(module, x=x))
 
@@ -117,7 +117,7 @@ def test_experts_of_the_best_groups_are_chosen(build_mixture: Any) -> None:
 
 
 @pytest.mark.parametrize("router", ["softmax_scores", "sigmoid_scores"])
-def test_one_expert_has_a_constant_weight_without_a_gradient(router: str) -> None:
+def test_top_1_routing_has_a_constant_weight_and_no_gradient(router: str) -> None:
     """Not one of rounding either, which AdamW would make full steps of."""
     module, x = mixture(top_k=1, shared=0, router={"kind": router}).float(), random(2, 7, WIDTH, grad=False).float()
     y = run(module, x)
@@ -126,7 +126,7 @@ def test_one_expert_has_a_constant_weight_without_a_gradient(router: str) -> Non
     assert module.router.weight.grad is None and module.experts.up.grad.any()
 
 
-def test_plain_and_gated_shared_experts_are_their_equations() -> None:
+def test_plain_and_gated_shared_experts_match_their_equations() -> None:
     module, x = mixture(activation="relu2", shared=2, shared_gate="sigmoid"), random(2, 7, WIDTH)
     shared = relu(x @ module.shared.up.weight.T) ** 2 @ module.shared.out.weight.T
     assert module.shared.up.weight.shape == (2 * HIDDEN, WIDTH)
@@ -135,7 +135,7 @@ def test_plain_and_gated_shared_experts_are_their_equations() -> None:
     agree([run(module, x)], [expected], leaves_of(module, x=x))
 
 
-def test_no_token_is_dropped_when_all_choose_the_same_experts() -> None:
+def test_no_token_is_dropped_if_all_choose_the_same_experts() -> None:
     module, x = mixture(shared=0), random(2, 9, WIDTH, grad=False)
     with torch.no_grad():
         module.router.weight.zero_()  # a tie everywhere: topk takes the same two for all
@@ -155,7 +155,7 @@ def test_routing_counts_choices_and_averages_probabilities() -> None:
     torch.testing.assert_close(routing.z, logits.logsumexp(-1).square().mean())
 
 
-def test_balanced_load_gives_the_loss_its_minimum_of_one() -> None:
+def test_balance_loss_has_its_minimum_of_one_at_balanced_load() -> None:
     uniform = torch.full((EXPERTS,), 1 / EXPERTS)
     anything = torch.rand(EXPERTS).softmax(-1)
     assert balance_loss(uniform, anything) == pytest.approx(1.0)
@@ -164,7 +164,7 @@ def test_balanced_load_gives_the_loss_its_minimum_of_one() -> None:
     assert balance_loss(one, one) == EXPERTS
 
 
-def test_the_bias_selects_and_leaves_the_weights_alone() -> None:
+def test_the_bias_affects_selection_but_not_weights() -> None:
     router = biased().router
     x = random(9, WIDTH, grad=False)
     router.bias.zero_()
@@ -182,7 +182,7 @@ def test_the_bias_moves_by_the_rate_against_the_load() -> None:
     assert router.bias.tolist() == [0, 0, -0.25, 0.25, 0.25]
 
 
-def test_routing_tells_the_balance_loss_scores_that_sum_to_one() -> None:
+def test_balance_loss_gets_scores_that_sum_to_one() -> None:
     module, x = biased(), random(2, 7, WIDTH, grad=False)
     routing = module(x, (), NONE)[2]
     scores = torch.sigmoid(x.flatten(0, 1) @ module.router.weight.T)
@@ -199,7 +199,7 @@ def test_the_bias_is_saved_and_starts_at_zero_on_any_device() -> None:
     assert all((model.state_dict()[name] == 0).all() for name in names)
 
 
-def test_every_expert_is_a_matrix_of_its_own_to_the_optimizer() -> None:
+def test_optimizer_sees_every_expert_as_a_separate_matrix() -> None:
     declared = hidden_matrices(mixture())
     assert declared["experts.up"] == (HIDDEN,) * 2 * EXPERTS
     assert declared["experts.out"] == (WIDTH,) * EXPERTS
@@ -207,7 +207,7 @@ def test_every_expert_is_a_matrix_of_its_own_to_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("build_mixture", [mixture, biased])
-def test_the_router_decides_in_single_precision_under_autocast(build_mixture: Any) -> None:
+def test_routing_uses_single_precision_under_autocast(build_mixture: Any) -> None:
     module, x = build_mixture().float(), random(2, 7, WIDTH, grad=False).float()
     exact = module(x, (), NONE)[2]
     with torch.autocast("cpu", torch.bfloat16):
@@ -235,7 +235,7 @@ def test_recomputing_keeps_routing_and_gradients() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", only_nightly(["none", "sublayers"], but=["sublayers"]))
-def test_compile_sees_one_graph_where_the_product_is_grouped(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_products_compile_into_one_graph(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; PyTorch has the same product on a CPU."""
     monkeypatch.setattr(ops.grouped_linear, "_serves", lambda *tensors: True)
     model = build(small(ffn=TABLE, layers=1))
@@ -250,7 +250,7 @@ def test_compile_sees_one_graph_where_the_product_is_grouped(recompute: str, mon
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_the_pure_loss_has_no_part_of_the_balance_loss() -> None:
+def test_the_pure_loss_excludes_the_balance_loss() -> None:
     model = build(small(ffn=TABLE))
     batch = tokens_and_targets()
     assert model.loss(*batch) == model.routed_losses(*batch)[0]
@@ -270,7 +270,7 @@ def test_the_first_layers_of_a_mixture_can_be_dense(options: dict[str, int], wid
     assert isinstance(bodies[2].router, SigmoidRouter) and measure(config).idle == 3 * 3 * HIDDEN * WIDTH
 
 
-def test_size_counts_the_experts_a_token_does_not_visit() -> None:
+def test_size_counts_experts_a_token_does_not_visit() -> None:
     table = {"hidden": 8, "experts": 16, "top_k": 3, "activation": "relu2"}
     sparse = measure(small(ffn={"kind": "moe", **table}))
     dense = measure(small(ffn={"kind": "relu2", "hidden": 4 * 8}))

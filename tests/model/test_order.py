@@ -52,7 +52,7 @@ def _source(name: str) -> str:
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_a_loop_is_the_model_with_its_layers_written_out(topology: str) -> None:
+def test_a_loop_equals_the_unrolled_model(topology: str) -> None:
     """Logits, and of each weight the gradients of all its copies together."""
     looped, flat = pair(topology=TOPOLOGIES[topology])
     tokens, targets = tokens_and_targets()
@@ -69,7 +69,7 @@ def test_a_loop_is_the_model_with_its_layers_written_out(topology: str) -> None:
             close(name, parameter.grad, total[name], 1e-9)
 
 
-def test_one_turn_and_a_plain_list_are_the_sequential_model() -> None:
+def test_one_turn_and_a_plain_list_equal_the_sequential_model() -> None:
     tokens, _ = tokens_and_targets()
     found = []
     for order in ({"kind": "sequential"}, LOOP | {"turns": 1}, {"kind": "listed", "layers": [0, 1, 2]}):
@@ -78,13 +78,13 @@ def test_one_turn_and_a_plain_list_are_the_sequential_model() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-def test_order_of_the_page_is_read_as_it_says() -> None:
+def test_documented_order_is_read_as_described() -> None:
     (table,) = re.findall(r"```toml\n(\[model\.order\].*?)```", PAGES, re.S)
     config = small(layers=6, order=tomllib.loads(table)["model"]["order"])
     assert config.executed == (0, 1, 2, 3, 4, 1, 2, 3, 4, 5) and config.sublayers == 20
 
 
-def test_orders_name_their_layers() -> None:
+def test_orders_expand_to_executed_layers() -> None:
     assert small(layers=5, order=LOOP | {"turns": 3}).executed == (0, 1, 2, 3, 1, 2, 3, 1, 2, 3, 4)
     assert small(order={"kind": "listed", "layers": [0, 2, 1, 2]}).sublayers == 8
     config = small(order=LOOP)
@@ -107,7 +107,7 @@ def test_orders_name_their_layers() -> None:
         ({"topology": INJECTED, "order": LOOP | {"turns": 3}}, "turns = 2, which is not"),
     ],
 )
-def test_orders_that_cannot_be_are_refused(tables: dict[str, Any], words: str) -> None:
+def test_impossible_orders_are_refused(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         small(**tables)
 
@@ -117,7 +117,7 @@ def test_shards_of_single_layers_are_refused_for_loops() -> None:
         RunConfig(model=small(order=LOOP).model_dump(), train={"accumulate": 2}, parallel={"shard": 2})
 
 
-def test_flops_and_work_count_executions_and_sizes_layers() -> None:
+def test_flops_and_work_count_executions_sizes_count_layers() -> None:
     looped, flat = small(order=LOOP), small(layers=4)
     size, written_out = measure(looped), measure(flat)
     assert size.flops_per_token == written_out.flops_per_token
@@ -127,7 +127,7 @@ def test_flops_and_work_count_executions_and_sizes_layers() -> None:
     assert measure(small(order=LOOP, topology=INJECTED)).depth == 3 * 16
 
 
-def test_the_optimizer_has_each_parameter_of_a_loop_once() -> None:
+def test_the_optimizer_gets_each_looped_parameter_once() -> None:
     model = residua.build(small(order=LOOP))
     optimizer = build_optimizer(model, RunConfig(model=model.config.model_dump()).train.optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -135,7 +135,7 @@ def test_the_optimizer_has_each_parameter_of_a_loop_once() -> None:
     assert model.state_dict().keys() == residua.build(small()).state_dict().keys()
 
 
-def test_taps_count_the_layers_that_ran() -> None:
+def test_taps_number_executions_not_layers() -> None:
     model = residua.build(small(order=LOOP, attention={"kind": "softmax", "heads": 2, "gate": "elementwise"}))
     with taps.record() as seen:
         model(tokens_and_targets()[0])
@@ -144,7 +144,7 @@ def test_taps_count_the_layers_that_ran() -> None:
 
 
 @pytest.mark.slow
-def test_every_verb_takes_a_loop(tmp_path: Any, monkeypatch: Any) -> None:
+def test_every_verb_accepts_a_looped_model(tmp_path: Any, monkeypatch: Any) -> None:
     run = train_run(tmp_path, layers=3, order=LOOP)
     few = ("--tokens", 64, "--length", 16, "--ablation-tokens", 32, "--ablations", "all")
     assert command(monkeypatch, "export", run, "--out", tmp_path / "exported") == 0

@@ -26,18 +26,18 @@ def check_norm(config: choices.Norm, width: int, equation: Callable[[nn.Module, 
 
 @pytest.mark.parametrize("width", [7, 33])
 @pytest.mark.parametrize("eps", [1e-6, 0.1])
-def test_rmsnorm_and_preaffine_are_their_equations(width: int, eps: float) -> None:
+def test_rmsnorm_and_preaffine_match_their_equations(width: int, eps: float) -> None:
     check_norm(choices.RMSNorm(eps=eps), width, lambda n, x: parts.rmsnorm(x, n.weight, eps))
     check_norm(choices.PreAffine(eps=eps), width, lambda n, x: parts.preaffine(x, n.affine, n.weight, eps))
 
 
 @pytest.mark.parametrize("parameters", ["gain_and_bias", "gain", "none"])
-def test_layernorm_is_its_equation(parameters: str) -> None:
+def test_layernorm_matches_its_equation(parameters: str) -> None:
     config = choices.LayerNorm(parameters=parameters, eps=0.1)
     check_norm(config, 7, lambda n, x: parts.layernorm(x, n.weight, n.bias, 0.1))
 
 
-def test_unit_rmsnorm_is_rmsnorm_with_gains_of_one() -> None:
+def test_unit_rmsnorm_equals_rmsnorm_with_gains_of_one() -> None:
     check_norm(choices.UnitRMSNorm(eps=0.1), 7, lambda _, x: parts.rmsnorm(x, torch.ones_like(x), 0.1))
 
 
@@ -46,7 +46,7 @@ GATES = [(g, a) for g in ("elementwise", "tensorwise") for a in ("sigmoid", "tan
 
 @pytest.mark.parametrize("width", [7, 33])
 @pytest.mark.parametrize(("granularity", "activation"), GATES)
-def test_gated_norm_and_gated_dyt_are_their_equations(granularity: str, activation: str, width: int) -> None:
+def test_gated_norm_and_gated_dyt_match_their_equations(granularity: str, activation: str, width: int) -> None:
     options = {"rank": 3, "granularity": granularity, "activation": activation}
     check_norm(
         choices.GatedNorm(**options, eps=0.01),
@@ -61,12 +61,12 @@ def test_gated_norm_and_gated_dyt_are_their_equations(granularity: str, activati
 
 
 @pytest.mark.parametrize("width", [7, 33])
-def test_dyt_and_derf_are_their_equations(width: int) -> None:
+def test_dyt_and_derf_match_their_equations(width: int) -> None:
     check_norm(choices.DyT(), width, lambda n, x: parts.dyt(x, n.alpha, n.weight, n.bias))
     check_norm(choices.Derf(), width, lambda n, x: parts.derf(x, n.alpha, n.shift, n.weight, n.bias))
 
 
-def test_channel_scale_folds_into_gated_norm_and_gate_together() -> None:
+def test_channel_scale_folds_into_gated_norm_weight_and_gate() -> None:
     """weight/s alone changes the output; with down's columns times s as well it is the scaled output exactly."""
     norm = randomise(build_norm(choices.GatedNorm(rank=3), 7))
     x, s = random(2, 3, 7), random(7, seed=1, grad=False).exp()
@@ -106,7 +106,7 @@ def test_biases_are_added_after_each_product() -> None:
 
 @pytest.mark.parametrize("width", [7, 33])
 @pytest.mark.parametrize("kind", FFNS)
-def test_feed_forwards_are_their_equations(kind: str, width: int) -> None:
+def test_feed_forwards_match_their_equations(kind: str, width: int) -> None:
     config, equation = FFNS[kind]
     ffn = randomise(build_ffn(config, width, std=0.2, output_std=0.2))
     x = random(2, 3, width, scale=8.0 if kind == "clamped_swiglu" else 1.0)

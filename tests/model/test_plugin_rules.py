@@ -161,7 +161,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_topology_that_breaks_a_rule_is_refused(fault: str) -> None:
+def test_a_topology_that_breaks_a_rule_is_refused(fault: str) -> None:
     config = small(topology=own(fault))
     sentence = rf"^the topology 'own' of the plugin {__name__} breaks a rule of docs/extend.md: .*{FAULTS[fault]}.*\.$"
     for refused in (lambda: residua.build(config), lambda: check_model(RunConfig(model=config))):
@@ -170,7 +170,7 @@ def test_topology_that_breaks_a_rule_is_refused(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["future", "shape"])
-def test_a_norm_that_breaks_a_rule_is_refused_too(fault: str) -> None:
+def test_a_norm_that_breaks_a_rule_is_refused(fault: str) -> None:
     reason = FAULTS[fault] if fault == "future" else "`forward`"
     with pytest.raises(ConfigError, match=f"^the norm 'own_norm' of the plugin {__name__} breaks.*{reason}"):
         check_plugins(small(norm={"kind": "own_norm", "fault": fault}))
@@ -184,31 +184,31 @@ ANCHOR_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", ANCHOR_FAULTS)
-def test_anchors_that_break_a_rule_are_refused_too(fault: str) -> None:
+def test_anchors_that_break_a_rule_are_refused(fault: str) -> None:
     with pytest.raises(ConfigError, match=f"^the anchors 'own_anchors' of the plugin .*{ANCHOR_FAULTS[fault]}"):
         check_plugins(small(anchors={"kind": "own_anchors", "fault": fault}))
     check_plugins(small(anchors={"kind": "own_anchors"}))
 
 
 @pytest.mark.parametrize("oddity", ["", "dropout", "matrix", "in place", "not a number", "wide"])
-def test_unusual_plugins_that_keep_the_rules_are_tried_and_pass(oddity: str) -> None:
+def test_unusual_plugins_that_follow_the_rules_pass(oddity: str) -> None:
     config = OwnChoice(fault=oddity)
     check_part(partial(build_topology, config, 6, 16), junctions, (7, 2, 4, 16))
     residua.build(small(topology=own(oddity), norm={"kind": "own_norm"}))
 
 
-def test_a_part_may_be_filled_in_its_init_alone() -> None:
+def test_a_part_may_initialise_its_weights_only_in_init() -> None:
     check_plugins(small(norm={"kind": "own_norm", "fault": "parameter"}))
 
 
 @pytest.mark.parametrize("width", [16, 34])
 @pytest.mark.parametrize("name", SMALL)
-def test_built_in_topologies_keep_the_rules_of_plugins(name: str, width: int) -> None:
+def test_built_in_topologies_follow_the_plugin_rules(name: str, width: int) -> None:
     check_part(partial(build_topology, SMALL[name], 6, width), junctions, (7, 2, 4, width))
 
 
 @pytest.mark.parametrize("name", ANCHORS)
-def test_built_in_anchors_keep_the_rules_of_plugins(name: str) -> None:
+def test_built_in_anchors_follow_the_plugin_rules(name: str) -> None:
     config = small(
         anchors=ANCHORS[name], attention={"kind": "softmax", "heads": 4, "kv_heads": 2, "gate": "elementwise"}
     )
@@ -216,7 +216,7 @@ def test_built_in_anchors_keep_the_rules_of_plugins(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_built_in_norms_keep_the_rules_of_plugins(name: str) -> None:
+def test_built_in_norms_follow_the_plugin_rules(name: str) -> None:
     check_part(partial(build_norm, NormChoice.choose(NORMS[name]), 16), normed, (7, 2, 4, 16))
 
 
@@ -237,7 +237,7 @@ def test_trial_with_a_gpu_only_warns_of_an_error(monkeypatch: pytest.MonkeyPatch
         check_plugins(small(topology=own("raises")))
 
 
-def test_what_is_built_in_or_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_and_oversized_parts_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(builders, "_try", lambda *arguments: tried.append(arguments))
     check_plugins(small())
@@ -249,7 +249,7 @@ def test_what_is_built_in_or_too_large_is_not_tried(monkeypatch: pytest.MonkeyPa
     assert len(tried) == 1
 
 
-def test_the_random_numbers_and_the_weights_stay_as_they_were() -> None:
+def test_trial_changes_no_random_numbers_or_weights() -> None:
     config = small(topology=own(""), norm={"kind": "own_norm"})
     torch.manual_seed(3)
     unchecked, after = decoder.build(config), torch.rand(3)
@@ -262,7 +262,7 @@ def test_the_random_numbers_and_the_weights_stay_as_they_were() -> None:
 
 
 @pytest.mark.slow
-def test_training_is_the_same_with_and_without_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_identical_with_and_without_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
     for name in ("checked", "unchecked"):
         (tmp_path / name).mkdir()
@@ -273,7 +273,7 @@ def test_training_is_the_same_with_and_without_the_check(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_train_and_compare_refuse_before_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_train_and_compare_refuse_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     config = train_run(tmp_path, topology=own("")) / "config.toml"
     leaking = "model.topology.fault=future"
     assert run_verb(monkeypatch, "train", config, leaking, "--out", tmp_path / "out") == 2
@@ -284,7 +284,7 @@ def test_train_and_compare_refuse_before_they_write(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "out").exists()
 
 
-def test_generators_of_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_generators_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     check_plugins(small(topology=own("")))

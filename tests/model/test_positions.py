@@ -23,7 +23,7 @@ def heads(count: int) -> Tensor:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("sink", [None, torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64)])
 @pytest.mark.parametrize("documents", [False, True])
-def test_queries_at_positions_attend_as_in_the_whole_sequence(
+def test_queries_at_positions_attend_as_in_the_full_sequence(
     window: int | None, sink: Tensor | None, documents: bool
 ) -> None:
     q, k, v = heads(4), heads(2), heads(2)
@@ -33,7 +33,7 @@ def test_queries_at_positions_attend_as_in_the_whole_sequence(
     torch.testing.assert_close(some, whole[:, SOME], rtol=1e-12, atol=1e-12)
 
 
-def test_capped_scores_of_a_token_alone_are_those_of_its_mask() -> None:
+def test_capped_decoding_up_to_a_slot_equals_a_mask() -> None:
     """On a GPU a token that is decoded has no mask but a last slot."""
     (q, k, v), until = (heads(4)[:, :1], heads(2), heads(2)), torch.tensor([3, 6])
     visible = (torch.arange(8) <= until[:, None])[:, None, None]
@@ -41,7 +41,7 @@ def test_capped_scores_of_a_token_alone_are_those_of_its_mask() -> None:
     torch.testing.assert_close(attend_cached(q, k, v, alone, softcap=0.3), attend_cached(q, k, v, masked, softcap=0.3))
 
 
-def test_angles_are_those_of_the_positions() -> None:
+def test_rotary_angles_follow_the_given_positions() -> None:
     model, (tokens, targets) = build(small()), tokens_and_targets(length=8)
     whole, some = model._rotary(tokens), model._rotary(tokens[:, :4], positions=SOME)
     assert whole is not None and some is not None
@@ -62,7 +62,7 @@ def test_learned_positions_are_added_by_place_in_the_document() -> None:
     agree([table(x, DOCUMENTS)], [expected], leaves_of(table, x=x))
 
 
-def test_learned_positions_begin_anew_in_each_document() -> None:
+def test_learned_positions_restart_in_each_document() -> None:
     attention = {"kind": "softmax", "heads": 2, "unturned_layers": [0, 1, 2]}  # angles are rounded to float32
     model = build(small(learned_positions=8, attention=attention)).double()
     tokens, _ = tokens_and_targets()

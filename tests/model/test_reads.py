@@ -68,7 +68,7 @@ class Given(nn.Module):
         return self.projected
 
 
-def test_equal_reads_are_one() -> None:
+def test_equal_reads_are_computed_once() -> None:
     model = randomise(residua.build(small()))
     h, context = random(2, 5, 16), Context(rotary_table(torch.arange(5), 8, 1e4), None)
     calls: list[Tensor] = []
@@ -79,7 +79,7 @@ def test_equal_reads_are_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["mudd", "mudd few", "dca", "dca recent"])
-def test_new_model_with_several_reads_is_a_prenorm_model(name: str) -> None:
+def test_new_model_with_several_reads_equals_a_prenorm_model(name: str) -> None:
     plain = residua.build(small()).double()
     model = residua.build(small(topology=SMALL[name].model_dump(exclude_none=True))).double()
     model.load_state_dict(plain.state_dict() | {f"topology.{k}": v for k, v in model.topology.state_dict().items()})
@@ -100,14 +100,14 @@ def test_recomputed_sublayers_keep_gradients_of_several_reads(name: str) -> None
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mudd", "dca recent"])
-def test_several_reads_are_compiled_as_one_graph(name: str) -> None:
+def test_several_reads_compile_into_one_graph(name: str) -> None:
     model, (tokens, _) = model_of(name), tokens_and_targets()
     compiled = torch.compile(model.hidden, backend="eager", fullgraph=True)
     close("compiled", compiled(tokens), model.hidden(tokens))
 
 
 @pytest.mark.parametrize("attention", sorted(ONE_READ))
-def test_attention_that_takes_one_read_is_refused_by_name(attention: str) -> None:
+def test_attention_limited_to_one_read_is_refused_by_name(attention: str) -> None:
     with pytest.raises(
         ConfigError, match=r"topology.kind = 'mudd' gives .* attention.kind = '\w+' takes a single one: use softmax"
     ):
@@ -115,7 +115,7 @@ def test_attention_that_takes_one_read_is_refused_by_name(attention: str) -> Non
     small(layers=4, attention=ATTENTIONS[attention], topology={"kind": "mudd", "ways": ["r"]})
 
 
-def test_ways_and_layers_that_do_not_exist_are_refused() -> None:
+def test_unknown_ways_and_layers_are_refused() -> None:
     for keys, words in (({"ways": []}, "must contain one or more"), ({"layers": [4]}, "layer 4, but the model has")):
         with pytest.raises(ConfigError, match=words):
             small(topology={"kind": "mudd", **keys})

@@ -23,7 +23,7 @@ from tests.model.small import small, tokens_and_targets
 
 
 @pytest.mark.parametrize("gate", ["competitive", "independent"])
-def test_multi_gates_start_from_the_base_that_is_set(gate: str) -> None:
+def test_multi_gates_start_from_the_configured_base(gate: str) -> None:
     """b = ln( sqrt(L/L_base)(e^−b_base + 1) − n ), of which β = sqrt(L_base/L)·sigmoid(b_base) follows."""
     lerping, n = 33, 4
     bias = gate_bias(choices.MultiGate(streams=n, gate=gate, base_depth=9, base_bias=-2.5), lerping)
@@ -39,7 +39,7 @@ def test_the_base_of_the_paper_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("mixing", ["static", "dynamic"])
-def test_lambdas_start_where_they_are_set(mixing: str) -> None:
+def test_lambdas_start_at_their_configured_values(mixing: str) -> None:
     """λ·γ is the start; dynamic mixing has γ = ½."""
     anchors = {"kind": "exoformer", "start": [0.25, 0.75], "mixing": {"kind": mixing}}
     model = residua.build(small(attention={"kind": "softmax", "heads": 2, "gate": "elementwise"}, anchors=anchors))
@@ -49,7 +49,7 @@ def test_lambdas_start_where_they_are_set(mixing: str) -> None:
             assert (anchor == 0.25 * whole).all() and (current == 0.75 * whole).all()
 
 
-def test_retrofit_takes_anchors_wherever_lambda_would_start() -> None:
+def test_retrofit_copies_anchors_whatever_their_initial_lambda() -> None:
     tables = {"attention": {"kind": "softmax", "heads": 2, "gate": "elementwise"}, "layers": 1}
     old, new = (
         residua.build(small(anchors={"kind": "exoformer", "start": start}, **tables))
@@ -59,13 +59,13 @@ def test_retrofit_takes_anchors_wherever_lambda_would_start() -> None:
     assert all(torch.equal(a, b) for a, b in zip(new.parameters(), old.parameters(), strict=True))
 
 
-def test_resformers_lambdas_start_where_they_are_set() -> None:
+def test_resformer_lambdas_start_at_their_configured_values() -> None:
     model = residua.build(small(anchors={"kind": "resformer", "start": [0.0, 1.0]}))
     anchor, current = model.sublayers[2].body.mix.scales()["v"]
     assert anchor == 0 and current == 1
 
 
-def test_settings_that_are_silent_start_as_before() -> None:
+def test_unset_settings_keep_their_earlier_defaults() -> None:
     config = small(anchors={"kind": "nuresformer", "pathways": ["v"]}, topology={"kind": "multi_gate", "streams": 2})
     assert config.anchors.start == (0.5, 0.5)
     assert (config.topology.base_depth, config.topology.base_bias) == (21, -3.0)
@@ -79,7 +79,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def test_dyt_as_qk_norm_is_its_equation_in_every_gradient() -> None:
+def test_dyt_as_qk_norm_matches_its_equation_and_gradients() -> None:
     config = choices.SoftmaxAttention(heads=2, head_dim=4, qk_norm="dyt", qk_alpha=0.8)
     norm = TanhQKNorm(head_shape(config, 8), config)
     assert norm.query.alpha.item() == norm.key.alpha.item() == pytest.approx(0.8)
@@ -94,7 +94,7 @@ def test_dyt_as_qk_norm_is_its_equation_in_every_gradient() -> None:
     agree(ours, golden, leaves_of(norm, q=q, k=k))
 
 
-def test_a_model_with_dyt_alone_has_no_other_norm() -> None:
+def test_a_dyt_model_has_no_other_norm() -> None:
     config = small(attention={"kind": "softmax", "heads": 2, "qk_norm": "dyt"}, norm={"kind": "dyt"})
     model = residua.build(config)
     assert not model.sublayers[0].body.direct_to_cache, "decoding kernels would norm queries and keys otherwise"
@@ -122,7 +122,7 @@ def boundary(x: Tensor, y: list[Tensor], readers: list[attnres.Reader], per_bloc
 
 
 @pytest.mark.parametrize(("sublayers", "per_block"), [(6, 3), (6, 2), (8, 3), (6, 6), (4, 1)])
-def test_attention_at_boundaries_is_the_articles_walk(sublayers: int, per_block: int) -> None:
+def test_boundary_attnres_matches_the_article(sublayers: int, per_block: int) -> None:
     """Whole and unfinished last blocks, one block (pre-norm), blocks of one."""
     topology = random_topology(choices.BoundaryAttnRes(sublayers_per_block=per_block), sublayers, 7)
     readers = [attnres.Reader(r.query, r.gain) for r in topology.reads]
@@ -132,7 +132,7 @@ def test_attention_at_boundaries_is_the_articles_walk(sublayers: int, per_block:
     agree(drive(topology, x, y), golden, leaves_of(topology, **named(x, y)))
 
 
-def test_the_articles_example_of_two_blocks() -> None:
+def test_boundary_attnres_matches_the_articles_example() -> None:
     """h_boundary = α_x·x + α_B1·B_1 with B_1 = h_3, and block 2 goes on from there (with zero queries α = ½)."""
     topology = build_topology(choices.BoundaryAttnRes(sublayers_per_block=3), 6, 5).double()
     x, y = embedding_and_outputs(6, 5)
@@ -142,7 +142,7 @@ def test_the_articles_example_of_two_blocks() -> None:
     torch.testing.assert_close(h[6], h[3] + y[3] + y[4] + y[5])
 
 
-def test_boundary_differs_from_the_authors_block_after_the_first() -> None:
+def test_boundary_attnres_differs_from_block_after_one_read() -> None:
     options = {"sublayers_per_block": 3}
     x, y = embedding_and_outputs(6, 5)
     ours, authors = (
@@ -152,7 +152,7 @@ def test_boundary_differs_from_the_authors_block_after_the_first() -> None:
     assert [torch.allclose(a, b) for a, b in zip(ours, authors, strict=True)] == [True] + [False] * 6
 
 
-def test_boundary_weights_are_published_and_can_be_made_equal() -> None:
+def test_boundary_weights_are_tapped_and_can_be_uniform() -> None:
     model = residua.build(small(topology={"kind": "boundary_attnres", "sublayers_per_block": 2}))
     for read in model.topology.reads:
         torch.nn.init.normal_(read.query)

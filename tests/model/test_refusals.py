@@ -91,7 +91,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("tables", "words"), CASES, ids=[words for _, words in CASES])
-def test_a_model_that_cannot_be_is_refused(tables: dict[str, Any], words: str) -> None:
+def test_an_impossible_model_is_refused(tables: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         small(**tables)
     for part in words.split(".*"):

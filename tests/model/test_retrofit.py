@@ -118,7 +118,7 @@ def on_bases(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", on_bases(EXACT), ids=", ".join)
-def test_exact_starts_are_exact(case: tuple[str, str]) -> None:
+def test_exact_starts_keep_the_function(case: tuple[str, str]) -> None:
     name, base = case
     new, old, kept = retrofitted(base, EXACT[name])
     assert kept == {"model": InitFidelity.EXACTLY} and difference(new, old) < 1e-11
@@ -127,7 +127,7 @@ def test_exact_starts_are_exact(case: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     "case", only_nightly(product(UP_TO_EPS, BASES), zip(UP_TO_EPS, cycle(BASES), strict=False)), ids=", ".join
 )
-def test_multiples_of_the_sum_are_exact_with_the_eps_of_the_sum(case: tuple[str, str]) -> None:
+def test_multiples_of_the_sum_are_exact_with_its_eps(case: tuple[str, str]) -> None:
     """The norm of each reader takes the multiple out: exactly if its eps is scaled too, else up to its eps."""
     name, base = case
     new, old, kept = retrofitted(base, UP_TO_EPS[name] | {"reader_eps": "sum"}, eps=1e-3)
@@ -140,7 +140,7 @@ def test_multiples_of_the_sum_are_exact_with_the_eps_of_the_sum(case: tuple[str,
     assert difference(new, old) < 1e-10
 
 
-def test_a_new_sink_changes_nearly_nothing_and_can_be_learned() -> None:
+def test_a_new_sink_has_almost_no_effect_and_can_be_learned() -> None:
     new, old, kept = retrofitted("plain", {"attention": {"sink": "learned"}})
     assert kept["model"] is InitFidelity.NEARLY and 0 < difference(new, old) < 1e-3
     tokens, targets = tokens_and_targets()
@@ -158,7 +158,7 @@ NOT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NOT)
-def test_what_is_not_kept_is_not_claimed(name: str) -> None:
+def test_changed_functions_are_not_claimed_to_be_kept(name: str) -> None:
     new, old, kept = retrofitted("plain", NOT[name])
     assert kept["model"] is InitFidelity.NOT and difference(new, old) > 1e-3
 
@@ -175,7 +175,7 @@ def test_what_is_not_kept_is_not_claimed(name: str) -> None:
     ],
     ids=str,
 )
-def test_sublayers_with_normed_outputs_must_read_the_sum_itself(kind: dict[str, Any], claimed: InitFidelity) -> None:
+def test_normed_outputs_require_readers_of_the_plain_sum(kind: dict[str, Any], claimed: InitFidelity) -> None:
     """Only the head of OLMo 2 has a norm in front that takes a multiple out."""
     old = randomise(residua.build(configured("plain", {"placement": "output"}, eps=1e-3)), 0.3)
     tables = {"placement": "output", "topology": kind, "reader_eps": "sum"}
@@ -189,7 +189,7 @@ def test_clipping_is_exact_below_its_limit() -> None:
     assert kept["topology.kind"] is InitFidelity.NEARLY and difference(new, old) < 1e-11
 
 
-def test_a_model_of_the_same_shape_takes_everything_over() -> None:
+def test_a_model_of_the_same_shape_takes_all_weights() -> None:
     """Also the parameters of its topology, anchors and gates."""
     tables = EXACT["exoformer, dynamic"] | {"topology": {"kind": "multi_gate"}}
     old = randomise(residua.build(configured("plain", tables)), 0.3)
@@ -209,13 +209,13 @@ def test_a_model_of_the_same_shape_takes_everything_over() -> None:
     ],
     ids=str,
 )
-def test_weights_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_mismatched_weights_are_refused(changes: dict[str, Any], message: str) -> None:
     old = residua.build(configured("plain", {}))
     with pytest.raises(ValueError, match=message):
         retrofit(residua.build(configured("plain", changes)), old)
 
 
-def test_the_eps_of_readers_is_part_of_the_function() -> None:
+def test_a_changed_reader_eps_is_reported() -> None:
     tables = {"topology": {"kind": "highway"}}
     old = randomise(residua.build(configured("plain", tables | {"reader_eps": "sum"})), 0.3)
     new = residua.build(configured("plain", tables)).double()
@@ -224,7 +224,7 @@ def test_the_eps_of_readers_is_part_of_the_function() -> None:
     assert kept == {"norm.eps": InitFidelity.UP_TO_EPS, "model": InitFidelity.UP_TO_EPS}
 
 
-def test_only_a_sum_can_be_given_another_topology() -> None:
+def test_only_an_additive_model_can_change_its_topology() -> None:
     old = residua.build(configured("plain", {"topology": {"kind": "highway"}}))
     with pytest.raises(ValueError, match="'highway', but only an additive"):
         retrofit(residua.build(configured("plain", {"topology": {"kind": "dense"}})), old)
@@ -245,7 +245,7 @@ def test_new_parameters_learn_from_the_first_steps_on() -> None:
         assert not still
 
 
-def test_values_made_of_keys_become_values_of_their_own() -> None:
+def test_values_tied_to_keys_become_separate_values() -> None:
     tables = {"attention": {"values": "keys"}}
     old = randomise(residua.build(configured("plain", tables)), 0.3)
     new, again = (residua.build(configured("plain", keys)).double() for keys in ({}, tables))
@@ -256,7 +256,7 @@ def test_values_made_of_keys_become_values_of_their_own() -> None:
 @pytest.mark.parametrize(
     "topology", [{"kind": "additive"}, {"kind": "block_attnres", "sublayers_per_block": 2}], ids=str
 )
-def test_layer_factors_go_into_the_norms_of_outputs(topology: dict[str, Any]) -> None:
+def test_layer_factors_fold_into_output_norms(topology: dict[str, Any]) -> None:
     factors = {"topology": {"kind": "layer_factor"}}
 
     def started(base: str, eps: float, sign: float = 1.0) -> tuple[float, InitFidelity]:

@@ -241,12 +241,12 @@ def label(case: Any) -> str:
 
 
 @pytest.mark.parametrize("case", [*SETTINGS, *MORE], ids=label)
-def test_claims_hold_when_one_setting_changes(case: tuple[str, Table]) -> None:
+def test_retrofit_claims_hold_when_one_setting_changes(case: tuple[str, Table]) -> None:
     assert not mistakes(one_setting_changed(*case))
 
 
 @pytest.mark.parametrize("name", ["topology", "norm", "anchors"])
-def test_claims_hold_when_the_kind_changes(name: str) -> None:
+def test_retrofit_claims_hold_when_the_kind_changes(name: str) -> None:
     assert not mistakes(kind_changed(name))
 
 
@@ -260,7 +260,7 @@ def test_value_residuals_become_raw_anchors_exactly(norm: str, claim: InitFideli
     assert retrofit(residua.build(configured(after)), trained(configured(before))[0])["model"] is claim
 
 
-def test_weights_that_do_not_fit_name_the_settings() -> None:
+def test_mismatched_weights_error_names_the_settings() -> None:
     before, after = (
         configured({"topology": {"kind": "hyper", "streams": n, "weights": w}})
         for n, w in ((2, "static"), (3, "dynamic"))
@@ -273,7 +273,7 @@ def test_weights_that_do_not_fit_name_the_settings() -> None:
     )
 
 
-def test_settings_of_a_plugin_are_not_kept_unless_it_says_so() -> None:
+def test_plugin_settings_are_kept_only_if_declared() -> None:
     class Mine(Norm):
         def __init__(self, size: int) -> None:
             super().__init__()

@@ -53,7 +53,7 @@ def gradients(model: Decoder, run: Any, choice: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", only_nightly(MODELS, but=["exoformer, dynamic", "resformer"]))
-def test_every_gradient_is_the_references(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_gradient_equals_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, handed = built(MODELS[name]), []
     share = shared.share
     monkeypatch.setattr(shared, "share", lambda *args, **how: handed.append(share(*args, **how)) or handed[-1])
@@ -67,7 +67,7 @@ def test_every_gradient_is_the_references(name: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["exoformer", "exoformer, dynamic"])
-def test_a_compiled_model_is_one_graph_with_the_same_gradients(name: str) -> None:
+def test_compiled_model_is_one_graph_with_equal_gradients(name: str) -> None:
     torch._dynamo.reset()
     model = built(MODELS[name] | {"layers": 2}).float()
     eager = gradients(model, model.loss, "triton")
@@ -89,7 +89,7 @@ def test_compiled_layers_copy_neither_projections_nor_gradients() -> None:
 @pytest.mark.parametrize(
     "reason", ["no gradients", "reference", "one layer", "sharded", "hook", "recomputed", "offloaded"]
 )
-def test_anchors_go_from_layer_to_layer_with(reason: str) -> None:
+def test_anchors_are_passed_by_layers_if_sharing_is_impossible(reason: str) -> None:
     tables = dict(MODELS["exoformer"], layers=1 if reason == "one layer" else 2)
     model = built(tables).float()
     if reason == "sharded":
@@ -120,7 +120,7 @@ def test_a_hook_on_a_sublayer_changes_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("change", ["wrapped", "replaced", "another class"])
-def test_layers_that_may_not_take_their_handle_share_nothing(change: str) -> None:
+def test_layers_that_might_skip_their_handle_do_not_share(change: str) -> None:
     """Handles are taken in turn: one that is left would be the next layer's."""
     model = built(MODELS["exoformer"] | {"layers": 3}).float()
     assert model._sharing() is not None

@@ -34,7 +34,7 @@ def probes(source: str) -> Iterator[str]:
                 yield name.value if isinstance(name, ast.Constant) else ast.unparse(name)
 
 
-def test_a_topology_has_two_verbs_and_at_most_eight_more_members() -> None:
+def test_topology_base_has_two_verbs_and_few_other_members() -> None:
     members = [name for name in vars(Topology) if not name.startswith("_")]
     assert {"open", "step"} <= set(members) and len(members) <= MOST_MEMBERS, members
 
@@ -53,10 +53,10 @@ def test_no_path_is_chosen_by_getattr_with_a_default(folder: str) -> None:
         assert set(probes(file.read_text(encoding="utf-8"))) <= PROBED, name
 
 
-def test_a_probe_is_found() -> None:
+def test_a_getattr_probe_is_detected() -> None:
     assert list(probes('fast = getattr(body, "direct_to_cache", False)\ngetattr(body, "heads")')) == ["direct_to_cache"]
 
 
-def test_a_topology_that_states_a_fact_by_an_old_name_is_refused() -> None:
+def test_a_topology_with_an_old_fact_name_is_refused() -> None:
     with pytest.raises(UserError, match=r"Old states source_name, which has no effect: .* `source_names`"):
         type("Old", (Topology,), {"source_name": lambda *_: "stream"})

@@ -61,7 +61,7 @@ def test_weights_and_gates_have_one_entry_per_source() -> None:
 
 
 @pytest.mark.parametrize("topology", ["full_attnres", "block_attnres", "multi_gate"])
-def test_depth_weights_are_the_ones_that_were_used(topology: str) -> None:
+def test_published_depth_weights_reproduce_the_next_input(topology: str) -> None:
     """The published weights times the sources are the next input: outputs for Full, streams for the others."""
     seen = seen_in(topology=SMALL[topology].model_dump(exclude_none=True))
     for k in range(2):  # until the first block or the filling of the streams ends
@@ -74,7 +74,7 @@ def test_depth_weights_are_the_ones_that_were_used(topology: str) -> None:
 
 
 @pytest.mark.parametrize(("gate", "width"), [("elementwise", 8), ("headwise", 1)])
-def test_attention_gates_are_published_after_their_sigmoid(gate: str, width: int) -> None:
+def test_attention_gates_are_published_after_the_sigmoid(gate: str, width: int) -> None:
     seen = seen_in(attention={"kind": "softmax", "heads": 2, "gate": gate})
     for layer in range(3):
         value = seen[f"attention.{layer}.gate"]
@@ -82,7 +82,7 @@ def test_attention_gates_are_published_after_their_sigmoid(gate: str, width: int
         assert value.min() > 0 and value.max() < 1
 
 
-def test_nothing_is_kept_or_computed_unless_someone_records(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_computed_or_kept_without_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> torch.Tensor:
         raise AssertionError("computed for nobody")
 
@@ -95,7 +95,7 @@ def test_nothing_is_kept_or_computed_unless_someone_records(monkeypatch: pytest.
     model(tokens)
 
 
-def test_recordings_nest_and_end() -> None:
+def test_recordings_nest_and_stop_at_their_end() -> None:
     tensor = torch.ones(1)
     with taps.record() as outer:
         taps.tap("a", tensor)

@@ -23,7 +23,7 @@ Equation = Callable[..., Any]
 """The embedding and the outputs of one token in; the inputs of all readers out."""
 
 
-def test_a_clip_bites() -> None:
+def test_an_active_clip_limits_the_stream() -> None:
     x, y = embedding_and_outputs(6, 33)
     last = drive(random_topology(choices.Clipped(limit=1.5), 6, 33), x, y)[-1]
     assert last.abs().max() == 1.5 and (last.abs() == 1.5).float().mean() > 0.1
@@ -218,7 +218,7 @@ EQUATIONS: list[Any] = [
 @pytest.mark.parametrize(
     ("config", "sublayers", "width", "equation_of"), EQUATIONS, ids=lambda x: "" if callable(x) else str(x)[:70]
 )
-def test_every_topology_is_its_equation(
+def test_every_topology_matches_its_equation(
     config: choices.Topology, sublayers: int, width: int, equation_of: Callable[[Topology], Equation]
 ) -> None:
     """All inputs and the gradients of the embedding, every output and every parameter."""
@@ -231,7 +231,7 @@ def test_every_topology_is_its_equation(
 
 
 @pytest.mark.parametrize("memory", [choices.Recompute(segment=5), choices.Invert(), choices.Invert(share=0)], ids=repr)
-def test_what_multi_gate_residuals_keep_changes_nothing(memory: choices.Memory) -> None:
+def test_multi_gate_memory_settings_do_not_change_gradients(memory: choices.Memory) -> None:
     outcomes = []
     for config in (choices.MultiGate(streams=3), choices.MultiGate(streams=3, memory=memory)):
         topology = random_topology(config, 10, 7)
@@ -243,7 +243,7 @@ def test_what_multi_gate_residuals_keep_changes_nothing(memory: choices.Memory) 
         torch.testing.assert_close(found, kept, rtol=1e-9, atol=1e-10)
 
 
-def test_inverted_junctions_end_where_a_pipeline_cuts_them() -> None:
+def test_inverted_junctions_can_be_cut_by_a_pipeline() -> None:
     outcomes = []
     for cut in (None, 5):
         topology = random_topology(choices.MultiGate(streams=3, memory=choices.Invert()), 8, 7)
@@ -265,7 +265,7 @@ def test_sinkhorn_normalises_columns_then_rows(iterations: int) -> None:
     agree([sinkhorn(logits, iterations)], [golden], {"logits": logits})
 
 
-def test_sinkhorn_rows_are_exact_and_columns_follow() -> None:
+def test_sinkhorn_rows_are_exact_and_columns_converge() -> None:
     logits = random(50, 4, 4, scale=2.0)
     one = torch.ones(50, 4, dtype=torch.float64)
     first = sinkhorn(logits, 1)
@@ -285,7 +285,7 @@ def test_sinkhorn_survives_a_stream_far_below_the_others(axis: int) -> None:
     torch.testing.assert_close(sinkhorn(shifted, 20), sinkhorn(logits, 20), atol=1e-3, rtol=0)
 
 
-def test_denseformer_has_one_weight_for_every_earlier_layer() -> None:
+def test_denseformer_has_one_weight_per_earlier_layer() -> None:
     topology = random_topology(choices.DenseFormer(), 20, 7)
     assert sum(a.numel() for a in topology.parameters()) == 10 * 13 // 2
 
@@ -299,7 +299,7 @@ def test_a_finished_model_of_32_blocks_keeps_33_sources() -> None:
     assert len(state) == 33
 
 
-def test_a_topology_that_states_no_cost_is_counted_by_running_it() -> None:
+def test_a_topology_without_a_stated_cost_is_measured() -> None:
     """By default a topology is run on tensors without memory; the counts are those that were made by hand."""
     streams, highway = (
         build_topology(c, 6, 32) for c in (choices.HyperConnections(weights="static"), choices.Highway())
