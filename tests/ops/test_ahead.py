@@ -8,7 +8,7 @@ from residua.ops._runtime.library import Call, compile_ahead, dry_run
 from residua.ops.depth_attention.launch import depth_parts, parts
 
 
-def test_dry_run_collects_calls_and_returns_right_shapes() -> None:
+def test_dry_run_collects_calls_and_returns_correct_shapes() -> None:
     u = torch.randn(3, 5)
     with dry_run() as calls:
         empty = depth_parts(u)
@@ -19,7 +19,7 @@ def test_dry_run_collects_calls_and_returns_right_shapes() -> None:
     assert len(calls) == 1
 
 
-def test_each_operator_has_a_thread_that_makes_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_operator_has_one_thread_for_all_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[list[Call]] = []
     monkeypatch.setattr(library, "_launch", made.append)
     first, second = torch.randn(3, 5), torch.randn(2, 4)
@@ -27,7 +27,7 @@ def test_each_operator_has_a_thread_that_makes_all_its_calls(monkeypatch: pytest
     assert [[call.args[0].shape for call in calls] for calls in made] == [[(3, 5), (2, 4)]]
 
 
-def test_what_a_thread_cannot_launch_is_an_error_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_error_in_a_thread_fails_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(calls: list[Call]) -> None:
         raise RuntimeError("no kernel")
 

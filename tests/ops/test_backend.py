@@ -33,7 +33,7 @@ def operator() -> Operator:
     return operator
 
 
-def test_the_setter_stays_until_the_next() -> None:
+def test_backend_setter_lasts_until_the_next_call() -> None:
     ops.backend("reference")
     assert ops.chosen_backend() == "reference"
     ops.backend("auto")
@@ -50,7 +50,7 @@ def test_backend_context_restores_choice_after_error() -> None:
     assert ops.chosen_backend() == "reference"
 
 
-def test_an_unknown_name_is_refused_and_changes_nothing() -> None:
+def test_unknown_backend_is_refused_and_changes_nothing() -> None:
     ops.backend("reference")
     with pytest.raises(ValueError, match=r"backend 'tritn' does not exist: did you mean 'triton'\?"):
         ops.backend("tritn")
@@ -80,7 +80,7 @@ def test_each_choice_runs_the_path_it_names(operator: Operator) -> None:
             operator(matrix)
 
 
-def test_an_operator_carries_the_name_and_words_of_its_reference(operator: Operator) -> None:
+def test_an_operator_has_the_name_and_docstring_of_its_reference(operator: Operator) -> None:
     assert operator.__name__ == "double"
     assert operator.__doc__ == "2x, slowly."
 
@@ -96,18 +96,18 @@ def test_help_shows_the_parameters_of_a_public_operator(name: str) -> None:
 
 
 @pytest.mark.parametrize("operator", [ops.gated_delta, ops.kimi_delta])
-def test_the_delta_rules_state_their_equation_and_every_argument(operator: Operator) -> None:
+def test_delta_rule_docs_state_equation_and_every_argument(operator: Operator) -> None:
     words = operator.__doc__ or ""
     assert "S_t = " in words and "o_t = S_tᵀ q_t" in words and "naive" not in words
     assert all(argument in words for argument in inspect.signature(operator).parameters)
 
 
-def test_an_operator_in_a_class_is_not_bound(operator: Operator) -> None:
+def test_an_operator_as_a_class_attribute_is_not_bound(operator: Operator) -> None:
     holder = type("Holder", (), {"operator": operator})
     assert holder().operator is operator and holder.operator is operator
 
 
-def test_the_public_surface_is_there() -> None:
+def test_public_operators_exist() -> None:
     names = ("depth_attention", "multi_gate", "gated_norm", "mix_projection", "linear_cross_entropy")
     names += ("mix_heads", "hyper_step", "sinkhorn", "add_norm")
     for name in names:
@@ -132,7 +132,7 @@ EXPERTS = ROWS, torch.randn(2, 32, 16), torch.randn(2, 16, 16), torch.tensor([2,
         (ops.expert_ffn, (*EXPERTS, "swiglu"), {"up_bias": torch.zeros(2, 32), "out_bias": torch.zeros(2, 16)}),
     ],
 )
-def test_kernels_leave_what_they_lack_to_the_reference(operator: Operator, args: tuple, left: dict) -> None:
+def test_unsupported_calls_fall_back_to_the_reference(operator: Operator, args: tuple, left: dict) -> None:
     with ops.backend("triton"):
         assert operator.fuses(*args) and not operator.fuses(*args, **left)
         assert not ops.expert_ffn.fuses(*EXPERTS, "clamped_swiglu")
@@ -152,7 +152,7 @@ def test_forward_mode_derivatives_come_from_the_reference() -> None:
 
 
 @pytest.mark.skipif(not triton_support.INTERPRETED, reason="needs TRITON_INTERPRET=1")
-def test_forward_mode_through_the_cross_entropy_is_refused_too() -> None:
+def test_forward_mode_through_cross_entropy_is_refused() -> None:
     hidden, weight, targets = torch.randn(3, 16), torch.randn(9, 16), torch.tensor([1, 0, 8])
     with ops.backend("triton"), pytest.raises(ValueError, match="has no fused kernel of linear_cross_entropy"):
         torch.func.jvp(lambda h: ops.linear_cross_entropy(h, weight, targets)[0], (hidden,), (hidden,))

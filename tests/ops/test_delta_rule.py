@@ -56,7 +56,7 @@ def as_printed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
 
 
 @both
-def test_naive_is_the_equation_of_the_paper(rule: Rule) -> None:
+def test_naive_matches_the_equation_of_the_paper(rule: Rule) -> None:
     arguments = inputs(rule, 9)
     del arguments["state"]
     o, _ = naive(**arguments)
@@ -78,7 +78,7 @@ def test_chunks_equal_naive_in_values_and_gradients(rule: Rule, length: int, doc
 
 @both
 @pytest.mark.parametrize("naively", [False, True])
-def test_no_tokens_give_no_outputs_and_leave_the_state(rule: Rule, naively: bool) -> None:
+def test_empty_input_gives_empty_output_and_keeps_the_state(rule: Rule, naively: bool) -> None:
     arguments = inputs(rule, 0)
     o, state = (naive if naively else rule)(**arguments, segments=torch.zeros(2, 0, dtype=torch.int64))
     assert o.shape == (2, 0, 4, 3)
@@ -95,7 +95,7 @@ PACKED = [
 @pytest.mark.parametrize(
     "case", only_nightly(PACKED, but=[c for c in PACKED if c[0] is not kimi_delta or c[2] in (17, 64)])
 )
-def test_packed_documents_equal_documents_run_apart(case: tuple[Rule, Rule, int]) -> None:
+def test_packed_documents_equal_documents_run_separately(case: tuple[Rule, Rule, int]) -> None:
     run, rule, boundary = case
     arguments = tokens(inputs(rule, 130), slice(None))
     segments = (torch.arange(130) >= boundary).long().expand(2, -1)
@@ -115,7 +115,7 @@ def test_steps_from_a_prefilled_state_equal_naive(rule: Rule) -> None:
     agree([torch.cat(outputs, 1), state], naive(**arguments), arguments)
 
 
-def test_one_decay_for_all_channels_is_the_gated_delta_rule() -> None:
+def test_kimi_delta_with_one_decay_equals_gated_delta() -> None:
     arguments = inputs(gated_delta, 70, key_heads=4)
     spread = arguments | {"g": arguments["g"][..., None].expand(-1, -1, -1, 5)}
     agree(kimi_delta(**spread), gated_delta(**arguments), arguments)
@@ -129,7 +129,7 @@ def test_full_share_without_decay_stores_the_value_under_its_key() -> None:
 
 
 @both
-def test_an_output_depends_on_no_later_token(rule: Rule) -> None:
+def test_outputs_do_not_depend_on_later_tokens(rule: Rule) -> None:
     arguments = inputs(rule, 130)
     o, _ = rule(**arguments)
     reached = torch.autograd.grad(o[:, 70].sum(), [arguments[name] for name in ("k", "v", "g", "beta")])
@@ -146,7 +146,7 @@ def test_an_output_depends_on_no_later_token(rule: Rule) -> None:
         pytest.param(kimi_delta, -1000.0, 3, marks=pytest.mark.slow),
     ],
 )
-def test_strong_decay_neither_overflows_nor_spoils_gradients(rule: Rule, decay: float, faded: int) -> None:
+def test_strong_decay_keeps_values_and_gradients_finite(rule: Rule, decay: float, faded: int) -> None:
     """In all channels, or in the first `faded` of five."""
     arguments = inputs(rule, 130)
     decays = torch.where(torch.arange(5) < faded, decay, -0.01).expand(2, 130, 4, 5).double()
@@ -169,7 +169,7 @@ def test_float32_keeps_its_precision_under_strong_decays() -> None:
 
 
 @both
-def test_low_precision_is_reduced_in_float32_also_under_autocast(rule: Rule) -> None:
+def test_low_precision_is_accumulated_in_float32(rule: Rule) -> None:
     arguments = {name: x.detach().bfloat16() for name, x in inputs(rule, 130).items()}
     exact, _ = naive(**{name: x.double() for name, x in arguments.items()})
     with torch.autocast("cpu", torch.bfloat16):
@@ -180,7 +180,7 @@ def test_low_precision_is_reduced_in_float32_also_under_autocast(rule: Rule) -> 
 
 
 @both
-def test_shapes_that_do_not_fit_are_named(rule: Rule) -> None:
+def test_mismatched_shapes_are_named(rule: Rule) -> None:
     with pytest.raises(ValueError, match=rf"^{rule.__name__}: q, k and v .* H a multiple of H_k"):
         rule(**inputs(rule, 7, key_heads=3))
     arguments = inputs(rule, 7)

@@ -19,7 +19,7 @@ def named(sources: list[torch.Tensor], **others: torch.Tensor) -> dict[str, torc
 
 @pytest.mark.parametrize("width", [7, 32, 33])
 @pytest.mark.parametrize("count", [1, 2, 5, 33])
-def test_depth_attention_is_its_equation(count: int, width: int) -> None:
+def test_depth_attention_matches_its_equation(count: int, width: int) -> None:
     v, w, g = sources_of(count, width), random(width, seed=1), random(width, seed=2)
     ours = ops.depth_attention(v, w, norm_weight=g)
     golden = each_token(lambda x, rest: [Reader(w, g)([x, *rest])], v[0], v[1:])
@@ -29,7 +29,7 @@ def test_depth_attention_is_its_equation(count: int, width: int) -> None:
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("key_norm", ["rms", "none"])
 @pytest.mark.parametrize("gain", [True, False])
-def test_every_option_of_depth_attention_is_its_equation(activation: str, key_norm: str, gain: bool) -> None:
+def test_every_depth_attention_option_matches_its_equation(activation: str, key_norm: str, gain: bool) -> None:
     v, w = sources_of(4, 7), random(7, seed=1)
     g = random(7, seed=2) if gain else None
     options = {"scale": 0.3, "key_norm": key_norm, "activation": activation, "eps": 1e-2}
@@ -46,14 +46,14 @@ def test_values_are_raw_and_only_keys_are_normalised() -> None:
     close("hidden", ops.depth_attention(ten_times, w, eps=0.0), 10 * ops.depth_attention(v, w, eps=0.0), 1e-12)
 
 
-def test_a_zero_query_is_the_plain_average() -> None:
+def test_a_zero_query_gives_the_plain_average() -> None:
     v = sources_of(5, 7)
     hidden, weights = ops.depth_attention(v, torch.zeros(7, dtype=torch.float64), return_weights=True)
     assert torch.equal(weights, torch.full_like(weights, 0.2))
     close("hidden", hidden, sum(v) / 5, 1e-14)
 
 
-def test_one_source_passes_through_without_query_gradient() -> None:
+def test_one_source_passes_through_without_a_query_gradient() -> None:
     (v,), w = sources_of(1, 33), random(33, seed=1)
     hidden = ops.depth_attention([v], w)
     assert torch.equal(hidden, v)
@@ -63,7 +63,7 @@ def test_one_source_passes_through_without_query_gradient() -> None:
 
 @pytest.mark.parametrize("finished", [1, 2, 9, 33])
 @pytest.mark.parametrize("scale", [0.7, 1e4])
-def test_two_phases_of_decoding_equal_one_and_the_paper(finished: int, scale: float) -> None:
+def test_two_phase_decoding_equals_one_phase_and_the_paper(finished: int, scale: float) -> None:
     """A block's reads of the finished sources, of which the first is a sublayer's input; then one merges its sum."""
     *v, p = (x.detach().flatten(0, 1) for x in sources_of(finished + 1, 33))
     first, query, gain = (random(33, seed=seed).detach() for seed in (1, 2, 3))
@@ -78,7 +78,7 @@ def test_two_phases_of_decoding_equal_one_and_the_paper(finished: int, scale: fl
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 7), (7,), (2, 1, 2, 7)])
-def test_any_leading_shape_is_taken_even_an_empty_one(shape: tuple[int, ...]) -> None:
+def test_any_leading_shape_is_accepted_even_an_empty_one(shape: tuple[int, ...]) -> None:
     v, w = [random(*shape, seed=i) for i in range(3)], random(7, seed=5)
     hidden, weights = ops.depth_attention(v, w, return_weights=True)
     assert hidden.shape == shape
@@ -87,7 +87,7 @@ def test_any_leading_shape_is_taken_even_an_empty_one(shape: tuple[int, ...]) ->
     assert w.grad is not None and w.grad.isfinite().all()
 
 
-def test_no_sources_other_shapes_and_a_wrong_query_are_refused() -> None:
+def test_missing_sources_and_mismatched_shapes_are_refused() -> None:
     v = sources_of(2, 7)
     with pytest.raises(ValueError, match="at least one source"):
         ops.depth_attention([], random(7))

@@ -22,7 +22,7 @@ def compiler() -> Path | None:
 
 @pytest.mark.timeout(3600)  # compiles some 150 kernels where Triton has not cached them
 @pytest.mark.skipif(compiler() is None, reason="needs a Triton with its NVIDIA backend and ptxas")
-def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
+def test_every_kernel_compiles_offline_for_a_gpu() -> None:
     # a fresh process: this one has replaced Triton's compiler by its interpreter
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     made = subprocess.run([sys.executable, OFFLINE], env=environment, capture_output=True, text=True, check=False)

@@ -106,7 +106,7 @@ CASES = [(rule, *shape) for rule in (autograd.gated_delta, autograd.kimi_delta) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", only_nightly(CASES, but=[*CASES[:4], CASES[5]]))
-def test_every_gradient_follows_the_recurrence(case: tuple[Rule, int, bool, tuple[int, int], tuple[int, int]]) -> None:
+def test_every_gradient_matches_the_recurrence(case: tuple[Rule, int, bool, tuple[int, int], tuple[int, int]]) -> None:
     rule, length, packed, heads, widths = case
     arguments = inputs(length, *heads, widths, rule=rule)
     segments = documents(2, length) if packed else None
@@ -114,7 +114,7 @@ def test_every_gradient_follows_the_recurrence(case: tuple[Rule, int, bool, tupl
 
 
 @pytest.mark.slow
-def test_strong_channel_decays_keep_every_gradient() -> None:
+def test_every_gradient_is_correct_under_strong_channel_decays() -> None:
     """exp(G) of a chunk is e⁻³⁰⁰⁰ in some channels; the sums of these log decays are exact in float32."""
     arguments = inputs(70, batch=1, heads=1, rule=autograd.kimi_delta)
     arguments["g"] = (arguments["g"] * 1600).round() / 8
@@ -127,7 +127,7 @@ def single(length: int = 70, **sizes: Any) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_channel_operators_state_their_shapes_and_strides() -> None:
+def test_channel_operators_pass_opcheck() -> None:
     given = [x.detach().float() for x in inputs(70, rule=autograd.kimi_delta).values()]
     fake = ("test_schema", "test_faketensor")
     torch.library.opcheck(launch.forward, [*given[:5], None, given[5], True], test_utils=fake)
@@ -136,7 +136,7 @@ def test_channel_operators_state_their_shapes_and_strides() -> None:
 
 
 @pytest.mark.slow
-def test_strided_heads_go_in_and_dense_tensors_come_out() -> None:
+def test_strided_heads_give_dense_outputs() -> None:
     """As the heads of a fused projection come; compiled code is written for the strides that the operators state."""
     arguments = {n: x.detach() for n, x in single(5).items()}
     q, v = arguments["q"].repeat(1, 1, 3, 1)[:, :, 1:2], torch.randn(2, 5, 3, 32)[:, :, 1:]
@@ -149,7 +149,7 @@ def test_strided_heads_go_in_and_dense_tensors_come_out() -> None:
 
 
 @pytest.mark.slow
-def test_only_the_outputs_that_are_used_need_gradients() -> None:
+def test_unused_outputs_need_no_gradients() -> None:
     """Neither the last state nor the first is part of a training step."""
     arguments = single()
     del arguments["state"]
@@ -161,7 +161,7 @@ def test_only_the_outputs_that_are_used_need_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_compile_sees_one_graph() -> None:
+def test_compiles_into_one_graph() -> None:
     arguments, segments = single(), documents(2, 70)
     compiled = torch.compile(autograd.gated_delta, fullgraph=True, backend="aot_eager")
     found, expected = (rule(**arguments, segments=segments) for rule in (compiled, autograd.gated_delta))
@@ -170,7 +170,7 @@ def test_compile_sees_one_graph() -> None:
     assert_equal(*gradients)
 
 
-def test_keys_that_are_all_alike_do_not_blow_up() -> None:
+def test_identical_keys_do_not_amplify_rounding() -> None:
     """Powers of the triangle then reach 10¹⁷: a series instead of substitution would be nothing but rounding."""
     arguments = {name: x.detach() for name, x in single(64, heads=1).items()}
     arguments |= {"k": torch.ones_like(arguments["k"]) / 4, "g": torch.zeros(2, 64, 1), "beta": torch.ones(2, 64, 1)}
@@ -178,7 +178,7 @@ def test_keys_that_are_all_alike_do_not_blow_up() -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_no_gradient_keeps_no_states() -> None:
+def test_no_states_are_kept_without_gradients() -> None:
     arguments = {name: x.detach() for name, x in single(5, heads=1).items()}
     kept = launch.forward(*list(arguments.values())[:5], None, None, False)[5]
     assert kept.numel() == 0
@@ -197,7 +197,7 @@ def test_a_step_continues_the_rule_and_overwrites_its_state(key_heads: int, widt
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
 
 
-def test_what_has_no_kernel_runs_on_the_reference() -> None:
+def test_shapes_without_a_kernel_run_on_the_reference() -> None:
     arguments = {name: x.detach() for name, x in single(7, widths=(16, 24)).items()}
     ops.gated_delta(**arguments)
     with ops.backend("triton"), pytest.raises(ValueError, match="no fused kernel of gated_delta"):
@@ -216,7 +216,7 @@ def assert_near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], toleran
 
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.5, 20.0])
-def test_products_and_their_gradients_are_the_references(decay: float) -> None:
+def test_products_and_their_gradients_equal_the_reference(decay: float) -> None:
     """Decays from weak to so strong that exp(G) of a chunk is e⁻⁶⁰⁰; what is above the diagonal is not used."""
     exact = [torch.randn(1, 64, 5, dtype=torch.float64) for _ in range(2)]
     exact.append((-decay * torch.rand(1, 64, 5, dtype=torch.float64)).float().cumsum(1).double())
@@ -250,7 +250,7 @@ def test_kimi_delta_gives_the_values_and_gradients_of_the_loop(length: int, docu
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_products_are_an_operator_that_torch_can_check() -> None:
+def test_products_operator_passes_opcheck() -> None:
     tiles = [torch.randn(1, 64, 5) for _ in range(2)] + [(-torch.rand(1, 64, 5)).cumsum(1)]
     torch.library.opcheck(launch.products, tiles, test_utils=("test_schema", "test_faketensor"))
 
@@ -261,7 +261,7 @@ def test_products_are_an_operator_that_torch_can_check() -> None:
 @pytest.mark.parametrize(
     ("length", "heads", "widths"), [(130, (2, 4), (128, 128)), (1, (1, 1), (64, 128)), (64, (2, 2), (32, 16))]
 )
-def test_kernels_follow_the_recurrence_in_half_precision(
+def test_kernels_match_the_recurrence_in_half_precision(
     rule: Rule, length: int, heads: tuple[int, int], widths: tuple[int, int], packed: bool
 ) -> None:
     segments = documents(2, length) if packed else None
@@ -275,7 +275,7 @@ def half(length: int, batch: int = 2, rule: Rule = autograd.gated_delta) -> dict
 
 @pytest.mark.gpu
 @both
-def test_two_runs_give_the_same_bits_and_so_does_a_graph(rule: Rule) -> None:
+def test_two_runs_and_a_cuda_graph_are_bit_identical(rule: Rule) -> None:
     arguments = half(1000, rule=rule)
     segments, leaves = documents(2, 1000).to(GPU), list(arguments.values())
 
@@ -300,7 +300,7 @@ def test_two_runs_give_the_same_bits_and_so_does_a_graph(rule: Rule) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(find_spec("fla") is None, reason="needs flash-linear-attention")
-def test_the_peer_of_the_bench_computes_the_same() -> None:
+def test_the_benchmark_peer_computes_the_same() -> None:
     """Forward only: it refuses its backward pass on Hopper with some versions of Triton."""
     given = [x.detach() for n, x in half(130).items() if n != "state"]
     with torch.no_grad():

@@ -33,17 +33,17 @@ def test_output_and_gradients_equal_the_reference_in_float64(count, width):
     assert_close(run("triton", *case, scale=0.7), run("reference", *doubled(*case), scale=0.7), 3e-6)
 
 
-def test_the_query_of_a_single_source_has_exactly_no_gradient():
+def test_a_single_source_gives_the_query_a_zero_gradient():
     _, _, dquery, dgain = run("triton", *inputs(1, 768))
     assert not dquery.any() and not dgain.any()
 
 
-def test_bfloat16_is_near_even_with_stores_rounded_to_zero():
+def test_bfloat16_is_close_even_with_truncating_stores():
     case = inputs(4, 40, dtype=torch.bfloat16)
     assert_close(run("triton", *case), run("reference", *doubled(*case)), 6e-2)
 
 
-def test_sources_and_gradient_may_lie_anyhow_in_memory():
+def test_any_memory_layout_of_sources_and_gradient_works():
     sources, query, gain, dh = inputs(3, 20, shape=(4, 4))
     wide = torch.randn(4, 4, 41)
     sources[1] = sources[1].transpose(0, 1)
@@ -56,20 +56,20 @@ def test_sources_and_gradient_may_lie_anyhow_in_memory():
     assert_close(ours, run("reference", *doubled(sources, query, gain, dh))[:4], 3e-6)
 
 
-def test_a_source_at_an_odd_address_is_read_right():
+def test_an_unaligned_source_is_read_correctly():
     storage = torch.randn(1 + 5 * 24)
     v = storage[1:].view(5, 24)
     with ops.backend("triton"):
         assert torch.equal(ops.depth_attention([v], torch.randn(24)), v)
 
 
-def test_no_tokens_in_gives_none_out_and_no_gradient():
+def test_empty_input_gives_empty_output_and_gradient():
     h, dv, dquery, dgain = run("triton", *inputs(1, 16, shape=(0, 3)))
     assert h.shape == dv.shape == (0, 3, 16)
     assert not dquery.any() and not dgain.any()
 
 
-def test_scores_as_large_as_they_come_do_not_overflow():
+def test_very_large_scores_do_not_overflow():
     sources, query, gain, dh = inputs(3, 16)
     case = ([1e4 * v for v in sources], 300 * query, gain, dh)
     ours, truth = run("triton", *case), run("reference", *doubled(*case))
@@ -77,12 +77,12 @@ def test_scores_as_large_as_they_come_do_not_overflow():
     assert relative(ours[0], truth[0]) < 1e-4
 
 
-def test_two_runs_give_the_same_bits():
+def test_two_runs_are_bit_identical():
     case = inputs(5, 40)
     assert_equal(run("triton", *case), run("triton", *case))
 
 
-def test_the_fused_read_compiles_whole():
+def test_the_fused_read_compiles_into_one_graph():
     sources, query, gain, _ = inputs(3, 24)
     torch._dynamo.reset()
     read = choose("triton", lambda *leaves: ops.depth_attention(leaves[:-1], leaves[-1], norm_weight=gain))
@@ -107,7 +107,7 @@ def test_gpu_read_equals_the_reference_in_float64(count, width):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("count, width", SHAPES)
-def test_gpu_read_in_bfloat16_is_as_near_as_plain_pytorch(count, width):
+def test_gpu_bfloat16_read_is_as_accurate_as_pytorch(count, width):
     """Except gradients, where δ = dh · h uses h as it was stored: half a percent of noise."""
     case = inputs(count, width, shape=(3, 101), device="cuda", dtype=torch.bfloat16)
     truth = run("reference", *doubled(*case))

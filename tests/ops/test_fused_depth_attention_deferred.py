@@ -94,14 +94,14 @@ def test_reads_and_gradients_equal_the_plain_topology(walked):
     assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
-def test_warps_that_share_a_row_find_the_same_sums(monkeypatch):
+def test_warps_that_share_a_row_get_the_same_sums(monkeypatch):
     tile = launch.piece_tile
     monkeypatch.setattr(launch, "piece_tile", lambda *a, **b: {**tile(*a, **b), "TOKENS": 2, "TOGETHER": True})
     case = case_of(FULL, 5, 24, shape=(3,))
     assert_close(run("triton", *case), truth_of(*case), 2e-5)
 
 
-def test_neighbours_share_the_backward_of_their_common_readers():
+def test_adjacent_sources_share_the_backward_of_common_readers():
     plan = topology_of(FULL, 16, 8).plan
     assert plan.leads == {4: [3, 2, 1, 0], 8: [7, 6, 5], 11: [10, 9]}
     assert [len(readers) for readers in plan.own_readers] == [3, 3, 2, 1, 13, 3, 2, 1, 9, 2, 1, 6, 5, 4, 3, 2, 1]
@@ -118,7 +118,7 @@ def test_groups_of_reads_and_blocks_of_sources_grow_with_depth():
     assert any(size > 1 for _, size in topology_of(BLOCK, 13, 24).plan.group) and topology_of(FULL, 12, 16).plan.leads
 
 
-def test_ranges_are_the_cheapest_of_all():
+def test_chosen_ranges_have_the_lowest_total_cost():
     def cost(start, size):
         return None if (start, size) == (2, 2) else (start * 7 + size * 5) % 11 + 2 * size
 
@@ -137,14 +137,14 @@ def test_ranges_are_the_cheapest_of_all():
     assert price(chosen) == min(map(price, every(0)))
 
 
-def test_sources_that_grow_or_leave_the_window_are_on_their_own():
+def test_growing_and_windowed_sources_are_not_grouped():
     for config in (WINDOW, BLOCK):
         plan = topology_of(config, 8, 8).plan
         assert not plan.leads and plan.own_readers == plan.readers
 
 
 @pytest.mark.nightly
-def test_a_source_with_many_readers_needs_no_other_kernel():
+def test_a_source_with_many_readers_is_differentiated_correctly():
     plan = ReadPlan([[0, k + 1] for k in range(40)], [False] * 41)
 
     class Fan(torch.nn.Module):
@@ -165,7 +165,7 @@ def test_a_source_with_many_readers_needs_no_other_kernel():
     assert_close(run("triton", *case), truth_of(*case, walk=plainly), 2e-5)
 
 
-def test_a_read_of_many_sources_needs_no_other_kernel():
+def test_a_read_of_many_sources_is_differentiated_correctly():
     values, scores = torch.randn(73, 5, 8), torch.randn(73, 2, 16)
     h, lse = launch.depth_mix([*values], [*scores], [i % 2 for i in range(73)])
     z = torch.stack([scores[i, i % 2, :5] for i in range(73)]).double()
@@ -181,14 +181,14 @@ def chained(topology, x, outputs):
     return [h]
 
 
-def test_sublayers_that_depend_on_inputs_get_the_same_gradients():
+def test_chained_sublayers_get_the_same_gradients():
     for config, sublayers in ((FULL, 8), (BLOCK, 5)):
         case = case_of(config, sublayers, 24)
         assert_close(run("triton", *case, walk=chained), truth_of(*case, walk=chained), 2e-5)
 
 
 @pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
-def test_a_loss_that_skips_some_reads_is_differentiated_right(config):
+def test_a_loss_that_skips_some_reads_has_correct_gradients(config):
     def early(topology, x, outputs):
         reads = walk(topology, x, outputs)
         return [reads[1], reads[2]]
@@ -198,19 +198,19 @@ def test_a_loss_that_skips_some_reads_is_differentiated_right(config):
         assert relative(ours, truth) < 2e-5 if truth is not None else ours is None or not ours.any()
 
 
-def test_frozen_inputs_and_queries_leave_other_gradients_alone():
+def test_frozen_inputs_do_not_change_other_gradients():
     case = case_of(BLOCK, 4, 24)
     case[0].reads[1].query.requires_grad_(False)
     assert_close(run("triton", *case, frozen=(0, 3)), truth_of(*case, frozen=(0, 3)), 2e-5)
 
 
-def test_no_tokens_give_empty_reads_and_no_gradient():
+def test_empty_input_gives_empty_reads_and_zero_gradients():
     results = run("triton", *case_of(BLOCK, 4, 16, shape=(0, 5)))
     assert all(h.shape == (0, 5, 16) for h in results[:4])
     assert all(not g.any() for g in results[4:])
 
 
-def test_outputs_and_gradients_may_lie_anyhow_in_memory():
+def test_any_memory_layout_of_outputs_and_gradients_works():
     topology, outputs, upstream = case_of(FULL, 3, 24, shape=(4, 4))
     truth = truth_of(topology, outputs, upstream)
     outputs = [y.transpose(0, 1).contiguous().transpose(0, 1) for y in outputs]
@@ -218,19 +218,19 @@ def test_outputs_and_gradients_may_lie_anyhow_in_memory():
     assert_close(run("triton", topology.float(), outputs, upstream), truth, 2e-5)
 
 
-def test_bfloat16_is_near_even_with_stores_rounded_to_zero():
+def test_bfloat16_is_close_even_with_truncating_stores():
     case = case_of(BLOCK, 4, 40, dtype=torch.bfloat16)
     assert_close(run("triton", *case), truth_of(*case), 6e-2)
 
 
 @pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
-def test_two_runs_give_the_same_bits(config):
+def test_two_runs_are_bit_identical(config):
     case = case_of(config, 4, 33)
     assert_equal(run("triton", *case), run("triton", *case))
 
 
 @pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
-def test_checkpointing_each_step_changes_no_bit(config):
+def test_checkpointing_each_step_is_bit_identical(config):
     def checkpointed(topology, x, outputs):
         h, state = topology.open(x)
         for k, y in enumerate(outputs):
@@ -246,14 +246,14 @@ def test_checkpointing_each_step_changes_no_bit(config):
 
 
 @pytest.mark.parametrize("config", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
-def test_the_whole_walk_compiles_and_agrees(config):
+def test_compiled_walk_matches_eager(config):
     torch._dynamo.reset()
     case = case_of(config, 5, 24)
     compiled = torch.compile(walk, backend="aot_eager", fullgraph=True)
     assert_close(run("triton", *case, walk=compiled), run("triton", *case), 1e-5)
 
 
-def test_handles_leave_no_trace_in_a_compiled_graph():
+def test_handles_leave_no_operations_in_a_compiled_graph():
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
 
@@ -281,7 +281,7 @@ def test_weights_are_recorded_and_sum_to_one():
         torch.testing.assert_close(seen[name], weights, atol=1e-6, rtol=1e-5)
 
 
-def test_without_gradients_the_state_is_the_list_of_sources():
+def test_state_without_gradients_is_the_list_of_sources():
     topology, outputs, _ = case_of(FULL, 2, 16)
     with ops.backend("triton"), torch.no_grad():
         _, state = topology.open(outputs[0])
@@ -289,14 +289,14 @@ def test_without_gradients_the_state_is_the_list_of_sources():
     assert len(state) == 2
 
 
-def test_queries_in_two_parts_keep_sixteen_bits():
+def test_queries_split_in_two_keep_sixteen_bits():
     u = torch.randn(3, 24)
     parts = launch.depth_parts(u)
     assert parts.shape == (3, 2, 24) and parts.dtype == torch.bfloat16
     assert (parts.double().sum(1) - u).abs().le(2.0**-17 * u.abs()).all()
 
 
-def test_kernels_describe_their_outputs_truly():
+def test_kernels_pass_opcheck():
     v, u = torch.randn(2, 5, 24), torch.randn(3, 24)
     z, rstd = launch.depth_scores(v, u, 1, 2, 1e-6)
     h, lse = launch.depth_mix([v, v], [z, z], [0, 1])
@@ -333,7 +333,7 @@ def test_gpu_walk_equals_the_plain_topology_in_float64(config, sublayers, width)
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [768, 1000, 1280, 2048])
 @WALKS
-def test_gpu_walk_in_bfloat16_is_as_near_as_plain_pytorch(config, sublayers, width):
+def test_gpu_bfloat16_walk_is_as_accurate_as_pytorch(config, sublayers, width):
     case = case_of(config, sublayers, width, shape=(3, 101), device="cuda", dtype=torch.bfloat16)
     ours, plain = run("triton", *case), run("reference", *case)
     as_near(ours, plain, truth_of(*case), values=2 * sublayers + 1, noise=1.2e-2)
@@ -341,7 +341,7 @@ def test_gpu_walk_in_bfloat16_is_as_near_as_plain_pytorch(config, sublayers, wid
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
-def test_gpu_runs_are_fused_unasked_and_give_the_same_bits(config):
+def test_gpu_runs_are_fused_by_default_and_bit_identical(config):
     case = case_of(config, 6, 768, shape=(4, 128), device="cuda", dtype=torch.bfloat16)
     with ops.backend("auto"):
         assert len(case[0].open(case[1][0])[1]) > 1
@@ -351,14 +351,14 @@ def test_gpu_runs_are_fused_unasked_and_give_the_same_bits(config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("readers", [40, 72])
-def test_gpu_runs_with_many_readers_give_the_same_bits(readers, dtype):
+def test_gpu_runs_with_many_readers_are_bit_identical(readers, dtype):
     case = case_of(FULL, readers, 768, shape=(8, 128), device="cuda", dtype=dtype)
     assert_equal(run("triton", *case), run("triton", *case))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [FULL, BLOCK], ids=["full", "block"])
-def test_gpu_walk_compiles_and_agrees(config):
+def test_compiled_gpu_walk_matches_eager(config):
     torch._dynamo.reset()
     case = case_of(config, 4, 768, shape=(4, 64), device="cuda", dtype=torch.bfloat16)
     assert_close(run("auto", *case, walk=torch.compile(walk, fullgraph=True)), run("auto", *case), 5e-3)

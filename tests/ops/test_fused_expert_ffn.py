@@ -83,7 +83,7 @@ def ours(made: dict[str, Tensor], order: Tensor, ends: Tensor, activation: str) 
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "glu", "geglu", "relu2", "gelu"])
-def test_reference_is_its_equations(activation: str) -> None:
+def test_reference_matches_its_equations(activation: str) -> None:
     made, order, ends = inputs(7, 2, 4, 8, 6, activation)
     leaves = {name: t.double().requires_grad_() for name, t in made.items()}
     x, up, out, weights = leaves.values()
@@ -124,7 +124,7 @@ def test_interpreted_weights_may_be_negative_or_zero(activation: str) -> None:
 
 
 @interpreter
-def test_interpreted_rows_that_are_sorted_already_stay_so() -> None:
+def test_interpreted_presorted_rows_keep_their_order() -> None:
     made, order, ends = inputs(24, 2, 4, 16, 24, "swiglu")
     made["x"] = made["x"].repeat_interleave(2, 0)[order.long()]
     del made["weights"]
@@ -139,7 +139,7 @@ def test_interpreted_rows_that_are_sorted_already_stay_so() -> None:
 
 
 @interpreter
-def test_broken_numbers_stay_with_the_experts_that_have_them() -> None:
+def test_nan_does_not_spread_to_other_tokens_or_experts() -> None:
     made, order, ends = inputs(20, 1, 4, 16, 16, "relu2")
     made["x"][3] = float("nan")
     y, _, g_up, *_ = run(ours, made, order, ends, "relu2")
@@ -158,7 +158,7 @@ def test_broken_numbers_stay_with_the_experts_that_have_them() -> None:
     ],
     ids=lambda shape: "-".join(map(str, shape)),
 )
-def test_on_a_gpu_bfloat16_is_near_float64_and_repeatable(shape) -> None:
+def test_gpu_bfloat16_is_close_to_float64_and_repeatable(shape) -> None:
     *sizes, activation, crowd = shape
     made, order, ends = inputs(*sizes, activation, crowd=crowd, device="cuda", dtype=torch.bfloat16)
     exact = run(all_at_once, {name: t.double() for name, t in made.items()}, order, ends, activation)
@@ -169,7 +169,7 @@ def test_on_a_gpu_bfloat16_is_near_float64_and_repeatable(shape) -> None:
 
 
 @on_gpu
-def test_on_a_gpu_autocast_rounds_results_and_not_gradients() -> None:
+def test_gpu_autocast_rounds_results_but_not_gradients() -> None:
     made, order, ends = inputs(300, 2, 4, 64, 64, "swiglu", device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
         found = run(ours, made, order, ends, "swiglu")

@@ -76,7 +76,7 @@ def with_bias(settings: dict[str, Any], experts: int, device: str = "cpu") -> di
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_reference_is_its_equations(settings: dict[str, Any]) -> None:
+def test_reference_matches_its_equations(settings: dict[str, Any]) -> None:
     leaves = {name: t.double().requires_grad_() for name, t in inputs(9, 5, 6).items()}
     settings = with_bias(settings, 5)
     found, truth = (f(*leaves.values(), 3, **settings) for f in (ops.route.reference, by_token))
@@ -100,7 +100,7 @@ def test_interpreted_kernels_equal_float64_with_every_gradient(settings, tokens,
 
 
 @interpreter
-def test_tokens_may_choose_alike_and_ties_go_to_the_first() -> None:
+def test_ties_go_to_the_first_experts() -> None:
     x, weight = torch.randn(40, 8), torch.zeros(6, 8)
     with ops.backend("triton"):
         routed = ops.route(x, weight, 2)
@@ -110,7 +110,7 @@ def test_tokens_may_choose_alike_and_ties_go_to_the_first() -> None:
 
 
 @interpreter
-def test_broken_numbers_still_give_every_slot_a_place() -> None:
+def test_nan_scores_still_give_every_slot_a_place() -> None:
     """Kernels that follow the order must not read outside of it, however broken the logits are."""
     made = inputs(40, 6, 8)
     made["x"][3], made["x"][7, 0], made["x"][9] = float("nan"), float("inf"), float("-inf")
@@ -123,7 +123,7 @@ def test_broken_numbers_still_give_every_slot_a_place() -> None:
 @on_gpu
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("tokens, experts, width, top_k", [(4097, 16, 512, 3), (1000, 256, 264, 8), (3, 64, 128, 6)])
-def test_on_a_gpu_kernels_are_near_float64_and_repeat_themselves(settings, tokens, experts, width, top_k) -> None:
+def test_gpu_kernels_are_close_to_float64_and_repeatable(settings, tokens, experts, width, top_k) -> None:
     made = inputs(tokens, experts, width, "cuda", torch.bfloat16)
     settings = with_bias(settings, experts, "cuda")
     leaves = [t.requires_grad_() for t in made.values()]

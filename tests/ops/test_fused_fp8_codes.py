@@ -77,7 +77,7 @@ def test_interpreted_codes_and_largest_value_are_exact(kind: str, shape: tuple[i
 @on_gpu
 @pytest.mark.parametrize("kind", OPERATORS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_codes_of_activations_are_exact(kind: str, dtype: torch.dtype) -> None:
+def test_gpu_codes_of_activations_are_exact(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, a = (torch.randn(2047, 1280, device="cuda").mul_(4).to(dtype) for _ in range(2))
     for broken in (False, True):
@@ -88,7 +88,7 @@ def test_on_a_gpu_codes_of_activations_are_exact(kind: str, dtype: torch.dtype) 
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_codes_are_exact_and_nan_stays(dtype: torch.dtype) -> None:
+def test_gpu_codes_are_exact_and_keep_nan(dtype: torch.dtype) -> None:
     masters = weights("cuda", dtype)
     assert_same(masters)
     masters[1][3, 5] = float("nan")

@@ -32,7 +32,7 @@ def test_the_kernels_equal_the_reference_in_every_gradient(size):
 
 
 @interpreter
-def test_tiles_of_rows_share_programs(monkeypatch):
+def test_several_row_tiles_per_program_are_correct(monkeypatch):
     rows, tokens = launch.TilePlan(16, 16, 4), launch.TilePlan(16, 16, 4, 1, 1)
     monkeypatch.setattr(launch, "forward_plan", lambda *_: launch.Forward(rows, tokens))
     monkeypatch.setattr(launch, "backward_plan", lambda *_: launch.Backward(rows, tokens))
@@ -59,13 +59,13 @@ def assert_additions(x: Tensor, others: list[Tensor], weights: list[Tensor], tol
 
 @interpreter
 @pytest.mark.parametrize("size", [(5, 33, 4), (70, 100, 16), (0, 16, 2)], ids=str)
-def test_additions_are_those_that_would_stand_beside_the_norm(size):
+def test_fused_additions_equal_separate_additions(size):
     x, *weights = drawn(*size)
     assert_additions(x.t().contiguous().t(), [torch.randn(x.shape) for _ in range(3)], weights, 3e-6)
 
 
 @interpreter
-def test_no_tokens_and_non_contiguous_inputs_are_taken():
+def test_empty_and_non_contiguous_inputs_are_accepted():
     x, weight, down, up = drawn(6, 20, 4)
     out = results(triton, [x[:0], weight, down, up])
     assert out[0].shape == (0, 20) and all(g.count_nonzero() == 0 for g in out[1:])
@@ -81,7 +81,7 @@ def test_compiles_into_one_graph():
 
 @interpreter
 @pytest.mark.parametrize("change", ["tensorwise", "tanh"])
-def test_other_gates_are_left_to_the_reference(change):
+def test_other_gates_fall_back_to_the_reference(change):
     x, weight, down, up = drawn(2, 8, 2)
     up, settings = (up[:1], {}) if change == "tensorwise" else (up, {"activation": "tanh"})
     with ops.backend("triton"), pytest.raises(ValueError, match="has no fused kernel of gated_norm"):
@@ -91,7 +91,7 @@ def test_other_gates_are_left_to_the_reference(change):
 @on_gpu
 @pytest.mark.parametrize("width", [768, 1000, 1280, 4096])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2)], ids=str)
-def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, width):
+def test_gpu_gradients_are_correct(dtype, tolerance, width):
     x, *weights = drawn(9000, width, 16, "cuda")
     inputs = [x.to(dtype), *weights]
 
@@ -106,7 +106,7 @@ def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, width):
 @on_gpu
 @pytest.mark.parametrize("width", [768, 1000, 1280])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 1e-2)], ids=str)
-def test_on_a_gpu_additions_are_right(dtype, tolerance, width):
+def test_gpu_additions_are_correct(dtype, tolerance, width):
     x, *weights = drawn(9000, width, 16, "cuda")
     x, *others = (t.to(dtype) for t in (x, *(torch.randn_like(x) for _ in range(3))))
     ours = assert_additions(x, others, weights, tolerance)

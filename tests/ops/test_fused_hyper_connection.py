@@ -93,14 +93,14 @@ def test_single_pass_step_equals_reference_in_every_gradient(n, used, tokens):
 
 @interpreter
 @pytest.mark.parametrize("norm", ["all", "each"])
-def test_phi_in_two_parts_and_tiles_that_are_loaded_ahead(norm, monkeypatch):
+def test_split_phi_and_prefetched_tiles_match_the_reference(norm, monkeypatch):
     monkeypatch.setattr(launch, "_parts", lambda phi, dtype: torch.stack([0.25 * phi, 0.75 * phi]))
     monkeypatch.setitem(launch.TILES["spread"], 4, launch.Tile(16, 16, 4, ahead=1))
     assert_exact(drawn(norm, 3, 40, 5), norm)
 
 
 @interpreter
-def test_streams_that_are_copies_and_no_tokens_are_taken():
+def test_expanded_streams_and_empty_inputs_are_accepted():
     inputs = drawn("all", 2, 10, 3)
     inputs["streams"] = inputs["update"][:, None].expand(3, 2, 10)
     assert_exact(inputs, "all")
@@ -110,7 +110,7 @@ def test_streams_that_are_copies_and_no_tokens_are_taken():
 
 @interpreter
 @pytest.mark.parametrize("used", [0, 1, 2], ids=["h", "streams", "z"])
-def test_outputs_that_nobody_uses_have_no_part_in_the_gradients(used):
+def test_unused_outputs_do_not_affect_gradients(used):
     inputs = drawn("all", 2, 10, 3)
     found = []
     for choice in ("reference", "triton"):
@@ -129,7 +129,7 @@ def test_compiles_into_one_graph():
 
 
 @interpreter
-def test_more_than_four_streams_are_left_to_the_reference():
+def test_more_than_four_streams_fall_back_to_the_reference():
     inputs = drawn("all", 5, 4, 2)
     wanted, found = results("reference", inputs, "all"), results("auto", inputs, "all")
     assert all(torch.equal(found[name], x) for name, x in wanted.items())
@@ -161,7 +161,7 @@ def test_sinkhorn_equals_the_reference_with_its_gradient(n, iterations):
 
 
 @interpreter
-def test_sinkhorn_takes_no_tokens_and_a_strided_input():
+def test_sinkhorn_accepts_empty_and_strided_inputs():
     assert ops.sinkhorn(torch.randn(0, 3, 3), 2).shape == (0, 3, 3)
     logits = torch.randn(4, 3, 3).transpose(1, 2)
     with ops.backend("triton"):
@@ -192,7 +192,7 @@ def test_write_weights_equal_the_reference_with_their_gradients(n, iterations, u
 
 
 @interpreter
-def test_write_weights_of_streams_far_below_others_and_of_none():
+def test_write_weights_handle_tiny_logits_and_empty_input():
     logits = torch.zeros(2, 24)
     logits[0, 8:12], logits[1, [9, 13, 17, 21]] = -300.0, -300.0  # a row and a column
     one = (torch.ones(3), torch.zeros(24), 4, 20)
@@ -220,7 +220,7 @@ ON_A_GPU = {
 
 @on_gpu
 @pytest.mark.parametrize(("norm", "n", "width", "dtype", "per_token"), ON_A_GPU.values(), ids=ON_A_GPU)
-def test_on_a_gpu_every_gradient_is_right(norm, n, width, dtype, per_token):
+def test_gpu_gradients_are_correct(norm, n, width, dtype, per_token):
     inputs = drawn(norm, n, width, 2, 700, per_token=per_token, device="cuda")
     inputs |= {name: inputs[name].to(dtype) for name in ("streams", "update")}
     ours = results("triton", inputs, norm)
@@ -231,14 +231,14 @@ def test_on_a_gpu_every_gradient_is_right(norm, n, width, dtype, per_token):
 
 @on_gpu
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_on_a_gpu_sinkhorn_is_right(n):
+def test_gpu_sinkhorn_is_correct(n):
     logits = 2 * torch.randn(3000, n, n, device="cuda")
     assert_close(doubly_stochastic("triton", logits, 20), doubly_stochastic("reference", logits.double(), 20), 1e-5)
 
 
 @on_gpu
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_on_a_gpu_write_weights_are_right(n):
+def test_gpu_write_weights_are_correct(n):
     exact = write_weights("reference", n, 20, torch.float64, "cuda")
     ours = write_weights("triton", n, 20, torch.float32, "cuda")
     assert_close(ours, exact, 1e-5)

@@ -48,7 +48,9 @@ def compare(operator: Any, *inputs: Any, tolerance: float, **settings: Any) -> N
 @precisions
 @pytest.mark.parametrize("size", only_nightly(product((3, 257), (1, 24, 96)), [(3, 1), (3, 24), (3, 96), (257, 24)]))
 @devices
-def test_sum_and_norm(device: str, size: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
+def test_fused_sum_and_norm_match_reference(
+    device: str, size: tuple[int, int], dtype: torch.dtype, tolerance: float
+) -> None:
     rows, width = size
     base, y = (draw(rows, width, device=device, dtype=dtype) for _ in range(2))
     compare(inference.add_norm, base, y, draw(width, device=device), tolerance=tolerance)
@@ -58,7 +60,9 @@ def test_sum_and_norm(device: str, size: tuple[int, int], dtype: torch.dtype, to
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("count", only_nightly([0, 1, 3, 5, 7, 8, 19, 33, 72, 128], but=[0, 1, 7, 19, 128]))
 @devices
-def test_reads_of_finished_sources(device: str, count: int, grows: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_reads_of_finished_sources_match_reference(
+    device: str, count: int, grows: bool, dtype: torch.dtype, tolerance: float
+) -> None:
     width = 24
     sources = [draw(2, width, device=device, dtype=dtype) * (i + 1) for i in range(count)]
     y, base = (draw(2, width, device=device, dtype=dtype) for _ in range(2))
@@ -69,7 +73,7 @@ def test_reads_of_finished_sources(device: str, count: int, grows: bool, dtype: 
 @precisions
 @pytest.mark.parametrize("grows", [False, True])
 @devices
-def test_partial_sum_merged_into_a_read(device: str, grows: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_partial_sum_merges_into_a_read(device: str, grows: bool, dtype: torch.dtype, tolerance: float) -> None:
     width = 24
     o = draw(3, width, device=device)
     finished = (o, draw(3, device=device), o.square().sum(-1))
@@ -82,7 +86,7 @@ def test_partial_sum_merged_into_a_read(device: str, grows: bool, dtype: torch.d
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("count", [1, 5])
 @devices
-def test_read_of_known_and_new_sources_with_its_norm(
+def test_fused_read_and_norm_match_reference(
     device: str, count: int, grows: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     tokens, width = 19, 40
@@ -96,7 +100,7 @@ def test_read_of_known_and_new_sources_with_its_norm(
 
 @pytest.mark.parametrize("grows", [False, True])
 @devices
-def test_scores_of_a_source_and_a_group_of_reads(device: str, grows: bool) -> None:
+def test_grouped_source_scores_match_reference(device: str, grows: bool) -> None:
     tokens, width = 19, 40
     queries = inference.Queries.of(draw(6, width, device=device))
     y, base = (draw(tokens, width, device=device) for _ in range(2))
@@ -116,7 +120,7 @@ STREAMS = [(2, 24, 0, True), (3, 33, 0, True), (4, 5, 0, False), (8, 40, 0, True
     [*STREAMS, *(pytest.param(*case, marks=pytest.mark.nightly) for case in MORE_STREAMS)],
 )
 @devices
-def test_gated_write_pool_and_norm(
+def test_gated_write_pool_and_norm_match_reference(
     device: str, streams: int, width: int, past: int, competitive: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     """After some writes that were not stored, and without any."""
@@ -134,7 +138,7 @@ def test_gated_write_pool_and_norm(
 @pytest.mark.parametrize("kind", ["relu2", "gelu", "swiglu", "glu"])
 @pytest.mark.parametrize("width", [2, 70, 2100])
 @devices
-def test_activations(device: str, width: int, kind: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_activations_match_reference(device: str, width: int, kind: str, dtype: torch.dtype, tolerance: float) -> None:
     compare(inference.activate, draw(3, width, device=device, dtype=dtype), kind, tolerance=tolerance)
 
 
@@ -142,7 +146,7 @@ def test_activations(device: str, width: int, kind: str, dtype: torch.dtype, tol
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize(("slots", "heads", "kv_heads", "width"), [(5, 2, 2, 8), (300, 2, 1, 6), (200, 1, 1, 16)])
 @devices
-def test_attention_to_a_cache(
+def test_cached_attention_matches_reference(
     device: str, slots: int, heads: int, kv_heads: int, width: int, sink: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     q = draw(3, heads, width, device=device, dtype=dtype)
@@ -180,7 +184,7 @@ def entered(
 @pytest.mark.parametrize(("heads", "extra"), [(2, 0), (4, 5)])
 @pytest.mark.parametrize("length", [37, 1])
 @devices
-def test_heads_are_normed_rotated_and_put_into_their_slots(
+def test_heads_are_normed_rotated_and_written_to_slots(
     device: str, length: int, heads: int, extra: int, norm: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     """Of prompts, and of one token per row; a gate may follow the values."""
@@ -199,7 +203,7 @@ def test_heads_are_normed_rotated_and_put_into_their_slots(
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 @devices
-def test_heads_are_normed_and_rotated_alone(
+def test_heads_are_normed_and_rotated_without_a_cache(
     device: str, heads: int, kv_heads: int, norm: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     width, length = 24, 37
@@ -214,7 +218,7 @@ def test_heads_are_normed_and_rotated_alone(
 @pytest.mark.parametrize("granularity", ["elementwise", "headwise", "scalar"])
 @pytest.mark.parametrize("length", [37, 1])
 @devices
-def test_values_enter_a_cache_mixed_with_an_anchor(
+def test_values_are_mixed_with_an_anchor_when_cached(
     device: str, length: int, granularity: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     """V̂ = λ1 ⊙ V_anc + λ2 ⊙ V; the anchor is a part of another layer's projection."""
@@ -230,7 +234,7 @@ def test_values_enter_a_cache_mixed_with_an_anchor(
     assert values.count_nonzero() == wanted.count_nonzero()
 
 
-def test_shares_of_a_head_are_merged_and_counters_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_heads_are_merged_and_counters_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     from residua.ops.inference import launch
 
     monkeypatch.setattr(launch, "_splits", lambda keys, heads: 4)
@@ -243,7 +247,7 @@ def test_shares_of_a_head_are_merged_and_counters_set_back(monkeypatch: pytest.M
 
 
 @devices
-def test_no_rows_give_no_rows(device: str) -> None:
+def test_empty_input_gives_empty_output(device: str) -> None:
     nothing, (w1, bias, w2, weight) = draw(0, 8, device=device), (draw(n, device=device) for n in (8, 3, 8, 8))
     with ops.backend("triton"):
         normed, h = inference.add_norm(nothing, nothing, weight)
@@ -252,7 +256,7 @@ def test_no_rows_give_no_rows(device: str) -> None:
 
 
 @devices
-def test_scattered_rows_are_made_dense(device: str) -> None:
+def test_scattered_rows_are_copied_to_dense_memory(device: str) -> None:
     y, weight, scattered = draw(3, 8, device=device), draw(8, device=device), draw(8, 3, device=device).T
     compare(inference.add_norm, scattered, y, weight, tolerance=3e-6)
     held, vectors = Streams((y, scattered)), (weight, weight[:3], weight, weight)

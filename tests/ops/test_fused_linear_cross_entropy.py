@@ -57,20 +57,20 @@ def chunks(request, monkeypatch):
         monkeypatch.setattr(launch, "TILE", 1)
 
 
-def test_in_training_gradients_of_the_sum_equal_the_references(chunks):
+def test_training_gradients_of_the_sum_equal_the_reference(chunks):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
     ours = trained(launch.training_cross_entropy, *drawn, 0.7)
     assert_close(ours, results(reference, *drawn, (0.7, 0.7)), 1e-12)
 
 
 @interpreter
-def test_in_training_the_kernel_equals_the_reference(chunks):
+def test_training_kernel_equals_the_reference(chunks):
     hidden, weight, targets = inputs()
     exact = results(reference, hidden.double(), weight.double(), targets, (0.7, 0.7))
     assert_close(trained(fused_training, hidden, weight, targets, 0.7), exact, 2e-6)
 
 
-def test_in_training_ignored_and_absent_tokens_cost_nothing(chunks):
+def test_training_on_ignored_or_no_tokens_gives_zero_loss(chunks):
     hidden, weight, targets = inputs()
     ignored = trained(launch.training_cross_entropy, hidden, weight, torch.full_like(targets, -100), 1.0)
     absent = trained(launch.training_cross_entropy, hidden[:0], weight, targets[:0], 1.0)
@@ -86,7 +86,7 @@ def test_training_with_zero_coefficient_still_learns_target():
     assert_close(ours, results(reference, *drawn, (1.0, 1.0)), 1e-12)
 
 
-def test_in_training_one_graph_and_masters_in_float32():
+def test_training_compiles_with_float32_master_gradients():
     hidden, weight, targets = inputs()
 
     def step(h: Tensor, w: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def test_in_training_one_graph_and_masters_in_float32():
 
 
 @pytest.mark.parametrize("tokens, most, expected", [(24, 8, 3), (25, 8, 4), (0, 8, 1), (5, 0, 5), (1000, 600, 2)])
-def test_chunks_are_equal_whole_tiles(tokens, most, expected):
+def test_chunks_are_equal_multiples_of_a_tile(tokens, most, expected):
     chunks = launch._chunks(tokens, torch.empty(2, 1), 8 * most)
     sizes = [len(range(tokens)[rows]) for rows in chunks]
     assert len(chunks) == expected and sum(sizes) == tokens and max(sizes) <= max(most, 1)
@@ -115,14 +115,14 @@ def refused(monkeypatch):
     monkeypatch.setattr(launch, "backward", backward)
 
 
-def test_gradients_of_a_sum_are_made_in_the_forward_pass(chunks, refused):
+def test_gradients_of_a_sum_are_computed_in_the_forward_pass(chunks, refused):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
     exact = results(reference, *drawn, (0.7, 0.7))
     assert_close(trained(launch.linear_cross_entropy, *drawn, 0.7), exact, 1e-12)
 
 
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
-def test_forward_computes_gradients_when_there_is_no_z_term(chunks, refused, g):
+def test_forward_computes_gradients_if_there_is_no_z_term(chunks, refused, g):
     drawn = [t.double() if t.is_floating_point() else t for t in inputs()]
     ours, exact = (results(operator, *drawn, g, 0.0) for operator in (launch.linear_cross_entropy, reference))
     assert_close(ours, exact, 1e-12)
@@ -144,7 +144,7 @@ def test_kernel_equals_reference_for_any_output_gradient(chunks, g):
 
 @interpreter
 @pytest.mark.parametrize("vocabulary", [1, 33, 100])
-def test_the_kernel_takes_a_row_in_several_pieces_of_any_length(vocabulary, monkeypatch):
+def test_the_kernel_splits_rows_of_any_length(vocabulary, monkeypatch):
     monkeypatch.setattr(launch, "LANES", 8)
     logits, targets = 30 * torch.randn(5, vocabulary), torch.randint(vocabulary, (5,))
     expected = logits.double().softmax(-1)
@@ -162,7 +162,7 @@ def test_coefficient_cancelling_to_zero_still_learns_target():
     assert_close(results(launch.linear_cross_entropy, *drawn, g), results(reference, *drawn, g), 1e-12)
 
 
-def test_ignored_and_absent_tokens_cost_nothing(chunks):
+def test_ignored_or_no_tokens_give_zero_loss(chunks):
     hidden, weight, targets = inputs()
     ignored = results(launch.linear_cross_entropy, hidden, weight, torch.full_like(targets, -100), (1.0, 1.0))
     absent = results(launch.linear_cross_entropy, hidden[:0], weight, targets[:0], (1.0, 1.0))
@@ -170,7 +170,7 @@ def test_ignored_and_absent_tokens_cost_nothing(chunks):
     assert absent[2].shape == (0, WIDTH)
 
 
-def test_non_contiguous_batches_are_taken(chunks):
+def test_non_contiguous_batches_are_accepted(chunks):
     hidden, weight, targets = inputs()
     leaf = hidden.t().contiguous().requires_grad_()
     batch = leaf.t()[:10].reshape(5, 2, WIDTH).transpose(0, 1)
@@ -180,7 +180,7 @@ def test_non_contiguous_batches_are_taken(chunks):
     assert_close([loss, z, g.t()[:10]], exact[:3], 2e-6)
 
 
-def test_a_second_backward_pass_may_bring_other_gradients(chunks):
+def test_a_second_backward_pass_accepts_other_gradients(chunks):
     drawn = inputs()
     leaves = [t.clone().requires_grad_() for t in drawn[:2]]
     loss, z = launch.linear_cross_entropy(*leaves, drawn[2], z_loss=Z)
@@ -189,7 +189,7 @@ def test_a_second_backward_pass_may_bring_other_gradients(chunks):
         assert_close([loss, z, *again], results(reference, *(t.double() for t in drawn[:2]), drawn[2], g), 2e-6)
 
 
-def test_under_autocast_the_masters_get_float32_gradients():
+def test_autocast_gives_master_weights_float32_gradients():
     hidden, weight, targets = inputs()
     weight.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
@@ -204,7 +204,7 @@ def test_compiles_into_one_graph(refused):
 
 
 @pytest.mark.parametrize("operator", [launch.linear_cross_entropy, launch.training_cross_entropy])
-def test_no_gradients_are_made_when_none_is_wanted(operator, chunks, monkeypatch):
+def test_no_gradients_are_computed_if_none_are_required(operator, chunks, monkeypatch):
     hidden, weight, targets = inputs()
     wanted = operator(hidden.clone().requires_grad_(), weight, targets, z_loss=Z)
 
@@ -230,7 +230,7 @@ def test_a_second_derivative_is_refused(operator):
         (loss + z + g.square().sum()).backward()
 
 
-def test_without_a_z_term_no_input_is_kept():
+def test_no_input_is_kept_without_a_z_term():
     """So the matrix may change between the passes, as the reference allows under autocast."""
     hidden, weight, targets = inputs()
     hidden.requires_grad_()
@@ -273,7 +273,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("vocabulary", "width", "mebibytes"), [(50304, 768, 768), (262144, 768, 576), (262144, 2048, 256)]
 )
-def test_logits_and_a_copy_of_the_matrix_share_a_gibibyte(vocabulary, width, mebibytes):
+def test_logits_and_cast_matrix_share_one_gib(vocabulary, width, mebibytes):
     cast = torch.empty(vocabulary, width, dtype=torch.bfloat16, device="meta")
     assert launch.room(cast) == mebibytes * 2**20
 
@@ -281,7 +281,7 @@ def test_logits_and_a_copy_of_the_matrix_share_a_gibibyte(vocabulary, width, meb
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("finish", FINISHES.values(), ids=FINISHES)
 @pytest.mark.parametrize("bound", ["TRAINED_BYTES", "BESIDE_BYTES"])
-def test_the_logits_of_some_tokens_are_there_at_a_time(operator, finish, bound, monkeypatch):
+def test_logits_of_only_a_chunk_of_tokens_exist_at_a_time(operator, finish, bound, monkeypatch):
     for name in (bound, "LEAST_BYTES", "CHUNK_BYTES"):
         monkeypatch.setattr(launch, name, 2 * VOCABULARY * 4)
     monkeypatch.setattr(launch, "TILE", 1)
@@ -295,7 +295,7 @@ def test_the_logits_of_some_tokens_are_there_at_a_time(operator, finish, bound, 
 @pytest.mark.parametrize("width", [768, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("g", GRADIENTS.values(), ids=GRADIENTS)
-def test_on_a_gpu_every_gradient_is_right(dtype, g, width, chunks):
+def test_gpu_gradients_are_correct(dtype, g, width, chunks):
     hidden, weight, targets = inputs(dtype, torch.float32, "cuda", n=300, c=width, v=50304)
     weight = weight / width**0.5
     exact = results(reference, hidden.double(), weight.to(dtype).double(), targets, g)
@@ -306,7 +306,7 @@ def test_on_a_gpu_every_gradient_is_right(dtype, g, width, chunks):
 @on_gpu
 @pytest.mark.parametrize("width", [768, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_gpu_gradients_in_training_are_right(dtype, width, monkeypatch):
+def test_gpu_training_gradients_are_correct(dtype, width, monkeypatch):
     monkeypatch.setattr(launch, "TRAINED_BYTES", 2 * 50304 * 100)
     monkeypatch.setattr(launch, "TILE", 1)
     hidden, weight, targets = inputs(dtype, torch.float32, "cuda", n=300, c=width, v=50304)
@@ -334,7 +334,7 @@ def test_gpu_training_needs_under_one_gib_of_scratch(operator, z_loss, vocabular
 
 @on_gpu
 @pytest.mark.parametrize("vocabulary", [16, 1024])
-def test_on_a_gpu_no_target_is_overwritten_before_it_is_read(vocabulary):
+def test_gpu_targets_are_read_before_being_overwritten(vocabulary):
     """Warps run independently: one may overwrite what another has not read yet."""
     torch.manual_seed(0)
     logits, targets = 30 * torch.randn(8192, vocabulary, device="cuda"), torch.randint(vocabulary, (8192,)).cuda()
@@ -344,7 +344,7 @@ def test_on_a_gpu_no_target_is_overwritten_before_it_is_read(vocabulary):
 
 
 @interpreter
-def test_likelihoods_of_tokens_are_those_of_the_logits() -> None:
+def test_token_likelihoods_equal_those_from_logits() -> None:
     hidden, weight, targets = inputs()
     targets = targets.clamp(min=0)
     targets[:3] = (hidden @ weight.t()).argmax(-1)[:3]

@@ -215,14 +215,14 @@ def test_anchor_source_gets_gradient_through_anchor_norms(most, monkeypatch):
 
 @interpreter
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_gate_shows_the_values_that_it_applies(dynamic):
+def test_a_gate_reports_the_values_it_applies(dynamic):
     layers = SharedLayers(dynamic=dynamic)
     made = layers.results("triton")
     torch.testing.assert_close(layers.leaves["o 2"] * layers.gate.values(), made[7])
 
 
 @interpreter
-def test_tiles_of_tokens_share_programs(monkeypatch):
+def test_several_token_tiles_per_program_are_correct(monkeypatch):
     from residua.ops.mix_projection import launch
 
     monkeypatch.setattr(launch, "FORWARD", launch.Tiling(16, 1))
@@ -231,7 +231,7 @@ def test_tiles_of_tokens_share_programs(monkeypatch):
 
 
 @interpreter
-def test_no_tokens_give_nothing_and_no_gradient():
+def test_empty_input_gives_empty_output_and_zero_gradients():
     results = Layers(size=(0, 5), dynamic=True).results("triton")
     assert results[0].shape == (0, 5, 2, 6)
     assert not any(results[f"{name} q 1"].any() for name in ("own", "other", "gain"))
@@ -297,7 +297,7 @@ def test_one_projection_equals_the_reference_in_every_gradient(scale, normed):
 
 
 @interpreter
-def test_scales_per_token_are_left_to_the_reference():
+def test_per_token_scales_fall_back_to_the_reference():
     x, scale = torch.randn(2, 3, 1, 4), torch.randn(2, 3, 1, 1)
     with ops.backend("triton"), pytest.raises(ValueError, match="has no fused kernel of mix_projection"):
         ops.mix_projection(x, x, scale, scale)
@@ -309,7 +309,7 @@ def test_scales_per_token_are_left_to_the_reference():
 )
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
-def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, kind, head):
+def test_gpu_gradients_are_correct(dtype, tolerance, dynamic, kind, head):
     sections = {"q": (6, head), "k": (2, head), "v": (2, head), "g": (6, head)}
     layers = kind(sections=sections, dynamic=dynamic, size=(3, 700), device="cuda", dtype=dtype)
     ours, again = layers.results("triton"), layers.results("triton")
@@ -327,7 +327,7 @@ def test_on_a_gpu_every_gradient_is_right(dtype, tolerance, dynamic, kind, head)
 @on_gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 8e-3)], ids=str)
 @pytest.mark.parametrize("shape", [(6, 128), (1, 1000), (10, 128), (1, 1280), (3, 333)], ids=str)
-def test_on_a_gpu_one_projection_of_any_width_is_right(shape, dtype, tolerance):
+def test_gpu_projection_of_any_width_is_correct(shape, dtype, tolerance):
     inputs = {
         "current": torch.randn(900, *shape, device="cuda").to(dtype),
         "anchor": torch.randn(900, *shape, device="cuda").to(dtype),

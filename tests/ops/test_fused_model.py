@@ -61,13 +61,13 @@ def assert_close(ours: list[Tensor], exact: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=list(MODELS))
-def test_loss_and_every_gradient_are_the_references(changes):
+def test_loss_and_every_gradient_equal_the_reference(changes):
     model, tokens = model_of(changes), torch.randint(24, (1, 5))
     assert_close(loss_and_gradients(model, tokens, "triton"), loss_and_gradients(model, tokens, "reference"))
 
 
 @pytest.mark.parametrize("name", only_nightly(["full", "multi_gate"], but=["multi_gate"]))
-def test_sublayers_that_run_again_change_no_bit(name):
+def test_recomputed_sublayers_are_bit_identical(name):
     """`train.recompute = "sublayers"`: what the depth state keeps outside of autograd is not computed twice."""
     model, tokens = model_of(MODELS[name]), torch.randint(24, (1, 5))
     reference = loss_and_gradients(model, tokens, "reference")

@@ -48,7 +48,7 @@ def assert_alike(outcomes: list[list[torch.Tensor]], tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_model_on_a_gpu_has_the_references_loss_and_gradients(name, precision):
+def test_gpu_model_has_the_reference_loss_and_gradients(name, precision):
     outcomes = losses_and_gradients(MODELS[name], "cuda", lambda f: f, precision == "bf16")
     assert_alike(outcomes, {"fp32": 1e-3, "bf16": 5e-2}[precision])
 

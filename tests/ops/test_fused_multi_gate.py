@@ -67,14 +67,14 @@ def test_the_kernels_equal_the_reference_in_every_gradient(case):
 
 
 @interpreter
-def test_no_tokens_give_no_output_and_zero_gradients():
+def test_empty_input_gives_empty_output_and_zero_gradients():
     ours = with_gradients(triton, junction(0, 3, 8, True), torch.float32, competitive=True)
     assert ours[0].shape == (0, 8) and ours[1].shape == (0, 3, 8)
     assert all(g.count_nonzero() == 0 for g in ours[2:])
 
 
 @interpreter
-def test_non_contiguous_and_batched_inputs_are_taken():
+def test_non_contiguous_and_batched_inputs_are_accepted():
     streams, update, *rest = junction(6, 3, 10, True)
     leaf = streams.transpose(1, 2).contiguous().requires_grad_()
     batched = leaf.transpose(1, 2).reshape(2, 3, 3, 10)
@@ -89,7 +89,7 @@ def test_non_contiguous_and_batched_inputs_are_taken():
 
 
 @interpreter
-def test_one_output_alone_is_enough_for_a_gradient():
+def test_gradients_need_only_one_of_the_outputs():
     inputs = junction(3, 2, 12, True)
     for output in (0, 1):
         leaves = [t.clone().requires_grad_() for t in inputs]
@@ -131,7 +131,7 @@ def chain_inputs(junctions: int, dtype: torch.dtype) -> tuple[list[list[Tensor]]
 
 @interpreter
 @pytest.mark.parametrize("dtype", only_nightly([FP32, BF16], but=[BF16]), ids=str)
-def test_streams_made_again_are_bit_for_bit_the_same(dtype):
+def test_recomputed_streams_are_bit_identical(dtype):
     inputs = chain_inputs(4, dtype)
     for one, other in pairwise(chain_with_gradients(*inputs, segment=segment) for segment in (1, 3, 4)):
         assert_equal(one, other)
@@ -156,7 +156,7 @@ def test_a_chain_keeps_its_streams_once_per_segment():
 
 
 @interpreter
-def test_a_chain_may_be_cut_to_its_streams_anywhere():
+def test_a_chain_can_be_restarted_from_its_streams_anywhere():
     weights, streams, updates = chain_inputs(3, torch.float32)
     whole = chain(weights, streams, updates)[-1]
     with ops.backend("triton"):
@@ -210,7 +210,7 @@ def test_streams_of_the_fill_phase_need_not_be_stacked():
     assert_equal(*(chain_with_gradients(*inputs, apart=apart, segment=2) for apart in (False, True)))
 
 
-def test_auto_leaves_a_cpu_to_the_reference():
+def test_auto_backend_uses_the_reference_on_a_cpu():
     inputs = junction(2, 2, 8, True)
     assert torch.equal(ops.multi_gate(*inputs)[0], reference.multi_gate(*inputs)[0])
     h, state = multi_gate_chain((inputs[0],), *inputs[1:])
@@ -236,7 +236,7 @@ TOLERANCE = {FP32: 2e-5, BF16: 1e-2}
 
 @on_gpu
 @pytest.mark.parametrize(("n", "width", "dtype", "competitive"), ON_A_GPU.values(), ids=ON_A_GPU)
-def test_on_a_gpu_every_gradient_is_right(n, width, dtype, competitive):
+def test_gpu_gradients_are_correct(n, width, dtype, competitive):
     inputs = [t.to(dtype) if t.dim() > 1 else t for t in junction(700, n, width, competitive, "cuda")]
     exact = with_gradients(reference.multi_gate, inputs, torch.float64, competitive=competitive)
 
@@ -251,13 +251,13 @@ def test_on_a_gpu_every_gradient_is_right(n, width, dtype, competitive):
 @pytest.mark.parametrize(
     ("n", "width", "dtype", "passes_on"), [(2, 768, BF16, True), (4, 768, BF16, True), (3, 1000, FP32, False)], ids=str
 )
-def test_on_a_gpu_the_fill_phase_equals_the_reference(n, width, dtype, passes_on):
+def test_gpu_fill_phase_equals_the_reference(n, width, dtype, passes_on):
     assert_the_fill_phase_is_right(700, n, width, dtype, passes_on, TOLERANCE[dtype], "cuda")
 
 
 @on_gpu
 @pytest.mark.parametrize("segment", [1, 2])
-def test_on_a_gpu_two_runs_are_bit_identical(segment):
+def test_gpu_runs_are_bit_identical(segment):
     torch.manual_seed(0)
     drawn = [[t.cuda() for t in junction(3000, 4, 768, True)] for _ in range(6)]
     weights = [[t.detach().requires_grad_() for t in d[2:]] for d in drawn]
@@ -315,7 +315,7 @@ def test_a_normed_junction_equals_junction_and_norm(tokens, n, width, competitiv
 
 
 @interpreter
-def test_no_tokens_give_no_normed_output_and_zero_gradients():
+def test_empty_input_gives_no_normed_output_and_zero_gradients():
     made = normed_junction(normed_inputs(0, 3, 8, True, FP32, "cpu"), True)
     assert made[0].shape == (0, 8) and made[1].shape == (0, 3, 8)
     assert all(g.count_nonzero() == 0 for g in made[2:])
@@ -334,7 +334,7 @@ def second_of_a_segment(drawn: list[Tensor], first: list[Tensor]) -> list[list[T
 
 @interpreter
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_streams_made_again_for_normed_junctions_are_the_same(dtype):
+def test_recomputed_streams_of_normed_junctions_are_identical(dtype):
     again, kept = second_of_a_segment(*(normed_inputs(2, 3, 10, True, dtype, "cpu") for _ in range(2)))
     assert_equal(again, kept)
 
@@ -352,7 +352,7 @@ NORMED_ON_A_GPU = {
 
 @on_gpu
 @pytest.mark.parametrize(("n", "width", "dtype", "competitive"), NORMED_ON_A_GPU.values(), ids=NORMED_ON_A_GPU)
-def test_on_a_gpu_normed_gradients_are_right_and_repeatable(n, width, dtype, competitive):
+def test_gpu_normed_gradients_are_correct_and_repeatable(n, width, dtype, competitive):
     drawn = normed_inputs(700, n, width, competitive, dtype, "cuda")
     made = normed_junction(drawn, competitive)
     assert_close(made, junction_and_norm(drawn, competitive), TOLERANCE[dtype])

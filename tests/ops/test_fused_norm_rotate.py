@@ -39,7 +39,7 @@ def test_interpreted_kernel_equals_float64_reference_gradients(shape, strided):
     assert_exact(*inputs(*shape, strided=strided))
 
 
-def test_every_row_may_have_a_table_of_its_own():
+def test_every_row_can_have_its_own_table():
     x, weight, *_ = inputs(3, 4, 2, 8)
     angles = torch.randn(3, 4, 4)
     case = (x, weight, angles.cos(), angles.sin())
@@ -49,7 +49,7 @@ def test_every_row_may_have_a_table_of_its_own():
 
 
 @pytest.mark.parametrize("plan", [(8, 1, 4, 1), (16, 2, 4, 2), (8, 3, 4, 1), (4, 6, 4, 1, 3)], ids=str)
-def test_tiles_and_groups_of_heads_share_programs(plan, monkeypatch):
+def test_several_tiles_and_head_groups_per_program_are_correct(plan, monkeypatch):
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(host, name, host.HeadsPlan(*plan))
     assert_exact(*inputs(3, 5, 6, 8, strided=True))
@@ -97,7 +97,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("plan", [None, (8, 2, 4, 1)], ids=["one tile", "many tiles"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_packed_gradient_is_that_of_the_projection(shape, plan, monkeypatch):
+def test_packed_gradient_equals_that_of_the_projection(shape, plan, monkeypatch):
     if plan:
         monkeypatch.setattr(host, "PACKED", host.HeadsPlan(*plan))
     case = projection(**SHAPES[shape])
@@ -105,24 +105,24 @@ def test_the_packed_gradient_is_that_of_the_projection(shape, plan, monkeypatch)
         assert ours.shape == exact.shape and relative(ours, exact) < 1e-6
 
 
-def test_the_packed_gradient_of_nothing_is_nothing():
+def test_packed_gradient_of_an_empty_batch_is_empty():
     gradient, query, key = packed(*projection(batch=0))
     assert gradient.shape == (0, 5, 64) and not query.any() and not key.any()
 
 
-def test_the_packed_gradient_takes_values_in_any_order():
+def test_packed_gradient_accepts_values_in_any_order():
     projected, gains, table, (dq, dk, dv) = projection()
     scattered = dv.transpose(1, 3).contiguous().transpose(1, 3)
     assert scattered.stride(-1) != 1
     assert_equal(packed(projected, gains, table, [dq, dk, scattered]), packed(projected, gains, table, [dq, dk, dv]))
 
 
-def test_nothing_in_gives_nothing_out():
+def test_empty_input_gives_empty_output():
     y, dx, dweight = run("triton", *inputs(batch=0))
     assert y.shape == dx.shape == (0, 5, 3, 8) and not dweight.any()
 
 
-def test_gradients_come_through_a_transposed_incoming_gradient():
+def test_transposed_incoming_gradient_is_read_correctly():
     case = inputs()
     results = []
     for choice in ("reference", "triton"):
@@ -147,7 +147,7 @@ def test_gpu_kernel_equals_float64_reference(dtype, tolerance, width):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("width", [64, 96, 128, 256])
-def test_gpu_packed_gradient_is_that_of_the_projection(dtype, tolerance, width):
+def test_gpu_packed_gradient_equals_that_of_the_projection(dtype, tolerance, width):
     case = projection(2, 300, 6, 2, width, device="cuda", dtype=dtype)
     ours, again = packed(*case), packed(*case)
     assert_equal(ours, again)

@@ -90,21 +90,21 @@ def test_the_kernels_equal_junction_and_norm_in_every_gradient(norm, n, used):
 
 
 @interpreter
-def test_wide_rows_are_read_two_at_a_time():
+def test_wide_rows_are_correct():
     given = inputs("all", 2, 1100, 3)
     assert_close(ours(given, "all"), exact(given, "all"), 1e-5)
 
 
 @interpreter
 @pytest.mark.parametrize("norm", ["all", "each"])
-def test_tiles_that_are_loaded_ahead(norm, monkeypatch):
+def test_prefetched_tiles_are_correct(norm, monkeypatch):
     monkeypatch.setitem(launch.TILES["spread"], 4, launch.Tile(16, 16, 4, ahead=1))
     given = inputs(norm, 2, 40, 19)
     assert_close(ours(given, norm), exact(given, norm), 1e-5)
 
 
 @interpreter
-def test_no_tokens_give_no_output_and_zero_gradients():
+def test_empty_input_gives_empty_output_and_zero_gradients():
     made = ours(inputs("all", 2, 10, 0), "all")
     assert made["x"].shape == (0, 10) and made["X'"].shape == (0, 2, 10)
     assert all(g.count_nonzero() == 0 for name, g in made.items() if name.startswith("g "))
@@ -124,7 +124,7 @@ ON_A_GPU = {
 
 @on_gpu
 @pytest.mark.parametrize(("norm", "n", "width", "dtype"), ON_A_GPU.values(), ids=ON_A_GPU)
-def test_on_a_gpu_gradients_are_right_and_runs_identical(norm, n, width, dtype):
+def test_gpu_gradients_are_correct_and_bit_identical(norm, n, width, dtype):
     """Rounding of 1400 tokens does not cancel where their gradients do: in bfloat16 the bias is measured by token."""
     given = inputs(norm, n, width, 1400, dtype, "cuda")
     made, right = ours(given, norm), exact(given, norm)

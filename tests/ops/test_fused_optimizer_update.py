@@ -66,14 +66,14 @@ def test_descent_equals_the_reference_in_float64(decay, rule):
     ("rule", "rate", "moved"),
     [(cautious_descent, 0.0, [0.5, 1.0, -1.0, -0.5]), (plain_descent, 0.25, [0.25, 0.75, -0.75, -0.25])],
 )
-def test_cautious_decay_acts_only_towards_zero_plain_everywhere(rule, rate, moved):
+def test_cautious_decay_acts_only_if_the_update_shrinks_weights(rule, rate, moved):
     weights, updates = [torch.tensor([1.0, 1.0, -1.0, -1.0])], [torch.tensor([1.0, -1.0, 1.0, -1.0])]
     with backend("triton"):
         rule(weights, updates, rate, 0.5)
     assert weights[0].tolist() == moved
 
 
-def test_slices_of_a_matrix_move_alone():
+def test_slices_of_a_matrix_are_updated_in_place():
     matrix = torch.ones(6, 4)
     with backend("triton"):
         cautious_descent([matrix[:2], matrix[4:]], [torch.ones(2, 4)] * 2, 1.0, 0.0)

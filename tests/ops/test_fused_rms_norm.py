@@ -47,14 +47,14 @@ def test_the_kernels_equal_the_reference_in_every_gradient(form, size):
 
 @interpreter
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_share_programs(form, monkeypatch):
+def test_several_rows_per_program_are_correct(form, monkeypatch):
     monkeypatch.setattr(launch, "backward_plan", lambda width: launch.RowPlan(1, 1))
     compare(form, drawn(form, 30, 20), 2e-6)
 
 
 @interpreter
 @pytest.mark.parametrize("form", FORMS)
-def test_no_tokens_and_strided_inputs_are_taken(form):
+def test_empty_and_strided_inputs_are_accepted(form):
     rows = 2 if form == "sum" else 1
     empty = results(choose("triton", partial(operator, form)), drawn(form, 0, 20))
     assert empty[0].shape == (0, 20) and not any(g.any() for g in empty[-1 if form != "scaled" else -2 :])
@@ -77,12 +77,12 @@ def assert_dotted(x: Tensor, g: Tensor, weight: Tensor) -> None:
 
 @interpreter
 @pytest.mark.parametrize("size", [(1, 7), (9, 300), (3, 1280)], ids=str)
-def test_a_gradient_comes_with_its_dot_product(size):
+def test_a_gradient_is_returned_with_its_dot_product(size):
     assert_dotted(*drawn("sum", *size))
 
 
 @interpreter
-def test_additions_next_to_a_scaled_norm_are_part_of_it():
+def test_additions_next_to_a_scaled_norm_are_fused():
     x, weight, affine = drawn("scaled", 5, 20)
     update, g, residual = (torch.randn(5, 20) for _ in range(3))
     normed, rstd, added = launch.forward(x, weight, 1e-3, update, affine)
@@ -96,7 +96,7 @@ def test_additions_next_to_a_scaled_norm_are_part_of_it():
 
 @interpreter
 @pytest.mark.parametrize("used", [0, 1], ids=["the sum", "the norm"])
-def test_an_output_that_nobody_uses_has_no_part_in_the_gradients(used):
+def test_an_unused_output_does_not_affect_gradients(used):
     inputs, gradients = drawn("sum", 3, 20), []
     for choice in ("reference", "triton"):
         leaves = [t.detach().requires_grad_() for t in inputs]
@@ -128,7 +128,7 @@ def bfloat16_errors(choice: str, device: str = "cpu") -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("choice", ["reference", pytest.param("triton", marks=interpreter)])
-def test_bfloat16_rounds_once_and_no_worse_than_rmsnorm(choice) -> None:
+def test_bfloat16_rounds_once_and_is_as_accurate_as_rmsnorm(choice) -> None:
     """A product rounded before the norm gives 2.95e-3; one rounding 1.66e-3. The interpreter cuts off instead."""
     ours, rmsnorm = bfloat16_errors(choice)
     assert ours <= 1.05 * rmsnorm and (choice == "triton" or ours <= 1.7e-3)
@@ -138,7 +138,7 @@ def test_bfloat16_rounds_once_and_no_worse_than_rmsnorm(choice) -> None:
 @pytest.mark.parametrize("width", [768, 1000, 1280, 2048, 4096, 5000])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_on_a_gpu_every_gradient_is_right(form, dtype, tolerance, width):
+def test_gpu_gradients_are_correct(form, dtype, tolerance, width):
     inputs = drawn(form, 9000, width, "cuda", dtype)
     ours = compare(form, inputs, tolerance, "auto")
     assert_equal(ours, results(choose("triton", partial(operator, form)), inputs))

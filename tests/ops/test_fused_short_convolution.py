@@ -58,7 +58,7 @@ def convolution_follows(
 @pytest.mark.parametrize(
     ("length", "taps", "heads", "packed"), [(9, 4, (1, 2), True), (5, 4, (2, 1), False), (3, 1, (1, 1), True)]
 )
-def test_convolved_heads_and_gradients_follow_a_loop(
+def test_convolved_heads_and_gradients_match_a_loop(
     length: int, taps: int, heads: tuple[int, int], packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In tiles of four tokens, so that some have others before and after them."""
@@ -68,7 +68,7 @@ def test_convolved_heads_and_gradients_follow_a_loop(
 
 
 @pytest.mark.slow
-def test_a_projection_without_a_gate_is_convolved_alike() -> None:
+def test_a_projection_without_a_gate_is_convolved_equally() -> None:
     convolution_follows(3, 4, (1, 1), False, CPU, torch.float32, 1e-5, gated=False)
 
 
@@ -81,13 +81,13 @@ def fused_output(o: Tensor, z: Tensor, weight: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_gated_output_follows_its_equation_also_on_strided_heads() -> None:
+def test_gated_output_matches_its_equation_on_strided_heads() -> None:
     whole = torch.randn(2, 5, 4, 3 * WIDTH)
     inputs = torch.randn(2, 5, 4, WIDTH), whole[..., WIDTH : 2 * WIDTH], torch.randn(WIDTH)
     follows(fused_output, normed, inputs, 1e-5)
 
 
-def test_the_references_are_the_same_equations() -> None:
+def test_reference_matches_unfused_code() -> None:
     inputs = torch.randn(2, 9, 6 * WIDTH).double(), torch.randn(4, 4 * WIDTH).double()
     segments = (torch.rand(2, 9) < 0.3).cumsum(1)
     found = ops.convolve_heads(*inputs, 1, 2, segments=segments)
@@ -105,7 +105,7 @@ def mixed(projected: Tensor, g: Tensor, beta: Tensor, weight: Tensor, gain: Tens
 
 
 @pytest.mark.slow
-def test_the_mixer_and_every_gradient_follow_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_mixer_and_gradients_match_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "BACKWARD", launch.TilePlan(4, 1, 2, 1))
     gates = -torch.rand(2, 7, 2), torch.rand(2, 7, 2)
     inputs = torch.randn(2, 7, 6 * WIDTH), *gates, torch.randn(4, 4 * WIDTH), torch.randn(WIDTH)
@@ -115,7 +115,7 @@ def test_the_mixer_and_every_gradient_follow_its_parts(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("length", "heads", "packed"), [(1000, (2, 4), True), (64, (3, 3), False)])
-def test_kernels_follow_on_a_gpu(length: int, heads: tuple[int, int], packed: bool) -> None:
+def test_gpu_kernels_match_a_loop(length: int, heads: tuple[int, int], packed: bool) -> None:
     convolution_follows(length, 4, heads, packed, torch.device("cuda"), torch.bfloat16, 0.01, width=128)
     o, z = (torch.randn(2, length, 3, 128).to("cuda", torch.bfloat16) for _ in range(2))
     follows(fused_output, normed, (o, z, torch.randn(128, device="cuda")), 0.01)

@@ -59,7 +59,7 @@ def test_interpreted_products_and_gradients_equal_float64(shape, hidden):
     ("device", "dtype"),
     [pytest.param("cpu", torch.float32, marks=interpreter), pytest.param("cuda", torch.bfloat16, marks=GPU)],
 )
-def test_broken_numbers_stay(device: str, dtype: torch.dtype) -> None:
+def test_nan_and_infinity_propagate_as_in_the_reference(device: str, dtype: torch.dtype) -> None:
     """NaN passes the ReLU: a run that has diverged must not look healthy after it."""
     x, w_in, w_out, g = inputs(48, 64, hidden=64, device=device, dtype=dtype)
     x[5], x[17, 3] = float("nan"), float("inf")
@@ -71,14 +71,14 @@ def test_broken_numbers_stay(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "plan", [(16, 16, 16, 1, 1, 4, 1), (32, 64, 32, 8, 4, 4, 1), (64, 16, 16, 3, 2, 4, 1)], ids=str
 )
-def test_tiles_are_walked_over_in_any_plan(plan, monkeypatch):
+def test_every_tile_plan_is_correct(plan, monkeypatch):
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(host, name, host.FlatPlan(*plan))
     assert_exact(inputs(150, 48, hidden=104))
 
 
 @interpreter
-def test_a_gradient_that_is_not_contiguous_is_read_right():
+def test_a_non_contiguous_gradient_is_read_correctly():
     x, w_in, w_out, g = inputs(40, 32, hidden=64)
     strided = g.t().contiguous().t()
     assert all(map(torch.equal, run("triton", x, w_in, w_out, g), run("triton", x, w_in, w_out, strided)))
@@ -86,7 +86,7 @@ def test_a_gradient_that_is_not_contiguous_is_read_right():
 
 @interpreter
 @pytest.mark.parametrize("width, hidden, fewest", [(9, 16, 1), (16, 12, 1), (8, 16, 6)])
-def test_rows_without_descriptors_or_tokens_go_to_the_reference(width, hidden, fewest, monkeypatch):
+def test_unsupported_rows_fall_back_to_the_reference(width, hidden, fewest, monkeypatch):
     monkeypatch.setattr(squared_relu, "FEWEST_TOKENS", fewest)
     monkeypatch.setattr(host, "_squared_relu_ffn", None)
     case = inputs(5, width, hidden=hidden)
@@ -106,7 +106,7 @@ def fake_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("residua.ops.squared_relu.INTERPRETED", False)
 
 
-def test_autocast_products_are_narrow_and_gradients_wide(monkeypatch):
+def test_autocast_uses_bf16_products_and_float32_gradients(monkeypatch):
     fake_products(monkeypatch)
     x, w_in, w_out, g = inputs(64, 32, hidden=64)
     outcomes = []
@@ -119,7 +119,7 @@ def test_autocast_products_are_narrow_and_gradients_wide(monkeypatch):
     assert [t.dtype for t in outcomes[1]] == [torch.bfloat16, *[torch.float32] * 3]
 
 
-def test_compiled_weight_gradients_have_a_turned_operand(monkeypatch):
+def test_compiled_weight_gradients_have_a_transposed_operand(monkeypatch):
     """In the form that `rewrites.weight_gradients` matches: permute(dY) @ X."""
     fake_products(monkeypatch)
     graphs = []
@@ -169,7 +169,7 @@ def seen(body: SquaredReluFFN, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tu
     return y, len(calls)
 
 
-def test_plain_projections_are_one_operator(monkeypatch):
+def test_plain_projections_run_as_one_operator(monkeypatch):
     body, x = feed_forward()
     y, calls = seen(body, x, monkeypatch)
     assert calls == 1
@@ -204,7 +204,7 @@ def test_hooked_or_replaced_projections_are_called(which, change, monkeypatch):
 @pytest.mark.parametrize(
     "tokens, width, hidden", [(4096, 768, 3072), (2048, 1280, 5120), (2500, 136, 1000), (40, 72, 264)]
 )
-def test_on_a_gpu_bfloat16_is_near_float64_and_repeatable(plan, tokens, width, hidden, monkeypatch):
+def test_gpu_bfloat16_is_close_to_float64_and_repeatable(plan, tokens, width, hidden, monkeypatch):
     if plan == "flat":
         monkeypatch.setattr(host, "FORWARD", host.FLAT_FORWARD)
         monkeypatch.setattr(host, "BACKWARD", host.FLAT_BACKWARD)

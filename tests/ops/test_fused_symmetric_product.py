@@ -43,7 +43,7 @@ def near(s, truth, tolerance):
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, LARGE], ids=str)
-def test_half_a_product_mirrored_is_the_whole(shape):
+def test_mirroring_half_a_product_gives_the_whole(shape):
     x, c = matrices(*shape)
     near(fused(x), exact(x), 2e-6)
     near(fused(x, alpha=-2.0, gamma=0.5), exact(x, alpha=-2.0, gamma=0.5), 2e-6)
@@ -51,13 +51,13 @@ def test_half_a_product_mirrored_is_the_whole(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:6], ids=str)
-def test_tall_matrices_are_read_where_they_are(shape):
+def test_tall_matrices_are_read_without_a_copy(shape):
     b, m, k = shape
     tall, c = matrices(b, k, m)[0], matrices(b, m, k)[1]
     near(fused(tall.mT, c, **MIX), exact(tall.mT, c, **MIX), 2e-6)
 
 
-def test_any_strides_serve():
+def test_any_strides_are_accepted():
     apart = torch.randn(4, 40, 96)
     _, c = matrices(2, 20, 1)
     for x in (
@@ -70,7 +70,7 @@ def test_any_strides_serve():
         near(fused(x, c.mT[:, :, :], **MIX), exact(x, c, **MIX), 2e-6)
 
 
-def test_inputs_and_what_lies_around_the_result_are_left_alone():
+def test_inputs_and_memory_around_the_result_are_unchanged():
     """Tiles reach over the edge of an odd matrix."""
     for m in (16, 37, 48):
         x, c = matrices(3, m, 24)
@@ -84,14 +84,14 @@ def test_inputs_and_what_lies_around_the_result_are_left_alone():
         assert (around == 7.0).all()
 
 
-def test_only_the_lower_half_of_what_is_added_is_read():
+def test_only_the_lower_half_of_the_addend_is_read():
     """Both halves of the result come from one computation, so they are equal on any hardware."""
     x, c = matrices(2, 50, 24)
     half = torch.full_like(c, float("nan")).triu(1) + c.tril()
     near(fused(x, half, **MIX), exact(x, c, **MIX), 2e-6)
 
 
-def test_no_matrices_give_none():
+def test_empty_batch_gives_empty_result():
     assert fused(torch.empty(0, 5, 7)).shape == (0, 5, 5)
     assert fused(torch.empty(0, 5, 7), torch.empty(0, 5, 5), **MIX).shape == (0, 5, 5)
 
@@ -112,7 +112,7 @@ def test_every_tile_on_and_below_the_diagonal_is_computed_once(rows):
     assert listed.tolist() == wanted
 
 
-def test_small_matrices_and_other_dtypes_stay_with_torch():
+def test_small_matrices_and_other_dtypes_use_torch():
     small, wide = torch.empty(1, SMALLEST - 1, 8, dtype=torch.bfloat16), torch.empty(1, SMALLEST, 8)
     with backend("auto"):
         assert not symmetric_product.fuses(small) and not symmetric_product.fuses(wide)
@@ -121,7 +121,7 @@ def test_small_matrices_and_other_dtypes_stay_with_torch():
 
 
 @pytest.mark.parametrize("shape", [(2, 24, 24), (2, 20, 52), (2, 52, 20)], ids=["square", "wide", "tall"])
-def test_polar_express_is_the_same_from_halves(shape):
+def test_polar_express_from_halves_matches_full_products(shape):
     gradients = torch.randn(shape)
     with backend("triton"):
         halves = polar_express(gradients)
@@ -142,7 +142,7 @@ def test_gpu_product_equals_the_reference(shape, tall):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(3, 768, 768), (2, 640, 1280), (2, 1280, 640)], ids=["square", "wide", "tall"])
-def test_gpu_polar_express_is_as_near_from_halves(shape):
+def test_gpu_polar_express_from_halves_is_as_accurate(shape):
     gradients = torch.randn(shape)
     whole = polar_express(gradients.double())
     for choice in ("auto", "reference"):

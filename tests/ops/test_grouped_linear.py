@@ -25,7 +25,7 @@ def by_row(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("form", [reference.grouped_linear, reference._in_blocks], ids=["loop", "blocks"])
 @pytest.mark.parametrize("sizes", [*SIZES, [9, 1, 0, 2]])
-def test_reference_multiplies_each_row_by_its_groups_matrix(sizes: list[int], form: Callable[..., Tensor]) -> None:
+def test_reference_multiplies_rows_by_their_groups_matrix(sizes: list[int], form: Callable[..., Tensor]) -> None:
     x, weight, ends = random(sum(sizes), 6), random(4, 5, 6, seed=1), ends_of(sizes)
     agree([form(x, weight, ends)], [by_row(x, weight, ends)], {"x": x, "weight": weight})
 
@@ -42,12 +42,12 @@ def test_grouped_product_equals_the_reference(sizes: list[int]) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_no_rows_give_no_rows() -> None:
+def test_empty_input_gives_empty_output() -> None:
     for form in (reference.grouped_linear, reference._in_blocks):
         assert form(torch.zeros(0, 6), torch.zeros(4, 5, 6), ends_of([0] * 4)).shape == (0, 5)
 
 
-def test_the_grouped_product_takes_half_precision_whole_rows() -> None:
+def test_the_grouped_product_needs_half_precision_whole_rows() -> None:
     x, weight = torch.zeros(4, 16), torch.zeros(2, 24, 16)
     assert not takes(x, weight)
     assert takes(x.bfloat16(), weight)
@@ -57,7 +57,7 @@ def test_the_grouped_product_takes_half_precision_whole_rows() -> None:
         assert grouped_product(x, weight, ends_of([1, 3])).dtype == torch.bfloat16
 
 
-def test_slots_are_sorted_by_expert_and_back() -> None:
+def test_slots_are_sorted_by_expert_and_restored() -> None:
     chosen = torch.tensor([[2, 0], [3, 2], [0, 2]])
     slots = sort_slots(chosen, experts=5)
     assert slots.ends.tolist() == [2, 2, 5, 6, 6]
@@ -76,7 +76,7 @@ def test_dispatch_and_combine_are_gathers_with_their_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_another_division_of_the_rows_is_not_compiled_anew() -> None:
+def test_another_division_of_the_rows_is_not_recompiled() -> None:
     from torch._dynamo.testing import CompileCounter
 
     torch.compiler.reset()
@@ -95,7 +95,7 @@ def test_another_division_of_the_rows_is_not_compiled_anew() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [100, 1, 0, 27], [7, 0, 0, 0]])
-def test_on_a_gpu_grouped_products_of_odd_and_empty_groups(sizes: list[int]) -> None:
+def test_gpu_grouped_products_handle_odd_and_empty_groups(sizes: list[int]) -> None:
     ends = ends_of(sizes).cuda()
     leaves = [torch.randn(*s, device="cuda").bfloat16().requires_grad_() for s in ((sum(sizes), 64), (4, 48, 64))]
     found, expected = ops.grouped_linear(*leaves, ends), reference.grouped_linear(*leaves, ends)

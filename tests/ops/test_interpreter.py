@@ -45,7 +45,7 @@ def _largest(a_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr):
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_pairs_are_combined_in_order(axis, keep):
+def test_pairs_are_reduced_in_order(axis, keep):
     a, b = torch.randn(2, 4, 8, dtype=torch.float64)
     out = torch.zeros(2, 16, dtype=torch.float64)
     _reduce[(1,)](a, b, out, 4, 8, axis, keep)
@@ -55,7 +55,7 @@ def test_pairs_are_combined_in_order(axis, keep):
     torch.testing.assert_close(out[:, : first.numel()], torch.stack([first, second]))
 
 
-def test_all_axes_and_the_only_axis_give_a_scalar():
+def test_reducing_all_axes_or_the_only_axis_gives_a_scalar():
     a, out = torch.randn(4, 8), torch.zeros(2)
     _largest[(1,)](a, out, 4, 8)
     assert out.tolist() == [a.max().item(), a[0].max().item()]

@@ -55,14 +55,14 @@ def test_fp8_product_and_gradients_equal_float64(multiply: Multiply, scales: tup
     torch.testing.assert_close(w.grad.double(), g.double().T @ x.detach().double(), rtol=1e-5, atol=1e-5)
 
 
-def test_fp8_scale_is_the_least_power_of_two_that_suffices() -> None:
+def test_fp8_scale_is_the_smallest_sufficient_power_of_two() -> None:
     largest = torch.tensor([448.0, 448.1, 3.0, 2.0**-120, 0.0, float("inf"), float("nan")])
     expected = torch.tensor([1.0, 2.0, 2.0**-7, 2.0**-128, 2.0**-23, float("inf"), float("nan")])
     expected[3] = 2.0**-126  # the smallest normal number
     torch.testing.assert_close(scale_of(largest), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_fp8_weight_encoded_before_gives_the_same_bits() -> None:
+def test_fp8_weight_encoded_in_advance_is_bit_identical() -> None:
     x, w, g = operands()
     new = encode_weight(w)
     for encoded in (new, with_transpose(w)):
@@ -73,7 +73,7 @@ def test_fp8_weight_encoded_before_gives_the_same_bits() -> None:
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_fp8_squared_relu_has_the_numbers_of_two_products() -> None:
+def test_fp8_squared_relu_equals_two_separate_products() -> None:
     x, w_in, _ = operands()
     w_out, g = torch.randn(16, 48).requires_grad_(), torch.randn(24, 16)
     results = []
@@ -91,7 +91,7 @@ def test_fp8_squared_relu_has_the_numbers_of_two_products() -> None:
 
 @on_gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_on_a_gpu_fp8_products_are_near_float64(compiled: bool) -> None:
+def test_gpu_fp8_products_are_close_to_float64(compiled: bool) -> None:
     torch.manual_seed(0)
     x, w_in, w_out, g = (
         torch.randn(shape, device="cuda") for shape in ((2048, 256), (512, 256), (128, 512), (2048, 128))
@@ -116,7 +116,7 @@ def with_transpose(weight: Tensor) -> EncodedWeight:
     return new._replace(turned=new.codes.t().contiguous())
 
 
-def test_fp8_product_may_run_twice_before_its_gradients() -> None:
+def test_fp8_product_can_run_twice_before_its_gradients() -> None:
     x, w, g = operands()
     scales = new_scales()
     first, second = fp8_linear(x, w, scales), fp8_linear(x.detach() * 2, w, scales)
@@ -124,7 +124,7 @@ def test_fp8_product_may_run_twice_before_its_gradients() -> None:
     assert scales.seen_x == 2 * x.detach().abs().max() and scales.seen_g == 3 * g.abs().max()
 
 
-def test_fp8_delayed_range_does_not_wait_for_the_tensor() -> None:
+def test_fp8_delayed_range_does_not_depend_on_the_tensor() -> None:
     """So that the compiler can round and measure in one pass over memory."""
     x, w, _ = operands()
     scales = new_scales()
@@ -135,7 +135,7 @@ def test_fp8_delayed_range_does_not_wait_for_the_tensor() -> None:
     assert torch.equal(whole[:5], outlier[:5]) and not torch.equal(whole[5], outlier[5])
 
 
-def test_fp8_notes_magnitudes_only_while_it_learns() -> None:
+def test_fp8_records_magnitudes_only_while_training() -> None:
     x, w, g = operands()
     scales = new_scales()
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_fp8_outlier_beyond_its_range_is_clamped() -> None:
     assert dx.isfinite().all()
 
 
-def test_fp8_product_takes_empty_and_leading_axes() -> None:
+def test_fp8_product_accepts_empty_and_leading_axes() -> None:
     x, w, _ = operands()
     assert fp8_linear(x[:0], w, new_scales()).shape == (0, 48)
     both = fp8_linear(x.view(2, 3, 4, 32), w, new_scales())
@@ -233,7 +233,7 @@ def test_hadamard_matrix_is_orthogonal_with_signs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8", pytest.param("nvfp4", marks=pytest.mark.nightly)])
-def test_product_in_low_precision_is_one_graph(kind: str) -> None:
+def test_low_precision_product_compiles_into_one_graph(kind: str) -> None:
     x, w, g = operands()
     scales = new_scales()
 

@@ -30,7 +30,7 @@ def golden_junction(j: dict[str, Tensor], competitive: bool) -> list[Tensor]:
 @pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
 @pytest.mark.parametrize("width", [7, 33])
 @pytest.mark.parametrize("n", [1, 2, 4, 8])
-def test_multi_gate_is_its_equation(n: int, width: int, competitive: bool) -> None:
+def test_multi_gate_matches_its_equation(n: int, width: int, competitive: bool) -> None:
     j = junction(n, width, competitive=competitive)
     silent = ("pool_query",) if n == 1 else ()
     agree(ops.multi_gate(**j, competitive=competitive), golden_junction(j, competitive), j, silent=silent)
@@ -62,7 +62,7 @@ def test_competitive_gates_and_the_forget_share_sum_to_one() -> None:
 
 
 @pytest.mark.parametrize("competitive", [True, False], ids=["competitive", "independent"])
-def test_gates_near_zero_leave_the_streams_alone(competitive: bool) -> None:
+def test_gates_near_zero_keep_the_streams(competitive: bool) -> None:
     j = junction(4, 7, competitive=competitive)
     bias = torch.zeros(5, dtype=torch.float64) if competitive else torch.full((4,), -800.0, dtype=torch.float64)
     if competitive:
@@ -90,7 +90,7 @@ def test_an_update_or_bias_of_the_wrong_shape_is_refused() -> None:
         ops.multi_gate(**{**j, "gate_bias": random(4)})
 
 
-def test_an_empty_batch_is_taken() -> None:
+def test_an_empty_batch_is_accepted() -> None:
     j = junction(2, 7, competitive=True)
     hidden, after = ops.multi_gate(**{**j, "streams": j["streams"][:0], "update": j["update"][:0]})
     assert hidden.shape == (0, 3, 7) and after.shape == (0, 3, 2, 7)

@@ -62,14 +62,14 @@ def worst(ours: list[Tensor], exact: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one tensor", "as the fill phase leaves them"])
-def test_in_float64_every_gradient_is_that_of_kept_streams(apart: bool) -> None:
+def test_float64_gradients_equal_those_of_kept_streams(apart: bool) -> None:
     chain = drawn(8, bias=3.0)
     kept, found = run(chain, "multi_gate_chain"), run(chain, "multi_gate_inverted", apart)
     assert_equal(kept[:9], found[:9])
     assert worst(found, kept) < 1e-11
 
 
-def test_independent_gates_are_inverted_as_well() -> None:
+def test_independent_gates_are_also_inverted() -> None:
     chain = drawn(3, bias=0.0)
     for ws in chain["weights"]:
         ws[1] = (ws[1].detach()[1:] - 2.0).requires_grad_()
@@ -77,7 +77,7 @@ def test_independent_gates_are_inverted_as_well() -> None:
     assert worst(found, kept) < 1e-12
 
 
-def test_streams_that_were_overwritten_are_those_that_were_kept() -> None:
+def test_overwritten_streams_are_exactly_the_kept_ones() -> None:
     """β = 1 leaves nothing of s in s': only the kept rows can restore it."""
     chain = drawn(4, bias=3.0)
     with torch.no_grad():
@@ -102,7 +102,7 @@ PARTS = [False, pytest.param(True, marks=[interpreter, pytest.mark.slow])]
 
 
 @pytest.mark.parametrize("kernel", PARTS, ids=["plain", "kernel"])
-def test_inversion_is_exact_and_beyond_the_floor_finite(kernel: bool) -> None:
+def test_inversion_is_exact_or_finite_beyond_the_floor(kernel: bool) -> None:
     after, update = torch.randn(2, 3, N, 37), torch.randn(2, 3, 37)
     beta = torch.linspace(0.1, 0.9, 6 * N).view(2, 3, N)
     beta[1, 2, 3] = 1.0
@@ -118,7 +118,7 @@ def test_inversion_is_exact_and_beyond_the_floor_finite(kernel: bool) -> None:
     torch.testing.assert_close(found[1, 2, 3], (after[1, 2, 3] - update[1, 2]) / inversion.FLOOR)
 
 
-def test_a_chain_keeps_its_streams_once_and_then_a_hundredth() -> None:
+def test_a_chain_keeps_streams_once_then_one_percent_of_rows() -> None:
     chain = drawn(6, bias=3.0, tokens=100)
     kept: dict[int, int] = {}
 
@@ -135,21 +135,21 @@ def test_a_chain_keeps_its_streams_once_and_then_a_hundredth() -> None:
     assert sum(kept.values()) == streams + updates + rows
 
 
-def test_a_chain_without_its_last_junction_says_what_is_missing() -> None:
+def test_a_chain_without_its_last_junction_names_the_fix() -> None:
     chain = drawn(2, bias=3.0)
     h, _ = ops.multi_gate_inverted((chain["streams"],), chain["updates"][0], *chain["weights"][0], last=False)
     with pytest.raises(RuntimeError, match="last=True"):
         h.sum().backward()
 
 
-def test_without_gradients_nothing_is_added_to_the_state() -> None:
+def test_state_does_not_grow_without_gradients() -> None:
     chain = drawn(1, bias=3.0)
     with torch.no_grad():
         _, state = ops.multi_gate_inverted((chain["streams"],), chain["updates"][0], *chain["weights"][0], last=False)
     assert len(state) == 1
 
 
-def test_in_bfloat16_the_error_is_what_the_docs_say() -> None:
+def test_bfloat16_error_is_as_documented() -> None:
     """65 junctions at the gates' start (mean β 0.026): the streams at the bottom are 1 to 3 % off."""
     error = bottom_error(65, 0.026)
     assert 0.003 < error < 0.03
@@ -180,7 +180,7 @@ def bottom_error(junctions: int, mean: float, share: float = inversion.SHARE, ta
 @pytest.mark.parametrize(
     "apart", only_nightly([False, True], but=[True]), ids=["one tensor", "as the fill phase leaves them"]
 )
-def test_the_kernels_invert_as_the_reference_does(apart: bool) -> None:
+def test_the_kernels_invert_like_the_reference(apart: bool) -> None:
     exact = run(drawn(3, bias=3.0, tokens=5), "multi_gate_inverted")
     with ops.backend("triton"):
         ours = run(drawn(3, bias=3.0, tokens=5, dtype=torch.float32), "multi_gate_inverted", apart)
@@ -212,7 +212,7 @@ def moved_to_gpu(chain: dict[str, Any]) -> dict[str, Any]:
 
 @on_gpu
 @pytest.mark.parametrize("width", [768, 1280])
-def test_on_a_gpu_inversion_agrees_with_kept_streams(width: int) -> None:
+def test_gpu_inversion_matches_kept_streams(width: int) -> None:
     chain = moved_to_gpu(drawn(12, bias=4.0, dtype=torch.bfloat16, tokens=700, width=width))
     kept, found = run(chain, "multi_gate_chain", segment=1), run(chain, "multi_gate_inverted")
     assert_equal(kept[:13], found[:13])
@@ -220,7 +220,7 @@ def test_on_a_gpu_inversion_agrees_with_kept_streams(width: int) -> None:
 
 
 @on_gpu
-def test_on_a_gpu_inversion_keeps_half_of_recomputation() -> None:
+def test_gpu_inversion_keeps_half_the_memory_of_recomputation() -> None:
     """21 junctions of 12 layers: in multiples of f, 1.1 to keep per junction against 3. Prints MiB and milliseconds."""
     chain = moved_to_gpu(drawn(21, bias=3.0, dtype=torch.bfloat16, tokens=8200, width=768))
     kept: dict[str, float] = {}
@@ -244,14 +244,14 @@ def test_on_a_gpu_inversion_keeps_half_of_recomputation() -> None:
     assert kept["multi_gate_inverted"] < 0.5 * kept["multi_gate_chain"]
 
 
-def test_amplification_is_that_of_the_largest_gate_not_kept() -> None:
+def test_amplification_follows_the_largest_gate_not_kept() -> None:
     beta = torch.tensor([[0.5, 0.75], [0.9, 0.2]], dtype=torch.float64)
     found = [float(amplification(beta, share)) for share in (0.0, 0.1, 0.25, 0.5, 1.0)]
     assert found == pytest.approx([10, 4, 4, 2, 1])
     assert float(amplification(torch.tensor([0.99, 0.1]), 0.0)) == UNBOUNDED_AMPLIFICATION
 
 
-def test_junctions_keep_streams_where_errors_would_be_too_large() -> None:
+def test_junctions_with_large_errors_keep_their_streams() -> None:
     most = inversion.MAX_AMPLIFIED_ERROR / HALF_BIT
     assert most == 64
     assert junctions_to_keep(dict.fromkeys(range(3, 9), 2.0), (), HALF_BIT) == []  # 2⁶
@@ -288,7 +288,7 @@ def overwriting_chain(dtype: torch.dtype, *, keep: tuple[int, ...] | None) -> tu
     return list(torch.autograd.grad(total, [s, *f, *(x for own in w for x in own)])), amplified
 
 
-def test_bfloat16_gradients_are_then_near_those_of_kept_streams() -> None:
+def test_keeping_some_junctions_fixes_bfloat16_gradients() -> None:
     exact, amplified = overwriting_chain(torch.float64, keep=None)
     keep = tuple(junctions_to_keep({k: amplified[k] for k in list(amplified)[:-1]}, (), HALF_BIT))
     assert 0 < len(keep) < 7
@@ -298,7 +298,7 @@ def test_bfloat16_gradients_are_then_near_those_of_kept_streams() -> None:
 
 
 @pytest.mark.nightly
-def test_compiled_code_follows_what_is_kept() -> None:
+def test_compiled_code_follows_changes_of_kept_junctions() -> None:
     from residua.config.topologies import Invert, MultiGate
     from residua.model.topology import build_topology
 

@@ -14,7 +14,7 @@ from tests.golden.compare import agree, each_token, random
 
 @pytest.mark.parametrize("width", [1, 7, 33])
 @pytest.mark.parametrize("eps", [1e-6, 0.1])
-def test_rms_is_its_equation(width: int, eps: float) -> None:
+def test_rms_matches_its_equation(width: int, eps: float) -> None:
     x, g = random(2, 3, width), random(width, seed=1)
     silent = ("x",) if width == 1 else ()
     agree([ops.rms(x, eps)], each_token(lambda v, _: [rms(v, eps)], x), {"x": x}, silent=silent)
@@ -31,7 +31,7 @@ def test_mixed_slices_are_weighted_sums(compiled: bool, shared: bool, monkeypatc
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_few_products_are_dot_products(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_products_equal_dot_products(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
     x, w = random(2, 3, 5), random(7, 5, seed=1)
     expected = torch.stack([(x * row).sum(-1) for row in w], -1)
@@ -41,7 +41,7 @@ def test_few_products_are_dot_products(compiled: bool, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("activation", ["sigmoid", "tanh", "silu", "identity"])
 @pytest.mark.parametrize("width", [7, 33])
 @pytest.mark.parametrize("outputs", ["elementwise", "tensorwise"])
-def test_gated_norm_is_its_equation(activation: str, width: int, outputs: str) -> None:
+def test_gated_norm_matches_its_equation(activation: str, width: int, outputs: str) -> None:
     rank = 5
     leaves = {
         "x": random(2, 3, width),
@@ -55,14 +55,14 @@ def test_gated_norm_is_its_equation(activation: str, width: int, outputs: str) -
     agree([ours], golden, leaves)
 
 
-def test_scaled_rms_norm_is_its_equation() -> None:
+def test_scaled_rms_norm_matches_its_equation() -> None:
     leaves = {"x": random(2, 3, 7), "weight": random(7, seed=1), "affine": random(7, seed=2)}
     x, weight, affine = leaves.values()
     golden = each_token(lambda v, _: [parts.preaffine(v, affine, weight, 0.1)], x)
     agree([ops.rms_norm(x, weight, affine=affine, eps=0.1)], golden, leaves)
 
 
-def test_norm_rotate_is_its_equation() -> None:
+def test_norm_rotate_matches_its_equation() -> None:
     """QK-norm, then the rotation by position."""
     leaves = {"x": random(2, 3, 4, 6), "weight": random(6, seed=1)}
     i = torch.arange(3, dtype=torch.float64)
@@ -81,7 +81,7 @@ SCALES = {"elementwise": (4, 6), "headwise": (4,), "broadcast": (4, 1), "scalar"
 
 @pytest.mark.parametrize("norm", [True, False], ids=["normed", "raw"])
 @pytest.mark.parametrize("scale", SCALES)
-def test_mix_projection_is_its_equation(scale: str, norm: bool) -> None:
+def test_mix_projection_matches_its_equation(scale: str, norm: bool) -> None:
     leaves = {
         "current": random(2, 3, 4, 6),
         "anchor": random(2, 3, 4, 6, seed=1),
@@ -110,7 +110,7 @@ def test_mix_projection_is_its_equation(scale: str, norm: bool) -> None:
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("ignored", [(), (0, 4), (0, 1, 2, 3, 4, 5)], ids=["none", "some", "all"])
-def test_linear_cross_entropy_is_its_equation(z_loss: float, ignored: tuple[int, ...]) -> None:
+def test_linear_cross_entropy_matches_its_equation(z_loss: float, ignored: tuple[int, ...]) -> None:
     hidden, weight = random(2, 3, 7), random(11, 7, seed=1)
     targets = torch.tensor([[3, 0, 10], [10, 5, 3]])
     targets.view(-1)[list(ignored)] = -100

@@ -60,7 +60,7 @@ def test_rms_of_a_large_half_precision_vector_does_not_overflow() -> None:
     torch.testing.assert_close(ops.rms(x), torch.ones(4, dtype=torch.float16))
 
 
-def test_the_loss_is_single_precision_whatever_goes_in() -> None:
+def test_the_loss_is_single_precision_for_any_input_dtype() -> None:
     hidden, weight = torch.randn(5, 8, dtype=torch.bfloat16), torch.randn(9, 8, dtype=torch.bfloat16)
     loss, z = ops.linear_cross_entropy(hidden, weight, torch.arange(5), z_loss=1e-3)
     assert loss.dtype == z.dtype == torch.float32

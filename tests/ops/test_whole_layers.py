@@ -51,7 +51,7 @@ COUNTS = [(1, 9, 18), (2, 9, 9), (3, 9, 6), (4, 9, 5), (5, 9, 4), (9, 9, 2), (17
 @pytest.mark.parametrize("spare", [1, 4])
 @pytest.mark.parametrize(("count", "depth", "size"), COUNTS)
 @pytest.mark.parametrize("device", DEVICES)
-def test_merged_shares_are_the_read_of_all_sources(
+def test_merged_partial_reads_equal_the_read_of_all_sources(
     device: str, count: int, depth: int, size: int, spare: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_division", lambda x: (2, spare))
@@ -66,7 +66,7 @@ def test_merged_shares_are_the_read_of_all_sources(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_first_sublayer_reads_the_embedding_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_sublayer_reads_only_the_embedding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_division", lambda x: (2, 4))
     layers, y = some_layers(1, device), torch.randn(ROWS, WIDTH, device=device)
     want = layers.vectors.junctions[0, 0] * torch.nn.functional.rms_norm(y, (WIDTH,), eps=1e-6)
@@ -89,7 +89,7 @@ def test_gated_junction_in_two_parts_equals_the_whole_one(device: str, streams: 
 
 @pytest.mark.parametrize("share", only_nightly([1.0, 0.1, 1e-2, 1e-3, 1e-5], but=[1.0, 1e-3]))
 @pytest.mark.parametrize("device", DEVICES)
-def test_cancelling_streams_norm_from_dots_is_as_accurate(device: str, share: float) -> None:
+def test_norm_from_dot_products_survives_cancellation(device: str, share: float) -> None:
     """Two streams and their opposites, all pooled alike: h is `share` of a stream, and so is the update."""
     layers = some_layers(2, device, "gate", 96, streams=4)
     first, second, rest, y = torch.randn(4, ROWS, 96, device=device)
