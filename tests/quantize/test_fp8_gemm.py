@@ -42,14 +42,14 @@ def test_row_wise_products_agree_with_the_simulation() -> None:
     assert compare("fp8-row", CPU, 37, 64, 48) < 4e-3  # bf16 results
 
 
-def test_what_a_device_does_not_have_is_said_and_not_replaced() -> None:
+def test_missing_device_support_is_reported_not_emulated() -> None:
     if find_product("block", CPU) is not None:
         pytest.skip("this CPU has block-wise FP8 products")
     modules, problems = with_fp8_products({"w": encode_fp8(torch.randn(128, 128), BLOCK)}, "fp8", CPU)
     assert not modules and "no block-wise FP8 product on cpu" in problems["w"]
 
 
-def test_shapes_that_do_not_fit_the_units_are_left_out() -> None:
+def test_shapes_unsupported_by_the_hardware_are_skipped() -> None:
     rows = encode_fp8(torch.randn(48, 64), ROW)
     assert takes(rows, "row") and not takes(rows, "block")
     assert not takes(encode_fp8(torch.randn(40, 64), ROW), "row")
@@ -83,7 +83,7 @@ class _Divisions(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_simulation_divides_by_tensors_alone(scheme: str) -> None:
+def test_the_simulation_divides_only_by_tensors(scheme: str) -> None:
     """What makes it the same on every device, seen where there is no GPU."""
     x, chosen = torch.randn(8, 64), find_scheme(scheme)
     with _Divisions() as seen:
@@ -187,7 +187,7 @@ def test_fp8_checkpoint_agrees_with_its_simulation(
     assert distance < 2e-2, f"the logits are {distance:.1e} from the simulation's"
 
 
-def test_casting_a_model_leaves_rounded_weights_on_their_grid() -> None:
+def test_casting_a_model_keeps_rounded_weights_on_their_grid() -> None:
     weight = encode_fp8(torch.randn(32, 64), ROW)
     low = LowProjection(weight.dequantize(), find_scheme("fp8-row").activation, "")
     real = Fp8Projection(weight, ROW, _simulated)
@@ -201,7 +201,9 @@ def test_casting_a_model_leaves_rounded_weights_on_their_grid() -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_multiply_in_fp8_is_said(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_without_an_fp8_product_are_reported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("residua.quantize.run.results", lambda result: {})
     for scheme, why in (
         ("nvfp4", "FP8 products support only projections without bias"),

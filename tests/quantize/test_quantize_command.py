@@ -28,7 +28,7 @@ def loss_of(model: Decoder, run: Path) -> float:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_checkpoint_loads_and_computes_what_was_reported(scheme: str, run: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_loads_with_the_reported_loss(scheme: str, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "q"
     result = quantize(run, out, scheme=scheme, probes=1, calibration=4)
     model = residua.load(out)
@@ -54,7 +54,7 @@ def test_reported_loss_uses_the_folders_static_scales(run: Path, tmp_path: Path)
     assert "--scheme nvfp4-static --calibration 4" in (tmp_path / "q" / "report.html").read_text()
 
 
-def test_trained_model_survives_fp8_and_pays_for_nvfp4(run: Path, tmp_path: Path) -> None:
+def test_fp8_costs_a_trained_model_less_than_nvfp4(run: Path, tmp_path: Path) -> None:
     costs = {}
     for scheme in ("fp8", "nvfp4"):
         result = quantize(run, tmp_path / scheme, scheme=scheme, probes=0)
@@ -63,7 +63,7 @@ def test_trained_model_survives_fp8_and_pays_for_nvfp4(run: Path, tmp_path: Path
     assert costs["fp8"] < 0.02 and costs["fp8"] < costs["nvfp4"] < 0.5
 
 
-def test_planted_outliers_are_named_and_smoothed_away(planted: Path, run: Path, tmp_path: Path) -> None:
+def test_planted_outliers_are_named_and_removed_by_smoothing(planted: Path, run: Path, tmp_path: Path) -> None:
     plain = quantize(planted, tmp_path / "plain", scheme="nvfp4", probes=0)
     smooth = quantize(planted, tmp_path / "smooth", scheme="nvfp4", alpha=0.5, calibration=32, probes=0)
     assert math.isclose(plain.loss_before, loss_of(residua.load(run), run), rel_tol=1e-5)
@@ -98,7 +98,7 @@ def test_depth_operators_stay_exact_and_are_listed(run: Path, tmp_path: Path) ->
     assert all(name in page for name in listed)
 
 
-def test_calibration_reads_as_many_sequences_as_it_says(run: Path) -> None:
+def test_calibration_reads_the_stated_number_of_sequences(run: Path) -> None:
     text = CalibrationText.of_folder(run, residua.load(run).config, None)
     for sequences in (3, 16, 20):
         batches = list(text.calibration(sequences))
@@ -107,7 +107,7 @@ def test_calibration_reads_as_many_sequences_as_it_says(run: Path) -> None:
         assert torch.equal(again.tokens, batches[0].tokens)
 
 
-def test_what_cannot_be_is_refused_with_a_sentence(run: Path, tmp_path: Path) -> None:
+def test_impossible_requests_are_refused_in_one_sentence(run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
     wrong: list[tuple[dict[str, object], str]] = [
@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(run: Path, tmp_path: Path) ->
         quantize(tmp_path / "q", tmp_path / "again")
 
 
-def test_a_damaged_folder_is_refused_with_a_sentence(run: Path, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_refused_in_one_sentence(run: Path, tmp_path: Path) -> None:
     quantize(run, tmp_path / "q", probes=0)
     path = tmp_path / "q" / "model.safetensors"
     tensors = load_file(path)
@@ -162,7 +162,7 @@ def test_a_damaged_folder_is_refused_with_a_sentence(run: Path, tmp_path: Path) 
             residua.load(tmp_path / "q")
 
 
-def test_advice_below_a_thousandth_of_a_nat_is_not_given(run: Path, tmp_path: Path) -> None:
+def test_advice_worth_under_a_thousandth_of_a_nat_is_omitted(run: Path, tmp_path: Path) -> None:
     result = quantize(run, tmp_path / "q", probes=1)
     for gain, given in ((9e-4, False), (2e-3, True)):
         probes = (result.probes[0].model_copy(update={"gain": gain}),)
@@ -170,7 +170,7 @@ def test_advice_below_a_thousandth_of_a_nat_is_not_given(run: Path, tmp_path: Pa
         assert any("--exempt" in sentence for sentence in told) is given
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(run: Path, tmp_path: Path) -> None:
+def test_non_finite_weights_are_refused_by_name(run: Path, tmp_path: Path) -> None:
     model = residua.load(run)
     with torch.no_grad():
         model.sublayers[2].body.out.weight[1, 1] = math.nan
@@ -178,7 +178,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(run: Path, tmp_path: Pa
         quantize_model(model, SCHEMES["fp8"])
 
 
-def test_the_command_says_what_it_found_and_what_to_do_next(
+def test_the_command_prints_findings_and_the_next_step(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     options = ("--scheme", "nvfp4", "--smooth", 0.5, "--calibration", 8, "--probes", 1, "--threads", 1)

@@ -93,7 +93,7 @@ SERVED = [(scheme, name) for scheme in DYNAMIC if scheme != "nvfp4" for name in 
     [*((scheme, ROUNDED[name]) for scheme, name in SERVED), ("fp8-row", GROUPED | {"width": 96}), ("fp8", NARROW)],
     ids=[*map("-".join, SERVED), "fp8-row-parts", "fp8-narrow"],
 )
-def test_transformers_computes_the_same_with_rounded_activations(scheme: str, changes: Any, tmp_path: Path) -> None:
+def test_transformers_gives_equal_logits_for_rounded_inputs(scheme: str, changes: Any, tmp_path: Path) -> None:
     assert_served_alike(tmp_path / "q", quantized(scheme, tmp_path / "q", **changes))
 
 
@@ -106,7 +106,7 @@ def test_nvfp4_in_transformers_keeps_exempt_modules_exact(tmp_path: Path) -> Non
     assert torch.equal(q, model.sublayers[0].body.project.weight[:128].to(q.dtype))
 
 
-def test_transformers_computes_the_same_with_static_scales(tmp_path: Path) -> None:
+def test_transformers_gives_equal_logits_with_static_scales(tmp_path: Path) -> None:
     torch.manual_seed(0)
     scheme = find_scheme("nvfp4-static")
     model = residua.build(ModelConfig(**SHAPE)).eval()
@@ -132,7 +132,7 @@ def test_transformers_computes_the_same_with_static_scales(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("scheme", "dtype"), [("nvfp4-static", torch.bfloat16), ("fp8-row", torch.float32)], ids=["nvfp4", "fp8"]
 )
-def test_printed_loss_is_that_of_the_engines_folder(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_printed_loss_is_measured_on_the_engines_folder(scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     ffn, exempt = {"kind": "swiglu", "hidden": 64}, ("sublayers.1.body.out",)
     run = train_run(tmp_path, width=32, ffn=ffn)
     how = {"scheme": scheme, "calibration": 4, "probes": 0, "exempt": exempt}
@@ -163,7 +163,7 @@ def test_printed_loss_is_that_of_the_engines_folder(scheme: str, dtype: torch.dt
     assert (found.logits - ours).norm() < 1e-4 * ours.norm()
 
 
-def test_rows_keep_the_scales_of_the_whole() -> None:
+def test_row_slices_keep_the_scales_of_the_whole_matrix() -> None:
     x = torch.randn(320, 64)
     for scheme in SCHEMES.values():
         whole = scheme.weight(x)
@@ -183,7 +183,7 @@ def test_rows_keep_the_scales_of_the_whole() -> None:
         ("fp8", GROUPED, ("*.project",), None),
     ],
 )
-def test_what_an_engine_would_round_differently_is_refused(
+def test_models_an_engine_would_round_differently_are_refused(
     scheme: str, changes: dict[str, Any], exempt: tuple[str, ...], sentence: str | None
 ) -> None:
     model = residua.build(ModelConfig(**(SHAPE | changes)))
@@ -195,7 +195,7 @@ def test_what_an_engine_would_round_differently_is_refused(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_an_imported_model_is_served_as_what_it_was(name: str, tmp_path: Path) -> None:
+def test_an_imported_model_is_served_as_its_original_family(name: str, tmp_path: Path) -> None:
     quiet_transformers()
     architecture, keys = FAMILIES[name]
     saved(tmp_path / "theirs", architecture, **keys)
@@ -208,7 +208,7 @@ def test_an_imported_model_is_served_as_what_it_was(name: str, tmp_path: Path) -
     assert assert_served_alike(tmp_path / "q", model).config.model_type == name
 
 
-def test_logits_differ_only_where_rounding_flips(tmp_path: Path) -> None:
+def test_logits_differ_only_where_rounding_differs(tmp_path: Path) -> None:
     """A position of six-layer models can be off by 0.1; given the inputs of our matrices, no position is."""
     architecture, keys = FAMILIES["llama"]
     deep = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
@@ -257,12 +257,12 @@ def test_an_empty_matrix_stays_empty(scheme: str, shape: tuple[int, int]) -> Non
     ],
     ids=str,
 )
-def test_another_shape_is_refused_by_what_it_has(change: dict[str, Any]) -> None:
+def test_an_unservable_shape_is_refused_by_its_feature(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"models of the shape of .* has {next(iter(change))}.*: leave --engine out"):
         find_layout(ModelConfig(**(SHAPE | change)))
 
 
-def test_the_first_family_that_fits_is_taken() -> None:
+def test_the_first_matching_family_is_chosen() -> None:
     heads = {"kind": "softmax", "heads": 4}
     shapes: dict[str, dict[str, Any]] = {
         "qwen3": {"attention": heads | {"qk_eps": 1e-5}, "norm": {"kind": "rmsnorm", "eps": 1e-5}},

@@ -52,7 +52,7 @@ def test_folding_random_factors_into_every_edge_changes_nothing(row: Row) -> Non
 
 
 @pytest.mark.parametrize("kind", [n for n in NORMS if n.startswith("gated")])
-def test_a_fold_that_forgets_the_gates_down_matrix_is_wrong(kind: str) -> None:
+def test_folding_without_the_gates_down_matrix_is_wrong(kind: str) -> None:
     """The trap: the gain alone divided leaves a gate that looks at other values than it was trained on."""
     model = lively(norm=NORMS[kind])
     tokens = tokens_and_targets()[0]
@@ -72,7 +72,7 @@ def test_a_fold_that_forgets_the_gates_down_matrix_is_wrong(kind: str) -> None:
     assert change_by_folding(lively(norm=NORMS[kind])) < 1e-12
 
 
-def test_the_root_of_a_factor_inside_relu2_is_taken_in_float64() -> None:
+def test_relu2_factors_take_their_square_root_in_float64() -> None:
     """Each weight is rounded once; a root in float32 rounds it twice, and a quarter of the weights differ."""
     draw = torch.Generator().manual_seed(0)
     weight, factor = torch.randn(256, 64, generator=draw), torch.exp(torch.randn(256, generator=draw))
@@ -83,7 +83,7 @@ def test_the_root_of_a_factor_inside_relu2_is_taken_in_float64() -> None:
     assert not torch.equal(weight / factor.sqrt()[:, None], found)
 
 
-def test_grouped_heads_and_shared_gains_share_their_factor() -> None:
+def test_grouped_heads_and_shared_gains_share_one_factor() -> None:
     grouped = lively(attention={"kind": "softmax", "heads": 4, "kv_heads": 2})
     (values,) = grouped.sublayers[0].body.inner_edges("x")
     assert values.channel.tolist() == [0, 1, 2, 3] * 2 + [4, 5, 6, 7] * 2
@@ -92,7 +92,7 @@ def test_grouped_heads_and_shared_gains_share_their_factor() -> None:
     assert gain.channel.tolist() == list(range(8)) * 2
 
 
-def test_shared_anchors_are_divided_by_their_layers_lambda() -> None:
+def test_shared_anchors_fold_into_their_layers_lambda() -> None:
     gated = {"kind": "softmax", "heads": 2, "gate": "elementwise"}
     for kind, granularity, layers in (
         ("exoformer", "elementwise", (0, 2, 4)), ("nuresformer", "elementwise", (2, 4)),
@@ -104,7 +104,7 @@ def test_shared_anchors_are_divided_by_their_layers_lambda() -> None:
 
 
 @pytest.mark.parametrize("options", [{"qk_norm": "rms_qkv"}, {"values": "keys"}], ids=str)
-def test_values_that_are_normed_or_keys_are_not_divided(options: dict[str, str]) -> None:
+def test_normed_values_and_values_tied_to_keys_are_not_folded(options: dict[str, str]) -> None:
     model = lively(attention={"kind": "softmax", "heads": 2, **options})
     assert not [edge for edge in edges(model) if edge.name.endswith("values")] and change_by_folding(model) < 1e-12
 
@@ -136,7 +136,7 @@ def test_silent_channels_keep_a_factor_of_one() -> None:
     assert factors[[3, 5]].tolist() == [1.0, 1.0] and factors.isfinite().all()
 
 
-def test_a_norm_or_a_body_that_says_nothing_is_refused_by_name() -> None:
+def test_parts_without_folding_rules_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="LayerNorm does not define"):
         stated(torch.nn.LayerNorm(4), "divide", "how to divide its output per channel")
     with pytest.raises(ValueError, match="Norm does not define"):
@@ -157,7 +157,7 @@ class OwnNorm(torch.nn.Module):
         self.gain.div_(by)
 
 
-def test_a_norm_of_ones_own_is_folded_once_it_says_how() -> None:
+def test_a_plugin_norm_with_folding_rules_is_folded() -> None:
     """As docs/reference/quantization.md shows it."""
     model = lively()
     for sublayer in model.sublayers:
@@ -165,7 +165,7 @@ def test_a_norm_of_ones_own_is_folded_once_it_says_how() -> None:
     assert change_by_folding(model) < 1e-12
 
 
-def test_small_maps_that_steer_are_not_quantized() -> None:
+def test_small_control_maps_are_not_quantized() -> None:
     dynamic = {"kind": "exoformer", "mixing": {"kind": "dynamic", "hidden": 4}}
     model = lively(attention={"kind": "softmax", "heads": 2, "gate": "elementwise"}, anchors=dynamic)
     assert not [name for name in targets(model) if "gamma" in name]

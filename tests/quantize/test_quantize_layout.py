@@ -41,7 +41,7 @@ def test_compressed_tensors_reads_the_same_weights(scheme: str, run: Path, tmp_p
 
 @pytest.mark.parametrize("scheme", ["fp8", "nvfp4"])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_experts_are_stored_one_by_one_and_come_back(scheme: str, activation: str, tmp_path: Path) -> None:
+def test_experts_are_stored_separately_and_load_back(scheme: str, activation: str, tmp_path: Path) -> None:
     moe = {"kind": "moe", "hidden": 16, "experts": 3, "top_k": 2, "activation": activation}
     model = residua.build(small(ffn=moe, attention={"kind": "softmax", "heads": 2}))
     names, weights = _quantized(model, scheme, tmp_path / "q")
@@ -54,7 +54,7 @@ def test_experts_are_stored_one_by_one_and_come_back(scheme: str, activation: st
         assert torch.equal(theirs[f"{name}.weight"], weight.dequantize().bfloat16())
 
 
-def test_widths_that_are_no_multiple_of_a_block_come_back(tmp_path: Path) -> None:
+def test_widths_not_divisible_by_a_block_load_back(tmp_path: Path) -> None:
     model = residua.build(small(width=20, ffn={"kind": "swiglu", "hidden": 27}))
     for scheme in SCHEMES:
         out = tmp_path / scheme

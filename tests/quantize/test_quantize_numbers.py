@@ -22,7 +22,7 @@ BROKEN = {"NaN": math.nan, "infinity": math.inf, "minus infinity": -math.inf}
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("span", ["tensor", "token"])
-def test_nvfp4_codes_and_scales_are_torchaos(name: str, span: str) -> None:
+def test_nvfp4_codes_and_scales_match_torchao(name: str, span: str) -> None:
     torchao = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="torchao is not installed")
     x = tensors()[name]
     ours = quantize_nvfp4(x, span)
@@ -36,7 +36,7 @@ def test_nvfp4_codes_and_scales_are_torchaos(name: str, span: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nvfp4_values_are_torchaos_to_one_rounding_of_the_scale(name: str) -> None:
+def test_nvfp4_values_match_torchao_up_to_one_scale_rounding(name: str) -> None:
     """That library multiplies by t where checkpoints store t⁻¹ and engines divide: one rounding apart."""
     torchao = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="torchao is not installed")
     x = tensors()[name]
@@ -45,7 +45,7 @@ def test_nvfp4_values_are_torchaos_to_one_rounding_of_the_scale(name: str) -> No
     torch.testing.assert_close(ours, theirs.dequantize(torch.float32), rtol=2.5e-7, atol=1e-44)
 
 
-def test_rounding_to_e2m1_is_that_of_torchaos_mx_formats() -> None:
+def test_e2m1_rounding_matches_torchaos_mx_formats() -> None:
     kernels = pytest.importorskip("torchao.prototype.mx_formats.kernels", reason="torchao is not installed")
     values = torch.linspace(-6, 6, 100_001)
     ties = torch.tensor([(a + b) / 2 for a, b in pairwise(E2M1)])
@@ -58,18 +58,18 @@ def test_rounding_to_e2m1_is_that_of_torchaos_mx_formats() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(48, 64), (130, 257), (1, 5), (128, 128)])
-def test_fp8_blocks_are_those_of_compressed_tensors(name: str, shape: tuple[int, int]) -> None:
+def test_fp8_blocks_match_compressed_tensors(name: str, shape: tuple[int, int]) -> None:
     grain = {"strategy": "block", "block_structure": [128, 128]}
     _compare_with_compressed_tensors(_tiled(tensors()[name], shape), BLOCK, grain)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fp8_rows_are_those_of_compressed_tensors(name: str) -> None:
+def test_fp8_rows_match_compressed_tensors(name: str) -> None:
     _compare_with_compressed_tensors(tensors()[name], ROW, {"strategy": "channel"})
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fp8_activations_are_those_of_compressed_tensors(name: str) -> None:
+def test_fp8_activations_match_compressed_tensors(name: str) -> None:
     for tile, grain in ((ROW, {"strategy": "token"}), (GROUP, {"strategy": "group", "group_size": 128})):
         library = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
         from compressed_tensors.quantization.lifecycle.forward import fake_quantize
@@ -84,7 +84,7 @@ def test_fp8_activations_are_those_of_compressed_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.01], ids=["whole range", "cut off"])
 @pytest.mark.parametrize("name", NAMES)
-def test_static_nvfp4_rounds_as_compressed_tensors(name: str, share: float) -> None:
+def test_static_nvfp4_rounding_matches_compressed_tensors(name: str, share: float) -> None:
     library = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
@@ -137,7 +137,7 @@ def test_odd_shapes_keep_their_shape_and_their_error(scheme: str, shape: tuple[i
         assert (low - x).norm() <= bound * x.norm()
 
 
-def test_padding_is_nothing_but_zeros_behind() -> None:
+def test_partial_blocks_are_padded_with_zeros() -> None:
     x = torch.randn(5, 21, generator=torch.Generator().manual_seed(3))
     padded = torch.nn.functional.pad(x, (0, 11))
     assert torch.equal(quantize_nvfp4(x).dequantize(), quantize_nvfp4(padded).dequantize()[:, :21])
@@ -145,7 +145,7 @@ def test_padding_is_nothing_but_zeros_behind() -> None:
 
 @pytest.mark.parametrize("what", BROKEN)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_nan_and_infinity_are_refused_with_a_sentence(scheme: str, what: str) -> None:
+def test_nan_and_infinity_are_refused_in_one_sentence(scheme: str, what: str) -> None:
     x = torch.randn(4, 20)
     x[2, 3] = BROKEN[what]
     with pytest.raises(ValueError, match=r"layer 3 holds 1 value\(s\) that are (NaN|infinity): quantize finite"):
@@ -153,7 +153,7 @@ def test_nan_and_infinity_are_refused_with_a_sentence(scheme: str, what: str) ->
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_broken_activation_is_not_hidden(scheme: str) -> None:
+def test_a_non_finite_activation_stays_non_finite(scheme: str) -> None:
     """Inside a model nothing is checked, so what is broken must stay broken in its own token, and there alone."""
     for value in BROKEN.values():
         x = torch.randn(3, 32)
@@ -162,7 +162,7 @@ def test_a_broken_activation_is_not_hidden(scheme: str) -> None:
         assert not low[1].isfinite().all() and low[[0, 2]].isfinite().all()
 
 
-def test_tensors_of_zeros_and_of_subnormals_alone_stay_finite() -> None:
+def test_tensors_of_only_zeros_or_subnormals_stay_finite() -> None:
     for x in (torch.zeros(4, 32), torch.full((4, 32), TINY), torch.full((4, 32), 1e-33)):
         for scheme in SCHEMES.values():
             for low in (scheme.weight(x).dequantize(), scheme.activation(x)):
@@ -186,14 +186,14 @@ def test_every_code_and_scale_is_on_its_grid() -> None:
     assert torch.equal(again.codes, low.codes) and torch.equal(again.dequantize(), low.dequantize())
 
 
-def test_the_sixteen_codes_have_the_values_of_the_table_and_back() -> None:
+def test_the_sixteen_codes_map_to_the_table_and_back() -> None:
     codes = torch.arange(16, dtype=torch.uint8)
     values = e2m1_values(codes)
     assert values.tolist() == [*E2M1, *(-value for value in E2M1)] and values[8].signbit()
     assert torch.equal(e2m1_codes(values), codes)
 
 
-def test_recipes_are_read_and_written() -> None:
+def test_recipes_survive_a_round_trip() -> None:
     written = {"fp8": ("fp8",), "nvfp4+smooth": ("nvfp4", 0.5), "nvfp4+smooth:0.7": ("nvfp4", 0.7)}
     for text, expected in ((text, Recipe(*parts)) for text, parts in written.items()):
         assert Recipe.parse(text) == expected and str(expected) == text

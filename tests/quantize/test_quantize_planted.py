@@ -59,7 +59,7 @@ def error(model: Decoder, scheme: str, alpha: float | None = None) -> float:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_planting_changes_nothing_in_full_precision(norm: str) -> None:
+def test_planting_an_outlier_does_not_change_full_precision(norm: str) -> None:
     with torch.no_grad():
         plain, planted = (model_with(norm, size).hidden(BATCH.tokens) for size in (1.0, 6000.0))
     assert (plain - planted).norm() < 1e-4 * plain.norm()
@@ -73,12 +73,12 @@ def test_smoothing_undoes_the_outliers_w4a4_error(norm: str) -> None:
     assert smoothed[-1] < 0.7 * plain[-1] and max(smoothed) < 1.5 * plain[0]
 
 
-def test_w8a8_hardly_notices_the_same_outlier() -> None:
+def test_w8a8_is_barely_affected_by_the_same_outlier() -> None:
     clean, planted = (error(model_with("rmsnorm", size), "fp8") for size in (1.0, 6000.0))
     assert planted < 1.2 * clean < 0.25
 
 
-def test_peak_and_sink_ratio_are_those_of_the_diagnosis() -> None:
+def test_peak_and_sink_ratio_match_the_diagnosis() -> None:
     model = control()
     plant_outlier(model, 7, 50.0, 0.02)
     shown = sample()

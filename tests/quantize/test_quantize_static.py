@@ -27,7 +27,7 @@ STATIC = find_scheme("nvfp4-static")
 MOE = {"kind": "moe", "hidden": 16, "experts": 3, "top_k": 2, "activation": "swiglu"}
 
 
-def test_static_scales_keep_small_blocks_and_cut_large() -> None:
+def test_static_scales_keep_small_blocks_and_clip_large_ones() -> None:
     x = torch.zeros(2, 32)
     x[0, 3], x[1, 20] = 0.011, 100.0
     low = round_nvfp4_static(x, static_scale(10.0))
@@ -36,7 +36,7 @@ def test_static_scales_keep_small_blocks_and_cut_large() -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_broken_activation_is_not_cut_off(value: float) -> None:
+def test_a_non_finite_activation_is_not_clipped(value: float) -> None:
     x = torch.randn(3, 32)
     x[1, 3] = value
     low = round_nvfp4_static(x, static_scale(3.0))
@@ -48,7 +48,7 @@ def batches(count: int) -> list[Batch]:
     return [Batch(rows[:, :-1], rows[:, 1:], None) for rows in tokens]
 
 
-def test_scales_are_the_largest_inputs_of_the_calibration_text() -> None:
+def test_scales_cover_the_largest_calibration_inputs() -> None:
     model = residua.build(small(ffn=MOE)).eval()
     modules, seen = targets(model), dict[str, list[torch.Tensor]]()
     for name, module in modules.items():
@@ -74,7 +74,7 @@ def test_scales_are_the_largest_inputs_of_the_calibration_text() -> None:
     assert static_scales(model, find_scheme("nvfp4"), batches(3)) == {}
 
 
-def test_without_scales_a_static_scheme_is_refused() -> None:
+def test_a_static_scheme_without_scales_is_refused() -> None:
     model = residua.build(small())
     with pytest.raises(ValueError, match="nvfp4-static rounds inputs with calibrated scales: measure them with"):
         quantize_model(model, STATIC)
@@ -93,7 +93,7 @@ def test_a_study_calibrates_each_model_on_its_own_text() -> None:
     assert torch.equal(copy(tokens), model(tokens))
 
 
-def test_experts_scales_come_back_for_each_input(tmp_path: Path) -> None:
+def test_expert_scales_load_back_for_each_input(tmp_path: Path) -> None:
     model = residua.build(small(ffn=MOE)).eval()
     modules = targets(model)
     weights, peaks = quantize_weights(modules, STATIC), largest_inputs(model, modules, batches(2))
@@ -109,7 +109,7 @@ def test_experts_scales_come_back_for_each_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [None, [0.0], [float("inf")], [1.0, 1.0]], ids=str)
-def test_a_folder_without_a_usable_scale_is_refused(damage: list[float] | None, tmp_path: Path) -> None:
+def test_a_folder_without_a_valid_scale_is_refused(damage: list[float] | None, tmp_path: Path) -> None:
     model = residua.build(small())
     modules = targets(model)
     weights, peaks = quantize_weights(modules, STATIC), dict.fromkeys(modules, 1.0)
@@ -123,7 +123,7 @@ def test_a_folder_without_a_usable_scale_is_refused(damage: list[float] | None, 
 
 
 @pytest.mark.parametrize("place", ["source", "."], ids=["imported run", "Hugging Face folder"])
-def test_the_chat_template_and_the_end_tokens_go_along(place: str, tmp_path: Path) -> None:
+def test_the_chat_template_and_end_tokens_are_copied(place: str, tmp_path: Path) -> None:
     source = tmp_path / "run"
     (source / place).mkdir(parents=True)
     files = {"chat_template.jinja": "{{ messages }}", "tokenizer_config.json": "{}", "generation_config.json": "{ }"}
@@ -141,7 +141,7 @@ def test_the_chat_template_and_the_end_tokens_go_along(place: str, tmp_path: Pat
     assert (written["eos_token_id"], written["bos_token_id"], written["vocab_size"]) == ([7, 9], 3, VOCABULARY)
 
 
-def test_a_run_trained_here_ends_texts_with_its_tokenizers_token(tmp_path: Path) -> None:
+def test_a_trained_run_ends_texts_with_its_tokenizers_token(tmp_path: Path) -> None:
     from residua.data.tokenizer import Tokenizer
     from residua.quantize.engine import end_tokens
 
@@ -152,7 +152,7 @@ def test_a_run_trained_here_ends_texts_with_its_tokenizers_token(tmp_path: Path)
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4-static"])
-def test_an_engines_folder_says_whose_loss_was_measured(
+def test_engine_output_states_whose_loss_was_measured(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from residua.quantize import run as work
