@@ -15,7 +15,7 @@ def page_of(*cells: Bar | Spread | None, text: str = "x", names: int = 1) -> str
     return page.html()
 
 
-def test_nothing_in_a_card_or_a_strip_becomes_markup() -> None:
+def test_text_in_cards_and_strips_is_escaped() -> None:
     page = Page("t", "l")
     section = page.section("s")
     section.good(EVIL)
@@ -25,7 +25,7 @@ def test_nothing_in_a_card_or_a_strip_becomes_markup() -> None:
         assert EVIL not in html and "<script>alert" not in html and 'x")' not in html
 
 
-def test_card_leaves_out_empty_facts_and_folds_the_rest() -> None:
+def test_card_omits_empty_facts_and_folds_the_rest() -> None:
     page = Page("t", "l")
     page.section("s").cards([Card("Dead layer", facts={"where": "layer 3", "to do": ""}, more=["one", "two"])])
     html = page.html()
@@ -41,14 +41,14 @@ def test_a_missing_cell_differs_from_one_near_zero() -> None:
     assert half.count('class="missing"') == 1 and half.count("width:0%") == 1
 
 
-def test_bars_stay_in_their_cell_and_weak_weights_vanish() -> None:
+def test_bars_stay_in_their_cell_and_weak_weights_are_hidden() -> None:
     html = page_of(Bar((7.0, -1.0), "much", mark=2.0), Spread(((0.5, 0.001, 3.0), (0.01,)), 3, "weights"))
     assert {"width:100%", "width:0%", "left:100%"} <= set(re.findall(r"(?:width|left):[\d.]+%", html))
     assert re.findall(r'fill-opacity="([\d.]+)"', html) == ["0.71", "1.00"]
     assert re.findall(r'class="paper" y="\d" width="(\d)"', html) == ["3", "1"]  # the second row has one source
 
 
-def test_a_finding_is_said_and_not_only_coloured() -> None:
+def test_a_finding_is_written_out_not_only_coloured() -> None:
     html = page_of(Bar((0.5,), "97 %", flag="bad", words="attention sink"))
     assert re.search(r'<td class="is-bad" title="attention sink">.*97 %<span class="spoken"> \(attention sink\)', html)
     page = Page("t", "l")

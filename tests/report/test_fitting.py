@@ -25,7 +25,7 @@ def printed(width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 85, 90, 100, 110])
-def test_a_table_never_cuts_a_number_off(width: int) -> None:
+def test_a_table_never_truncates_a_number(width: int) -> None:
     lines = printed(width)
     assert all(len(line.rstrip()) <= width for line in lines) and not any("…" in line for line in lines)
     words = " ".join(lines).split()
@@ -35,13 +35,13 @@ def test_a_table_never_cuts_a_number_off(width: int) -> None:
                 assert any(part in word for word in words), (part, width)
 
 
-def test_a_table_that_fits_is_left_as_it_is() -> None:
+def test_a_table_that_fits_is_unchanged() -> None:
     lines = [line for line in printed(120) if line.strip()]
     assert len(lines) == 4  # heads, a line, two rows
     assert "800.10–803.44" in lines[3] and lines[3].split()[0] == "mgr+exoformer_dynamic"
 
 
-def test_rows_become_paragraphs_where_words_do_not_fit() -> None:
+def test_rows_become_paragraphs_if_words_do_not_fit() -> None:
     lines = [line.rstrip() for line in printed(60)]
     assert lines[0] == "prenorm"
     assert lines[1] == "  parameters 0.92M, step ms 728.38, p10–p90 728.38–729.96,"

@@ -40,33 +40,33 @@ def one_of_everything(text: str) -> Page:
     return page
 
 
-def test_nothing_a_caller_passes_becomes_markup() -> None:
+def test_text_passed_by_callers_is_escaped() -> None:
     html = one_of_everything(EVIL).html()
     assert EVIL not in html
     # What is left between our own scripts holds no foreign element.
     assert "<script>alert" not in html and "</b>" not in re.sub(r"<script.*?</script>", "", html, flags=re.S)
 
 
-def test_plotly_is_embedded_once_however_many_figures() -> None:
+def test_plotly_is_embedded_once_for_any_number_of_figures() -> None:
     html = one_of_everything("x").html()
     assert html.count(page.plotly_script()) == 1
     assert len(re.findall(r'<div class="plot"', html)) == 4
 
 
-def test_plotly_is_the_published_file_and_small_enough_to_mail() -> None:
+def test_plotly_is_the_published_file_and_small_enough_to_email() -> None:
     unpacked = gzip.decompress(page.packed_plotly())
     assert hashlib.sha256(unpacked).hexdigest() == page.PLOTLY_SHA256
     assert f"v{page.PLOTLY_VERSION}".encode() in unpacked[:200]
     assert len(one_of_everything("x").html()) < 800_000
 
 
-def test_a_page_without_figures_carries_no_plotly() -> None:
+def test_a_page_without_figures_has_no_plotly() -> None:
     page = Page("t", "l")
     page.section("s").text("words")
     assert len(page.html()) < 50_000
 
 
-def test_page_forbids_network_and_names_no_other_source() -> None:
+def test_page_forbids_network_and_references_no_other_source() -> None:
     page = Page("t", "l")
     page.section("s").text("words")
     html = page.html()
@@ -74,14 +74,14 @@ def test_page_forbids_network_and_names_no_other_source() -> None:
     assert not re.search(r"""(?:src|href)=["'](?:https?:)?//""", html)
 
 
-def test_sections_of_one_title_get_different_anchors() -> None:
+def test_sections_with_equal_titles_get_different_anchors() -> None:
     page = Page("t", "l")
     first, second = page.section("Loss curves"), page.section("Loss curves")
     assert (first.anchor, second.anchor) == ("loss-curves", "loss-curves-2")
     assert f'href="#{second.anchor}"' in page.html()
 
 
-def test_a_write_that_fails_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "report.html"
     target.write_text("old")
     page = Page("t", "l")
@@ -92,7 +92,7 @@ def test_a_write_that_fails_leaves_the_old_page(tmp_path: Path, monkeypatch: pyt
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_figures_take_their_colours_from_the_page() -> None:
+def test_figures_use_the_colours_of_the_page() -> None:
     figure = json.loads(grouped_bars(["a"], {"part": [1.0]}, ["#2f7ed8"], "y", line_at=1.0).to_json())
     assert not figure["layout"].get("template")
 
@@ -128,12 +128,12 @@ def test_sixteen_series_have_colours_that_differ_visibly() -> None:
     assert min(math.dist(oklab(a), oklab(b)) for a, b in combinations(colours, 2)) > 0.085
 
 
-def test_no_two_of_a_hundred_series_look_the_same() -> None:
+def test_a_hundred_series_all_look_different() -> None:
     assert len({(theme.colour(place), theme.symbol(place)) for place in range(100)}) == 100
 
 
 @pytest.mark.parametrize("name", ["light", "dark", "paper"])
-def test_series_and_words_stand_out_from_the_panel(name: str) -> None:
+def test_series_and_text_contrast_with_the_panel(name: str) -> None:
     paper = theme._PAPER[name]
     assert min(contrast(theme.colour(place), paper["panel"]) for place in range(16)) >= 2.99  # WCAG: 3 for graphics
     assert contrast(paper["ink"], paper["panel"]) >= 4.5
@@ -145,7 +145,7 @@ def test_a_cell_near_zero_does_not_look_like_a_missing_one(name: str) -> None:
     assert min(math.dist(oklab(stop), panel) for stop in scales) > 0.06
 
 
-def test_a_figure_says_in_words_what_it_shows() -> None:
+def test_a_figure_has_a_text_description() -> None:
     line = curves([Curve("a", [0, 10], [3.0, 1.5], "#2f7ed8")], "tokens", "loss & more")
     assert words(line) == "Plot of loss & more by tokens. a: from 3 at 0 to 1.5 at 10."
     bars = grouped_bars(["x"], {"p": [1.0], "q": [None]}, ["#2f7ed8", "#000000"], "nats")

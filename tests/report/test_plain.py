@@ -37,7 +37,7 @@ SHOWN = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_markdown_shows_the_text_and_nothing_else(text: str) -> None:
+def test_markdown_shows_only_the_escaped_text(text: str) -> None:
     plain = html.escape(one_line(text))
     assert SHOWN.render(f"# {markdown(text)}") == f"<h1>{plain}</h1>\n"
     assert SHOWN.render(f"- {markdown(text, begins=True)}") == f"<ul>\n<li>{plain}</li>\n</ul>\n"
@@ -45,7 +45,7 @@ def test_markdown_shows_the_text_and_nothing_else(text: str) -> None:
     assert re.findall(r"<td>(.*?)</td>", cells) == [plain, "last"]
 
 
-def test_markdown_shows_any_text() -> None:
+def test_markdown_round_trips_any_text() -> None:
     source = random.Random(0)
     for _ in range(2000):
         text = "x" + "".join(source.choices("ab1 _*`|[]()<>!#\\&~:/.@-+\n\t\x1b$'\"", k=12))
@@ -70,7 +70,7 @@ def terminal() -> tuple[PlainConsole, io.StringIO]:
 
 
 @pytest.mark.parametrize("text", [*HOSTILE, "[red]x[/blue]", ":smile:", "[/]", "[link=https://x]y[/link]"])
-def test_a_console_prints_the_text_and_executes_nothing(text: str, terminal: tuple[PlainConsole, io.StringIO]) -> None:
+def test_a_console_prints_control_codes_as_text(text: str, terminal: tuple[PlainConsole, io.StringIO]) -> None:
     console, file = terminal
     table = Table(text, title=text)
     table.add_row(text)
@@ -81,7 +81,7 @@ def test_a_console_prints_the_text_and_executes_nothing(text: str, terminal: tup
     assert text.splitlines()[0].partition("\x1b")[0] in file.getvalue()
 
 
-def test_bars_and_status_lines_take_names_as_they_are(terminal: tuple[PlainConsole, io.StringIO]) -> None:
+def test_bars_and_status_lines_show_names_literally(terminal: tuple[PlainConsole, io.StringIO]) -> None:
     console, file = terminal
     with ProgressBars(console) as bars:
         bars.track("[/red]\x1b]0;x\x07")(1, 2)
@@ -92,12 +92,12 @@ def test_bars_and_status_lines_take_names_as_they_are(terminal: tuple[PlainConso
     assert "\x1b]0;" not in file.getvalue()
 
 
-def test_text_of_every_script_is_left_alone() -> None:
+def test_text_in_every_script_is_unchanged() -> None:
     for text in ("naïve — “x”", "日本語\u3000全角", "क्ष", "👩‍💻", "a\u00a0b", "tab\tand\nline"):
         assert printable(text) == text
 
 
-def test_a_page_shows_the_text_and_nothing_else() -> None:
+def test_a_page_shows_only_the_escaped_text() -> None:
     for text in [*HOSTILE, '"><script>alert(1)</script>', "</script><script>x", "<!--<script>"]:
         page = Page(text, text)
         section = page.section(text, text)
@@ -110,7 +110,7 @@ def test_a_page_shows_the_text_and_nothing_else() -> None:
         made.encode()
 
 
-def test_a_progress_bar_of_our_own_console_needs_no_markup(terminal: tuple[PlainConsole, io.StringIO]) -> None:
+def test_a_progress_bar_on_our_console_needs_no_markup(terminal: tuple[PlainConsole, io.StringIO]) -> None:
     console, file = terminal
     with Progress(console=console):
         console.print("[/x]")

@@ -17,14 +17,14 @@ A = Point("a", 1.0, 1.0, "#2f7ed8", (0.9, 1.1), (0.8, 1.3))
 B = Point("b<i>", 2.0, 1.5, "#e0752d", None, (1.2, math.inf))
 
 
-def test_the_picture_is_well_formed_and_text_stays_text() -> None:
+def test_the_picture_is_well_formed_and_text_is_escaped() -> None:
     root = ElementTree.fromstring(drawn(A, B).svg("1 < 2"))
     words = [element.text for element in root.iter(f"{SVG}text")]
     assert {"1 < 2", "cost <s>", "worth & more", "a", "b<i>", "even"} <= set(words)
     assert len(list(root.iter(f"{SVG}circle"))) == 2
 
 
-def test_points_lie_where_the_axes_say() -> None:
+def test_points_lie_at_their_axis_positions() -> None:
     picture = drawn(A, B)
     root = ElementTree.fromstring(picture.svg("t"))
     (left, right), (low, high) = picture.ranges
@@ -40,7 +40,7 @@ def test_an_open_interval_does_not_stretch_the_axis() -> None:
     assert low < 0.8 and high < 2.2
 
 
-def test_labels_keep_clear_of_each_other() -> None:
+def test_labels_do_not_overlap() -> None:
     points = [Point(f"variant_{i}", 1.0 + 0.03 * (i % 3), 1.0 + 0.05 * i, "#2f7ed8") for i in range(8)]
     picture = drawn(*points)
     sides = picture._sides()
@@ -53,7 +53,7 @@ def test_ticks_are_round_and_inside() -> None:
     assert _ticks(-0.2, 51.0) == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
 
 
-def test_the_figure_has_whiskers_where_there_are_intervals() -> None:
+def test_the_figure_draws_whiskers_for_intervals() -> None:
     lines, a, b = drawn(A, B).figure().data
     assert lines.name == "even"
     assert (a.error_y.array[0], a.error_y.arrayminus[0]) == (1.3 - 1.0, 1.0 - 0.8)
