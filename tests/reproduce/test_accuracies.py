@@ -65,7 +65,7 @@ def verdict(measured: Measured) -> Verdict:
 
 
 @pytest.mark.slow
-def test_claim_about_accuracies_uses_the_mean_over_tasks(
+def test_accuracy_claims_use_the_mean_over_tasks(
     runs: tuple[Study, StudyConfig, StudyPlan, Path],
 ) -> None:
     for dynamic, word in ((0.15, "contradicted"), (0.25, "not shown"), (0.35, "confirmed")):
@@ -84,7 +84,7 @@ def test_claim_about_accuracies_uses_the_mean_over_tasks(
 
 
 @pytest.mark.slow
-def test_outliers_and_training_losses_need_no_other_measurement(
+def test_outliers_and_training_losses_are_measured_by_default(
     runs: tuple[Study, StudyConfig, StudyPlan, Path],
 ) -> None:
     measured = scored(runs, 0.25)
@@ -94,7 +94,7 @@ def test_outliers_and_training_losses_need_no_other_measurement(
         assert measured.values("450M", "base", measure) == dict.fromkeys(range(3), value)
 
 
-def test_tables_with_accuracies_name_their_tasks() -> None:
+def test_entries_with_accuracies_name_their_tasks() -> None:
     entries = {name: entry for name in names() if not isinstance(entry := load(name), Nothing)}
     asked = {name: entry.tasks for name, entry in entries.items() if entry.tasks}
     assert asked == {"000:table1": ("exoformer",), "000:table3": ("exoformer",), "003:table2": ("mmlu",)}
@@ -103,7 +103,7 @@ def test_tables_with_accuracies_name_their_tasks() -> None:
     ] == []
 
 
-def test_tasks_come_from_folder_or_harness_or_are_left_out(tmp_path: Path, monkeypatch) -> None:
+def test_tasks_come_from_a_folder_or_the_harness_or_are_skipped(tmp_path: Path, monkeypatch) -> None:
     def asked(**changes: object) -> tuple[object, str]:
         entry, request = entry_of("000:table1", ROWS, **changes)
         study = build_study("000:table1", entry, request)
@@ -120,7 +120,7 @@ def test_tasks_come_from_folder_or_harness_or_are_left_out(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_a_search_of_rates_is_part_of_an_entrys_plan_and_cost(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_learning_rate_search_is_in_the_plan_and_its_cost(dataset: Dataset, tmp_path: Path) -> None:
     entry, request = entry_of("000:table1", ROWS, data=str(dataset.path), no_tasks=True, tune=("1x", "2x"), seeds=1)
     study = build_study("000:table1", entry, request)
     plan = make_plan(study, tmp_path / "study", dataset)
@@ -129,7 +129,7 @@ def test_a_search_of_rates_is_part_of_an_entrys_plan_and_cost(dataset: Dataset, 
     assert planned_cost(plan).runs == 6
 
 
-def test_smoothquant_calibrates_on_the_sequences_asked_for(tmp_path: Path) -> None:
+def test_smoothquant_calibrates_on_the_requested_sequences(tmp_path: Path) -> None:
     for asked, used in ((8, 8), (None, 4096)):
         entry, request = entry_of("003:table2", ("ga", "ga_gatednorm"), no_tasks=True, calibration=asked)
         assert build_study("003:table2", entry, request).calibration == used

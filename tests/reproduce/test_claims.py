@@ -85,7 +85,7 @@ def test_claims_are_confirmed_contradicted_or_not_shown(made: tuple[Comparison, 
     assert better.printed.startswith("-0.0374") and "above our interval" in better.printed
 
 
-def test_one_seed_shows_nothing(dataset: Dataset, tmp_path: Path) -> None:
+def test_one_seed_confirms_no_claim(dataset: Dataset, tmp_path: Path) -> None:
     said = by_claim(*recorded(dataset, tmp_path / "study", seeds=1))
     assert {verdict.direction for verdict in said.values()} == {"not shown"}
     assert "n = 1, no interval" in said["Full AttnRes outperforms pre-norm"].found
@@ -117,7 +117,7 @@ def test_divergence_is_a_claim_about_stopped_runs(problem: str, word: str, datas
     assert [verdict.direction for verdict in found] == [word, "contradicted"]
 
 
-def test_an_order_holds_if_every_neighbour_does(made: tuple[Comparison, StudyResult]) -> None:
+def test_an_order_holds_if_every_adjacent_pair_does(made: tuple[Comparison, StudyResult]) -> None:
     comparison, result = made
 
     def order(*rows: str) -> str:
@@ -129,7 +129,7 @@ def test_an_order_holds_if_every_neighbour_does(made: tuple[Comparison, StudyRes
     assert order("block4", "full_attnres", "mgr_independent", "prenorm") == "not shown"
 
 
-def test_gains_are_judged_by_the_side_of_one(made: tuple[Comparison, StudyResult]) -> None:
+def test_gains_are_judged_by_which_side_of_one_they_are_on(made: tuple[Comparison, StudyResult]) -> None:
     comparison, result = made
     claims = [
         {"kind": "gain", "text": "More", "row": "block4", "measure": "step_gain", "published": 9.0},

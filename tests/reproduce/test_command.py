@@ -28,7 +28,7 @@ def known_rate(monkeypatch) -> None:
     monkeypatch.setattr(work, "training_rate", lambda: 1e12)
 
 
-def test_plan_says_runs_tokens_flops_hours_and_writes_nothing(dataset: Dataset, tmp_path: Path) -> None:
+def test_plan_prints_runs_tokens_flops_hours_and_writes_nothing(dataset: Dataset, tmp_path: Path) -> None:
     out = tmp_path / "study"
     arguments = ["004:table1", *SMALL, "--sizes", "S,M", "--rows", "mgr", "--plan", "--data", str(dataset.path)]
     shown = runner.invoke(app, [*arguments, "--out", str(out)], catch_exceptions=False).output
@@ -59,14 +59,14 @@ def test_plan_says_runs_tokens_flops_hours_and_writes_nothing(dataset: Dataset, 
         (["004:table1", "--sizes", "XL"], "--sizes XL is not in this entry: choose from S, M, L"),
     ],
 )
-def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_a_mistake_is_reported_in_one_sentence(arguments: list[str], sentence: str) -> None:
     result = runner.invoke(app, arguments)
     assert isinstance(result.exception, UserError)
     assert sentence in str(result.exception)
 
 
 @pytest.mark.slow
-def test_entry_runs_to_the_end_and_continues_where_it_was(dataset: Dataset, tmp_path: Path, monkeypatch) -> None:
+def test_entry_runs_to_the_end_and_resumes(dataset: Dataset, tmp_path: Path, monkeypatch) -> None:
     fork_workers(monkeypatch)
     out = tmp_path / "study"
     arguments = ["004:table1", *SMALL, "--sizes", "S", "--rows", "block4", "--seeds", "1", "--out", str(out)]
@@ -83,7 +83,7 @@ def test_entry_runs_to_the_end_and_continues_where_it_was(dataset: Dataset, tmp_
 
 
 @pytest.mark.slow
-def test_demo_trains_small_models_apart_and_decides_nothing(dataset: Dataset, tmp_path, monkeypatch) -> None:
+def test_demo_trains_small_models_separately_without_verdicts(dataset: Dataset, tmp_path, monkeypatch) -> None:
     fork_workers(monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(TimingMeasurement, "measure", lambda *arguments: None)  # for seconds; `test_timing.py` has it
@@ -192,7 +192,7 @@ def test_every_entry_runs_from_start_to_end(name: str, dataset: Dataset, tmp_pat
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["000:fig6", "003:fig1"])
-def test_a_persons_own_model_is_looked_into(name: str, tmp_path: Path) -> None:
+def test_a_users_own_model_can_be_inspected(name: str, tmp_path: Path) -> None:
     look = tmp_path / "look"
     result = runner.invoke(app, [name, "--run", str(train_run(tmp_path)), "--out", str(look)], catch_exceptions=False)
     assert f"{name} is in the section" in result.output

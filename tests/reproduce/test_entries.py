@@ -28,7 +28,7 @@ SMALLEST = Fraction(1, 10**6)
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_row_is_a_run_as_published_and_at_least_scale(name: str) -> None:
+def test_every_row_is_a_valid_run_at_full_and_smallest_scale(name: str) -> None:
     entry = TRAINED[name]
     for size in entry.sizes:
         for scale in (Fraction(1), SMALLEST):
@@ -38,7 +38,7 @@ def test_every_row_is_a_run_as_published_and_at_least_scale(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", only_nightly(TRAINED, but=["001:fig28", "004:fig2", "000:fig5"]))
-def test_every_entry_plans_its_study_at_the_smallest_scale(name: str, dataset: Dataset, tmp_path: Path) -> None:
+def test_every_entry_can_be_planned_at_the_smallest_scale(name: str, dataset: Dataset, tmp_path: Path) -> None:
     request = Request(scale=SMALLEST, data=str(dataset.path))
     entry = selected(TRAINED[name], request)
     study = build_study(name, entry, request)
@@ -60,7 +60,7 @@ def test_demo_of_an_entry_is_a_shallow_study_of_its_first_size(name: str, datase
     assert {run.config.model.width for run in plan.runs} == {32} and {run.seed for run in plan.runs} == {0}
 
 
-def test_figures_name_sections_that_the_page_of_a_diagnosis_has() -> None:
+def test_figures_name_existing_sections_of_the_diagnosis_page() -> None:
     folder = Path(residua.__file__).parent / "diagnose" / "metrics"
     source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     shown = {title for entry in ENTRIES.values() if isinstance(entry, Inside) for title in entry.shows}
@@ -85,7 +85,7 @@ def test_scale_multiplies_parameters_and_tokens_not_depth(base: str) -> None:
     assert part.train.optimizer == whole.train.optimizer
 
 
-def test_at_full_scale_only_the_published_tokens_change_a_preset() -> None:
+def test_full_scale_changes_only_the_tokens_of_a_preset() -> None:
     run = RunConfig.find("outlier-2b-full")
     assert run.override(changes(run, Fraction(1))) == run
     longer = run.override(changes(run, Fraction(1), tokens=120e9))
@@ -93,7 +93,7 @@ def test_at_full_scale_only_the_published_tokens_change_a_preset() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "2", "-1/2", "much", "1/0"])
-def test_a_scale_is_a_share(text: str) -> None:
+def test_a_scale_must_be_a_fraction(text: str) -> None:
     with pytest.raises(ConfigError, match="write it as 1/32"):
         parse_scale(text)
 
@@ -112,7 +112,7 @@ def written(folder: Path, **keys: str) -> Path:
     return path
 
 
-def test_a_new_table_is_a_file_and_no_code(tmp_path: Path) -> None:
+def test_a_new_table_needs_only_a_file(tmp_path: Path) -> None:
     assert isinstance(read_entry(written(tmp_path)), Study)
 
 
@@ -134,12 +134,12 @@ def test_a_new_table_is_a_file_and_no_code(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_in_an_entry_is_named(keys: dict[str, str], sentence: str, tmp_path: Path) -> None:
+def test_an_invalid_entry_is_named(keys: dict[str, str], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_entry(written(tmp_path, **keys))
 
 
-def test_chosen_rows_and_sizes_keep_the_claims_about_them() -> None:
+def test_chosen_rows_and_sizes_keep_their_claims() -> None:
     entry = TRAINED["004:table1"]
     part = selected(entry, Request(sizes=("S",), rows=("mgr", "full_attnres")))
     assert [row.name for row in part.rows] == ["prenorm", "full_attnres", "mgr"]
@@ -154,5 +154,5 @@ def test_chosen_rows_and_sizes_keep_the_claims_about_them() -> None:
         selected(entry, Request(rows=("prenorm",)))
 
 
-def test_the_files_of_entries_are_in_the_package() -> None:
+def test_entry_files_are_in_the_package() -> None:
     assert FOLDER.is_dir() and len(list(FOLDER.glob("*/*.toml"))) == len(names())

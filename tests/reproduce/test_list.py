@@ -26,7 +26,7 @@ def test_every_numbered_table_and_figure_has_an_entry() -> None:
 
 
 @pytest.mark.slow
-def test_the_list_has_every_title_and_ends_with_what_is_lacking(monkeypatch) -> None:
+def test_the_list_has_every_title_and_unavailable_entries_last(monkeypatch) -> None:
     monkeypatch.setattr(run_entry, "training_rate", lambda: 1e14)
     shown = CliRunner().invoke(app, [], catch_exceptions=False).output.splitlines()
     lacking = shown.index("Not available")
@@ -38,11 +38,11 @@ def test_the_list_has_every_title_and_ends_with_what_is_lacking(monkeypatch) -> 
 
 
 @pytest.mark.parametrize(("rate", "time"), [(1e14, "4.3 hours"), (1e10, "over a month")])
-def test_a_time_that_nobody_would_wait_for_is_no_number(rate: float, time: str) -> None:
+def test_an_impractically_long_time_is_not_a_number(rate: float, time: str) -> None:
     assert run_entry._cells(load("000:table1"), Fraction(1, 32), rate)[:2] == ("24", time)
 
 
-def test_what_cannot_be_had_says_why_and_what_comes_nearest() -> None:
+def test_unavailable_entries_state_a_reason_and_an_alternative() -> None:
     absent = [entry for entry in map(load, names()) if isinstance(entry, Nothing)]
     assert absent and all(entry.reason and entry.nearest for entry in absent)
     words = {word.strip(",.") for entry in absent for word in entry.nearest.split()}
@@ -62,6 +62,6 @@ def test_a_cost_counts_rows_sizes_seeds_and_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_has_the_list_as_it_is() -> None:
+def test_the_documented_list_is_current() -> None:
     page = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
     assert load_module("tools/entries.py").markdown_list() in page, "run `make entries`"

@@ -45,25 +45,25 @@ def test_ratio_is_judged_by_interval_and_band(paper: float, found: tuple[float, 
         ((0.01, 0.02, 0.03), "opposite", "opposite"),
     ],
 )
-def test_difference_beyond_a_lower_bound_agrees(found: tuple[float, ...], word: str, or_more: str) -> None:
+def test_difference_beyond_a_lower_bound_counts_as_agreement(found: tuple[float, ...], word: str, or_more: str) -> None:
     assert PaperNumber(-0.04, ratio=False).compare(measured(*found))[0] == word
     assert PaperNumber(-0.04, ratio=False, or_more=True).compare(measured(*found))[0] == or_more
 
 
-def test_paper_number_says_where_it_lies() -> None:
+def test_paper_number_is_located_relative_to_our_interval() -> None:
     number = PaperNumber(0.944, ratio=True)
     assert number.compare(measured(0.69, 0.70, 0.71))[1] == "0.944×, above our interval"
     assert number.compare(measured(0.953, 0.954, 0.955))[1] == "0.944×, below our interval, but within 25%"
     assert number.compare(None) == ("not shown", "0.944×")
 
 
-def test_sentence_has_direction_and_magnitude() -> None:
+def test_sentence_states_direction_and_magnitude() -> None:
     verdict = Verdict("5.9 % overhead", "4096", "confirmed", "larger", "tokens per second 0.70×", "0.944×")
     assert "direction confirmed, magnitude larger than the paper's. tokens" in verdict.sentence
     assert "magnitude" not in Verdict("An order", "S", "confirmed", None, "a < b").sentence
 
 
-def test_every_claim_that_states_a_number_has_it_as_data() -> None:
+def test_numbers_stated_in_claims_are_also_data() -> None:
     claims = [(name, claim) for name in names() if isinstance(entry := load(name), Study) for claim in entry.claims]
     stated = [(name, claim) for name, claim in claims if STATED.search(claim.text)]
     assert len(stated) >= 11

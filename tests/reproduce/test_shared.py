@@ -39,7 +39,7 @@ def judged(name: str, saved: SavedStudy) -> dict[str, Verdict]:
     return {verdict.claim: verdict for verdict in share(name, saved).verdicts()}
 
 
-def test_rows_are_matched_by_what_they_resolve_to() -> None:
+def test_rows_are_matched_by_their_resolved_configuration() -> None:
     independent = ["mgr", "model.topology.gate=independent"]
     saved = saved_study({**MGR, "four_streams": 2.94}, {"four_streams": independent, "mhc_lite": ["mhc_lite"]})
     found = match_rows(entry("004:table1"), saved)
@@ -56,7 +56,7 @@ def test_rows_are_matched_by_what_they_resolve_to() -> None:
 
 
 @pytest.mark.parametrize("kind", ["ffn", "depth", "none"])
-def test_what_makes_parameters_equal_does_not_count(kind: str) -> None:
+def test_parameter_matching_does_not_prevent_a_row_match(kind: str) -> None:
     """The paper takes layers away; the study narrows the feed-forward, takes layers away as well, or does neither."""
     saved = saved_study(
         {"prenorm": 3.0, "combined": 2.9, "exoformer": 2.8, "resformer": 2.95},
@@ -84,7 +84,7 @@ def test_row_replacing_another_kind_of_part_does_not_match() -> None:
     assert found.variants["glu"] == "glu"
 
 
-def test_baseline_is_the_papers_wherever_it_stands() -> None:
+def test_the_papers_baseline_is_used_wherever_it_is_listed() -> None:
     deep = {"deep": ["prenorm", "model.layers=6"]}
     saved = saved_study({"mgr": 2.9, "deep": 2.8, "prenorm": 3.0}, deep, baseline="mgr", match={"kind": "none"})
     shared = share("004:table1", saved)
@@ -95,7 +95,7 @@ def test_baseline_is_the_papers_wherever_it_stands() -> None:
     assert row.difference is not None and row.difference.value == pytest.approx(-0.1, abs=1e-3)
 
 
-def test_claims_get_the_verdict_and_interval_of_the_study_itself() -> None:
+def test_claims_use_the_verdict_and_interval_of_the_study() -> None:
     saved = saved_study(MGR)
     said = judged("004:table1", saved)
     better = said["Full AttnRes outperforms pre-norm"]
@@ -108,7 +108,7 @@ def test_claims_get_the_verdict_and_interval_of_the_study_itself() -> None:
     assert said["Competitive MGR (n=4) outperforms pre-norm"].direction == "confirmed"
 
 
-def test_claims_about_rows_that_are_missing_are_not_shown() -> None:
+def test_claims_about_missing_rows_are_not_shown() -> None:
     said = judged("004:table1", saved_study(MGR, {"mhc_lite": ["mhc_lite"]}))
     more = said["Competitive MGR is better with 8 streams than with 4"]
     assert (more.direction, more.found) == ("not shown", f"mgr8: {NOT_THERE}")
@@ -126,7 +126,7 @@ def test_order_with_missing_rows_can_only_be_contradicted() -> None:
     assert order({**MGR, "block_attnres": 2.8}).direction == "contradicted"
 
 
-def test_what_the_study_does_not_measure_is_not_shown() -> None:
+def test_claims_about_unmeasured_quantities_are_not_shown() -> None:
     said = judged("000:table1", saved_study({"prenorm": 3.0, "exoformer_dynamic": 2.9}))
     accuracy = said["The dynamic variant gains 2.13 points of downstream accuracy over the baseline"]
     assert accuracy.found == "exoformer_dynamic against base: accuracy not measured"
@@ -135,7 +135,7 @@ def test_what_the_study_does_not_measure_is_not_shown() -> None:
     assert lower.direction == "confirmed" and "perplexity 0.9049× [0.9047, 0.9052]" in lower.found
 
 
-def test_outlier_rows_are_found_by_what_they_are_not_by_name() -> None:
+def test_outlier_rows_are_matched_by_configuration_not_name() -> None:
     shared = share("003:table1", saved_study(RESCALING, GATED))
     assert shared.rows.variants == {
         "base": "prenorm", "ga": "gated", "ga_gatednorm": "gated_normed", "ga_preaffine": "gated_scaled",
@@ -165,7 +165,7 @@ def test_telemetry_peaks_stand_in_for_missing_outliers() -> None:
     assert every["(20) against (2): and the outliers"].found == same
 
 
-def test_growth_of_outliers_is_judged_from_a_dense_model_too() -> None:
+def test_outlier_growth_can_also_be_judged_from_a_dense_model() -> None:
     saved = with_peaks(saved_study(RESCALING, GATED), PEAKS)
     shared = share("003:fig4", saved)
     assert shared.rows.variants == {"ga": "gated", "ga_gatednorm": "gated_normed", "ga_preaffine": "gated_scaled"}
@@ -180,20 +180,20 @@ def test_growth_of_outliers_is_judged_from_a_dense_model_too() -> None:
     assert bare[decay.claim].direction == "not shown" and bare[decay.claim].found.endswith("not measured")
 
 
-def test_a_model_with_the_papers_own_mixer_is_preferred() -> None:
+def test_a_model_with_the_papers_mixer_is_preferred() -> None:
     hybrid = {"other": ["hybrid+gated_attention"], "other_normed": ["hybrid+gated_attention+gatednorm"]}
     saved = saved_study({**RESCALING, "other": 2.9, "other_normed": 2.8}, {**GATED, **hybrid})
     assert match_rows(entry("003:fig4"), saved).variants == {"ga": "other", "ga_gatednorm": "other_normed"}
 
 
-def test_a_claim_about_certain_sizes_is_judged_at_these_only() -> None:
+def test_a_claim_about_some_sizes_is_judged_only_at_them() -> None:
     small = saved_study({"base": 3.0, "gatednorm": 2.9})
     found = share("003:table4", small).verdicts()
     assert {(v.direction, v.size) for v in found} == {("not shown", "all")}
     assert found[0].found == "it is about size 2048, and the study pretended has tiny"
 
 
-def test_several_sizes_are_judged_each() -> None:
+def test_each_of_several_sizes_is_judged() -> None:
     sizes = {"scaling": {"sizes": ["tiny", "mini"]}}
     ends = {"prenorm": 3.0, "full_attnres": 2.9, "block_attnres": 2.95}
     shared = share("004:table1", saved_study(ends, **sizes))
@@ -203,7 +203,7 @@ def test_several_sizes_are_judged_each() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_says_whose_numbers_they_are(tmp_path: Path) -> None:
+def test_the_page_states_the_source_of_its_numbers(tmp_path: Path) -> None:
     saved_study(MGR).write(tmp_path / "x.json")
     arguments = ["004:table1", "--study", str(tmp_path / "x.json"), "--out", str(tmp_path / "page")]
     result = runner.invoke(app, arguments, catch_exceptions=False)
@@ -243,7 +243,7 @@ def test_the_page_says_whose_numbers_they_are(tmp_path: Path) -> None:
         (MGR, ["004:table1", "--plan"], "trains nothing: leave --plan out"),
     ],
 )
-def test_a_study_that_cannot_answer_is_refused_in_one_sentence(
+def test_an_unsuitable_study_is_refused_in_one_sentence(
     ends: dict[str, float], arguments: list[str], sentence: str, tmp_path: Path
 ) -> None:
     saved_study(ends).write(tmp_path / "x.json")
