@@ -33,7 +33,7 @@ def lost(tmp_path: Path) -> Callable[..., list[str]]:
     return conduct
 
 
-def test_run_survives_faults_and_ends_with_the_same_bits(lost: Callable[..., list[str]]) -> None:
+def test_run_survives_faults_and_ends_bit_identical(lost: Callable[..., list[str]]) -> None:
     assert lost({ONE: [(KILL, "save"), (TERMINATE, "steps"), (FULL, "steps")]}) == []
 
 
