@@ -56,7 +56,7 @@ def test_the_last_few_and_the_best_are_kept(tmp_path: Path) -> None:
     assert winner is not None and winner.step == 10
 
 
-def test_a_kill_while_old_checkpoints_go_leaves_only_whole_ones(tmp_path: Path, monkeypatch) -> None:
+def test_a_kill_during_cleanup_leaves_only_whole_checkpoints(tmp_path: Path, monkeypatch) -> None:
     fake(tmp_path, {1: 3.0, 2: 2.0, 3: 2.5})
 
     def killed(path: Path, ignore_errors: bool = False) -> None:
@@ -73,7 +73,7 @@ def test_a_kill_while_old_checkpoints_go_leaves_only_whole_ones(tmp_path: Path, 
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-3"]
 
 
-def test_a_loaded_model_predicts_what_the_trained_one_did(run: Path, config: RunConfig) -> None:
+def test_a_loaded_model_predicts_like_the_trained_one(run: Path, config: RunConfig) -> None:
     tokens = torch.randint(0, 257, (2, 16))
     last = load(run)
     again = residua.build(config.model)
@@ -127,7 +127,7 @@ def cut(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: RunConfig, name: str) -> None:
+def test_a_damaged_checkpoint_names_one_to_resume_from(run: Path, config: RunConfig, name: str) -> None:
     last, earlier = run / "checkpoints" / "step-6", run / "checkpoints" / "step-4"
     cut(last / name)
     sentence = (
@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_names_the_one_to_go_on_from(run: Path, config: Run
     assert train(config, run, resume=True, console=QUIET).steps == 6
 
 
-def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
+def test_no_checkpoint_is_suggested_if_none_is_complete(run: Path) -> None:
     for checkpoint in checkpoints(run):
         cut(checkpoint.path / "model.safetensors")
     words = r"cannot be read .*: no other checkpoint is complete, so restore it from a copy or train again\.$"
@@ -163,7 +163,7 @@ def test_where_no_checkpoint_is_whole_none_is_named(run: Path) -> None:
         ('{"weight": {"saved_offsets": [-1, 0]}}', r"weight\.saved_offsets\[0\] is -1, expected 0 or more"),
     ],
 )
-def test_a_list_of_rows_that_makes_no_sense_is_named(tmp_path: Path, rows: str, words: str) -> None:
+def test_an_invalid_row_list_of_a_shard_is_named(tmp_path: Path, rows: str, words: str) -> None:
     shards = tmp_path / "checkpoints" / "step-2" / "shards"
     shards.mkdir(parents=True)
     save_file({"weight": torch.zeros(2, 2)}, shards / "shard-1.safetensors", metadata={"DCP_SHARDING_INFO": rows})
@@ -175,7 +175,7 @@ def test_a_list_of_rows_that_makes_no_sense_is_named(tmp_path: Path, rows: str, 
         load_shards(shards.parent, torch.nn.Linear(2, 2))
 
 
-def test_sharded_checkpoint_that_cannot_begin_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_sharded_checkpoint_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
     """A disk may have room for a folder and not for the first file in it."""
 
     def full(path: Path, *arguments: object, **settings: object) -> None:
@@ -190,7 +190,7 @@ def test_sharded_checkpoint_that_cannot_begin_leaves_nothing(tmp_path: Path, mon
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_files_that_a_killed_session_left_are_removed(config: RunConfig, tmp_path: Path) -> None:
+def test_leftover_files_of_a_killed_session_are_removed(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / ".unfinished-7-abcdef-config.toml").write_text("half")
     (tmp_path / ".unfinished-fp8").mkdir()
     run = Run.create(tmp_path, config)
@@ -202,7 +202,7 @@ def test_files_that_a_killed_session_left_are_removed(config: RunConfig, tmp_pat
 @pytest.mark.parametrize(
     "valuable", ["checkpoints/step-3/state.json", "checkpoints/step-3-not-finite-1/state.json", "result.json", "thesis"]
 )
-def test_folder_with_anything_of_value_is_not_started_again(config: RunConfig, tmp_path: Path, valuable: str) -> None:
+def test_folder_with_anything_of_value_is_not_restarted(config: RunConfig, tmp_path: Path, valuable: str) -> None:
     run = Run.create(tmp_path / "run", config)
     run.begin({}, 0)
     assert failed_early(tmp_path / "run")
@@ -218,7 +218,7 @@ def test_folder_with_anything_of_value_is_not_started_again(config: RunConfig, t
         Run.start_again(tmp_path / "run", config)
 
 
-def test_run_that_starts_again_drops_what_the_failed_one_took(config: RunConfig, tmp_path: Path) -> None:
+def test_restarted_run_drops_leftovers_of_the_failed_one(config: RunConfig, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = Run.create(folder, config)
     run.begin({}, 0)
@@ -235,7 +235,7 @@ def test_run_that_starts_again_drops_what_the_failed_one_took(config: RunConfig,
     assert not (folder / "source").exists() and not (folder / "wandb-id").exists()
 
 
-def test_branch_waits_until_somebody_trains_it(config: RunConfig, tmp_path: Path) -> None:
+def test_branch_is_marked_as_waiting_until_trained(config: RunConfig, tmp_path: Path) -> None:
     trunk = Run.create(tmp_path / "long", config)
     trunk.begin({}, 0)
     (tmp_path / "long" / "metrics.jsonl").write_text("")

@@ -47,7 +47,7 @@ def test_the_second_of_two_writers_does_not_replace_the_first(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-def test_leftovers_of_dead_local_processes_alone_are_removed(tmp_path: Path, noticed: bool) -> None:
+def test_only_leftovers_of_dead_local_processes_are_removed(tmp_path: Path, noticed: bool) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert dead.stdout is not None and not dead.stdout.read(), "ends when the process does"
     if noticed:
@@ -66,7 +66,7 @@ def test_leftovers_of_dead_local_processes_alone_are_removed(tmp_path: Path, not
     dead.wait()
 
 
-def test_leftover_of_another_user_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_of_another_user_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
@@ -79,14 +79,14 @@ def test_leftover_of_another_user_stops_nobody(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "made").is_dir() and left.exists()
 
 
-def test_a_file_that_could_not_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_failed_file_write_keeps_the_old_file(tmp_path: Path) -> None:
     write_atomically(tmp_path / "text", "old")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(tmp_path / "text", "\ud800")
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("text", "old")]
 
 
-def test_flush_asks_the_system_for_files_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_flush_syncs_files_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     flushed = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     (tmp_path / "text").touch()
@@ -95,7 +95,7 @@ def test_flush_asks_the_system_for_files_and_folders(monkeypatch: pytest.MonkeyP
     assert flushed == [str(tmp_path / "text"), str(tmp_path)]
 
 
-def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a power cut would show, and no other test can: the order of flushing and renaming."""
     done: list[str] = []
     for name in ("rename", "replace"):
@@ -125,7 +125,7 @@ def test_used_folders_and_the_working_directory_are_refused(tmp_path: Path, monk
         refuse_used(Path())
 
 
-def test_others_may_read_weights_as_any_other_file(tmp_path: Path) -> None:
+def test_weights_have_the_same_permissions_as_other_files(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     save_tensors({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
@@ -137,7 +137,7 @@ def header_only(path: Path, header: bytes) -> Path:
 
 
 @pytest.mark.parametrize("read", [check_header, read_tensors])
-def test_headers_that_take_long_are_refused_unread(tmp_path, read: Callable[[Path, str], object], monkeypatch) -> None:
+def test_oversized_headers_are_refused_unread(tmp_path, read: Callable[[Path, str], object], monkeypatch) -> None:
     monkeypatch.setattr("residua.storage.tensors.safe_open", lambda *_, **__: pytest.fail("opened"))
     monkeypatch.setattr("residua.storage.tensors.load_file", lambda *_, **__: pytest.fail("opened"))
     empty = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})

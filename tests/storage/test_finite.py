@@ -27,7 +27,7 @@ def spoil(file: Path, name: str | None = None, value: float = math.nan) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
-def test_one_value_anywhere_is_found_in_every_type(dtype: torch.dtype) -> None:
+def test_one_non_finite_value_is_found_in_every_dtype(dtype: torch.dtype) -> None:
     for size in (1, 7, 64, 1000):
         for place in {0, size // 2, size - 1}:
             for value in (math.nan, math.inf, -math.inf):
@@ -64,7 +64,9 @@ VERBS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["NaN", "infinite"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_names_the_tensor_and_writes_nothing(verb: str, value, run, tmp_path, monkeypatch, capsys) -> None:
+def test_every_verb_names_a_non_finite_tensor_and_writes_nothing(
+    verb: str, value, run, tmp_path, monkeypatch, capsys
+) -> None:
     spoil(run / "checkpoints/step-4/model.safetensors", "norm.weight", value)
     before = sorted(run.rglob("*"))
     arguments = [str(tmp_path / "out") if word == "OUT" else word for word in VERBS[verb]]
@@ -76,7 +78,7 @@ def test_every_verb_names_the_tensor_and_writes_nothing(verb: str, value, run, t
     assert sorted(run.rglob("*")) == before and not (tmp_path / "out").exists()
 
 
-def test_load_refuses_unless_it_is_told_not_to(run: Path) -> None:
+def test_load_refuses_non_finite_weights_unless_allowed(run: Path) -> None:
     path = run / "checkpoints/step-4/model.safetensors"
     spoil(path, "embed.weight")
     spoil(path, "norm.weight")
@@ -85,7 +87,7 @@ def test_load_refuses_unless_it_is_told_not_to(run: Path) -> None:
     assert package.load(run, allow_nonfinite=True).norm.weight.isnan().any()
 
 
-def test_the_refusal_names_a_checkpoint_that_is_finite(run: Path) -> None:
+def test_the_refusal_names_a_finite_checkpoint(run: Path) -> None:
     shutil.copytree(run / "checkpoints/step-4", run / "checkpoints/step-2")
     spoil(run / "checkpoints/step-4/model.safetensors")
     with pytest.raises(ValueError, match=r"move .*step-4 elsewhere to use .*step-2, which is finite"):
@@ -96,7 +98,7 @@ def test_the_refusal_names_a_checkpoint_that_is_finite(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_exported_and_quantized_folders_are_checked_too(run: Path, tmp_path: Path) -> None:
+def test_exported_and_quantized_folders_are_also_checked(run: Path, tmp_path: Path) -> None:
     from residua.export import export
     from residua.quantize import load_quantized, quantize
 
@@ -117,7 +119,7 @@ def test_exported_and_quantized_folders_are_checked_too(run: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_weights_too_large_for_the_arithmetic_are_refused(run: Path, tmp_path, monkeypatch, capsys) -> None:
+def test_weights_that_overflow_the_arithmetic_are_refused(run: Path, tmp_path, monkeypatch, capsys) -> None:
     path = run / "checkpoints/step-4/model.safetensors"
     tensors = load_file(path)
     tensors["norm.weight"].fill_(3.4e38)
@@ -141,7 +143,7 @@ def stopped(lab: Lab) -> Path:
     return lab / "run"
 
 
-def test_a_run_to_convert_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_run_to_convert_is_named(tmp_path: Path) -> None:
     from residua.integrations.torchtitan.convert import convert as to_or_from_titan
 
     for convert_run in (convert, to_or_from_titan):
@@ -177,7 +179,7 @@ def test_run_without_a_finite_checkpoint_is_not_resumed(lab: Lab, stopped: Path)
 
 
 @pytest.mark.slow
-def test_optimizer_state_that_is_not_finite_is_not_saved(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_optimizer_state_is_not_saved(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil_state(step: Step, done: int) -> None:
         momenta = [tensor for name, tensor in step.optimizer.tensors().items() if "/momentum" in name]
         momenta[0].view(-1)[0] = math.nan if done == 4 else momenta[0].view(-1)[0]

@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_tokenizer_template_and_settings_come_along_and_go_back(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_template_and_settings_survive_a_round_trip(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     made = import_folder(folder, tmp_path / "run")
@@ -64,7 +64,7 @@ def test_tokenizer_template_and_settings_come_along_and_go_back(folder: Path, tm
 
 
 @pytest.mark.slow
-def test_weights_keep_their_precision(folder: Path, tmp_path: Path) -> None:
+def test_imported_weights_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     made = import_folder(folder, tmp_path / "run")
     stored = load_file(tmp_path / "run" / "checkpoints" / "step-0" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
@@ -74,7 +74,7 @@ def test_weights_keep_their_precision(folder: Path, tmp_path: Path) -> None:
     assert stored_bytes(tmp_path / "run", model) == made.bytes
 
 
-def test_a_run_is_not_imported_and_a_missing_folder_is_named(folder: Path, tmp_path: Path) -> None:
+def test_import_refuses_a_run_and_names_a_missing_folder(folder: Path, tmp_path: Path) -> None:
     import_folder(folder, tmp_path / "run")
     with pytest.raises(ValueError, match=f"{tmp_path / 'run'} is already a run: use it directly"):
         import_folder(tmp_path / "run", tmp_path / "again")
@@ -86,7 +86,7 @@ def test_a_run_is_not_imported_and_a_missing_folder_is_named(folder: Path, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("architecture", ["Qwen3", "Llama", "Gemma3"])
-def test_import_is_exported_as_stored_without_a_precision(architecture: str, dtype, tmp_path) -> None:
+def test_export_without_a_precision_keeps_stored_dtypes(architecture: str, dtype, tmp_path) -> None:
     model = saved(tmp_path / "hf", architecture, vocab_size=300, num_hidden_layers=1).to(dtype)
     model.save_pretrained(tmp_path / "hf")
     Tokenizer.bytes().save(tmp_path / "hf" / "tokenizer.json")
@@ -119,7 +119,7 @@ def test_import_in_residuas_layout_keeps_the_dtypes_of_its_run(folder: Path, tmp
         assert all(torch.equal(tensor, first[key]) for key, tensor in load(tmp_path / name).state_dict().items())
 
 
-def test_a_model_in_several_files_is_read_by_its_index(folder: Path, tmp_path: Path) -> None:
+def test_a_sharded_model_is_read_by_its_index(folder: Path, tmp_path: Path) -> None:
     whole = logits(load(folder), tokens())
     content = load_file(folder / "model.safetensors")
     parts = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(sorted(content))}
@@ -146,7 +146,7 @@ def test_a_model_in_several_files_is_read_by_its_index(folder: Path, tmp_path: P
     ],
     ids=["missing", "surplus", "shape", "quantized"],
 )
-def test_tensors_that_do_not_fit_are_named(folder: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_mismatched_tensors_are_named(folder: Path, tmp_path: Path, change: Any, message: str) -> None:
     content = load_file(folder / "model.safetensors")
     change(content)
     save_file(content, folder / "model.safetensors")
@@ -193,7 +193,7 @@ def test_texts_of_an_imported_model_end_in_its_own_token(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("content", ["{}", None])
-def test_tokenizer_that_the_model_cannot_use_is_refused_first(content, folder, tmp_path) -> None:
+def test_unusable_tokenizer_is_refused_before_the_weights(content, folder, tmp_path) -> None:
     ending_in(folder, "[EOS]")
     (folder / "tokenizer_config.json").write_text("{}")
     if content is not None:
@@ -205,7 +205,7 @@ def test_tokenizer_that_the_model_cannot_use_is_refused_first(content, folder, t
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_head_of_a_tied_configuration_is_kept_if_it_differs(own: bool, tmp_path: Path, monkeypatch) -> None:
+def test_head_of_a_tied_configuration_is_kept_if_different(own: bool, tmp_path: Path, monkeypatch) -> None:
     from transformers import LlamaForCausalLM
 
     monkeypatch.setattr("residua.storage.hugging_face.COMPARED", 3 * 32)  # the last rows are compared too
@@ -223,7 +223,7 @@ def test_head_of_a_tied_configuration_is_kept_if_it_differs(own: bool, tmp_path:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_model_saved_without_its_head_is_read_if_it_is_tied(tied: bool, tmp_path: Path) -> None:
+def test_model_saved_without_its_head_is_read_if_tied(tied: bool, tmp_path: Path) -> None:
     theirs = saved(tmp_path / "whole", "Llama", tie_word_embeddings=tied)
     theirs.model.save_pretrained(tmp_path / "body")
     if not tied:
@@ -236,7 +236,7 @@ def test_model_saved_without_its_head_is_read_if_it_is_tied(tied: bool, tmp_path
         torch.testing.assert_close(ours, logits(theirs, tokens()), rtol=0, atol=1e-5)
 
 
-def test_tensors_are_written_as_safetensors_writes_them(tmp_path: Path) -> None:
+def test_tensor_files_match_those_of_safetensors(tmp_path: Path) -> None:
     given = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.zeros(0, 2), "d": torch.randn(2, 2).T}
     entries = [Entry(name, t.dtype, t.shape) for name, t in given.items()]
     write_tensors(tmp_path / "x.safetensors", entries, given.values())
@@ -268,7 +268,7 @@ def test_an_import_takes_less_memory_than_its_weights(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="memory is read from /proc")
-def test_a_model_of_one_billion_is_imported_within_its_own_size(tmp_path: Path) -> None:
+def test_importing_one_billion_parameters_takes_their_size(tmp_path: Path) -> None:
     """The shape of Llama 3.2 1B."""
     sizes = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     share, total = peak_of_import(tmp_path, num_attention_heads=32, **sizes)
@@ -276,7 +276,7 @@ def test_a_model_of_one_billion_is_imported_within_its_own_size(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> None:
+def test_an_imported_run_works_like_a_trained_run(folder: Path, tmp_path: Path) -> None:
     run, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
     assert "qwen3 model" in done("import", folder, "--out", run)
@@ -293,7 +293,7 @@ def test_an_imported_run_is_an_ordinary_run(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_mixture_with_one_expert_for_a_token_is_used_as_it_is(tmp_path: Path) -> None:
+def test_an_imported_top_1_mixture_generates(tmp_path: Path) -> None:
     """Its router could not be trained from scratch, but it is trained."""
     theirs = saved(tmp_path / "hf", "Mixtral", vocab_size=257, num_local_experts=4, num_experts_per_tok=1)
     import_folder(tmp_path / "hf", tmp_path / "run")
@@ -312,7 +312,7 @@ def test_a_mixture_with_one_expert_for_a_token_is_used_as_it_is(tmp_path: Path) 
         assert difference is not None and difference < 1e-5
 
 
-def test_weights_that_are_not_finite_are_not_loaded_or_imported(folder: Path, tmp_path: Path) -> None:
+def test_non_finite_weights_are_not_loaded_or_imported(folder: Path, tmp_path: Path) -> None:
     content = load_file(folder / "model.safetensors")
     content["model.norm.weight"][3] = float("inf")
     save_file(content, folder / "model.safetensors", metadata={"format": "pt"})

@@ -47,7 +47,9 @@ def prepared(text: str, tokenizer: Path, out: Path) -> Dataset:
 
 
 @pytest.mark.slow
-def test_every_command_takes_such_a_model(folder: Path, run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_every_command_accepts_a_model_with_extra_ids(
+    folder: Path, run: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
     data, text = tmp_path / "data", tmp_path / "text.txt"
     text.write_text(f"{WORDS} <image_soft_token>")  # special tokens inside a text are text
 
@@ -69,26 +71,26 @@ def test_every_command_takes_such_a_model(folder: Path, run: Path, tmp_path: Pat
         do("generate", model, "--prompt", "<image_soft_token>", "--tokens", 2)
 
 
-def test_prompt_with_an_unknown_id_is_one_sentence(run: Path, monkeypatch, capsys) -> None:
+def test_generate_refuses_a_prompt_with_an_unknown_id(run: Path, monkeypatch, capsys) -> None:
     assert residua(monkeypatch, "generate", run, "--prompt", "The <extra> fox") == 2
     assert capsys.readouterr().err == f"residua: the prompt {UNKNOWN}leave it out.\n"
 
 
-def test_a_file_to_diagnose_on_with_such_an_id_is_one_sentence(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_diagnose_refuses_text_with_an_unknown_id(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "text.txt").write_text(f"<extra> {WORDS}")
     arguments = ("--text", tmp_path / "text.txt", "--out", tmp_path / "out", "--tokens", 64)
     assert residua(monkeypatch, "diagnose", run, *arguments) == 2
     assert f"text.txt {UNKNOWN}name text without it with --text" in capsys.readouterr().err
 
 
-def test_question_with_such_an_id_is_refused_before_any_score(run: Path) -> None:
+def test_eval_refuses_an_unknown_id_before_scoring(run: Path) -> None:
     scorer = Scorer(*open_model(run))
     assert len(scorer.score(scorer.pairs([("The quick", " brown fox")]))) == 1
     with pytest.raises(ValueError, match=f"^a text to score {UNKNOWN}"):
         scorer.score(scorer.pairs([("The quick", " brown fox"), ("The", " <extra>")]))
 
 
-def test_prepared_text_may_know_but_not_hold_unknown_ids(run: Path, tmp_path: Path) -> None:
+def test_prepared_text_may_not_contain_unknown_ids(run: Path, tmp_path: Path) -> None:
     config = RunConfig.from_toml(run / "config.toml").override([f"train.start='{run}'"])
     model, _ = open_model(run)
     plain = prepared(WORDS, run / "tokenizer.json", tmp_path / "plain")
@@ -117,7 +119,7 @@ def test_prepared_text_may_know_but_not_hold_unknown_ids(run: Path, tmp_path: Pa
     ],
     ids=["end", "plain"],
 )
-def test_only_added_tokens_may_be_beyond_the_model(change, message, folder, run, tmp_path) -> None:
+def test_only_added_tokens_may_exceed_the_models_vocabulary(change, message, folder, run, tmp_path) -> None:
     content = json.loads(Tokenizer.bytes().backend.to_str())
     content["model"]["vocab"] |= {name: n for n, name in enumerate(["<|endoftext|>", *change.get("vocab", [])], 256)}
     backend = tokenizers.Tokenizer.from_str(json.dumps(content))

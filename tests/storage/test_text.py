@@ -48,7 +48,9 @@ def imported(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_imported_model_is_measured_in_its_own_tokens(imported: Path, corpus, tmp_path, monkeypatch, capsys) -> None:
+def test_imported_model_is_measured_with_its_own_tokenizer(
+    imported: Path, corpus, tmp_path, monkeypatch, capsys
+) -> None:
     result = quantize(imported, tmp_path / "low", scheme="fp8-row", probes=0)
     assert Dataset.open(result.text).tokenizer_hash == Tokenizer.bytes().hash
     for folder in (imported, tmp_path / "low"):
@@ -56,7 +58,7 @@ def test_imported_model_is_measured_in_its_own_tokens(imported: Path, corpus, tm
     assert (tmp_path / "low" / "source" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
-def test_text_in_other_tokens_is_refused_whatever_the_vocabulary(imported: Path, corpus: Path, tmp_path: Path) -> None:
+def test_text_of_another_tokenizer_is_refused_at_any_size(imported: Path, corpus: Path, tmp_path: Path) -> None:
     model = residua.load(imported).config
     for size in (280, 400):
         other = prepare(open_corpus([corpus], validation=corpus), tmp_path / str(size), f"bpe:{size}", workers=1).path
@@ -78,7 +80,7 @@ def test_an_imported_model_without_a_tokenizer_has_no_text(imported: Path, corpu
         open_text(imported, small(vocab_size=2048), None)
 
 
-def test_a_trained_model_is_not_asked_for_a_larger_vocabulary(imported: Path, corpus: Path, tmp_path: Path) -> None:
+def test_pretrained_start_suggests_retokenizing_not_resizing(imported: Path, corpus: Path, tmp_path: Path) -> None:
     other = prepare(open_corpus([corpus], validation=corpus), tmp_path / "other", "bpe:320", workers=1)
     config = RunConfig(model=small(vocab_size=300, context=16), data={"path": str(other.path)})
     with pytest.raises(ConfigError, match=r": set model\.vocab_size="):
@@ -104,7 +106,7 @@ def refused(request: pytest.FixtureRequest, imported: Path, tmp_path: Path, monk
     return run
 
 
-def test_import_without_a_tokenizer_needs_text_in_its_tokens(imported: Path, corpus: Path, tmp_path, refused) -> None:
+def test_import_without_a_tokenizer_needs_prepared_text(imported: Path, corpus: Path, tmp_path, refused) -> None:
     (imported / "tokenizer.json").unlink()
     config = RunConfig(model=small(vocab_size=2048, context=16))  # has room for the default tokens
     (imported / "config.toml").write_text(config.to_toml())
@@ -115,7 +117,7 @@ def test_import_without_a_tokenizer_needs_text_in_its_tokens(imported: Path, cor
     assert not (tmp_path / "cache").exists()
 
 
-def test_import_without_a_tokenizer_takes_text_that_is_named(imported: Path, corpus, tmp_path) -> None:
+def test_import_without_a_tokenizer_accepts_explicit_text(imported: Path, corpus, tmp_path) -> None:
     (imported / "tokenizer.json").unlink()
     config = RunConfig.from_toml(imported / "config.toml").override([f"train.start='{imported}'"])
     data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bytes", workers=1)
@@ -123,7 +125,7 @@ def test_import_without_a_tokenizer_takes_text_that_is_named(imported: Path, cor
         assert open_data(config.override([change])).tokenizer_hash == data.tokenizer_hash
 
 
-def test_text_in_other_tokens_than_the_start_is_refused_first(imported: Path, corpus: Path, tmp_path, refused) -> None:
+def test_text_of_another_tokenizer_than_the_start_is_refused(imported: Path, corpus: Path, tmp_path, refused) -> None:
     data = prepare(open_corpus([corpus], validation=corpus), tmp_path / "data", "bpe:260", workers=1)
     assert refused("--data", data.path) == (
         f"residua: {data.path} was prepared with a different tokenizer than {imported}: prepare it with "
