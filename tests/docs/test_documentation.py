@@ -46,7 +46,7 @@ def test_readme_python_runs_as_pasted():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in scope["model"].parameters())
 
 
-def test_bench_page_code_runs_and_names_every_operator():
+def test_bench_page_code_runs_as_pasted():
     (code,) = python_blocks("bench.md")
     scope: dict = {}
     exec(code, scope)

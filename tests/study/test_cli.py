@@ -34,7 +34,7 @@ def test_the_list_names_every_known_variant() -> None:
     assert all(name in shown for name in KNOWN)
 
 
-def test_a_plan_says_what_matching_changes_and_trains_nothing(dataset: Dataset, out: Path) -> None:
+def test_a_plan_shows_matching_changes_and_trains_nothing(dataset: Dataset, out: Path) -> None:
     arguments = ["prenorm", "exoformer", "--base", "mini", "--seeds", "2", "--data", dataset.path, "--plan"]
     shown = printed(*arguments, "--out", out)
     assert "2 variants × 2 seeds = 4 runs" in shown and "FFN width 2048 → " in shown
@@ -70,12 +70,12 @@ def test_a_plan_says_what_matching_changes_and_trains_nothing(dataset: Dataset, 
         (["prenorm", "mgr", "--tune", "0.5x,2x"], "is not a list of learning rates: write it as lr=0.5x,1x,2x.$"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_answered_in_one_sentence(arguments: list[str], sentence: str, dataset: Dataset) -> None:
+def test_a_mistake_is_reported_in_one_sentence(arguments: list[str], sentence: str, dataset: Dataset) -> None:
     given = arguments if {"--demo", "--data"} & set(arguments) else [*arguments, "--data", dataset.path]
     assert re.search(sentence, refusal(*given, "--plan"))
 
 
-def test_options_go_over_a_study_file(dataset: Dataset, tmp_path: Path) -> None:
+def test_options_override_a_study_file(dataset: Dataset, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(f'base = "tiny"\nvariants = ["prenorm", "mgr"]\nseeds = 5\ndata = "{dataset.path}"\n')
     assert "2 variants × 2 seeds = 4 runs" in printed(file, "--seeds", "2", "--plan")
@@ -117,7 +117,7 @@ def test_study_folder_among_variants_is_recognised(
 
 @pytest.mark.parametrize("stranger", ["config.toml", "quantization.json", "diagnosis.json", "config.json"])
 @pytest.mark.parametrize("plan", [[], ["--plan"]])
-def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
+def test_a_folder_of_other_files_is_refused_and_unchanged(
     stranger: str, plan: list[str], dataset: Dataset, tmp_path: Path
 ) -> None:
     (tmp_path / stranger).write_text("its own")
@@ -139,7 +139,7 @@ def test_change_undone_by_a_variant_is_reported(dataset: Dataset) -> None:
 
 
 @pytest.mark.slow
-def test_variants_that_a_study_leaves_out_are_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_variants_that_a_study_drops_are_named(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     earlier = {"variants": ["prenorm", "mgr", "mgr+exoformer"], "ladder": [2.5]}
     write_all(make_plan(StudyConfig(**{**study.model_dump(), **earlier}), out, dataset), lambda run, step: 3.0)
 
@@ -153,7 +153,7 @@ def test_variants_that_a_study_leaves_out_are_named(study: StudyConfig, dataset:
     assert "also contains" not in planned("prenorm", "mgr", "mgr+exoformer", "resformer")
 
 
-def test_a_study_with_a_failed_run_says_why_on_standard_error(
+def test_a_failed_run_is_explained_on_standard_error(
     dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(study: object, plan: StudyPlan, out: Path, watcher: object) -> dict[PlannedRun, str]:

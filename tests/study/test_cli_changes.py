@@ -73,7 +73,7 @@ def test_demo_with_names_compares_those_at_its_size(asked: Any) -> None:
     assert base_run(study, "tiny").model.width == 64
 
 
-def test_from_keeps_changes_that_the_weights_do_not_decide(file: Path, run: Path, tmp_path: Path, asked: Any) -> None:
+def test_from_keeps_changes_not_determined_by_the_weights(file: Path, run: Path, tmp_path: Path, asked: Any) -> None:
     study = asked(file, "--from", run, "--set", "train.keep=1")
     chosen = base_run(study, study.base).train
     assert (chosen.start, chosen.steps, chosen.keep) == (str(run.resolve()), 10, 1)
@@ -87,14 +87,14 @@ def test_from_keeps_changes_that_the_weights_do_not_decide(file: Path, run: Path
     assert sum(change.startswith("train.start") for change in again.set) == 1
 
 
-def test_the_demo_of_given_weights_has_their_shapes(run: Path, asked: Any) -> None:
+def test_a_demo_from_given_weights_has_their_shapes(run: Path, asked: Any) -> None:
     study = asked("--demo", "--from", run)
     started = base_run(study, study.base)
     assert (started.train.steps, started.model.context) == (160, RunConfig.find("tiny").model.context)
     assert "model.context=64" in DEMO.read_text()
 
 
-def test_rule_of_matching_or_tuning_keeps_what_it_can_of_a_file(file: Path, asked: Any) -> None:
+def test_changed_matching_or_tuning_keeps_other_file_settings(file: Path, asked: Any) -> None:
     assert asked(file, "--tune", "lr=1x,4x").tune == Tune(lr=(1, 4), share=0.5, seed=77)
     assert asked(file, "--match", "depth").match == MatchDepth(tolerance=0.02)
     file.write_text(file.read_text().replace('tables = "free"', 'tables = "counted"'))
@@ -104,7 +104,7 @@ def test_rule_of_matching_or_tuning_keeps_what_it_can_of_a_file(file: Path, aske
     assert asked(file, "--match", "none").match == NoMatch()
 
 
-def test_the_folder_of_tasks_goes_with_named_tasks(file: Path, tmp_path: Path, dataset: Dataset, asked: Any) -> None:
+def test_the_task_folder_applies_to_named_tasks(file: Path, tmp_path: Path, dataset: Dataset, asked: Any) -> None:
     tasks = {"names": ("colours",), "limit": 5}
     study = StudyConfig(variants=["prenorm", "mgr"], set=SMALL, data=str(dataset.path), tasks=tasks)
     file.write_text(study.to_toml())

@@ -14,7 +14,7 @@ from residua.study.gains import MIN_SEEDS
 from residua.study.ladder import MIN_BUDGETS_OF_LAW
 
 
-def test_a_study_survives_its_toml(tmp_path: Path) -> None:
+def test_a_study_survives_a_toml_round_trip(tmp_path: Path) -> None:
     variants = {"prenorm": ["prenorm"], "mine": ["mgr", "model.topology.streams=2"]}
     scaling = {"sizes": ["tiny", "mini"], "tokens_per_parameter": 20}
     study = StudyConfig(variants=variants, seeds=[3, 5], match={"kind": "depth"}, scaling=scaling)
@@ -42,7 +42,7 @@ def test_names_become_variants_and_the_first_is_the_baseline() -> None:
         *(({"name": n}, "must be a plain name") for n in ("../../x", "/tmp/x", "..", "", "a\\b", "a\nb")),
     ],
 )
-def test_a_mistake_is_named_in_one_sentence(changes: dict[str, object], sentence: str) -> None:
+def test_an_invalid_study_is_explained_in_one_sentence(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         StudyConfig(**{"variants": ["prenorm", "mgr"], **changes})
 
@@ -53,14 +53,14 @@ def test_every_known_variant_is_a_valid_run(name: str) -> None:
     base.override(overrides([name], base.model))
 
 
-def test_names_combine_and_keep_to_their_own_aspect() -> None:
+def test_combined_names_change_only_their_own_part() -> None:
     base = RunConfig.find("mini")
     model = base.override(overrides(["mgr+exoformer+gatednorm"], base.model)).model
     assert (model.topology.kind, model.anchors.kind, model.norm.kind) == ("multi_gate", "exoformer", "gatednorm")
     assert base.override(overrides(["base"], base.model)) == base
 
 
-def test_an_unknown_variant_is_refused_with_the_nearest_name() -> None:
+def test_an_unknown_variant_suggests_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'exoformer'"):
         overrides(["exofromer"], ModelConfig.preset("tiny"))
 
@@ -70,7 +70,7 @@ def test_block_attention_residuals_get_about_eight_blocks(layers: int, expected:
     assert sublayers_per_block(layers) == expected
 
 
-def test_the_demo_has_the_seeds_that_a_verdict_needs() -> None:
+def test_the_demo_has_enough_seeds_for_a_verdict() -> None:
     study = StudyConfig.from_toml(DEMO)
     assert list(study.variants) == ["prenorm", "block_attnres"]
     assert (len(study.seeds), len(study.ladder)) == (MIN_SEEDS, MIN_BUDGETS_OF_LAW)

@@ -57,7 +57,7 @@ def measure(asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path) ->
     return log.export_text()
 
 
-def test_every_run_is_diagnosed_once_linked_and_compared(
+def test_every_run_is_diagnosed_once_and_linked_and_compared(
     asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
     said = measure(asked, plan, dataset, out)
@@ -88,7 +88,7 @@ def test_every_run_is_diagnosed_once_linked_and_compared(
     assert f"runs/{broken.title}/report.html" not in page
 
 
-def test_nothing_is_diagnosed_unless_asked_for(
+def test_nothing_is_diagnosed_unless_requested(
     asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
     plain = changed(asked, diagnose=False)
@@ -100,7 +100,7 @@ def test_nothing_is_diagnosed_unless_asked_for(
     assert "Diagnoses" not in (out / "results.md").read_text()
 
 
-def test_the_page_is_on_the_text_of_the_study(
+def test_the_page_uses_the_text_of_the_study(
     asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path, tmp_path: Path
 ) -> None:
     """The first variant's diagnosis is a person's own: it stays, and the page follows the study's text."""
@@ -120,7 +120,7 @@ def test_the_page_is_on_the_text_of_the_study(
     assert (folder / "diagnosis" / "diagnosis.json").stat() == before
 
 
-def test_who_is_not_on_the_page_is_named(asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path) -> None:
+def test_runs_missing_from_the_page_are_named(asked: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path) -> None:
     lost, broken = (run for run in plan.runs if run.seed == 0)
     (lost.folder / "metrics.jsonl").unlink()
     (broken.folder / "checkpoints" / "step-10" / "model.safetensors").unlink()

@@ -22,7 +22,7 @@ def width(ratio: Interval | None) -> float:
     return math.log(ratio.high / ratio.low)
 
 
-def test_seeds_that_cancel_do_not_narrow_a_gain_per_second() -> None:
+def test_anticorrelated_seeds_do_not_narrow_gain_per_second() -> None:
     """Two seeds once gave 1.43 per step [1.00, 2.07] and 1.29 per second [1.05, 1.59]."""
     spread = math.exp(0.0291)
     ours = {0: record(1.43 * spread, 900 / spread**0.5), 1: record(1.43 / spread, 900 * spread**0.5)}
@@ -33,7 +33,7 @@ def test_seeds_that_cancel_do_not_narrow_a_gain_per_second() -> None:
 
 
 @pytest.mark.parametrize("seeds", [2, 3])
-def test_intervals_of_products_hold_the_truth(seeds: int) -> None:
+def test_intervals_of_products_cover_the_truth(seeds: int) -> None:
     rng = np.random.default_rng(0)
     held = 0
     for _ in range(600):
@@ -53,7 +53,7 @@ def alone(rate: float, error: float = 0.005) -> StepTiming:
     return StepTiming(device="H200", tokens=100, median=100 / rate, p10=1.0, p90=1.0, count=100, error=error)
 
 
-def test_a_race_gives_tokens_seconds_and_a_p_value() -> None:
+def test_a_race_reports_tokens_seconds_and_a_p_value() -> None:
     baseline = {seed: racer(1000.0 * math.exp(0.01 * (seed - 2))) for seed in range(5)}
     ours = {seed: racer(800.0 * math.exp(0.01 * (seed - 2))) for seed in range(5)}
     found = race(ours, baseline, 3.0, alone(90.0), alone(100.0), 0.95)
@@ -74,7 +74,7 @@ def test_a_race_gives_tokens_seconds_and_a_p_value() -> None:
     assert race(baseline, baseline, 3.0, alone(100.0), alone(100.0), 0.95).p is None
 
 
-def test_a_race_without_a_difference_is_seldom_won() -> None:
+def test_a_race_between_equals_is_rarely_significant() -> None:
     rng = np.random.default_rng(5)
     won = []
     for _ in range(800):
@@ -84,7 +84,7 @@ def test_a_race_without_a_difference_is_seldom_won() -> None:
     assert 0.025 < np.mean(won) < 0.065
 
 
-def test_p_values_of_a_race_are_corrected_as_holm_does() -> None:
+def test_p_values_of_races_are_corrected_by_holm() -> None:
     races = {name: Race(3, 3, p=p) for name, p in (("a", 0.004), ("b", 0.001), ("c", 0.9), ("d", None))}
     found = {name: each.adjusted for name, each in adjusted(races).items()}
     assert found == {"a": pytest.approx(0.008), "b": pytest.approx(0.003), "c": pytest.approx(0.9), "d": None}
@@ -116,7 +116,7 @@ def test_holms_correction_bounds_the_chance_of_any_false_claim() -> None:
     assert plain / 250 > 0.2 and after / 250 < 0.07
 
 
-def test_corrected_intervals_decide_as_holms_procedure() -> None:
+def test_corrected_intervals_agree_with_holms_procedure() -> None:
     rng = np.random.default_rng(2)
     for _ in range(30):
         gains = study(rng, np.linspace(0.0, 0.12, 5))
@@ -128,13 +128,13 @@ def test_corrected_intervals_decide_as_holms_procedure() -> None:
         assert {i for i, gain in corrected(family, 0.05).items() if clear(gain)} == rejected
 
 
-def test_at_its_p_value_an_interval_touches_one() -> None:
+def test_an_interval_at_its_p_value_touches_one() -> None:
     found = as_tested(Interval(value=1.1, count=3, error=0.03, low=1.1 / 1.05, high=1.1 * 1.05, freedom=6.0))
     assert 0.0 < found.p < 0.05
     assert found.at(found.p).low == pytest.approx(1.0) and found.at(0.05) == found.interval
 
 
-def test_the_best_of_six_is_overestimated_and_shrinking_mends_it() -> None:
+def test_shrinkage_fixes_the_overestimated_best_of_six() -> None:
     rng = np.random.default_rng(3)
     plain, pooled, held, held_before = [], [], 0, 0
     for _ in range(300):

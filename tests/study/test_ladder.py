@@ -20,7 +20,7 @@ def rungs(budgets: tuple[float, ...] = BUDGETS, seeds: int = 3, effect: float = 
 
 
 @pytest.mark.parametrize("budgets", [BUDGETS, (0.5, 1.0, 2.0), (0.25, 0.5, 1.0, 2.0, 4.0)])
-def test_the_fit_returns_the_law_that_the_losses_were_made_with(budgets: tuple[float, ...]) -> None:
+def test_the_fit_recovers_the_law_that_generated_the_losses(budgets: tuple[float, ...]) -> None:
     found = fit_law(rungs(budgets))
     assert (found.floor, found.exponent) == pytest.approx((2.5, 0.35), rel=1e-6)
     assert found.scale == pytest.approx(1.4 * D**0.35, rel=1e-5)
@@ -29,7 +29,7 @@ def test_the_fit_returns_the_law_that_the_losses_were_made_with(budgets: tuple[f
     assert (exact.loss(4.0), exact.tokens(6.0), exact.tokens(2.0)) == (6.0, 4.0, float("inf"))
 
 
-def test_the_example_of_the_docs() -> None:
+def test_documented_example_gives_the_stated_gain_and_law() -> None:
     losses = {19.7: (4.142, 4.136, 4.139), 39.3: (3.975, 3.969, 3.978), 59.0: (3.888, 3.893, 3.897)}
     losses[78.6] = (3.846, 3.839, 3.841)
     ladder = {tokens * 1e6: dict(enumerate(seeds)) for tokens, seeds in losses.items()}
@@ -39,24 +39,24 @@ def test_the_example_of_the_docs() -> None:
 
 
 @pytest.mark.parametrize("gain", [0.7, 1.0, 1.23, 1.9])
-def test_a_loss_becomes_the_tokens_at_which_the_law_has_it(gain: float) -> None:
+def test_a_loss_maps_to_the_tokens_at_which_the_law_reaches_it(gain: float) -> None:
     found = equivalent_tokens(rungs(), {seed: law(gain * D) for seed in range(3)}, D)
     assert not found.extrapolated and found.value == pytest.approx(gain, rel=1e-4)
     assert (found.low, found.high) == pytest.approx((gain, gain), rel=1e-3)
 
 
-def test_a_gain_ignores_what_runs_of_a_seed_share() -> None:
+def test_a_gain_ignores_seed_effects_shared_by_runs() -> None:
     found = equivalent_tokens(rungs(effect=0.2), {seed: law(1.3 * D) + 0.2 * seed for seed in range(3)}, D)
     assert found.value == pytest.approx(1.3, rel=1e-4) and found.high < 1.301
 
 
-def test_beyond_the_largest_budget_a_gain_is_called_extrapolated() -> None:
+def test_a_gain_beyond_the_largest_budget_is_extrapolated() -> None:
     found = equivalent_tokens(rungs(), {seed: law(2.5 * D) for seed in range(3)}, D)
     assert found.extrapolated and found.value == pytest.approx(2.5, rel=1e-3)
     assert equivalent_tokens(rungs(), {0: law(0.4 * D)}, D).extrapolated
 
 
-def test_out_of_reach_there_is_no_gain() -> None:
+def test_a_loss_beyond_the_ladder_has_no_gain() -> None:
     for losses in ({0: 2.4, 1: 2.4}, {0: 9.0, 1: 9.0}, {}):  # the first is below the floor of the law
         assert equivalent_tokens(rungs(), losses, D) is None
     assert equivalent_tokens({D: {0: 3.0}}, {0: 2.9}, D) is None
@@ -78,7 +78,7 @@ def test_one_seed_or_two_budgets_give_a_gain_without_interval() -> None:
     assert fit_law(two) is None
 
 
-def test_seeds_that_only_one_side_has_count_too() -> None:
+def test_unshared_seeds_also_count() -> None:
     ladder = rungs()
     ladder[2.0 * D] = {0: law(2 * D)}  # two runs of the ladder are missing
     for rows, seeds in ((ladder, (1, 2, 5)), (rungs(), (7, 8))):
@@ -86,7 +86,7 @@ def test_seeds_that_only_one_side_has_count_too() -> None:
         assert found is not None and found.value == pytest.approx(1.2, rel=1e-4)
 
 
-def test_an_interval_without_an_end_in_reach_is_open() -> None:
+def test_an_interval_end_beyond_the_ladder_is_open() -> None:
     noise = np.random.default_rng(0).normal(0, 0.25, (5, 3))
     ladder = {f * D: {k: law(f * D) + noise[i, k] for k in range(3)} for i, f in enumerate(BUDGETS)}
     found = equivalent_tokens(ladder, {k: law(1.9 * D) + noise[4, k] for k in range(3)}, D)
@@ -124,7 +124,7 @@ def coverage(studies: int, budgets: tuple[float, ...], seeds: int, *, confidence
         pytest.param((0.25, 0.5, 1.0, 2.0, 4.0), 3, 0.01, marks=pytest.mark.nightly),
     ],
 )
-def test_95_percent_of_simulated_intervals_hold_the_truth(
+def test_95_percent_of_simulated_intervals_cover_the_truth(
     budgets: tuple[float, ...], seeds: int, shared: float
 ) -> None:
     assert coverage(2000, budgets, seeds, confidence=0.95, shared=shared) == pytest.approx(0.95, abs=0.02)
@@ -133,7 +133,7 @@ def test_95_percent_of_simulated_intervals_hold_the_truth(
 @pytest.mark.nightly
 @pytest.mark.parametrize("seeds", [2, 3, 5])
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
-def test_the_asked_share_of_intervals_holds_the_truth(seeds: int, confidence: float) -> None:
+def test_intervals_have_the_requested_coverage(seeds: int, confidence: float) -> None:
     shares = [coverage(4000, BUDGETS, seeds, confidence=confidence, shared=0.002 * part) for part in range(5)]
     assert np.mean(shares) == pytest.approx(confidence, abs=0.01)
 
@@ -162,7 +162,7 @@ LARGEST = (10 * 1.8e8 * 20 * 29e6, 20.0)
 """Ten times the compute of the largest run, at as many tokens a parameter."""
 
 
-def test_a_joint_fit_returns_the_law_of_sizes_and_tokens() -> None:
+def test_a_joint_fit_recovers_the_law_of_sizes_and_tokens() -> None:
     laws = fit_laws(ladders())
     over_sizes = fit_law({SIZES[size][0]: {0: law.floor} for size, law in laws.items()})
     wanted = (1.705, 0.35)  # and the mean effect of seeds
@@ -171,7 +171,7 @@ def test_a_joint_fit_returns_the_law_of_sizes_and_tokens() -> None:
     assert fit_laws({"a": {1e8: {0: 3.0}}, "b": {2e8: {0: 2.8}, 4e8: {0: 2.7}}}) == {}  # two floors and one difference
 
 
-def test_a_size_with_one_budget_takes_the_law_of_the_others() -> None:
+def test_a_size_with_one_budget_uses_the_law_of_other_sizes() -> None:
     few = ladders()
     few["c"] = {20 * 29e6: few["c"][20 * 29e6]}
     cell = ("c", 20 * 29e6)
@@ -274,6 +274,6 @@ def test_holm_bounds_false_claims_of_projected_gains() -> None:
         pytest.param(2000, 2, False, marks=pytest.mark.nightly),
     ],
 )
-def test_joint_intervals_hold_the_truth_in_simulated_studies(studies: int, seeds: int, every_budget: bool) -> None:
+def test_joint_intervals_cover_the_truth_in_simulated_studies(studies: int, seeds: int, every_budget: bool) -> None:
     at_a_size, projected = joint_coverage(studies, seeds, every_budget=every_budget)
     assert at_a_size >= 0.93 and projected >= 0.93

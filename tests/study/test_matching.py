@@ -39,7 +39,7 @@ def exoformer(base: ModelConfig) -> ModelConfig:
     return base.override(["anchors.kind=exoformer", "attention.gate=elementwise"])
 
 
-def test_fused_gates_and_anchors_narrow_the_ffn_and_say_so() -> None:
+def test_gates_and_anchors_narrow_the_ffn_with_a_note() -> None:
     base = ModelConfig.preset("mini")
     matched = match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
     width = matched.model.ffn.hidden
@@ -47,14 +47,14 @@ def test_fused_gates_and_anchors_narrow_the_ffn_and_say_so() -> None:
     assert matched.change == f"FFN width {base.ffn.hidden} → {width}"
 
 
-def test_a_variant_that_fits_or_is_not_matched_is_left_alone() -> None:
+def test_a_variant_that_fits_or_is_not_matched_is_unchanged() -> None:
     base = ModelConfig.preset("mini")
     for variant, rule in ((base.override(["topology.kind=full_attnres"]), MatchFFN()), (exoformer(base), NoMatch())):
         matched = match("variant", variant, measure(base).parameters, rule)
         assert (matched.model, matched.change) == (variant, "")
 
 
-def test_what_cannot_be_matched_is_refused_with_a_sentence() -> None:
+def test_unmatchable_variants_are_refused_in_one_sentence() -> None:
     base = ModelConfig.preset("tiny").override(["ffn.hidden=8"])
     with pytest.raises(ConfigError, match=r"variant 'exoformer' has [\d,]+ parameters, which cannot be brought within"):
         match("exoformer", exoformer(base), measure(base).parameters, MatchFFN())
@@ -70,7 +70,7 @@ def test_depth_matching_drops_layers_first_and_trims_the_rest() -> None:
     assert matched.change.startswith(f"layers {base.layers} → {matched.model.layers}")
 
 
-def test_tables_are_free_unless_they_are_counted() -> None:
+def test_embedding_tables_are_free_unless_counted() -> None:
     base = ModelConfig.preset("mini").override(["vocab_size=1024"])
     variant = base.override(["anchors.kind=value_embeddings"])
     size, plain = measure(variant), measure(base)

@@ -75,7 +75,7 @@ MEASURED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MEASURED)
-def test_runs_are_measured_once_and_again_when_trained_further(
+def test_runs_are_remeasured_only_after_further_training(
     name: str, study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, content = MEASURED[name]
@@ -124,7 +124,7 @@ def test_the_training_loss_is_the_mean_over_the_last_200_steps(steps: int, every
 
 
 @torch.no_grad()
-def test_outliers_are_those_of_a_direct_computation() -> None:
+def test_outliers_match_a_direct_computation() -> None:
     torch.manual_seed(0)
     model = residua.build(small(vocab_size=64, context=16)).double().eval()
     batches = [Batch(*(torch.randint(64, (rows, 16)) for _ in range(2))) for rows in (3, 2)]
@@ -150,7 +150,7 @@ def test_outliers_are_those_of_a_direct_computation() -> None:
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_attention_is_looked_at_on_the_first_sequences_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_measured_only_on_the_first_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "SINK_TOKENS", 40)
     monkeypatch.setattr(work, "TOKENS_AT_ONCE", 32)
     model = residua.build(small(vocab_size=64, context=16)).eval()
@@ -181,7 +181,7 @@ def test_outliers_and_training_losses_are_in_the_tables(study: StudyConfig, plan
 
 
 @pytest.mark.slow
-def test_a_study_of_trained_models_has_a_loss_for_every_recipe(
+def test_a_study_measures_a_loss_for_every_recipe(
     study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = low(study, data=str(dataset.path), variants={"prenorm": ("prenorm",)})
@@ -209,7 +209,7 @@ def test_a_study_of_trained_models_has_a_loss_for_every_recipe(
 
 
 @pytest.mark.slow
-def test_runs_that_were_not_measured_have_no_row(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_unmeasured_runs_have_no_row(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     with pytest.raises(ConfigError, match="int8"):
         low(study, quantize=("int8",))
     asked = low(study)
@@ -225,7 +225,7 @@ def test_runs_that_were_not_measured_have_no_row(study: StudyConfig, dataset: Da
 
 
 @pytest.mark.slow
-def test_a_rerun_keeps_what_was_measured_and_adds_other_recipes(
+def test_a_rerun_keeps_measurements_and_adds_other_recipes(
     chosen: Choose, dataset: Dataset, out: Path, no_page: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"seeds": 1, "threads": 1}

@@ -104,7 +104,7 @@ def without(status: str, lost: Callable[[RunResult], bool]) -> StudyResult:
          "No answer: no variant completed a seed that prenorm completed"),
     ],
 )  # fmt: skip
-def test_the_title_answers(result: Callable[[], StudyResult | Pretended], tone: Tone, title: str) -> None:
+def test_the_title_states_the_answer(result: Callable[[], StudyResult | Pretended], tone: Tone, title: str) -> None:
     made = result()
     assert answer(made.result if isinstance(made, Pretended) else made) == (tone, title)
 
@@ -129,7 +129,7 @@ def test_the_page_explains_its_answer_in_one_sentence(best: float, words: str, t
     assert made.page(tmp_path).lead.startswith(f"{facts};")
 
 
-def test_an_answer_without_seconds_says_how_to_get_one_or_nothing(tmp_path: Path) -> None:
+def test_an_undecided_answer_explains_only_known_remedies(tmp_path: Path) -> None:
     busy = explanation(changed(pretended(2).result, timing=ALONE.model_copy(update={"p90": 0.2})))
     assert busy.startswith("For a yes or no, remove timings/ from the study's folder")
     unknown = pretended(2)
@@ -138,7 +138,7 @@ def test_an_answer_without_seconds_says_how_to_get_one_or_nothing(tmp_path: Path
     assert unknown.page(tmp_path).lead.startswith(f"{unknown.result.name}: ")
 
 
-def test_a_variant_with_a_failed_seed_gets_no_yes() -> None:
+def test_a_variant_with_a_failed_seed_is_not_a_yes() -> None:
     made = pretended(2, best=1.3).result
     assert answer(made)[0] == "good"
     last = made.runs[-1].model_copy(update={"status": "failed", "problem": "the loss was not finite"})
@@ -148,7 +148,7 @@ def test_a_variant_with_a_failed_seed_gets_no_yes() -> None:
     assert explanation(lucky).endswith("; 1 of its 3 seeds failed, and those left may be the lucky ones.")
 
 
-def test_what_is_shown_goes_before_a_larger_gain_that_is_not() -> None:
+def test_a_significant_gain_precedes_a_larger_uncertain_one() -> None:
     result = pretended(3, best=1.3).result
     first, second, third = result.variants
     wide = second.model_copy(update={"wall_clock_gain": Interval(value=1.39, count=3, low=0.9, high=1.6)})
@@ -165,7 +165,7 @@ def test_what_is_shown_goes_before_a_larger_gain_that_is_not() -> None:
     assert [row.name for row in rows][:3] == ["block_attnres", "mgr", "prenorm"]  # the baseline at one
 
 
-def test_a_gain_that_only_the_ladder_shows_is_said() -> None:
+def test_a_gain_shown_only_by_the_ladder_is_reported() -> None:
     unsure = Interval(value=-0.02, count=2, error=0.01, low=-0.05, high=0.01)
     result = changed(pretended(2, best=1.21).result, difference=unsure)
     told = verdict(result.variants[1], result)
@@ -179,14 +179,14 @@ def test_a_gain_that_only_the_ladder_shows_is_said() -> None:
     assert "block_attnres: no difference shown (Δ -0.0200, " in verdict(neither.variants[1], neither)
 
 
-def test_the_gap_to_the_unigram_entropy_is_not_rounded_up() -> None:
+def test_gap_to_the_unigram_entropy_is_not_rounded_up() -> None:
     result = pretended(2).result
     entropy = max(row.loss.value for row in result.variants if row.loss) + 0.1452
     known = result.model_copy(update={"dataset": result.dataset.model_copy(update={"unigram_entropy": entropy})})
     assert "ends at least 0.14 below it" in markdown(known)
 
 
-def test_with_several_sizes_terminal_and_page_name_the_size(tmp_path: Path) -> None:
+def test_terminal_and_page_name_the_size_if_there_are_several(tmp_path: Path) -> None:
     pretend = pretended(2)
     large = pretend.result.variants
     loss = Interval(value=7.35, count=3, error=0.01, low=7.3, high=7.4)
@@ -249,7 +249,7 @@ def test_steps_timed_on_a_busy_machine_give_no_gain_per_second(
     assert "busy" not in markdown(timed(pretend.result, busy, 0.49))
 
 
-def test_the_page_says_that_runs_or_a_ladder_are_missing(tmp_path: Path) -> None:
+def test_the_page_reports_missing_runs_or_ladder(tmp_path: Path) -> None:
     made = pretended(3)
     assert "complete" not in made.page(tmp_path).lead
     missing = tuple(run.model_copy(update={"status": "missing"}) for run in made.result.runs[:2])
@@ -259,7 +259,7 @@ def test_the_page_says_that_runs_or_a_ladder_are_missing(tmp_path: Path) -> None
     assert page.lead.endswith("7 of 9 runs are complete.") and "Use --ladder before concluding" in page.html()
 
 
-def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
+def test_seeds_that_a_variant_lacks_are_reported(tmp_path: Path) -> None:
     made = pretended(3)
     assert "of 3 seeds" not in made.page(tmp_path).lead + markdown(made.result)
     rows = [row for row in made.result.variants if row.name != "mgr"]
@@ -275,7 +275,7 @@ def test_seeds_that_a_variant_lacks_are_said(tmp_path: Path) -> None:
     assert shown["mgr"] == "3.3810 ± 0.0031 (n=2)" and "n=" not in shown["prenorm"]
 
 
-def test_seeds_missing_everywhere_make_no_difference() -> None:
+def test_seeds_missing_in_all_variants_are_not_reported() -> None:
     result = pretended(3).result
 
     def lacking(missing: Callable[[RunResult], bool]) -> str:
@@ -304,14 +304,14 @@ def test_comparisons_are_corrected_and_the_best_is_shrunk() -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "said"), [(1.02, None, "above 1.0"), (None, 1.2, "below 1.")])
-def test_an_open_interval_of_the_best_is_said_in_words(low: float | None, high: float | None, said: str) -> None:
+def test_an_open_interval_of_the_best_is_put_in_words(low: float | None, high: float | None, said: str) -> None:
     first, *others = (result := pretended(4).result).variants
     gains = [replace(row.wall_clock_gain, low=low, high=high) for row in others]
     rows = [row.model_copy(update={"wall_clock_gain": gain}) for row, gain in zip(others, gains, strict=True)]
     assert f"× (interval {said}" in comparisons_sentence(with_rows(result, (first, *rows)))
 
 
-def test_verdict_is_not_yes_when_correction_removes_the_gain() -> None:
+def test_verdict_is_not_yes_if_correction_removes_the_gain() -> None:
     weak = Interval(value=1.05, count=3, error=0.02, low=1.01, high=1.09)
     result = changed(pretended(9).result, wall_clock_gain=weak)
     assert answer(result)[0] == "unsure" and " after correction for 8 comparisons" in answer(result)[1]
@@ -329,7 +329,7 @@ def test_yes_needs_three_seeds_or_a_ladder(seeds: int, ladder: bool, tone: Tone)
     assert (few in answer(result)[1]) == (few in verdict(result.variants[1], result)) == (tone == "unsure")
 
 
-def test_the_foot_says_how_the_numbers_were_made() -> None:
+def test_the_footer_states_how_the_numbers_were_produced() -> None:
     made = pretended(3)
     runs = [run for found in made.records["mini"].values() for run in found]
     assert provenance(made.result, runs, ["residua compare x"]) == {
@@ -348,7 +348,7 @@ def test_the_foot_says_how_the_numbers_were_made() -> None:
     assert "trained" not in provenance(made.result, [], [])
 
 
-def test_a_variant_has_the_colour_of_its_place_in_every_figure() -> None:
+def test_a_variant_has_one_colour_in_every_figure() -> None:
     made = pretended(16)
     rows = [row for row in made.result.variants if row.difference is not None][::-1]
     for figure in (
@@ -375,14 +375,14 @@ def test_difference_curves_are_paired_by_seed() -> None:
     assert abs(last(fewer) - everyone) < 0.004  # against its own seed, which is 0.008 above the first
 
 
-def test_what_repeats_the_table_is_folded(tmp_path: Path) -> None:
+def test_sections_that_repeat_the_table_are_collapsed(tmp_path: Path) -> None:
     html = pretended(3).page(tmp_path).html()
     for folded in ("Each variant in a sentence", "9 of 9 runs are complete", "The study file"):
         assert f"<summary>{folded}</summary>" in html
     assert html.index("<summary>The study file</summary>") < html.index("[variants]") < html.rindex("</details>")
 
 
-def test_views_without_numbers_are_left_out(tmp_path: Path) -> None:
+def test_views_without_numbers_are_omitted(tmp_path: Path) -> None:
     made = pretended(3)
 
     def bare(run: RunRecord) -> RunRecord:

@@ -29,7 +29,7 @@ def test_variants_of_a_seed_share_their_data_order(plan: StudyPlan, dataset: Dat
     assert len({run.folder for run in plan.runs}) == 8
 
 
-def test_the_vocabulary_is_that_of_the_text_unless_set(
+def test_the_vocabulary_follows_the_text_unless_set(
     study: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
     assert {padded_vocabulary(tokens) for tokens in (257, 383, 384)} == {384} and padded_vocabulary(50257) == 50304
@@ -63,7 +63,7 @@ def test_batch_and_warmup_grow_with_the_budget(study: StudyConfig, dataset: Data
 
 
 @pytest.mark.parametrize("path", sorted(Path("docs/results/studies").glob("*.toml")), ids=lambda path: path.stem)
-def test_a_committed_study_can_be_read(path: Path) -> None:
+def test_every_committed_study_is_valid(path: Path) -> None:
     if "variants" in read_toml(path):
         study = StudyConfig.from_toml(path)
         for size in study.sizes:
@@ -73,7 +73,7 @@ def test_a_committed_study_can_be_read(path: Path) -> None:
         RunConfig.from_toml(path)
 
 
-def test_a_folder_of_another_configuration_is_refused_by_name(plan: StudyPlan, dataset: Dataset) -> None:
+def test_a_folder_with_another_configuration_is_refused(plan: StudyPlan, dataset: Dataset) -> None:
     folder, config = plan.runs[3].folder, plan.runs[3].config
     folder.mkdir(parents=True)
     for change, words in (
@@ -107,7 +107,7 @@ def test_a_variant_that_cannot_be_trained_is_named(
         make_plan(broken, out, dataset)
 
 
-def test_interrupted_study_resumes_in_its_folder(out: Path) -> None:
+def test_a_study_folder_with_foreign_files_is_refused(out: Path) -> None:
     refuse_strangers(out)
     for name in ("runs", "configs", "logs"):
         (out / name).mkdir(parents=True)
@@ -128,7 +128,7 @@ def with_ladder(study: StudyConfig, *budgets: float, **changes: object) -> Study
     return changed(study, ladder=budgets, **changes)
 
 
-def test_a_ladder_adds_runs_of_the_baseline_and_changes_none(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_a_ladder_adds_baseline_runs_and_changes_no_others(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     plain, laddered = (make_plan(chosen, out, dataset) for chosen in (study, with_ladder(study, 2, 0.5, 1)))
     assert {(r.folder, r.config) for r in laddered.compared} == {(r.folder, r.config) for r in plain.runs}
     assert [(r.title, r.seed, r.config.train.steps) for r in laddered.ladder] == [
@@ -159,14 +159,14 @@ def test_a_ladder_that_cannot_be_trained_is_refused(
         make_plan(with_ladder(study, *budgets), out, dataset)
 
 
-def test_ladder_of_all_gives_every_variant_each_budget(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_ladder_of_all_trains_every_variant_at_each_budget(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     plan = make_plan(with_ladder(study, 0.5, 2, ladder_of="all"), out, dataset)
     assert len(plan.ladder) == 2 * len(plan.compared) == 2 * 4 * 2
     steps = [run.config.train.steps for run in plan.runs[:6]]
     assert steps == [20, 10, 5, 20, 10, 5]  # of each variant the longest first
 
 
-def test_a_ladder_that_repeats_the_text_says_so(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_a_ladder_that_repeats_the_text_is_reported(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     plan = make_plan(with_ladder(study, 1, 2), out, dataset)
     # two seeds of 20 steps, less the 8 steps that each run of 10 shares with them, of 64 tokens
     assert cost_sentences(plan) == ["The ladder adds 1.54 k training tokens to the 5.12 k of the comparison (+30%)."]

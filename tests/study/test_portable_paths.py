@@ -27,7 +27,7 @@ def study_of(base: Path, **keys: object) -> StudyConfig:
     return StudyConfig(**{"variants": ["prenorm", "mgr"], "base": str(base), "seeds": 1, **keys})
 
 
-def test_bases_are_called_by_their_files_or_the_folders_of_runs(nano: Path, tmp_path: Path, out: Path) -> None:
+def test_bases_are_named_after_their_file_or_run_folder(nano: Path, tmp_path: Path, out: Path) -> None:
     study = settle(study_of(nano), out)
     assert study.base == "nano.toml" and set(study.bases or {}) == {"nano.toml"}
     several = settle(study_of(nano, scaling={"sizes": [str(nano), "tiny"]}), out)
@@ -36,7 +36,7 @@ def test_bases_are_called_by_their_files_or_the_folders_of_runs(nano: Path, tmp_
     assert settle(study_of(nano.rename(tmp_path / "old/config.toml")), out).base == "old.toml"
 
 
-def test_the_same_content_has_the_name_that_the_folder_knows(nano: Path, tmp_path: Path, out: Path) -> None:
+def test_an_equal_base_keeps_its_recorded_name(nano: Path, tmp_path: Path, out: Path) -> None:
     out.mkdir()
     content = RunConfig.from_toml(nano).model_dump(mode="json", exclude_none=True)
     (out / "study.toml").write_text(study_of(nano, bases={str(nano): content}).to_toml())
@@ -46,7 +46,7 @@ def test_the_same_content_has_the_name_that_the_folder_knows(nano: Path, tmp_pat
     assert settle(study_of(copy), out).base == "copy.toml"
 
 
-def test_a_renamed_base_extends_results_and_another_is_refused(
+def test_a_renamed_base_extends_results_a_changed_is_refused(
     nano: Path, tmp_path: Path, dataset: Dataset, out: Path
 ) -> None:
     kept = tmp_path / "x.json"
@@ -70,7 +70,7 @@ def _save(study: StudyConfig, out: Path, dataset: Dataset, kept: Path) -> None:
     save_study(begun, plan, records, dataset.fingerprint, None).write(kept)
 
 
-def test_places_are_seen_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert portable(str(tmp_path / "runs/old")) == "runs/old"
     assert portable("/somewhere/else/old") == "old"

@@ -55,7 +55,7 @@ def shown(study: StudyConfig, dataset: Dataset, out: Path, monkeypatch: pytest.M
     return Shown(study, dataset, out, monkeypatch)
 
 
-def test_time_left_counts_neither_starts_nor_complete_runs(shown: Shown) -> None:
+def test_time_left_ignores_start_up_and_complete_runs(shown: Shown) -> None:
     shown.begin()
     first, second = shown.plan.runs
     shown.live.started(first, 0)
@@ -69,7 +69,7 @@ def test_time_left_counts_neither_starts_nor_complete_runs(shown: Shown) -> None
 
 
 @pytest.mark.parametrize(("logged", "saved"), [(20, 26), (30, 26), (20, 0)])
-def test_a_continued_run_is_shown_from_its_checkpoint(shown: Shown, logged: int, saved: int) -> None:
+def test_a_resumed_run_is_shown_from_its_checkpoint(shown: Shown, logged: int, saved: int) -> None:
     run = shown.plan.runs[0]
     run.folder.mkdir(parents=True)
     (run.folder / "metrics.jsonl").write_text(f'{{"kind": "train", "step": {logged}, "loss": 4.0}}\n')

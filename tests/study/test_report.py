@@ -60,7 +60,7 @@ def check(seen: Opened, width: int, path: Path) -> None:
     assert seen.requests == [path.as_uri()]
 
 
-def test_the_title_answers_and_the_foot_says_how_it_was_made(seen: Opened) -> None:
+def test_the_title_states_the_answer_and_the_footer_its_origin(seen: Opened) -> None:
     assert seen.page.inner_text("h1") == "Yes: the best of 15, block_attnres, is about 1.06× per second"
     assert seen.page.locator("main h2").all_inner_texts() == SECTIONS
     foot = seen.page.inner_text("footer")
@@ -102,7 +102,7 @@ def test_a_column_is_sorted_with_the_keyboard(seen: Opened) -> None:
     assert table.locator("th[aria-sort]").count() == 1
 
 
-def test_pointing_at_a_variant_highlights_it_everywhere(seen: Opened) -> None:
+def test_hovering_over_a_variant_highlights_it_everywhere(seen: Opened) -> None:
     page = seen.page
     page.locator("table tr[data-series=mgr8]").first.hover()
     faint = "[...document.querySelectorAll('.plot:has(.main-svg)')].filter(p => p.querySelector('.faint')).length"
@@ -112,7 +112,7 @@ def test_pointing_at_a_variant_highlights_it_everywhere(seen: Opened) -> None:
     assert page.locator(".faint, .seen").count() == 0
 
 
-def test_a_name_in_the_legend_hides_and_shows_its_curve(seen: Opened) -> None:
+def test_clicking_a_legend_entry_hides_and_shows_its_curve(seen: Opened) -> None:
     plot = seen.page.locator("#loss-curves [role=tabpanel]:visible")
     lines = plot.locator("g.trace.scatter")
     before = lines.count()
@@ -122,7 +122,7 @@ def test_a_name_in_the_legend_hides_and_shows_its_curve(seen: Opened) -> None:
         assert lines.count() == count
 
 
-def test_the_page_fits_desk_laptop_and_telephone(seen: Opened, report: Report) -> None:
+def test_the_page_fits_desktop_laptop_and_phone(seen: Opened, report: Report) -> None:
     for width in WIDTHS:  # the last test of this page: it stays narrow
         if width != 1400:
             seen.resize(width)
@@ -132,7 +132,7 @@ def test_the_page_fits_desk_laptop_and_telephone(seen: Opened, report: Report) -
     assert seen.requests == [report(16).as_uri()]
 
 
-def test_the_page_in_the_dark_on_a_telephone_and_on_paper(report: Report, browser: Browser) -> None:  # noqa: F811
+def test_the_page_works_in_dark_mode_on_a_phone_and_in_print(report: Report, browser: Browser) -> None:  # noqa: F811
     with browser.opened(report(3), 420, color_scheme="dark") as seen:
         page = seen.page
         check(seen, 420, report(3))
@@ -153,7 +153,7 @@ def test_the_page_in_the_dark_on_a_telephone_and_on_paper(report: Report, browse
 
 
 @pytest.mark.nightly
-def test_every_view_and_fold_is_drawn_on_paper(report: Report, browser: Browser) -> None:  # noqa: F811
+def test_every_view_and_collapsed_section_is_printed(report: Report, browser: Browser) -> None:  # noqa: F811
     with browser.opened(report(3), 420) as seen:
         assert len(seen.page.pdf()) > 10_000
         assert seen.page.locator(".plot:has(.main-svg)").count() == seen.page.locator(".plot").count()
@@ -164,7 +164,7 @@ def test_every_view_and_fold_is_drawn_on_paper(report: Report, browser: Browser)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("variants", [3, 12, 16])
-def test_every_page_at_every_width_in_light_and_dark(
+def test_every_page_fits_every_width_in_light_and_dark(
     variants: int, scheme: str, width: int, report: Report, browser: Browser  # noqa: F811
 ) -> None:  # fmt: skip
     with browser.opened(report(variants), width, color_scheme=scheme) as seen:

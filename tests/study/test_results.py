@@ -62,7 +62,7 @@ def result(written: Outcome) -> StudyResult:
     return written.result
 
 
-def test_rows_are_means_differences_and_quotients_over_seeds(result: StudyResult) -> None:
+def test_rows_report_means_differences_and_ratios_over_seeds(result: StudyResult) -> None:
     baseline, block = row(result, "prenorm"), row(result, "block_attnres")
     assert (baseline.loss.value, baseline.loss.error, baseline.loss.count) == pytest.approx((3.15, 0.3 / 2, 2))
     assert baseline.difference is None
@@ -77,7 +77,7 @@ def test_rows_are_means_differences_and_quotients_over_seeds(result: StudyResult
     assert row(result, "mgr").wall_clock_gain.value == pytest.approx(0.5)
 
 
-def test_results_json_reads_back_equal_and_says_its_version(written: Outcome) -> None:
+def test_results_json_reads_back_equal_and_states_its_version(written: Outcome) -> None:
     found = json.loads((written.report.parent / "results.json").read_text())
     assert found["version"] == 1 and StudyResult(**found) == written.result
     assert set(found["variants"][0]) == set(VariantResult.model_json_schema()["properties"])
@@ -90,7 +90,7 @@ def test_markdown_has_a_row_per_variant_and_the_verdicts(result: StudyResult) ->
     assert all(line.count("|") == text.splitlines()[2].count("|") for line in text.splitlines() if line.startswith("|"))
 
 
-def test_markdown_shows_names_and_messages_of_strangers_as_text(result: StudyResult) -> None:
+def test_markdown_escapes_names_and_messages(result: StudyResult) -> None:
     evil = "](javascript:x) <img src=x> | a\n# b `c`"
     failed = {"folder": evil, "problem": evil, "status": "failed", "diagnosis": f"x/{evil}"}
     runs = [result.runs[0].model_copy(update=failed), *result.runs[1:]]
@@ -112,7 +112,7 @@ def test_a_failed_run_is_listed_and_the_others_still_count(study: StudyConfig, p
     assert difference is not None and (difference.count, difference.low) == (1, None)
 
 
-def test_a_run_whose_inspection_is_damaged_writes_it_again(plan: StudyPlan) -> None:
+def test_a_damaged_inspection_is_written_again(plan: StudyPlan) -> None:
     write_all(plan, straight, RATE)
     run = plan.runs[0]
     assert is_complete(run.folder, run.config)
@@ -124,7 +124,7 @@ def test_a_run_whose_inspection_is_damaged_writes_it_again(plan: StudyPlan) -> N
 
 
 @pytest.mark.usefixtures("no_page")
-def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_scaling_recovers_the_law_that_generated_the_runs(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     several = changed(study, set=["train.steps=100", "train.schedule.warmup=1"], scaling={"sizes": SIZES})
     plan = make_plan(several, out, dataset)
     scale = {"prenorm": 20.0, "block_attnres": 19.0, "mgr": 20.0, "exoformer": 20.0}
@@ -145,7 +145,9 @@ def test_scaling_recovers_the_law_the_runs_were_made_with(study: StudyConfig, da
 
 
 @pytest.mark.usefixtures("no_page")
-def test_sizes_and_budgets_have_one_law(study: StudyConfig, dataset: Dataset, out: Path, tmp_path: Path) -> None:
+def test_sizes_and_budgets_are_fitted_by_one_law(
+    study: StudyConfig, dataset: Dataset, out: Path, tmp_path: Path
+) -> None:
     """Every tenfold compute takes a tenth off the gain of 1.5 that the variant has at the largest run."""
     changes = ["train.steps=100", "train.schedule.warmup=1"]
     several = changed(
@@ -193,7 +195,9 @@ def test_sizes_and_budgets_have_one_law(study: StudyConfig, dataset: Dataset, ou
 
 
 @pytest.mark.usefixtures("no_page")
-def test_seeds_whose_speeds_disagree_allow_no_factor(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_seeds_with_inconsistent_speeds_give_no_wall_clock_gain(
+    study: StudyConfig, dataset: Dataset, out: Path
+) -> None:
     rates = {("prenorm", 0): 1000.0, ("prenorm", 1): 4000.0, ("mgr", 0): 900.0, ("mgr", 1): 400.0}
     plan = make_plan(study, out, dataset)
     for run in plan.runs:
@@ -241,14 +245,14 @@ FEW = "run (train.validate_every) and losses that fall after the first."
         ("block_attnres", {}, "", " at 0.80× the speed of prenorm"),
     ],
 )  # fmt: skip
-def test_a_verdict_says_no_more_than_the_intervals(
+def test_a_verdict_claims_no_more_than_its_intervals(
     result: StudyResult, name: str, keys: dict[str, object], begins: str, ends: str
 ) -> None:
     told = verdict(row(result, name).model_copy(update=keys), result)
     assert told.startswith(begins) and ends in told
 
 
-def test_a_verdict_names_seeds_and_speeds_that_are_missing(result: StudyResult) -> None:
+def test_a_verdict_names_missing_seeds_and_speeds(result: StudyResult) -> None:
     single = row(result, "block_attnres").model_copy(update={"step_gain": None, "wall_clock_gain": None})
     apart = result.model_copy(update={"runs": tuple(run for run in result.runs if run.variant != "prenorm")})
     assert verdict(single, apart).endswith("no gain per step, since no seed completed in both.")
@@ -267,7 +271,7 @@ def test_a_verdict_names_seeds_and_speeds_that_are_missing(result: StudyResult) 
         (None, None, "so 1.10× per second, without an interval."),
     ],
 )
-def test_a_gain_is_claimed_where_its_interval_is_clear_of_one(
+def test_a_gain_is_claimed_only_if_its_interval_excludes_one(
     result: StudyResult, low: float | None, high: float | None, said: str
 ) -> None:
     gain = {"wall_clock_gain": Interval(value=1.10, count=3, low=low, high=high)}
@@ -317,7 +321,7 @@ def test_a_ladder_gives_equivalent_tokens_and_step_gains(study: StudyConfig, dat
     assert "| equivalent tokens |" in text and "1.25× [1.25, 1.25]" in text and "3.00×\\* [" in text
 
 
-def test_a_gain_without_a_ladder_is_said_to_be_understated(result: StudyResult) -> None:
+def test_a_gain_without_a_ladder_is_reported_as_understated(result: StudyResult) -> None:
     said = "Use --ladder before concluding that a variant does not pay."
     assert row(result, "block_attnres").step_gain.value > 1 > row(result, "block_attnres").wall_clock_gain.value
     assert said in markdown(result)
@@ -326,7 +330,7 @@ def test_a_gain_without_a_ladder_is_said_to_be_understated(result: StudyResult) 
 
 
 @pytest.mark.usefixtures("no_page")
-def test_the_picture_has_the_cost_of_a_step_against_its_worth(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_the_picture_plots_step_cost_against_equivalent_tokens(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     result = laddered(study, out, dataset, (0.5, 1, 1.5, 2))
     drawn = break_even(result)
     places = {point.name: (point.x, point.y) for point in drawn.points}
@@ -349,7 +353,7 @@ def timed(tokens_per_second: float, error: float = 0.001, device: str = "H200") 
     return StepTiming(device=device, tokens=64, median=seconds, p10=seconds, p90=seconds, count=100, error=error)
 
 
-def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfig, plan: StudyPlan) -> None:
+def test_isolated_timings_give_throughput_and_wall_clock_gain(study: StudyConfig, plan: StudyPlan) -> None:
     write_all(plan, straight, RATE)
     records = {run: read_run(run.folder, run.config) for run in plan.runs}
     timings = {
@@ -379,7 +383,7 @@ def test_steps_timed_alone_give_throughput_and_wall_clock_gain(study: StudyConfi
     assert other.timing is None and "not measured alone" in verdict(other, result)
 
 
-def test_the_interval_of_a_product_of_ratios() -> None:
+def test_interval_of_a_product_of_ratios_combines_errors() -> None:
     gain, speed = Interval(1.2, 3, 0.05, 1.1, 1.4), Interval(0.8, 10, 0.01, 0.78, 0.82)
     found = product(gain, speed)
     assert found.value == pytest.approx(0.96)
@@ -402,7 +406,7 @@ def by_document(run: PlannedRun) -> dict[str, object]:
 
 
 @pytest.mark.usefixtures("no_page")
-def test_losses_by_document_give_the_error_of_the_text(
+def test_document_losses_give_the_error_of_the_text(
     study: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
     for run in plan.runs:
@@ -428,7 +432,7 @@ def test_losses_by_document_give_the_error_of_the_text(
 
 
 @pytest.mark.usefixtures("no_page")
-def test_a_tiny_text_and_untrained_models_are_warned_of(
+def test_tiny_texts_and_untrained_models_give_a_warning(
     study: StudyConfig, plan: StudyPlan, dataset: Dataset, out: Path
 ) -> None:
     write_all(plan, lambda run, step: 30.0 - step / 100)
@@ -444,7 +448,7 @@ def test_a_tiny_text_and_untrained_models_are_warned_of(
 SIZES = ["tiny", "mini", "mgr-s-prenorm"]
 
 
-def test_results_that_cannot_be_written_leave_the_runs(study: StudyConfig, plan: StudyPlan, out: Path) -> None:
+def test_runs_are_kept_if_results_cannot_be_written(study: StudyConfig, plan: StudyPlan, out: Path) -> None:
     write_all(plan, lambda run, step: 3.0 + 1 / step + 0.1 * run.seed, RATE)
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     with failing(counted := Disk(out)):
@@ -456,7 +460,7 @@ def test_results_that_cannot_be_written_leave_the_runs(study: StudyConfig, plan:
         assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_race_answers_in_the_title(dataset: Dataset, out: Path) -> None:
+def test_the_title_reports_the_result_of_a_race(dataset: Dataset, out: Path) -> None:
     study = choose(dataset, "mgr", seeds=3, target=3.5)
     plan = make_plan(study, out, dataset)
     write_all(plan, lambda run, step: 5.0 - 0.2 * step * (1.2 if run.variant == "mgr" else 1.0) + 0.01 * run.seed)

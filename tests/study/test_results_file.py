@@ -39,7 +39,7 @@ from tests.study.recorded import write_run
 pytestmark = pytest.mark.slow
 
 
-def test_the_file_gives_the_results_of_its_study(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
+def test_the_file_reproduces_the_results_of_its_study(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     study = chosen("mgr", ladder=[2, 3])
     result = compare(study, tmp_path / "study", tmp_path / "kept" / "x.json")
     saved = SavedStudy.read(tmp_path / "kept" / "x.json")
@@ -53,7 +53,7 @@ def test_the_file_gives_the_results_of_its_study(chosen: Choose, trainer: Traine
     assert saved.dataset is not None and again.dataset == saved.dataset
 
 
-def test_a_run_without_speed_leaves_the_others_in_the_table(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
+def test_a_run_without_a_speed_does_not_hide_the_others(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     """A run trained beside other work has a loss and no speed worth keeping."""
     compare(chosen("mgr"), tmp_path / "study", tmp_path / "x.json")
     saved = SavedStudy.read(tmp_path / "x.json")
@@ -71,7 +71,7 @@ def test_a_run_without_speed_leaves_the_others_in_the_table(chosen: Choose, trai
     assert again.tokens_per_second == mgr.tokens_per_second and again.throughput_ratio == mgr.throughput_ratio
 
 
-def test_the_page_is_made_from_the_file_alone(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
+def test_the_page_can_be_built_from_the_file_alone(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     compare(chosen("mgr"), tmp_path / "study", tmp_path / "x.json")
     show_saved(SavedStudy.read(tmp_path / "x.json"), tmp_path / "page")
     made = {path.name for path in (tmp_path / "page").iterdir()}
@@ -96,7 +96,7 @@ def test_long_curves_are_thinned_and_speeds_are_not(chosen: Choose, dataset: Dat
     assert save_study(study, again, saved.records(again), dataset.fingerprint, None).text() == saved.text()
 
 
-def test_an_extension_trains_only_what_is_new(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
+def test_an_extension_trains_only_new_runs(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     kept = tmp_path / "x.json"
     compare(chosen("mgr", seeds=[0, 1]), tmp_path / "first", kept)
     first = list(trainer.trained)
@@ -115,7 +115,7 @@ def test_an_extension_trains_only_what_is_new(chosen: Choose, trainer: Trainer, 
     assert len(trainer.trained) == len(first) + len(new)
 
 
-def test_saved_runs_are_measured_on_the_text_of_the_study(
+def test_saved_runs_are_measured_on_the_studys_text(
     chosen: Choose, trainer: Trainer, dataset: Dataset, tmp_path: Path
 ) -> None:
     """Their weights may be in the folder, and then low precision is measured: not on the embedded corpus."""
@@ -140,7 +140,7 @@ def test_stopped_study_keeps_its_runs_and_resumes_elsewhere(chosen: Choose, trai
     assert {r.status for r in result.runs} == {"complete"}
 
 
-def test_timings_travel_with_the_file(
+def test_timings_are_stored_in_the_file(
     chosen: Choose, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timing = StepTiming(device="H200", tokens=64, median=0.5, p10=0.4, p90=0.6, count=10, error=0.01)
@@ -217,7 +217,7 @@ def test_another_text_is_refused(chosen: Choose, kept: Path, tmp_path: Path) -> 
         compare(chosen("mgr", data=str(other.path)), tmp_path / "b", kept)
 
 
-def test_another_version_of_the_mathematics_is_said(
+def test_runs_of_another_numerics_version_are_reported(
     chosen: Choose, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("residua.study.extend_study.MATHEMATICS", 7)
@@ -240,7 +240,7 @@ def test_another_version_of_the_mathematics_is_said(
         (lambda text: text.replace('"matching"', '"matchinh"'), r"has no key models\[0\]\.matching"),
     ],
 )
-def test_a_damaged_file_is_refused_in_a_sentence(kept: Path, damage: Callable[[str], str], words: str) -> None:
+def test_a_damaged_file_is_refused_in_one_sentence(kept: Path, damage: Callable[[str], str], words: str) -> None:
     kept.write_text(damage(kept.read_text()))
     with pytest.raises(ValueError, match=words) as refused:
         SavedStudy.read(kept)
@@ -268,7 +268,7 @@ ONE_SUBLAYER = Inspection.rounded({"sublayers": [{"sublayer": 0, "output_rms": 1
         ({"inspection": ONE_SUBLAYER}, "has the inspection of a different model"),
     ],
 )
-def test_a_file_whose_parts_do_not_fit_is_refused(kept: Path, change: dict[str, Any], words: str) -> None:
+def test_an_inconsistent_file_is_refused(kept: Path, change: dict[str, Any], words: str) -> None:
     saved = SavedStudy.read(kept)
     runs = (*saved.runs[:-1], saved.runs[-1].model_copy(update=change))
     saved.model_copy(update={"runs": runs}).write(kept)
@@ -276,7 +276,7 @@ def test_a_file_whose_parts_do_not_fit_is_refused(kept: Path, change: dict[str, 
         SavedStudy.read(kept)
 
 
-def test_a_key_that_a_later_version_adds_gets_its_default(kept: Path) -> None:
+def test_a_key_added_by_a_later_version_gets_its_default(kept: Path) -> None:
     saved = SavedStudy.read(kept)
     models = []
     for model in saved.models:
@@ -286,7 +286,7 @@ def test_a_key_that_a_later_version_adds_gets_its_default(kept: Path) -> None:
     assert [run.config.train.determinism for run in SavedStudy.read(kept).plan(Path()).runs] == ["fast"] * 4
 
 
-def test_speeds_are_compared_on_the_same_hardware_only(
+def test_speeds_are_compared_only_on_the_same_hardware(
     chosen: Choose, trainer: Trainer, dataset: Dataset, tmp_path: Path
 ) -> None:
     study, out = chosen("mgr", seeds=1), tmp_path / "study"
@@ -298,7 +298,7 @@ def test_speeds_are_compared_on_the_same_hardware_only(
     assert result.variants[1].throughput_ratio is None and result.variants[1].wall_clock_gain is None
 
 
-def test_the_command_shows_a_file_and_continues_its_study(
+def test_the_command_shows_a_file_and_resumes_its_study(
     chosen: Choose, kept: Path, trainer: Trainer, dataset: Dataset, tmp_path: Path
 ) -> None:
     shown = printed(kept)
@@ -338,7 +338,7 @@ def test_study_resumes_without_the_file_of_its_base(
     assert trainer.trained == ["prenorm-seed2", "mgr-seed2"]
 
 
-def test_a_plan_keeps_runs_of_the_folder_and_trains_nothing(
+def test_a_plan_records_complete_runs_and_trains_nothing(
     chosen: Choose, kept: Path, trainer: Trainer, tmp_path: Path
 ) -> None:
     (tmp_path / "more.toml").write_text(chosen("mgr", seeds=3).to_toml())
@@ -355,7 +355,7 @@ def test_a_plan_keeps_runs_of_the_folder_and_trains_nothing(
     assert made.config.seeds == (0, 1) and made.commands == (), "no seed that nobody trained"
 
 
-def test_a_plan_adds_complete_runs_to_a_file_alone(chosen: Choose, kept: Path, tmp_path: Path) -> None:
+def test_a_plan_adds_complete_runs_only_to_the_results_file(chosen: Choose, kept: Path, tmp_path: Path) -> None:
     before = kept.read_text()
     (tmp_path / "more.toml").write_text(chosen("mgr", "block_attnres", seeds=5, ladder=[1, 2]).to_toml())
     arguments = (tmp_path / "more.toml", "--out", tmp_path / "first", "--results", kept, "--plan")
@@ -371,7 +371,7 @@ def test_a_plan_adds_complete_runs_to_a_file_alone(chosen: Choose, kept: Path, t
     )
 
 
-def test_two_studies_do_not_write_the_same_file_at_once(
+def test_two_studies_cannot_write_one_file_at_once(
     chosen: Choose, kept: Path, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meanwhile(*given: Any) -> dict[PlannedRun, str]:
@@ -392,7 +392,7 @@ def test_two_studies_do_not_write_the_same_file_at_once(
     assert not list(tmp_path.glob(".*.lock")) and not (tmp_path / "new").exists()
 
 
-def test_a_file_without_runs_binds_no_later_study(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
+def test_a_file_without_runs_does_not_constrain_later_studies(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     (tmp_path / "one.toml").write_text(chosen("mgr").to_toml())
     printed(tmp_path / "one.toml", "--out", tmp_path / "study", "--results", tmp_path / "new.json", "--plan")
     assert not (tmp_path / "new.json").exists()
@@ -404,7 +404,7 @@ def test_a_file_without_runs_binds_no_later_study(chosen: Choose, trainer: Train
 
 
 @pytest.mark.parametrize("plan", [[], ["--plan"]])
-def test_runs_of_another_configuration_are_not_filed(
+def test_runs_of_another_configuration_are_not_recorded(
     chosen: Choose, kept: Path, tmp_path: Path, plan: list[str]
 ) -> None:
     (tmp_path / "other.toml").write_text(chosen("mgr", set=(*SMALL, "train.optimizer.lr=0.5")).to_toml())
@@ -413,7 +413,7 @@ def test_runs_of_another_configuration_are_not_filed(
     assert not (tmp_path / "false.json").exists()
 
 
-def test_the_command_takes_the_folder_of_a_study(kept: Path, trainer: Trainer, tmp_path: Path) -> None:
+def test_the_command_accepts_a_study_folder(kept: Path, trainer: Trainer, tmp_path: Path) -> None:
     trainer.trained.clear()
     printed(tmp_path / "first", "--results", tmp_path / "again.json")
     assert trainer.trained == []
@@ -422,7 +422,7 @@ def test_the_command_takes_the_folder_of_a_study(kept: Path, trainer: Trainer, t
     assert "holds no study" in refusal(tmp_path / "empty")
 
 
-def test_a_file_with_an_unknown_topology_is_not_damaged(kept: Path) -> None:
+def test_an_unknown_topology_is_not_reported_as_damage(kept: Path) -> None:
     saved = SavedStudy.read(kept)
     first, *models = saved.models
     foreign = {**first.config, "model": {**first.config["model"], "topology": {"kind": "mine"}}}

@@ -30,7 +30,7 @@ def extended(trainer: Trainer, dataset: Dataset, tmp_path: Path) -> Path:
     return Path("runs/second")
 
 
-def test_folder_resumes_with_its_results_file_and_says_so(extended: Path, trainer: Trainer) -> None:
+def test_folder_resumes_with_its_results_file_and_names_it(extended: Path, trainer: Trainer) -> None:
     shown = printed(extended)
     assert "runs/second resumes with its results file kept/x.json, as if you had given it with --results." in shown
     assert trainer.trained == []
@@ -38,7 +38,7 @@ def test_folder_resumes_with_its_results_file_and_says_so(extended: Path, traine
     assert "mgr" in shown
 
 
-def test_the_folder_and_the_file_can_move_together(extended: Path, trainer: Trainer, tmp_path: Path) -> None:
+def test_folder_and_results_file_can_be_moved_together(extended: Path, trainer: Trainer, tmp_path: Path) -> None:
     (tmp_path / "else").mkdir()
     shutil.move("runs", "else/runs")
     shutil.move("kept", "else/kept")
@@ -46,7 +46,7 @@ def test_the_folder_and_the_file_can_move_together(extended: Path, trainer: Trai
     assert str(tmp_path) not in Path("else/runs/second/extended.json").read_text()
 
 
-def test_runs_of_a_results_file_that_is_gone_are_trained(extended: Path, trainer: Trainer) -> None:
+def test_runs_recorded_only_in_a_missing_file_are_retrained(extended: Path, trainer: Trainer) -> None:
     Path("kept/x.json").unlink()
     shown = printed(extended)
     assert (
@@ -55,7 +55,7 @@ def test_runs_of_a_results_file_that_is_gone_are_trained(extended: Path, trainer
     assert trainer.trained == ["prenorm-seed0"]
 
 
-def test_a_study_without_a_results_file_remembers_none(tmp_path: Path) -> None:
+def test_a_study_without_a_results_file_drops_the_link(tmp_path: Path) -> None:
     link_results(tmp_path / "out", tmp_path / "x.json")
     assert json.loads((tmp_path / "out/extended.json").read_text()) == {"results": "../x.json"}
     link_results(tmp_path / "out", None)

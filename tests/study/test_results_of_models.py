@@ -74,7 +74,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, dataset: Dataset, tmp_path: Path) -
     return Machine(monkeypatch, dataset, tmp_path)
 
 
-def test_the_file_has_all_that_was_measured_and_asked(machine: Machine, tmp_path: Path) -> None:
+def test_the_file_has_every_measurement_and_question(machine: Machine, tmp_path: Path) -> None:
     result = machine.compare("first", "mgr", tasks=machine.ask())
     saved = SavedStudy.read(machine.results)
     assert saved.tasks == Tasks(names=("colours",), folder="local files", shots=1)
@@ -92,7 +92,7 @@ def test_the_file_has_all_that_was_measured_and_asked(machine: Machine, tmp_path
         assert all(ours["output_rms"] == float(f"{own['output_rms']:.3g}") for ours, own in rows)
 
 
-def test_a_number_that_is_not_finite_does_not_spoil_the_file(machine: Machine, tmp_path: Path) -> None:
+def test_a_non_finite_number_does_not_corrupt_the_file(machine: Machine, tmp_path: Path) -> None:
     machine.compare("first", seeds=1)
     (path,) = (tmp_path / "first").rglob("inspection.json")
     first, *others = json.loads(path.read_text())["sublayers"]
@@ -102,7 +102,7 @@ def test_a_number_that_is_not_finite_does_not_spoil_the_file(machine: Machine, t
     assert run.inspection is None and run.accuracies is not None
 
 
-def test_seeds_are_added_and_unmeasured_runs_are_named(machine: Machine) -> None:
+def test_seeds_can_be_added_and_unmeasured_runs_are_named(machine: Machine) -> None:
     machine.compare("first", seeds=1, tasks=machine.ask())
     (first,) = SavedStudy.read(machine.results).runs
     machine.measures = False
@@ -117,7 +117,7 @@ def test_seeds_are_added_and_unmeasured_runs_are_named(machine: Machine) -> None
     assert told in markdown(result).replace("\\", "") and told in markdown(show_saved(saved)).replace("\\", "")
 
 
-def test_tasks_can_be_asked_later_and_others_are_kept(machine: Machine) -> None:
+def test_tasks_can_be_added_later_and_others_are_kept(machine: Machine) -> None:
     machine.measures = False
     assert machine.compare("first", seeds=1, quantize=()).lacking == {}
     assert machine.compare("first", seeds=1, quantize=(), tasks=machine.ask()).lacking == {"tasks": ("prenorm-seed0",)}
@@ -128,7 +128,7 @@ def test_tasks_can_be_asked_later_and_others_are_kept(machine: Machine) -> None:
     assert machine.trainer.trained == ["prenorm-seed0"]
 
 
-def test_accuracies_of_other_questions_are_not_mixed(machine: Machine) -> None:
+def test_accuracies_on_other_questions_are_not_mixed(machine: Machine) -> None:
     machine.compare("first", seeds=1, tasks=machine.ask())
     before = machine.results.read_text()
     with pytest.raises(ConfigError, match="has colours of prenorm-seed0 with other questions or worked examples"):
@@ -157,7 +157,7 @@ def test_missing_measurements_are_taken_from_the_file(machine: Machine, tmp_path
     assert result.lacking == {"tasks": ("prenorm-seed0",)}  # shapes in FP8
 
 
-def test_recipes_of_another_calibration_are_not_mixed() -> None:
+def test_recipes_with_another_calibration_are_not_mixed() -> None:
     ours, other = (
         QuantizedRun(calibration=size, loss=4.0, peak_activation=1.0, sink_ratio=1.0, losses={name: 4.5})
         for size, name in ((1, "fp8"), (2, "nvfp4"))

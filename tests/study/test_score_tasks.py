@@ -76,7 +76,7 @@ def asked(tmp_path: Path) -> Tasks:
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_tasks_are_scored_says_how_to_go_on(
+def test_ctrl_c_while_scoring_prints_how_to_resume(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*arguments: object) -> set[str]:
@@ -88,7 +88,7 @@ def test_ctrl_c_while_tasks_are_scored_says_how_to_go_on(
 
 
 @pytest.mark.slow
-def test_a_run_is_scored_as_residua_eval_scores_it(
+def test_a_run_is_scored_like_by_residua_eval(
     trained: PlannedRun, asked: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.trained import residua
@@ -107,7 +107,7 @@ def test_a_run_is_scored_as_residua_eval_scores_it(
 
 
 @pytest.mark.slow
-def test_in_low_precision_a_copy_of_the_model_is_scored(
+def test_low_precision_scoring_uses_a_copy_of_the_model(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, questions, scored = StudyPlan({}, (trained,)), open_questions(asked), []
@@ -139,7 +139,7 @@ def test_in_low_precision_a_copy_of_the_model_is_scored(
 
 
 @pytest.mark.slow
-def test_what_is_missing_or_changed_is_scored(
+def test_only_missing_or_changed_tasks_are_scored(
     trained: PlannedRun, asked: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored: list[str] = []
@@ -249,7 +249,7 @@ def test_accuracies_in_low_precision_are_in_a_table(scored: Scored) -> None:
     assert "## tasks in low precision" in markdown(result) and "| 49.50 ± 3.00 | -1.50 [" in markdown(result)
 
 
-def test_one_task_has_no_mean_and_unscored_runs_are_left_out(scored: Scored) -> None:
+def test_one_task_has_no_mean_and_unscored_runs_are_omitted(scored: Scored) -> None:
     study, plan, _ = scored
     first = next(run for run in plan.runs if run.variant == "mgr")
     part = {"piqa": TaskAccuracy(value=0.5)}
@@ -311,7 +311,7 @@ class Harness(ModuleType):
 
 
 @pytest.mark.slow
-def test_harness_tasks_have_the_shots_of_their_group(monkeypatch: pytest.MonkeyPatch, trained: PlannedRun) -> None:
+def test_harness_tasks_use_the_shots_of_their_group(monkeypatch: pytest.MonkeyPatch, trained: PlannedRun) -> None:
     harness, plan = Harness(), StudyPlan({}, (trained,))
     monkeypatch.setitem(sys.modules, "residua.evaluate.harness", harness)
     TaskMeasurement(open_questions(Tasks(names=("exoformer",), limit=7))).measure(plan, QUIET)

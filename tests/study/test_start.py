@@ -19,7 +19,7 @@ from tests.trained import residua
 pytestmark = pytest.mark.slow
 
 
-def test_every_variant_is_planned_to_begin_with_the_weights(
+def test_every_variant_is_planned_to_start_from_the_weights(
     tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig.find("tiny").override([*SMALL, f"data.path='{dataset.path}'", "train.steps=3"])
@@ -41,7 +41,7 @@ def test_every_variant_is_planned_to_begin_with_the_weights(
 
 
 @pytest.mark.nightly
-def test_variants_begin_with_the_weights_of_a_run(
+def test_variants_start_from_the_weights_of_a_run(
     tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig.find("tiny").override([*SMALL, f"data.path='{dataset.path}'"])

@@ -33,7 +33,7 @@ def test_t_quantile_with_two_degrees_inverts_the_closed_form() -> None:
         statistics.t_quantile(1.0, 3)
 
 
-def test_estimate_of_three_values_by_hand() -> None:
+def test_estimate_of_three_values_matches_hand_calculation() -> None:
     result = statistics.estimate([3.0, 3.1, 3.5])
     error = math.sqrt((0.04 + 0.01 + 0.09) / 2 / 3)
     assert (result.value, result.error) == pytest.approx((3.2, error))
@@ -42,14 +42,14 @@ def test_estimate_of_three_values_by_hand() -> None:
     assert (alone.value, alone.count, alone.error, alone.low) == (3.0, 1, None, None)
 
 
-def test_pairing_by_seed_removes_what_the_seeds_share() -> None:
+def test_pairing_by_seed_removes_shared_seed_effects() -> None:
     result = statistics.paired_difference({0: 2.9, 1: 3.9, 2: 4.9, 7: 100.0}, {0: 3.0, 1: 4.0, 2: 5.0})
     assert (result.value, result.count) == (pytest.approx(-0.1), 3)
     assert result.error == pytest.approx(0.0, abs=1e-12)
     assert statistics.paired_difference({}, {0: 1.0}) is None
 
 
-def test_unshared_seeds_use_welch() -> None:
+def test_unshared_seeds_use_welchs_test() -> None:
     result = statistics.paired_difference({0: 1.0, 1: 3.0}, {2: 5.0, 3: 5.5, 4: 7.5})
     a, b = 2.0 / 2, 1.75 / 3  # sample variance over count, each side
     freedom = (a + b) ** 2 / (a**2 / 1 + b**2 / 2)
@@ -106,7 +106,7 @@ def test_fit_recovers_a_power_law_exactly() -> None:
     assert fitted.loss(3e16) == pytest.approx(19.0 * 3e16**-0.057)
 
 
-def test_advantage_of_equal_exponents_is_a_power_of_scales() -> None:
+def test_advantage_at_equal_exponents_is_a_power_of_scales() -> None:
     ours, baseline = law(18.0, 0.06), law(19.0, 0.06)
     gain = compute_advantage(fit_power_law(ours), fit_power_law(baseline), 1e17)
     wanted = (19.0 / 18.0) ** (1 / 0.06)
@@ -116,7 +116,7 @@ def test_advantage_of_equal_exponents_is_a_power_of_scales() -> None:
         fit_power_law([(1e15, 3.0), (1e15, 3.1)])
 
 
-def test_sizes_too_near_each_other_give_an_infinite_scale() -> None:
+def test_sizes_too_close_together_give_an_infinite_scale() -> None:
     absurd = fit_power_law([(1e9, 6.0), (1.001e9, 4.0)])
     flat = fit_power_law([(1e9, 6.0), (1e10, 6.0 - 1e-6)])
     assert absurd.scale == math.inf
@@ -124,7 +124,7 @@ def test_sizes_too_near_each_other_give_an_infinite_scale() -> None:
     assert gain is not None and gain.value == math.inf
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_the_interval_has_about_its_stated_coverage() -> None:
     noise, covered, trials = random.Random(0), 0, 400
     truth = (19.0 / 18.5) ** (1 / 0.06)
 

@@ -28,7 +28,7 @@ def first_table(lines: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("ladder", [True, False])
 @pytest.mark.parametrize("width", [10, 40, 60, 80, 90, 100, 120])
-def test_tables_break_at_spaces_alone(width: int, ladder: bool) -> None:
+def test_tables_break_only_at_spaces(width: int, ladder: bool) -> None:
     """Every word on the terminal is one of a title or a cell; below 80 columns it need only fit."""
     result = pretended(3, ladder=ladder).result
     lines = printed(result, width)
@@ -68,7 +68,7 @@ def of(value: float) -> Interval:
 
 
 @pytest.mark.slow
-def test_the_page_has_a_section_for_each_that_was_measured(tmp_path: Path) -> None:
+def test_the_page_has_a_section_per_measurement(tmp_path: Path) -> None:
     made = pretended(2)
     tried = [Trial(factor=f, rate=f / 50, loss=loss) for f, loss in ((0.5, None), (1.0, 3.21), (2.0, 3.25))]
     rates = [choose("mini", name, tried, 1000, 250, "") for name in made.study.variants]
@@ -85,6 +85,6 @@ def test_the_page_has_a_section_for_each_that_was_measured(tmp_path: Path) -> No
     assert "learning rate 0.02, 1× its own." in page
 
 
-def test_with_several_sizes_a_sentence_names_its_own() -> None:
+def test_sentences_name_their_size_if_there_are_several() -> None:
     rate = choose("S", "mgr", [Trial(factor=f, rate=f, loss=f) for f in (0.5, 1.0)], 1000, 9, "")
     assert rate.sentence(True).startswith("mgr (S): learning rate 0.5, 0.5× its own; the smallest one tried")

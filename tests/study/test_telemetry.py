@@ -34,7 +34,7 @@ def records(scale: float, said: str = "") -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_page_has_curves_over_tokens_and_what_the_runs_said(tmp_path: Path) -> None:
+def test_the_page_has_telemetry_curves_and_run_warnings(tmp_path: Path) -> None:
     made = pretended(3)
     runs = {name: [*own] for name, own in made.records["mini"].items()}
     for name, own in runs.items():
@@ -90,14 +90,14 @@ def test_a_results_file_keeps_peaks_for_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_diagnosis_shows_how_its_run_came_there(tmp_path: Path) -> None:
+def test_a_diagnosis_page_shows_telemetry_of_its_run(tmp_path: Path) -> None:
     diagnosis = reports.side_by_side(2)
     one = diagnosis.models[1].name
     html = diagnosis_page(diagnosis, {one: records(1.0, GREW)}).html()
     assert f"While {one} trained" in html and GREW in html and html.count("trained</h2>") == 1
 
 
-def test_the_latest_loss_is_found_behind_long_lines_of_telemetry(tmp_path: Path) -> None:
+def test_the_latest_loss_is_found_after_long_telemetry_lines(tmp_path: Path) -> None:
     peaks = {"peak": [1.25] * (TAIL_BYTES // 20)}
     long = json.dumps({"kind": "telemetry", "step": 8, "tokens": 1, "figures": peaks}) + "\n"
     path = tmp_path / "metrics.jsonl"

@@ -116,7 +116,7 @@ def timed(chosen: Choose, dataset: object, out: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_a_study_side_by_side_times_every_step_alone(
+def test_parallel_study_times_every_step_in_isolation(
     chosen: Choose, dataset: object, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "SECONDS", 0.0)
@@ -131,12 +131,12 @@ def test_a_study_side_by_side_times_every_step_alone(
     TimingMeasurement(chosen(), out).measure(plan, Console(quiet=True))
 
 
-def test_one_run_at_a_time_is_timed_on_request_only(timed: Timed) -> None:
+def test_sequential_study_is_timed_only_on_request(timed: Timed) -> None:
     assert timed.time(workers=1) == []
     assert timed.time(workers=1, time_alone=True) == ONE_SESSION
 
 
-def test_what_was_timed_is_not_timed_again_and_what_changed_is(timed: Timed) -> None:
+def test_only_missing_damaged_or_changed_timings_are_repeated(timed: Timed) -> None:
     assert timed.time() == ONE_SESSION and timed.time() == []
     timed.forget("mgr")  # as if the study had been stopped between the two
     assert timed.time() == ONE_SESSION  # in turns with the baseline
@@ -156,7 +156,7 @@ def test_a_damaged_record_is_named_by_its_path(timed: Timed) -> None:
         timing.Session(1.0, (timed.out / "configs" / "prenorm.toml", file), ExitStack()).time_baseline([])
 
 
-def test_on_a_slower_machine_all_variants_are_timed_again(
+def test_a_slower_machine_retimes_all_variants(
     timed: Timed, chosen: Choose, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Idle when two variants were timed, busy when the third one is."""
@@ -171,7 +171,7 @@ def test_on_a_slower_machine_all_variants_are_timed_again(
     assert len(told) == 3 and "when timed before: all variants are timed again" in told[0]
 
 
-def test_a_new_variant_is_recorded_at_the_recorded_speed(timed: Timed) -> None:
+def test_a_new_variants_timing_is_scaled_to_the_recorded_speed(timed: Timed) -> None:
     timed.time()
     timed.forget("mgr")
     timed.seconds = 1.02
@@ -179,7 +179,7 @@ def test_a_new_variant_is_recorded_at_the_recorded_speed(timed: Timed) -> None:
     assert timed.medians == {"prenorm": 1.0, "mgr": pytest.approx(2.0)}  # 2.04 × 1.0 / 1.02
 
 
-def test_a_variant_is_not_timed_if_the_baseline_cannot_be(timed: Timed) -> None:
+def test_no_variant_is_timed_if_the_baseline_cannot_be(timed: Timed) -> None:
     timed.time()
     timed.forget("mgr")
     timed.too_large = {"additive"}
@@ -219,7 +219,7 @@ def test_each_size_is_timed_against_its_own_baseline(timed: Timed, chosen: Choos
     assert timed.medians == complete | again
 
 
-def test_on_another_device_all_are_timed_again_if_one_is_new(timed: Timed) -> None:
+def test_a_new_variant_on_another_device_retimes_all(timed: Timed) -> None:
     timed.time()
     timed.device = "B200"
     assert timed.time() == []  # all have one device in common: nothing to do
@@ -229,7 +229,7 @@ def test_on_another_device_all_are_timed_again_if_one_is_new(timed: Timed) -> No
     assert devices == {"prenorm": ["H200", "B200"], "mgr": ["B200"]}
 
 
-def test_load_that_changes_steadily_leaves_the_ratio(timed: Timed) -> None:
+def test_steadily_changing_load_does_not_change_the_ratio(timed: Timed) -> None:
     timed.slower = 1.05  # with every turn: 2.65 times slower at the end
     timed.time()
     prenorm, mgr = (devices["H200"] for devices in timed.recorded.values())
@@ -237,7 +237,7 @@ def test_load_that_changes_steadily_leaves_the_ratio(timed: Timed) -> None:
     assert mgr.error == pytest.approx(math.log(1.05) / 3) and prenorm.error > 0.04
 
 
-def test_a_model_too_large_beside_the_baseline_is_timed_between(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_too_large_to_share_memory_is_timed_in_between(timed: Timed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once both processes do not fit, the baseline makes room and is timed again after it."""
     running: list[str] = []
 
@@ -259,7 +259,7 @@ def test_a_model_too_large_beside_the_baseline_is_timed_between(timed: Timed, mo
     assert timed.recorded["tiny", "mgr"]["H200"].error == pytest.approx(math.log(1.01) * 2 * ROUNDS, rel=0.1)
 
 
-def test_a_session_stopped_before_its_end_keeps_what_it_timed(timed: Timed, chosen: Choose) -> None:
+def test_a_session_stopped_early_keeps_its_timings(timed: Timed, chosen: Choose) -> None:
     timed.study(chosen(variants=["prenorm", "mgr", "exoformer"]))
     ours = timed.step
 
@@ -288,14 +288,14 @@ def covered(config: RunConfig, load: Callable[[random.Random, int], float]) -> f
     return held / times
 
 
-def test_intervals_hold_the_truth_where_load_changes() -> None:
+def test_intervals_cover_the_truth_under_changing_load() -> None:
     config = RunConfig.find("tiny")
     assert covered(config, lambda made, turn: 0.0) == pytest.approx(0.95, abs=0.03)
     assert covered(config, lambda made, turn: 0.2 * (turn >= 7)) > 0.95  # within a round
     assert covered(config, lambda made, turn: made.gauss(0, 0.1)) == pytest.approx(0.95, abs=0.03)
 
 
-def test_ctrl_c_while_timing_says_how_to_go_on(
+def test_ctrl_c_while_timing_prints_how_to_resume(
     chosen: Choose, dataset: object, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Interrupted:

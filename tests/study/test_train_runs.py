@@ -65,7 +65,7 @@ def losses(plan: StudyPlan) -> dict[str, list[tuple[float, float]]]:
 
 
 @pytest.mark.usefixtures("forked")
-def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_a_study_writes_every_output_and_is_reused(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     small = two(study, data=str(dataset.path))
     outcome = run_study(small, out, Console(quiet=True))
     assert outcome.complete
@@ -101,7 +101,7 @@ def test_a_study_runs_writes_everything_and_is_reused(study: StudyConfig, datase
 
 
 @pytest.mark.usefixtures("forked")
-def test_budgets_added_to_a_study_are_all_that_is_trained(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_only_budgets_added_to_a_study_are_trained(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     alone = {"data": str(dataset.path), "variants": {"prenorm": ("prenorm",)}}
     first = two(study, **alone, ladder=(1, 2))
     assert run_plan(first, make_plan(first, out, dataset), out, Quiet()) == {}
@@ -120,9 +120,7 @@ def test_budgets_added_to_a_study_are_all_that_is_trained(study: StudyConfig, da
 
 
 @pytest.mark.usefixtures("forked")
-def test_budgets_branch_off_the_longest_with_the_same_bits(
-    study: StudyConfig, dataset: Dataset, tmp_path: Path
-) -> None:
+def test_shorter_budgets_branch_off_bit_identically(study: StudyConfig, dataset: Dataset, tmp_path: Path) -> None:
     alone = {"data": str(dataset.path), "variants": {"prenorm": ("prenorm",)}}
     together = two(study, **alone, ladder=(0.5, 1), workers=1)
     plan, watcher = make_plan(together, tmp_path / "branches", dataset), Quiet()
@@ -138,7 +136,7 @@ def test_budgets_branch_off_the_longest_with_the_same_bits(
 
 
 @pytest.mark.usefixtures("forked")
-def test_one_failing_run_leaves_the_others_alone(study: StudyConfig, dataset: Dataset, out: Path) -> None:
+def test_one_failing_run_does_not_affect_the_others(study: StudyConfig, dataset: Dataset, out: Path) -> None:
     small = two(study, data=str(dataset.path))
     plan = make_plan(small, out, dataset)
     blocked = plan.runs[0].folder

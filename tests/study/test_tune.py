@@ -62,7 +62,7 @@ def test_each_variant_gets_the_rate_of_its_best_short_run(
 
 
 @pytest.mark.slow
-def test_what_was_tried_is_in_the_files_of_the_study(chosen: Choose, trainer: Trainer, out: Path) -> None:
+def test_trials_are_recorded_in_the_files_of_the_study(chosen: Choose, trainer: Trainer, out: Path) -> None:
     trainer.fails = (0.5,)
     compare(chosen(), out)
     (mgr,) = [rate for rate in json.loads((out / "results.json").read_text())["tuning"] if rate["variant"] == "mgr"]
@@ -76,7 +76,7 @@ def test_what_was_tried_is_in_the_files_of_the_study(chosen: Choose, trainer: Tr
 
 
 @pytest.mark.slow
-def test_resumed_study_does_not_choose_again(
+def test_resumed_study_does_not_choose_rates_again(
     chosen: Choose, trainer: Trainer, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer.stop_after = 2
@@ -99,7 +99,7 @@ def test_resumed_study_does_not_choose_again(
 
 
 @pytest.mark.slow
-def test_the_choice_travels_with_the_results_file(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
+def test_chosen_rates_are_stored_in_the_results_file(chosen: Choose, trainer: Trainer, tmp_path: Path) -> None:
     kept = tmp_path / "x.json"
     first = compare(chosen(), tmp_path / "first", kept)
     before = len(trainer.trained)
@@ -144,7 +144,7 @@ def test_a_trial_has_fewer_steps_and_another_seed(chosen: Choose, dataset: Datas
         ((None, None, None), 1.0, "no trial completed"),
     ],
 )
-def test_lowest_loss_wins_and_an_end_of_the_list_is_reported(
+def test_lowest_loss_wins_and_an_edge_of_the_grid_is_reported(
     losses: tuple[float | None, ...], factor: float, note: str
 ) -> None:
     tried = [Trial(factor=f, rate=f / 100, loss=v) for f, v in zip((0.5, 1.0, 2.0), losses, strict=True)]
@@ -153,7 +153,7 @@ def test_lowest_loss_wins_and_an_end_of_the_list_is_reported(
     assert note in found.note and bool(note) == bool(found.note)
 
 
-def test_sizes_beyond_the_searched_ones_follow_a_law(dataset: Dataset, out: Path, trainer: Trainer) -> None:
+def test_rates_of_larger_sizes_follow_a_fitted_law(dataset: Dataset, out: Path, trainer: Trainer) -> None:
     """The best rate is between two trials at `tiny`, and half of that at twice the logarithm of its parameters."""
     sizes = ["tiny", "mini", "mgr-s-prenorm"]
     study = choose(
@@ -178,7 +178,7 @@ def test_sizes_beyond_the_searched_ones_follow_a_law(dataset: Dataset, out: Path
     assert "the law through tiny and mini, lr ∝ N^" in law.note
 
 
-def test_setting_of_a_later_version_keeps_the_chosen_rates() -> None:
+def test_chosen_rates_survive_settings_of_later_versions() -> None:
     """Rates in a file were chosen for configurations without keys that came later."""
     saved = SavedStudy.read(Path("docs/results/twenty.json"))
     older = tuple(rate.model_copy(update={"made_for": "old"}) for rate in saved.tuning or ())
@@ -188,7 +188,7 @@ def test_setting_of_a_later_version_keeps_the_chosen_rates() -> None:
     assert tuned_for(own.override(rate_changes(own, 0.5)), tune) in {rate.made_for for rate in saved.rates()}
 
 
-def test_trials_are_compared_on_the_text_that_all_read(chosen: Choose, out: Path, dataset: Dataset) -> None:
+def test_trials_are_compared_on_text_that_all_of_them_read(chosen: Choose, out: Path, dataset: Dataset) -> None:
     study = chosen()
     plan = make_plan(study, out, dataset)
     for trial in plan.trials:  # on all of the text the order is another, but some were validated on a part alone
@@ -208,6 +208,6 @@ def test_trials_are_compared_on_the_text_that_all_read(chosen: Choose, out: Path
         ({"lr": ["fast", "1x"]}, "^the learning rates to try contain .fast.: write multiples as 0.5x, 1x, 2x"),
     ],
 )
-def test_a_search_that_makes_no_sense_is_refused(tune: dict[str, Any], sentence: str, chosen: Choose) -> None:
+def test_an_invalid_search_is_refused(tune: dict[str, Any], sentence: str, chosen: Choose) -> None:
     with pytest.raises(ConfigError, match=sentence):
         chosen(tune=tune)

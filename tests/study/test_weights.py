@@ -67,7 +67,7 @@ def begin(dataset: Dataset) -> Choose:
     return begun
 
 
-def test_the_fingerprint_is_of_the_last_checkpoint_anywhere(old: Path, tmp_path: Path) -> None:
+def test_fingerprint_follows_the_last_checkpoint_not_the_path(old: Path, tmp_path: Path) -> None:
     first = weights_fingerprint(old)
     assert first is not None and weights_fingerprint(old.rename(tmp_path / "moved")) == first
     save_weights(tmp_path / "moved", 20, 2.0)
@@ -75,9 +75,7 @@ def test_the_fingerprint_is_of_the_last_checkpoint_anywhere(old: Path, tmp_path:
     assert weights_fingerprint(old) is None
 
 
-def test_weights_that_changed_are_refused_in_a_folder(
-    old: Path, tmp_path: Path, begin: Choose, trainer: Trainer
-) -> None:
+def test_changed_weights_are_refused_in_a_folder(old: Path, tmp_path: Path, begin: Choose, trainer: Trainer) -> None:
     compare(begin(old), tmp_path / "study")
     save_weights(old, 20, 2.0)
     assert compare(begin(old), tmp_path / "study").runs[0].status == "complete", "it is shown"
@@ -86,7 +84,7 @@ def test_weights_that_changed_are_refused_in_a_folder(
     assert trainer.trained == ["base-seed0"]
 
 
-def test_weights_that_changed_are_refused_in_a_results_file(old: Path, tmp_path: Path, begin: Choose) -> None:
+def test_changed_weights_are_refused_in_a_results_file(old: Path, tmp_path: Path, begin: Choose) -> None:
     kept = tmp_path / "x.json"
     result = compare(begin(old), tmp_path / "study", kept)
     assert str(tmp_path) not in kept.read_text() and [row.size for row in result.variants] == ["old.toml"]
@@ -118,7 +116,7 @@ def test_study_resumes_with_moved_weights(
     assert trainer.trained == ["base-seed0", "mgr-seed0", "exoformer-seed0"]
 
 
-def test_weights_at_the_old_place_do_not_matter(
+def test_changed_weights_at_the_old_path_are_ignored(
     old: Path, tmp_path: Path, begin: Choose, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -130,7 +128,7 @@ def test_weights_at_the_old_place_do_not_matter(
     assert trainer.trained == ["base-seed0", "mgr-seed0", "exoformer-seed0"]
 
 
-def test_results_file_resumes_from_the_folder_of_its_weights(
+def test_results_file_resumes_from_its_weights_folder(
     old: Path, tmp_path: Path, dataset: Dataset, begin: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -142,7 +140,7 @@ def test_results_file_resumes_from_the_folder_of_its_weights(
     assert RunConfig.from_toml(tmp_path / "fresh/runs/base-seed1/config.toml").train.start == str(old)
 
 
-def test_a_plan_and_a_study_notice_weights_that_are_not_there(
+def test_plan_and_study_report_missing_initial_weights(
     old: Path, tmp_path: Path, begin: Choose, trainer: Trainer
 ) -> None:
     study = begin(old, "mgr")

@@ -144,7 +144,7 @@ def test_a_divided_group_keeps_the_budgets_of_a_seed_together(pool: WorkerPool) 
     assert len(set(used.values())) == 3
 
 
-def test_a_group_is_divided_among_free_places(pool: WorkerPool) -> None:
+def test_a_group_is_divided_among_free_workers(pool: WorkerPool) -> None:
     pool.places = 3
     assert work(pool, group(pool, "together0", "together1", "together2", "together3")) == {}
     first = [process for what, _, process in events(pool) if what == "train"][:3]
@@ -159,20 +159,20 @@ def test_a_group_is_divided_among_free_places(pool: WorkerPool) -> None:
         ("stillborn", "ended with status 1: it could not be born (log: "),
     ],
 )
-def test_a_run_that_fails_leaves_the_others_of_its_process_alone(pool: WorkerPool, name: str, words: str) -> None:
+def test_a_failing_run_does_not_affect_others_in_its_process(pool: WorkerPool, name: str, words: str) -> None:
     problems = work(pool, group(pool, name, "next0", "next1"), group(pool, "other"))
     assert list(problems) == [name]
     assert problems[name].startswith(words)
     assert len({processes(pool)[run] for run in ("next0", "next1")}) == 1
 
 
-def test_a_run_without_memory_is_started_again_alone(pool: WorkerPool) -> None:
+def test_a_run_that_runs_out_of_memory_is_restarted_alone(pool: WorkerPool) -> None:
     assert work(pool, group(pool, "full0", "full1"), group(pool, "other")) == {}
     assert pool.ahead == 0
     assert [name for what, name, _ in events(pool) if what == "train"].count("full0") == 2
 
 
-def test_the_timeline_says_when_each_run_got_how_far(pool: WorkerPool) -> None:
+def test_the_timeline_records_the_progress_of_each_run(pool: WorkerPool) -> None:
     work(pool, group(pool, "a0", "a1"))
     lines = [json.loads(line) for line in (pool.out / "logs" / "timeline.jsonl").read_text().splitlines()]
     told = ["starts", "is compiled", "trains", "is trained", "has ended", "trains", "is trained", "has ended"]
@@ -180,7 +180,7 @@ def test_the_timeline_says_when_each_run_got_how_far(pool: WorkerPool) -> None:
     assert all(one["seconds"] <= other["seconds"] for one, other in pairwise(lines))
 
 
-def test_groups_differ_in_seed_rate_and_length_only(pool: WorkerPool) -> None:
+def test_runs_of_a_group_differ_only_in_seed_rate_and_length(pool: WorkerPool) -> None:
     base = RunConfig.find("tiny")
     changes = {
         "a": ["train.seed=1"],
@@ -192,7 +192,7 @@ def test_groups_differ_in_seed_rate_and_length_only(pool: WorkerPool) -> None:
     assert [[run.variant for run in runs] for runs in by_graph(runs)] == [["a", "c"], ["b", "d"]]
 
 
-def test_stopping_ends_every_process(pool: WorkerPool) -> None:
+def test_stopping_the_pool_ends_every_process(pool: WorkerPool) -> None:
     pool.groups = [group(pool, "a0"), group(pool, "b0")]
     (pool.out / "configs").mkdir(parents=True)
     (pool.out / "logs").mkdir()
@@ -203,7 +203,7 @@ def test_stopping_ends_every_process(pool: WorkerPool) -> None:
     assert all(worker.child.returncode is not None for worker in pool._workers)
 
 
-def test_worker_continues_when_the_study_was_killed() -> None:
+def test_worker_continues_after_the_study_is_killed() -> None:
     reader, writer = os.pipe()
     answer(writer, "ready")
     assert os.read(reader, 100) == b"ready\n"
@@ -212,7 +212,7 @@ def test_worker_continues_when_the_study_was_killed() -> None:
     os.close(writer)
 
 
-def test_worker_ends_when_a_run_cannot_be_built_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_ends_if_building_a_run_exceeds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object, **settings: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
