@@ -45,7 +45,7 @@ def cut(whole: Batch, pieces: int) -> list[Batch]:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("pieces", [2, 4])
-def test_step_learns_the_same_however_it_is_cut(mixture: RunConfig, load: str, pieces) -> None:
+def test_a_step_does_not_depend_on_its_micro_batches(mixture: RunConfig, load: str, pieces) -> None:
     big, small = (made(mixture, f"train.balance.load={load}") for _ in range(2))
     for seed in range(3):
         whole = batch(4, seed)
@@ -57,7 +57,7 @@ def test_step_learns_the_same_however_it_is_cut(mixture: RunConfig, load: str, p
     torch.testing.assert_close(torch.tensor(one.load), torch.tensor(other.load))
 
 
-def test_micro_batches_balanced_apart_would_learn_something_else(mixture: RunConfig) -> None:
+def test_balancing_micro_batches_separately_changes_learning(mixture: RunConfig) -> None:
     """The test above can fail: with f of each micro-batch by itself, the loss is different."""
     right, wrong = (made(mixture, "train.balance.load=same_step") for _ in range(2))
     wrong.balancer.begin = lambda *arguments: wrong.balancer._alone.fill_(True)
@@ -130,7 +130,7 @@ def tiny_routing(seed: int) -> Routing:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_ranks_that_share_a_step_have_one_loss(mixture: RunConfig, load: str) -> None:
+def test_balance_losses_of_ranks_add_up_to_that_of_one(mixture: RunConfig, load: str) -> None:
     """Four micro-batches on one rank, or two on each of two: the parts of the loss add up to the same."""
     settings = Balance(weight=1.0, router_z=0.1, load=load)
     mixtures = [m for m in residua.build(mixture.model).modules() if type(m).__name__ == "MoE"]
@@ -161,7 +161,7 @@ def test_ranks_that_share_a_step_have_one_loss(mixture: RunConfig, load: str) ->
         assert balancer.spread().balance == pytest.approx(alone.spread().balance, rel=1e-12)
 
 
-def test_the_first_step_of_previous_step_has_the_loss_of_balance() -> None:
+def test_previous_step_mode_starts_with_the_balanced_loss() -> None:
     routing = tiny_routing(0)
     balancer = Balancer(Balance(weight=1.0, router_z=0.0), [_Mixture()] * 2, CPU)  # type: ignore[list-item]
     loss = balancer.loss(routing, 1.0)
@@ -176,7 +176,7 @@ class _Mixture:
     router = Router(choices.MoE(hidden=8, experts=EXPERTS, top_k=2), 16, std=0.02)
 
 
-def test_the_balance_loss_evens_the_load_out(mixture: RunConfig) -> None:
+def test_the_balance_loss_evens_out_the_load(mixture: RunConfig) -> None:
     """From a router that prefers one expert, the load evens out in a few steps; without the loss it does not."""
 
     def heaviest(weight: float) -> float:
@@ -213,7 +213,7 @@ def test_a_bias_moves_by_the_load_of_the_whole_step(mixture: RunConfig) -> None:
     assert biases(big).any() and torch.equal(biases(big), biases(small))
 
 
-def test_the_bias_evens_the_load_out_without_a_loss(mixture: RunConfig) -> None:
+def test_the_bias_evens_out_the_load_without_a_loss(mixture: RunConfig) -> None:
     """From a bias that sends every token to one expert."""
 
     def heaviest(rate: float) -> float:
@@ -231,7 +231,7 @@ def test_the_bias_evens_the_load_out_without_a_loss(mixture: RunConfig) -> None:
 
 
 @pytest.mark.gpu
-def test_compiled_hybrid_mixture_learns_as_its_reference() -> None:
+def test_compiled_hybrid_mixture_learns_like_its_reference() -> None:
     """All in bfloat16: first losses differ by rounding; later ones by what the optimizer makes of that."""
     config = RunConfig.find("tiny-hybrid-moe").override(["train.device=cuda", "model.context=128"])
     given = [batch(16, seed) for seed in range(20)]
@@ -280,7 +280,7 @@ def test_resumed_mixture_equals_the_uninterrupted_one(mixture: RunConfig, change
     assert_same_run(lab / "whole", lab / "run")
 
 
-def test_run_logs_the_load_of_every_expert_and_shows_its_spread(mixture: RunConfig, tmp_path: Path) -> None:
+def test_run_logs_every_experts_load_and_prints_its_spread(mixture: RunConfig, tmp_path: Path) -> None:
     lab = Lab(mixture, tmp_path)
     lab.train()
     lines = [line for line in read_metrics(lab / "run" / "metrics.jsonl") if line["kind"] == "experts"]

@@ -36,7 +36,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
-def test_a_file_is_trained_with_changes(call: Call, file: str, data: Path, tmp_path: Path) -> None:
+def test_a_config_file_is_trained_with_overrides(call: Call, file: str, data: Path, tmp_path: Path) -> None:
     code, output = call(
         file, "train.steps=4", "--data", data, "--out", tmp_path / "run", "model.layers=1", "--threads", 1
     )
@@ -45,7 +45,7 @@ def test_a_file_is_trained_with_changes(call: Call, file: str, data: Path, tmp_p
     assert (config.train.steps, config.model.layers, config.data.path) == (4, 1, str(data))
 
 
-def test_folder_named_like_terminal_codes_is_shown_plainly(call: Call, file: str, data, tmp_path) -> None:
+def test_folder_named_like_terminal_codes_is_printed_as_text(call: Call, file: str, data, tmp_path) -> None:
     odd = tmp_path / "[/red]\x1b[31m"
     shutil.copytree(data, odd)
     code, output = call(file, "train.steps=3", "--data", odd, "--out", tmp_path / "[bold]run")
@@ -54,7 +54,7 @@ def test_folder_named_like_terminal_codes_is_shown_plainly(call: Call, file: str
     assert code == 2 and "\x1b" not in output
 
 
-def test_a_file_without_a_name_does_not_choose_the_folder(call: Call, file: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_config_file_without_a_stem_requires_out(call: Call, file: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path(file).rename(tmp_path / "...toml")
     code, output = call("...toml")
@@ -62,7 +62,7 @@ def test_a_file_without_a_name_does_not_choose_the_folder(call: Call, file: str,
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_how_to_resume_which_needs_only_the_folder(call: Call, file, tmp_path, monkeypatch) -> None:
+def test_ctrl_c_prints_a_resume_command_that_works(call: Call, file, tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         stop_after(patch, 3, signal.SIGINT)
         code, output = call(file, "--out", tmp_path / "run")
@@ -74,7 +74,7 @@ def test_ctrl_c_says_how_to_resume_which_needs_only_the_folder(call: Call, file,
 
 
 @pytest.mark.slow
-def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, data: Path, tmp_path: Path) -> None:
+def test_moved_data_is_refused_until_its_new_path_is_given(call: Call, file: str, data: Path, tmp_path: Path) -> None:
     old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "run"
     shutil.copytree(data, old)
     assert call(file, "--data", old, "--out", out)[0] == 0
@@ -86,7 +86,7 @@ def test_a_run_whose_data_has_moved_is_told_where_it_is(call: Call, file: str, d
 
 
 @pytest.mark.slow
-def test_path_relative_to_the_working_folder_is_kept_whole(call: Call, data, tmp_path, monkeypatch) -> None:
+def test_relative_data_path_is_stored_as_absolute(call: Call, data, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(data.parent)
     (tmp_path / "mine.toml").write_text(f'extends = "tiny"\n[data]\npath = "{data.name}"\n')
     assert call(tmp_path / "mine.toml", "--out", tmp_path / "run", *SMALL)[0] == 0
@@ -97,7 +97,7 @@ def test_path_relative_to_the_working_folder_is_kept_whole(call: Call, data, tmp
         assert call("--resume", "--out", run, "train.steps=3")[0] == 0
 
 
-def test_relative_path_of_an_old_run_is_in_the_working_folder(call, data, tmp_path, monkeypatch) -> None:
+def test_relative_path_of_an_old_run_is_read_from_the_cwd(call, data, tmp_path, monkeypatch) -> None:
     assert call("tiny", "--data", data, "--out", tmp_path / "run", *SMALL)[0] == 0
     written = tmp_path / "run" / "config.toml"
     written.write_text(written.read_text().replace(str(data), data.name))
@@ -124,7 +124,9 @@ def test_relative_path_of_an_old_run_is_in_the_working_folder(call, data, tmp_pa
         (["tiny", "train.lr=3"], "train.lr = 3 is not a known key"),
     ],
 )
-def test_a_mistake_is_one_sentence(call: Call, arguments: list[str], sentence: str, tmp_path, monkeypatch) -> None:
+def test_a_mistake_is_reported_in_one_sentence(
+    call: Call, arguments: list[str], sentence: str, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     code, output = call(*arguments)
     assert code == 2 and sentence in output and "Traceback" not in output
@@ -141,7 +143,7 @@ def vocabulary(run: Path) -> int:
     return RunConfig.from_toml(run / "config.toml").model.vocab_size
 
 
-def test_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, data: Path, tmp_path: Path) -> None:
+def test_vocabulary_follows_the_text_unless_set(call: Call, data: Path, tmp_path: Path) -> None:
     code, output = call("tiny", "--data", data, "--out", tmp_path / "a", *SMALL)
     assert code == 0 and vocabulary(tmp_path / "a") == 384
     assert f"residua compare prenorm mgr --base {tmp_path / 'a'}/config.toml\n" in output
@@ -155,7 +157,7 @@ def test_vocabulary_is_that_of_the_text_unless_one_is_asked_for(call: Call, data
     assert "640 token ids, 257 of them in the text: model.vocab_size=384 is enough\n" in output
 
 
-def test_vocabulary_of_a_file_is_kept_that_of_its_preset_is_not(call: Call, data, tmp_path) -> None:
+def test_vocabulary_set_in_a_file_is_kept_but_not_its_presets(call: Call, data, tmp_path) -> None:
     for written, size in (("", 384), ("[model]\nvocab_size = 300\n", 300)):
         (tmp_path / "mine.toml").write_text(f'extends = "tiny"\n{written}')
         out = tmp_path / f"run{size}"
@@ -163,7 +165,7 @@ def test_vocabulary_of_a_file_is_kept_that_of_its_preset_is_not(call: Call, data
         assert vocabulary(out) == size
 
 
-def test_resumed_run_keeps_its_vocabulary_if_its_preset_is_named(call: Call, data: Path, tmp_path: Path) -> None:
+def test_resume_with_the_preset_name_keeps_the_vocabulary(call: Call, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert call("tiny", "--data", data, "--out", out, *SMALL, "model.vocab_size=640")[0] == 0
     code, output = call("tiny", "--resume", "--data", data, "--out", out, *SMALL, "train.steps=3")

@@ -35,7 +35,7 @@ def longer(config: RunConfig, steps: int = 60) -> RunConfig:
     return config.override(list(seldom))
 
 
-def test_the_last_validation_reads_all_of_the_text(config: RunConfig, tmp_path: Path) -> None:
+def test_the_final_validation_reads_the_whole_text(config: RunConfig, tmp_path: Path) -> None:
     run = longer(config).override(["data.validation_tokens=64"])
     result = train(run, tmp_path / "run")
     final = FinalValidation(**json.loads((tmp_path / "run" / "validation.json").read_text()))
@@ -51,19 +51,19 @@ def test_the_last_validation_reads_all_of_the_text(config: RunConfig, tmp_path: 
 
 
 @pytest.mark.parametrize(("part", "tokens"), [(128, 16_384), (16_384, FINAL_LIMIT), (4_194_304, 4_194_304)])
-def test_short_and_long_runs_end_on_the_same_tokens(config: RunConfig, part: int, tokens: int) -> None:
+def test_short_and_long_runs_have_the_same_final_validation(config: RunConfig, part: int, tokens: int) -> None:
     runs = [longer(config, steps).override([f"data.validation_tokens={part}"]) for steps in (3, 60_000)]
     assert [final_tokens(run, 10_000_000) for run in runs] == [tokens, tokens]
     assert [final_tokens(run, 10_001) for run in runs] == [10_000, 10_000]
 
 
-def test_all_presets_end_on_the_same_limit() -> None:
+def test_all_presets_have_the_same_final_validation_limit() -> None:
     parts = [DataConfig(**presets.load(name).get("data", {})).validation_tokens for name in presets.names()]
     assert TOY_FACTOR * min(parts) >= FINAL_LIMIT >= max(parts)
 
 
 @pytest.mark.parametrize("masking", ["none", "documents"])
-def test_losses_of_documents_add_up_to_the_loss(config: RunConfig, masking: str) -> None:
+def test_document_losses_add_up_to_the_loss(config: RunConfig, masking: str) -> None:
     run = longer(config).override([f"data.masking={masking}"])
     dataset = Dataset.open(str(run.data.path))
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def test_bits_per_byte_are_kept_by_source(tmp_path: Path) -> None:
         assert Dataset.open(dataset.path).sources
 
 
-def test_addresses_in_place_of_sources_are_not_kept(tmp_path: Path) -> None:
+def test_urls_in_place_of_source_names_are_not_kept(tmp_path: Path) -> None:
     lines = [{"text": f"text {i}", "source": f"https://{i}"} for i in range(80)]
     (tmp_path / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "train.txt").write_text("something else")
@@ -115,7 +115,7 @@ def test_addresses_in_place_of_sources_are_not_kept(tmp_path: Path) -> None:
     assert prepare(corpus, tmp_path / "dataset", "bytes", workers=1).sources is None
 
 
-def test_many_documents_are_kept_in_groups(tmp_path: Path) -> None:
+def test_losses_of_many_documents_are_grouped(tmp_path: Path) -> None:
     for number in range(700):
         (tmp_path / f"{number}.txt").write_text("depth " * (1 + number % 3))
     prepare(open_corpus([tmp_path], holdout=0.5), tmp_path / "dataset", "bytes", workers=1)

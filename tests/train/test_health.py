@@ -14,7 +14,7 @@ TEXT = Frequencies(guessing=6.9, unigram=5.9, warmup=20)
 
 
 @pytest.mark.slow
-def test_huge_learning_rate_is_not_called_finished(lab: Lab) -> None:
+def test_run_with_a_huge_learning_rate_is_not_called_finished(lab: Lab) -> None:
     changes = ["train.steps=24", "train.optimizer.lr=1e6", "train.save_every=100"]
     expected = r"has learned nothing: after 24 steps .* train\.optimizer\.lr = 1e\+06"
     assert "token frequencies alone" in lab.refuse(expected, *changes, error=TrainingStopped)
@@ -27,13 +27,13 @@ def test_huge_learning_rate_is_not_called_finished(lab: Lab) -> None:
     [(["train.steps=3"], True), (["train.steps=24"], True), (["train.optimizer={kind='adamw', lr=1e-3}"], False)],
     ids=["short", "longer", "slow, but still falling"],
 )
-def test_healthy_run_finishes_however_short(lab: Lab, changes: list[str], said: bool) -> None:
+def test_a_healthy_run_finishes_at_any_length(lab: Lab, changes: list[str], said: bool) -> None:
     lab.train("train.steps=24", *changes)
     assert "Finished" in lab.printed
     assert not said or "It is not below the loss of token frequencies alone" in lab.printed
 
 
-def test_short_runs_and_warm_up_are_not_judged(config: RunConfig) -> None:
+def test_short_runs_and_warm_up_are_not_checked(config: RunConfig) -> None:
     def fair(*changes: str) -> bool:
         return had_fair_steps(config.override(list(changes)).train)
 
@@ -42,7 +42,7 @@ def test_short_runs_and_warm_up_are_not_judged(config: RunConfig) -> None:
     assert fair("train.steps=30")
 
 
-def test_the_frequencies_are_those_of_the_text(config: RunConfig, data: Path) -> None:
+def test_token_frequencies_are_those_of_the_text(config: RunConfig, data: Path) -> None:
     known = token_frequencies(config, Dataset.open(data))
     assert known.guessing == math.log(320) and 2.0 < known.unigram < 3.5 and known.telling
     exact = unigram_entropy(Dataset.open(data), limit_tokens=128)
@@ -57,7 +57,7 @@ def checked(losses: list[float], every: int = 100) -> Watch:
     return watch
 
 
-def test_loss_that_does_not_fall_for_a_long_stretch_stops_a_run() -> None:
+def test_a_run_whose_loss_stops_falling_for_long_is_stopped() -> None:
     watch = checked([6.92, 6.91] + [6.93] * 9)
     assert "has not fallen for 1,000 steps" in (watch.stuck(1100, 6.93, TEXT) or "")
     assert watch.stuck(1100, 5.8, TEXT) is None  # better than token frequencies: a plateau like any other
@@ -66,14 +66,14 @@ def test_loss_that_does_not_fall_for_a_long_stretch_stops_a_run() -> None:
     assert checked([7 - 0.02 * line for line in range(20)]).stuck(2000, 6.6, TEXT) is None  # slow, but it falls
 
 
-def test_tokens_without_common_and_rare_ones_tell_nothing() -> None:
+def test_near_uniform_token_frequencies_give_no_verdict() -> None:
     """Copying random tokens is learned after a long plateau at ln(vocabulary)."""
     random = Frequencies(6.9, 6.85, warmup=0)
     watch = checked([6.9] * 50)
     assert watch.stuck(5000, 6.9, random) is None and watch.unlearned(5000, 6.9, random) is None
 
 
-def test_run_that_loses_what_it_had_learned_is_not_finished() -> None:
+def test_run_that_unlearns_is_not_called_finished() -> None:
     watch = checked([6.9, 5.0, 4.0, 4.8])
     assert "was 4.000 at step 300 and is 6.200 at the end" in (watch.unlearned(500, 6.2, TEXT) or "")
     assert watch.unlearned(500, 5.8, TEXT) is None

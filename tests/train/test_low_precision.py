@@ -36,7 +36,7 @@ def places(config: RunConfig) -> list[tuple[int, str]]:
     return low.places
 
 
-def test_matrices_are_chosen_by_sublayer_size_and_depth(config: RunConfig) -> None:
+def test_matrices_are_selected_by_sublayer_size_and_depth(config: RunConfig) -> None:
     config = config.override([*WIDE, "model.layers=4", FP8])
     names = {name for _, name in places(config)}
     assert len(places(config)) == 4 * 4 and {"project", "out"} <= names
@@ -46,7 +46,7 @@ def test_matrices_are_chosen_by_sublayer_size_and_depth(config: RunConfig) -> No
     assert max(k for k, _ in spared) == 5  # the last of four layers stays: 0.15 of them, rounded up
 
 
-def test_small_maps_that_control_others_stay(config: RunConfig) -> None:
+def test_small_control_maps_stay_in_full_precision(config: RunConfig) -> None:
     dynamic = [
         "model.attention.gate=elementwise",
         "model.anchors.kind=exoformer",
@@ -56,13 +56,13 @@ def test_small_maps_that_control_others_stay(config: RunConfig) -> None:
     assert not any("gamma" in name for _, name in places(config.override([*WIDE, FP8, *dynamic])))
 
 
-def test_default_of_fp8_leaves_small_models_alone_and_says_so(lab: Lab) -> None:
+def test_fp8_default_skips_small_models_with_a_message(lab: Lab) -> None:
     lab.train("train.precision=fp8", "train.steps=3")
     assert "no product in FP8: no matrix has at least 1,024 rows and columns" in lab.printed
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_emulated"])
-def test_ranges_are_the_largest_of_the_last_steps(config: RunConfig, precision: str) -> None:
+def test_ranges_cover_the_largest_values_of_the_last_steps(config: RunConfig, precision: str) -> None:
     config = config.override([*WIDE, f"train.precision={precision}", "train.low_precision.history=2"])
     low = LowPrecision(build(config.model), config.train, CPU)
     scales = low._scales[0]
@@ -75,7 +75,7 @@ def test_ranges_are_the_largest_of_the_last_steps(config: RunConfig, precision: 
     assert seen == [(4.0, 4.0), (4.0, 4.0), (2.0, 2.0)] and scales.seen_x == 0
 
 
-def test_outlier_beyond_its_range_is_reported_then_fits(config: RunConfig) -> None:
+def test_an_out_of_range_outlier_is_reported_then_fits(config: RunConfig) -> None:
     config = config.override([*WIDE, FP8])
     step = build_step(build(config.model), config.train, CPU)
     low = step.low_precision
@@ -92,7 +92,7 @@ def test_outlier_beyond_its_range_is_reported_then_fits(config: RunConfig) -> No
     assert low.state()[-1][2 * low.places.index((1, "out"))] == pytest.approx(100 * x.abs().max().item())
 
 
-def test_first_step_finds_ranges_in_a_pass_that_changes_nothing_else(config: RunConfig) -> None:
+def test_first_step_finds_ranges_without_other_effects(config: RunConfig) -> None:
     config = config.override([*WIDE, FP8, "train.accumulate=2"])
     batches, weights = random_batches(config), []
     for find_first in (True, False):
@@ -129,7 +129,7 @@ def test_weights_are_rounded_once_per_step_and_never_stale(config: RunConfig, mo
 
 
 @pytest.mark.parametrize("model", ["model.ffn.kind=relu2", "model.topology.kind=mudd"])
-def test_weights_read_as_codes_need_no_working_copies(
+def test_weights_stored_as_codes_need_no_working_copies(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """Several reads (MUDD) call a projection more than once."""
@@ -152,9 +152,7 @@ def test_weights_read_as_codes_need_no_working_copies(
     assert totals[0] == totals[1] and math.isfinite(totals[0].grad_norm)
 
 
-def test_relu2_feed_forward_is_one_operator_of_the_same_numbers(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_relu2_feed_forward_runs_as_one_equal_operator(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config.override([*WIDE, FP8, "model.ffn.kind=relu2"])
     weights, calls = [], []
     for fused in (True, False):
@@ -175,7 +173,7 @@ def test_relu2_feed_forward_is_one_operator_of_the_same_numbers(
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def test_range_ignores_what_is_not_finite(config: RunConfig) -> None:
+def test_ranges_ignore_non_finite_values(config: RunConfig) -> None:
     low = LowPrecision(build(config.model), config.override([*WIDE, FP8]).train, CPU)
     low._scales[0].seen_x.fill_(float("inf"))
     low._scales[1].seen_x.fill_(2.0)
@@ -185,7 +183,7 @@ def test_range_ignores_what_is_not_finite(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("precision", [FP8, pytest.param(NVFP4, marks=pytest.mark.nightly)])
-def test_resumed_run_equals_the_whole_in_low_precision(lab: Lab, precision: str) -> None:
+def test_resumed_low_precision_run_equals_the_uninterrupted_one(lab: Lab, precision: str) -> None:
     changes = (*WIDE, precision, "train.telemetry=on", "train.telemetry_every=3")
     lab.train(*changes, out="whole")
     lab.stop(3, *changes)
@@ -195,7 +193,7 @@ def test_resumed_run_equals_the_whole_in_low_precision(lab: Lab, precision: str)
     assert {"kurtosis.project", "block_share.out", "underflow.out", "saturated.project"} <= set(figures["figures"])
 
 
-def test_low_precision_trains_nearly_as_float32(lab: Lab) -> None:
+def test_low_precision_trains_almost_like_float32(lab: Lab) -> None:
     losses = {p: lab.train(*WIDE, f"train.precision={p}", out=p).validation_loss for p in ("float32", "fp8_emulated")}
     assert losses["fp8_emulated"] != losses["float32"]
     assert losses["fp8_emulated"] == pytest.approx(losses["float32"], abs=0.05)
@@ -209,12 +207,12 @@ def test_low_precision_trains_nearly_as_float32(lab: Lab) -> None:
         (["parallel.data=2", NVFP4], "one process"),
     ],
 )
-def test_combinations_that_low_precision_lacks_are_refused(config: RunConfig, changes: list[str], words: str) -> None:
+def test_unsupported_low_precision_combinations_are_refused(config: RunConfig, changes: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config.override([FP8, *changes])
 
 
-def test_device_that_multiplies_wrongly_counts_as_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_with_wrong_fp8_products_counts_as_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU its operands are on the GPU: a scale left on the CPU once made every GPU count as without."""
     assert low_precision.multiplies(CPU)
     operands, exact = [], low_precision.on_hardware
@@ -240,5 +238,5 @@ def test_device_without_fp8_products_is_refused(lab: Lab, monkeypatch: pytest.Mo
     lab.refuse("train.precision = 'fp8' needs a device with FP8 products", "train.precision=fp8")
 
 
-def test_model_without_low_precision_has_none(config: RunConfig) -> None:
+def test_no_low_precision_state_is_built_unless_configured(config: RunConfig) -> None:
     assert build_low_precision(build(ModelConfig.preset("tiny")), config.train, CPU) is None

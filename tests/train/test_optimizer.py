@@ -94,7 +94,7 @@ def reference_adamw(weight: np.ndarray, gradients: list[np.ndarray], config: Ada
     return weight
 
 
-def test_muon_follows_the_reference_in_float64() -> None:
+def test_muon_matches_the_reference_in_float64() -> None:
     model = StandIn().double()
     config = Muon(lr=0.05, weight_decay=0.3)
     optimizer = build_optimizer(model, config)
@@ -112,7 +112,7 @@ def test_muon_follows_the_reference_in_float64() -> None:
         np.testing.assert_allclose(model.weights()[name].numpy(), reference.weight, rtol=1e-10, atol=1e-12)
 
 
-def test_a_tall_matrix_moves_by_the_root_of_its_shape() -> None:
+def test_update_of_a_tall_matrix_scales_with_root_aspect_ratio() -> None:
     model = StandIn()
     model.fused.hidden_matrices = {"weight": (48,)}
     before = model.weights()["fused.weight"]
@@ -120,7 +120,7 @@ def test_a_tall_matrix_moves_by_the_root_of_its_shape() -> None:
     assert float(torch.linalg.svdvals(moved / 0.1).median()) == pytest.approx(3**0.5, rel=0.1)
 
 
-def test_adamw_follows_the_reference_in_float64() -> None:
+def test_adamw_matches_the_reference_in_float64() -> None:
     model = StandIn().double()
     config = AdamW(lr=0.02, weight_decay=0.5)
     optimizer = build_optimizer(model, config)
@@ -159,7 +159,7 @@ def test_a_stack_is_orthogonalised_matrix_by_matrix() -> None:
     torch.testing.assert_close(polar_express(stack), apart)
 
 
-def test_parts_of_a_fused_matrix_do_not_mix() -> None:
+def test_parts_of_a_fused_matrix_are_orthogonalised_separately() -> None:
     """A gradient a million times larger in one part does not change the direction of the others."""
     updates = []
     for scale in (1.0, 1e6):
@@ -193,7 +193,7 @@ def decayed(dtype: torch.dtype, config: Muon | AdamW) -> tuple[torch.Tensor, tor
 
 
 @pytest.mark.parametrize("config", [Muon(lr=0.01), AdamW(lr=0.01)], ids=["muon", "adamw"])
-def test_cautious_decay_acts_where_the_update_shrinks_the_weight(config: Muon | AdamW) -> None:
+def test_cautious_decay_acts_only_if_the_update_shrinks_weights(config: Muon | AdamW) -> None:
     before, plain, decayed_weight = decayed(torch.float32, config)
     shrinking = (before - plain) * before >= 0
     assert 0.2 < shrinking.float().mean() < 0.8
@@ -204,7 +204,7 @@ def test_cautious_decay_acts_where_the_update_shrinks_the_weight(config: Muon | 
     torch.testing.assert_close(lost, 0.01 * 0.1 * before[shrinking], rtol=1e-2, atol=1e-7)
 
 
-def test_the_same_decay_would_be_lost_in_bf16_weights() -> None:
+def test_small_decay_is_lost_in_bf16_weights() -> None:
     """Why the masters are fp32: lr·wd = 1e-3 is below half a bf16 step, and nearly nothing changes."""
     _, plain, decayed_weight = decayed(torch.bfloat16, AdamW(lr=0.01))
     assert (decayed_weight != plain).float().mean() < 0.02
@@ -232,7 +232,7 @@ def test_closure_computes_the_gradients_and_returns_its_loss(config: Muon | Adam
         assert torch.equal(given.weights()[name], weight), name
 
 
-def test_a_parameter_without_gradient_stays() -> None:
+def test_a_parameter_without_gradient_is_unchanged() -> None:
     model = StandIn()
     optimizer = build_optimizer(model, Muon())
     model.set_gradients(0)
@@ -262,12 +262,12 @@ def resumes(model: StandIn, config: Muon | AdamW, steps: int) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("config", [Muon(), AdamW(weight_decay=0.1)], ids=["muon", "adamw"])
-def test_saved_state_continues_bit_for_bit(config: Muon | AdamW) -> None:
+def test_restored_state_continues_bit_identically(config: Muon | AdamW) -> None:
     resumes(StandIn(), config, 3)
 
 
 @pytest.mark.slow  # torch's own optimizers import its compiler
-def test_plain_decay_makes_adamw_the_one_of_torch_in_float64() -> None:
+def test_adamw_with_plain_decay_matches_torch_in_float64() -> None:
     ours, theirs = StandIn().double(), StandIn().double()
     theirs.load_state_dict(ours.state_dict())
     optimizer = build_optimizer(ours, AdamW(lr=0.02, weight_decay=0.5, decay="plain"))
@@ -284,7 +284,7 @@ def test_plain_decay_makes_adamw_the_one_of_torch_in_float64() -> None:
         torch.testing.assert_close(ours.weights()[name], weight, rtol=1e-10, atol=1e-12)
 
 
-def test_plain_decay_with_muon_shrinks_every_weight_alike() -> None:
+def test_muon_with_plain_decay_shrinks_all_weights_equally() -> None:
     """Muon's update does not depend on the weight: with decay the step differs by η·wd·x, at every element."""
     moved = {}
     for decay in (0.0, 0.3):
@@ -298,7 +298,7 @@ def test_plain_decay_with_muon_shrinks_every_weight_alike() -> None:
     assert torch.equal(moved[0.0]["gain"], moved[0.3]["gain"])
 
 
-def test_mgr_presets_decay_matrices_and_embedding_only() -> None:
+def test_mgr_presets_decay_only_matrices_and_embedding() -> None:
     """The paper's table 3 has one weight decay, 0.1; nanoGPT, which its code is based on, decays no vectors."""
     small = ["layers=5", "width=32", "attention.heads=2", "ffn.hidden=32", "vocab_size=64"]
     for preset in ("mgr-s-competitive4", "mgr-m-full", "mgr-l-block8"):
@@ -316,7 +316,7 @@ def test_mgr_presets_decay_matrices_and_embedding_only() -> None:
         torch.testing.assert_close(model.embed.weight, (1 - 0.1 * rate) * before["embed.weight"])
 
 
-def test_decay_is_cautious_unless_a_known_rule_is_named() -> None:
+def test_decay_is_cautious_by_default_and_unknown_rules_refused() -> None:
     optimizers = [RunConfig.find(name).train.optimizer for name in ("tiny", "exoformer-base")]
     assert {table.decay for table in (Muon(), AdamW(), *optimizers)} == {"cautious"}
     with pytest.raises(ConfigError, match=r"train\.optimizer\.decay = 'plane' is not a choice: did you mean 'plain'"):
@@ -360,7 +360,7 @@ def test_groups_with_a_factor_are_named_saved_and_resumed() -> None:
 
 
 @pytest.mark.parametrize("declared", [{"gian": 0.5}, {"gain": 0.0}], ids=["misspelt", "zero"])
-def test_a_rate_factor_that_fits_nothing_is_refused(declared: dict[str, float], monkeypatch) -> None:
+def test_a_rate_factor_that_matches_no_parameter_is_refused(declared: dict[str, float], monkeypatch) -> None:
     monkeypatch.setattr(Rated, "rate_factors", lambda self: declared)
     with pytest.raises(UserError, match=r"Rated\.rate_factors gives 'g"):
         build_optimizer(Rated(), Muon())

@@ -59,13 +59,13 @@ def test_broken_loss_stops_the_run_and_is_not_saved(lab: Lab, monkeypatch, after
     assert all(math.isfinite(record["loss"]) for record in read_metrics(lab / "run" / "metrics.jsonl"))
 
 
-def test_one_bad_log_line_is_forgiven() -> None:
+def test_one_bad_loss_is_tolerated() -> None:
     watch = Watch(margin=1.0, patience=2)
     assert [watch.check(step, loss, 1.0) for step, loss in enumerate([5.0, 6.5, 5.0, 6.5, 4.0])] == [None] * 5
     assert watch.check(6, 6.5, 1.0) is None and "diverged" in (watch.check(7, 6.5, 1.0) or "")
 
 
-def test_folder_with_something_in_it_is_refused(lab: Lab) -> None:
+def test_folder_with_other_files_is_refused(lab: Lab) -> None:
     (lab / "run").mkdir()
     (lab / "run" / "thesis.tex").write_text("years of work")
     lab.refuse("has no run to resume", resume=True, out="nowhere")
@@ -89,13 +89,13 @@ def raising(error: Exception) -> Any:
     return fail
 
 
-def test_running_out_of_gpu_memory_says_what_to_lower(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_gpu_memory_names_settings_to_lower(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "__call__", raising(torch.OutOfMemoryError()))
     sentence = r"out of memory after step 0; no checkpoint .* train\.micro_batch = 2"
     lab.refuse(sentence, error=TrainingStopped)
 
 
-def test_error_that_ends_a_run_is_kept_for_watchers(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_that_ends_a_run_is_recorded_for_watch(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Step, "__call__", raising(KeyError("a plugin's own mistake")))
     lab.refuse(None, error=KeyError)
     assert lab.sessions()[-1]["failed"] == 'KeyError: "a plugin\'s own mistake"'
@@ -120,7 +120,7 @@ def test_folder_in_use_is_refused(lab: Lab) -> None:
         ("train.steps=3", r"has done \d+ steps, more than train\.steps = 3"),
     ],
 )
-def test_what_shapes_a_run_cannot_change_when_it_is_resumed(trained: Lab, change: str, named: str) -> None:
+def test_resume_refuses_changes_to_fixed_settings(trained: Lab, change: str, named: str) -> None:
     before = files(trained / "run")
     trained.refuse(named, change, resume=True)
     assert files(trained / "run") == before
@@ -149,7 +149,7 @@ def test_unreadable_shard_is_refused_before_training(lab: Lab, data: Path, damag
 
 
 @pytest.mark.parametrize("entries", [260, 600], ids=["that the model has ids for", "with more ids than the model"])
-def test_resuming_on_text_of_another_tokenizer_is_refused(lab: Lab, entries: int) -> None:
+def test_resume_refuses_text_of_another_tokenizer(lab: Lab, entries: int) -> None:
     lab.train()
     before = files(lab / "run")
     (lab / "a.txt").write_text("".join(f"{'abcdefghij'[n % 10]}{n * n} some other words " for n in range(2000)))
@@ -187,7 +187,7 @@ def begun(lab: Lab) -> Lab:
     [(TEXT, VALIDATION[::-1]), (TEXT[::-1], VALIDATION), (TEXT * 2, VALIDATION)],
     ids=["other validation", "other words", "other length"],
 )
-def test_resuming_on_another_text_is_refused(begun: Lab, text: str, validation: str) -> None:
+def test_resume_refuses_another_text(begun: Lab, text: str, validation: str) -> None:
     run, before = begun / "run", files(begun / "run")
     other = prepared(begun / "other", text, validation)
     assert begun.refuse(None, f"data.path='{other}'", resume=True) == (
@@ -197,7 +197,7 @@ def test_resuming_on_another_text_is_refused(begun: Lab, text: str, validation: 
     assert files(run) == before
 
 
-def test_run_without_fingerprints_knows_the_length_of_its_text(begun: Lab) -> None:
+def test_run_without_a_fingerprint_checks_the_text_length(begun: Lab) -> None:
     path = begun / "run" / "environment.json"
     about = json.loads(path.read_text())
     del about["text"]
@@ -207,12 +207,12 @@ def test_run_without_fingerprints_knows_the_length_of_its_text(begun: Lab) -> No
     begun.resume(f"data.path='{other}'")
 
 
-def test_copy_of_the_text_is_the_same_text(begun: Lab) -> None:
+def test_resume_accepts_a_copy_of_the_text(begun: Lab) -> None:
     copy = shutil.copytree(str(begun.config.data.path), begun / "copy")
     assert begun.resume(f"data.path='{copy}'").steps == 7
 
 
-def test_text_that_was_prepared_anew_at_its_place_is_another(begun: Lab) -> None:
+def test_resume_refuses_text_prepared_again_at_the_same_path(begun: Lab) -> None:
     shutil.rmtree(begun / "own")
     own = prepared(begun / "own", TEXT, VALIDATION[::-1])
     begun.refuse(rf"{own} is not the text that .*run was trained on: resume", resume=True)
@@ -220,7 +220,7 @@ def test_text_that_was_prepared_anew_at_its_place_is_another(begun: Lab) -> None
     begun.resume()  # without a checkpoint it may begin on another text
 
 
-def test_run_that_begins_again_has_the_tokenizer_of_its_text(begun: Lab) -> None:
+def test_restarted_run_has_the_tokenizer_of_its_text(begun: Lab) -> None:
     run = begun / "run"
     shutil.rmtree(run / "checkpoints")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -231,7 +231,7 @@ def test_run_that_begins_again_has_the_tokenizer_of_its_text(begun: Lab) -> None
     assert not (run / "tokenizer_config.json").exists()
 
 
-def test_run_on_prepared_text_resumes_on_no_embedded_corpus(begun: Lab, monkeypatch) -> None:
+def test_resume_does_not_replace_text_by_the_embedded_corpus(begun: Lab, monkeypatch) -> None:
     monkeypatch.setattr("residua.train.world.find_data", lambda config: pytest.fail("text was opened"))
     data = begun.config.data.model_copy(update={"path": None})
     begun.config = begun.config.model_copy(update={"data": data})
@@ -254,7 +254,7 @@ def test_refused_run_leaves_nothing_behind(lab: Lab) -> None:
     assert [p.name for p in lab.folder.rglob("*")] == ["mine"]
 
 
-def test_disk_that_fills_up_leaves_the_previous_checkpoint(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_fills_up_keeps_the_previous_checkpoint(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     save, calls = tensors_module.save_file, 0
 
     def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -57,14 +57,14 @@ def whole(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("steps", [3, 4], ids=["between saves", "at a save"])
-def test_signal_saves_and_the_resumed_run_equals_the_whole(lab: Lab, whole: Path, number: int, steps: int) -> None:
+def test_run_resumed_after_a_signal_equals_the_uninterrupted(lab: Lab, whole: Path, number: int, steps: int) -> None:
     assert lab.stop(steps, number=number) == 128 + number
     assert lab.saved()[-1] == steps
     lab.resume()
     assert_same_run(whole, lab / "run")
 
 
-def test_random_numbers_go_on_where_they_stopped(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_numbers_resume_where_they_stopped(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers, as a model with dropout would draw them."""
     drawn: list[float] = []
     after_each_step(monkeypatch, lambda step, done: drawn.append(float(torch.rand(()))))
@@ -76,7 +76,7 @@ def test_random_numbers_go_on_where_they_stopped(lab: Lab, monkeypatch: pytest.M
     assert drawn == whole
 
 
-def test_run_may_stop_many_times(lab: Lab, whole: Path) -> None:
+def test_run_can_be_stopped_many_times(lab: Lab, whole: Path) -> None:
     for turn in range(5):
         lab.stop(1, resume=turn > 0)
     lab.resume()
@@ -99,7 +99,7 @@ def test_run_may_stop_many_times(lab: Lab, whole: Path) -> None:
         ),
     ],
 )
-def test_other_configurations_resume_as_well(lab: Lab, changes: list[str]) -> None:
+def test_other_configurations_also_resume_exactly(lab: Lab, changes: list[str]) -> None:
     lab.train(*changes, out="whole")
     lab.stop(3, *changes)
     lab.resume(*changes)
@@ -107,7 +107,7 @@ def test_other_configurations_resume_as_well(lab: Lab, changes: list[str]) -> No
 
 
 @pytest.mark.parametrize("where", ["save_file", "rename"])
-def test_killed_inside_a_save_the_resumed_run_equals_the_whole(lab: Lab, whole: Path, where: str) -> None:
+def test_run_killed_during_a_save_resumes_exactly(lab: Lab, whole: Path, where: str) -> None:
     source, out = lab / "run.toml", lab / "run"
     source.write_text(lab.config.to_toml())
     (killed,) = start(1, "tests.train.killed", source, out, where)
@@ -121,7 +121,7 @@ def test_killed_inside_a_save_the_resumed_run_equals_the_whole(lab: Lab, whole: 
     assert_same_run(whole, out)
 
 
-def test_leftovers_and_a_cut_metrics_line_are_forgotten(lab: Lab, whole: Path) -> None:
+def test_leftovers_and_a_torn_metrics_line_are_discarded(lab: Lab, whole: Path) -> None:
     """A kill during a save leaves an incomplete folder, and metrics newer than the checkpoint."""
     lab.stop(4)
     half = lab / "run" / "checkpoints" / ".unfinished-step-6"
@@ -157,13 +157,13 @@ def test_run_that_lost_its_checkpoints_keeps_the_old_metrics(lab: Lab, whole: Pa
     assert [r["step"] for r in read_metrics(whole / "metrics.jsonl") if r["kind"] == "train"] == [1, 2, 4, 6]
 
 
-def test_longer_run_continues_from_the_old_end(lab: Lab, whole: Path) -> None:
+def test_lengthened_run_continues_from_its_old_end(lab: Lab, whole: Path) -> None:
     assert lab.resume("train.steps=8", out="whole").steps == 8
     assert RunConfig.from_toml(whole / "config.toml").train.steps == 8
     assert lab.sessions("whole")[-1]["changes"] == {"train.steps": [6, 8]}
 
 
-def test_smaller_micro_batches_go_on_in_the_same_data_order(lab: Lab, whole: Path) -> None:
+def test_smaller_micro_batches_keep_the_data_order(lab: Lab, whole: Path) -> None:
     """After running out of memory a person halves train.micro_batch and doubles train.accumulate."""
     lab.stop(3)
     lab.resume("train.micro_batch=1", "train.accumulate=4")
@@ -171,7 +171,7 @@ def test_smaller_micro_batches_go_on_in_the_same_data_order(lab: Lab, whole: Pat
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_same_seed_gives_the_same_bits(lab: Lab, whole: Path) -> None:
+def test_same_seed_gives_bit_identical_runs(lab: Lab, whole: Path) -> None:
     lab.train()
     assert_same_run(whole, lab / "run")
     lab.train("train.seed=1", out="other")

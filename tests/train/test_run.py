@@ -30,7 +30,7 @@ from .test_step import batch
 
 
 @pytest.mark.slow
-def test_a_run_is_one_folder_with_everything_in_it(trained: Lab, config: RunConfig, data: Path) -> None:
+def test_a_run_is_one_folder_with_all_its_files(trained: Lab, config: RunConfig, data: Path) -> None:
     run = trained / "run"
     assert RunConfig.from_toml(run / "config.toml") == config
     environment = json.loads((run / "environment.json").read_text())
@@ -61,7 +61,7 @@ def test_metrics_hold_one_line_per_log_step_and_validation(trained: Lab) -> None
 
 
 @pytest.mark.slow
-def test_the_person_sees_summary_progress_and_what_to_do_next(trained: Lab) -> None:
+def test_training_prints_summary_progress_and_next_steps(trained: Lab) -> None:
     for words in (
         "matrices: Muon", "rest: AdamW", "FLOP a token", "2 x 2 x 16 = 64 tokens a step, 6 steps", "step 4/6  loss",
         "tokens/s", "ETA", "bits/byte", "residua compare", "--resume",
@@ -79,7 +79,7 @@ def test_a_terminal_gets_one_live_line(config: RunConfig) -> None:
     assert "step 3/6" in text and "MFU 0.450" in text and "15.6 GiB" in text and "ETA 3s" in text
 
 
-def test_tensorboard_is_written_where_it_is_installed(trained: Lab) -> None:
+def test_tensorboard_is_written_if_installed(trained: Lab) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -93,13 +93,13 @@ def test_tensorboard_is_written_where_it_is_installed(trained: Lab) -> None:
     assert losses == pytest.approx({r["step"]: r["loss"] for r in records})
 
 
-def test_run_trains_where_tensorboard_is_not_installed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_trains_without_tensorboard_installed(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     lab.train()
     assert not (lab / "run" / "tensorboard").exists()
 
 
-def test_asking_for_wandb_without_it_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requesting_wandb_without_the_package_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     lab.refuse("pip install wandb", "train.track=wandb")
     assert not (lab / "run").exists()
@@ -128,7 +128,7 @@ def test_failing_wandb_prints_one_line_and_the_run_continues(lab: Lab, monkeypat
     assert f"{told}metrics.jsonl continue\n" in lab.printed and "Finished" in lab.printed
 
 
-def test_inspection_shows_what_a_model_has(config: RunConfig) -> None:
+def test_inspection_covers_the_parts_a_model_has(config: RunConfig) -> None:
     def inspected(*changes: str) -> dict[str, Any]:
         model = residua.build(config.override(list(changes)).model)
         shown = inspect_model(model, batch(2))
@@ -146,7 +146,7 @@ def test_inspection_shows_what_a_model_has(config: RunConfig) -> None:
     assert all(len(row["mean"]) == 2 and 0 < min(row["mean"]) < 1 for row in streams["beta"])
 
 
-def test_mfu_is_the_share_of_the_gpus_dense_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_relative_to_the_gpus_dense_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu = torch.device("cuda")
     assert peak_flops(gpu) == 989e12
@@ -155,17 +155,17 @@ def test_mfu_is_the_share_of_the_gpus_dense_peak(monkeypatch: pytest.MonkeyPatch
     assert mfu(1e6, 1e6, gpu) is None and mfu(1e6, 1e6, torch.device("cpu")) is None
 
 
-def test_numbers_are_short_for_people() -> None:
+def test_numbers_and_durations_are_abbreviated() -> None:
     assert [short(n) for n in (7, 919_000, 1_234_567, 2.1e18)] == ["7", "919k", "1.23M", "2.1E"]
     assert [duration(s) for s in (5, 65, 3723)] == ["5s", "1m05s", "1h02m"]
 
 
-def test_the_commit_is_that_of_the_package_or_none() -> None:
+def test_the_recorded_commit_is_the_packages_or_none() -> None:
     commit = code_commit()
     assert commit is None or len(commit.removesuffix("+changes")) == 40
 
 
-def test_asking_git_leaves_the_index_alone(tmp_path: Path) -> None:
+def test_querying_git_does_not_touch_the_index(tmp_path: Path) -> None:
     """`git status` would rewrite it, under index.lock, whenever a file was touched."""
     (tmp_path / "file").touch()
     for arguments in (["init"], ["add", "file"]):
@@ -185,7 +185,9 @@ def test_asking_git_leaves_the_index_alone(tmp_path: Path) -> None:
     ],
     ids=["x86", "arm", "unknown"],
 )
-def test_a_processor_without_a_name_is_known_by_its_kind(cpuinfo: str, name: str, tmp_path: Path, monkeypatch) -> None:
+def test_an_unnamed_processor_is_identified_by_its_architecture(
+    cpuinfo: str, name: str, tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(environment.platform, "processor", lambda: "")
@@ -195,7 +197,7 @@ def test_a_processor_without_a_name_is_known_by_its_kind(cpuinfo: str, name: str
     assert environment.device_name(cpu).startswith(f"{name}, ")
 
 
-def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig, tmp_path: Path) -> None:
+def test_configurations_survive_toml_and_list_differences(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(config.to_toml())
     assert RunConfig.from_toml(tmp_path / "a.toml") == config
     other = config.override(["train.steps=900", "train.schedule.kind=linear_decay"])
@@ -235,12 +237,12 @@ def test_configurations_survive_toml_and_say_where_they_differ(config: RunConfig
         ("train.optimizer.lr=-1", r"train\.optimizer\.lr = -1"),
     ],
 )
-def test_a_wrong_word_in_a_configuration_is_one_sentence(config: RunConfig, change: str, sentence: str) -> None:
+def test_an_invalid_configuration_key_gives_one_sentence(config: RunConfig, change: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         config.override([change])
 
 
-def test_words_of_other_toolkits_name_keys_and_are_none(config: RunConfig) -> None:
+def test_key_aliases_point_to_keys_and_are_not_keys(config: RunConfig) -> None:
     taken = {key for table in (ModelConfig, DataConfig, TrainConfig) for key in table.model_fields}
     for key, words in KEY_ALIASES.items():
         table: object = config.model_dump()

@@ -76,7 +76,7 @@ def test_runs_on_one_compiled_step_equal_separate_ones(lab: Lab, monkeypatch, ba
     assert_same_run(lab / "shared" / "zero", separate(lab, "zero"))
 
 
-def test_shared_run_equals_one_in_a_process_of_its_own(lab: Lab) -> None:
+def test_shared_run_equals_one_in_its_own_process(lab: Lab) -> None:
     shared(lab, "one zero", "shared")
     source, out = lab / "run.toml", lab / "own"
     source.write_text(lab.config.to_toml())
@@ -86,7 +86,7 @@ def test_shared_run_equals_one_in_a_process_of_its_own(lab: Lab) -> None:
     assert_same_run(lab / "shared" / "zero", out)
 
 
-def test_broken_or_interrupted_run_leaves_nothing_to_the_next(lab: Lab) -> None:
+def test_broken_or_interrupted_run_does_not_affect_the_next(lab: Lab) -> None:
     alone, world = separate(lab, "one"), SharedWorld(torch.device("cpu"))
     broken = ["train.optimizer.lr=1e30", "train.log_every=1"]
     lab.refuse(None, *broken, error=TrainingStopped, out="broken", world=world)
@@ -110,11 +110,11 @@ def test_step_is_built_once_for_a_graph_and_again_for_another(config: RunConfig)
     "change",
     ["train.z_loss=0", "train.micro_batch=4", "train.compile=on", "data.sequence=8", "model.norm.kind=gatednorm"],
 )
-def test_what_the_compiler_sees_is_part_of_the_graph(config: RunConfig, change: str) -> None:
+def test_settings_seen_by_the_compiler_are_part_of_the_graph(config: RunConfig, change: str) -> None:
     assert graph_of(config.override([change])) != graph_of(config)
 
 
-def test_world_tells_when_a_run_is_trained_and_saved(lab: Lab) -> None:
+def test_callback_runs_after_a_run_is_trained_and_saved(lab: Lab) -> None:
     world = SharedWorld(torch.device("cpu"))
     saved: list[list[str]] = []
     world.trained = lambda: saved.append(sorted(path.name for path in (lab / "zero" / "checkpoints").iterdir()))

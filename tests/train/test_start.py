@@ -43,7 +43,7 @@ def validations(run: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["model.topology=block_attnres", "model.norm=gatednorm", "train.seed=1"])
-def test_a_run_begins_where_the_other_ended(old: Path, tmp_path: Path, monkeypatch, capsys, change: str) -> None:
+def test_a_run_starts_where_the_other_ended(old: Path, tmp_path: Path, monkeypatch, capsys, change: str) -> None:
     extra = ["model.topology.sublayers_per_block=2"] if "block" in change else []
     assert residua(monkeypatch, "train", "--from", old, change, *extra, "--out", tmp_path / "new") == 0
     losses = validations(tmp_path / "new")
@@ -62,13 +62,13 @@ def test_start_from_a_quantized_model_does_not_claim_to_be_exact(old: Path, data
 
 
 @pytest.mark.parametrize(("rate", "said"), [(0.01, True), (1e-5, False)])
-def test_a_rate_that_rises_again_is_mentioned(old: Path, data: Path, rate: float, said: bool) -> None:
+def test_a_learning_rate_that_rises_again_is_reported(old: Path, data: Path, rate: float, said: bool) -> None:
     lines = list(start_lines(of(data).override([f"train.start={old}", f"train.optimizer.lr={rate}"])))
     assert len(lines) == 1 + said and ("rises to 0.01 again" in lines[-1]) == said
 
 
 @pytest.mark.slow
-def test_killed_run_begins_again_with_the_same_weights(old: Path, tmp_path: Path, data: Path) -> None:
+def test_killed_run_restarts_from_the_same_weights(old: Path, tmp_path: Path, data: Path) -> None:
     """Its configuration remembers the start, so --resume needs no --from."""
     config = of(data).override([f"train.start='{old}'"])
     train(config, tmp_path / "new")
@@ -80,7 +80,7 @@ def test_killed_run_begins_again_with_the_same_weights(old: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_shared_processes_give_every_run_its_start(old: Path, data: Path) -> None:
+def test_shared_processes_reset_every_run_to_its_start(old: Path, data: Path) -> None:
     config = of(data).override([f"train.start='{old}'", "model.topology.kind=dense"])
     world = SharedWorld(torch.device("cpu"))
     first = world.build_step(config)
@@ -90,7 +90,7 @@ def test_shared_processes_give_every_run_its_start(old: Path, data: Path) -> Non
     assert again is first and torch.equal(first.model.embed.weight, load(old).embed.weight)
 
 
-def test_what_is_kept_is_known_without_the_weights(old: Path, data: Path) -> None:
+def test_fidelity_is_known_without_the_weights(old: Path, data: Path) -> None:
     config = of(data).override([f"train.start='{old}'", "model.topology.kind=mhc", "model.norm.kind=gatednorm"])
     # the new kind of norm has another eps unless it is given the old one
     keys = ("norm.eps", "topology.kind", "model")
@@ -123,7 +123,7 @@ def test_start_line_names_the_settings_that_are_not_kept(tmp_path, data: Path, b
 
 
 @pytest.mark.parametrize(("kind", "change"), [("multi_gate", "memory.kind=invert"), ("dense", "period=2")])
-def test_changed_setting_leaves_the_eps_of_readers(tmp_path: Path, data: Path, kind: str, change: str) -> None:
+def test_changed_setting_does_not_change_the_readers_eps(tmp_path: Path, data: Path, kind: str, change: str) -> None:
     (tmp_path / "config.toml").write_text(of(data).override([f"model.topology.kind={kind}"]).to_toml())
     _, config = _retrofit(tmp_path, None, [f"model.topology.{change}"], None, tmp_path / "new", False)
     assert config.model.reader_eps == "norm"
@@ -147,14 +147,14 @@ def test_mistakes_are_refused_before_anything_is_written(old: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["tiny"], "leave tiny out"), (["--resume"], "leave --from out"), ([], "--out")]
 )
-def test_from_goes_with_a_new_folder_only(old: Path, tmp_path, monkeypatch, capsys, arguments, message) -> None:
+def test_from_requires_a_new_folder(old: Path, tmp_path, monkeypatch, capsys, arguments, message) -> None:
     out = ["--out", tmp_path / "new"] if arguments else []
     assert residua(monkeypatch, "train", *arguments, "--from", old, *out) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_an_imported_run_is_trained_from_not_resumed(tmp_path: Path, monkeypatch, capsys, data: Path) -> None:
+def test_an_imported_run_can_be_a_start_but_not_resumed(tmp_path: Path, monkeypatch, capsys, data: Path) -> None:
     pytest.importorskip("transformers")
     from residua.storage.hugging_face import import_folder
     from tests.convert.tiny import saved
@@ -176,7 +176,7 @@ def test_an_imported_run_is_trained_from_not_resumed(tmp_path: Path, monkeypatch
     assert residua(monkeypatch, "train", "--resume", "--out", tmp_path / "new", "train.steps=3") == 0
 
 
-def test_a_new_router_that_the_loss_cannot_teach_is_refused(data: Path, tmp_path: Path) -> None:
+def test_a_new_router_without_a_gradient_is_refused(data: Path, tmp_path: Path) -> None:
     config = of(data).override(["model.ffn={kind='moe', hidden=8, experts=4, top_k=1}"])
     with pytest.raises(ConfigError, match=r"model\.ffn\.top_k = 1 gives .* use model\.ffn\.top_k = 2 or"):
         train(config, tmp_path / "new")
@@ -185,7 +185,7 @@ def test_a_new_router_that_the_loss_cannot_teach_is_refused(data: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_imported_router_with_one_expert_stays_unless_balanced(tmp_path, monkeypatch, capsys, data) -> None:
+def test_imported_top_1_router_is_frozen_unless_balanced(tmp_path, monkeypatch, capsys, data) -> None:
     pytest.importorskip("transformers")
     from residua.storage.hugging_face import import_folder
     from tests.convert.tiny import saved
@@ -205,7 +205,9 @@ def test_imported_router_with_one_expert_stays_unless_balanced(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_an_export_is_trained_from_after_an_import(old: Path, tmp_path: Path, monkeypatch, capsys, data: Path) -> None:
+def test_an_export_must_be_imported_to_train_from_it(
+    old: Path, tmp_path: Path, monkeypatch, capsys, data: Path
+) -> None:
     folder, run, options = tmp_path / "export", tmp_path / "run", ["--data", data, "--out", tmp_path / "new"]
     assert residua(monkeypatch, "export", old, "--out", folder) == 0
     assert residua(monkeypatch, "train", "--from", folder, *options) == 2
@@ -217,7 +219,7 @@ def test_an_export_is_trained_from_after_an_import(old: Path, tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_resumed_run_records_the_weights_it_began_with(data: Path, tmp_path: Path) -> None:
+def test_resumed_run_records_its_initial_weights(data: Path, tmp_path: Path) -> None:
     train(of(data), tmp_path / "old")
     config = of(data).override([f"train.start='{tmp_path / 'old'}'"])
     began = weights_fingerprint(tmp_path / "old")

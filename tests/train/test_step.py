@@ -49,7 +49,7 @@ def test_accumulation_equals_one_big_batch(config: RunConfig, optimizer: str) ->
     assert small.totals() == pytest.approx(big.totals())
 
 
-def test_micro_batches_count_by_their_targets(config: RunConfig) -> None:
+def test_micro_batches_are_weighted_by_their_targets(config: RunConfig) -> None:
     """With masked documents, micro-batches have different numbers of targets."""
     full, sparse = batch(2, 1), batch(2, 2, ignored=12)
     together = Batch(torch.cat([full.tokens, sparse.tokens]), torch.cat([full.targets, sparse.targets]))
@@ -78,7 +78,7 @@ def test_gradients_are_clipped_to_the_norm(config: RunConfig) -> None:
     assert step.totals().grad_norm > 0.1
 
 
-def test_recomputed_sublayers_train_bit_for_bit_the_same(config: RunConfig) -> None:
+def test_recomputed_sublayers_train_bit_identically(config: RunConfig) -> None:
     kept, recomputed = make(config), make(config, "train.recompute=sublayers")
     for seed in range(2):
         kept([batch(2, seed)])
@@ -86,7 +86,7 @@ def test_recomputed_sublayers_train_bit_for_bit_the_same(config: RunConfig) -> N
     assert torch.equal(weights(kept.model), weights(recomputed.model))
 
 
-def test_recomputed_sublayers_keep_their_inputs_only(config: RunConfig) -> None:
+def test_recomputed_sublayers_keep_only_their_inputs(config: RunConfig) -> None:
     saved = []
     for change in ("train.recompute=none", "train.recompute=sublayers"):
         step = make(config, change)
@@ -120,7 +120,7 @@ ROUNDED = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("changes", ROUNDED.values(), ids=list(ROUNDED))
-def test_working_copies_are_what_autocast_would_round(config: RunConfig, changes, monkeypatch) -> None:
+def test_working_copies_round_exactly_like_autocast(config: RunConfig, changes, monkeypatch) -> None:
     """Same bits with and without working copies, over several micro-batches and an evaluation after an update."""
     found = []
     for copying in (False, True):
@@ -133,7 +133,7 @@ def test_working_copies_are_what_autocast_would_round(config: RunConfig, changes
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_frozen_weights_stay_and_shared_ones_are_trained_once(config: RunConfig, monkeypatch) -> None:
+def test_frozen_weights_stay_and_shared_weights_train_once(config: RunConfig, monkeypatch) -> None:
     found = []
     for copying in (False, True):
         monkeypatch.setattr(Step, "copying", copying)
@@ -177,7 +177,7 @@ def test_compiled_step_is_one_graph_and_equals_a_plain_one(config: RunConfig, ch
     torch.testing.assert_close(weights(compiled.model), weights(plain.model), rtol=1e-4, atol=1e-5)
 
 
-def test_evaluation_is_the_mean_over_targets_and_changes_nothing(config: RunConfig) -> None:
+def test_evaluation_averages_over_targets_without_side_effects(config: RunConfig) -> None:
     step = make(config)
     before = weights(step.model).clone()
     batches = [batch(2, 1), batch(2, 2, ignored=12)]
@@ -187,7 +187,7 @@ def test_evaluation_is_the_mean_over_targets_and_changes_nothing(config: RunConf
     assert torch.equal(before, weights(step.model)) and step.totals().steps == 0
 
 
-def test_exact_arithmetic_is_asked_for_and_given_back(config: RunConfig) -> None:
+def test_exact_arithmetic_is_set_and_restored(config: RunConfig) -> None:
     for change, expected in (("train.determinism=exact", True), ("train.determinism=fast", False)):
         with arithmetic(config.override([change]).train):
             assert torch.are_deterministic_algorithms_enabled() is expected
@@ -195,7 +195,7 @@ def test_exact_arithmetic_is_asked_for_and_given_back(config: RunConfig) -> None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_asking_for_a_gpu_that_is_not_there_is_refused(config: RunConfig) -> None:
+def test_requesting_a_missing_gpu_is_refused(config: RunConfig) -> None:
     with pytest.raises(ValueError, match=r"train\.device is 'cuda' but PyTorch sees no GPU"):
         choose_device("cuda", "train.device")
 

@@ -122,7 +122,7 @@ def anchors(model: Decoder, readers: Sequence[Tensor]) -> dict[tuple[str, int], 
 
 
 @pytest.mark.parametrize("tables", MODELS.values(), ids=MODELS)
-def test_every_figure_is_that_of_brute_force_in_float64(tables: dict[str, Any]) -> None:
+def test_every_figure_matches_brute_force_in_float64(tables: dict[str, Any]) -> None:
     model = residua.build(small(**tables)).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -134,7 +134,7 @@ def test_every_figure_is_that_of_brute_force_in_float64(tables: dict[str, Any]) 
     assert {name.partition(".")[0] for name, _ in figures} <= FAMILIES.keys()
 
 
-def test_a_figure_that_is_not_finite_is_null_in_the_record() -> None:
+def test_a_non_finite_figure_is_recorded_as_null() -> None:
     model = residua.build(small())
     gauges = Gauges(model)
     with torch.no_grad(), taps.record(gauges):
@@ -143,7 +143,7 @@ def test_a_figure_that_is_not_finite_is_null_in_the_record() -> None:
     assert gauges.table()["peak"][0] is None
 
 
-def test_few_tokens_are_measured_and_always_the_first(config: RunConfig) -> None:
+def test_measurements_use_few_tokens_from_the_start_of_a_batch(config: RunConfig) -> None:
     for steps, every in (60, 20), (400, 20), (3570, 180), (10**5, 200):
         assert interval(config.override([f"train.steps={steps}", "train.log_every=20"]).train) == every
     assert interval(config.override(["train.steps=1000", "train.telemetry_every=5"]).train) == 5
@@ -164,7 +164,7 @@ def grown(config: RunConfig, peaks: dict[int, float]) -> dict[int, str]:
     return {step: sentence for step, sentence in said.items() if sentence is not None}
 
 
-def test_tenfold_within_a_tenth_of_the_run_is_said_once(config: RunConfig) -> None:
+def test_tenfold_growth_within_a_tenth_of_a_run_is_reported_once(config: RunConfig) -> None:
     long = config.override(["train.steps=1000", "train.schedule.warmup=20"])
     said = grown(long, {200: 2.0, 250: 3.0, 290: 21.0, 310: 25.0, 390: 200.0, 400: 205.0})
     assert said.keys() == {290}  # 3 to 25 is not tenfold; 21 at step 290 is the new beginning, 200 not yet ten times it
@@ -183,7 +183,7 @@ def telemetry(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_outlier_planted_while_training_is_found_and_said(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outlier_planted_during_training_is_reported(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     @torch.no_grad()
     def plant(step: Step, done: int) -> None:  # taken back two steps later, so that the run can finish
         step.model.sublayers[1].body.out.weight[5] += {8: 30.0, 10: -30.0}.get(done, 0.0)
@@ -200,7 +200,7 @@ def test_outlier_planted_while_training_is_found_and_said(lab: Lab, monkeypatch:
 
 
 @pytest.mark.slow
-def test_off_writes_nothing_and_runs_nothing_and_changes_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_telemetry_off_has_no_effect_on_training(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.train("train.telemetry=on", "train.telemetry_every=3", out="on")
     monkeypatch.setattr(Step, "observe", None)
     monkeypatch.setattr(taps, "record", None)
@@ -216,7 +216,7 @@ def test_off_writes_nothing_and_runs_nothing_and_changes_nothing(lab: Lab, monke
 
 
 @pytest.mark.slow
-def test_junction_that_inversion_does_not_bear_keeps_its_streams(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_junction_unsafe_to_invert_keeps_its_streams(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """And so does a resumed run."""
     bearable = 1.2 * torch.finfo(torch.float32).eps / 2  # Π 1/(1 − β) up to 1.2
     monkeypatch.setattr(inversion, "MAX_AMPLIFIED_ERROR", bearable)
@@ -243,7 +243,7 @@ def test_junction_that_inversion_does_not_bear_keeps_its_streams(lab: Lab, monke
     assert all(torch.equal(tensor, ended[1][name]) for name, tensor in ended[0].items())
 
 
-def test_switch_captures_graphs_anew_and_ends_with_the_run(config: RunConfig) -> None:
+def test_keeping_streams_recaptures_graphs_and_ends_with_the_run(config: RunConfig) -> None:
     mgr = config.override(["model.topology={kind='multi_gate', streams=2, memory={kind='invert'}}"])
     step = build_step(residua.build(mgr.model), mgr.train, torch.device("cpu"))
     made: list[tuple[int, ...]] = []
@@ -255,7 +255,7 @@ def test_switch_captures_graphs_anew_and_ends_with_the_run(config: RunConfig) ->
     assert made == [(1, 2), ()] and step.model.topology.recovery().kept == ()
 
 
-def test_trackers_and_pages_get_every_figure_over_tokens() -> None:
+def test_trackers_and_pages_plot_every_figure_over_tokens() -> None:
     pytest.importorskip("plotly")
     tables = [{"peak": [1.0, 2.0 * i], "stream.0": [None, 3.0], "stream.1": [None, 4.0]} for i in range(1, 4)]
     records = [{"kind": "telemetry", "step": i, "tokens": 100 * i, "peak": 2.0 * i, "figures": table, "took": 0.1}
@@ -274,7 +274,7 @@ def test_trackers_and_pages_get_every_figure_over_tokens() -> None:
     )
 
 
-def test_map_shows_which_input_ran_out_of_range_and_when() -> None:
+def test_map_shows_which_input_exceeded_its_range_and_when() -> None:
     pytest.importorskip("plotly")
     tables = [{"reach.out": [0.5, 0.25 * i]} for i in range(1, 9)] + [
         {"reach.out": [0.5, 0.5], "reach.up": [None, 1.0]}

@@ -80,7 +80,7 @@ def _exact():
     ],
     ids=["additive", "one micro-batch", "full", "multi-gate", "recomputed", "experts", "same step", "alone"],
 )
-def test_replayed_passes_give_the_bits_of_ordinary_ones(changes):
+def test_replayed_passes_are_bit_identical_to_ordinary_ones(changes):
     config, step = warmed_up(*changes)
     new = batches(config, 99)
     replayed = gradients(step, new, step._graphed)
@@ -88,7 +88,7 @@ def test_replayed_passes_give_the_bits_of_ordinary_ones(changes):
     same(replayed, gradients(step, new, step._graphed))
 
 
-def test_replayed_steps_balance_experts_as_ordinary_ones_do():
+def test_replayed_steps_balance_experts_like_ordinary_ones():
     """The balancer's sums over micro-batches are written inside the graph."""
     found = []
     for graphs in ("auto", "off"):
@@ -109,20 +109,20 @@ def test_documents_are_copied_into_the_graph():
     same(gradients(step, new, step._graphed), gradients(step, new, ordinary(step)))
 
 
-def test_a_micro_batch_of_another_length_runs_as_it_would_have():
+def test_a_micro_batch_of_another_length_runs_ungraphed():
     config, step = warmed_up()
     other = batches(config, 99, sequence=17)
     same(gradients(step, other, step._graphed), gradients(step, other, ordinary(step)))
 
 
-def test_a_step_may_begin_with_a_micro_batch_of_another_length():
+def test_a_step_can_start_with_a_different_length():
     """Its gradients are not in the buffers that the graph of later micro-batches adds to."""
     config, step = warmed_up()
     mixed = [*batches(config, 98, sequence=17)[:1], *batches(config, 99)]
     same(gradients(step, mixed, step._graphed), gradients(step, mixed, ordinary(step)))
 
 
-def test_graphs_can_be_declined():
+def test_graphs_can_be_turned_off():
     config = RunConfig.find("tiny").override(["train.graphs=off"])
     assert build_step(residua.build(config.model), config.train, torch.device("cuda"))._graphed is None
 
@@ -146,7 +146,7 @@ def test_working_copies_change_nothing(monkeypatch):
     same([torch.as_tensor(x) for x in without], [torch.as_tensor(x) for x in copied])
 
 
-def test_working_copies_change_the_rounding_of_the_head_only(monkeypatch):
+def test_working_copies_change_only_the_rounding_of_the_head(monkeypatch):
     """The head's are scaled and added to those of earlier micro-batches in one operation, which rounds once."""
 
     def differentiate():

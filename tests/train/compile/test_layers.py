@@ -74,7 +74,7 @@ EXACT = {"hybrid": "train.precision=float32", "moe": "train.precision=float32"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", only_nightly(GRAPHS, but={"full_attnres", "mgr", "nuresformer", "hybrid", "moe"}))
-def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: None, variant: str) -> None:
+def test_layers_that_share_code_train_bit_identically(config: RunConfig, shared: None, variant: str) -> None:
     plain, layered = _pair(config, ROUNDED, *_changes(config, variant))
     for step in (plain, layered):
         step([batch(2, 0), batch(2, 7)])
@@ -88,7 +88,7 @@ def test_layers_that_share_code_learn_the_same_bits(config: RunConfig, shared: N
     [("eager", "block_attnres"), *(pytest.param("aot_eager", name, marks=pytest.mark.nightly) for name in GRAPHS)],
     indirect=["counter"],
 )
-def test_layers_that_share_code_step_as_plain_ones_do(config: RunConfig, counter, variant) -> None:
+def test_layers_that_share_code_step_like_plain_ones(config: RunConfig, counter, variant) -> None:
     plain, compiled = _pair(config, EXACT.get(variant, ROUNDED), *_changes(config, variant))
     for seed in range(2):
         for step in (plain, compiled):
@@ -99,7 +99,7 @@ def test_layers_that_share_code_step_as_plain_ones_do(config: RunConfig, counter
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("variant", GRAPHS)
-def test_layers_that_share_code_evaluate_as_plain_ones_do(config: RunConfig, counter, variant) -> None:
+def test_layers_that_share_code_evaluate_like_plain_ones(config: RunConfig, counter, variant) -> None:
     """`make test` evaluates one variant, in the turns of two steps."""
     plain, compiled = _pair(config, EXACT.get(variant, ROUNDED), *_changes(config, variant))
     for step in (plain, compiled):
@@ -108,7 +108,7 @@ def test_layers_that_share_code_evaluate_as_plain_ones_do(config: RunConfig, cou
 
 
 @pytest.mark.nightly
-def test_layers_that_are_recomputed_share_code_too(config: RunConfig, counter: CompileCounterWithBackend) -> None:
+def test_recomputed_layers_also_share_code(config: RunConfig, counter: CompileCounterWithBackend) -> None:
     plain, compiled = _pair(config, LAYERS, "train.recompute=sublayers")
     for step in (plain, compiled):
         step([batch(2, 0), batch(2, 7)])
@@ -117,7 +117,7 @@ def test_layers_that_are_recomputed_share_code_too(config: RunConfig, counter: C
 
 
 @pytest.mark.parametrize("counter", ["eager"], indirect=True)
-def test_two_steps_on_one_model_train_it_in_turns(config: RunConfig, counter: CompileCounterWithBackend) -> None:
+def test_two_steps_can_train_one_model_in_turn(config: RunConfig, counter: CompileCounterWithBackend) -> None:
     models, losses = [], []
     for first in _pair(config, LAYERS, ROUNDED):
         how = "layers" if first.compiled else "off"
@@ -141,7 +141,7 @@ def _pickled(model: Decoder) -> Any:
 
 @pytest.mark.parametrize("copied", [deepcopy, _pickled])
 @pytest.mark.parametrize("recompute", ["none", "sublayers"])
-def test_a_copy_of_the_model_is_a_plain_one_on_its_own_weights(config: RunConfig, shared, copied, recompute) -> None:
+def test_a_copied_model_is_uncompiled_with_its_own_weights(config: RunConfig, shared, copied, recompute) -> None:
     plain, compiled = _pair(config, f"train.recompute={recompute}")
     twin, tokens, targets = copied(compiled.model), batch(2).tokens, batch(2).targets
     with torch.no_grad():
@@ -154,13 +154,13 @@ def test_a_copy_of_the_model_is_a_plain_one_on_its_own_weights(config: RunConfig
 
 
 @pytest.mark.parametrize("changes", [["model.attention.gate=elementwise"], ["moe"]], ids=["gate", "moe"])
-def test_what_is_inspected_is_each_layer(config: RunConfig, shared: None, changes: list[str]) -> None:
+def test_inspection_covers_each_layer_separately(config: RunConfig, shared: None, changes: list[str]) -> None:
     changes = _changes(config, *changes) if changes == ["moe"] else changes
     plain, compiled = (inspect_model(step.model, batch(2)) for step in _pair(config, *changes))
     assert compiled == plain and ("gates" in plain or "experts" in plain)
 
 
-def test_a_step_that_is_looked_into_learns_the_same(config: RunConfig, shared: None) -> None:
+def test_recording_taps_does_not_change_a_step(config: RunConfig, shared: None) -> None:
     alone, seen = make(config, ROUNDED, LAYERED), make(config, ROUNDED, LAYERED)
     alone([batch(2)])
     with taps.record() as found:
@@ -175,7 +175,7 @@ def _counted(module: nn.Module) -> list[int]:
     return calls
 
 
-def test_a_hook_on_a_sublayer_runs_for_that_one(config: RunConfig, shared: None) -> None:
+def test_a_hook_on_a_sublayer_runs_only_for_it(config: RunConfig, shared: None) -> None:
     """Hooks on modules inside a sublayer do not run, whenever they were added."""
     model = build(config.model)
     before, inside = _counted(model.sublayers[0]), _counted(model.sublayers[0].body)
@@ -188,7 +188,7 @@ def test_a_hook_on_a_sublayer_runs_for_that_one(config: RunConfig, shared: None)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "heard"), [("prenorm", True), ("moe", False)])
-def test_a_rehearsal_leaves_nothing_behind(config: RunConfig, shared: None, caplog, variant: str, heard: bool) -> None:
+def test_a_rehearsal_has_no_side_effects(config: RunConfig, shared: None, caplog, variant: str, heard: bool) -> None:
     """Experts in a loop need data, so the rehearsal fails: it is only logged at debug level."""
     changes = [ROUNDED, LAYERED, *_changes(config, variant)]
     first, second = (make(config, *changes) for _ in range(2))
@@ -220,7 +220,7 @@ class _Heard:
 
 
 @pytest.mark.parametrize(("compiled", "forward_passes"), [("on", 1), (LAYERED.partition("=")[2], 2), ("off", 1)])
-def test_helpers_hear_the_first_step_of_compiled_code(config, shared, monkeypatch, compiled, forward_passes) -> None:
+def test_helpers_receive_the_kernels_of_the_first_step(config, shared, monkeypatch, compiled, forward_passes) -> None:
     """A whole graph tells them what it calls while it is traced, so only layers have a forward pass without data."""
     helpers = _Heard()
     monkeypatch.setattr(Helpers, "start", lambda device: helpers)
@@ -238,7 +238,7 @@ def test_several_processes_are_refused(config: RunConfig) -> None:
         config.override([LAYERED, "parallel.data=2"])
 
 
-def test_the_summary_says_how_it_is_compiled(config: RunConfig, shared: None) -> None:
+def test_the_summary_states_how_the_step_is_compiled(config: RunConfig, shared: None) -> None:
     with torch._dynamo.config.patch(recompile_limit=8):
         step = make(config, LAYERED)
         assert torch._dynamo.config.recompile_limit == 8 + len(step.model.sublayers)

@@ -24,7 +24,7 @@ DEPTH = "residua.ops.depth_attention.launch"
 ROOT = Path(__file__).parents[3]
 
 
-def test_what_is_traced_is_heard_with_shapes_and_numbers() -> None:
+def test_listeners_get_shapes_and_numbers_of_traced_calls() -> None:
     heard: list[tuple[Any, ...]] = []
     library.listeners.append(lambda *call: heard.append(call))
     try:
@@ -37,23 +37,23 @@ def test_what_is_traced_is_heard_with_shapes_and_numbers() -> None:
     assert precompile.StandIn.of(args[0]) == ((2, 3, 8), (24, 8, 1), torch.float32)
 
 
-def test_equal_stand_ins_are_one_object() -> None:
+def test_equal_stand_ins_are_interned() -> None:
     first, second = (precompile.StandIn.of(torch.empty(3, 4)) for _ in range(2))
     assert first is second and first.make().shape == (3, 4)
 
 
-def test_a_device_without_kernels_has_no_helpers() -> None:
+def test_a_device_without_kernels_starts_no_helpers() -> None:
     assert precompile.Helpers.start(torch.device("cpu")) is None
 
 
-def test_helpers_take_no_more_cores_than_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helpers_use_no_more_cores_than_the_process_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_support, "INTERPRETED", False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     assert precompile.Helpers.start(torch.device("cuda")) is None
 
 
-def test_helpers_fill_the_cache_that_launches_look_into(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helpers_fill_the_cache_that_launches_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """When inductor compiles, it changes the cache directory of a process that has none set; so it is set before."""
     from triton import knobs
 
@@ -64,7 +64,7 @@ def test_helpers_fill_the_cache_that_launches_look_into(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("able", [0, 1])
-def test_helpers_that_cannot_be_started_are_done_without(monkeypatch: pytest.MonkeyPatch, able: int) -> None:
+def test_training_runs_without_helpers_that_cannot_start(monkeypatch: pytest.MonkeyPatch, able: int) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "none")
     started: list[Any] = []
 
@@ -85,12 +85,12 @@ def _sent(monkeypatch: pytest.MonkeyPatch, *requests: int) -> None:
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=buffer))
 
 
-def test_a_helper_ends_when_nothing_more_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_ends_at_the_end_of_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     _sent(monkeypatch, 1, 2)
     assert list(precompile.received(os.getppid())) == [1, 2]
 
 
-def test_a_helper_ends_when_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_ends_when_its_parent_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even with requests left in the pipe."""
     _sent(monkeypatch, 1, 2, 3)
     parents = iter([7, 7, 1])
@@ -123,7 +123,7 @@ def _entries(cache: Path) -> set[Path]:
 
 
 @pytest.mark.nightly
-def test_a_helper_compiles_what_a_launch_looks_for_and_ends(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_compiles_the_kernel_of_a_launch_and_ends(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, and after a call that it cannot make; in the cache the kernel has the same key."""
     started, start = [], subprocess.Popen
 

@@ -29,7 +29,7 @@ def products(module: GraphModule) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_shares_of_a_weight_gradient_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_weight_gradients_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradients, "_suits", lambda g, x: True)
     monkeypatch.setattr(weight_gradients, "multiprocessors", lambda x: 132)
     monkeypatch.setattr(weight_gradients, "best_split", lambda tokens, rows, columns, count: 4 if rows == 24 else 1)
@@ -52,7 +52,7 @@ def test_shares_of_a_weight_gradient_add_up_to_it(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_rounding_of_other_readers_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_seen_by_other_readers_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that stays in bfloat16 is the sum, rounded once more."""
     monkeypatch.setattr(weight_gradients, "_suits", lambda g, x: True)
     monkeypatch.setattr(weight_gradients, "multiprocessors", lambda x: 132)
@@ -68,7 +68,7 @@ def test_rounding_of_other_readers_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_cpu_graph_is_left_alone() -> None:
+def test_a_cpu_graph_is_unchanged() -> None:
     torch.compiler.reset()
     model, graphs = nn.Linear(16, 24, bias=False), []  # type: ignore[var-annotated]
     gradients(compiled(model, graphs), torch.randn(64, 16), [model.weight])
@@ -89,5 +89,5 @@ def test_a_cpu_graph_is_left_alone() -> None:
         (16384 + 8, 5120, 1280, 1),  # does not divide
     ],
 )
-def test_sums_are_split_where_waves_are_half_empty(tokens: int, rows: int, columns: int, splits: int) -> None:
+def test_sums_are_split_if_waves_are_half_empty(tokens: int, rows: int, columns: int, splits: int) -> None:
     assert best_split(tokens, rows, columns, multiprocessors=132) == splits

@@ -60,7 +60,7 @@ READS = [lambda h, x: 0.0, lambda h, x: x.sin().sum(), lambda h, x: (h.detach() 
 """What else is read after each junction of a chain; the first two norms are the only readers of h."""
 
 
-def test_a_junction_takes_the_norm_if_nothing_else_reads_h():
+def test_a_junction_absorbs_the_norm_if_nothing_else_reads_h():
     generator = torch.Generator().manual_seed(5)
     shapes = [(1, 2, 2, 8), (1, 2, 8), *[(8,), (3,), (8,), (8,), (8, 8)] * len(READS)]
     leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
@@ -86,7 +86,7 @@ def test_a_junction_takes_the_norm_if_nothing_else_reads_h():
 
 
 @pytest.mark.parametrize("norm", ["all", pytest.param("each", marks=pytest.mark.nightly)])
-def test_hyper_connection_takes_the_norm_if_it_alone_reads_h(norm):
+def test_hyper_connection_absorbs_the_norm_if_only_it_reads_h(norm):
     generator = torch.Generator().manual_seed(5)
     n, width = 2, 8
     phi = (n * (n + 2), n * width) if norm == "all" else (n + 2, width)
@@ -126,7 +126,7 @@ MODELS = [("multi_gate", 3, MULTI_GATE), ("mhc", 4, HYPER_STEP), ("mhc_lite", 4,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "normed", "operators"), MODELS, ids=[model[0] for model in MODELS])
-def test_model_keeps_its_gradients_but_no_input_of_a_norm(kind, normed, operators):
+def test_fused_model_keeps_gradients_but_saves_no_norm_input(kind, normed, operators):
     loss, parameters = model_loss(layers=2, topology={"kind": kind, "streams": 2})
     plain, ours = compiled(loss, parameters), compiled(loss, parameters, norm_in_junctions)
     for a, b in zip(ours.values, plain.values, strict=True):
@@ -135,7 +135,7 @@ def test_model_keeps_its_gradients_but_no_input_of_a_norm(kind, normed, operator
     assert kept(ours) < kept(plain)
 
 
-def test_a_compiled_step_has_this_rewrite(monkeypatch):
+def test_a_compiled_step_applies_this_rewrite(monkeypatch):
     asked = {}
     monkeypatch.setattr(torch, "compile", lambda function, **settings: asked.update(settings["options"]))
     rewrites.compile_rewritten(lambda: None)

@@ -42,7 +42,7 @@ NORMS = {
         pytest.param("rmsnorm", 2, marks=pytest.mark.nightly),
     ],
 )
-def test_model_keeps_its_gradients_and_every_sum_is_taken(kind, layers):
+def test_every_sum_is_fused_and_gradients_are_kept(kind, layers):
     norm, name, update, residual = NORMS[kind]
     loss, parameters = model_loss(layers=layers, norm=norm)
     plain, ours = differentiated(loss, parameters, rewrite=fuse_additions)
@@ -78,7 +78,7 @@ def additions_next_to(name: str, module: GraphModule) -> list[Node]:
 
 @pytest.mark.nightly  # by day, sums that are not taken leave a graph alone
 @pytest.mark.parametrize(("rewrite", "norm"), [(fuse_additions, "dyt"), (take_dots, "rmsnorm")])
-def test_model_without_such_norms_or_reads_is_left_alone(rewrite, norm):
+def test_model_without_fusible_norms_or_reads_is_unchanged(rewrite, norm):
     loss, parameters = model_loss(layers=1, norm={"kind": norm})
     plain, ours = differentiated(loss, parameters, rewrite=rewrite)
     assert [str(m.graph) for m in ours.graphs] == [str(m.graph) for m in plain.graphs]
@@ -102,7 +102,7 @@ def drawn(*shapes: tuple[int, ...]) -> list[Tensor]:
     ],
     ids=["plain", "seen in another shape", "none", "with a number", "scaled", "broadcast", "of elementwise work"],
 )
-def test_which_sums_a_norm_takes(sum_of, taken):
+def test_a_norm_fuses_only_matching_sums(sum_of, taken):
     x, y, *weights = leaves = drawn((6, 8), (8, 8), (8,), (2, 8), (8, 2))
 
     def function() -> Tensor:
@@ -126,7 +126,7 @@ def test_which_sums_a_norm_takes(sum_of, taken):
     ],
     ids=["of itself", "computed later", "of another gradient", "doubled", "read elsewhere"],
 )
-def test_which_sums_a_gradient_takes(read, taken):
+def test_a_norm_gradient_fuses_only_matching_sums(read, taken):
     x, *weights, y = (t.detach() for t in drawn((6, 8), (8,), (2, 8), (8, 2), (6, 8)))
     operators = torch.ops.residua
     _, *saved = operators.gated_norm(x, *weights, 1e-6)
@@ -151,7 +151,7 @@ FULL, BLOCK = {"kind": "full_attnres"}, {"kind": "block_attnres", "sublayers_per
 
 
 @pytest.mark.parametrize("topology", only_nightly([FULL, BLOCK], but=[BLOCK]), ids=["full", "block"])
-def test_model_keeps_its_gradients_and_every_read_gets_its_dots(topology):
+def test_every_read_gets_its_dots_and_gradients_are_kept(topology):
     loss, parameters = model_loss(layers=2, topology=topology)
     plain, ours = differentiated(loss, parameters, rewrite=take_dots)
     assert torch.equal(ours.values[0], plain.values[0])
@@ -178,7 +178,7 @@ DOTS = {
 
 @pytest.mark.parametrize(("read", "taken"), DOTS.values(), ids=DOTS)
 @pytest.mark.parametrize("residual", [False, True])
-def test_which_sums_are_taken(read, taken, residual):
+def test_dot_products_fuse_only_matching_sums(read, taken, residual):
     generator = torch.Generator().manual_seed(3)
     g, x, y, weight = (torch.randn(shape, generator=generator) for shape in ((6, 8), (6, 8), (6, 8), (8,)))
     operators = torch.ops.residua
@@ -201,7 +201,7 @@ def test_which_sums_are_taken(read, taken, residual):
 
 @pytest.mark.parametrize("widened", [True, False])
 @pytest.mark.parametrize("asked", [{}, {"dtype": torch.float32}], ids=["plain", "autocast on a GPU"])
-def test_half_precision_sum_is_taken_if_of_widened_factors(widened, asked):
+def test_half_precision_sum_is_fused_only_if_factors_are_widened(widened, asked):
     """As reads take it. A sum that is rounded at every product is another number; the interpreter cannot run either."""
     g, x = (torch.randn(6, 8, dtype=torch.bfloat16) for _ in range(2))
     operators, weight, rstd = torch.ops.residua, torch.ones(8), torch.ones(6)

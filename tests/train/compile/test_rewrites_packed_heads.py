@@ -53,7 +53,7 @@ def fused_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fused_heads")
 @pytest.mark.parametrize("kv_heads", only_nightly([4, 2], but=[2]), ids=["as many", "grouped"])
-def test_one_operator_a_layer_gives_the_plain_gradients(kv_heads: int) -> None:
+def test_one_operator_per_layer_gives_the_plain_gradients(kv_heads: int) -> None:
     attention = {"kind": "softmax", "heads": 4, "kv_heads": kv_heads}
     plain, packed = trained(attention, layers=2)
     before, after = (calls(run.graphs[1]) for run in (plain, packed))
@@ -65,14 +65,14 @@ def test_one_operator_a_layer_gives_the_plain_gradients(kv_heads: int) -> None:
 
 @pytest.mark.nightly  # by day, a gate and anything else that is joined leave a graph alone
 @pytest.mark.parametrize("attention", [{"qk_norm": "none"}, {"qk_norm": "none", "kv_heads": 1}], ids=str)
-def test_a_graph_without_normed_heads_is_left_alone(attention: dict[str, Any]) -> None:
+def test_a_graph_without_normed_heads_is_unchanged(attention: dict[str, Any]) -> None:
     plain, same = trained({"kind": "softmax", "heads": 2} | attention, layers=1)
     assert [str(m.graph) for m in same.graphs] == [str(m.graph) for m in plain.graphs]
     assert all(torch.equal(a, b) for a, b in zip(plain.values, same.values, strict=True))
 
 
 @pytest.mark.usefixtures("fused_heads")
-def test_a_gate_that_is_joined_too_is_left_alone() -> None:
+def test_a_concatenation_that_includes_a_gate_is_unchanged() -> None:
     after = calls(trained({"kind": "softmax", "heads": 2, "gate": "elementwise"}, layers=1)[1].graphs[1])
     assert after[BACKWARD] == 2 and not after[PACKED]
 
@@ -104,7 +104,7 @@ def traced(function: Callable[..., Any], given: list[Tensor]) -> GraphModule:
 
 
 @pytest.mark.parametrize("n", [2, 6])
-def test_values_come_as_attention_left_them(n: int) -> None:
+def test_values_are_packed_in_the_layout_attention_left(n: int) -> None:
     given = inputs(n)
     module = traced(heads(n), given)
     expected = module(*given)
@@ -130,7 +130,7 @@ def test_values_come_as_attention_left_them(n: int) -> None:
     ],
     ids=str,
 )
-def test_anything_else_is_left_alone(other: dict[str, Any]) -> None:
+def test_other_graphs_are_unchanged(other: dict[str, Any]) -> None:
     settings = {"n": 2} | other
     module = traced(heads(**settings), inputs(settings["n"]))
     before = str(module.graph)
