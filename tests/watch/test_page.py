@@ -118,7 +118,7 @@ def test_24_runs_can_be_sorted_chosen_and_hidden(browser: Browser, tmp_path: Pat
         assert seen.problems == []
 
 
-def test_page_of_an_ended_server_keeps_its_curves(browser: Browser, tmp_path: Path) -> None:  # noqa: F811
+def test_page_keeps_its_curves_after_the_server_ends(browser: Browser, tmp_path: Path) -> None:  # noqa: F811
     with serving(write_run(tmp_path / "run", 100)) as server:
         opened = browser.opened(server.url)
         seen = opened.__enter__()

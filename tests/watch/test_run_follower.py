@@ -26,7 +26,7 @@ def column(follower: Follower, name: str, kind: str = "train") -> list[float | N
     return follower.curves()[kind][name]
 
 
-def test_the_curves_are_those_of_the_metrics_file(tmp_path: Path) -> None:
+def test_curves_match_the_metrics_file(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 300)
     follower, records = follow(run), read_metrics(run / "metrics.jsonl")
     for kind, names in (("train", ("step", "loss", "lr", "memory_gib")), ("validation", ("step", "bits_per_byte"))):
@@ -41,7 +41,7 @@ def test_start_of_a_branch_is_shown_as_waiting(tmp_path: Path) -> None:
     assert follow(run).state(0.0) == "waiting"
 
 
-def test_a_half_written_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_half_written_line_is_read_once_complete(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 20)
     follower = follow(run)
     more = lines(30, 21)
@@ -56,7 +56,7 @@ def test_a_half_written_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert not follower.refresh()
 
 
-def test_run_that_goes_back_shows_no_step_twice(tmp_path: Path) -> None:
+def test_run_that_rolls_back_shows_no_step_twice(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 200)
     follower = follow(run)
     new = tmp_path / "new"
@@ -67,7 +67,7 @@ def test_run_that_goes_back_shows_no_step_twice(tmp_path: Path) -> None:
     assert any("went back to an earlier step 1 time" in words for words in follower.messages())
 
 
-def test_a_file_that_was_cut_in_place_is_read_again(tmp_path: Path) -> None:
+def test_a_file_truncated_in_place_is_read_again(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 200)
     follower = follow(run)
     (run / "metrics.jsonl").write_text(lines(50))
@@ -75,7 +75,7 @@ def test_a_file_that_was_cut_in_place_is_read_again(tmp_path: Path) -> None:
     assert follower.step == 50
 
 
-def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 20)
     bad = [b"{nonsense", b"\xff\xfe", b"[1, 2]", b'{"kind": "train"}', b'{"kind": "train", "step": "x"}', b"7"]
     good = json.dumps({"kind": "train", "step": 30, "loss": float("nan"), "smoothed": 2.0, "tokens": 30 * STEP})
@@ -88,7 +88,7 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     json.dumps(follower.summary(0.0), allow_nan=False)
 
 
-def test_a_vanished_folder_keeps_its_curves_and_says_so(tmp_path: Path) -> None:
+def test_a_vanished_folder_keeps_its_curves_and_is_reported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 200)
     follower = follow(run)
     run.rename(tmp_path / "elsewhere")
@@ -101,7 +101,7 @@ def test_a_vanished_folder_keeps_its_curves_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
-def test_what_is_no_file_of_the_run_is_not_opened(tmp_path: Path, kind: str) -> None:
+def test_links_and_special_files_are_not_opened(tmp_path: Path, kind: str) -> None:
     run = write_run(tmp_path / "run", 20)
     path = run / "metrics.jsonl"
     secret = path.rename(tmp_path / "secret")
@@ -136,7 +136,7 @@ def test_a_run_is_training_quiet_or_finished(tmp_path: Path) -> None:
     assert Follower(tmp_path / "later", "later").state(0.0) == "waiting"
 
 
-def test_run_ended_by_its_losses_is_stopped_and_says_why(tmp_path: Path) -> None:
+def test_run_ended_by_its_losses_is_stopped_with_a_reason(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 1000)
     write_result(run, 500)  # of the session before
     session = {"started": "2026-11-01T00:00:00+00:00", "stopped": "a loss above its first value"}
@@ -148,7 +148,7 @@ def test_run_ended_by_its_losses_is_stopped_and_says_why(tmp_path: Path) -> None
     assert RunList([tmp_path]).news()["title"].endswith(": 0 training, 1 of 2 finished, 1 stopped")
 
 
-def test_a_run_that_an_error_ended_has_crashed_and_says_how(tmp_path: Path) -> None:
+def test_a_run_ended_by_an_error_has_crashed_with_a_reason(tmp_path: Path) -> None:
     run = write_crashed(tmp_path / "run", 300, "RuntimeError: shapes differ")
     follower = follow(run)
     summary = follower.summary(os.stat(run / "metrics.jsonl").st_mtime)
@@ -161,7 +161,7 @@ def test_a_run_that_an_error_ended_has_crashed_and_says_how(tmp_path: Path) -> N
     assert follower.state(0.0) == "training", "it has been resumed"
 
 
-def test_a_run_whose_process_is_gone_has_crashed(tmp_path: Path) -> None:
+def test_a_run_whose_process_has_died_has_crashed(tmp_path: Path) -> None:
     run, written = write_run(tmp_path / "run", 300), 0.0
     child = subprocess.run(
         [sys.executable, "-P", "-c", "from residua.machine import this_process as name; print(name())"],
@@ -192,7 +192,7 @@ def test_a_crashed_run_of_a_study_shows_the_end_of_its_log(tmp_path: Path) -> No
     assert RunList([study]).news()["runs"][1]["state"] == "training", "it was started again after that line"
 
 
-def test_models_that_were_not_trained_here_are_not_waited_for(tmp_path: Path) -> None:
+def test_untrained_model_folders_do_not_count_for_the_time_left(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 500)
     alone = RunList([tmp_path]).news()["left"]
     for name, weights in (("imported", "checkpoints/step-0"), ("titan", "checkpoints/step-6"), ("quantized", ".")):
@@ -209,14 +209,14 @@ def test_models_that_were_not_trained_here_are_not_waited_for(tmp_path: Path) ->
     assert RunList([tmp_path], lambda: now).news()["title"].endswith("2 training, 0 of 2 finished, 2 imported")
 
 
-def test_the_time_left_is_the_steps_left_at_the_last_speed(tmp_path: Path) -> None:
+def test_time_left_is_the_remaining_steps_at_the_last_speed(tmp_path: Path) -> None:
     follower = follow(write_run(tmp_path / "run", 500))
     speed = follower.speed
     assert speed is not None and follower.remaining() == pytest.approx(500 * STEP / speed)
     assert follower.remaining() == pytest.approx(500 * 0.031, rel=0.02)
 
 
-def test_without_a_readable_configuration_there_is_no_time_left(tmp_path: Path) -> None:
+def test_unreadable_configuration_gives_no_time_left(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 500)
     (run / "config.toml").write_text("[train\n")
     follower = follow(run)
@@ -242,7 +242,7 @@ def test_study_shows_runs_by_variant_with_grey_baseline(tmp_path: Path) -> None:
     assert news["logs"][0]["lines"][-1] == "\N{REPLACEMENT CHARACTER}[31mnot a colour"
 
 
-def test_runs_studies_and_folders_of_both_are_found(tmp_path: Path) -> None:
+def test_runs_studies_and_folders_containing_them_are_found(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "one", 20)
     write_study(tmp_path / "runs" / "wiki", {"prenorm": 0.0}, seeds=2)
     (tmp_path / "runs" / "texts").mkdir()
@@ -253,13 +253,13 @@ def test_runs_studies_and_folders_of_both_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "reason"), [("nowhere", "is not a folder"), ("empty", "contains no run or study")])
-def test_a_folder_without_runs_is_refused_in_a_sentence(tmp_path: Path, name: str, reason: str) -> None:
+def test_a_folder_without_runs_is_refused_in_one_sentence(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"{name} {reason}: "):
         check([tmp_path / name])
 
 
-def test_news_hold_only_the_curves_that_changed(tmp_path: Path) -> None:
+def test_updates_contain_only_changed_curves(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, 100) for name in "ab"]
     watched = RunList(runs)
     first = watched.news()

@@ -52,7 +52,7 @@ def ask(server: Server, path: str, method: str = "GET", **headers: str) -> tuple
     return answer.status, dict(answer.getheaders()), body
 
 
-def test_the_page_and_its_news_are_served(server: Server) -> None:
+def test_the_page_and_its_updates_are_served(server: Server) -> None:
     status, headers, body = ask(server, f"/{server.key}/")
     assert status == 200 and headers["Content-Type"].startswith("text/html") and b"<title>run</title>" in body
     status, headers, body = ask(server, f"/{server.key}/news.json")
@@ -67,14 +67,14 @@ def test_only_this_machine_can_connect(server: Server) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "[::1].evil", "0.0.0.0"]
 )
-def test_another_host_gets_nothing(server: Server, host: str) -> None:
+def test_requests_with_another_host_header_are_refused(server: Server, host: str) -> None:
     """A page elsewhere that points its domain here."""
     status, _, body = ask(server, f"/{server.key}/news.json", Host=host)
     assert status == 403 and b"run" not in body
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:9000", "127.0.0.1:1", "[::1]:80", "[::1]"])
-def test_the_hosts_of_a_tunnel_are_answered(server: Server, host: str) -> None:
+def test_host_headers_of_a_tunnel_are_accepted(server: Server, host: str) -> None:
     assert ask(server, f"/{server.key}/news.json", Host=host)[0] == 200
 
 
@@ -83,7 +83,7 @@ def test_the_hosts_of_a_tunnel_are_answered(server: Server, host: str) -> None:
     ["/", "/wrong/", "/{key}", "/{key}/config.toml", "/{key}/../run/config.toml", "/{key}/%2e%2e/config.toml",
      "/{key}//etc/passwd", "/etc/passwd"],
 )  # fmt: skip
-def test_nothing_else_is_served(server: Server, path: str) -> None:
+def test_only_the_page_and_its_updates_are_served(server: Server, path: str) -> None:
     status, _, body = ask(server, path.replace("{key}", server.key))
     assert status == 404 and len(body) < 100
 
@@ -104,14 +104,14 @@ def test_other_methods_are_refused(server: Server, method: str) -> None:
         "?" + "a" * 3000,
     ],
 )
-def test_odd_questions_are_answered(server: Server, query: str) -> None:
+def test_unusual_query_strings_are_answered(server: Server, query: str) -> None:
     assert ask(server, f"/{server.key}/news.json{query}")[0] == 200
 
 
 @pytest.mark.parametrize(
     ("speed", "steps"), [("5e-324", "1000"), ("1e300", "9" * 400), ("1e308", "1000")], ids=["slow", "long", "fast"]
 )
-def test_a_time_left_without_end_is_not_shown(tmp_path: Path, speed: str, steps: str) -> None:
+def test_an_infinite_time_left_is_not_shown(tmp_path: Path, speed: str, steps: str) -> None:
     run = write_run(tmp_path / "run", 100)
     text = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(re.sub(r'("tokens_per_second": )[\d.]+', rf"\g<1>{speed}", text))
@@ -121,13 +121,13 @@ def test_a_time_left_without_end_is_not_shown(tmp_path: Path, speed: str, steps:
     assert status == 200 and (json.loads(body)["left"] or 0.0) < 1.0
 
 
-def test_numerical_fault_is_reported(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_numerical_error_is_reported(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.watched, "title", lambda now: 1 / 0)
     status, _, body = ask(server, f"/{server.key}/news.json")
     assert (status, body) == (500, b"The numbers of these runs cannot be shown (ZeroDivisionError: division by zero).")
 
 
-def test_too_many_connections_are_refused_in_a_sentence(server: Server) -> None:
+def test_too_many_connections_are_refused_in_one_sentence(server: Server) -> None:
     place = ("127.0.0.1", server.server_port)
     idle = [socket.create_connection(place) for _ in range(CONNECTIONS)]
     status, _, body = ask(server, f"/{server.key}/news.json")
@@ -138,7 +138,7 @@ def test_too_many_connections_are_refused_in_a_sentence(server: Server) -> None:
         time.sleep(0.01)
 
 
-def test_an_ended_server_waits_for_open_pages_only(tmp_path: Path) -> None:
+def test_an_ended_server_waits_only_for_open_pages(tmp_path: Path) -> None:
     with serving(write_run(tmp_path / "run", 100)) as server:
         began = time.monotonic()
         server.end()
@@ -154,19 +154,19 @@ def test_an_ended_server_waits_for_open_pages_only(tmp_path: Path) -> None:
         assert not ending.is_alive()
 
 
-def test_names_of_folders_do_not_become_markup(tmp_path: Path) -> None:
+def test_folder_names_are_escaped(tmp_path: Path) -> None:
     run = write_run(tmp_path / "<script>alert(1)<", 20)
     with serving(run) as server:
         assert b"<script>alert" not in ask(server, f"/{server.key}/")[2]
 
 
-def test_answers_are_packed_for_a_tunnel(server: Server) -> None:
+def test_responses_are_compressed_for_a_tunnel(server: Server) -> None:
     _, headers, body = ask(server, f"/{server.key}/news.json", **{"Accept-Encoding": "gzip"})
     assert headers["Content-Encoding"] == "gzip" and len(body) < 4000
 
 
 @pytest.mark.slow
-def test_the_command_prints_where_the_page_is_and_ends_quietly(tmp_path: Path) -> None:
+def test_the_command_prints_the_pages_url_and_ends_quietly(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "one", 50)
     command = [sys.executable, "-P", "-m", "residua", "watch"]
     process = subprocess.Popen(
@@ -186,13 +186,13 @@ def test_the_command_prints_where_the_page_is_and_ends_quietly(tmp_path: Path) -
     assert process.communicate() == ("", "") and process.returncode == 0
 
 
-def test_watching_imports_no_torch() -> None:
+def test_watch_imports_no_torch() -> None:
     code = "import sys, residua.watch.server, residua.cli.watch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], env=python_environment()).returncode == 0
 
 
 @pytest.mark.slow
-def test_page_of_a_training_run_begins_and_ends_with_it(tmp_path: Path) -> None:
+def test_page_of_a_training_run_starts_and_ends_with_it(tmp_path: Path) -> None:
     said: list[str] = []
     with serve_page(tmp_path / "run", said.append):
         found = re.search(r"http://127\.0\.0\.1:(\d+)/([\w-]+)/", said[0])
