@@ -70,18 +70,18 @@ def find_circle(graph: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_no_module_is_in_an_import_cycle() -> None:
     """Also not inside a function: such a circle only hides that two modules are one."""
     assert find_circle({name: imports(tree) - {name} for name, tree in modules().items()}) is None
 
 
-def test_a_planted_circle_is_found() -> None:
+def test_a_planted_import_cycle_is_found() -> None:
     tree = ast.parse("def later():\n    from residua.train.trainer import train\n")
     graph = {name: imports(tree) for name, tree in modules().items()}
     assert find_circle({**graph, "residua.files": imports(tree)}) is not None
 
 
-def test_no_object_is_given_another_class() -> None:
+def test_no_object_changes_its_class() -> None:
     """A model for inference is built, not made of another by `__class__ = …`."""
     stored = ((name, node) for name, tree in modules().items() for node in ast.walk(tree) if stores_class(node))
     assert [f"{name}:{node.lineno}" for name, node in stored] == []
@@ -97,7 +97,7 @@ def test_no_module_imports_the_package_itself() -> None:
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_leaves_import_nothing_but_the_error_class(name: str) -> None:
+def test_leaf_modules_import_only_the_error_class(name: str) -> None:
     assert imports(modules()[name]) <= {"residua.errors"}
 
 
@@ -115,6 +115,6 @@ def test_a_study_has_at_most_twenty_files() -> None:
     assert all(f"`{name.rpartition('.')[2]}`" in str(rooms.value.value) for name in files if name != "residua.study")
 
 
-def test_what_runs_a_study_imports_at_most_ten_modules() -> None:
+def test_run_study_imports_at_most_ten_modules() -> None:
     """It says what happens in which order; how stands elsewhere."""
     assert len(imports(modules()["residua.study.run_study"])) <= 10

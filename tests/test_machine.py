@@ -22,7 +22,7 @@ from tests.trained import residua, train_run
 QUIET = Console(quiet=True)
 
 
-def test_errors_of_full_memory_are_recognised() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     with pytest.raises(RuntimeError) as torch_error:
         torch.empty(1 << 60, dtype=torch.uint8)
     with pytest.raises(MemoryError) as python_error:
@@ -33,7 +33,7 @@ def test_errors_of_full_memory_are_recognised() -> None:
     assert out_of_memory(ValueError("out of memory")) is None
 
 
-def test_free_memory_is_some_and_below_the_limit_of_the_process() -> None:
+def test_free_memory_is_positive_and_below_the_process_limit() -> None:
     free = free_memory()
     assert free is not None and free > 1 << 20
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -51,7 +51,7 @@ def group(folder: Path, **content: object) -> None:
         (folder / name.replace("__", ".")).write_text(f"{value}\n")
 
 
-def test_control_groups_limit_memory_at_every_level(tmp_path: Path) -> None:
+def test_cgroup_memory_limits_apply_at_every_level(tmp_path: Path) -> None:
     own, root = tmp_path / "own", tmp_path / "root"
     group(root, memory__max="max", memory__current=5)
     group(root / "outer", memory__max=1000, memory__current=400, memory__stat="anon 300\ninactive_file 60")
@@ -75,7 +75,7 @@ def test_memory_refusal_names_both_sizes(monkeypatch) -> None:
     require_memory("nobody knows what is free", 1 << 60, "")
 
 
-def test_the_states_of_training_are_counted_to_the_byte(config: RunConfig, monkeypatch) -> None:
+def test_training_states_are_counted_to_the_byte(config: RunConfig, monkeypatch) -> None:
     """Weights, gradients, one moment for Muon's matrices and two for AdamW's tensors."""
     from residua.model.decoder import build
     from residua.train.optimizer import hidden_matrices
@@ -93,7 +93,7 @@ def test_the_states_of_training_are_counted_to_the_byte(config: RunConfig, monke
                 check_memory(config, torch.device("cpu"))
 
 
-def test_of_a_model_that_ranks_share_each_needs_its_share(config: RunConfig, monkeypatch) -> None:
+def test_each_rank_needs_memory_only_for_its_share(config: RunConfig, monkeypatch) -> None:
     """And room for one layer, or the embedding, at a time."""
     from residua.train.summary import check_memory
 
@@ -108,7 +108,7 @@ def test_of_a_model_that_ranks_share_each_needs_its_share(config: RunConfig, mon
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["model.width=65536", "model.vocab_size=2147483647", "train.micro_batch=1000000000"])
-def test_model_larger_than_any_machine_is_refused_unbuilt(config: RunConfig, tmp_path: Path, change: str) -> None:
+def test_a_model_larger_than_any_machine_is_never_built(config: RunConfig, tmp_path: Path, change: str) -> None:
     with pytest.raises(
         TooLarge, match=r"GiB of memory, but this machine has .* free: (choose a smaller|lower train)|for any machine"
     ):
@@ -147,7 +147,7 @@ def test_every_verb_refuses_a_model_that_does_not_fit(
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_inside_a_verb_is_one_sentence(run: Path, monkeypatch, capsys) -> None:
+def test_running_out_of_memory_gives_one_sentence(run: Path, monkeypatch, capsys) -> None:
     errors = [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes")]
     for error in errors:
 
@@ -165,7 +165,7 @@ def test_memory_that_runs_out_inside_a_verb_is_one_sentence(run: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_leaves_the_last_checkpoint(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
+def test_running_out_of_memory_keeps_the_last_checkpoint(config: RunConfig, tmp_path: Path, monkeypatch) -> None:
     call, done = Step.__call__, 0
 
     def full(self: Step, *arguments: Any) -> None:
@@ -180,7 +180,7 @@ def test_memory_that_runs_out_leaves_the_last_checkpoint(config: RunConfig, tmp_
         train(config, tmp_path / "run", console=QUIET)
 
 
-def test_without_room_to_say_it_well_it_is_still_said(monkeypatch, capfd) -> None:
+def test_out_of_memory_while_reporting_is_still_reported(monkeypatch, capfd) -> None:
     def full(mistake: BaseException) -> str:
         raise MemoryError
 

@@ -80,7 +80,7 @@ def decoders(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_name_too_long_for_a_file_is_refused_shortly(tmp_path: Path) -> None:
+def test_overlong_file_name_is_refused_with_a_short_message(tmp_path: Path) -> None:
     sentence = r"refers to 'xxx.*\.\.\., a name of 5000 characters: choose a shorter one\.$"
     with pytest.raises(ReadError, match=sentence) as found:
         inside(tmp_path, "x" * 5000)
@@ -88,7 +88,7 @@ def test_name_too_long_for_a_file_is_refused_shortly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_files_are_decoded_in_one_place() -> None:
+def test_files_are_decoded_by_one_module() -> None:
     texts = {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in sorted(ROOT.rglob("*.py"))}
     calling = re.compile(rf"\b({'|'.join(CALLS)})\b")
     strangers = {name: decoders(ast.parse(text)) for name, text in texts.items() if calling.search(text)}
@@ -136,7 +136,7 @@ NESTED = "[" * 80 + "]" * 80
         (b'{"step": 1, "splits": {"t": {"shards": [], "loss": 1e999}}}', "splits.t.loss is inf, expected a finite"),
     ],
 )  # fmt: skip
-def test_a_damaged_document_is_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_damaged_document_gives_one_sentence(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(ReadError) as refused:
@@ -146,7 +146,7 @@ def test_a_damaged_document_is_one_sentence(tmp_path: Path, content: bytes, word
     assert "\n" not in sentence and len(sentence) < 400
 
 
-def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
+def test_folders_and_special_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     for name, words in (
@@ -158,14 +158,14 @@ def test_what_is_not_a_file_is_refused(tmp_path: Path) -> None:
             read_text(tmp_path / name, "make it again")
 
 
-def test_a_long_file_is_not_read(tmp_path: Path) -> None:
+def test_an_overlong_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "a.json").open("wb") as file:
         file.truncate(2**30)
     with pytest.raises(ReadError, match=r"a\.json is longer than 256 MiB"):
         read_json(tmp_path / "a.json", dict[str, Any], "make it again")
 
 
-def test_good_files_are_read(tmp_path: Path) -> None:
+def test_valid_files_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b'\xef\xbb\xbf{"step": 7, "more": [1], "splits": {"train": {"shards": ["a"], "loss": 3}}}')
     read = read_json(path, Outer, "")
@@ -186,7 +186,7 @@ def test_good_files_are_read(tmp_path: Path) -> None:
         ("a = '\0'", "is not valid TOML"),
     ],
 )
-def test_damaged_toml_is_one_sentence(tmp_path: Path, content: str, words: str) -> None:
+def test_damaged_toml_gives_one_sentence(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "a.toml"
     path.write_text(content)
     with pytest.raises(ReadError, match=words) as refused:
@@ -194,18 +194,18 @@ def test_damaged_toml_is_one_sentence(tmp_path: Path, content: str, words: str) 
     assert str(path) in str(refused.value) and str(refused.value).endswith(": correct it.")
 
 
-def test_value_that_is_not_toml_is_a_string() -> None:
+def test_value_that_is_not_toml_becomes_a_string() -> None:
     assert parse_toml_value("3") == 3
     for text in ("word", "1" + "0" * 5000, DEEP):
         assert parse_toml_value(text) == text
 
 
 @pytest.mark.parametrize("text", ["2024", "a/b c", 'q"u\\o', "w\U0001f600/d", "é\x7f\x01\n", ""])
-def test_a_text_is_a_toml_string(text: str) -> None:
+def test_any_text_survives_as_a_toml_string(text: str) -> None:
     assert parse_toml_value(toml_string(text)) == text and toml_string(Path("a")) == '"a"'
 
 
-def test_lines_are_named_and_a_torn_last_line_is_skipped(tmp_path: Path) -> None:
+def test_json_lines_are_numbered_and_a_torn_last_one_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n\n{"a": 2}\n{"a": "\xe2\x82')
     assert [(where, row["a"]) for where, row in read_json_lines(path, "")] == [
@@ -218,7 +218,7 @@ def test_lines_are_named_and_a_torn_last_line_is_skipped(tmp_path: Path) -> None
     assert list(read_json_lines(path, "")) == []
 
 
-def test_strangers_lines_may_repeat_keys_and_hold_long_numbers() -> None:
+def test_lenient_json_accepts_repeated_keys_and_long_numbers() -> None:
     line = '{"a": 1, "a": 36893488147419103232}'
     assert [row for _, row in json_lines([line], Path("x"), "", lenient=True)] == [{"a": 2**65}]
     with pytest.raises(ReadError, match="x is nested too deeply"):
@@ -226,12 +226,12 @@ def test_strangers_lines_may_repeat_keys_and_hold_long_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", ["../b", "/etc/passwd", "a/../../b", "", ".", "..", "a\0b"])
-def test_names_that_lead_out_of_a_folder_are_refused(tmp_path: Path, name: str) -> None:
+def test_names_that_leave_a_folder_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ReadError, match="which is not a file inside it"):
         inside(tmp_path, name)
 
 
-def test_links_that_lead_out_of_a_folder_are_refused(tmp_path: Path) -> None:
+def test_links_that_leave_a_folder_are_refused(tmp_path: Path) -> None:
     folder, other = tmp_path / "folder", tmp_path / "other"
     (folder / "below").mkdir(parents=True)
     other.mkdir()
@@ -254,7 +254,7 @@ def test_links_that_lead_out_of_a_folder_are_refused(tmp_path: Path) -> None:
     assert inside(tmp_path / "alias", "file") == tmp_path / "alias" / "file"
 
 
-def test_the_cache_of_hugging_face_links_into_its_own_blobs_only(tmp_path: Path) -> None:
+def test_hugging_face_cache_may_link_only_to_its_own_blobs(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"
     snapshot = repository / "snapshots" / "0a1b"
     snapshot.mkdir(parents=True)
@@ -280,6 +280,6 @@ def test_the_cache_of_hugging_face_links_into_its_own_blobs_only(tmp_path: Path)
         inside(lookalike, "config.json")
 
 
-def test_one_thing_is_singular() -> None:
+def test_counts_use_singular_and_plural() -> None:
     assert [counted(n, "step") for n in (0, 1, 2, 20_000)] == ["0 steps", "1 step", "2 steps", "20,000 steps"]
     assert counted(2, "entry", "entries") == "2 entries" and counted(1, "entry", "entries") == "1 entry"

@@ -81,7 +81,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert held == {str(path.relative_to(ROOT)) for path in sources()[4:]}
 
 
-def test_its_metadata_names_versions_extras_and_the_command(wheel: Path) -> None:
+def test_wheel_metadata_names_versions_extras_and_the_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = f"residua-{__version__}.dist-info"
         about = Parser().parsestr(archive.read(f"{inside}/METADATA").decode())
@@ -114,7 +114,7 @@ def test_the_command_works_in_an_empty_environment(environment: Path, tmp_path: 
 
 
 @pytest.mark.nightly
-def test_it_trains_and_draws_in_an_empty_environment(environment: Path, tmp_path: Path) -> None:
+def test_the_wheel_trains_and_plots_in_an_empty_environment(environment: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for number in range(40):
         (tmp_path / "texts" / f"{number}.txt").write_text(f"the depth of a model, part {number}\n" * 30)
@@ -154,7 +154,7 @@ def without_triton(tmp_path_factory) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "0"}
 
 
-def test_without_triton_a_model_trains_and_presets_are_listed(without_triton: dict[str, str], tmp_path: Path) -> None:
+def test_training_and_listing_presets_work_without_triton(without_triton: dict[str, str], tmp_path: Path) -> None:
     code = f"""
         import sys
         from pathlib import Path
@@ -179,7 +179,7 @@ def test_without_triton_a_model_trains_and_presets_are_listed(without_triton: di
 
 
 @pytest.mark.nightly
-def test_without_triton_only_kernels_cannot_be_imported(without_triton: dict[str, str], tmp_path: Path) -> None:
+def test_only_kernels_cannot_be_imported_without_triton(without_triton: dict[str, str], tmp_path: Path) -> None:
     paths = [path.relative_to(ROOT).with_suffix("").parts for path in sorted((ROOT / "residua").rglob("*.py"))]
     ours = [parts for parts in paths if "torchtitan" not in parts]  # an extra of its own, which needs Triton itself
     names = [".".join(parts[:-1] if parts[-1] == "__init__" else parts) for parts in ours]
@@ -201,7 +201,7 @@ def test_without_triton_only_kernels_cannot_be_imported(without_triton: dict[str
 
 
 @pytest.mark.nightly
-def test_without_triton_a_study_and_the_self_test_run(without_triton: dict[str, str], tmp_path: Path) -> None:
+def test_study_and_self_test_run_without_triton(without_triton: dict[str, str], tmp_path: Path) -> None:
     python(f"""
         from pathlib import Path
         from tests.trained import train_run
