@@ -1,4 +1,4 @@
-"""Benchmarks collect garbage between cases: only what they made themselves, not what all tests have imported."""
+"""Benchmarks collect garbage between cases: only their own objects, not those of all imports."""
 
 import gc
 from collections.abc import Iterator

@@ -45,7 +45,7 @@ def short(config, monkeypatch):
 
 
 def spoil(monkeypatch, when):
-    """Weights of the runs for which `when(number, backend)` holds begin a little off; returns what each ran on."""
+    """Perturb the initial weights of runs for which `when(number, backend)` holds; return the backend of each run."""
     ran = []
     build = curve.build_step
 
@@ -65,7 +65,7 @@ def test_curve_compares_two_fused_runs_with_one_reference_run(config, monkeypatc
     result = bench_curve(config, open_data(config), CPU)
     assert ran == [("auto", True), ("auto", True), ("reference", True)]
     assert [len(c.losses) for c in result.curves.values()] == [2, 2, 2]
-    assert result.same_bits and result.differences == [0, 0]  # on a CPU all are the references
+    assert result.same_bits and result.differences == [0, 0]  # on a CPU all run the reference
     assert result.curves["fused"].losses[1] < result.curves["fused"].losses[0] < 7
 
 

@@ -1,4 +1,4 @@
-"""FP8 linear layers are timed, compared with the simulation, and missing products are said."""
+"""FP8 linear layers are timed, compared with the simulation, and missing products are reported."""
 
 import io
 import json

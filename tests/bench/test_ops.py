@@ -64,7 +64,7 @@ def test_bytes_count_every_input_and_output_once():
     assert made["mix_heads"]().forward_bytes == 3 * 4 * row
 
 
-# Rows that 8 sublayers move, by hand: what each junction reads and writes, one after another.
+# Rows that 8 sublayers move, counted by hand: the reads and writes of each junction in turn.
 DEPTHS = {
     "additive": (8 * 3, 8 * 3),
     # four blocks of two: a second sublayer also reads and writes the sum, whose gradient is passed on
@@ -185,7 +185,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, monkeypatch):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, peer) -> None:
-    """A peer for every operator, measured here too."""
+    """A peer for every operator, also measured here."""
     monkeypatch.setattr(suite, "peers", lambda name: {"fla": peer})
     monkeypatch.setattr(suite, "WITH_PEERS", ("cpu", "cuda"))
 

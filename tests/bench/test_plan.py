@@ -1,4 +1,4 @@
-"""The planner on paper against what was measured and what stages really send."""
+"""The planner against measured memory and times, and against the real traffic of stages."""
 
 import json
 from dataclasses import replace

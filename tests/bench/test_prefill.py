@@ -1,4 +1,4 @@
-"""`residua bench prefill`: the time to the first token, by batch and length, beside the additive model and peers."""
+"""`residua bench prefill`: the time to the first token, by batch and length, next to the additive model and peers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What tests of refusals share: a command that must refuse, and what it said."""
+"""Shared by tests of refusals: a command that must refuse, and its message."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ Say = Callable[..., str]
 
 @pytest.fixture
 def say(monkeypatch, capsys, tmp_path: Path) -> Say:
-    """What a command that must refuse prints on standard error. Nothing below the test's folder may change."""
+    """The standard error of a command that must refuse. Nothing below the test's folder may change."""
 
     def files() -> dict[Path, bytes | str]:
         return {
@@ -35,7 +35,7 @@ def say(monkeypatch, capsys, tmp_path: Path) -> Say:
 
 @pytest.fixture
 def sentence(say: Say) -> Say:
-    """The same where the command must print one line, without the name of the program."""
+    """The same for a command that must print one line, without the name of the program."""
 
     def refused(*arguments: object) -> str:
         (line,) = say(*arguments).splitlines()

@@ -1,4 +1,4 @@
-"""Every command refuses damaged, foreign and outward files: one sentence, exit code 2, and the folder as it was."""
+"""Every command refuses damaged files, foreign files and outward links: one sentence, exit code 2, and no change."""
 
 import json
 import shutil

@@ -84,7 +84,7 @@ def moments(total: int, *, every: bool) -> list[int]:
 
 
 def check(verb: str, place: Path, before: dict[str, bytes], code: int, said: str) -> None:
-    """What must hold after a verb that could not write."""
+    """Assertions after a verb that could not write."""
     spoken = [line for line in said.splitlines() if line.startswith("residua: ")]
     assert code != 0 and len(spoken) == 1, said
     assert "Traceback" not in said and "Errno" not in said and "os error" not in said, said
@@ -200,7 +200,7 @@ def test_a_full_disk_is_reported_in_one_sentence(verb, place: Path, small_disk: 
 
 @pytest.mark.parametrize("verb", only_nightly(VERBS, ["export"]))
 def test_a_file_size_limit_is_reported_in_one_sentence(verb: str, place: Path, monkeypatch, capsys) -> None:
-    """Reaches what is written below Python too: safetensors is Rust."""
+    """Also covers writes from below Python: safetensors is Rust."""
     monkeypatch.setattr("residua.export.folder.bundle", lambda *_: {})  # takes seconds
     before = files(place)
     with largest_file(64):
@@ -250,7 +250,7 @@ def test_unprintable_output_ends_with_an_error_code() -> None:
 
 
 def test_a_full_log_disk_stops_the_run_with_a_checkpoint(config: RunConfig, tmp_path: Path) -> None:
-    """What is printed goes to a file on another disk, which is full from the third line of the run on."""
+    """Output goes to a file on another disk, which fills up at the third line of the run."""
 
     class Log(io.StringIO):
         def write(self, text: str) -> int:

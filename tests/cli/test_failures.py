@@ -123,7 +123,7 @@ def run(plugin: Path, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def untried(monkeypatch) -> None:
-    """The trial of plugins is left out, as for a large part: the error comes in training."""
+    """Skip the trial of plugins, as for a large part: the error occurs in training."""
     monkeypatch.setattr("residua.train.start.check_plugins", lambda config: None)
 
 

@@ -58,7 +58,7 @@ def test_the_list_of_presets_fits_the_terminal(width):
 
 
 HEAVY = ("torch", "numpy", "scipy", "plotly", "transformers", "triton")
-"""What takes seconds to import."""
+"""Modules that take seconds to import."""
 
 
 AT_ONCE = [["--version"], ["--help"], ["presets"], ["presets", "tiny"], ["train", "--help"], ["completion"]]

@@ -1,4 +1,4 @@
-"""What was typed wrongly is answered in one sentence that names it; nothing is written, and no traceback is shown."""
+"""A mistyped argument gives one sentence that names it; nothing is written, and no traceback is shown."""
 
 import os
 from pathlib import Path

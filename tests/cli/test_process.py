@@ -1,4 +1,4 @@
-"""Signals remove what is half written, and warnings of other libraries stay off the screen."""
+"""Signals remove half-written folders, and warnings of other libraries are hidden."""
 
 import os
 import signal

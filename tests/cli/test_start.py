@@ -1,4 +1,4 @@
-"""How soon a command starts: what is imported only when it is needed."""
+"""Start-up time of a command: heavy modules are imported only when needed."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.slow
-# One process says everything, because importing torch takes most of its time.
+# One process makes all checks, because importing torch takes most of its time.
 SCRIPT = """
 import importlib, sys
 import torch

@@ -1,4 +1,4 @@
-"""Every verb that opens a model, with each kind that asks something new of it: token ids, several reads, loops."""
+"""Every verb that opens a model, with each kind that needs something new of it: token ids, several reads, loops."""
 
 import json
 from pathlib import Path

@@ -74,7 +74,7 @@ def test_the_hostile_folder_breaks_an_unprotected_start(hostile: Path) -> None:
 
 
 def test_grandchildren_import_nothing_from_the_hostile_folder(hostile: Path, tmp_path: Path) -> None:
-    """What multiprocessing and Inductor do: start Python again, from a process that Residua began."""
+    """Like multiprocessing and Inductor: start Python again, from a process that Residua started."""
     again = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', 'import random']))"
     done = subprocess.run(python_command("-c", again), env=python_environment(), cwd=hostile)
     assert (done.returncode, imported(hostile)) == (0, "")
@@ -82,7 +82,7 @@ def test_grandchildren_import_nothing_from_the_hostile_folder(hostile: Path, tmp
 
 @pytest.mark.slow
 def test_plugin_workers_import_nothing_from_the_hostile_folder(hostile: Path) -> None:
-    """A plugin is trusted, and read from the path that was named; what its libraries spawn is safe, too."""
+    """A plugin is trusted, and read from the given path; processes that its libraries spawn are safe, too."""
     (hostile / "spawning.py").write_text(
         "import multiprocessing, os\n"
         "child = multiprocessing.get_context('spawn').Process(target=os.getpid)\n"
@@ -118,7 +118,7 @@ def test_compare_trains_in_a_hostile_folder(hostile: Path, text: Dataset, monkey
 
 @pytest.mark.slow
 def test_torchrun_ranks_import_nothing_from_the_hostile_folder(hostile: Path, monkeypatch, capfd) -> None:
-    """The line of the README, with a verb that is quick; of torchrun, what imports torch is here already."""
+    """The line of the README, with a quick verb. The part of torchrun that imports torch is loaded already."""
     from torch.distributed.run import main
 
     monkeypatch.chdir(hostile)

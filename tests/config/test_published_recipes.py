@@ -7,8 +7,8 @@ from residua.config.run import RunConfig
 
 TOKENS = {"outlier-2b": 120e9, "outlier-7b": 1.2e12, "outlier-24b": 500e9, "mgr": 10.5e9, "exoformer": 10e9,
           "kimi-linear-48b": 1.4e12}  # fmt: skip
-"""Sections 3 and 4 of the outlier study, section 4 of MGR (20,000 steps of 512 × 1,024), table 4 of ExoFormer, and the
-model that Attention Residuals were put into (1 T and 0.4 T tokens, in steps of 8 M)."""
+"""Sections 3 and 4 of the outlier study, section 4 of MGR (20,000 steps of 512 × 1,024), table 4 of ExoFormer; the
+model that Attention Residuals were added to (1 T and 0.4 T tokens, in steps of 8 M)."""
 
 
 def rows(paper: str) -> dict[str, RunConfig]:

@@ -1,4 +1,4 @@
-"""Every family: logits as transformers computes them, and the way there and back."""
+"""Every family: logits as transformers computes them, after import and export."""
 
 import json
 import re
@@ -495,7 +495,7 @@ def test_kimi_with_only_linear_layers_is_written_in_its_layout(tmp_path: Path) -
 
 
 def test_import_counts_the_parameters_that_export_counts(tmp_path: Path) -> None:
-    """The biases of a router are no parameters: nothing trains them by gradients."""
+    """The biases of a router are buffers, not parameters: gradients do not train them."""
     architecture, keys = FAMILIES["kimi_linear"]
     saved(tmp_path / "hf", architecture, **keys)
     made = import_folder(tmp_path / "hf", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Heads in the order of other libraries, turned as those libraries turn them."""
+"""Heads in the order of other libraries, rotated as in those libraries."""
 
 import pytest
 import torch

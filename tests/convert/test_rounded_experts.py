@@ -1,4 +1,4 @@
-"""Models with experts in bfloat16: rounding makes near ties fall the other way, here as in transformers."""
+"""Models with experts in bfloat16: rounding flips near ties between experts, here as in transformers."""
 
 from __future__ import annotations
 

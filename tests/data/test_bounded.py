@@ -28,7 +28,7 @@ def documents_in(text: str) -> list[str]:
 
 @contextmanager
 def at_most(size: int) -> Iterator[None]:
-    """No more than so many bytes of Python's are held inside at once."""
+    """Assert that Python allocates at most so many bytes inside at once."""
     tracemalloc.start()
     try:
         yield

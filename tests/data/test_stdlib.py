@@ -11,7 +11,7 @@ from residua.data.stdlib import cache_folder
 
 @pytest.fixture
 def small(monkeypatch, tmp_path: Path) -> Path:
-    """A cache of its own, and a standard library of a few modules: tokenising the real one takes seconds."""
+    """A separate cache, and a standard library of a few modules: tokenising the real one takes seconds."""
     root = tmp_path / "lib"
     (root / "package" / "tests").mkdir(parents=True)
     (root / "site-packages").mkdir()

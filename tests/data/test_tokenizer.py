@@ -44,7 +44,7 @@ def test_trained_bpe_round_trips_and_compresses_its_text(trained: Tokenizer) -> 
 
 
 def test_arbitrary_ids_decode_as_in_the_library(trained: Tokenizer) -> None:
-    """Also bytes that are no UTF-8, and names of added tokens."""
+    """Also bytes that are not UTF-8, and names of added tokens."""
     named = tokenizers.Tokenizer.from_str(trained.backend.to_str())
     named.add_tokens(["two words", "<|x|>", "世"])
     random = np.random.default_rng(0)

@@ -78,7 +78,7 @@ def _shrunk(made: Any, needed: dict[str, Any]) -> Any:
 
 @torch.no_grad()
 def build(kind: str, seed: int = 0) -> Any:
-    """A random model whose every part matters: matrices that keep sizes, unit embeddings, gains and biases moved."""
+    """A random model in which every part has an effect: norm-keeping matrices, random gains and biases."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -177,7 +177,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "hybrid_layer_ids": [1]},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What an architecture needs besides the sizes, or what makes its parts differ: both kinds of layers, small windows."""
+"""Settings that an architecture needs besides the sizes, or that make its parts differ: layer kinds, small windows."""
 LEFT_OUT = {
     "gemma3n": "needs timm, which is not installed",
     "gemma4_assistant": "drafts for a larger model, whose states it is given",
@@ -186,4 +186,4 @@ LEFT_OUT = {
     "musicgen": "reads several codebooks of audio, no text",
     "musicgen_melody": "reads several codebooks of audio, no text",
 }
-"""Architectures that no text alone can run, or that cannot be built here."""
+"""Architectures that need more than text to run, or that cannot be built here."""

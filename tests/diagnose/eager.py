@@ -1,4 +1,4 @@
-"""What a Hugging Face model does, seen without Residua: hooks on its layers while it runs with eager attention."""
+"""A Hugging Face model observed without Residua: hooks on its layers while it runs with eager attention."""
 
 import re
 from contextlib import suppress
@@ -82,7 +82,7 @@ class Eager:
         if self._wide(y):
             self.outputs[n] = y.clone()
             self.sizes[n + 1] = self._sizes(y.abs())
-            if self.zero and not y.any():  # the part ends its layer and norms: zeros are no silence
+            if self.zero and not y.any():  # the part ends its layer and norms, so zeros do not mean that it is silent
                 self.silent = False
 
     def _part(self, n: int, name: str, output: Any) -> None:

@@ -1,4 +1,4 @@
-"""Small models, a known defect to plant in each, and the text they are shown."""
+"""Small models, a known defect to plant in each, and the text they read."""
 
 from typing import Any
 

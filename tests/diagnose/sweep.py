@@ -1,7 +1,7 @@
 """`python -m tests.diagnose.sweep`: diagnoses every causal language model of transformers and compares with hooks.
 
-Each architecture is a tiny random model (architectures.py). What `residua diagnose` records of it is compared with
-forward hooks on a copy that runs transformers' eager attention: the loss, what every layer is given and returns, the
+Each architecture is a tiny random model (architectures.py). The records of `residua diagnose` are compared with
+forward hooks on a copy that runs transformers' eager attention: the loss, the input and output of every layer, the
 attention maps, the experts chosen. Then three defects are planted (a residual sink, a dead feed-forward, an attention
 sink) and have to be found; the untouched model must have none. The results go to
 docs/results/diagnose-architectures.json and, as a table, to docs/diagnose-architectures.md.
@@ -35,7 +35,7 @@ OUTLIER = 5
 BEFORE_THE_SINK = ("granite_swa", "granitemoe_swa")
 """Here transformers returns attention maps without the learned sink's share: the loss alone is compared."""
 TOLERANCE = 2e-5
-"""Relative to the size of what is compared; everything runs in float32."""
+"""Relative to the size of the compared values; everything runs in float32."""
 
 
 COMPARED = {
@@ -70,7 +70,7 @@ def examine(kind: str) -> dict[str, Any]:
 
 
 def again(model: Any, kind: str) -> Any:
-    """A copy, made anew where a model keeps states of its last pass, which cannot be copied."""
+    """A copy, rebuilt if a model keeps states of its last pass, which cannot be copied."""
     try:
         return copy.deepcopy(model)
     except RuntimeError:
@@ -127,7 +127,7 @@ def defects(made: ModelDiagnosis) -> list[str]:
 
 @torch.no_grad()
 def planted(model: Any, kind: str, sample: Sample) -> dict[str, Any]:
-    """Plant all three defects in one model; what hooks say is there, and what the diagnosis finds."""
+    """Plant all three defects in one model; return the findings of the hooks and those of the diagnosis."""
     model.get_input_embeddings().weight[:, OUTLIER] = 41.0
     subject = HuggingFaceSubject(again(model, kind), kind)
     last = [s for s in subject.sites if s.layer == subject.layers - 1]

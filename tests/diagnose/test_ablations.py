@@ -48,7 +48,7 @@ def ablation(model: Decoder, kind: AblationKind, index: int, head: int | None = 
 
 
 def ablated(model: Decoder, what: Ablation) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """What taps record while something is removed, and what each step of the topology returned."""
+    """The tap records while something is removed, and the results of each step of the topology."""
     steps: list[Any] = []
 
     def noted(k: int, y: torch.Tensor, state: Any) -> Any:

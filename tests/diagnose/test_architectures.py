@@ -1,4 +1,4 @@
-"""The sweep over all causal language models of transformers: a few distinct ones by day, every one at night."""
+"""The sweep over all causal language models of transformers: a few in `make test`, every one in `make nightly`."""
 
 import json
 
@@ -19,7 +19,7 @@ def recorded() -> dict[str, dict[str, object]]:
 
 
 def assert_as_recorded(kind: str, row: dict[str, object]) -> None:
-    """What is planted, measured and left out is what the table says: nothing is skipped that was measured before."""
+    """Planted, measured and skipped items match the table: nothing is skipped that was measured before."""
     for key in ("refused", "sublayers", "attention_layers", "planted", "skipped"):
         assert row.get(key) == recorded()[kind].get(key), key
 

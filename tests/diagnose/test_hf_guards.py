@@ -1,4 +1,4 @@
-"""Guards: what does not fit the model is left out with its reason, and the rest of the diagnosis is right."""
+"""Guards: metrics that do not fit the model are skipped with a reason, and the rest of the diagnosis is correct."""
 
 from typing import Any
 

@@ -115,7 +115,7 @@ def test_missing_weights_are_refused_not_initialised(spoil: Any, words: str, tmp
 
 
 def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
-    """An adapter that was not merged; but not what transformers itself leaves out without a word."""
+    """An adapter that was not merged; but not the tensors that transformers itself skips silently."""
     folder = models.save(models.build("llama"), tmp_path / "llama")
     name = "model.layers.0.self_attn.q_proj.lora_{}.weight"
     buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"

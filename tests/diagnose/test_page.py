@@ -1,4 +1,4 @@
-"""What the page says: findings as cards, the model layer by layer, then every metric with what healthy looks like."""
+"""Content of the page: findings as cards, the model layer by layer, then every metric with its healthy values."""
 
 import json
 import math
@@ -293,7 +293,7 @@ def test_frequency_loss_of_a_long_text_is_its_entropy() -> None:
 
 
 def test_frequency_loss_of_a_short_text_is_smoothed() -> None:
-    """The frequencies of three tokens in three would give each away: a trained model is not measured against that."""
+    """The frequencies of three tokens in three would give each away: a trained model is not compared with that."""
     assert frequency_loss(torch.tensor([5, 6, 7]), 100) == pytest.approx(math.log(100))
     assert frequency_loss(torch.tensor([5]), 100) == pytest.approx(math.log(100))
     assert frequency_loss(torch.tensor([5, 5, 5]), 100) == 0

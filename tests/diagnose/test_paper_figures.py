@@ -1,4 +1,4 @@
-"""What the papers' figures show equals its direct definition, in float64, over batches of unequal size."""
+"""The values in the papers' figures equal their direct definition, in float64, over batches of unequal size."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def case(maps: bool = False, **tables: Any) -> Case:
 
 
 def _small(model: Decoder) -> Iterable[Tensor]:
-    """Norm weights, their gates, λ and what makes γ: everything that an untrained model has at a constant."""
+    """Norm weights, their gates, λ and the maps of γ: everything that is constant in an untrained model."""
     parts = ("norm.", "anchor_scale", "current_scale", "gamma.")
     return [p for name, p in model.named_parameters() if any(part in name for part in parts)]
 

@@ -108,7 +108,7 @@ def test_middle_layers_are_removed_together() -> None:
 
 
 def test_layers_of_any_model_can_be_removed_together() -> None:
-    """What a Hugging Face model does: one context inside the other."""
+    """Nested contexts, as for a Hugging Face model."""
     model = model_of(kind="additive")
     subject = NativeSubject(model, "m")
     with Subject.without_layers(subject, [1, 2]), torch.no_grad():

@@ -44,7 +44,7 @@ class Command:
 
     @property
     def arguments(self) -> list[str] | None:
-        """What follows `residua`; None if it is another program's command."""
+        """The words after `residua`; None if it is another program's command."""
         ours = "residua" in self.words and self.words[0] != "pip"
         return list(self.words[self.words.index("residua") + 1 :]) if ours else None
 

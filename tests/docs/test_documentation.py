@@ -1,4 +1,4 @@
-"""What the documentation says is run as written, its pictures are drawn from the code, and its links hold."""
+"""The documentation's code runs as written, its pictures match the code, and its links work."""
 
 import re
 import shlex
@@ -241,7 +241,7 @@ def test_a_build_knows_its_repository_only_on_github(monkeypatch) -> None:
 
 
 def test_every_quoted_interval_is_in_a_study_table() -> None:
-    """So that a study that goes on does not leave old numbers in the sentences about it."""
+    """A study that is extended must not leave old numbers in the sentences about it."""
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "results").glob("*.md")]
     made = "".join(block for page in pages for block in re.findall(r"<!-- study .*?<!-- end -->", page, re.S))
     words = README + re.sub(r"<!-- study .*?<!-- end -->", "", (ROOT / "docs" / "RESULTS.md").read_text(), flags=re.S)

@@ -1,4 +1,4 @@
-"""Tables and pictures of the documentation are what `make results` makes of docs/results."""
+"""Tables and pictures of the documentation match the output of `make results`."""
 
 import json
 import re
@@ -73,7 +73,7 @@ COMMIT = re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,}\b")
 
 
 def _faults(text: str) -> list[str]:
-    """What a page of results lacks of a question, its answer, limits and commands, and what it has too much of."""
+    """Missing parts of a results page (question, answer, limits, commands), and excessive ones."""
     question, answer = text.split("\n\n")[:2]
     heads = [head for head in ("## Limits", "## Data and commands") if f"\n{head}\n" in text]
     words = [word for word in re.sub(r"<!--.*?-->", "", text).split() if re.search(r"\w", word)]

@@ -1,4 +1,4 @@
-"""What docs/security.md promises about the code: no pickles, no code of others, no network unasked."""
+"""The promises of docs/security.md about the code: no pickles, no foreign code, no network unless requested."""
 
 import re
 from functools import cache

@@ -1,4 +1,4 @@
-"""The documentation site: every page is on it, it builds without a warning, and it asks nothing of other machines."""
+"""The documentation site: every page is on it, it builds without warnings, and it loads nothing from other hosts."""
 
 import importlib
 import mimetypes

@@ -16,7 +16,7 @@ COMMON, TRAINER, ACCELERATE = range(2, 5)
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch) -> dict[str, Any]:
-    """What the common block defines, with a small text where the page says it is; its model is tiny."""
+    """The names that the common block defines, with a small text at the path of the page; its model is tiny."""
     (tmp_path / "texts").mkdir()
     for number in range(8):
         (tmp_path / "texts" / f"{number}.txt").write_text("the depth axis of transformers, again and again. " * 40)

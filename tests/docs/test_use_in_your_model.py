@@ -147,7 +147,7 @@ def test_compiled_rewrites_keep_loss_and_gradients(depth):
     torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-4, atol=1e-6)
 
 
-# What readers get instead of the sum of the embedding and all earlier outputs: in a new topology, and after
+# The input of readers in place of the sum of the embedding and all earlier outputs: in a new topology, and after
 # `init_as_additive`. docs/retrofit.md says the second in words.
 SUM, MULTIPLE, ELSE = "the sum", "a multiple", "something else"
 BEGIN = {

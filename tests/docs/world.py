@@ -1,4 +1,4 @@
-"""The folders that the commands of the documentation speak of, tiny: texts, datasets, runs, a model of transformers."""
+"""Tiny versions of the folders in the documentation's commands: texts, datasets, runs, a model of transformers."""
 
 import json
 import lzma
@@ -38,7 +38,7 @@ highway = ["highway"]
 
 
 def sources(folder: Path) -> None:
-    """What a person has before the first command: texts, prompts, tasks, files that the page shows."""
+    """The user's files before the first command: texts, prompts, tasks, files that the page shows."""
     drawn = random.Random(0)
     documents = [" ".join(drawn.choices(WORDS, k=60)) + ".\n\n" for _ in range(120)]
     for name in TEXTS:

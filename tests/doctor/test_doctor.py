@@ -1,4 +1,4 @@
-"""`residua doctor`: every operator is checked, faults are rows with a way out, and never a traceback."""
+"""`residua doctor`: every operator is checked, and faults are rows with a fix, never a traceback."""
 
 import json
 import os

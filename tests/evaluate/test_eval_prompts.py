@@ -29,7 +29,7 @@ def spelled(*names: str) -> Callable[[Record], Record]:
 
 
 def keys(*more: Callable[[Record], Record], **names: str) -> Callable[[Record], Record]:
-    """A record of the harness: by its names our keys, and what `more` makes of ours."""
+    """A record of the harness: our keys under its names, plus the keys that `more` computes from ours."""
     return lambda record: (
         {theirs: record[ours] for theirs, ours in names.items()}
         | {key: value for make in more for key, value in make(record).items()}
